@@ -24,7 +24,7 @@ from unipar.backend.cells import config_in_cell
 from unipar.config import Cell, Config
 from unipar.config.source import load_given_config
 from unipar.errors import UniparError
-from unipar.launcher import early, starters
+from unipar.launcher.processes import early, starters
 from unipar.launcher.processes.forkserver import ForkServer
 from unipar.results.agreement import loss_tolerance, measure_agreement
 from unipar.results.verdicts import Verdict, format_share

@@ -21,7 +21,7 @@ from unipar.comparison.request import CompareRequest
 from unipar.comparison.rounds import rotate_order
 from unipar.config.settled import SettledConfig
 from unipar.launcher.cells import select_cells
-from unipar.launcher.starters import SharedForkServer
+from unipar.launcher.processes.starters import SharedForkServer
 from unipar.utils.table import format_table
 
 ROOT = Path(__file__).parent.parent

@@ -72,6 +72,33 @@ def test_what_does_not_divide(batch: Batch, ranks: int, sentence: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("batch", "sentence"),
+    [
+        (
+            {"micro": "auto"},
+            "micro: auto keeps the total batch, and there is none; give total, the samples of one step",
+        ),
+        (
+            {"total": 8, "micro": "auto", "accumulate": 2},
+            "micro: auto decides how often to accumulate; leave out accumulate: 2, or give micro a number",
+        ),
+    ],
+)
+def test_a_microbatch_that_is_found(batch: dict[str, Any], sentence: str) -> None:
+    """It divides a total that is given, and needs no other number."""
+    with pytest.raises(ValidationError, match="micro: auto") as e:
+        Batch.model_validate(batch)
+    assert sentence in str(e.value)
+
+
+def test_a_microbatch_that_is_not_found_yet_has_no_sizes() -> None:
+    """A defect of ours is no sentence for users."""
+    assert Batch(total=8, micro="auto").is_auto
+    with pytest.raises(AssertionError, match="must be found by trial, or replaced, before a batch is settled"):
+        Batch(total=8, micro="auto").settle(2)
+
+
+@pytest.mark.parametrize(
     ("text", "cell", "shown"),
     [
         ("native", Cell("native"), "native/nothing"),

@@ -26,8 +26,7 @@ from typing_extensions import override
 
 from unipar.backend import registry
 from unipar.distributed.place import Place
-from unipar.launcher import early, starters
-from unipar.launcher.processes import group
+from unipar.launcher.processes import early, group, starters
 from unipar.launcher.processes.forkserver import ForkServer
 from unipar.launcher.processes.process import SubprocessStarter, WorkerProcess, WorkerStarter, reap_process
 from unipar.launcher.processes.worker_arguments import WorkerArguments

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.world import PYTHONPATH_VARIABLE
-from unipar.launcher import starters
+from unipar.launcher.processes import starters
 from unipar.launcher.processes.forkserver import ForkServer
 from unipar.results.verdicts import Verdicts
 from unipar.verification.verify import verify

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from unipar.launcher import starters
+from unipar.launcher.processes import starters
 from unipar.task.reference import TaskRef
 from unipar.verification.world_pool import open_world_pool
 

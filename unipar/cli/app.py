@@ -13,7 +13,7 @@ import typer
 from unipar.cli.commands.options import EXIT_CODES_HELP, VersionOption
 from unipar.distributed.launchers import without_launcher_arguments
 from unipar.errors import UniparError
-from unipar.launcher import early
+from unipar.launcher.processes import early
 
 HELP = """One PyTorch training loop under many backends, from one config.
 

@@ -13,8 +13,9 @@ from typing import Any, Final
 from unipar.backend import registry
 from unipar.config.settled import SettledConfig
 from unipar.errors import NonFinite, ReportError, UniparError, WorkerFailed
+from unipar.launcher.micro_batch.choice import ChosenMicro
 from unipar.launcher.processes.group import WorkerGroup
-from unipar.launcher.starters import SharedForkServer
+from unipar.launcher.processes.starters import SharedForkServer
 from unipar.memory.account import MemoryAccount, read_account
 from unipar.results.run import Report
 from unipar.results.same_training import TrainingMarks
@@ -50,9 +51,13 @@ class CellWorld:
         run: Path,
         environment: Mapping[str, str] | None = None,
         server: SharedForkServer | None = None,
+        micro: ChosenMicro | None = None,
     ) -> None:
-        """Prepare the world; `server` starts its workers if it can, `environment` makes them record memory."""
-        self.settled, self.ref, self.run = settled, ref, run
+        """Prepare the world; `server` starts its workers if it can, `environment` makes them record memory.
+
+        `micro`: how its microbatch was found, for the ledger.
+        """
+        self.settled, self.ref, self.run, self._micro = settled, ref, run, micro
         self.backend = registry.find_backend(settled.cell.backend)
         self._environment, self._watch, self.server = environment or {}, environment is not None, server
         self.size = settled.ranks
@@ -67,6 +72,8 @@ class CellWorld:
         began = time.monotonic()
         config = self.settled.config
         launch = {"task": self.ref.to_json(), "settled": self.settled.to_json(), "watch": self._watch}
+        if self._micro is not None:
+            launch["micro"] = self._micro.to_json()
         texts = config.json_for_ranks(), json.dumps(launch, indent=2)
         self._open_contexts.enter_context(folder.create_run_folder(self.run, *texts, overwrite=True))
         hosted = self._open_contexts.enter_context(self.backend.host(config, self.size))
@@ -88,7 +95,7 @@ class CellWorld:
 
     def with_environment(self, run: Path, more: Mapping[str, str]) -> CellWorld:
         """Return another world of the same cell, with more variables in its environment."""
-        return CellWorld(self.settled, self.ref, run, {**self._environment, **more}, self.server)
+        return CellWorld(self.settled, self.ref, run, {**self._environment, **more}, self.server, self._micro)
 
     def record_memory(self, passes: Sequence[str]) -> None:
         """Train one step for each pass, in which each rank records its memory."""

@@ -80,11 +80,14 @@ def compare(
         raise ConfigError(f"--world: {world}: wanted a whole number above 0, or several: 1,2,4")
     sizes = parse_world_sizes(world) if isinstance(world, Sequence) else []
     asked = CompareRequest.of(config, overrides, task, "compare starts a world for each cell")
+    tried = ("single", *(tuple(cells) or asked.source.config.compare.cells))
     if sizes:
+        asked = asked.settle_micro(tried, sizes)
         return _compare_by_world_size(asked, sizes, cells, overwrite=overwrite)
     wanted = world or asked.source.config.parallel.ranks
     ranks = wanted if isinstance(wanted, int) else asked.prepared.ranks().number
     by = "parallel.data" if world is None else "--world"
+    asked = asked.settle_micro(tried, [ranks])
     return compare_cells(asked, ranks, cells, asked.source.out / "compare", overwrite=overwrite, by=by)
 
 
@@ -129,7 +132,7 @@ def compare_cells(
             first = replace(first, rows=[kept_rows.get(row.cell, row) for row in first.rows])
         server = asked.fork_server()
         runs = {
-            row.cell: CellWorld(at, asked.ref, folder / at.cell.slug, asked.meter_environment, server)
+            row.cell: CellWorld(at, asked.ref, folder / at.cell.slug, asked.meter_environment, server, asked.micro)
             for row in first.rows
             if row.outcome == "waits" and (at := selected[row.cell][1]) is not None
         }

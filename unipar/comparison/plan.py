@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from unipar.planning.plan import Plan
     from unipar.planning.planned_cell import PlannedCell
     from unipar.planning.speed import StepSpeed
+    from unipar.training.fake_run.cell_peaks import PredictedCell
     from unipar.training.fake_run.trace import TracedTask
 
 PlannedDevice = Literal["cpu", "cuda"]
@@ -58,6 +59,9 @@ def plan(
 
     source = load_given_config(config)
     config = source.config
+    memory = config.batch.memory if memory is None else memory
+    if config.batch.is_auto:  # rows are of the smallest microbatch, and tell the largest that fits
+        config = config.changed({"batch.micro": 1})
     wanted = backend_cells.expand_cell_patterns(tuple(cells or config.compare.cells))
     excluded = tuple(str(cell) for cell in backend_cells.expand_cell_patterns(tuple(exclude)))
     if isinstance(machine, str):
@@ -138,25 +142,24 @@ class _Limits:
 
 
 @dataclass(frozen=True)
-class PredictedCell:
-    """Prediction for one cell on a number of ranks, with one size of microbatches."""
+class _Forecast:
+    """Memory and speed of one cell on a number of ranks, with one size of microbatches."""
 
-    phases: tuple[PredictedPeak, ...]
-    sent: tuple[Payload, ...]
+    memory: PredictedCell
     speed: StepSpeed | None
 
     @property
     def peak(self) -> int:
-        return max(phase.peak for phase in self.phases)
+        return self.memory.peak
 
 
 def predict_cell(config: Config, cell: Cell, ranks: int, device: PlannedDevice) -> PredictedCell:
     """Return what a cell needs, for a config that is in it; raise Unsupported if it is not planned."""
+    from unipar.training.fake_run.cell_peaks import predict_traced_cell
     from unipar.training.fake_run.trace import trace_task
 
     sizes = config.batch.settle(ranks // cell.axes.ranks)
-    planner = _Planner(config, trace_task(config, sizes.micro), device, _Limits(None, 0.0), None)
-    return planner.predict(config, ranks, sizes)
+    return predict_traced_cell(config, cell, ranks, trace_task(config, sizes.micro), sizes, device)
 
 
 @dataclass(frozen=True)
@@ -173,8 +176,9 @@ class _Planner:
     def trace(cls, config: Config, device: PlannedDevice, limits: _Limits, machine: Machine | None) -> _Planner:
         from unipar.training.fake_run.trace import trace_task
 
-        micro = config.batch.settle(1).micro if config.batch.micro is None else config.batch.micro
-        return cls(config, trace_task(config, micro), device, limits, machine)
+        micro = config.batch.micro
+        traced = trace_task(config, micro if isinstance(micro, int) else config.batch.settle(1).micro)
+        return cls(config, traced, device, limits, machine)
 
     def rows(self, cell: Cell, ranks: int) -> Iterator[PlannedCell]:
         """Yield the row of a cell on so many ranks; none for a cell of one process on several."""
@@ -191,8 +195,8 @@ class _Planner:
                 str(cell),
                 ranks,
                 sizes.micro,
-                now.phases,
-                sent=now.sent,
+                now.memory.phases,
+                sent=now.memory.sent,
                 speed=now.speed,
                 simplicity=simplicity(cell),
             )
@@ -229,20 +233,17 @@ class _Planner:
         checks.check_cell(moved, backend, cell)
         return moved, moved.batch.settle(ranks // cell.axes.ranks or 1)
 
-    def predict(self, config: Config, ranks: int, sizes: BatchSizes) -> PredictedCell:
+    def predict(self, config: Config, ranks: int, sizes: BatchSizes) -> _Forecast:
         """Return the memory and the speed of a config in its cell."""
-        from unipar.planning.peaks import predict_peaks
+        from unipar.training.fake_run.cell_peaks import predict_traced_cell
 
-        backend, activations = registry.find_backend(config.backend), self.traced.activations
-        timeline = replace(self.traced.timeline, microbatches=sizes.accumulate)
-        prediction = backend.predict(config, timeline, ranks, device=self.device)
-        if self.device == "cuda":
-            prediction = replace(prediction, terms=(*prediction.terms, *_runtime_terms(ranks)))
-        phases = tuple(predict_peaks(timeline, prediction, activations, sizes.micro, sizes.accumulate))
+        runtime = tuple(_runtime_terms(ranks)) if self.device == "cuda" else ()
+        cell = backend_cells.cell_of(config)
+        memory = predict_traced_cell(config, cell, ranks, self.traced, sizes, self.device, runtime)
         speed = None
-        if self.machine is not None and (ranks == 1 or prediction.sent):
-            speed = self._speed(config, ranks, sizes, phases, prediction.sent)
-        return PredictedCell(phases, prediction.sent, speed)
+        if self.machine is not None and (ranks == 1 or memory.sent):
+            speed = self._speed(config, ranks, sizes, memory.phases, memory.sent)
+        return _Forecast(memory, speed)
 
     def _speed(
         self,
@@ -272,17 +273,17 @@ class _Planner:
         axes = config.parallel.axes
         return predict_speed(self.machine, config.train.precision, work, sent, overlaps, axes, ranks)
 
-    def _largest(self, config: Config, ranks: int, sizes: BatchSizes, limit: int) -> tuple[int, PredictedCell] | None:
+    def _largest(self, config: Config, ranks: int, sizes: BatchSizes, limit: int) -> tuple[int, _Forecast] | None:
         """Return the largest microbatch that fits, among those that divide a rank's share of the batch."""
         share = sizes.total // sizes.ranks
         divisors = [n for n in range(1, share + 1) if share % n == 0]
 
-        def outcome(micro: int) -> PredictedCell:
+        def outcome(micro: int) -> _Forecast:
             return self.predict(config, ranks, _with_micro(sizes, micro))
 
         if (whole := outcome(share)).peak <= limit:
             return share, whole
-        found: tuple[int, PredictedCell] | None = None
+        found: tuple[int, _Forecast] | None = None
         low, high = 0, len(divisors) - 1  # larger microbatches need more
         while low < high:
             middle = (low + high) // 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from unipar.backend.checks import CheckedSource
@@ -13,8 +13,10 @@ from unipar.config import Config
 from unipar.config.sections.batch import Batch
 from unipar.config.source import Given
 from unipar.errors import ConfigError
+from unipar.launcher.cells import settle_one_micro
+from unipar.launcher.micro_batch.choice import ChosenMicro
 from unipar.launcher.prepare import Prepared, prepare
-from unipar.launcher.starters import SharedForkServer, may_fork
+from unipar.launcher.processes.starters import SharedForkServer, may_fork
 from unipar.memory.account import PASSES_BY_IMPORTANCE, PASSES_IN_ORDER
 from unipar.memory.sources.malloc_build import (
     METER_ENVIRONMENT,
@@ -73,10 +75,18 @@ class CompareRequest:
     unwatched: str
     """Reason why memory is not recorded, or not completely."""
 
+    micro: ChosenMicro | None = None
+    """Microbatch of all cells, if it was found by trial."""
+
     @property
     def source(self) -> CheckedSource:
         """Config as given, with its name, folder and backend."""
         return self.prepared.source
+
+    def settle_micro(self, patterns: Sequence[str], worlds: Sequence[int]) -> Self:
+        """Return the same with one microbatch for all these cells and numbers of ranks, if its config says auto."""
+        prepared, micro = settle_one_micro(self.prepared, patterns, worlds)
+        return replace(self, prepared=prepared, micro=micro)
 
     def fork_server(self) -> SharedForkServer:
         """Return the process from which all cells' workers are forked, not started; it counts memory if they do."""

@@ -12,7 +12,7 @@ from unipar.comparison.cell_world import CellWorld, MemoryNotRecorded
 from unipar.comparison.library_traffic import has_library_traffic, with_library_traffic
 from unipar.comparison.request import NO_MEMORY_NOTE, TurnSchedule
 from unipar.errors import ConfigError, Stopped, TaskError, UniparError, Unsupported
-from unipar.launcher.starters import SharedForkServer
+from unipar.launcher.processes.starters import SharedForkServer
 from unipar.memory.account import MemoryAccount
 from unipar.results.comparison import TurnResults
 from unipar.results.live_table import LiveTable

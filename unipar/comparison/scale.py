@@ -48,6 +48,7 @@ def scale(
     """
     sizes = parse_world_sizes(worlds)
     asked = CompareRequest.of(config, overrides, task, "scale starts a world for each size")
+    asked = asked.settle_micro(tuple(cells) or (str(asked.source.cell),), sizes)
     source, settings = asked.source, asked.source.config
     prepared = asked.prepared
     resources.check_gpu_count(prepared.computed, sizes[-1], asked="--world")
@@ -84,7 +85,9 @@ def scale(
             store.write_original_config(out, source.name, settings)
         server = asked.fork_server()
         runs = {
-            world.name: CellWorld(at, asked.ref, out / _world_folder_name(world), asked.meter_environment, server)
+            world.name: CellWorld(
+                at, asked.ref, out / _world_folder_name(world), asked.meter_environment, server, asked.micro
+            )
             for world, at in waiting
         }
 

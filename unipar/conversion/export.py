@@ -74,6 +74,12 @@ def export_script(source: ConfigSource, to: str, out: Path | None = None, *, ove
     backend = known[to]
     if source.config.task is None:
         raise TaskError(f"{source.label}: there is no task.use; export needs the class: task: {{use: file.py:Class}}")
+    if source.config.batch.is_auto:
+        raise ConfigError(
+            f"{source.label}: batch.micro: auto is found by trial when a run starts, and a script has one size: say it "
+            "with --set batch.micro=N; `unipar explain FILE` shows the one of an earlier run, and `unipar plan FILE "
+            "--memory SIZE` what to expect"
+        )
     cell = Cell(backend.name, source.config.parallel.shard)
     own = cells.cell_of(source.config)
     source = in_cell(source, own if own.backend == backend.name else cell, "--to")

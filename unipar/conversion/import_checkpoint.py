@@ -223,6 +223,8 @@ def _position(config: Config, source: Path, step: int) -> dict[str, Any]:
             f"accumulate x data ({batch.micro} x {batch.accumulate} x data), and parallel.data is auto; say how many "
             "data ranks there were with --set parallel.data=N"
         )
+    if batch.is_auto:  # where the data goes on does not depend on microbatches
+        batch = batch.changed({"micro": 1})
     sizes = batch.settle(1 if ranks == "auto" else ranks)
     facts = gather_task_facts(config, sizes)
     epoch, batches = divmod(step, facts.per_epoch) if facts.per_epoch else (0, step)

@@ -64,6 +64,22 @@ def list_gpu_ids() -> list[str]:
         nvml.nvmlShutdown()
 
 
+def smallest_gpu_memory() -> int:
+    """Return the bytes of memory of this machine's smallest NVIDIA GPU; raise OSError if the driver does not say."""
+    import pynvml  # as above
+
+    nvml: Any = pynvml
+    try:
+        nvml.nvmlInit()
+        try:
+            handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+            return min(int(nvml.nvmlDeviceGetMemoryInfo(handle).total) for handle in handles)
+        finally:
+            nvml.nvmlShutdown()
+    except (nvml.NVMLError, ValueError) as e:
+        raise OSError(f"NVML does not say how much memory a GPU has: {e}") from None
+
+
 def _gpu_uuid(nvml: Any, index: int) -> str:
     try:
         return nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetHandleByIndex(index))

@@ -6,7 +6,7 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from unipar.launcher import early
+from unipar.launcher.processes import early
 
 if TYPE_CHECKING:
     from unipar.config.source import Given

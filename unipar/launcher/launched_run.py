@@ -6,24 +6,26 @@ import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from unipar.backend import registry
 from unipar.config.settled import read_settled
 from unipar.config.source import Given
 from unipar.errors import TaskError, UniparError, WorkerFailed, rebuild
-from unipar.launcher import early, rerun, worker_entries
+from unipar.launcher import rerun, worker_entries
+from unipar.launcher.micro_batch.choice import usable_memory
 from unipar.launcher.prepare import PreparedRun, make_task, prepare
-from unipar.launcher.processes import worker
+from unipar.launcher.processes import early, worker
 from unipar.launcher.processes.group import WorkerGroup
 from unipar.launcher.processes.postmortem import make_stopped_error
 from unipar.launcher.processes.signals import SignalReceiver
+from unipar.launcher.processes.starters import ENTRY_MODULES, SharedForkServer, may_fork
 from unipar.launcher.progress import Progress
 from unipar.launcher.restarting import Restarts
-from unipar.launcher.starters import ENTRY_MODULES, SharedForkServer, may_fork
 from unipar.memory.sources.malloc_build import step_log_environment
 from unipar.results.run import Report
 from unipar.run_folder.error_file import record_run_error
+from unipar.run_folder.layout import read_launch_file
 from unipar.task import Task
 from unipar.task.importing import is_importing_task, next_earlier_run
 
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from unipar.task import Run
 
 TaskFunction = Callable[..., Any]
+Result = TypeVar("Result")
 
 _earlier_launches: list[str] = []
 """Result of each launch of this process: its run folder, or `!Kind: sentence` for an error."""
@@ -60,7 +63,7 @@ def run_launch(
             early.end_imports()
             out = _train_in_process(plan, make_task(task, functions, plan.config, plan.ref), quiet)
         else:
-            out = _start_workers(plan, "unipar.launcher.worker_entries:train_task", quiet)
+            out = _start_workers(find_micro(plan, quiet), "unipar.launcher.worker_entries:train_task", quiet)
         report = Report.read(out)
     except UniparError as e:
         _earlier_launches.append(f"!{type(e).__name__}: {e}")
@@ -95,6 +98,8 @@ def run_join(
     if plan.finished:
         _show_finished(plan, quiet, "; the script ends here, before its loop and what follows it")
         raise SystemExit(0)
+    if plan.auto is not None:
+        plan = _or_exit(lambda: find_micro(plan, quiet, rerun.find_script_command()))
     if plan.place is None and plan.size > 1:
         _rerun_script_in_workers(plan, quiet)
     early.end_imports()
@@ -168,14 +173,38 @@ def _train_in_process(plan: PreparedRun, task: Task, quiet: bool) -> Path:
 def _rerun_script_in_workers(plan: PreparedRun, quiet: bool) -> None:
     """Run this script again in each rank, then exit: the code after `join` runs in the ranks only."""
     script = rerun.find_script_command()
+    _or_exit(lambda: _start_workers(plan, "unipar.launcher.worker_entries:rerun_script", quiet, script))
+    raise SystemExit(0)
+
+
+def _or_exit(start: Callable[[], Result]) -> Result:
+    """Return what `start` returns; print its error and exit, where the user's script would go on with its loop."""
     try:
-        _start_workers(plan, "unipar.launcher.worker_entries:rerun_script", quiet, script)
+        return start()
     except UniparError as e:
         if isinstance(e, WorkerFailed) and e.traceback:
             sys.stderr.write(e.traceback)
         sys.stderr.write(f"unipar: {e}\n")
         raise SystemExit(e.code) from None
-    raise SystemExit(0)
+
+
+def find_micro(plan: PreparedRun, quiet: bool, script: Sequence[str] = ()) -> PreparedRun:
+    """Return the run with the microbatch that is found by trial, if its config says auto."""
+    from unipar.launcher.micro_batch.choose import choose_microbatch, write_line
+    from unipar.launcher.micro_batch.trials import TrialCode
+
+    if plan.micro_note and not quiet:
+        write_line(plan.micro_note)
+    if plan.auto is None:
+        return plan
+    limit = usable_memory(plan.config, plan.size)
+    return plan.with_found_micro(
+        choose_microbatch([plan.auto], TrialCode(plan.ref, script), limit, _say_nothing if quiet else write_line)
+    )
+
+
+def _say_nothing(line: str) -> None:
+    """Show nothing of a line of progress."""
 
 
 @contextmanager
@@ -183,6 +212,7 @@ def _join_as_worker(
     context: worker_entries.ScriptContext, task: type[Task] | None, functions: Mapping[str, TaskFunction]
 ) -> Generator[Run]:
     """Context manager: the run of a worker that runs the user's script."""
+    from unipar.launcher.micro_batch.worker import open_trial, predict_microbatches
     from unipar.training.setup import open_run
 
     if context.has_joined:
@@ -192,7 +222,12 @@ def _join_as_worker(
     backend = registry.find_backend(settled.cell.backend)
     made = make_task(task, functions, settled.config, None)
     folder, rank = context.run, context.place.rank
-    with open_run(settled, backend, made, context.place, folder) as run, worker.exit_on_error(folder, rank, run):
+    launched = read_launch_file(folder)
+    if "plan" in launched:  # of batch.micro: auto
+        predict_microbatches(made, folder)
+        raise SystemExit(0)
+    opened = open_trial if "trial" in launched else open_run
+    with opened(settled, backend, made, context.place, folder) as run, worker.exit_on_error(folder, rank, run):
         yield run
 
 

@@ -30,6 +30,15 @@ from unipar.distributed.launchers import Launcher, find_launcher, place_from_env
 from unipar.distributed.place import Place
 from unipar.distributed.restarts import LaunchedJob, find_job
 from unipar.errors import ConfigError, UniparError, Unsupported, WorldMismatch
+from unipar.launcher.micro_batch.choice import (
+    PREFIX,
+    CandidateWorld,
+    ChosenMicro,
+    list_candidates,
+    name_of_world,
+    usable_memory,
+    with_micro,
+)
 from unipar.model import weight_file
 from unipar.run_folder import folder
 from unipar.run_folder.layout import read_launch_file
@@ -77,6 +86,16 @@ class Prepared:
         """Return how many ranks the config asks for on this machine, and why."""
         source = self.source
         return resources.ranks_in(source.cell, source.config, self.place, alone=source.alone)
+
+    def with_micro(self, micro: int) -> Self:
+        """Return the same with a microbatch of this size."""
+        return replace(self, source=replace(self.source, config=with_micro(self.source.config, micro)))
+
+    def candidates(self, ranks: int) -> list[int]:
+        """Return the sizes among which `batch.micro: auto` chooses for so many ranks, ascending."""
+        cell = self.source.cell
+        self.source.config.parallel.settle(ranks)
+        return list_candidates(self.computed, self.source.backend, cell, ranks // cell.axes.ranks)
 
     def settled(self, ranks: int, local: int | None = None, asked: str = "parallel.data") -> SettledConfig:
         """Return the config settled for this many ranks, `local` of them here; errors name the key `asked`."""
@@ -148,12 +167,25 @@ class PreparedRun:
     finished: str = ""
     """Sentence that says that the earlier run has done all its steps, so that nothing is to be started; else ""."""
 
+    auto: CandidateWorld | None = None
+    """World in which `batch.micro: auto` is still to be found by trial; the config has the smallest size instead."""
+
+    micro: ChosenMicro | None = None
+    """Microbatch that was found by trial; None if the config says it, or if it is still to be found."""
+
+    micro_note: str = ""
+    """Sentence on `batch.micro: auto` in a run that goes on: whether the size of the earlier run is kept."""
+
     launched: float = field(default_factory=time.monotonic)
     """Time of time.monotonic() from which `launch.deadline` counts; a restart does not change it."""
 
     @classmethod
     def of(cls, prepared: Prepared, *, overwrite: bool) -> Self:
         """Return the run if it can start; raise an error with the reason if it cannot."""
+        auto, sizes = prepared.source.config.batch.is_auto, list[int]()
+        if auto:
+            sizes = prepared.candidates(prepared.ranks().number)
+            prepared = prepared.with_micro(sizes[0])
         source, place = prepared.source, prepared.place
         config, kind = source.config, prepared.device
         checks.check_cell(prepared.computed if kind == "cpu" else config, source.backend, source.cell)
@@ -203,7 +235,32 @@ class PreparedRun:
             launched = folder.launch_time(earlier) if job.same_clock else None
             launched = run.launched if launched is None else launched
             run = replace(run, goes_on=True, finished=finished, launched=launched)
-        return run.in_folder(out)
+        run = run.in_folder(out)
+        return run._with_candidates(sizes) if auto and not finished else run
+
+    def _with_candidates(self, sizes: Sequence[int]) -> Self:
+        """Return the run with the microbatch of the run that it continues, or with the sizes to choose from."""
+        settled, limit = self.settled, usable_memory(self.config, self.size)
+        earlier = ChosenMicro.of_run(self.out) if self.goes_on and self.config.resume != "never" else None
+        note = ""
+        if earlier is not None:
+            here = [name_of_world(settled.cell, settled.ranks)]
+            why = earlier.why_not_kept(here, settled.sizes.total, settled.device, limit)
+            if not why:
+                return replace(self.with_found_micro(earlier), micro_note=f"{PREFIX}: {earlier.micro}, as before")
+            note = f"{PREFIX}: was {earlier.micro}, and is found again: {why}"
+        if self.place is not None:
+            raise WorldMismatch(
+                f"{PREFIX} is found by trials in processes that unipar starts, and {self.place.launcher} has started "
+                "these: start the run once with python, or `unipar run`, and write the size that it tells into "
+                "batch.micro; `unipar plan FILE --memory SIZE` tells what to expect"
+            )
+        return replace(self, auto=CandidateWorld(settled, self.backend, sizes), micro_note=note)
+
+    def with_found_micro(self, found: ChosenMicro) -> Self:
+        """Return the run with the microbatch that was found."""
+        settled = self.settled.changed({"batch.micro": found.micro})
+        return replace(self, settled=settled, micro=found, auto=None)
 
     def in_folder(self, out: Path) -> Self:
         """Return the same run with this run folder."""
@@ -227,6 +284,7 @@ class PreparedRun:
     @contextmanager
     def create_folder(self, script: Sequence[str] = ()) -> Generator[Self]:
         """Context manager: creates the run folder and locks it for this run; yields the run with that folder."""
+        assert self.auto is None, "batch.micro: auto must be found before the run begins"
         if self.goes_on:
             anew = self.config.resume == "never"
             with folder.continue_run_folder(self.out, *self._file_texts(script), anew=anew):
@@ -279,6 +337,8 @@ class PreparedRun:
         launch |= {"settled": self.settled.to_json(), "boot": boot_id(), "said": list(self.said)}
         launch |= {"launched": self.launched, "ranks": self.size, "job": list(self.job)}
         launch["checkpoints"] = self._own_folder()
+        if self.micro is not None:
+            launch["micro"] = self.micro.to_json()
         return self.config.json_for_ranks(), json.dumps(launch | ran, indent=2)
 
 

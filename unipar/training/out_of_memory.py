@@ -51,6 +51,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     return matches or (error.__cause__ is not None and is_out_of_memory(error.__cause__))
 
 
+def mentions_out_of_memory(text: str) -> bool:
+    """Return whether a text, such as a log, says that memory ran out."""
+    return "probably out of memory" in text or any(phrase in text for phrase in _OUT_OF_MEMORY_PHRASES)
+
+
 def requested_bytes(error: BaseException) -> int | None:
     """Return the number of bytes that could not be allocated, if the error's text has it."""
     match = _REQUESTED_SIZE.search(str(error))
@@ -90,7 +95,7 @@ def _out_of_memory_sentence(error: BaseException, run: Path, rank: int, live: Tr
     wanted = requested_bytes(error)
     device = live.device.type if live is not None else "cpu"
     on_cuda = live is None and "CUDA" in str(error)  # before the model is built, only the error names the device
-    left = _available_bytes(live) if live is not None else _available_bytes_on_cuda() if on_cuda else memory_left()
+    left = _available_bytes(live) if live is not None else _available_bytes_on_cuda() if on_cuda else _memory_left()
     sentence = f"rank {rank} ran out of memory {at}"
     if wanted is not None:
         sentence += f": {format_size(wanted)} more were requested, about {format_size(left)} were available"
@@ -203,7 +208,15 @@ def _last_event(run: Path, rank: int, event: str) -> Mapping[str, Any]:
 
 def _available_bytes(live: TrainingRun) -> int:
     """Return the bytes that could still be allocated on the run's device."""
-    return _available_bytes_on_cuda(live.device) if live.device.type == "cuda" else memory_left()
+    return _available_bytes_on_cuda(live.device) if live.device.type == "cuda" else _memory_left()
+
+
+def _memory_left() -> int:
+    """Return the bytes of host memory that this process can still allocate, within a limit of the meter."""
+    from unipar.memory.sources.malloc_limit import allocations_left
+
+    limited = allocations_left()
+    return memory_left() if limited is None else min(limited, memory_left())
 
 
 def _available_bytes_on_cuda(device: Any = None) -> int:

@@ -92,6 +92,8 @@ def open_run(
                 trackers=trackers,
                 resumes=chosen is not None,
             )
+        if place.rank == 0 and (found := launched.get("micro")) is not None:
+            ledger.note("micro", **found)
         _keep_state(live, run, launched, chosen)
         if watcher is not None:
             _attach_step_memory(live, watcher)

@@ -125,7 +125,7 @@ class RunPlan:
     def fixed_micro(self) -> int | None:
         """Size of a microbatch in any number of ranks; None if it or the global batch follows from that number."""
         batch = self.config.batch
-        return None if batch.total is None else batch.micro
+        return batch.micro if batch.total is not None and isinstance(batch.micro, int) else None
 
     def one_process_config(self, precision: Precision | None = None) -> SettledConfig:
         """Return the config of one process without a wrapper, which takes the same microbatches one after another."""

@@ -17,7 +17,8 @@ from unipar.config.config import Eval
 from unipar.config.settled import SettledConfig
 from unipar.config.source import Given
 from unipar.errors import ConfigError
-from unipar.launcher.cells import SelectedCells, select_cells
+from unipar.launcher.cells import SelectedCells, select_cells, settle_one_micro
+from unipar.launcher.micro_batch.choice import PREFIX
 from unipar.launcher.prepare import Prepared, prepare
 from unipar.launcher.processes.signals import sigterm_as_interrupt
 from unipar.report.build import PAGE_FILE_NAME, try_write_page, write_page
@@ -57,8 +58,10 @@ def verify(
     goes to stderr; the returned Verdicts print as a table.
     """
     prepared = prepare(config, task, overrides, starts="verify starts a world for each library")
+    number = _count_ranks(prepared, world)
+    prepared, micro = settle_one_micro(prepared, ("single", *(cells or prepared.source.config.compare.cells)), [number])
     assert prepared.ref is not None
-    source, settled = prepared.source, _with_rank_count(prepared, world)
+    source, settled = prepared.source, prepared.settled(number).changed({"eval": Eval(), "log.to": ()})
     train = settled.config.train
     selected = select_multi_rank_cells(settled, tuple(cells) or settled.config.compare.cells)
     checkpoint = None if isinstance(resume, bool) else inspect_checkpoint(parse_location(str(resume)))
@@ -81,6 +84,7 @@ def verify(
         strict=strict,
         versions=installed_versions(Cell.parse(cell).backend for cell in selected),
         machine=machine_summary(),
+        remarks=[] if micro is None else [f"{PREFIX}: {micro.micro}, {micro.says}"],
         rows=[
             Verdict(cell=row.cell, outcome=_initial_outcome(row.outcome), note=row.note) for row, _ in selected.values()
         ],
@@ -115,8 +119,8 @@ def _initial_outcome(outcome: str) -> Any:
     return outcome if outcome in ("waits", "refused", "absent") else "failed"
 
 
-def _with_rank_count(prepared: Prepared, world: int | None) -> SettledConfig:
-    """Return the config with the number of ranks of every cell, without evaluations and trackers."""
+def _count_ranks(prepared: Prepared, world: int | None) -> int:
+    """Return the number of ranks of every cell."""
     configured = prepared.source.config.parallel.ranks
     number = world or (configured if isinstance(configured, int) else max(2, prepared.ranks().number))
     if number < 2:
@@ -124,7 +128,7 @@ def _with_rank_count(prepared: Prepared, world: int | None) -> SettledConfig:
             f"verify compares several ranks with one process, and this is a world of {number}; "
             "give it at least two (--world 2, or verify(..., world=2))"
         )
-    return prepared.settled(number).changed({"eval": Eval(), "log.to": ()})
+    return number
 
 
 def _run_session(

@@ -14,7 +14,7 @@ from typing import Any
 from unipar.backend import registry
 from unipar.distributed.gpus import VISIBLE_DEVICES_VARIABLE
 from unipar.errors import Stopped, UniparError, WorkerFailed, rebuild
-from unipar.launcher import starters
+from unipar.launcher.processes import starters
 from unipar.launcher.processes.group import WorkerGroup
 from unipar.launcher.processes.process import WorkerStarter
 from unipar.task.reference import TaskRef

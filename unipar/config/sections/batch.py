@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import PositiveInt, model_validator
 
 from unipar.config.sections.section import Section
+from unipar.config.sections.size import Bytes, Fraction
 from unipar.errors import ConfigError
 
 
@@ -22,19 +23,49 @@ class BatchSizes:
 
 
 class Batch(Section):
-    """Config section `batch`: any two of the three numbers give the third; `total` alone means accumulate 1."""
+    """Config section `batch`: any two of the three numbers give the third; `total` alone means accumulate 1.
+
+    With `micro: auto` the largest microbatch that fits in memory is found, and `total` kept.
+    """
 
     total: PositiveInt | None = None
     """Samples in one optimizer step, over all ranks."""
 
-    micro: PositiveInt | None = None
-    """Samples in one forward pass on one rank."""
+    micro: PositiveInt | Literal["auto"] | None = None
+    """Samples in one forward pass on one rank; auto: the most that fit in memory, found by trial before the run."""
 
     accumulate: PositiveInt | None = None
     """Forward passes on one rank in one optimizer step."""
 
+    memory: Bytes | None = None
+    """Memory that a rank may use under `micro: auto`, such as 80GiB; null: what its GPU has. Needed on the CPU, where
+    it counts what ranks allocate once they have met."""
+
+    headroom: Fraction = 0.05
+    """Share of that memory that stays free under `micro: auto`: 5% or 0.05."""
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether the microbatch is to be found by trial."""
+        return self.micro == "auto"
+
+    def limit_of(self, memory: int) -> int:
+        """Return how many bytes of so much memory may be used."""
+        return int(memory * (1.0 - self.headroom))
+
     @model_validator(mode="after")
     def _two_numbers(self) -> Self:
+        if self.is_auto:
+            if self.total is None:
+                raise ValueError(
+                    "micro: auto keeps the total batch, and there is none; give total, the samples of one step"
+                )
+            if self.accumulate is not None:
+                raise ValueError(
+                    f"micro: auto decides how often to accumulate; leave out accumulate: {self.accumulate}, or give "
+                    "micro a number"
+                )
+            return self
         if self.total is None and (self.micro is None or self.accumulate is None):
             given = {k: v for k, v in (("micro", self.micro), ("accumulate", self.accumulate)) if v}
             text = ", ".join(f"{k}: {v}" for k, v in given.items()) or "none"
@@ -44,6 +75,7 @@ class Batch(Section):
     def settle(self, ranks: int) -> BatchSizes:
         """Return the sizes for a number of ranks; raise ConfigError, which shows the arithmetic, if they do not fit."""
         total, micro, accumulate = self.total, self.micro, self.accumulate
+        assert micro != "auto", "batch.micro: auto must be found by trial, or replaced, before a batch is settled"
         if total is None:
             assert micro is not None
             assert accumulate is not None

@@ -3,6 +3,11 @@
 // A block is what malloc really hands out (malloc_usable_size), so the sum of all blocks is exact. `live` is
 // that sum, `small` the part of it in blocks that are too small to be noted. The notes lie in memory of their
 // own, which is reserved at once and touched only as it fills; once it is full, the oldest make room.
+//
+// From a moment on that Python chooses, a block is refused (NULL, errno ENOMEM) that would make a sum larger than a
+// limit: the sum of all blocks, or of those that some libraries ask for, which carry a mark behind their last byte.
+// Small blocks are never refused: C++ that cannot get 40 bytes ends the process instead of telling anybody, and what
+// is too much is refused with the next tensor.
 
 #define _GNU_SOURCE
 #include <errno.h>
@@ -30,13 +35,29 @@ typedef struct {
     int64_t asked;  // what the caller wanted of it; 0 where it goes
 } Note;
 
-enum { SHORTEST = 1024 };
+typedef struct {
+    uint64_t low, high;
+} Code;
+
+typedef struct {
+    int64_t asked;
+    uint64_t mark;  // of this address alone, so that no other block has it by chance
+} Tail;
+
+enum { SHORTEST = 1024, SHORTEST_REFUSED = 4096, MOST_CODES = 8 };
+
+static const uint64_t MARK = 0x756e697061722e6dULL;
 
 static atomic_int counting = 1;  // from the first block on, so that live is never below 0
 static _Atomic int64_t live, small, peak;
 static _Atomic int64_t noted;
+static _Atomic int64_t limit = INT64_MAX;
+static _Atomic int64_t refusals;
+static _Atomic int64_t marked;  // what was asked for of all blocks that have a mark
 static int64_t room;
 static Note *notes;
+static Code codes[MOST_CODES];  // of libraries whose blocks count toward the limit
+static _Atomic int number_of_codes;
 static __thread int64_t self __attribute__((tls_model("initial-exec")));
 
 static void count(void *block, int64_t size, size_t asked, void *caller) {
@@ -56,6 +77,60 @@ static void count(void *block, int64_t size, size_t asked, void *caller) {
     notes[at] = (Note){(uint64_t)block, (uint64_t)caller, size, now, few, self, (int64_t)asked};
 }
 
+// Whether a block counts toward the limit apart from others, and so gets a mark.
+static int marks(void *caller) {
+    int known = atomic_load_explicit(&number_of_codes, memory_order_acquire);
+    for (int i = 0; i < known; i++) {
+        if ((uint64_t)caller >= codes[i].low && (uint64_t)caller < codes[i].high) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
+// Whether so many bytes more are beyond the limit; if they are, errno says so.
+static int refused(size_t more, int with_mark) {
+    int64_t most = atomic_load_explicit(&limit, memory_order_relaxed);
+    if (most == INT64_MAX || more < SHORTEST_REFUSED || !atomic_load_explicit(&counting, memory_order_relaxed)) {
+        return 0;
+    }
+    int apart = atomic_load_explicit(&number_of_codes, memory_order_relaxed) > 0;
+    int64_t now = apart ? atomic_load(&marked) : atomic_load(&live);
+    if ((apart && !with_mark) || (more <= INT64_MAX / 2 && now + (int64_t)more <= most)) {
+        return 0;
+    }
+    atomic_fetch_add(&refusals, 1);
+    errno = ENOMEM;
+    return 1;
+}
+
+static Tail *tail_of(void *block) {
+    size_t usable = malloc_usable_size(block) & ~(size_t)7;  // blocks begin at multiples of 16
+    return usable < sizeof(Tail) ? NULL : (Tail *)((char *)block + usable - sizeof(Tail));
+}
+
+static void mark(void *block, size_t asked) {
+    Tail *tail = block != NULL ? tail_of(block) : NULL;
+    if (tail != NULL) {
+        *tail = (Tail){(int64_t)asked, (uint64_t)block ^ MARK};
+        atomic_fetch_add(&marked, (int64_t)asked);
+    }
+}
+
+// Take the mark from a block; return what was asked for of it, or 0 if it had none.
+static int64_t unmark(void *block) {
+    if (block == NULL || atomic_load_explicit(&number_of_codes, memory_order_relaxed) == 0) {
+        return 0;
+    }
+    Tail *tail = tail_of(block);
+    if (tail == NULL || tail->mark != ((uint64_t)block ^ MARK)) {
+        return 0;
+    }
+    tail->mark = 0;
+    atomic_fetch_sub(&marked, tail->asked);
+    return tail->asked;
+}
+
 static void *came(void *block, size_t asked, void *caller) {
     if (block != NULL && atomic_load_explicit(&counting, memory_order_relaxed)) {
         count(block, (int64_t)malloc_usable_size(block), asked, caller);
@@ -69,44 +144,67 @@ static void goes(void *block) {
     }
 }
 
-void *malloc(size_t size) { return came(__libc_malloc(size), size, __builtin_return_address(0)); }
+static void *given(size_t border, size_t size, void *caller) {
+    int with_mark = marks(caller);
+    if (refused(size, with_mark)) {
+        return NULL;
+    }
+    size_t whole = with_mark ? size + sizeof(Tail) + 8 : size;
+    void *block = whole < size ? NULL : border ? __libc_memalign(border, whole) : __libc_malloc(whole);
+    if (with_mark) {
+        mark(block, size);
+    }
+    return came(block, size, caller);
+}
+
+void *malloc(size_t size) { return given(0, size, __builtin_return_address(0)); }
 
 void *calloc(size_t number, size_t size) {
+    size_t all;
+    if (!__builtin_mul_overflow(number, size, &all) && refused(all, 0)) {
+        return NULL;
+    }
     return came(__libc_calloc(number, size), number * size, __builtin_return_address(0));
 }
 
 void free(void *block) {
+    unmark(block);
     goes(block);  // before: afterwards the address may be another thread's
     __libc_free(block);
 }
 
 void *realloc(void *block, size_t size) {
     int64_t before = block != NULL ? (int64_t)malloc_usable_size(block) : 0;
+    if (size > (size_t)before && refused(size - (size_t)before, 0)) {
+        return NULL;  // the old one stays
+    }
+    int64_t asked = unmark(block);
     goes(block);
     void *grown = __libc_realloc(block, size);
     if (grown == NULL && block != NULL && size > 0 && atomic_load_explicit(&counting, memory_order_relaxed)) {
         count(block, before, (size_t)before, __builtin_return_address(0));  // refused: the old one stays
+        if (asked) {
+            mark(block, (size_t)asked);
+        }
     }
     return came(grown, size, __builtin_return_address(0));
 }
 
-void *memalign(size_t border, size_t size) {
-    return came(__libc_memalign(border, size), size, __builtin_return_address(0));
-}
+void *memalign(size_t border, size_t size) { return given(border, size, __builtin_return_address(0)); }
 
-void *aligned_alloc(size_t border, size_t size) {
-    return came(__libc_memalign(border, size), size, __builtin_return_address(0));
-}
+void *aligned_alloc(size_t border, size_t size) { return given(border, size, __builtin_return_address(0)); }
 
-int posix_memalign(void **given, size_t border, size_t size) {
+int posix_memalign(void **to, size_t border, size_t size) {
     if (border % sizeof(void *) != 0 || (border & (border - 1)) != 0 || border == 0) {
         return EINVAL;
     }
-    void *block = __libc_memalign(border, size);
+    int before = errno;  // which posix_memalign does not change
+    void *block = given(border, size, __builtin_return_address(0));
     if (block == NULL) {
+        errno = before;
         return ENOMEM;
     }
-    *given = came(block, size, __builtin_return_address(0));
+    *to = block;
     return 0;
 }
 
@@ -120,6 +218,25 @@ int64_t unipar_meter_noted(void) { return noted; }
 
 // The most since this was last asked.
 int64_t unipar_meter_peak(void) { return atomic_exchange(&peak, atomic_load(&live)); }
+
+// Refuse blocks that would make the sum larger than this, from now on.
+void unipar_meter_limit(int64_t most) { atomic_store(&limit, most); }
+
+// Count only blocks that code between these addresses asks for, from now on, toward the limit; 0 if there is no room.
+int unipar_meter_mark(uint64_t low, uint64_t high) {
+    int known = number_of_codes;
+    if (known == MOST_CODES) {
+        return 0;
+    }
+    codes[known] = (Code){low, high};
+    atomic_store_explicit(&number_of_codes, known + 1, memory_order_release);
+    return 1;
+}
+
+int64_t unipar_meter_marked(void) { return marked; }
+
+// How many blocks were refused.
+int64_t unipar_meter_refusals(void) { return refusals; }
 
 // Begin to note blocks, `most` of them, a power of 2; where the notes lie, or 0.
 uint64_t unipar_meter_note(int64_t most) {

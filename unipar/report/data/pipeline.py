@@ -26,7 +26,7 @@ def read_pipeline(cell: str, config: Mapping[str, Any]) -> PipelineFacts | None:
         axes = Cell.parse(cell).axes
         if axes.pipeline == 1:
             return None
-        batch = Batch(**{key: config.get(f"batch.{key}") for key in ("total", "micro", "accumulate")})
+        batch = Batch.model_validate({key: config.get(f"batch.{key}") for key in ("total", "micro", "accumulate")})
         return PipelineFacts(axes, batch.settle(int(config["parallel.data"])).accumulate)
     except (ConfigError, ValidationError, LookupError, TypeError, ValueError):  # a folder that was written by hand
         return None

@@ -54,9 +54,12 @@ class TracedTask:
     """Bytes of tensors in a checkpoint; None if the optimizer cannot be tried without values."""
 
 
-def trace_task(config: Config, micro: int) -> TracedTask:
-    """Return a step of the config's task; raise TaskError, with the operation, if it needs values of tensors."""
-    task = load_task(config)
+def trace_task(config: Config, micro: int, task: Task | None = None) -> TracedTask:
+    """Return a step of a task; raise TaskError, with the operation, if it needs values of tensors.
+
+    `task`: None for the config's own.
+    """
+    task = task or load_task(config)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with user_errors_as_task_errors("model()"), mode, _explain_values("model()"):
         parts = check_parts(task.model())

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from unipar.config import Cell
     from unipar.config.settled import SettledConfig
     from unipar.config.source import ConfigSource
+    from unipar.launcher.prepare import PreparedRun
 
 
 def check_run(
@@ -48,18 +49,27 @@ def check_config(source: ConfigSource, *, deep: bool = False, overwrite: bool = 
     config = source.config
     plan = PreparedRun.of(prepare(source, code="if named"), overwrite=overwrite)
     compared = _expand_compare_cells(source)
-    settled, sizes = plan.settled, plan.settled.sizes
+    settled = plan.settled
     ranks = "one process" if plan.size == 1 else f"{plan.size} ranks"
     because = f" ({plan.why})" if plan.why else ""
     rows = [
         ("cell", f"{settled.cell}, {ranks} on {settled.device}{because}"),
-        ("batch", f"total {sizes.total} = micro {sizes.micro} x accumulate {sizes.accumulate} x data {sizes.ranks}"),
+        ("batch", _describe_batch(plan)),
         *_describe_mesh(settled),
         ("task", _describe_task(source, deep=deep)),
         ("compare", f"{len(compared)} cell{'s' * (len(compared) > 1)}: {', '.join(config.compare.cells)}"),
         ("out", str(plan.out)),
     ]
     return "\n".join([f"{source.label}: good", *(f"  {name:<7}  {text}" for name, text in rows)])
+
+
+def _describe_batch(plan: PreparedRun) -> str:
+    """Return the sizes of the batch, or those among which a trial chooses."""
+    sizes = plan.settled.sizes
+    if plan.auto is None:
+        return f"total {sizes.total} = micro {sizes.micro} x accumulate {sizes.accumulate} x data {sizes.ranks}"
+    among = ", ".join(map(str, plan.auto.candidates))
+    return f"total {sizes.total}; micro auto: one of {among}, found by trial when the run starts"
 
 
 def _describe_mesh(settled: SettledConfig) -> list[tuple[str, str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -162,11 +162,13 @@ def explain_config(
     """Return all that is known of a run before it starts; `deep` imports the task and counts its parameters."""
     from unipar.backend import resources
     from unipar.backend.cells import cell_of, expand_cell_patterns
+    from unipar.launcher.micro_batch.choice import explain_auto
 
-    config = source.config
     place = resources.find_foreign_place()
-    ranks = resources.count_ranks(config, place)
-    config.parallel.settle(ranks.number)
+    ranks = resources.count_ranks(source.config, place)
+    source.config.parallel.settle(ranks.number)
+    config, auto = explain_auto(source, ranks.number)
+    source = replace(source, config=config)
     sizes = config.batch.settle(ranks.number // config.parallel.axes.ranks)
     depth = None
     if deep:
@@ -174,6 +176,7 @@ def explain_config(
 
         depth = gather_task_facts(config, sizes)
     resolved = _resolve_open_values(source, ranks, sizes, depth)
+    resolved |= {key: ExplainedValue(key, *said) for key, said in auto.items()}
     values = [resolved.get(v.key, v) for v in _all_values(source)]
     asked = expand_cell_patterns(tuple(cells) + (config.compare.cells if compare else ()))
     own = cell_of(config)

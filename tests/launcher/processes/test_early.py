@@ -12,7 +12,7 @@ from typing_extensions import override
 
 import unipar
 from unipar.errors import ConfigError
-from unipar.launcher import early
+from unipar.launcher.processes import early
 
 
 class Server:

@@ -11,8 +11,8 @@ from typing import Final, Self, final
 from unipar.backend import Backend
 from unipar.config import Config
 from unipar.distributed.gpus import VISIBLE_DEVICES_VARIABLE
-from unipar.launcher import early
-from unipar.launcher.early import COMMON_MODULES
+from unipar.launcher.processes import early
+from unipar.launcher.processes.early import COMMON_MODULES
 from unipar.launcher.processes.forkserver import ForkServer, ForkServerFailed
 from unipar.launcher.processes.process import SubprocessStarter, WorkerStarter
 

@@ -11,10 +11,10 @@ import pytest
 
 from tests.support.world import PYTHONPATH_VARIABLE, eventually, is_running
 from unipar.config import Config
-from unipar.launcher import starters
+from unipar.launcher.processes import starters
 from unipar.launcher.processes.forkserver import ForkServer
 from unipar.launcher.processes.process import SubprocessStarter
-from unipar.launcher.starters import SharedForkServer, may_fork
+from unipar.launcher.processes.starters import SharedForkServer, may_fork
 
 ENGINES = {
     "fine_library": "",

@@ -1,0 +1,1 @@
+"""`batch.micro: auto`: the largest microbatch that fits, found by trial before a run starts."""
