@@ -115,6 +115,7 @@ class _TurnControl:
             self._seconds.append(time.perf_counter() - self._began)
             self._steps_left -= 1
         if self._in_memory_pass and self._watching is not None:
+            self._run.work.count_compiling(on=True)
             self._watching.between(last=not self._passes)
             if self._resident_memory is None and "plain" not in self._passes:
                 self._resident_memory = measure_resident(self._watching.resident)
@@ -125,10 +126,11 @@ class _TurnControl:
         if self._in_memory_pass and self._watching is not None:
             reset_resident_peak()
             how = self._passes.pop(0)
+            self._run.work.count_compiling(on=False)
             self._watching.before(how)
             self._measure_waits(how)
         elif self._measures_waits:
-            self._run.work.begin(measure=True)
+            self._begin_measured_step()
         self._began = time.perf_counter()
 
     def _measure_waits(self, how: RecordingPass) -> None:
@@ -137,7 +139,12 @@ class _TurnControl:
             if not self._waits_recorded:
                 self._run.work.forget_waits()
             self._waits_recorded = True
-            self._run.work.begin(measure=True)
+            self._begin_measured_step()
+
+    def _begin_measured_step(self) -> None:
+        """Let all ranks begin the step together: what one does later, before the step, is no waiting of the others."""
+        self._run.world.barrier()
+        self._run.work.begin(measure=True)
 
     def _synchronize(self) -> None:
         """Wait until the device has finished the step."""

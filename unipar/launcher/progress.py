@@ -164,8 +164,7 @@ class Progress:
         elif row["event"] == "weights":
             self.say(f"weights: {describe_loaded_weights(row)}")
         elif row["event"] == "work":
-            if "said" in row:
-                self.say(f"work: {row['said']}")
+            self.say(f"work: {row['said']}")
         elif row["event"] == "compiler":
             self.say(f"{row['what']}: {row['why']}")
         elif row["event"] in ("data", "tracker", "memory", "read on"):

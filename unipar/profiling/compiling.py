@@ -22,23 +22,37 @@ class CompileCounts:
         self._recompiles: Counter[str] = Counter()
         self._graphs = 0
         self._last: Any = None
+        self._paused = False
         import torch._dynamo.utils as dynamo
 
         dynamo.set_compilation_metrics_limit(_KEPT)
-        self._breaks_before = Counter(self._told_breaks())
-        self._graphs_before = graphs_compiled()
+        self.resume()
+
+    def pause(self) -> None:
+        """Count nothing until `resume`: recording memory makes torch compile once more."""
+        self._add()
+        self._paused = True
+
+    def resume(self) -> None:
+        """Begin to count, or count again."""
+        self._paused = False
+        self._breaks_before, self._graphs_before = self._told_breaks(), graphs_compiled()
         self._new_recompiles()
 
     def read(self) -> CompiledWork:
         """Return the counts so far."""
-        breaks = self._told_breaks()
-        breaks.subtract(self._breaks_before)
+        self._add()
+        return CompiledWork(graphs=self._graphs, breaks=dict(self._breaks), recompiles=dict(self._recompiles))
+
+    def _add(self) -> None:
+        """Add what was told since the last call."""
+        if self._paused:
+            return
+        breaks, graphs = self._told_breaks(), graphs_compiled()
+        self._breaks.update(breaks - self._breaks_before)
+        self._graphs += graphs - self._graphs_before
+        self._breaks_before, self._graphs_before = breaks, graphs
         self._recompiles.update(self._new_recompiles())
-        return CompiledWork(
-            graphs=graphs_compiled() - self._graphs_before,
-            breaks={why: count for why, count in breaks.items() if count > 0},
-            recompiles=dict(self._recompiles),
-        )
 
     @staticmethod
     def _told_breaks() -> Counter[str]:

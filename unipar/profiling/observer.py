@@ -251,6 +251,14 @@ class StepObserver:
         """Counts of torch's compiler so far, or None if nothing is to be compiled."""
         return None if self._compiled is None else self._compiled.read()
 
+    def count_compiling(self, *, on: bool) -> None:
+        """Go on to count what torch compiles, or stop."""
+        if self._compiled is not None:
+            if on:
+                self._compiled.resume()
+            else:
+                self._compiled.pause()
+
     def rank_work(self) -> RankWork:
         """Return all that this rank recorded."""
         cuda = self._world.device.type == "cuda"

@@ -123,7 +123,7 @@ class Report:
                 for row in _select_events(rows, "step")
                 if "samples_per_second" in row
             ],
-            flops=next((float(row["flops"]) for row in reversed(_select_events(rows, "work")) if "flops" in row), None),
+            flops=next((float(row["flops"]) for row in reversed(_select_events(rows, "step")) if "flops" in row), None),
             stopped=stops[-1] if stops else None,
             stopped_by=next((str(row["why"]) for row in _select_events(rows, "stopped") if row.get("why")), "a signal"),
         )

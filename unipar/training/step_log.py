@@ -32,6 +32,9 @@ class StepLog:
         self._since = time.perf_counter()
         self._memory: StepMemory | None = None
         self._reasons: set[tuple[str, str]] = set()
+        self._counted: dict[str, Any] = {}
+        """Operations of a step, until a row has them."""
+
 
     def begin_after(self, done: int) -> None:
         """Go on after so many steps of another run: the same steps are logged as if it had not ended."""
@@ -72,7 +75,8 @@ class StepLog:
         """Write what the parts report of step `number` of `steps`."""
         elapsed = time.perf_counter() - self._since
         row = collect_step_values(parts, self._scale) | {"samples": self._samples, "seconds": elapsed / self._timed}
-        row |= self._work_values(elapsed)
+        row |= self._work_values(elapsed) | self._counted
+        self._counted = {}
         self._since_log = self._timed = self._all_samples = 0
         self._weight = None
         if self._memory is not None:
@@ -88,9 +92,11 @@ class StepLog:
         """Return what the steps since the last log did in so many seconds: all ranks together, by name."""
         waiting = self._observer.take_wait() if self._observer.in_logged_steps else None
         self._settle_work()
-        named = {"samples_per_second": self._all_samples / elapsed}
-        if self._weight is not None:
-            named["tokens_per_second"] = self._weight / elapsed
+        named: dict[str, float] = {}
+        if elapsed > 0:
+            named["samples_per_second"] = self._all_samples / elapsed
+            if self._weight is not None:
+                named["tokens_per_second"] = self._weight / elapsed
         named |= self._observer.rates(self._timed, elapsed)
         if waiting is not None:
             named["waiting"] = waiting
@@ -100,11 +106,12 @@ class StepLog:
         return named
 
     def _settle_work(self) -> None:
-        """Write what the first step's operations are, once all ranks have added them up."""
+        """Add up the first step's operations over ranks; the next row has them, a note says why there are none."""
         if self._observer.settle():
-            found = {} if self._observer.flops is None else {"flops": self._observer.flops}
-            said = {"by": self._observer.flops_by} if found else {"said": "; ".join(self._observer.notes)}
-            self._ledger.note("work", **found, **said)
+            if self._observer.flops is not None:
+                self._counted = {"flops": self._observer.flops, "flops_by": self._observer.flops_by}
+            for said in self._observer.notes:
+                self._ledger.note("work", said=said)
 
     def _note_reasons(self, compiled: CompiledWork) -> None:
         """Write each reason of a graph break or recompile that is not written yet."""

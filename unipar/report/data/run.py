@@ -92,7 +92,7 @@ class RunPageData:
             compiler=tuple(
                 dict.fromkeys((str(row["what"]), str(row["why"])) for row in ranks[0] if row["event"] == "compiler")
             ),
-            work=tuple(dict.fromkeys(_describe_counting(row) for row in ranks[0] if row["event"] == "work")),
+            work=tuple(dict.fromkeys(_describe_counting(row) for row in ranks[0] if row["event"] == "work" or "flops_by" in row)),
             ended=any(row["event"] == "end" for row in ranks[0]),
             failure=failure,
             peaks={rank: _peak(by.get(rank, ())) for rank in sorted({*range(report.size), *by})},
@@ -148,9 +148,9 @@ def _describe_memory_recording(ranks: Mapping[int, Iterable[Mapping[str, Any]]])
 
 
 def _describe_counting(row: Mapping[str, Any]) -> str:
-    if "flops" not in row:
-        return str(row.get("said", ""))
-    return f"Forward and backward of a step are {format_flops(float(row['flops']))}, counted {row.get('by', '')}."
+    if "flops_by" not in row:
+        return str(row["said"])
+    return f"Forward and backward of a step are {format_flops(float(row['flops']))}, counted {row['flops_by']}."
 
 
 def _read_launch_file(file: Path, problems: list[str]) -> dict[str, Any]:
