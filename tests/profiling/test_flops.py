@@ -41,6 +41,10 @@ class Chain(nn.Module):
         return x
 
 
+ATTENTION = 3 * 2 * 6 * 2 * 4 * 4 * 4
+"""Operations of three layers of two heads: six products, two in forward and four in backward."""
+
+
 def counted(model: nn.Module, batch: Tensor, counter: FlopCounter | None = None) -> FlopCounter:
     counter = counter or FlopCounter()
 
@@ -53,15 +57,17 @@ def counted(model: nn.Module, batch: Tensor, counter: FlopCounter | None = None)
     return counter
 
 
-@pytest.mark.parametrize(("reentrant", "again"), [(None, 0), (False, 0), (True, 1536)])
-def test_what_is_computed_again_is_apart(*, reentrant: bool | None, again: int) -> None:
+@pytest.mark.parametrize(
+    ("reentrant", "attends", "again"), [(None, False, 0), (False, True, 3072), (True, False, 1536)]
+)
+def test_what_is_computed_again_is_apart(*, reentrant: bool | None, attends: bool, again: int) -> None:
     """Four rows through three matrices: 512 operations each in forward, twice that in backward, wherever it runs.
 
-    Checkpointing without reentry stops before a product whose result nothing needs.
+    Three blocks of a product and attention, whose backward needs its result, are 6 x 512 operations again.
     """
     x = torch.ones(4, 8, requires_grad=True)
-    found = counted(Chain(reentrant=reentrant), x)
-    assert found.flops == 3 * 512 * 3
+    found = counted(Chain(reentrant=reentrant, attends=attends), x)
+    assert found.flops == 3 * 512 * 3 + attends * ATTENTION
     if reentrant is None:
         with FlopCounterMode(display=False) as official:
             Chain()(x).square().mean().backward()
@@ -74,7 +80,7 @@ def test_attention_counts_alike_under_every_kernel(kernel: SDPBackend) -> None:
     """Two products of 2 x 4 x 4 x 4 in forward and four in backward, in each head: scores computed again are not."""
     with sdpa_kernel(kernel):
         found = counted(Chain(attends=True), torch.ones(4, 8))
-    assert found.flops == 3 * 512 * 3 - 512 + 3 * 2 * 6 * 2 * 4 * 4 * 4
+    assert found.flops == 3 * 512 * 3 - 512 + ATTENTION
 
 
 def test_operations_that_cannot_be_counted_are_named() -> None:

@@ -35,7 +35,6 @@ class StepLog:
         self._counted: dict[str, Any] = {}
         """Operations of a step, until a row has them."""
 
-
     def begin_after(self, done: int) -> None:
         """Go on after so many steps of another run: the same steps are logged as if it had not ended."""
         self._since_log = (done - 1) % self._every if done else 0

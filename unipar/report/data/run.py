@@ -92,7 +92,11 @@ class RunPageData:
             compiler=tuple(
                 dict.fromkeys((str(row["what"]), str(row["why"])) for row in ranks[0] if row["event"] == "compiler")
             ),
-            work=tuple(dict.fromkeys(_describe_counting(row) for row in ranks[0] if row["event"] == "work" or "flops_by" in row)),
+            work=tuple(
+                dict.fromkeys(
+                    _describe_counting(row) for row in ranks[0] if row["event"] == "work" or "flops_by" in row
+                )
+            ),
             ended=any(row["event"] == "end" for row in ranks[0]),
             failure=failure,
             peaks={rank: _peak(by.get(rank, ())) for rank in sorted({*range(report.size), *by})},
