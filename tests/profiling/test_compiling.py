@@ -49,9 +49,7 @@ def test_counts_of_the_compiler(forks: Forks, tmp_path: Path) -> None:
 
 def test_reasons_are_one_line() -> None:
     """The first line, with what it was about; a recompile's without the number of the graph."""
-    told = (
-        "Failed to trace builtin operator\n  Explanation: no\n  Developer debug context: builtin print [] True\n\n more"
-    )
+    told = "Failed to trace builtin operator\n  Developer debug context: builtin print [] True\n\n more"
     assert describe_break(told) == "Failed to trace builtin operator (builtin print [] True)"
     assert describe_break("") == "no reason given"
     told = "0/1: tensor 'x' requires_grad mismatch. expected requires_grad=1"

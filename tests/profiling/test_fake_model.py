@@ -20,9 +20,10 @@ class Remembers:
         self.seen: list[Tensor] = []
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        self.last = model(batch).mean()
-        self.seen.append(self.last)
-        return self.last
+        value: Tensor = model(batch).mean()
+        self.last = value
+        self.seen.append(value)
+        return value
 
 
 def fake(count: int, loss: Any = None) -> Any:

@@ -83,11 +83,15 @@ def test_attention_counts_alike_under_every_kernel(kernel: SDPBackend) -> None:
     assert found.flops == 3 * 512 * 3 - 512 + ATTENTION
 
 
+def twice(x: Tensor) -> Tensor:
+    return 2 * x
+
+
 def test_operations_that_cannot_be_counted_are_named() -> None:
     """A fused recurrent kernel has no formula, and an operation from outside of torch is unknown."""
     with torch.library._scoped_library("stranger", "DEF") as library:  # pyright: ignore[reportPrivateUsage]
         library.define("twice(Tensor x) -> Tensor")
-        library.impl("twice", lambda x: 2 * x, "CompositeExplicitAutograd")
+        library.impl("twice", twice, "CompositeExplicitAutograd")
         counter = FlopCounter()
         with counter:
             run = counter.watched(lambda model, given, _: torch.ops.stranger.twice(model(given)[0]))

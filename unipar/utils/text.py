@@ -36,7 +36,7 @@ def format_size(count: float) -> str:
     raise AssertionError(count)
 
 
-_FLOP_PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
+_FLOP_PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def flops_scale(numbers: Iterable[float]) -> tuple[float, str]:
