@@ -7,7 +7,7 @@ FLOORS: list[set[str]] = [
     {"utils"},
     {"run_folder", "distributed", "config", "tracking"},
     {"backend", "data"},
-    {"engines", "model", "task", "memory", "planning", "checkpoint"},
+    {"engines", "model", "task", "memory", "planning", "profiling", "checkpoint"},
     {"training", "results"},
     {"launcher", "report", "conversion"},
     {"comparison", "verification"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, final
@@ -45,6 +46,7 @@ class HorovodEngine(WrapperEngine):
         )
         self.base = self.optimizer  # Horovod copies the optimizer, with its state
         self.passes = 1
+        self._waited = 0.0
 
     @override
     def sync(self, micros: int, *, last: bool) -> AbstractContextManager[Any]:
@@ -55,7 +57,13 @@ class HorovodEngine(WrapperEngine):
 
     @override
     def finish_reduction(self) -> None:
-        self.optimizer.synchronize()
+        began = time.perf_counter()
+        self.optimizer.synchronize()  # asks again and again whether it is done, and does not sleep
+        self._waited += time.perf_counter() - began
+
+    @override
+    def seconds_waited(self) -> float:
+        return self._waited
 
     @override
     def extra_holdings(self) -> Iterator[Holding]:

@@ -17,6 +17,7 @@ README, PAGE = ((ROOT / name).read_text("utf-8") for name in ("README.md", "docs
 
 MASKS = (
     r"[\d,.]+ samples/s",
+    r"[\d.e+]+ [kMGTP]FLOP/s",
     r"\d+(\.\d+)? (s|ms)\b|\d+:\d\d(:\d\d)?|\d+ min \d\d s",
     r"\d+(\.\d+)? (B|KiB|MiB|GiB)\b",
 )

@@ -38,11 +38,11 @@ def test_a_row_a_cell(tmp_path: Path) -> None:
     assert text.splitlines() == [
         "cell,outcome,digits,within,median_step_s,samples_per_s,allocated,resident,predicted_on_cuda,"
         "measured_on_cuda,reserved,host,parameters,masters,gradients,optimizer,communication,buffers,activations,temporaries,library,runtime,"
-        "unattributed",
-        "single,ran,,,0.02,400,,,,,,,,,,,,,,,,,",
-        "native/nothing,ran,all,yes,0.01,800,3000000,3500000,738197504,,,,1000000,0,0,0,0,0,2000000,0,0,0,0",
-        "deepspeed/gradients,ran,1,no,0.01,800,,,,,,,,,,,,,,,,,",
-        "horovod/nothing,absent,,,,,,,,,,,,,,,,,,,,,",
+        "unattributed,weight_per_s,step_flops,flops_per_s,mfu,waits_least,waits_most,graph_breaks,recompiles",
+        "single,ran,,,0.02,400,,,,,,,,,,,,,,,,,,,,,,,,,",
+        "native/nothing,ran,all,yes,0.01,800,3000000,3500000,738197504,,,,1000000,0,0,0,0,0,2000000,0,0,0,0,,,,,,,,",
+        "deepspeed/gradients,ran,1,no,0.01,800,,,,,,,,,,,,,,,,,,,,,,,,,",
+        "horovod/nothing,absent,,,,,,,,,,,,,,,,,,,,,,,,,,,,,",
     ]
 
 

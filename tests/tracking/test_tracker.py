@@ -246,8 +246,8 @@ def test_a_tracker_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, k
         assert run.done == 3
     rows = list(Ledger.read(ledger_path(tmp_path, 0)))
     assert [row["said"] for row in rows if row["event"] == "tracker"] == [said]
-    names = ["loss", "lr", "norm", "samples", "seconds"]
-    assert _Kept.pages == [(1, names), (2, names), (3, names), (0, ["closed"])]
+    names = ["flops_per_second", "loss", "lr", "norm", "samples", "samples_per_second", "seconds"]
+    assert _Kept.pages == [(1, ["flops", *names]), (2, names), (3, names), (0, ["closed"])]
 
 
 def test_a_slow_tracker_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,8 +300,8 @@ def test_one_from_outside_the_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         run.task.train(run)
     assert (tmp_path / "lines.txt").read_text("utf-8").splitlines() == [
         "total 4",
-        "1 ['loss', 'lr', 'norm', 'samples', 'seconds']",
-        "3 ['loss', 'lr', 'norm', 'samples', 'seconds']",
+        "1 ['flops', 'flops_per_second', 'loss', 'lr', 'norm', 'samples', 'samples_per_second', 'seconds']",
+        "3 ['flops_per_second', 'loss', 'lr', 'norm', 'samples', 'samples_per_second', 'seconds']",
     ]
 
 

@@ -211,6 +211,13 @@ class Engine(ABC):
         """Return the optimizer's groups as it uses them; empty if the library does not show them."""
         return ()
 
+    def seconds_waited(self) -> float | None:
+        """Return the seconds, of all steps so far, that the library waited for communication without sleeping.
+
+        None: a thread of this library that waits sleeps, so that the system can tell for how long.
+        """
+        return None
+
     def take_mean(self) -> None:  # noqa: B027 - a neutral hook
         """Replace the state of ranks that trained independently by its mean over ranks: `train.sync_every`."""
 
@@ -275,6 +282,10 @@ class DelegatingEngine(Engine):
     @override
     def optimizer_groups(self) -> Sequence[dict[str, Any]]:
         return self.inner.optimizer_groups()
+
+    @override
+    def seconds_waited(self) -> float | None:
+        return self.inner.seconds_waited()
 
     @override
     def take_mean(self) -> None:

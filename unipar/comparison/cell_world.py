@@ -17,6 +17,7 @@ from unipar.launcher.micro_batch.choice import ChosenMicro
 from unipar.launcher.processes.group import WorkerGroup
 from unipar.launcher.processes.starters import SharedForkServer
 from unipar.memory.account import MemoryAccount, read_account
+from unipar.profiling.work import RankWork
 from unipar.results.run import Report
 from unipar.results.same_training import TrainingMarks
 from unipar.run_folder import folder
@@ -102,6 +103,11 @@ class CellWorld:
         self._tell({"go": len(passes), "watch": list(passes)})
         self._receive_answers()
 
+    def warm_up(self, steps: int) -> None:
+        """Train steps that are not timed; in all but the first, each rank measures how long it waits."""
+        self._tell({"go": steps, "waits": True})
+        self._receive_answers()
+
     def train_steps(self, steps: int) -> list[float]:
         """Train `steps` steps; return the seconds that each took on the slowest rank."""
         self._tell({"go": steps})
@@ -120,8 +126,8 @@ class CellWorld:
                 raise MemoryNotRecorded(f"on rank {rank}, {answer['lost']}")
         return [read_account(self.run, rank) for rank in range(self.size)]
 
-    def finish(self) -> tuple[list[float], dict[str, list[float]], list[int]]:
-        """End the world; return the losses of all steps, those of each part, and each rank's peak resident memory."""
+    def finish(self) -> dict[str, Any]:
+        """End the world; return fields of its row: losses, those of parts, peak resident memory and work of ranks."""
         self._tell({"end": True})
         while not self._running_workers.poll():
             pass
@@ -135,7 +141,8 @@ class CellWorld:
                 raise NonFinite(f"the loss of step {step} is {loss}")
         names = ranks[0].get("parts", {})
         parts = {name: _sum_shares([rank["parts"][name]["loss"] for rank in ranks]) for name in names}
-        return losses, parts, Report.read(self.run).peak_rss
+        work = [RankWork.model_validate(rank["work"], strict=False) for rank in ranks]
+        return {"losses": losses, "parts": parts, "peak_rss": Report.read(self.run).peak_rss, "work": work}
 
     def accounts_so_far(self) -> list[MemoryAccount]:
         """Return the memory accounts that ranks wrote before the cell failed."""

@@ -85,7 +85,7 @@ class TurnRunner(Generic[ResultsT]):
     def _take_turns(self, turns: TurnSchedule) -> None:
         for name in list(self._active_worlds):
             with self._drop_on_error(name) as run:
-                run.train_steps(turns.warmup)
+                run.warm_up(turns.warmup)
                 self._say(name, "is warmed up", note="is warmed up", marks=run.marks())
                 self._drop_if_different(name)
         if turns.memory_passes:
@@ -114,9 +114,7 @@ class TurnRunner(Generic[ResultsT]):
                     for account in complete:
                         account.write(run.run)
                     self._say(name, "has recorded its communication", memory=complete)
-                losses, parts, peak_rss = run.finish()
-                note = self._notes[name]
-                figures = {"losses": losses, "parts": parts, "peak_rss": peak_rss}
+                figures, note = run.finish(), self._notes[name]
                 self._say(name, "has ended", outcome="ran", note=note, marks=run.marks(), **figures)
                 self._drop_if_different(name)
             self._keep(self.results)

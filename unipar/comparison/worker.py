@@ -55,6 +55,7 @@ def train_in_turns(place: Place, run: Path, control: socket.socket | None) -> No
                 live.feed  # noqa: B018 - made here, so that the dataset's memory is not counted as the training's
             witness = MarksRecorder(live)
         live.record(live.steps)
+        live.work.keeps_weights, live.work.in_logged_steps = True, False
         live.at_boundary(_TurnControl(live, control, watching, witness, run))
         try:
             task.train(live)
@@ -63,7 +64,8 @@ def train_in_turns(place: Place, run: Path, control: socket.socket | None) -> No
             raise
         if live.done < live.steps:
             raise TaskError(f"train(run) ended after {live.done} of {live.steps} steps")
-        rank_results_path(run, place.rank).write_text(json.dumps(live.recorded_steps()), encoding="utf-8")
+        results = live.recorded_steps() | {"work": live.work.rank_work().model_dump(mode="json")}
+        rank_results_path(run, place.rank).write_text(json.dumps(results), encoding="utf-8")
 
 
 def _write_partial_account(watching: MemoryRecorder | None, folder: Path, error: Exception) -> None:
@@ -97,15 +99,23 @@ class _TurnControl:
         self._in_memory_pass = False
         """Whether memory was recorded in the last step."""
 
+        self._measures_waits = False
+        """Whether waiting is measured in all steps of this turn, because they warm up."""
+
+        self._waits_recorded = False
+        """Whether waiting was measured in a step in which memory was recorded: such a step is better than a warm-up."""
+
         self._seconds: list[float] = []
         self._began: float | None = None
 
     def __call__(self, done: int) -> None:
+        self._run.work.take_wait(keep=True)
         if self._began is not None:
             self._synchronize()
             self._seconds.append(time.perf_counter() - self._began)
             self._steps_left -= 1
         if self._in_memory_pass and self._watching is not None:
+            self._run.work.count_compiling(on=True)
             self._watching.between(last=not self._passes)
             if self._resident_memory is None and "plain" not in self._passes:
                 self._resident_memory = measure_resident(self._watching.resident)
@@ -115,8 +125,26 @@ class _TurnControl:
         self._in_memory_pass = bool(self._passes)
         if self._in_memory_pass and self._watching is not None:
             reset_resident_peak()
-            self._watching.before(self._passes.pop(0))
+            how = self._passes.pop(0)
+            self._run.work.count_compiling(on=False)
+            self._watching.before(how)
+            self._measure_waits(how)
+        elif self._measures_waits:
+            self._begin_measured_step()
         self._began = time.perf_counter()
+
+    def _measure_waits(self, how: RecordingPass) -> None:
+        """Measure waiting in a step in which memory is recorded without slowing it; on CUDA the warm-up must do."""
+        if how == "plain" and self._run.device.type == "cpu":
+            if not self._waits_recorded:
+                self._run.work.forget_waits()
+            self._waits_recorded = True
+            self._begin_measured_step()
+
+    def _begin_measured_step(self) -> None:
+        """Let all ranks begin the step together: what one does later, before the step, is no waiting of the others."""
+        self._run.world.barrier()
+        self._run.work.begin(measure=True)
 
     def _synchronize(self) -> None:
         """Wait until the device has finished the step."""
@@ -134,6 +162,7 @@ class _TurnControl:
             self._answer(lost=self._watching.write_account(self._folder, self._resident_memory))
         self._steps_left = command.get("go", 0)
         self._passes = command.get("watch", [])
+        self._measures_waits = command.get("waits", False)
 
     def _answer(self, *, lost: str = "") -> None:
         self._control.sendall(json.dumps({"seconds": self._seconds, "lost": lost}).encode())

@@ -163,6 +163,10 @@ class Progress:
             self.say(f"{row['cell']}, {count_of(row['size'], 'rank')}, {row['parameters']:,} parameters")
         elif row["event"] == "weights":
             self.say(f"weights: {describe_loaded_weights(row)}")
+        elif row["event"] == "work":
+            self.say(f"work: {row['said']}")
+        elif row["event"] == "compiler":
+            self.say(f"{row['what']}: {row['why']}")
         elif row["event"] in ("data", "tracker", "memory", "read on"):
             self.say(f"{'data' if row['event'] == 'read on' else row['event']}: {row['said']}")
         elif row["event"] in ("resumed", "checkpoint", "checkpoint failed"):
@@ -172,7 +176,7 @@ class Progress:
             self._rows = [*self._rows[:1], row]
             self._steps = row.get("of", self._steps)
             if not self._err.draws and self._line_is_due(row["step"]):
-                rate = _format_rate(row["samples"] / row["seconds"]) if row["seconds"] else ""
+                rate = _format_rate(row) if row["seconds"] else ""
                 step = self._step_of_total(row["step"])
                 self.say(f"step {step}  loss {row['loss']:.4f}  {rate}{_format_memory(row)}")
         elif row["event"] == "eval":
@@ -210,7 +214,7 @@ class Progress:
         done = max(beat.step - 1, row["step"] if row else 0)
         says = "" if row is None else f"loss {row['loss']:.4f}"
         if row is not None and row["seconds"]:
-            says += f"  {_format_rate(row['samples'] / row['seconds'])}{_format_memory(row)}"
+            says += f"  {_format_rate(row)}{_format_memory(row)}"
             if self._steps:
                 says += f"  {format_clock((self._steps - done) * row['seconds'])}"
         if work is not None and work.total:
@@ -254,5 +258,10 @@ def _format_memory(row: Mapping[str, Any]) -> str:
     return f"  {format_size(fullest['peak'])} in {fullest['name']}, {most} {format_size(held)}"
 
 
-def _format_rate(samples: float) -> str:
-    return f"{samples:,.0f} samples/s" if samples >= 10 else f"{samples:.2g} samples/s"
+def _format_rate(row: Mapping[str, Any]) -> str:
+    """Return samples a second, or tokens where the task has a weight; and the share of the devices' peak, if known."""
+    tokens = "tokens_per_second" in row
+    rate = row["tokens_per_second"] if tokens else row["samples"] / row["seconds"]
+    text = f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
+    mfu = f"  MFU {row['mfu']:.1%}" if "mfu" in row else ""
+    return f"{text} {'tokens' if tokens else 'samples'}/s{mfu}"

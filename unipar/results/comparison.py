@@ -12,6 +12,7 @@ from typing import Any, Self
 from typing_extensions import override
 
 from unipar.config import Precision
+from unipar.planning.device_peaks import find_device_peaks
 from unipar.results.agreement import Agreement, loss_tolerance, measure_agreement
 from unipar.results.memory_tables import (
     RSS,
@@ -26,6 +27,8 @@ from unipar.results.memory_tables import (
 )
 from unipar.results.row import OUTCOME_PREFIXES, CellResult, cell_result_from_json, cell_result_to_json, format_spread
 from unipar.results.same_training import TrainingMarks, describe_training_difference
+from unipar.results.step_work.figures import CellWork, StepFigures, flops_of_step, step_figures
+from unipar.results.step_work.table import describe_work_columns, format_work_table
 from unipar.utils.table import Remark, format_table_rows, table_remarks
 from unipar.utils.text import count_of, format_size
 
@@ -179,8 +182,33 @@ class Comparison(TurnResults):
     def ran_and_agrees(self) -> bool:
         return any(row.outcome == "ran" for row in self.rows[1:]) and not self.disagreeing_rows
 
+    def step_figures(self) -> dict[str, StepFigures]:
+        """Return what a step of each cell does, by the cell's name."""
+        flops = flops_of_step(self.cell_work)
+        return {
+            row.cell: step_figures(row.work, row.timed_seconds if row.outcome == "ran" else [], flops, self.precision)
+            for row in self.rows
+        }
+
+    @property
+    def cell_work(self) -> list[CellWork]:
+        """Name of each cell, and the work of its ranks."""
+        return [(row.cell, row.work) for row in self.rows]
+
+    @property
+    def peak_description(self) -> str:
+        """Peak to which MFU is in proportion, in words."""
+        names = sorted({rank.device for row in self.rows for rank in row.work if rank.device})
+        peaks = [(name, find_device_peaks(name)) for name in names]
+        each = [f"{p.flops[self.precision] / 1e12:,.0f} TFLOP/s of {name}" for name, p in peaks if p is not None]
+        return f"the peak of all devices in {self.precision}, {', '.join(each)} each"
+
     @override
     def extra_tables(self, width: int) -> list[str]:
+        figures = [(cell, one) for cell, one in self.step_figures().items() if one != StepFigures()]
+        return [*format_work_table(figures, width), *self._memory_tables(width)]
+
+    def _memory_tables(self, width: int) -> list[str]:
         known = [row for row in self.rows if row.memory and row.outcome != "unlike"]
         cells = [(_name_until_failure(row), self.rank_count(row), row.memory) for row in known]
         return ["", *format_memory_tables(cells, width), *format_sent_table(cells, width)] if cells else []
@@ -228,6 +256,7 @@ class Comparison(TurnResults):
         lines = table_remarks(*self.row_notes(), *self.verdict(), *self.timing())
         if self.baseline is not None:
             lines.append(Remark(column="x", text=f"x: step time in proportion to {self.baseline.cell}"))
+        lines += describe_work_columns(self.cell_work, self.step_figures(), self.peak_description)
         if self._has_memory:
             lines += describe_memory_columns([account for row in self.rows for account in row.memory])
             lines += table_remarks(*describe_peak_ranges([(row.cell, row.memory) for row in self.rows if row.memory]))

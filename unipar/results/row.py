@@ -9,6 +9,7 @@ from statistics import median, quantiles
 from typing import Any, Literal
 
 from unipar.memory.account import MemoryAccount
+from unipar.profiling.work import RankWork
 from unipar.results.same_training import TrainingMarks
 
 CellOutcome = Literal["waits", "ran", "refused", "absent", "failed", "unlike"]
@@ -56,6 +57,9 @@ class CellResult:
     memory: list[MemoryAccount] = field(default_factory=list[MemoryAccount])
     """Memory account of each rank."""
 
+    work: list[RankWork] = field(default_factory=list[RankWork])
+    """Work in the steps of each rank; empty in files of earlier versions, and until the cell has ended."""
+
     marks: TrainingMarks | None = None
     """Marks of what the cell trained: only cells with the same training are ranked."""
 
@@ -78,20 +82,28 @@ def cell_result_to_json(row: CellResult) -> dict[str, Any]:
     """Return a row as a mapping for JSON."""
     memory = [account.model_dump(mode="json") for account in row.memory]
     marks = None if row.marks is None else row.marks.model_dump(mode="json")
-    return asdict(replace(row, memory=[], marks=None)) | {"memory": memory, "marks": marks}
+    work = [one.model_dump(mode="json") for one in row.work]
+    return asdict(replace(row, memory=[], marks=None, work=[])) | {"memory": memory, "marks": marks, "work": work}
 
 
 def cell_result_from_json(data: Mapping[str, Any]) -> CellResult:
     """Return the row of a mapping from JSON; raise TypeError if its memory has no phases."""
-    known = {f.name: data[f.name] for f in fields(CellResult) if f.name in data and f.name not in ("memory", "marks")}
+    known = {f.name: data[f.name] for f in fields(CellResult) if f.name in data and f.name not in _OWN_CLASSES}
     memory = [MemoryAccount.model_validate(account, strict=False) for account in data.get("memory", [])]
     if not all(account.phases for account in memory):
         raise TypeError(f"{known['cell']} has an account without phases")
     marks = data.get("marks")
     known.setdefault("reused", OLDER_REUSED in known.get("note", ""))
     return CellResult(
-        **known, memory=memory, marks=None if marks is None else TrainingMarks.model_validate(marks, strict=False)
+        **known,
+        memory=memory,
+        marks=None if marks is None else TrainingMarks.model_validate(marks, strict=False),
+        work=[RankWork.model_validate(one, strict=False) for one in data.get("work", [])],
     )
+
+
+_OWN_CLASSES = ("memory", "marks", "work")
+"""Fields that are objects of classes of their own."""
 
 
 def format_spread(seconds: list[float]) -> str:

@@ -14,9 +14,20 @@ from unipar.memory.account import PhasePeak
 from unipar.run_folder.layout import ledger_path
 from unipar.run_folder.ledger import Ledger
 from unipar.utils.table import format_table
-from unipar.utils.text import format_duration, format_number, format_size
+from unipar.utils.text import count_of, format_duration, format_flops, format_number, format_size
 
 _EVENT_KEYS = ("event", "time", "step")
+
+SPEED_NAMES = (
+    "samples_per_second",
+    "tokens_per_second",
+    "flops_per_second",
+    "mfu",
+    "waiting",
+    "graph_breaks",
+    "recompiles",
+)
+"""Names of what a step did, in step events."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +73,12 @@ class Report:
     memory: list[tuple[int, list[PhasePeak]]]
     """(step, its phases) of the rank that allocated the most in that step; only with `log.memory`."""
 
+    speed: list[tuple[int, dict[str, float]]]
+    """(step, what a step did by name) of the steps that logged, such as `tokens_per_second`, `mfu` and `waiting`."""
+
+    flops: float | None
+    """Operations of forward and backward in one step of the global batch; None if they were not counted."""
+
     stopped: int | None
     """The step at which a signal or its deadline ended the run."""
 
@@ -101,6 +118,12 @@ class Report:
                 int(row["peak_rss"]) for events in ranks for row in _select_events(events, "end") if row.get("peak_rss")
             ],
             memory=_largest_memory_by_step(ranks),
+            speed=[
+                (int(row["step"]), {name: float(row[name]) for name in SPEED_NAMES if name in row})
+                for row in _select_events(rows, "step")
+                if "samples_per_second" in row
+            ],
+            flops=next((float(row["flops"]) for row in reversed(_select_events(rows, "step")) if "flops" in row), None),
             stopped=stops[-1] if stops else None,
             stopped_by=next((str(row["why"]) for row in _select_events(rows, "stopped") if row.get("why")), "a signal"),
         )
@@ -130,6 +153,8 @@ class Report:
             rows.append(
                 ("evaluation", ", ".join(f"{k} {format_number(v)}" for k, v in values.items()) + f" at step {step}")
             )
+        if self.speed:
+            rows.append(("speed", _describe_speed(*self.speed[-1])))
         if self.peak_rss:
             rows.append(("peak RSS", f"{format_size(max(self.peak_rss))} on the largest rank"))
         if self.memory:
@@ -141,6 +166,20 @@ class Report:
         rows.append(("folder", str(self.out)))
         header, *rest = rows
         return format_table(header, rest, width=width)
+
+
+def _describe_speed(step: int, named: Mapping[str, float]) -> str:
+    """Return what the last logged steps did, in one line."""
+    unit = "tokens" if "tokens_per_second" in named else "samples"
+    said = [f"{format_number(named[f'{unit}_per_second'])} {unit}/s"]
+    if "flops_per_second" in named:
+        said.append(f"{format_flops(named['flops_per_second'])}/s")
+    if "mfu" in named:
+        said.append(f"MFU {named['mfu']:.1%}")
+    for name, one in (("graph_breaks", "graph break"), ("recompiles", "recompile")):
+        if name in named:
+            said.append(count_of(int(named[name]), one))
+    return f"{', '.join(said)} at step {step}"
 
 
 def _find_ledgers(run: Path) -> list[Path]:

@@ -15,6 +15,7 @@ from unipar.results.comparison import Comparison
 from unipar.results.memory_tables import largest_account, largest_host_bytes, largest_resident_bytes
 from unipar.results.row import CellResult
 from unipar.results.scaling import Scaling
+from unipar.results.step_work.figures import StepFigures, flops_of_step
 
 AGREEMENT_COLUMNS: Final = ("digits", "within")
 TIME_COLUMNS: Final = ("median_step_s", "samples_per_s")
@@ -27,13 +28,31 @@ MEMORY_COLUMNS: Final = (
     "host",
     *CATEGORIES,
 )
-COMPARISON_COLUMNS: Final = ("cell", "outcome", *AGREEMENT_COLUMNS, *TIME_COLUMNS, *MEMORY_COLUMNS)
+WORK_COLUMNS: Final = (
+    "weight_per_s",
+    "step_flops",
+    "flops_per_s",
+    "mfu",
+    "waits_least",
+    "waits_most",
+    "graph_breaks",
+    "recompiles",
+)
+COMPARISON_COLUMNS: Final = (
+    "cell",
+    "outcome",
+    *AGREEMENT_COLUMNS,
+    *TIME_COLUMNS,
+    *MEMORY_COLUMNS,
+    *WORK_COLUMNS,
+)
 WORLD_COLUMNS: Final = ("ranks", "scaling", "samples", "micro", "accumulate")
 SPEED_UP_COLUMNS: Final = ("speed_up", "efficiency")
 
 
 def format_comparison_csv(found: Comparison) -> str:
     """Return a comparison as CSV; unknown figures are empty, and `digits` is `all` if losses are equal to the bit."""
+    flops, figures = flops_of_step(found.cell_work), found.step_figures()
     return _to_csv(
         COMPARISON_COLUMNS,
         (
@@ -43,6 +62,7 @@ def format_comparison_csv(found: Comparison) -> str:
                 *_agreement_cells(found.agreement(row)),
                 *_time_cells(found, row),
                 *_memory_cells(row, found.rank_count(row)),
+                *_work_cells(flops, figures[row.cell]),
             ]
             for row in found.rows
         ),
@@ -88,6 +108,14 @@ def _time_cells(found: Comparison, row: CellResult) -> list[str]:
         return ["", ""]
     middle = median(row.timed_seconds)
     return [f"{middle:.6g}", f"{found.samples / middle:.6g}"]
+
+
+def _work_cells(flops: float | None, one: StepFigures) -> list[str]:
+    if one == StepFigures():
+        return [""] * len(WORK_COLUMNS)
+    known = (one.tokens_per_second, flops, one.flops_per_second, one.mfu, one.waiting, one.most_waiting)
+    compiled = () if one.compiled is None else (one.compiled.break_count, one.compiled.recompile_count)
+    return ["" if v is None else f"{v:.6g}" for v in (*known, *(compiled or (None, None)))]
 
 
 def _memory_cells(row: CellResult, ranks: int) -> list[str]:

@@ -26,6 +26,9 @@ class Share:
     samples: int
     """Number of samples in the global batch."""
 
+    weight: float | None = None
+    """Units of the task's weight in the global batch; None if the task has no weight of its own."""
+
     def __getitem__(self, i: int) -> Any:
         return self.micros[i].batch
 

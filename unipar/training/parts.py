@@ -278,7 +278,7 @@ def collect_step_values(parts: Mapping[str, TrainedPart], scale: float) -> dict[
 
 def flatten_logged_step(row: Mapping[str, Any]) -> dict[str, float]:
     """Return the row of a logged step as a flat mapping of names to numbers, such as `loss/critic`, for trackers."""
-    flat = {key: value for key, value in row.items() if key not in ("parts", "memory")}
+    flat = {key: value for key, value in row.items() if key not in ("parts", "memory", "flops_by")}
     for phase in row.get("memory", []):
         flat[f"memory/{phase['name']}"] = phase["peak"]
     for name, part in row.get("parts", {}).items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from unipar.data.stream_feed import StreamFeed
 from unipar.distributed.world import World
 from unipar.engines.learning_rate import schedule_factor
 from unipar.errors import Stopped, TaskError
+from unipar.profiling.observer import StepObserver
 from unipar.run_folder.heartbeat import HeartbeatWriter
 from unipar.run_folder.ledger import Ledger
 from unipar.task import Run, Share, Task
@@ -58,6 +60,7 @@ class TrainingRun(Run):
         ledger: Ledger,
         heartbeat: HeartbeatWriter,
         trackers: TrackerWriter,
+        work: StepObserver,
     ) -> None:
         self.task, self._parts, self.world, self.config, self.sizes = task, parts, world, config, sizes
         self.rank, self.size, self.device = world.rank, world.size, world.device
@@ -66,8 +69,8 @@ class TrainingRun(Run):
         self._first = next(iter(self._members.values()))
         self._active: ActivePart | None = None
         self._evaluating = False
-        self.heartbeat = heartbeat
-        self._log = StepLog(ledger, trackers, config.log.every, config.train.lr_scale.factor(sizes.total))
+        self.heartbeat, self.work = heartbeat, work
+        self._log = StepLog(ledger, trackers, config.log.every, config.train.lr_scale.factor(sizes.total), work)
         self._mark = heartbeat.set_phase
         self._loss: Fn = task.loss
         self._seed = config.train.seed
@@ -221,12 +224,12 @@ class TrainingRun(Run):
         self._active, self._seeds = active, active.seeds
         try:
             with active:
-                out = trained.engine.step(self._seeded_loss, share.micros, rate, self._mark)
+                out = self.work.run_step(trained.engine, self._seeded_loss, share.micros, rate, self._mark, self._loss)
         finally:
             self._active = None
         trained.add_step(number, out, rate)
         if not self._parts_stepped:
-            self._log.count(share.samples)
+            self._log.count(share)
         self._due = self._log.is_due(number, steps)
         reported = trained.report() if self._due or (out.skipped and not self._scales) else None
         if out.skipped:
@@ -322,6 +325,7 @@ class TrainingRun(Run):
         if self._checkpoints is not None:
             self._checkpoints.at_end(self.done)
         self._log.close()
+        self.work.close()
         self._mark("end")
 
     # Internals
@@ -356,7 +360,7 @@ class TrainingRun(Run):
             read = next(ready)
             if self._batch_observer is not None:
                 self._batch_observer(read)
-            yield self._maker.make(read, feed, before)
+            yield self.work.make_share(partial(self._maker.make, read, feed, before))
             self._end_share()
             if self.done != before + 1:
                 times = "once" if len(self._members) == 1 else "at most once for each part, and for at least one part"

@@ -28,6 +28,9 @@ from unipar.model.optimizer import OptimizerFactory, parameter_groups, refuse_wh
 from unipar.model.pretrained import LoadedWeights, load_weights, point_to_weights
 from unipar.model.state_names import state_names
 from unipar.model.transforms import apply_transforms
+from unipar.planning.device_peaks import find_device_peaks
+from unipar.profiling.fake_model import FakeModel
+from unipar.profiling.observer import StepObserver
 from unipar.run_folder.attempts import count_attempts
 from unipar.run_folder.heartbeat import HeartbeatWriter
 from unipar.run_folder.layout import checkpoint_folder, heartbeat_path, ledger_path, read_launch_file
@@ -237,6 +240,7 @@ def build_run(
     if own_optimizer is not None and config.parallel.tensor > 1:
         refuse_whole_matrices(own_optimizer, config.parallel.tensor)
     parts: dict[str, TrainedPart] = {}
+    work = _make_observer(config, modules, world)
     for name, module in modules.items():
         own = config.of_part(name)
         groups = parameter_groups(module, own, given=task.groups(module), own_optimizer=own_optimizer is not None)
@@ -271,7 +275,29 @@ def build_run(
         ledger.note("weights", **asdict(loaded))
     if files is not None:
         ledger.note("weights read", bytes=files.bytes_read)
-    return TrainingRun(task, parts, world, config, sizes, ledger=ledger, heartbeat=heartbeat, trackers=trackers)
+    return TrainingRun(
+        task, parts, world, config, sizes, ledger=ledger, heartbeat=heartbeat, trackers=trackers, work=work
+    )
+
+
+def _make_observer(config: Config, modules: Mapping[str, nn.Module], world: World) -> StepObserver:
+    """Return the observer of the run's steps, with a copy of the model without values where it is needed."""
+    splits, compiles = config.parallel.axes.ranks > 1, config.model.compiling is not None
+    peak, fake, why = None, None, ""
+    if world.device.type == "cuda":
+        import torch
+
+        device = find_device_peaks(torch.cuda.get_device_name(world.device))
+        peak = None if device is None else device.flops.get(config.train.precision)
+    if (splits or compiles) and world.rank == 0:
+        if len(modules) > 1:
+            why = f"model() returned several parts ({', '.join(modules)})"
+        else:
+            try:
+                fake = FakeModel(next(iter(modules.values())))
+            except Exception as e:  # the model's own code, which may refuse to be copied
+                why = f"the model cannot be copied ({type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''})"
+    return StepObserver(world, splits=splits, compiles=compiles, fake=fake, why_no_fake=why, peak=peak)
 
 
 def _create_model(

@@ -45,13 +45,13 @@ class ShareMaker:
         if self._batch_with_weight is None and 0.0 in weights:
             self._batch_with_weight = feed.batch_with_weight(self._weight)
         micros = [(b if w > 0 else self._batch_with_weight, w / whole) for (b, _), w in zip(read, weights, strict=True)]
-        return self._on_device(micros, samples)
+        return self._on_device(micros, samples, whole)
 
-    def _on_device(self, micros: Iterable[tuple[Any, float]], samples: int) -> Share:
+    def _on_device(self, micros: Iterable[tuple[Any, float]], samples: int, weight: float | None = None) -> Share:
         """Return a share of microbatches, given as batch and scale; the first of every rank come before the second."""
         made = zip(micros, count(self._world.share, self._world.shares), strict=False)
         device = self._world.device
-        return Share([Micro(to_device(b, device), scale, number) for (b, scale), number in made], samples)
+        return Share([Micro(to_device(b, device), scale, number) for (b, scale), number in made], samples, weight)
 
     def _weight(self, batch: Any, samples: int = 1) -> float:
         weight = self._task.weight(batch)

@@ -6,7 +6,10 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, final
 
+from unipar.profiling.observer import StepObserver
+from unipar.profiling.work import CompiledWork
 from unipar.run_folder.ledger import Ledger
+from unipar.task import Share
 from unipar.tracking.writer import TrackerWriter
 from unipar.training.parts import TrainedPart, collect_step_values, flatten_logged_step
 
@@ -18,12 +21,19 @@ if TYPE_CHECKING:
 class StepLog:
     """Log of one rank: the first step, then every so many, and the last."""
 
-    def __init__(self, ledger: Ledger, trackers: TrackerWriter, every: int, scale: float) -> None:
+    def __init__(
+        self, ledger: Ledger, trackers: TrackerWriter, every: int, scale: float, observer: StepObserver
+    ) -> None:
         """`scale`: factor of the learning rate, for the one that is logged."""
         self._ledger, self._trackers, self._every, self._scale = ledger, trackers, every, scale
-        self._since_log = self._timed = self._samples = 0
+        self._observer = observer
+        self._since_log = self._timed = self._samples = self._all_samples = 0
+        self._weight: float | None = None
         self._since = time.perf_counter()
         self._memory: StepMemory | None = None
+        self._reasons: set[tuple[str, str]] = set()
+        self._counted: dict[str, Any] = {}
+        """Operations of a step, until a row has them."""
 
     def begin_after(self, done: int) -> None:
         """Go on after so many steps of another run: the same steps are logged as if it had not ended."""
@@ -35,15 +45,23 @@ class StepLog:
         self._memory = recorder
 
     def before_step(self, number: int, steps: int) -> None:
-        """Begin to record memory if step `number` of `steps` will be logged."""
+        """Begin to record memory and waiting if step `number` of `steps` will be logged."""
+        at = time.perf_counter()
+        logs = self._logs(number, steps, self._since_log + 1)
+        self._settle_work()
         if self._memory is not None:
-            at = time.perf_counter()
-            self._memory.before(logs=self._logs(number, steps, self._since_log + 1))
-            self._since += time.perf_counter() - at  # not counted as time of a step
+            self._memory.before(logs=logs)
+        if self._observer.in_logged_steps:
+            self._observer.begin(measure=logs)
+        self._since += time.perf_counter() - at  # not counted as time of a step
 
-    def count(self, samples: int) -> None:
-        """Count a share, of a global batch of so many samples, that takes a step."""
-        self._since_log, self._timed, self._samples = self._since_log + 1, self._timed + 1, samples
+    def count(self, share: Share) -> None:
+        """Count a share that takes a step."""
+        self._since_log, self._timed, self._samples = self._since_log + 1, self._timed + 1, share.samples
+        self._all_samples += share.samples
+        if share.weight is not None:
+            self._weight = (self._weight or 0.0) + share.weight
+            self._observer.add_weight(share.weight)
 
     def is_due(self, number: int, steps: int) -> bool:
         """Return whether step `number` of `steps`, which is counted, is logged."""
@@ -54,10 +72,12 @@ class StepLog:
 
     def write_step(self, number: int, steps: int, parts: Mapping[str, TrainedPart]) -> None:
         """Write what the parts report of step `number` of `steps`."""
-        now = time.perf_counter()
-        seconds = (now - self._since) / self._timed
-        self._since_log = self._timed = 0
-        row = collect_step_values(parts, self._scale) | {"samples": self._samples, "seconds": seconds}
+        elapsed = time.perf_counter() - self._since
+        row = collect_step_values(parts, self._scale) | {"samples": self._samples, "seconds": elapsed / self._timed}
+        row |= self._work_values(elapsed) | self._counted
+        self._counted = {}
+        self._since_log = self._timed = self._all_samples = 0
+        self._weight = None
         if self._memory is not None:
             row["memory"] = [phase.model_dump(exclude={"largest"}) for phase in self._memory.after()]
             if self._memory.lost:
@@ -66,6 +86,39 @@ class StepLog:
         self._ledger.note("step", step=number, of=steps, **row)
         self._trackers.write(number, flatten_logged_step(row))
         self.restart_clock()
+
+    def _work_values(self, elapsed: float) -> dict[str, float]:
+        """Return what the steps since the last log did in so many seconds: all ranks together, by name."""
+        waiting = self._observer.take_wait() if self._observer.in_logged_steps else None
+        self._settle_work()
+        named: dict[str, float] = {}
+        if elapsed > 0:
+            named["samples_per_second"] = self._all_samples / elapsed
+            if self._weight is not None:
+                named["tokens_per_second"] = self._weight / elapsed
+        named |= self._observer.rates(self._timed, elapsed)
+        if waiting is not None:
+            named["waiting"] = waiting
+        if (compiled := self._observer.compiled) is not None:
+            named |= {"graph_breaks": compiled.break_count, "recompiles": compiled.recompile_count}
+            self._note_reasons(compiled)
+        return named
+
+    def _settle_work(self) -> None:
+        """Add up the first step's operations over ranks; the next row has them, a note says why there are none."""
+        if self._observer.settle():
+            if self._observer.flops is not None:
+                self._counted = {"flops": self._observer.flops, "flops_by": self._observer.flops_by}
+            for said in self._observer.notes:
+                self._ledger.note("work", said=said)
+
+    def _note_reasons(self, compiled: CompiledWork) -> None:
+        """Write each reason of a graph break or recompile that is not written yet."""
+        for kind, reasons in (("graph break", compiled.breaks), ("recompile", compiled.recompiles)):
+            for why in reasons:
+                if (kind, why) not in self._reasons:
+                    self._reasons.add((kind, why))
+                    self._ledger.note("compiler", what=kind, why=why)
 
     def restart_clock(self) -> None:
         """Begin to time now: what was done since the last step is not counted as time of a step."""

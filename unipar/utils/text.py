@@ -65,6 +65,21 @@ def parse_bytes(text: str) -> float:
     return value * SIZE_UNITS[unit]
 
 
+_FLOP_PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def flops_scale(numbers: Iterable[float]) -> tuple[float, str]:
+    """Return the divisor with which the largest of these numbers of operations reads best, and its prefix."""
+    most = max(numbers, default=0.0)
+    return next(((size, prefix) for size, prefix in _FLOP_PREFIXES if most >= size), _FLOP_PREFIXES[-1])
+
+
+def format_flops(number: float) -> str:
+    """Return a number of operations: `1.73 GFLOP`."""
+    scale, prefix = flops_scale([number])
+    return f"{number / scale:.3g} {prefix}FLOP"
+
+
 def format_number(value: float | None) -> str:
     """Return a number with four decimal places, or "not finite" for None (a ledger's NaN or infinity)."""
     return "not finite" if value is None else f"{value:.4f}"

@@ -18,6 +18,7 @@ from unipar.results.files import CONFIG_FILE, nested_mapping, read_mapping
 from unipar.results.run import Report
 from unipar.run_folder.layout import run_error_path
 from unipar.run_folder.ledger import Ledger
+from unipar.utils.text import format_flops
 
 _LEDGER_FILE_PATTERN = r"rank-(\d+)\.jsonl"
 
@@ -30,6 +31,12 @@ class RunPageData:
     report: Report
     rows: tuple[Mapping[str, Any], ...]
     """Step events of rank 0."""
+
+    compiler: tuple[tuple[str, str], ...]
+    """Graph breaks and recompiles of rank 0: what, and why; each reason once."""
+
+    work: tuple[str, ...]
+    """Sentences on how a step's operations were counted, or why not."""
 
     ended: bool
     failure: str
@@ -82,6 +89,14 @@ class RunPageData:
             folder=folder,
             report=report,
             rows=tuple(row for row in ranks[0] if row["event"] == "step"),
+            compiler=tuple(
+                dict.fromkeys((str(row["what"]), str(row["why"])) for row in ranks[0] if row["event"] == "compiler")
+            ),
+            work=tuple(
+                dict.fromkeys(
+                    _describe_counting(row) for row in ranks[0] if row["event"] == "work" or "flops_by" in row
+                )
+            ),
             ended=any(row["event"] == "end" for row in ranks[0]),
             failure=failure,
             peaks={rank: _peak(by.get(rank, ())) for rank in sorted({*range(report.size), *by})},
@@ -134,6 +149,12 @@ def _describe_memory_recording(ranks: Mapping[int, Iterable[Mapping[str, Any]]])
             by.setdefault(sentence, []).append(rank)
     for sentence, recorded_by in by.items():
         yield sentence if len(recorded_by) == len(ranks) else f"rank {', '.join(map(str, recorded_by))}: {sentence}"
+
+
+def _describe_counting(row: Mapping[str, Any]) -> str:
+    if "flops_by" not in row:
+        return str(row["said"])
+    return f"Forward and backward of a step are {format_flops(float(row['flops']))}, counted {row['flops_by']}."
 
 
 def _read_launch_file(file: Path, problems: list[str]) -> dict[str, Any]:

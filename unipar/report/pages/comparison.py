@@ -42,6 +42,7 @@ from unipar.report.pages.memory_sections import (
     step_memory_section,
 )
 from unipar.report.pages.pipeline import pipeline_section
+from unipar.report.pages.step_work import step_work_section
 from unipar.results.agreement import loss_tolerance
 from unipar.results.files import original_config_path
 from unipar.results.memory_tables import describe_allocator_settings, largest_account
@@ -58,6 +59,7 @@ def render_comparison(page: ComparisonPageData, before: ComparisonPageData | Non
     sections = [
         memory_section(page, before),
         _cells(page),
+        step_work_section(page),
         failed_cells_section(page),
         devices_section(page),
         _changes_section(page, before),

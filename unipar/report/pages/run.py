@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from unipar.backend import Category
 from unipar.memory.account import CATEGORIES, MemoryAccount, PhasePeak
@@ -29,9 +30,19 @@ from unipar.report.pages.elements import (
 )
 from unipar.report.pages.pipeline import pipeline_section
 from unipar.results.memory_tables import describe_counting, largest_account
-from unipar.utils.text import count_of, format_duration, format_size
+from unipar.utils.text import count_of, format_duration, format_flops, format_size
 
 _NO_VALUE = "–"
+
+_WORK_COLUMNS: dict[str, tuple[str, Callable[[Mapping[str, Any]], str]]] = {
+    "tokens/s": ("tokens_per_second", lambda row: f"{row['tokens_per_second']:,.0f}"),
+    "operations": ("flops_per_second", lambda row: f"{format_flops(row['flops_per_second'])}/s"),
+    "MFU": ("mfu", lambda row: f"{row['mfu']:.1%}"),
+    "waits": ("waiting", lambda row: f"{row['waiting']:.1%}"),
+    "graph breaks": ("graph_breaks", lambda row: str(row["graph_breaks"])),
+    "recompiles": ("recompiles", lambda row: str(row["recompiles"])),
+}
+"""Columns on what a step did: key of a step event, and its text."""
 
 
 def render_run(run: RunPageData, before: RunPageData | None = None) -> str:
@@ -185,11 +196,18 @@ def _times(run: RunPageData, before: RunPageData | None) -> str:
     if not own.points:
         return ""
     old = [LineSeries("before, ms a step", "curve before", _times_of(before))] if before and _times_of(before) else []
+    shown = {head: of for head, (name, of) in _WORK_COLUMNS.items() if any(name in row for row in run.rows)}
     rows = [
-        [str(row["step"]), format_duration(row["seconds"]), f"{row['samples'] / row['seconds']:.1f}"]
+        [
+            str(row["step"]),
+            format_duration(row["seconds"]),
+            f"{row['samples'] / row['seconds']:.1f}",
+            *(_NO_VALUE if _WORK_COLUMNS[head][0] not in row else of(row) for head, of in shown.items()),
+        ]
         for row in run.rows
         if row.get("seconds") and row.get("samples")
     ]
+    reasons = [[what, why] for what, why in run.compiler]
     return html_section(
         "times",
         "Time of a step",
@@ -198,8 +216,12 @@ def _times(run: RunPageData, before: RunPageData | None) -> str:
         ),
         html_figure(
             lambda width: draw_lines([*old, own], width, "Milliseconds a step"),
-            html_table(["step", "a step", "samples/s"], rows, "Time of a step"),
+            html_table(["step", "a step", "samples/s", *shown], rows, "Time of a step"),
         ),
+        bullet_list(list(run.work)),
+        html_table(["what", "reason"], reasons, "Graph breaks and recompiles, each reason once", (0, 1))
+        if reasons
+        else "",
     )
 
 

@@ -1,0 +1,79 @@
+"""Work of whole runs: the same count in every cell, and a rank that waits for a slower one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.forks import Forks
+from unipar.run_folder.layout import ledger_path
+from unipar.run_folder.ledger import Ledger
+
+pytestmark = pytest.mark.forked
+
+TASK = """
+import time
+import torch
+from torch import nn
+import unipar
+
+class Slow(unipar.Task):
+    def __init__(self, busy=0.0): self.busy = busy
+    def model(self): return nn.Sequential(*[nn.Sequential(nn.Linear(8, 8, bias=False)) for _ in range(2)])
+    def data(self): return [torch.full((8,), i / 64) for i in range(64)]
+    def weight(self, batch): return 3 * len(batch)
+    def loss(self, model, batch):
+        if torch.distributed.get_rank() == 1:
+            until = time.thread_time() + self.busy
+            while time.thread_time() < until:
+                pass
+        return model(batch).square().mean()
+"""
+
+
+def rows_of_ranks(forks: Forks, folder: Path, **keys: Any) -> list[list[dict[str, Any]]]:
+    """The step events of two ranks in a run of three steps."""
+    (folder / "slow.py").write_text(TASK, encoding="utf-8")
+    config = {
+        "task": {"use": "slow.py:Slow", "args": {"busy": 0.3}},
+        "device": "cpu",
+        "parallel": {"data": 2},
+        "batch": {"total": 8, "micro": 2},
+        "train": {"steps": 3, "optimizer": {"name": "sgd", "lr": 0.01}},
+        "log": {"every": 1},
+        **keys,
+    }
+    (folder / "slow.yaml").write_text(json.dumps(config), encoding="utf-8")
+    done = forks.python(["-m", "unipar", "run", "slow.yaml", "--out", "out"], folder)
+    assert done.returncode == 0, done.stderr
+    return [[row for row in Ledger.read(ledger_path(folder / "out", r)) if row["event"] == "step"] for r in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"backend": "native"},
+        {"backend": "horovod"},
+        pytest.param({"backend": "native", "parallel": {"data": 2, "shard": "parameters"}}, marks=pytest.mark.sweep),
+        pytest.param({"backend": "deepspeed", "parallel": {"data": 2, "shard": "gradients"}}, marks=pytest.mark.sweep),
+        pytest.param({"backend": "accelerate"}, marks=pytest.mark.sweep),
+    ],
+    ids=lambda keys: "-".join(map(str, [keys["backend"], *keys.get("parallel", {}).values()])),
+)
+def test_a_slow_rank_is_waited_for(keys: dict[str, Any], tmp_path: Path, forks: Forks) -> None:
+    """Rank 1 computes 0.3 s more in each of two microbatches: rank 0 waits for most of the step, and rank 1 does not.
+
+    Eight samples through two matrices: 2 x 1024 operations in forward, and 3 x 1024 in backward, where the first
+    layer's input needs no gradient.
+    """
+    fast, slow = rows_of_ranks(forks, tmp_path, **keys)
+    assert (fast[0]["flops"], fast[0]["flops_by"]) == (5 * 1024, "in the first step, on all ranks")
+    assert "waiting" not in fast[0]
+    assert all(row["waiting"] > 0.6 for row in fast[1:])
+    assert all(row["waiting"] < 0.3 for row in slow[1:])
+    last = fast[-1]
+    assert last["tokens_per_second"] == pytest.approx(3 * last["samples_per_second"])
+    assert last["flops_per_second"] == pytest.approx(5 * 128 * last["samples_per_second"])

@@ -1,0 +1,141 @@
+"""`FlopCounter`: counts the operations of a step's forward and backward, without those that are computed again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, final
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+from typing_extensions import override
+
+from unipar.backend import LossFn
+
+_ATEN: Final[Any] = torch.ops.aten
+_NAMESPACES_OF_TORCH: Final = frozenset(
+    {"aten", "prim", "prims", "c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "fsdp"}
+    | {"profiler", "inductor", "higher_order", "symm_mem", "_dtensor", "torch_attn", "debugprims", "rngprims"}
+)
+_UNCOUNTED: Final = frozenset(
+    {"_cudnn_rnn", "miopen_rnn", "mkldnn_rnn_layer", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell"}
+    | {"_grouped_mm", "_scaled_grouped_mm"}
+)
+"""Operations of torch with many multiplications, for which its counter has no formula."""
+
+
+def _attention_forward(query: Any, key: Any, value: Any, *rest: Any, **more: Any) -> int:
+    return sdpa_flop_count(query.shape, key.shape, value.shape)
+
+
+def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *rest: Any, **more: Any) -> int:
+    return 2 * sdpa_flop_count(query.shape, key.shape, value.shape)
+
+
+def _without_scores(formula: Callable[..., int]) -> Callable[..., int]:
+    """Return a formula for an attention's backward without the scores, which are one of its five products."""
+
+    def shorter(*args: Any, **kwargs: Any) -> int:
+        return formula(*args, **kwargs) * 4 // 5
+
+    return shorter
+
+
+def _formulas() -> dict[Any, Callable[..., int]]:
+    """Return the formula of each operation that counts.
+
+    They are those of torch's counter, with two differences. Attention on the CPU counts as it does on a GPU. The
+    backward of fused attention counts its four products, without the scores, which the kernel computes again.
+    """
+    found: dict[Any, Callable[..., int]] = dict(flop_registry)
+    for operation, formula in flop_registry.items():
+        if "attention" in str(operation) and "backward" in str(operation):
+            found[operation] = _without_scores(formula)
+    for name in ("flash", "efficient", "cudnn"):
+        found[getattr(_ATEN, f"_scaled_dot_product_{name}_attention_backward")] = _attention_backward
+    found[_ATEN._scaled_dot_product_flash_attention_for_cpu] = _attention_forward
+    found[_ATEN._scaled_dot_product_flash_attention_for_cpu_backward] = _attention_backward
+    return found
+
+
+_FORMULAS: Final = _formulas()
+_RAW: Final = frozenset({_attention_forward, _attention_backward})
+
+
+class CollectiveCalled(Exception):
+    """A collective was called where one rank computes alone."""
+
+
+@final
+class FlopCounter(TorchDispatchMode):
+    """Dispatch mode that counts operations in the loss, and in backward; it changes nothing, and raises nothing.
+
+    What runs outside of both (clipping, the optimizer) does not count. In backward, gradients are computed without
+    recording; what is recorded there is a forward that is computed again, and counts as `recomputed`. Autograd's
+    threads inherit the mode. Graphs that torch compiles run as they are, unseen.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, *, alone: bool = False) -> None:
+        """`alone`: no other rank computes with this one, and a collective raises CollectiveCalled."""
+        super().__init__()
+        self.flops = self.recomputed = 0
+        self.unknown: dict[str, None] = {}
+        """Operations that are not torch's own, in the order in which they were met."""
+
+        self.uncounted: dict[str, None] = {}
+        """Operations of torch for which there is no formula, or whose formula failed."""
+
+        self._alone, self._in_loss = alone, False
+        self.in_forward = False
+        """Whether an operation was counted in the loss."""
+
+    @classmethod
+    @override
+    def ignore_compile_internals(cls) -> bool:
+        return True  # else torch would not compile what runs under the mode, and never try again
+
+    def watched(self, loss: LossFn) -> LossFn:
+        """Return the loss with a note that what runs is part of it."""
+
+        def inner(model: Any, batch: Any, number: int) -> Any:
+            self._in_loss = True
+            try:
+                return loss(model, batch, number)
+            finally:
+                self._in_loss = False
+
+        return inner
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented  # DTensor calls the same operations on plain tensors, which count then
+        if self._alone and func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
+            raise CollectiveCalled(func.__name__)
+        out = func(*args, **(kwargs or {}))
+        if self._in_loss or torch._C._current_graph_task_id() != -1:  # pyright: ignore[reportPrivateUsage] - no public way
+            self._count(func, args, kwargs or {}, out)
+        return out
+
+    def _count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        packet = getattr(func, "overloadpacket", func)
+        formula = _FORMULAS.get(packet)
+        if formula is None:
+            if func.namespace not in _NAMESPACES_OF_TORCH:
+                self.unknown[str(packet).replace(".", "::")] = None
+            elif packet.__name__ in _UNCOUNTED:
+                self.uncounted[packet.__name__] = None
+            return
+        try:
+            flops = formula(*args, **kwargs) if formula in _RAW else formula(*args, **kwargs, out_val=out)
+        except Exception:  # the training must not end because a formula does not fit
+            self.uncounted[packet.__name__] = None
+            return
+        if self._in_loss or not torch.is_grad_enabled():
+            self.flops += flops
+            self.in_forward |= self._in_loss
+        else:
+            self.recomputed += flops

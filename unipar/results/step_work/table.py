@@ -1,0 +1,130 @@
+"""Work of a step as a text table, a row for each cell, and the remarks below it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final
+
+from unipar.results.step_work.figures import CellWork, StepFigures, differing_counts, flops_of_step
+from unipar.utils.table import Remark, format_table_rows, table_remarks
+from unipar.utils.text import flops_scale, format_flops
+
+_MOST_REASONS: Final = 3
+"""Number of graph breaks and recompiles whose reasons are below the table; the page has all."""
+
+NO_VALUE: Final = "-"
+
+
+def work_columns(figures: Sequence[StepFigures]) -> Mapping[str, Callable[[StepFigures], str]]:
+    """Return a text of each figure by the head of its column, for the columns in which a cell has a figure."""
+    scale, prefix = flops_scale(one.flops_per_second or 0.0 for one in figures)
+
+    def breaks(one: StepFigures) -> str:
+        return NO_VALUE if one.compiled is None else str(one.compiled.break_count)
+
+    def recompiles(one: StepFigures) -> str:
+        return NO_VALUE if one.compiled is None else str(one.compiled.recompile_count)
+
+    columns: dict[str, Callable[[StepFigures], str]] = {
+        "tokens/s": lambda one: _number(one.tokens_per_second),
+        f"{prefix}FLOP/s": lambda one: _number(one.flops_per_second, scale),
+        "MFU": lambda one: _percent(one.mfu),
+        "waits": lambda one: _percent(one.waiting),
+        "breaks": breaks,
+        "recompiles": recompiles,
+    }
+    return {head: of for head, of in columns.items() if any(of(one) != NO_VALUE for one in figures)}
+
+
+def format_work_table(cells: Sequence[tuple[str, StepFigures]], width: int) -> list[str]:
+    """Return the lines of the table, or nothing if no cell has a figure; the last columns go if it is too wide."""
+    columns = work_columns([figures for _, figures in cells])
+    if not columns:
+        return []
+    rows = [(cell, *(of(figures) for of in columns.values())) for cell, figures in cells]
+    blocks = format_table_rows(("work", *columns), rows, right=range(1, len(columns) + 1), width=width, fold=True)
+    return ["", *(line for block in blocks for line in block)]
+
+
+def describe_work_columns(
+    cells: Sequence[CellWork], figures: Mapping[str, StepFigures], peak: str, *, reasons: bool = True
+) -> list[Remark]:
+    """Return explanations of the columns, and what could not be measured.
+
+    `peak`: what MFU is in proportion to; `reasons`: with the reasons of graph breaks and recompiles.
+    """
+    flops, known = flops_of_step(cells), list(figures.values())
+    columns = work_columns(known)
+    remarks: list[Remark] = []
+    if "tokens/s" in columns:
+        remarks.append(Remark(column="tokens/s", text="tokens/s: units of the task's weight(batch) a second"))
+    for head in columns:
+        if head.endswith("FLOP/s") and flops is not None:
+            says = f"{head}: of all ranks together; forward and backward of a step are {format_flops(flops)}"
+            remarks.append(Remark(column=head, text=f"{says}, without what is computed again"))
+    if "MFU" in columns:
+        remarks.append(Remark(column="MFU", text=f"MFU: that in proportion to {peak}"))
+    if "waits" in columns:
+        says = "waits: share of a step in which the rank that waits least waits for communication"
+        remarks.append(Remark(column="waits", text=says))
+        uneven = [
+            f"{cell} {_percent(one.most_waiting)}"
+            for cell, one in figures.items()
+            if one.waiting is not None and one.most_waiting is not None and one.most_waiting - one.waiting > 0.2
+        ]
+        if uneven:
+            remarks += table_remarks(f"one rank waits much longer, for a slower one: {', '.join(uneven)}")
+    if differing := differing_counts(cells):
+        remarks += table_remarks(
+            f"the operations of a step were counted otherwise in {', '.join(differing)}; shown with {flops:.6g}"
+        )
+    why = _describe_reasons(known) if reasons else []
+    return [*remarks, *table_remarks(*describe_work_notes(cells), *why)]
+
+
+def describe_work_notes(cells: Iterable[CellWork]) -> list[str]:
+    """Return each note of the ranks once, with the cells that have it, and what the measured waiting includes."""
+    noted: dict[str, list[str]] = {}
+    ran = [(cell, work) for cell, work in cells if work]
+    for cell, work in ran:
+        for note in dict.fromkeys(note for rank in work for note in rank.notes):
+            noted.setdefault(note, []).append(cell)
+    said = [f"{', '.join(names)}: {note}" for note, names in noted.items()]
+    shares = [(cell, work[0].waiting) for cell, work in ran if len(work) == 1]
+    if any(len(work) > 1 and work[0].waits for _, work in ran):
+        said += [
+            f"{cell} has no communication, and its thread sleeps for {_percent(share)} of a step: the task waits for "
+            "something else, which is in the other cells' waits too"
+            for cell, share in shares
+            if share is not None and share > 0.02
+        ]
+    return said
+
+
+def break_reasons(figures: Iterable[StepFigures]) -> list[tuple[str, int, str]]:
+    """Return what happened (graph break, recompile), how often at most in a cell, and why; the most frequent first."""
+    found: dict[tuple[str, str], int] = {}
+    for one in figures:
+        if one.compiled is not None:
+            kinds = (("graph break", one.compiled.breaks), ("recompile", one.compiled.recompiles))
+            for kind, reasons in kinds:
+                for why, count in reasons.items():
+                    found[kind, why] = max(found.get((kind, why), 0), count)
+    return sorted(((kind, count, why) for (kind, why), count in found.items()), key=lambda row: -row[1])
+
+
+def _describe_reasons(figures: Iterable[StepFigures]) -> list[str]:
+    reasons = break_reasons(figures)
+    lines = [f"{kind}{f', {count} times' if count > 1 else ''}: {why}" for kind, count, why in reasons[:_MOST_REASONS]]
+    more = len(reasons) - _MOST_REASONS
+    return [*lines, *([f"{more} more reasons are on the page"] if more > 0 else [])]
+
+
+def _number(value: float | None, scale: float = 1.0) -> str:
+    if value is None:
+        return NO_VALUE
+    return f"{value / scale:.{0 if value / scale >= 100 else 1 if value / scale >= 10 else 2}f}"
+
+
+def _percent(value: float | None) -> str:
+    return NO_VALUE if value is None else f"{100 * value:.{0 if value >= 0.0995 or value == 0 else 1}f} %"
