@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from unipar.backend.prediction.timeline import Moment, MomentKind, PredictedPhase
@@ -56,15 +57,26 @@ class StepRecorder(TorchDispatchMode):
         self._kept = {_key(t) for t in kept}
         self._live: dict[int, int] = {}
         self._modules: list[str] = []
+        self.passing: set[int] = set()
+        """Numbers of the modules of which an input takes a gradient."""
+
+        self.viewed: frozenset[int] = frozenset()
+        """Numbers of the parameters of which autograd keeps a view from forward to backward."""
+
+        self._parameters: dict[int, int] = {}
+        self._views: list[tuple[int, weakref.ref[Tensor]]] = []
+        self._arriving: Any = WeakIdKeyDictionary()
 
     def begin(self, phase: PredictedPhase) -> None:
         """Note that a phase begins."""
+        if phase == "backward":
+            self.viewed = frozenset(number for number, view in self._views if view() is not None)
         self.phase = phase
         self.note("begin")
 
-    def note(self, what: MomentKind, block: int = -1, parameter: int = -1) -> None:
+    def note(self, what: MomentKind, block: int = -1, parameter: int = -1, module: int = -1) -> None:
         """Note a moment."""
-        self.moments.append((self.ticks, Moment(self.phase, what, block, parameter)))
+        self.moments.append((self.ticks, Moment(self.phase, what, block, parameter, module)))
         self.ticks += 1
 
     def _note_both(self, before: MomentKind, after: MomentKind, block: int) -> None:
@@ -90,6 +102,8 @@ class StepRecorder(TorchDispatchMode):
         storage = t.untyped_storage()
         key = _key(t)
         if key in self._live or key in self._kept:
+            if self.phase == "forward" and key in self._parameters:
+                self._views.append((self._parameters[key], weakref.ref(t)))
             return
         number = len(self.blocks)
         where = self._modules[-1] if self._modules else ""
@@ -111,7 +125,10 @@ class StepRecorder(TorchDispatchMode):
         """Context manager: note when a block is entered and left, and when a parameter's gradient is complete."""
         handles: list[Any] = []
         numbers = {name: number for number, name in enumerate(blocks)}
-        for name, module in model.named_modules():
+        self._parameters = {_key(p): number for number, p in enumerate(model.parameters())}
+        for place, (name, module) in enumerate(model.named_modules()):
+            handles.append(module.register_forward_pre_hook(self._calling(place)))
+            handles.append(module.register_forward_hook(self._returning(place)))
             handles.append(module.register_forward_pre_hook(_pusher(self._modules, name)))
             handles.append(module.register_forward_hook(_popper(self._modules), always_call=True))
             if name in numbers:
@@ -126,6 +143,32 @@ class StepRecorder(TorchDispatchMode):
         finally:
             for handle in handles:
                 handle.remove()
+
+    def _calling(self, number: int) -> Any:
+        def hook(module: nn.Module, args: Any) -> None:
+            self.note("call", module=number)
+            if any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(args)):
+                self.passing.add(number)
+
+        return hook
+
+    def _returning(self, number: int) -> Any:
+        def hook(module: nn.Module, args: Any, out: Any) -> None:
+            self.note("return", module=number)
+            for x in tree_leaves(out):
+                if not (isinstance(x, Tensor) and x.requires_grad):
+                    continue
+                if x in self._arriving:  # the output of a module in it: the outer one is told first
+                    self._arriving[x].append(number)
+                else:
+                    inner = self._arriving[x] = [number]
+                    x.register_hook(lambda _, inner=inner: self._arrived(inner))
+
+        return hook
+
+    def _arrived(self, modules: list[int]) -> None:
+        for number in reversed(modules):
+            self.note("arrive", module=number)
 
     def _entering(self, block: int) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -165,6 +208,7 @@ class StepRecorder(TorchDispatchMode):
             assert p.grad is not None
             self.take_gradient(p.grad)
             self.note("gradient", block, number)
+            self.note("taken", block, number)
 
         return hook
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from unipar.backend.precision import parameter_dtype
-from unipar.backend.prediction.timeline import Moment, PredictedParameter, StepTimeline
+from unipar.backend.prediction.timeline import Moment, PredictedModule, PredictedParameter, StepTimeline
 from unipar.config import BatchSizes, Config
 from unipar.data.dataset import training_data_source
 from unipar.engines.placement import replace_parameters
@@ -60,6 +60,13 @@ def trace_task(config: Config, micro: int) -> TracedTask:
     blocks = find_blocks(model, config, given=task.blocks(model))
     with _explain_values("the optimizer's step"):
         states = _optimizer_states(task, model, config, mode)
+    names = {id(p): number for number, p in enumerate(model.parameters())}
+    own = {name: tuple(names[id(p)] for p in m.parameters(recurse=False)) for name, m in model.named_modules()}
+    element_sizes = [p.element_size() for p in model.parameters()]
+    if config.train.precision == "bf16-master":  # parameters and activations are bf16 as the model computes
+        with mode:
+            low = partial(cast_if_float, dtype=torch.bfloat16)
+            replace_parameters(model, lambda p: nn.Parameter(low(p.detach()), p.requires_grad))
     apply_transforms(model, blocks, config)
     micro = _samples_to_trace(task, config, micro)
     with _explain_values("loss()"):
@@ -72,16 +79,22 @@ def trace_task(config: Config, micro: int) -> TracedTask:
             PredictedParameter(
                 name,
                 tuple(p.shape),
-                p.element_size(),
+                element_sizes[number],
                 p.requires_grad,
                 owners.get(name, -1),
                 states.sizes.get(name, ()),
+                states.groups.get(name, 0),
+                number in first.recorder.viewed,
             )
-            for name, p in model.named_parameters()
+            for number, (name, p) in enumerate(model.named_parameters())
         ),
         buffers={name: b.untyped_storage().nbytes() for name, b in model.named_buffers()},
         blocks=tuple(blocks),
         moments=tuple(moment for _, moment in activations.moments),
+        modules=tuple(
+            PredictedModule(name, own.get(name, ()), number in first.recorder.passing)
+            for number, (name, _) in enumerate(model.named_modules())
+        ),
     )
     count, even = sum(p.numel() for p in model.parameters()), _is_even(activations, third)
     return TracedTask(timeline, activations, count, even=even, fused=states.fused)
@@ -94,6 +107,9 @@ class _OptimizerStates:
     sizes: Mapping[str, tuple[int, ...]]
     fused: bool
     """True if one kernel updates all parameters, without tensors of its own."""
+
+    groups: Mapping[str, int]
+    """Number of the group of each parameter."""
 
 
 def _samples_to_trace(task: Task, config: Config, micro: int) -> int:
@@ -151,7 +167,8 @@ def _optimizer_states(task: Task, model: nn.Module, config: Config, mode: FakeTe
                 )
             sizes.append(t.element_size())
         found[names[id(p)]] = tuple(sizes)
-    return _OptimizerStates(found, fused=all(group.get("fused") for group in optimizer.param_groups))
+    numbers = {names[id(p)]: number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    return _OptimizerStates(found, all(group.get("fused") for group in optimizer.param_groups), numbers)
 
 
 def combine_steps(first: FakeStep, second: FakeStep) -> Activations:
