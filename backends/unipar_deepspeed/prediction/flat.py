@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from math import ceil
 from typing import final
@@ -55,7 +55,7 @@ class FlatGroup:
 
 @dataclass(frozen=True)
 class FlatModel:
-    """All groups, and the rank that holds most gradients: those of whole parameters of which it updates a part."""
+    """All groups, and one rank, which holds the gradients of the whole parameters of which it updates a part."""
 
     model: ZeroModel
     groups: tuple[FlatGroup, ...]
@@ -68,7 +68,7 @@ class FlatModel:
 
     @classmethod
     def of(cls, model: ZeroModel) -> FlatModel:
-        """Return the flat groups of a model."""
+        """Return the flat groups of a model, with the rank that holds most gradients."""
         groups = tuple(FlatGroup.of(model, members) for members in model.groups)
         slices = {n: tuple(group.slices(i)) for group in groups for i, n in enumerate(group.members)}
         held = [0] * model.ranks
@@ -77,6 +77,13 @@ class FlatModel:
                 held[rank] += model.parameters[number].numel
         rank = max(range(model.ranks), key=lambda r: held[r])
         return cls(model, groups, slices, rank, held[rank])
+
+    def on(self, rank: int) -> FlatModel:
+        """Return the same with another rank."""
+        held = sum(
+            self.model.parameters[n].numel for n, parts in self.slices.items() if any(r == rank for r, _ in parts)
+        )
+        return replace(self, rank=rank, gradients=held)
 
     def updates(self, number: int) -> bool:
         """Return whether the rank updates a part of a parameter."""
@@ -95,7 +102,7 @@ def predict_flat(model: ZeroModel, *, stage: int) -> Prediction:
     order = [n for n in model.timeline.gradient_order if model.parameters[n].trained]
     got = set(order)
     if stage == 2 or model.overlap:
-        terms += _Hooked(flat, sent, frees=stage == 2).run(order)
+        terms += _hooked_terms(flat, sent, order, frees=stage == 2)
         times = model.timeline.microbatches if stage == 2 else 1
     else:
         terms += _reduced_at_end(flat, sent, [n for group in model.groups for n in group if n in got])
@@ -122,18 +129,31 @@ def _states(flat: FlatModel) -> Iterator[Term]:
         yield from merged_states(model, group.partition, group.members, f"group {i}, partition")
 
 
+def _hooked_terms(flat: FlatModel, sent: SentBytes, order: Sequence[int], *, frees: bool) -> Iterator[Term]:
+    """Yield the terms of the last rank, which holds its gradients first, and what another holds more of them later."""
+    model, update = flat.model, flat.model.timeline.at("update")
+    last, fullest = _Hooked(flat.on(model.ranks - 1), sent, frees=frees), _Hooked(flat, SentBytes(1), frees=frees)
+    yield from last.run(order)
+    fullest.run(order)
+    more = flat.gradient_bytes - last.flat.gradient_bytes
+    if more and fullest.since is not None:
+        yield Term("gradients", "of the fullest rank", more, fullest.since, update)
+
+
 @final
 class _Hooked:
     """Reduction as the gradients come: a bucket is reduced when the next gradient does not fit."""
 
     def __init__(self, flat: FlatModel, sent: SentBytes, *, frees: bool) -> None:
         """`frees`: a gradient that this rank does not update is freed when it is reduced."""
-        self._flat, self._model, self._sent, self._frees = flat, flat.model, sent, frees
+        self.flat, self._model, self._sent, self._frees = flat, flat.model, sent, frees
         self._waiting: list[int] = []
         self._alone: dict[int, int] = {}
         """Gradients that have memory of their own, each with the moment since when."""
 
-        self._since: int | None = None
+        self.since: int | None = None
+        """Moment since when the gradients of this rank are held; None: it has none."""
+
         self._terms: list[Term] = []
 
     def run(self, order: Sequence[int]) -> list[Term]:
@@ -161,26 +181,24 @@ class _Hooked:
         return self._terms
 
     def _held_gradients(self, update: int) -> None:
-        size, sums = self._flat.gradient_bytes, self._model.timeline.accumulates and self._frees
-        if self._since is not None:
-            self._terms.append(Term("gradients", "of this rank", size, self._since, update))
+        size, sums = self.flat.gradient_bytes, self._model.timeline.accumulates and self._frees
+        if self.since is not None:
+            self._terms.append(Term("gradients", "of this rank", size, self.since, update))
         if sums:
             self._terms.append(Term("gradients", "of this rank, summed up", size, 0, update))
 
     def _free(self, number: int, until: int) -> None:
         name = f"{self._model.parameters[number].name}, not reduced"
-        self._terms.append(
-            Term("gradients", name, self._model.bytes_of(number), self._alone.pop(number), until)
-        )
+        self._terms.append(Term("gradients", name, self._model.bytes_of(number), self._alone.pop(number), until))
 
     def _reduce(self, at: int) -> None:
         if not self._waiting:
             return
-        copied = count_reduction(self._flat, self._waiting, self._sent)
+        copied = count_reduction(self.flat, self._waiting, self._sent)
         self._terms.append(Term("communication", "gradients, flat", copied, at, at + 1))
         for number in self._waiting:
-            if self._flat.updates(number):
-                self._since = at + 1 if self._since is None else self._since
+            if self.flat.updates(number):
+                self.since = at + 1 if self.since is None else self.since
                 if number in self._alone:
                     self._free(number, at + 1)
             elif self._frees and number in self._alone:
@@ -226,9 +244,7 @@ def _reduced_at_end(flat: FlatModel, sent: SentBytes, order: Sequence[int]) -> I
     yield from _fullest_instant(flat, sent, order, end, update)
 
 
-def _fullest_instant(
-    flat: FlatModel, sent: SentBytes, order: Sequence[int], end: int, update: int
-) -> Iterator[Term]:
+def _fullest_instant(flat: FlatModel, sent: SentBytes, order: Sequence[int], end: int, update: int) -> Iterator[Term]:
     model, instants = flat.model, Instants()
     alone, waiting, held = {n: model.bytes_of(n) for n in order}, list[int](), 0
 

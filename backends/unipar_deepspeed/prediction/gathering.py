@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -61,11 +61,13 @@ def module_uses(timeline: StepTimeline) -> list[ModuleUse]:
     arrivals = [use.at for use in uses if use.what == "fetch" and not use.forward]
     end = timeline.at("backward", "finish")
     released: list[ModuleUse] = []
+    owners = Counter(n for module in timeline.modules for n in module.parameters)
+    shared = {n for n, times in owners.items() if times > 1}  # complete when all its modules are done
     for use in uses:
         if use.forward or use.module == ROOT:
             continue
         module = timeline.modules[use.module]
-        own = [gradients[n] for n in module.parameters if gradients.get(n, -1) >= use.at]
+        own = [gradients[n] for n in module.parameters if n not in shared and gradients.get(n, -1) >= use.at]
         after = bisect_left(arrivals, use.at + 1)
         done = max(own) if own else arrivals[after] if after < len(arrivals) else end
         released.append(ModuleUse(done if module.passes_gradient else end, "release", use.module, forward=False))

@@ -8,7 +8,14 @@ from math import ceil
 from unipar.backend.prediction.terms import buffer_terms
 from unipar.backend.prediction.timeline import Category, Prediction, Term
 from unipar_deepspeed.prediction.gathering import GatherPlan, GatherSizes, persistent_terms
-from unipar_deepspeed.prediction.model import MASTER_BYTES, NORM_BYTES, SentBytes, ZeroModel, alternatives, merged_states
+from unipar_deepspeed.prediction.model import (
+    MASTER_BYTES,
+    NORM_BYTES,
+    SentBytes,
+    ZeroModel,
+    alternatives,
+    merged_states,
+)
 
 SUB_GROUP = 1_000_000_000
 """Elements of a rank's partition that are updated at once; unipar does not set it."""

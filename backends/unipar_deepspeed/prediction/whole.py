@@ -54,5 +54,3 @@ def _kept_in_bf16(model: ZeroModel) -> Iterator[Term]:
             since = 0 if timeline.accumulates else timeline.gradient_at(number)
             yield Term("gradients", p.name, model.bytes_of(number), since, steady)
             yield Term("gradients", f"{p.name} in fp32", p.numel * MASTER_BYTES, update, steady)
-
-
