@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from unipar.backend.prediction.terms import refuse_unplanned
 from unipar.backend.prediction.timeline import Prediction, StepTimeline
 from unipar.config import SHARDS, Config
 from unipar_deepspeed.options import options_of, zero_settings
 from unipar_deepspeed.prediction.flat import predict_flat
-from unipar_deepspeed.prediction.gathering import GatherSizes
 from unipar_deepspeed.prediction.model import ZeroModel
 from unipar_deepspeed.prediction.partitioned import predict_partitioned
 from unipar_deepspeed.prediction.whole import predict_stage_0
 
-LIBRARY_SIZES = {
+LIBRARY_SIZES: dict[str, Any] = {
     "reduce_bucket_size": 500_000_000,
     "stage3_prefetch_bucket_size": 50_000_000,
     "stage3_param_persistence_threshold": 100_000,
@@ -28,29 +28,32 @@ def predict_zero(config: Config, timeline: StepTimeline, ranks: int, *, device: 
     """Return what the fullest of so many ranks holds and sends; raise Unsupported for what has no closed form."""
     shard, stage = config.parallel.shard, SHARDS.index(config.parallel.shard)
     refuse_unplanned(f"deepspeed/{shard}", config, *_offloaded(config), planned=("train.precision: bf16-master",))
-    settings = LIBRARY_SIZES | zero_settings(config, sum(p.numel for p in timeline.parameters))
-    low = config.train.precision == "bf16-master"
-    model = ZeroModel(
-        timeline,
-        ranks,
-        2 if low else max((p.element_size for p in timeline.parameters), default=4),
-        master=low,
-        bucket=settings["reduce_bucket_size"],
-        staged=device == "cpu" and ranks > 1,
-        contiguous=settings.get("contiguous_gradients", True),
-        overlap=settings.get("overlap_comm", False),
-    )
+    model = zero_model(config, timeline, ranks, device=device)
     if stage == 0:
         return predict_stage_0(model)
     if stage < 3:
         return predict_flat(model, stage=stage)
-    sizes = GatherSizes(
+    return predict_partitioned(model)
+
+
+def zero_model(config: Config, timeline: StepTimeline, ranks: int, *, device: str) -> ZeroModel:
+    """Return the model under ZeRO, with the sizes of its buckets."""
+    settings = LIBRARY_SIZES | zero_settings(config, sum(p.numel for p in timeline.parameters))
+    low = config.train.precision == "bf16-master"
+    return ZeroModel(
+        timeline,
+        ranks,
+        2 if low else max((p.element_size for p in timeline.parameters), default=4),
+        masters_apart=low,
+        bucket=settings["reduce_bucket_size"],
         prefetch=settings["stage3_prefetch_bucket_size"],
         persistence=settings["stage3_param_persistence_threshold"],
         live=settings["stage3_max_live_parameters"],
         reuse=settings["stage3_max_reuse_distance"],
+        staged=device == "cpu" and ranks > 1,
+        contiguous=bool(settings.get("contiguous_gradients", True)),
+        overlap=bool(settings.get("overlap_comm", False)),
     )
-    return predict_partitioned(model, sizes)
 
 
 def _offloaded(config: Config) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Stages 1 and 2: flat groups of parameters, cut into one partition a rank, and gradients that are reduced in buckets."""
+"""Stages 1 and 2: flat groups of parameters, one partition of each on a rank, and gradients reduced in buckets."""
 
 from __future__ import annotations
 
@@ -88,6 +88,12 @@ class FlatModel:
     def updates(self, number: int) -> bool:
         """Return whether the rank updates a part of a parameter."""
         return any(rank == self.rank for rank, _ in self.slices[number])
+
+    @property
+    def padding_bytes(self) -> int:
+        """Bytes of zeros that fill the rank's partitions up, beside its gradients."""
+        mine = sum(size for parts in self.slices.values() for rank, size in parts if rank == self.rank)
+        return (sum(group.partition for group in self.groups) - mine) * self.model.element
 
     @property
     def gradient_bytes(self) -> int:
@@ -290,7 +296,7 @@ def _update(flat: FlatModel) -> Iterator[Term]:
         return Term(category, name, size, update, steady)
 
     parts = [size for number in flat.slices for rank, size in flat.slices[number] if rank == flat.rank]
-    held = term("gradients", "of this rank", flat.gradient_bytes)
+    held = term("gradients", "of this rank", flat.gradient_bytes + flat.padding_bytes)
     instants = [[held, term("temporaries", "a gradient in fp64, for the norm", max(parts, default=0) * NORM_BYTES)]]
     for i, group in enumerate(flat.groups):
         copies = [term("temporaries", f"group {i}, gradients flat", group.partition * model.element)]

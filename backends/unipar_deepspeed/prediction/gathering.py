@@ -17,16 +17,6 @@ NEVER = -1
 
 
 @dataclass(frozen=True)
-class GatherSizes:
-    """Sizes in elements that decide what is gathered ahead and kept."""
-
-    prefetch: int
-    persistence: int
-    live: int
-    reuse: int
-
-
-@dataclass(frozen=True)
 class ModuleUse:
     """A module is called or returns, or a gradient of its output arrives, or it is done in backward."""
 
@@ -92,10 +82,10 @@ class _Gathered:
 class GatherPlan:
     """What is gathered in a microbatch, after the first steps, in which DeepSpeed learns the order of modules."""
 
-    def __init__(self, model: ZeroModel, sizes: GatherSizes, sent: SentBytes) -> None:
-        self._model, self._timeline, self._sizes, self._sent = model, model.timeline, sizes, sent
+    def __init__(self, model: ZeroModel, sent: SentBytes) -> None:
+        self._model, self._timeline, self._sent = model, model.timeline, sent
         self._parameters = model.parameters
-        self.persistent = frozenset(n for n, p in enumerate(self._parameters) if p.numel <= sizes.persistence)
+        self.persistent = frozenset(n for n, p in enumerate(self._parameters) if p.numel <= model.persistence)
         self._uses = module_uses(self._timeline)
         order = [self._own(use.module) for use in self._uses if use.what == "fetch"]
         self._order = order
@@ -156,7 +146,7 @@ class GatherPlan:
             taken.add(number)
 
     def _prefetch(self, at: int) -> None:
-        most = min(self._sizes.live - self._live, self._sizes.prefetch)
+        most = min(self._model.live - self._live, self._model.prefetch)
         ahead, elements = list[int](), 0
         while self._queue and elements < most:
             number, step = self._queue.popleft()
@@ -191,10 +181,10 @@ class GatherPlan:
     def _release(self, use: ModuleUse) -> None:
         keep = {n for n in self._own(use.module) if self._is_kept(n)}
         for number in self._own(use.module):
-            self._active.setdefault(number, set()).discard(use.module)
-            if number in self._whole and number not in self._flying and number not in keep:
-                if not self._active[number]:
-                    self._drop(number, use.at, forward=use.forward)
+            active = self._active.setdefault(number, set())
+            active.discard(use.module)
+            if not active and number in self._whole and number not in self._flying and number not in keep:
+                self._drop(number, use.at, forward=use.forward)
 
     def _is_kept(self, number: int) -> bool:
         """Return whether a parameter stays whole: it is small, or used again soon, or was passed over by a prefetch."""
@@ -204,7 +194,7 @@ class GatherPlan:
         place = bisect_left(steps, self._step)
         if place == len(steps):
             return False
-        return self._traversed[steps[place]] - self._traversed[self._step] < self._sizes.reuse
+        return self._traversed[steps[place]] - self._traversed[self._step] < self._model.reuse
 
     def _drop(self, number: int, at: int, *, forward: bool) -> None:
         """Free a parameter's memory, which stays until its gradient is there if autograd keeps a view of it."""

@@ -1,4 +1,4 @@
-"""`ZeroModel`: a model, the sizes of ZeRO's buckets and a number of ranks, as the closed forms of all stages take it."""
+"""`ZeroModel`: a model, the sizes of ZeRO's buckets and a number of ranks, as the closed forms take it."""
 
 from __future__ import annotations
 
@@ -29,11 +29,23 @@ class ZeroModel:
     element: int
     """Bytes of an element of parameters and gradients."""
 
-    master: bool
+    masters_apart: bool
     """True if stage 0 keeps fp32 copies of parameters that are in bf16."""
 
     bucket: int
     """Elements that are reduced at once."""
+
+    prefetch: int
+    """Elements that stage 3 gathers ahead of their use."""
+
+    persistence: int
+    """Elements of the largest parameters that stage 3 keeps whole."""
+
+    live: int
+    """Elements that may be whole in stage 3 when it gathers ahead."""
+
+    reuse: int
+    """Elements within which a parameter is used again that stage 3 keeps whole."""
 
     staged: bool
     """True if collectives copy what they send, as gloo does."""

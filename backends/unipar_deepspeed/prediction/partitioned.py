@@ -7,7 +7,7 @@ from math import ceil
 
 from unipar.backend.prediction.terms import buffer_terms
 from unipar.backend.prediction.timeline import Category, Prediction, Term
-from unipar_deepspeed.prediction.gathering import GatherPlan, GatherSizes, persistent_terms
+from unipar_deepspeed.prediction.gathering import GatherPlan, persistent_terms
 from unipar_deepspeed.prediction.model import (
     MASTER_BYTES,
     NORM_BYTES,
@@ -21,13 +21,13 @@ SUB_GROUP = 1_000_000_000
 """Elements of a rank's partition that are updated at once; unipar does not set it."""
 
 
-def predict_partitioned(model: ZeroModel, sizes: GatherSizes) -> Prediction:
+def predict_partitioned(model: ZeroModel) -> Prediction:
     """Return what a rank of stage 3 holds and sends."""
     sent = SentBytes(model.ranks)
     terms = [*_states(model)]
     if model.ranks > 1:
         once = SentBytes(model.ranks)
-        plan = GatherPlan(model, sizes, once)
+        plan = GatherPlan(model, once)
         plan.run()
         terms += plan.terms
         for payload in once.payloads():

@@ -15,7 +15,7 @@ LARGEST_REDUCTION = 500_000_000
 def predict_stage_0(model: ZeroModel) -> Prediction:
     """Return what a rank holds and sends."""
     timeline, sent = model.timeline, SentBytes(model.ranks)
-    terms = list(_kept_in_bf16(model) if model.master else predict_whole(timeline, buckets=False))
+    terms = list(_kept_in_bf16(model) if model.masters_apart else predict_whole(timeline, buckets=False))
     largest = 0
     for members in _reductions(model):
         size = sum(model.bytes_of(number) for number in members)
