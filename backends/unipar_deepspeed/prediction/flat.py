@@ -23,6 +23,9 @@ from unipar_deepspeed.prediction.model import (
 ALIGNMENT = 2
 """Elements of which every partition's size is a multiple (`nccl_start_alignment_factor`)."""
 
+FIRST_RANKS = 8
+"""Number of ranks that are looked at for the fullest moment of stage 1, beside the one that holds most gradients."""
+
 
 @dataclass(frozen=True)
 class FlatGroup:
@@ -247,10 +250,12 @@ def _reduced_at_end(flat: FlatModel, sent: SentBytes, order: Sequence[int]) -> I
     if model.contiguous:
         since = 0 if timeline.accumulates else min(timeline.gradient_at(number) for number in order)
         yield Term("communication", "bucket", model.bucket * model.element, since, update)
-    yield from _fullest_instant(flat, sent, order, end, update)
+    _fullest_instant(flat, sent, order, end, update)
+    ranks = {*range(min(model.ranks, FIRST_RANKS)), flat.rank}  # the first ones make room for theirs before others free
+    yield from alternatives(_fullest_instant(flat.on(r), SentBytes(1), order, end, update) for r in sorted(ranks))
 
 
-def _fullest_instant(flat: FlatModel, sent: SentBytes, order: Sequence[int], end: int, update: int) -> Iterator[Term]:
+def _fullest_instant(flat: FlatModel, sent: SentBytes, order: Sequence[int], end: int, update: int) -> list[Term]:
     model, instants = flat.model, Instants()
     alone, waiting, held = {n: model.bytes_of(n) for n in order}, list[int](), 0
 
@@ -282,7 +287,7 @@ def _fullest_instant(flat: FlatModel, sent: SentBytes, order: Sequence[int], end
         if model.contiguous and size <= model.bucket:
             del alone[number]  # it is a part of the bucket from now on
     reduce()
-    yield from instants.terms
+    return instants.terms
 
 
 def _update(flat: FlatModel) -> Iterator[Term]:

@@ -97,8 +97,8 @@ class GatherPlan:
         self._queue = deque((number, step) for step, own in enumerate(order) for number in sorted(own))
         self._fetched_for: dict[int, int] = {}
         self._step = self._live = 0
-        self._whole: dict[int, int] = dict.fromkeys(self.persistent, 0)
-        """Parameters that are whole, each with the moment since when it has that memory."""
+        self._whole: dict[int, tuple[int, int]] = dict.fromkeys(self.persistent, (0, 0))
+        """Parameters that are whole, each with the moment since when it has that memory, and its bytes."""
 
         self._flying: dict[int, _Gathered] = {}
         self._active: dict[int, set[int]] = {}
@@ -174,7 +174,8 @@ class GatherPlan:
         if not gathered.copied:
             gathered.copied = True
             for n in (number, *gathered.left):
-                self._whole[n] = at if gathered.flat else gathered.since
+                padded = gathered.since, self.padded_bytes(n)
+                self._whole[n] = (at, self._model.bytes_of(n)) if gathered.flat else padded
         if not gathered.left and gathered.flat:
             self.terms.append(Term("communication", "gathered, flat", gathered.flat, gathered.since, at + 1))
 
@@ -198,14 +199,14 @@ class GatherPlan:
 
     def _drop(self, number: int, at: int, *, forward: bool) -> None:
         """Free a parameter's memory, which stays until its gradient is there if autograd keeps a view of it."""
-        p, since = self._parameters[number], self._whole.pop(number)
+        p, (since, size) = self._parameters[number], self._whole.pop(number)
         if number not in self.persistent:
             self._live -= p.numel
         elif at >= self._timeline.at("update"):
             return  # persistent: a term of its own
         held = forward and p.viewed and at < self._timeline.at("backward", "finish")
         until = max(at, self._timeline.gradient_at(number)) if held else at
-        self.terms.append(Term("communication", f"{p.name}, gathered", self._model.bytes_of(number), since, until))
+        self.terms.append(Term("communication", f"{p.name}, gathered", size, since, until))
 
 
 def persistent_terms(plan: GatherPlan, model: ZeroModel, sent: SentBytes) -> Iterator[Term]:
