@@ -112,7 +112,7 @@ def test_stage_3_gathers_and_keeps_what_autograd_keeps() -> None:
     """The first module's weight stays to its gradient, and is gathered again; gloo copies what it gathers."""
     on_gpu, on_cpu = (predict("deepspeed/parameters", 2, device=device) for device in ("cuda", "cpu"))
     bucket, first, last = 262_144, 600_008, 200_000
-    sums = [held(on_gpu, at).get("communication") for at in range(len(MOMENTS))]
+    sums = [held(on_gpu, at)["communication"] for at in range(len(MOMENTS))]
     call_of_last, gradient_of_last, arrival_at_first, gradient_of_first, update = 3, 7, 9, 10, 13
     assert sums[:call_of_last] == [bucket + first] * 3  # gathered ahead when the model is called
     assert sums[call_of_last:gradient_of_last] == [bucket + 2 * first + last] * 4

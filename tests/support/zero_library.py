@@ -9,6 +9,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, final
 
@@ -20,6 +21,7 @@ from typing_extensions import override
 
 from tests.support import zero_shapes
 from unipar.backend import Holding, cells, registry
+from unipar.backend.prediction.timeline import StepTimeline
 from unipar.config import Cell, Config
 from unipar.config.source import load_given_config
 from unipar.distributed.place import Place
@@ -71,9 +73,7 @@ def _planned(case: Case) -> tuple[dict[str, Any], int]:
     from unipar_deepspeed.predict import zero_model
     from unipar_deepspeed.prediction.flat import FlatModel
 
-    from unipar.training.fake_run.trace import trace_task
-
-    timeline = replace(trace_task(case.config, 1).timeline, microbatches=case.microbatches)
+    timeline = replace(_traced(case.seed, case.precision, case.decay), microbatches=case.microbatches)
     prediction = registry.find_backend("deepspeed").predict(case.config, timeline, case.ranks, device="cuda")
     sums: dict[str, Counter[str]] = {}
     for phase in ("update", "steady"):
@@ -89,11 +89,18 @@ def _planned(case: Case) -> tuple[dict[str, Any], int]:
     return {phase: _nonzero(found) for phase, found in sums.items()} | {"sent": sent}, 0 if alike else flat.rank
 
 
+@cache
+def _traced(seed: int, precision: str, decay: str) -> StepTimeline:
+    from unipar.training.fake_run.trace import trace_task
+
+    return trace_task(Case(seed, "deepspeed/nothing", 1, precision, decay=decay).config, 1).timeline
+
+
 def _trained(case: Case, rank: int) -> dict[str, Any]:
     """Return what DeepSpeed holds before and after the update of a steady step, and what the step sends."""
     import deepspeed
     from torch.testing._internal.distributed.fake_pg import FakeStore
-    from unipar_deepspeed.engine import _reset_deepspeed
+    from unipar_deepspeed.engine import reset_deepspeed
 
     from unipar.engines.forward import ForwardCall, OpaqueBatch
 
@@ -134,7 +141,7 @@ def _trained(case: Case, rank: int) -> dict[str, Any]:
         found |= {"steady": _held(model, engine), "sent": pretended.sent if case.ranks > 1 else {}}
     assert not getattr(engine.optimizer, "overflow", False)
     engine.destroy()
-    _reset_deepspeed()
+    reset_deepspeed()
     return found
 
 

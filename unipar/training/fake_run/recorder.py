@@ -161,14 +161,17 @@ class StepRecorder(TorchDispatchMode):
                 if x in self._arriving:  # the output of a module in it: the outer one is told first
                     self._arriving[x].append(number)
                 else:
-                    inner = self._arriving[x] = [number]
-                    x.register_hook(lambda _, inner=inner: self._arrived(inner))
+                    self._arriving[x] = [number]
+                    x.register_hook(self._arrival(self._arriving[x]))
 
         return hook
 
-    def _arrived(self, modules: list[int]) -> None:
-        for number in reversed(modules):
-            self.note("arrive", module=number)
+    def _arrival(self, modules: list[int]) -> Any:
+        def hook(gradient: Tensor) -> None:
+            for number in reversed(modules):
+                self.note("arrive", module=number)
+
+        return hook
 
     def _entering(self, block: int) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
