@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -75,9 +76,10 @@ class Activations:
         return self._phase_of(block.born) != (None if block.died is None else self._phase_of(block.died))
 
     def _phase_of(self, tick: int) -> str:
-        phase = ""
-        for at, moment in self.moments:
-            if at > tick:
-                break
-            phase = moment.phase
-        return phase
+        place = bisect_right(self._begins, tick, key=lambda begin: begin[0])
+        return self._begins[place - 1][1] if place else ""
+
+    @cached_property
+    def _begins(self) -> Sequence[tuple[int, str]]:
+        """Tick at which each phase begins."""
+        return [(at, moment.phase) for at, moment in self.moments if moment.what == "begin"]
