@@ -82,7 +82,14 @@ class _Gathered:
 class GatherPlan:
     """What is gathered in a microbatch, after the first steps, in which DeepSpeed learns the order of modules."""
 
-    def __init__(self, model: ZeroModel, sent: SentBytes) -> None:
+    def __init__(self, model: ZeroModel, sent: SentBytes, *, first: GatherPlan | None = None) -> None:
+        """`first`: plan of the first microbatch after the order was learned, whose decisions DeepSpeed remembers.
+
+        In that one no parameter is whole when it begins.
+        """
+        self.kept: dict[tuple[int, int], frozenset[int]] = {} if first is None else first.kept
+        """Parameters that stay whole when a module is done, by module and number of fetches before."""
+
         self._model, self._timeline, self._sent = model, model.timeline, sent
         self._parameters = model.parameters
         self.persistent = frozenset(n for n, p in enumerate(self._parameters) if p.numel <= model.persistence)
@@ -112,8 +119,10 @@ class GatherPlan:
         ranks = self._model.ranks
         return ceil(self._parameters[number].numel / ranks) * ranks * self._model.element
 
-    def run(self) -> None:
-        """Go through a microbatch, and note what is held and sent."""
+    def run(self, *, first: bool = False) -> GatherPlan:
+        """Go through a microbatch, and note what is held and sent; `first`: nothing is whole when it begins."""
+        if first:
+            self._whole.clear()
         for use in self._uses:
             if use.what == "fetch":
                 self._fetch(use)
@@ -124,6 +133,7 @@ class GatherPlan:
             self._drop(number, end, forward=False)
         for flying in {id(f): f for f in self._flying.values()}.values():
             self.terms.append(Term("communication", "gathered, flat", flying.flat, flying.since, end))
+        return self
 
     def _fetch(self, use: ModuleUse) -> None:
         own = self._own(use.module)
@@ -180,7 +190,10 @@ class GatherPlan:
             self.terms.append(Term("communication", "gathered, flat", gathered.flat, gathered.since, at + 1))
 
     def _release(self, use: ModuleUse) -> None:
-        keep = {n for n in self._own(use.module) if self._is_kept(n)}
+        key = use.module, self._step
+        if key not in self.kept:
+            self.kept[key] = frozenset(n for n in self._own(use.module) if self._is_kept(n))
+        keep = self.kept[key]
         for number in self._own(use.module):
             active = self._active.setdefault(number, set())
             active.discard(use.module)

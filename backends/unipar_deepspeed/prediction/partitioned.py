@@ -27,8 +27,9 @@ def predict_partitioned(model: ZeroModel) -> Prediction:
     terms = [*_states(model)]
     if model.ranks > 1:
         once = SentBytes(model.ranks)
-        plan = GatherPlan(model, once)
-        plan.run()
+        # with accumulation, the order is known before the first update, which makes small parameters whole for good
+        first = GatherPlan(model, SentBytes(1)).run(first=True) if model.timeline.accumulates else None
+        plan = GatherPlan(model, once, first=first).run()
         terms += plan.terms
         for payload in once.payloads():
             times = model.timeline.microbatches
