@@ -80,7 +80,7 @@ class _Gathered:
 
 @final
 class GatherPlan:
-    """What is gathered in a microbatch, after the first steps, in which DeepSpeed learns the order of modules."""
+    """Gathered parameters of a microbatch, after the first steps, in which DeepSpeed learns the order of modules."""
 
     def __init__(self, model: ZeroModel, sent: SentBytes, *, first: GatherPlan | None = None) -> None:
         """`first`: plan of the first microbatch after the order was learned, whose decisions DeepSpeed remembers.

@@ -99,7 +99,7 @@ class SentBytes:
 
 @dataclass
 class Instants:
-    """What is there at each of the instants that follow one another within a span of the step."""
+    """Terms at each of the instants that follow one another within a span of the step."""
 
     terms: list[Term] = field(default_factory=list[Term])
     """What is there at the fullest instant until now."""
