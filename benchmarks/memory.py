@@ -17,7 +17,7 @@ from unipar.config import Config
 from unipar.config.settled import SettledConfig
 from unipar.config.source import load_given_config
 from unipar.errors import UniparError, Unsupported
-from unipar.memory.account import PASSES_BY_IMPORTANCE, PASSES_IN_ORDER, PhasePeak
+from unipar.memory.account import PASSES_BY_IMPORTANCE, PASSES_IN_ORDER, MemoryAccount, PhasePeak
 from unipar.memory.sources.malloc_build import METER_ENVIRONMENT, build_meter, preload_environment
 from unipar.results.memory_tables import format_mib, largest_account
 from unipar.task.reference import TaskRef
@@ -54,15 +54,20 @@ def config_of(size: str, precision: str, world: int) -> Config:
     return load_given_config(settings, None).config
 
 
-def measure_phases(settled: SettledConfig, environment: dict[str, str]) -> list[PhasePeak]:
-    """Return the phases of the rank that used the most memory."""
+def measure_account(settled: SettledConfig, environment: dict[str, str]) -> MemoryAccount:
+    """Return the account of the rank that used the most memory."""
     with tempfile.TemporaryDirectory(prefix="unipar-memory-") as folder:
         ref = TaskRef.of(None, settled.config.task, {})
         with closing(CellWorld(settled, ref, Path(folder) / "run", environment)) as run:
             run.start("1")
             run.train_steps(2)
             run.record_memory(sorted(PASSES_BY_IMPORTANCE, key=PASSES_IN_ORDER.index))
-            return list(largest_account(run.accounts()).phases)
+            return largest_account(run.accounts())
+
+
+def measure_phases(settled: SettledConfig, environment: dict[str, str]) -> list[PhasePeak]:
+    """Return the phases of the rank that used the most memory."""
+    return list(measure_account(settled, environment).phases)
 
 
 def named_bytes(phase: PhasePeak) -> int:

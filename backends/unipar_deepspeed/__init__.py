@@ -144,7 +144,7 @@ class DeepSpeed(Backend):
     def predict(self, config: Config, timeline: StepTimeline, ranks: int, *, device: str) -> Prediction:
         from unipar_deepspeed.predict import predict_zero
 
-        return predict_zero(config, timeline, ranks)
+        return predict_zero(config, timeline, ranks, device=device)
 
     @override
     @contextmanager

@@ -1,32 +1,64 @@
-"""Closed forms of what ZeRO holds in a step."""
+"""Closed forms of what DeepSpeed holds and sends in a step, for each stage of ZeRO."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
-from unipar.backend.prediction.terms import predict_whole, refuse_unplanned
-from unipar.backend.prediction.timeline import Prediction, StepTimeline, Term
-from unipar.config import Config
+from unipar.backend.prediction.terms import refuse_unplanned
+from unipar.backend.prediction.timeline import Prediction, StepTimeline
+from unipar.config import SHARDS, Config
+from unipar_deepspeed.options import options_of, zero_settings
+from unipar_deepspeed.prediction.flat import predict_flat
+from unipar_deepspeed.prediction.model import ZeroModel
+from unipar_deepspeed.prediction.partitioned import predict_partitioned
+from unipar_deepspeed.prediction.whole import predict_stage_0
 
-LARGEST_REDUCTION = 500_000_000
-"""Elements after which ZeRO 0 begins another sum of gradients; nothing sets it."""
+LIBRARY_SIZES: dict[str, Any] = {
+    "reduce_bucket_size": 500_000_000,
+    "stage3_prefetch_bucket_size": 50_000_000,
+    "stage3_param_persistence_threshold": 100_000,
+    "stage3_max_live_parameters": 1_000_000_000,
+    "stage3_max_reuse_distance": 1_000_000_000,
+}
+"""DeepSpeed's own sizes, where unipar sets none."""
 
 
-def predict_zero(config: Config, timeline: StepTimeline, ranks: int) -> Prediction:
-    """Return what a rank of DeepSpeed holds; raise Unsupported for stages without closed forms."""
-    shard = config.parallel.shard
-    refuse_unplanned(f"deepspeed/{shard}", config, *([f"deepspeed/{shard}"] if shard != "nothing" else ()))
-    return Prediction((*predict_whole(timeline, buckets=False), *_reductions(timeline, ranks)))
+def predict_zero(config: Config, timeline: StepTimeline, ranks: int, *, device: str) -> Prediction:
+    """Return what the fullest of so many ranks holds and sends; raise Unsupported for what has no closed form."""
+    shard, stage = config.parallel.shard, SHARDS.index(config.parallel.shard)
+    refuse_unplanned(f"deepspeed/{shard}", config, *_offloaded(config), planned=("train.precision: bf16-master",))
+    model = zero_model(config, timeline, ranks, device=device)
+    if stage == 0:
+        return predict_stage_0(model)
+    if stage < 3:
+        return predict_flat(model, stage=stage)
+    return predict_partitioned(model)
 
 
-def _reductions(timeline: StepTimeline, ranks: int) -> Iterator[Term]:
-    """Yield the largest copy of gradients that ZeRO 0 sums up, one after another, when the backward is over."""
-    if ranks == 1:
-        return
-    largest = number = 0
-    for p in timeline.parameters:
-        if p.trained:
-            number += p.numel
-            largest = max(largest, number * p.element_size)
-            number = 0 if number > LARGEST_REDUCTION else number
-    yield Term("communication", "gradients, flat", largest, timeline.at("backward", "finish"), timeline.at("update"))
+def zero_model(config: Config, timeline: StepTimeline, ranks: int, *, device: str) -> ZeroModel:
+    """Return the model under ZeRO, with the sizes of its buckets."""
+    settings = LIBRARY_SIZES | zero_settings(config, sum(p.numel for p in timeline.parameters))
+    low = config.train.precision == "bf16-master"
+    return ZeroModel(
+        timeline,
+        ranks,
+        2 if low else max((p.element_size for p in timeline.parameters), default=4),
+        masters_apart=low,
+        bucket=settings["reduce_bucket_size"],
+        prefetch=settings["stage3_prefetch_bucket_size"],
+        persistence=settings["stage3_param_persistence_threshold"],
+        live=settings["stage3_max_live_parameters"],
+        reuse=settings["stage3_max_reuse_distance"],
+        staged=device == "cpu" and ranks > 1,
+        contiguous=bool(settings.get("contiguous_gradients", True)),
+        overlap=bool(settings.get("overlap_comm", False)),
+    )
+
+
+def _offloaded(config: Config) -> Iterator[str]:
+    """Yield the options that keep something on the host or the disk."""
+    options = options_of(config)
+    for name in ("offload_optimizer", "offload_parameters"):
+        if config.model.offload == "none" and (device := getattr(options, name)) != "none":
+            yield f"options.deepspeed.{name}: {device}"

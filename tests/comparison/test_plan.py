@@ -45,7 +45,8 @@ def test_each_cell_on_each_number_of_ranks(planned: Any) -> None:
     assert rows["native/nothing", 3].refusal == (
         "batch.total (8) is not a multiple of micro x data (2 x 3 = 6); the nearest totals are 6 and 12"
     )
-    assert rows["deepspeed/gradients", 2].refusal.endswith("is not planned yet; `unipar compare` measures it")
+    states = {ranks: rows["deepspeed/gradients", ranks].phases[-1].held["optimizer"] for ranks in (1, 2)}
+    assert states == {1: 65_024, 2: 32_512}
     assert rows["native/nothing", 2].micro == 2
     held = rows["native/nothing", 2].phases[-1].held
     assert held["optimizer"] == 2 * held["parameters"] == 2 * held["gradients"]

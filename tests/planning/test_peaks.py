@@ -92,7 +92,7 @@ def test_gradients_in_buckets(cell: str, ranks: int, forward: dict[str, int], ba
     [
         ("horovod/nothing", 1, []),
         ("horovod/nothing", 2, [Term("communication", "Horovod's fusion buffer", 2**20, 0)]),
-        ("deepspeed/nothing", 1, []),
+        ("deepspeed/nothing", 1, [Term("communication", "gradients, flat", 96, 20, 21)]),
         ("deepspeed/nothing", 2, [Term("communication", "gradients, flat", 96, 20, 21)]),
     ],
 )
@@ -147,7 +147,6 @@ def test_terms_of_a_peak() -> None:
 @pytest.mark.parametrize(
     ("cell", "more", "sentence"),
     [
-        ("deepspeed/parameters", {}, "deepspeed/parameters is not planned yet; `unipar compare` measures it"),
         ("native/parameters", {"precision": "fp16"}, "train.precision: fp16 is not planned yet"),
         ("native/nothing+tensor2", {}, "parallel (tensor 2) is not planned yet"),
         ("native/nothing+dp", {}, "options.native.wrapper: dp is not planned yet"),

@@ -82,9 +82,10 @@ class Activations:
         return self._phase_of(block.born) != (None if block.died is None else self._phase_of(block.died))
 
     def _phase_of(self, tick: int) -> str:
-        place = bisect_right(self._ticks_of_moments, tick)
-        return self.moments[place - 1][1].phase if place else ""
+        place = bisect_right(self._begins, tick, key=lambda begin: begin[0])
+        return self._begins[place - 1][1] if place else ""
 
     @cached_property
-    def _ticks_of_moments(self) -> Sequence[int]:
-        return [tick for tick, _ in self.moments]
+    def _begins(self) -> Sequence[tuple[int, str]]:
+        """Tick at which each phase begins."""
+        return [(at, moment.phase) for at, moment in self.moments if moment.what == "begin"]

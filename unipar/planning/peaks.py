@@ -36,19 +36,15 @@ def predict_peaks(
     terms = (*prediction.terms, *([Term("activations", "batch", batch, timeline.at("forward"))] if batch else []))
     levels = activations.levels(micro)
     ticks = [tick for tick, _ in activations.moments]
-    held = _held_in_spans(terms, len(ticks))
+    totals = _held_in_spans(terms, len(ticks)) + np.maximum.reduceat(levels, ticks)
     ticks.append(activations.ticks)
     found: list[PredictedPeak] = []
     phases: dict[PredictedPhase, list[int]] = {}
     for position, moment in enumerate(timeline.moments):
         phases.setdefault(moment.phase, []).append(position)
     for phase, positions in phases.items():
-        best, at, tick = -1, positions[0], 0
-        for position in positions:
-            inside = levels[ticks[position] : ticks[position + 1]]
-            top = int(np.argmax(inside))
-            if (total := int(held[position] + inside[top])) > best:
-                best, at, tick = total, position, ticks[position] + top
+        at = positions[int(np.argmax(totals[positions]))]
+        tick = ticks[at] + int(np.argmax(levels[ticks[at] : ticks[at + 1]]))
         found.append(_peak_at(phase, at, tick, terms, activations, micro))
     return found
 

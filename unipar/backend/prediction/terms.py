@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from unipar.backend.prediction.timeline import PredictedParameter, StepTimeline, Term
 from unipar.config import Config
@@ -32,9 +32,9 @@ def state_terms(timeline: StepTimeline, p: PredictedParameter, elements: int) ->
         yield Term("optimizer", f"{p.name} {number}", elements * each, timeline.at("forward"))
 
 
-def refuse_unplanned(cell: str, config: Config, *more: str) -> None:
-    """Raise Unsupported for settings that no backend's closed forms cover, and for `more` of them."""
-    if unplanned := [*_unplanned_settings(config), *more]:
+def refuse_unplanned(cell: str, config: Config, *more: str, planned: Collection[str] = ()) -> None:
+    """Raise Unsupported for settings that hardly any closed forms cover, but for those `planned`, and for `more`."""
+    if unplanned := [*(what for what in _unplanned_settings(config) if what not in planned), *more]:
         raise Unsupported(cell, [f"{what} is not planned yet; `unipar compare` measures it" for what in unplanned])
 
 

@@ -26,9 +26,11 @@ Category = Literal[
 PredictedPhase = Literal["built", "forward", "backward", "update", "steady"]
 """Phases of a step, by the names of a measured account."""
 
-MomentKind = Literal["begin", "reach", "enter", "finish", "leave", "gradient"]
+MomentKind = Literal["begin", "reach", "enter", "finish", "leave", "gradient", "taken", "call", "return", "arrive"]
 """A phase begins; a block is reached, entered when what the library does before it is done, finished, and left when
-what the library does behind it is done, in backward as well; a gradient of a parameter is complete."""
+what the library does behind it is done, in backward as well; a gradient of a parameter is complete, and taken when
+what the library does with it is done. Any module is called and returns, and in backward a gradient of its output
+arrives."""
 
 
 class Moment(NamedTuple):
@@ -41,6 +43,9 @@ class Moment(NamedTuple):
 
     parameter: int = -1
     """Number of the parameter whose gradient is complete."""
+
+    module: int = -1
+    """Number of the module that is called or returns, or whose gradient arrives."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,12 @@ class PredictedParameter:
     states: tuple[int, ...] = ()
     """Bytes of the optimizer's state for an element, one number for each of its tensors."""
 
+    group: int = 0
+    """Number of the optimizer's group in which it is."""
+
+    viewed: bool = False
+    """True if autograd keeps a view of it from forward to backward, as of a Linear's weight, and so its memory."""
+
     @property
     def numel(self) -> int:
         """Number of elements."""
@@ -68,6 +79,18 @@ class PredictedParameter:
     def size(self) -> int:
         """Bytes."""
         return self.numel * self.element_size
+
+
+@dataclass(frozen=True)
+class PredictedModule:
+    """One module of the model, which may hold parameters of its own."""
+
+    name: str
+    parameters: tuple[int, ...] = ()
+    """Numbers of its own parameters, without those of modules in it."""
+
+    passes_gradient: bool = True
+    """True if a gradient of its input is computed in backward."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +108,8 @@ class StepTimeline:
     moments: tuple[Moment, ...]
     microbatches: int = 1
     """Number of microbatches of the step on one rank."""
+
+    modules: tuple[PredictedModule, ...] = ()
 
     @property
     def accumulates(self) -> bool:
@@ -106,6 +131,11 @@ class StepTimeline:
     def has_gradient(self, parameter: int) -> bool:
         """Return whether the loss uses a parameter."""
         return parameter in self._gradients
+
+    @property
+    def gradient_order(self) -> tuple[int, ...]:
+        """Numbers of the parameters that get a gradient, in the order in which they do."""
+        return tuple(self._gradients)
 
     @cached_property
     def _places(self) -> Mapping[tuple[str, str, int], int]:

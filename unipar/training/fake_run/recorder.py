@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from unipar.backend.prediction.timeline import Moment, MomentKind, PredictedPhase
@@ -78,6 +79,12 @@ class StepRecord:
     works: tuple[Work, ...]
     """Work between the moment before and each moment."""
 
+    passing: frozenset[str]
+    """Names of the modules of which an input takes a gradient."""
+
+    viewed: frozenset[str]
+    """Names of the parameters of which autograd keeps a view from forward to backward."""
+
     @property
     def work(self) -> Work:
         """Work of the whole step."""
@@ -112,24 +119,33 @@ class StepRecorder(TorchDispatchMode):
         self.recomputed = 0
         """Arithmetic operations that backward did again: it records them, and not what it computes itself."""
 
+        self._passing: set[str] = set()
+        self._viewed: frozenset[str] = frozenset()
+        self._parameters: dict[int, str] = {}
+        self._views: list[tuple[str, weakref.ref[Tensor]]] = []
+        self._arriving: Any = WeakIdKeyDictionary()
+
     def begin(self, phase: PredictedPhase) -> None:
         """Note that a phase begins; in backward, a library may act before the loss's gradient is there."""
+        if phase == "backward":
+            self._viewed = frozenset(name for name, view in self._views if view() is not None)
         self.phase = phase
         self.note("begin")
         if phase == "backward":
             self._note_both("reach", "enter", -1)
 
-    def note(self, what: MomentKind, block: int = -1, parameter: int = -1) -> None:
+    def note(self, what: MomentKind, block: int = -1, parameter: int = -1, module: int = -1) -> None:
         """Note a moment; what was in a cycle of references until then is freed, as it would be without fake tensors."""
-        gc.collect()
-        self.moments.append((self.ticks, Moment(self.phase, what, block, parameter)))
+        if module < 0:
+            gc.collect()
+        self.moments.append((self.ticks, Moment(self.phase, what, block, parameter, module)))
         self._works.append(Work(self._count_flops(), self.recomputed, self.operators))
         self.ticks += 1
 
     def record(self) -> StepRecord:
         """Return what was recorded until now."""
         works = [Work(*(b - a for a, b in zip(*both, strict=True))) for both in pairwise(self._works)]
-        return StepRecord(tuple(self.blocks), tuple(self.moments), tuple(works))
+        return StepRecord(tuple(self.blocks), tuple(self.moments), tuple(works), frozenset(self._passing), self._viewed)
 
     def _note_both(self, before: MomentKind, after: MomentKind, block: int) -> None:
         self.note(before, block)
@@ -159,6 +175,8 @@ class StepRecorder(TorchDispatchMode):
         storage = t.untyped_storage()
         key = _key(t)
         if key in self._live or key in self._kept:
+            if self.phase == "forward" and key in self._parameters:
+                self._views.append((self._parameters[key], weakref.ref(t)))
             return
         number = len(self.blocks)
         where = self._modules[-1] if self._modules else ""
@@ -180,7 +198,11 @@ class StepRecorder(TorchDispatchMode):
         """Context manager: note when a block is entered and left, and when a parameter's gradient is complete."""
         handles: list[Any] = []
         numbers = {name: number for number, name in enumerate(blocks)}
-        for name, module in model.named_modules():
+        self._parameters = {_key(p): name for name, p in model.named_parameters()}
+        for place, (name, module) in enumerate(model.named_modules()):
+            block = next((number for part, number in numbers.items() if f"{name}.".startswith(f"{part}.")), -1)
+            handles.append(module.register_forward_pre_hook(self._calling(place, name, block)))
+            handles.append(module.register_forward_hook(self._returning(place, block)))
             handles.append(module.register_forward_pre_hook(_pusher(self._modules, name)))
             handles.append(module.register_forward_hook(_popper(self._modules), always_call=True))
             if name in numbers:
@@ -195,6 +217,35 @@ class StepRecorder(TorchDispatchMode):
         finally:
             for handle in handles:
                 handle.remove()
+
+    def _calling(self, number: int, name: str, block: int) -> Any:
+        def hook(module: nn.Module, args: Any) -> None:
+            self.note("call", block, module=number)
+            if any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(args)):
+                self._passing.add(name)
+
+        return hook
+
+    def _returning(self, number: int, block: int) -> Any:
+        def hook(module: nn.Module, args: Any, out: Any) -> None:
+            self.note("return", block, module=number)
+            for x in tree_leaves(out):
+                if not (isinstance(x, Tensor) and x.requires_grad):
+                    continue
+                if x in self._arriving:  # the output of a module in it: the outer one is told first
+                    self._arriving[x].append((number, block))
+                else:
+                    self._arriving[x] = [(number, block)]
+                    x.register_hook(self._arrival(self._arriving[x]))
+
+        return hook
+
+    def _arrival(self, modules: list[tuple[int, int]]) -> Any:
+        def hook(gradient: Tensor) -> None:
+            for number, block in reversed(modules):
+                self.note("arrive", block, module=number)
+
+        return hook
 
     def _entering(self, block: int) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -234,6 +285,7 @@ class StepRecorder(TorchDispatchMode):
             assert p.grad is not None
             self.take_gradient(p.grad)
             self.note("gradient", block, number)
+            self.note("taken", block, number)
 
         return hook
 

@@ -80,6 +80,7 @@ class ShortModel:
         self.model, self.equal, self.number = model, equal, kept
         self._whole = tuple(blocks)
         self._parameters: tuple[str, ...] = ()
+        self._modules: tuple[str, ...] = ()
 
     @property
     def blocks(self) -> tuple[str, ...]:
@@ -97,6 +98,7 @@ class ShortModel:
                 container._modules = {str(i): whole[key] for i, key in enumerate(equal.kept(self.number))}
                 stack.callback(setattr, container, "_modules", whole)
             self._parameters = tuple(name for name, _ in self.model.named_parameters())
+            self._modules = tuple(name for name, _ in self.model.named_modules())
             yield
 
     def stands_for(self, longer: ShortModel, record: StepRecord, expected: StepRecord) -> bool:
@@ -106,12 +108,23 @@ class ShortModel:
     def extended(self, record: StepRecord) -> StepRecord:
         """Return the record of the whole model from its own."""
         longer = self._repeated(record, None)
-        numbers = {name: number for number, (name, _) in enumerate(self.model.named_parameters())}
-        moments = [
-            (tick, m if m.what != "gradient" else m._replace(parameter=numbers[self._name_in_whole(m)]))
-            for tick, m in longer.moments
-        ]
-        return replace(longer, moments=tuple(moments))
+        parameters = {name: number for number, (name, _) in enumerate(self.model.named_parameters())}
+        modules = {name: number for number, (name, _) in enumerate(self.model.named_modules())}
+
+        def in_whole(moment: Moment) -> Moment:
+            if moment.parameter >= 0:
+                name = self._name_in_whole(self._parameters[moment.parameter], moment.block)
+                return moment._replace(parameter=parameters[name])
+            if moment.module >= 0:
+                return moment._replace(module=modules[self._name_in_whole(self._modules[moment.module], moment.block)])
+            return moment
+
+        return replace(
+            longer,
+            moments=tuple((tick, in_whole(moment)) for tick, moment in longer.moments),
+            passing=frozenset(name for name in modules if self._name_in_short(name) in record.passing),
+            viewed=frozenset(name for name in parameters if self._name_in_short(name) in record.viewed),
+        )
 
     def _repeated(self, record: StepRecord, number: int | None) -> StepRecord:
         """Return the record of a model with so many of the blocks, or with all."""
@@ -120,12 +133,22 @@ class ShortModel:
             record = repeat_block(record, middle, (number or len(equal.keys)) - self.number + 1)
         return record
 
-    def _name_in_whole(self, gradient: Moment) -> str:
-        """Return the name of the parameter of a moment, by the block in which it is."""
-        name = self._parameters[gradient.parameter]
+    def _name_in_whole(self, name: str, block: int) -> str:
+        """Return the name that a parameter or a module of the short model has in a block of the whole one."""
         for equal in self.equal:
-            if 0 <= gradient.block - equal.first < len(equal.keys):
-                return f"{self._whole[gradient.block]}{name[len(equal.name(0)) :]}"
+            if 0 <= block - equal.first < len(equal.keys):
+                return f"{self._whole[block]}{name[len(equal.name(0)) :]}"
+        return name
+
+    def _name_in_short(self, name: str) -> str:
+        """Return the name, in the short model, of what stands for a parameter or a module of the whole one."""
+        for equal in self.equal:
+            start = equal.name(0)[:-1]
+            key, dot, rest = name.removeprefix(start).partition(".")
+            if name.startswith(start) and key.isdigit():
+                number, last = int(key), len(equal.keys) - 1
+                place = number if number < self.number - 1 else self.number - 1 if number == last else self.number - 2
+                return f"{equal.name(place)}{dot}{rest}"
         return name
 
 
@@ -146,20 +169,18 @@ def repeat_block(record: StepRecord, block: int, count: int) -> StepRecord:
         for copy in period.copies(each.born)
     ]
     moments = [
-        (period.moved(tick, copy), _numbered(moment, block, copy, count), work)
+        (period.moved(tick, copy), period.numbered(tick, moment, block, copy), work)
         for (tick, moment), work in zip(record.moments, record.works, strict=True)
         for copy in period.copies(tick)
     ]
     blocks.sort(key=lambda each: each.born)
     moments.sort(key=lambda each: each[0])
-    return StepRecord(tuple(blocks), tuple(m[:2] for m in moments), tuple(m[2] for m in moments))
-
-
-def _numbered(moment: Moment, block: int, copy: int, count: int) -> Moment:
-    """Return a moment of a copy of a block, or of what is behind it, with the block's number among all."""
-    if moment.block < block:
-        return moment
-    return moment._replace(block=moment.block + (copy if moment.block == block else count - 1))
+    return replace(
+        record,
+        blocks=tuple(blocks),
+        moments=tuple(moment[:2] for moment in moments),
+        works=tuple(moment[2] for moment in moments),
+    )
 
 
 @dataclass(frozen=True)
@@ -198,6 +219,18 @@ class _Period:
             return tick + more * ahead + (more - copy) * behind
         return tick + more * (ahead + behind)
 
+    def numbered(self, tick: int, moment: Moment, block: int, copy: int) -> Moment:
+        """Return a moment of a copy of a block, or of one beside it, with the number of its block among all."""
+        more = self.count - 1
+        if moment.block < 0:
+            return moment
+        if self.forward <= tick < self.after or self.backward <= tick < self.below:
+            return moment._replace(block=moment.block + copy)
+        last = self.after <= tick < self.backward  # from there the last copy is the next
+        return moment._replace(
+            block=moment.block + (more if moment.block > block or (last and moment.block == block) else 0)
+        )
+
     def death(self, block: FakeBlock, copy: int) -> int | None:
         """Return the last tick of a copy of what was allocated."""
         died, more = block.died, self.count - 1
@@ -230,7 +263,9 @@ def same_memory(one: StepRecord, other: StepRecord) -> bool:
     """Return whether two records have the same moments and work, and as much allocated at each tick."""
     if len(one.blocks) != len(other.blocks) or one.works != other.works:
         return False
-    moments = ([(tick, moment._replace(parameter=-1)) for tick, moment in each.moments] for each in (one, other))
+    moments = (
+        [(tick, moment._replace(parameter=-1, module=-1)) for tick, moment in each.moments] for each in (one, other)
+    )
     return next(moments) == next(moments) and bool(np.array_equal(_levels(one), _levels(other)))
 
 

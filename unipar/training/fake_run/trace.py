@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from unipar.backend.precision import parameter_dtype
-from unipar.backend.prediction.timeline import PredictedParameter, StepTimeline
+from unipar.backend.prediction.timeline import PredictedModule, PredictedParameter, StepTimeline
 from unipar.config import BatchSizes, Config
 from unipar.data.dataset import training_data_source
 from unipar.engines.placement import replace_parameters
@@ -73,6 +73,9 @@ def trace_task(config: Config, micro: int, task: Task | None = None) -> TracedTa
         _cast_parameters(model, torch.float32 if masters else parameter_dtype(config.train.precision))
     with _explain_values("the optimizer's step"):
         states = _optimizer_states(task, model, config, mode)
+    names = {id(p): number for number, p in enumerate(model.parameters())}
+    own = {name: tuple(names[id(p)] for p in m.parameters(recurse=False)) for name, m in model.named_modules()}
+    element_sizes = [p.element_size() for p in model.parameters()]
     if masters:  # the optimizer steps fp32 copies of what computes in bf16
         with mode:
             _cast_parameters(model, torch.bfloat16)
@@ -98,16 +101,21 @@ def trace_task(config: Config, micro: int, task: Task | None = None) -> TracedTa
             PredictedParameter(
                 name,
                 tuple(p.shape),
-                p.element_size(),
+                element_sizes[number],
                 p.requires_grad,
                 owners.get(name, -1),
                 states.sizes.get(name, ()),
+                states.groups.get(name, 0),
+                name in first.record.viewed,
             )
-            for name, p in model.named_parameters()
+            for number, (name, p) in enumerate(model.named_parameters())
         ),
         buffers={name: b.untyped_storage().nbytes() for name, b in model.named_buffers()},
         blocks=tuple(blocks),
         moments=tuple(moment for _, moment in activations.moments),
+        modules=tuple(
+            PredictedModule(name, own.get(name, ()), name in first.record.passing) for name, _ in model.named_modules()
+        ),
     )
     count, even = sum(p.numel() for p in model.parameters()), _is_even(activations, third)
     units = None if weight is None else float(weight) / micro
@@ -128,9 +136,16 @@ class _OptimizerStates:
     fused: bool
     """True if one kernel updates all parameters, without tensors of its own."""
 
+    groups: Mapping[str, int]
+    """Number of the group of each parameter."""
+
 
 def _samples_to_trace(task: Task, data: Any, config: Config, micro: int) -> int:
-    """Return how many samples the smallest microbatch has: three times as many must be there."""
+    """Return how many samples the smallest microbatch has: three times as many must be there.
+
+    A microbatch of one sample may run other operations than larger ones, so that it is planned from those.
+    """
+    micro = max(micro, 2)
     sizes = BatchSizes(total=micro, micro=micro, accumulate=1, ranks=1)
     collate = task.collate if task.defines("collate") else None
     length = training_data_source(data, collate, task.collate, config, sizes).length
@@ -201,7 +216,8 @@ def _optimizer_states(task: Task, model: nn.Module, config: Config, mode: FakeTe
                 )
             sizes.append(t.element_size())
         found[names[id(p)]] = tuple(sizes)
-    return _OptimizerStates(found, fused=all(group.get("fused") for group in optimizer.param_groups))
+    numbers = {names[id(p)]: number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    return _OptimizerStates(found, all(group.get("fused") for group in optimizer.param_groups), numbers)
 
 
 def combine_steps(first: FakeStep, second: FakeStep) -> Activations:

@@ -1,0 +1,125 @@
+"""`ZeroModel`: a model, the sizes of ZeRO's buckets and a number of ranks, as the closed forms take it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import final
+
+from unipar.backend.prediction.timeline import Payload, PredictedParameter, StepTimeline, Term
+
+AXIS = "data"
+"""Axis along which ZeRO sends, in an account."""
+
+MASTER_BYTES = 4
+"""Bytes of an element of a master copy; DeepSpeed keeps one in fp32 too."""
+
+NORM_BYTES = 8
+"""Bytes of an element of a gradient while its norm is computed: a copy of it in fp64."""
+
+
+@dataclass(frozen=True)
+class ZeroModel:
+    """A model under ZeRO on so many ranks."""
+
+    timeline: StepTimeline
+    ranks: int
+    element: int
+    """Bytes of an element of parameters and gradients."""
+
+    masters_apart: bool
+    """True if stage 0 keeps fp32 copies of parameters that are in bf16."""
+
+    bucket: int
+    """Elements that are reduced at once."""
+
+    prefetch: int
+    """Elements that stage 3 gathers ahead of their use."""
+
+    persistence: int
+    """Elements of the largest parameters that stage 3 keeps whole."""
+
+    live: int
+    """Elements that may be whole in stage 3 when it gathers ahead."""
+
+    reuse: int
+    """Elements within which a parameter is used again that stage 3 keeps whole."""
+
+    staged: bool
+    """True if collectives copy what they send, as gloo does."""
+
+    contiguous: bool = True
+    overlap: bool = False
+
+    @property
+    def parameters(self) -> tuple[PredictedParameter, ...]:
+        """Parameters of the model."""
+        return self.timeline.parameters
+
+    def bytes_of(self, number: int) -> int:
+        """Return the bytes of a parameter, or of its gradient."""
+        return self.parameters[number].numel * self.element
+
+    @cached_property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """Numbers of the trained parameters, by groups of the optimizer."""
+        groups: dict[int, list[int]] = {}
+        for number, p in enumerate(self.parameters):
+            if p.trained:
+                groups.setdefault(p.group, []).append(number)
+        return tuple(tuple(groups[group]) for group in sorted(groups))
+
+    @cached_property
+    def trained(self) -> tuple[int, ...]:
+        """Numbers of the trained parameters."""
+        return tuple(number for number, p in enumerate(self.parameters) if p.trained)
+
+
+@final
+class SentBytes:
+    """Sum of the bytes and calls of each collective of a step; a group of one rank sends nothing."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._bytes: Counter[str] = Counter()
+        self._calls: Counter[str] = Counter()
+
+    def add(self, collective: str, size: int, calls: int = 1) -> None:
+        """Count so many bytes, sent in so many calls."""
+        if self._ranks > 1 and size:
+            self._bytes[collective] += size
+            self._calls[collective] += calls
+
+    def payloads(self) -> tuple[Payload, ...]:
+        """Return what was counted."""
+        return tuple(Payload(AXIS, kind, size, self._calls[kind], self._ranks) for kind, size in self._bytes.items())
+
+
+@dataclass
+class Instants:
+    """Terms at each of the instants that follow one another within a span of the step."""
+
+    terms: list[Term] = field(default_factory=list[Term])
+    """What is there at the fullest instant until now."""
+
+    def reach(self, *there: Term) -> None:
+        """Note an instant."""
+        if sum(term.size for term in there) > sum(term.size for term in self.terms):
+            self.terms = list(there)
+
+
+def alternatives(instants: Iterable[Sequence[Term]]) -> Iterator[Term]:
+    """Yield the terms of the fullest of several instants."""
+    found = Instants()
+    for there in instants:
+        found.reach(*there)
+    yield from (term for term in found.terms if term.size)
+
+
+def merged_states(model: ZeroModel, elements: int, numbers: Sequence[int], name: str) -> Iterator[Term]:
+    """Yield the master copy and the optimizer's tensors of a flat partition with so many elements."""
+    yield Term("masters", f"{name}, master", elements * MASTER_BYTES)
+    for number, each in enumerate(model.parameters[numbers[0]].states, 1):
+        yield Term("optimizer", f"{name} {number}", elements * each, model.timeline.at("forward"))

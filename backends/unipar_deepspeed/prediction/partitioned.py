@@ -1,0 +1,125 @@
+"""Stage 3: parameters in partitions, gathered as modules need them, and gradients that are scattered in buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import ceil
+
+from unipar.backend.prediction.terms import buffer_terms
+from unipar.backend.prediction.timeline import Category, Prediction, Term
+from unipar_deepspeed.prediction.gathering import GatherPlan, persistent_terms
+from unipar_deepspeed.prediction.model import (
+    MASTER_BYTES,
+    NORM_BYTES,
+    SentBytes,
+    ZeroModel,
+    alternatives,
+    merged_states,
+)
+
+SUB_GROUP = 1_000_000_000
+"""Elements of a rank's partition that are updated at once; unipar does not set it."""
+
+
+def predict_partitioned(model: ZeroModel) -> Prediction:
+    """Return what a rank of stage 3 holds and sends."""
+    sent = SentBytes(model.ranks)
+    terms = [*_states(model)]
+    if model.ranks > 1:
+        once = SentBytes(model.ranks)
+        # with accumulation, the order is known before the first update, which makes small parameters whole for good
+        first = GatherPlan(model, SentBytes(1)).run(first=True) if model.timeline.accumulates else None
+        plan = GatherPlan(model, once, first=first).run()
+        terms += plan.terms
+        for payload in once.payloads():
+            times = model.timeline.microbatches
+            sent.add(payload.collective, payload.size * times, payload.calls * times)
+        terms += persistent_terms(plan, model, sent)
+    terms += _reductions(model, sent)
+    terms += _update(model)
+    for _ in sub_groups(model):
+        sent.add("all_reduce", NORM_BYTES)
+    return Prediction(tuple(terms), sent.payloads())
+
+
+def partition_of(model: ZeroModel, number: int) -> int:
+    """Return the elements of a parameter that a rank keeps."""
+    return ceil(model.parameters[number].numel / model.ranks)
+
+
+def sub_groups(model: ZeroModel) -> Iterator[tuple[int, ...]]:
+    """Yield the parameters that are updated at once."""
+    for members in model.groups:
+        part, elements = list[int](), 0
+        for number in members:
+            part.append(number)
+            elements += partition_of(model, number)
+            if elements >= SUB_GROUP:
+                yield tuple(part)
+                part, elements = [], 0
+        if part:
+            yield tuple(part)
+
+
+def _states(model: ZeroModel) -> Iterator[Term]:
+    yield from buffer_terms(model.timeline)
+    for number, p in enumerate(model.parameters):
+        yield Term("parameters", p.name, partition_of(model, number) * model.element)
+    for i, members in enumerate(sub_groups(model)):
+        elements = sum(partition_of(model, number) for number in members)
+        yield from merged_states(model, elements, members, f"group {i}, partition")
+        yield Term("gradients", f"group {i}, partition", elements * model.element)
+    if model.contiguous:
+        yield Term("communication", "bucket", model.bucket * model.element)
+
+
+def _reductions(model: ZeroModel, sent: SentBytes) -> Iterator[Term]:
+    """Yield the gradients that wait for their reduction, and what the reduction copies."""
+    timeline, waiting, elements = model.timeline, list[int](), 0
+    alone: dict[int, int] = {}
+    for number in timeline.gradient_order:
+        at, size = timeline.gradient_at(number), model.parameters[number].numel
+        if waiting and elements + size > model.bucket:
+            yield from _scatter(model, waiting, alone, at, sent)
+            waiting, elements = [], 0
+        waiting.append(number)
+        if model.contiguous and elements + size <= model.bucket:
+            yield Term("gradients", f"{model.parameters[number].name}, new", model.bytes_of(number), at, at + 1)
+        else:
+            alone[number] = at
+        elements += size
+    if waiting:
+        yield from _scatter(model, waiting, alone, timeline.at("backward", "finish"), sent)
+
+
+def _scatter(
+    model: ZeroModel, numbers: Sequence[int], alone: dict[int, int], at: int, sent: SentBytes
+) -> Iterator[Term]:
+    size = sum(partition_of(model, n) * model.ranks * model.element for n in numbers)
+    sent.add("reduce_scatter", size * model.timeline.microbatches, model.timeline.microbatches)
+    if len(numbers) > 1 or model.parameters[numbers[0]].numel % model.ranks:
+        yield Term("communication", "gradients, flat", size, at, at + 1)
+    if model.staged:
+        yield Term("communication", "gradients, staged", size, at, at + 1)
+    for number in numbers:
+        if number in alone:
+            name = f"{model.parameters[number].name}, waiting"
+            yield Term("gradients", name, model.bytes_of(number), alone.pop(number), at + 1)
+
+
+def _update(model: ZeroModel) -> Iterator[Term]:
+    """Yield what the update holds beside the states: a gradient in fp64 for the norm, then a sub-group's gradients."""
+    update, steady = model.timeline.at("update"), model.timeline.at("steady")
+
+    def term(category: Category, name: str, size: int) -> Term:
+        return Term(category, name, size, update, steady)
+
+    largest = max((partition_of(model, number) for number in model.trained), default=0)
+    instants = [[term("temporaries", "a gradient in fp64, for the norm", largest * NORM_BYTES)]]
+    for i, members in enumerate(sub_groups(model)):
+        elements = sum(partition_of(model, number) for number in members)
+        copies = [term("temporaries", f"group {i}, gradients flat", elements * model.element)]
+        if model.element != MASTER_BYTES:
+            copies.append(term("temporaries", f"group {i}, gradients in fp32", elements * MASTER_BYTES))
+        instants.append(copies)
+    yield from alternatives(instants)

@@ -1,0 +1,200 @@
+"""DeepSpeed's own engine on one rank of any world, in a process group that only pretends, beside what is planned."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from typing_extensions import override
+
+from tests.support import zero_shapes
+from unipar.backend import Holding, cells, registry
+from unipar.backend.prediction.timeline import StepTimeline
+from unipar.config import Cell, Config
+from unipar.config.source import load_given_config
+from unipar.distributed.place import Place
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model on one number of ranks."""
+
+    seed: int
+    cell: str
+    ranks: int
+    precision: str = "fp32"
+    microbatches: int = 1
+    decay: str = "all"
+    options: dict[str, Any] | None = None
+
+    @property
+    def config(self) -> Config:
+        """Config of the case."""
+        given: dict[str, Any] = {
+            "task": {"use": f"{zero_shapes.__file__}:Shapes", "args": {"seed": self.seed}},
+            "device": "cpu",
+            "parallel": {"data": self.ranks},
+            "batch": {"total": self.ranks * self.microbatches, "micro": 1},
+            "model": {"blocks": "none"},
+            "train": {"steps": 3, "precision": self.precision, "optimizer": {"decay": self.decay}},
+            "options": {"deepspeed": self.options or {}},
+        }
+        return cells.config_in_cell(load_given_config(given).config, Cell.parse(self.cell))
+
+
+def run(place: Place, folder: Path, control: socket.socket | None) -> None:
+    """Write what each case in cases.json holds and sends, beside what is planned, into compared.json."""
+    warnings.filterwarnings("ignore")
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    cases = [Case(**case) for case in json.loads((folder / "cases.json").read_text("utf-8"))]
+    compared = [_compare(case) for case in cases]
+    (folder / "compared.json").write_text(json.dumps(compared), "utf-8")
+
+
+def _compare(case: Case) -> dict[str, Any]:
+    planned, rank = _planned(case)
+    return {"planned": planned, "found": _trained(case, rank)}
+
+
+def _planned(case: Case) -> tuple[dict[str, Any], int]:
+    """Return what is planned, and the number of the rank for which it is."""
+    from unipar_deepspeed.predict import zero_model
+    from unipar_deepspeed.prediction.flat import FlatModel
+
+    timeline = replace(_traced(case.seed, case.precision, case.decay), microbatches=case.microbatches)
+    prediction = registry.find_backend("deepspeed").predict(case.config, timeline, case.ranks, device="cuda")
+    sums: dict[str, Counter[str]] = {}
+    for phase in ("update", "steady"):
+        at = timeline.at(phase)
+        there = [t for t in prediction.terms if t.first <= at and (t.until is None or t.until > at)]
+        sums[phase] = Counter()
+        for term in there:
+            copied = term.name.endswith(" in fp32")  # of a gradient, which the update makes later
+            sums[phase][term.category] += 0 if copied or term.category == "temporaries" else term.size
+    sent = {payload.collective: [payload.size, payload.calls] for payload in prediction.sent}
+    flat = FlatModel.of(zero_model(case.config, timeline, case.ranks, device="cuda"))
+    alike = case.config.parallel.shard in ("nothing", "parameters")
+    return {phase: _nonzero(found) for phase, found in sums.items()} | {"sent": sent}, 0 if alike else flat.rank
+
+
+@cache
+def _traced(seed: int, precision: str, decay: str) -> StepTimeline:
+    from unipar.training.fake_run.trace import trace_task
+
+    return trace_task(Case(seed, "deepspeed/nothing", 1, precision, decay=decay).config, 1).timeline
+
+
+def _trained(case: Case, rank: int) -> dict[str, Any]:
+    """Return what DeepSpeed holds before and after the update of a steady step, and what the step sends."""
+    import deepspeed
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from unipar_deepspeed.engine import reset_deepspeed
+
+    from unipar.engines.forward import ForwardCall, OpaqueBatch
+
+    os.environ.update(WORLD_SIZE=str(case.ranks), RANK=str(rank), LOCAL_RANK="0")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    dist.init_process_group("fake", rank=rank, world_size=case.ranks, store=FakeStore())
+    deepspeed.init_distributed("fake", auto_mpi_discovery=False, verbose=False)
+    task = zero_shapes.Shapes(case.seed)
+    torch.manual_seed(0)
+    model = task.model()
+    parameters = sum(p.numel() for p in model.parameters())
+    settings = registry.find_backend("deepspeed").native_config(case.config, parameters)
+    settings["train_batch_size"] = case.ranks
+    low = torch.bfloat16 if case.precision == "bf16-master" else torch.float32
+    model.to(low)
+    if settings["zero_optimization"]["stage"] == 3:
+        deepspeed.zero.Init(module=model, config_dict_or_path=settings, dtype=low)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    thin = [p for p in trained if len(getattr(p, "ds_shape", p.shape)) < 2]
+    if case.decay == "all" or not thin:
+        groups = [{"params": trained}]
+    else:
+        groups = [{"params": [p for p in trained if all(p is not q for q in thin)]}, {"params": thin}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, fused=True)
+    call = ForwardCall(model, torch.device("cpu"))
+    engine = deepspeed.initialize(model=call, optimizer=optimizer, config=settings, dist_init_required=False)[0]
+    batch = (torch.arange(5).view(1, 5) % task.words,)
+    found: dict[str, Any] = {}
+    for _ in range(4):  # in the first ones DeepSpeed learns the order of modules
+        with _Pretended() as pretended:
+            for micro in range(1, case.microbatches + 1):
+                engine.set_gradient_accumulation_boundary(micro == case.microbatches)
+                loss = engine(task.loss, OpaqueBatch(batch))
+                engine.backward(loss)
+            found["update"] = _held(model, engine)
+            engine.step()
+        found |= {"steady": _held(model, engine), "sent": pretended.sent if case.ranks > 1 else {}}
+    assert not getattr(engine.optimizer, "overflow", False)
+    engine.destroy()
+    reset_deepspeed()
+    return found
+
+
+@final
+class _Pretended(TorchDispatchMode):
+    """Counts bytes and calls of collectives; gathered values are zero, where nothing has come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: dict[str, list[int]] = {}
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        from unipar.memory.recording.collectives import collective_of
+
+        kind = collective_of(func._schema.name)
+        if func._schema.name == "c10d::_allgather_base_":
+            args[0].zero_()
+        out = func(*args, **(kwargs or {}))
+        if kind is not None:
+            counted = self.sent.setdefault(kind, [0, 0])
+            counted[0] += max(_bytes(part) for part in (*args[:2], out))
+            counted[1] += 1
+        return out
+
+
+def _bytes(part: Any) -> int:
+    return sum(leaf.nbytes for leaf in tree_leaves(part) if isinstance(leaf, torch.Tensor))
+
+
+def _held(model: Any, engine: Any) -> dict[str, int]:
+    """Return the bytes that are held, by category, without the optimizer's counts of steps."""
+    from unipar.memory.recording.holdings import find_storages
+
+    storages: dict[int, tuple[str, int]] = {}
+    for holding in _holdings(model, engine):
+        for storage in find_storages(holding.tensor):
+            if storage.nbytes() and not holding.name.startswith("step["):
+                storages.setdefault(storage.data_ptr(), (holding.category, storage.nbytes()))
+    sums: Counter[str] = Counter()
+    for category, size in storages.values():
+        sums[category] += size
+    return _nonzero(sums)
+
+
+def _holdings(model: Any, engine: Any) -> Iterator[Holding]:
+    from unipar_deepspeed.holdings import zero_holdings
+
+    from unipar.engines.state import module_holdings
+
+    yield from zero_holdings(model, engine)
+    yield from module_holdings(model)
+
+
+def _nonzero(sums: Counter[str]) -> dict[str, int]:
+    return {category: size for category, size in sums.items() if size}
