@@ -10,12 +10,10 @@ import sys
 from statistics import median
 
 from benchmarks.memory import measure_phases, select_rows
-from unipar.backend import registry
 from unipar.errors import UniparError, Unsupported
 from unipar.memory.account import PhasePeak
 from unipar.memory.sources.malloc_build import build_meter, preload_environment
-from unipar.planning.peaks import predict_peaks
-from unipar.training.fake_run.trace import TracedTask, trace_task
+from unipar.training.fake_run.parts import TaskTraces
 from unipar.utils.table import format_table
 from unipar.utils.text import format_size
 
@@ -32,18 +30,16 @@ def tensors_in(phase: PhasePeak) -> int:
 
 def main(words: list[str]) -> int:
     """Measure the selected rows beside their predictions, and print them; return the exit code."""
-    environment, traced = preload_environment(build_meter()), dict[tuple[str, ...], TracedTask]()
+    environment, traced = preload_environment(build_meter()), dict[tuple[str, ...], TaskTraces]()
     rows: list[tuple[str, ...]] = []
     shares: list[float] = []
     for name, settled in select_rows(words):
         size, precision, _, _ = name
         micro = settled.sizes.micro
         if (key := (size, precision, str(micro))) not in traced:
-            traced[key] = trace_task(settled.config, micro)
-        found = traced[key]
+            traced[key] = TaskTraces(settled.config, micro)
         try:
-            backend = registry.find_backend(settled.cell.backend)
-            prediction = backend.predict(settled.config, found.timeline, settled.ranks, device="cpu")
+            step = traced[key].predict(settled.config, settled.ranks, settled.sizes, device="cpu")
             measured = {phase.name: phase for phase in measure_phases(settled, environment)}
         except Unsupported as e:
             print(*name, f"is not planned: {e.reasons[0]}", file=sys.stderr, flush=True)
@@ -52,8 +48,7 @@ def main(words: list[str]) -> int:
             rows.append((*name, f"failed: {e}"))
             shares.append(1.0)
             continue
-        peaks = predict_peaks(found.timeline, prediction, found.activations, micro, settled.sizes.accumulate)
-        planned = max(peaks, key=lambda peak: peak.peak)
+        planned = max(step.phases, key=lambda peak: peak.peak)
         there = tensors_in(measured[planned.phase])
         shares.append(planned.peak / there - 1.0)
         row = (*name, planned.phase, format_size(planned.peak), format_size(there), f"{shares[-1]:+.2%}")

@@ -48,8 +48,13 @@ class ShardedModel:
     staged: bool
     """True if collectives copy what they send, as gloo does."""
 
+    once: bool = False
+    """True if parameters stay gathered, and gradients whole, until the last microbatch."""
+
     @classmethod
-    def of(cls, timeline: StepTimeline, ranks: int, *, compute: int | None, staged: bool) -> ShardedModel:
+    def of(
+        cls, timeline: StepTimeline, ranks: int, *, compute: int | None, staged: bool, once: bool = False
+    ) -> ShardedModel:
         """Return the model; `compute`: bytes of an element as it computes, if not as it is kept."""
         gathered: dict[int, int] = {-1: 0, **dict.fromkeys(range(len(timeline.blocks)), 0)}
         gradients = dict(gathered)
@@ -57,7 +62,17 @@ class ShardedModel:
             elements = padded_elements(p, ranks)
             gathered[p.block] += elements * (compute or p.element_size)
             gradients[p.block] += elements * p.element_size if p.trained else 0
-        return cls(timeline, ranks, gathered, gradients, staged)
+        return cls(timeline, ranks, gathered, gradients, staged, once)
+
+    @property
+    def gathered_before(self) -> bool:
+        """True if an earlier microbatch has left parameters gathered and gradients whole."""
+        return self.once and self.timeline.accumulates
+
+    @property
+    def reduced_before(self) -> bool:
+        """True if gradients of earlier microbatches are there, reduced."""
+        return not self.once and self.timeline.accumulates
 
 
 def padded_elements(p: PredictedParameter, ranks: int) -> int:
@@ -78,14 +93,19 @@ def predict_sharded(model: ShardedModel, *, reshard: bool) -> Iterator[Term]:
     yield from _gathered_in_forward(model, reshard=reshard)
     for block in reversed(blocks):
         yield from _backward_of(model, block, reshard=reshard)
-    yield from _unsharded_gradients(timeline, -1, timeline.at("update"))
-    since = 0 if timeline.accumulates else timeline.at("update")
+    yield from _unsharded_gradients(model, -1, timeline.at("update"))
+    since = 0 if model.reduced_before else timeline.at("update")
     yield Term("gradients", "rest", model.gradient_bytes[-1] // model.ranks, since, timeline.at("steady"))
 
 
 def _gathered_in_forward(model: ShardedModel, *, reshard: bool) -> Iterator[Term]:
     """Yield what is gathered in forward: an output of the collective stays until the next one has been copied."""
     timeline, last = model.timeline, _last_block(model.timeline)
+    if model.gathered_before:
+        for block, size in model.gathered.items():
+            until = timeline.at("update") if block < 0 else timeline.at("backward", "finish", block)
+            yield Term("communication", f"{_name(timeline, block)} gathered", size, 0, until)
+        return
     begin, backward = timeline.at("forward"), timeline.at("backward")
     yield Term("communication", "rest gathered", model.gathered[-1], begin, timeline.at("update"))
     before, since = -1, begin
@@ -127,17 +147,18 @@ def _backward_of(model: ShardedModel, block: int, *, reshard: bool) -> Iterator[
     yield Term("communication", f"{name} reduce-scatter", whole, finish, until)
     if model.staged:
         yield Term("communication", f"{name} reduce-scatter staged", whole, finish, leave)
-    yield from _unsharded_gradients(timeline, block, finish if model.staged else leave)
+    yield from _unsharded_gradients(model, block, finish if model.staged else leave)
     reduced = finish if model.staged else leave
-    if timeline.accumulates:
+    if model.reduced_before:
         yield Term("communication", f"{name} reduced", whole // model.ranks, finish, leave)
-    yield Term("gradients", name, whole // model.ranks, 0 if timeline.accumulates else reduced, timeline.at("steady"))
+    yield Term("gradients", name, whole // model.ranks, 0 if model.reduced_before else reduced, timeline.at("steady"))
 
 
-def _unsharded_gradients(timeline: StepTimeline, block: int, until: int) -> Iterator[Term]:
-    for number, p in enumerate(timeline.parameters):
+def _unsharded_gradients(model: ShardedModel, block: int, until: int) -> Iterator[Term]:
+    for number, p in enumerate(model.timeline.parameters):
         if p.block == block and p.trained:
-            yield Term("gradients", f"{p.name}, not reduced", p.size, timeline.gradient_at(number), until)
+            since = 0 if model.gathered_before else model.timeline.gradient_at(number)
+            yield Term("gradients", f"{p.name}, not reduced", p.size, since, until)
 
 
 def _name(timeline: StepTimeline, block: int) -> str:

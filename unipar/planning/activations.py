@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from unipar.backend.prediction.timeline import Moment
+from unipar.backend.prediction.timeline import Moment, Payload
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,29 @@ class AllocatedBlock:
     becomes_gradient: bool = False
     """True if it is the gradient of a parameter from then on, which the backend's terms count."""
 
+    staged: bool = False
+    """True if gloo makes it, on the CPU."""
+
     def size(self, micro: int) -> int:
         """Return its bytes in a microbatch of so many samples."""
         return round(self.base + self.slope * micro)
+
+
+@dataclass(frozen=True)
+class MicrobatchPayload:
+    """Bytes that a microbatch sends along one axis by one collective: `base + slope * micro`."""
+
+    axis: str
+    collective: str
+    base: float
+    slope: float
+    calls: int
+    ranks: int
+
+    def of_step(self, micro: int, microbatches: int) -> Payload:
+        """Return the payload of a step of so many microbatches."""
+        size = round(self.base + self.slope * micro)
+        return Payload(self.axis, self.collective, microbatches * size, microbatches * self.calls, self.ranks)
 
 
 @dataclass(frozen=True)

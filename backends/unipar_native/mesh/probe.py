@@ -136,7 +136,7 @@ def look_at_model(
                 fn(model, batch)
             runs.append((run, time.perf_counter() - run.end))
         run = runs[0][0]
-        blocks = _without_frozen_models(model, blocks)
+        blocks = without_frozen_models(model, blocks)
         if stages == 1:
             first = {kind_of_block(model.get_submodule(name)): name for name in reversed(blocks) if name in run.inputs}
             every = frozenset(name for name, _ in model.named_parameters())
@@ -195,7 +195,7 @@ def whole_gradients(model: nn.Module, fn: Fn, batch: Any) -> WholeModel:
     return WholeModel(float(loss.detach()), known)
 
 
-def _without_frozen_models(model: nn.Module, blocks: Sequence[str]) -> Sequence[str]:
+def without_frozen_models(model: nn.Module, blocks: Sequence[str]) -> Sequence[str]:
     """Return the blocks that lie beside one that trains: a frozen teacher's blocks are not the model's own."""
     trained = [name for name in blocks if any(p.requires_grad for p in model.get_submodule(name).parameters())]
     beside = {name.rpartition(".")[0] for name in trained}

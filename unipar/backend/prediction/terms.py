@@ -32,16 +32,19 @@ def state_terms(timeline: StepTimeline, p: PredictedParameter, elements: int) ->
         yield Term("optimizer", f"{p.name} {number}", elements * each, timeline.at("forward"))
 
 
-def refuse_unplanned(cell: str, config: Config, *more: str) -> None:
-    """Raise Unsupported for settings that no backend's closed forms cover, and for `more` of them."""
-    if unplanned := [*_unplanned_settings(config), *more]:
+def refuse_unplanned(cell: str, config: Config, *more: str, axes: bool = False) -> None:
+    """Raise Unsupported for settings that no backend's closed forms cover, and for `more` of them.
+
+    `axes`: this backend's forms cover further axes of the mesh.
+    """
+    if unplanned := [*_unplanned_settings(config, axes=axes), *more]:
         raise Unsupported(cell, [f"{what} is not planned yet; `unipar compare` measures it" for what in unplanned])
 
 
-def _unplanned_settings(config: Config) -> Iterator[str]:
+def _unplanned_settings(config: Config, *, axes: bool) -> Iterator[str]:
     parallel, model, precision = config.parallel, config.model, config.train.precision
     unplanned = {
-        f"parallel ({parallel.axes})": parallel.axes.ranks > 1,
+        f"parallel ({parallel.axes})": parallel.axes.ranks > 1 and not axes,
         f"parallel.shard_over: {parallel.shard_over}": parallel.shard_over is not None,
         f"train.sync_every: {config.train.sync_every}": config.train.sync_every is not None,
         f"train.precision: {precision}": precision in ("bf16-master", "fp16"),

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from typing_extensions import override
 
 from unipar.backend.prediction.timeline import Moment, MomentKind, PredictedPhase
+from unipar.memory.recording.collectives import collective_of, payload_of_call
 
 
 @dataclass(slots=True)
@@ -34,6 +35,15 @@ class FakeBlock:
 
     is_gradient: bool = False
     """True if it became the gradient of a parameter, when it died."""
+
+    is_staged: bool = False
+    """True if it is a copy that gloo makes of what it sends, on the CPU."""
+
+
+STAGED = "copied by gloo"
+
+_STAGED: Final = ("all_gather", "reduce_scatter")
+"""Collectives whose tensors gloo copies."""
 
 
 @final
@@ -84,7 +94,15 @@ class StepRecorder(TorchDispatchMode):
         for t in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(t, Tensor):
                 self._see(t, func)
+        if (kind := collective_of(func._schema.name)) in _STAGED:
+            self._stage(kind, payload_of_call(args, out))
         return out
+
+    def _stage(self, kind: str, size: int) -> None:
+        """Record a copy of what a collective sends, which is there while it runs."""
+        where = self._modules[-1] if self._modules else ""
+        self.blocks.append(FakeBlock(size, f"{kind}, {STAGED}", where, self.ticks, self.ticks, is_staged=True))
+        self.ticks += 1
 
     def _see(self, t: Tensor, func: Any) -> None:
         storage = t.untyped_storage()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,8 +16,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from unipar.backend.precision import autocast_dtype, batch_dtype
+from unipar.backend.prediction.rank_part import RankPart
 from unipar.config import Config
 from unipar.engines.forward import ForwardCall, OpaqueBatch
+from unipar.memory.recording.collectives import CollectiveCounter
 from unipar.training.fake_run.recorder import StepRecorder
 
 
@@ -29,6 +33,11 @@ class FakeStep:
     """Bytes of the batch."""
 
     flops: int
+    sent: Mapping[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
+    """Payload bytes by axis and collective."""
+
+    calls: Mapping[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
+    """Number of calls of each."""
 
 
 def trace_step(
@@ -39,8 +48,12 @@ def trace_step(
     micro: int,
     config: Config,
     mode: FakeTensorMode,
+    part: RankPart | None = None,
 ) -> FakeStep:
-    """Run the task's loss on a fake batch, and its backward; return what was allocated. `model` is fake, too."""
+    """Run the task's loss on a fake batch, and its backward; return what was allocated. `model` is fake, too.
+
+    `part`: what a rank has of the model, already in its place.
+    """
     precision = config.train.precision
     call = ForwardCall(model, torch.device("cpu"), autocast=autocast_dtype(precision), cast=batch_dtype(precision))
 
@@ -51,17 +64,38 @@ def trace_step(
         fake = tree_map(faked, batch)
     given = [x for x in tree_leaves(fake) if isinstance(x, Tensor)]
     recorder = StepRecorder([*model.parameters(), *model.buffers(), *given])
-    counter = FlopCounterMode(display=False)
+    flops = FlopCounterMode(display=False)
+    flops.mod_tracker = _NoModules()  # pyright: ignore[reportAttributeAccessIssue] - its hooks keep parts of the graph
+    traffic = Counter[tuple[str, str]]()
+    counter = None if part is None else CollectiveCounter(traffic, part.mesh)
     gc.collect()
-    with recorder.follow(model, blocks), mode, counter, recorder:
+    with ExitStack() as stack:
+        stack.enter_context(recorder.follow(model, blocks))
+        stack.enter_context(nullcontext() if part is None else part.armed())
+        for entered in (mode, flops, *([] if counter is None else [counter]), recorder):
+            stack.enter_context(entered)
         recorder.begin("forward")
-        value = call(loss, OpaqueBatch(fake))
+        opaque = OpaqueBatch(fake)
+        out = call(loss, opaque) if part is None else part.forward(call, loss, opaque)
         recorder.begin("backward")
-        value.backward()
+        out.backward() if part is None else part.backward(out)
         recorder.note("finish")
-        del value
+        del out
         recorder.begin("update")
         recorder.begin("steady")
     for p in model.parameters():
         p.grad = None
-    return FakeStep(micro, recorder, sum(x.untyped_storage().nbytes() for x in given), counter.get_total_flops())
+    return FakeStep(
+        micro,
+        recorder,
+        sum(x.untyped_storage().nbytes() for x in given),
+        flops.get_total_flops(),
+        traffic,
+        {} if counter is None else counter.calls,
+    )
+
+
+class _NoModules(nullcontext[None]):
+    """Stand-in for the counter's list of modules that run now: all operations count to none in particular."""
+
+    parents = frozenset({"Global"})

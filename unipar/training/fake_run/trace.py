@@ -7,12 +7,14 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from unipar.backend.precision import parameter_dtype
+from unipar.backend.prediction.rank_part import RankPart
 from unipar.backend.prediction.timeline import Moment, PredictedParameter, StepTimeline
 from unipar.config import BatchSizes, Config
 from unipar.data.dataset import training_data_source
@@ -22,7 +24,7 @@ from unipar.model.blocks import find_blocks
 from unipar.model.create import ONLY_PART, cast_if_float, check_parts
 from unipar.model.optimizer import OptimizerFactory, parameter_groups
 from unipar.model.transforms import apply_transforms
-from unipar.planning.activations import Activations, AllocatedBlock
+from unipar.planning.activations import Activations, AllocatedBlock, MicrobatchPayload
 from unipar.task import Task
 from unipar.training.fake_run.recorder import FakeBlock, owners_of_parameters
 from unipar.training.fake_run.step import FakeStep, trace_step
@@ -45,46 +47,93 @@ class TracedTask:
     fused: bool
     """True if the optimizer has no temporaries of its own."""
 
+    sent: tuple[MicrobatchPayload, ...] = ()
+    """Bytes that a microbatch sends along the axes of a mesh."""
+
+
+@dataclass(frozen=True)
+class FakeTask:
+    """A task with its model on tensors without memory, ready to be traced."""
+
+    task: Task
+    name: str
+    """Name of the model's part."""
+
+    model: nn.Module
+    blocks: Sequence[str]
+    config: Config
+    mode: FakeTensorMode
+    states: _OptimizerStates
+    micro: int
+    """Samples of the smallest microbatch that is traced."""
+
+    def batch(self, count: int) -> Any:
+        """Return a microbatch of so many samples, with its values."""
+        return first_microbatch(self.task, self.config, self._sizes(count))
+
+    def trace(self, count: int, batch: Any, part: RankPart | None = None) -> FakeStep:
+        """Run a microbatch of so many samples."""
+        own = self.blocks if part is None else part.blocks
+        with explain_values("loss()"):
+            return trace_step(self.model, own, self.task.loss, batch, count, self.config, self.mode, part)
+
+    def timeline(self, blocks: Sequence[str], moments: Sequence[tuple[int, Moment]]) -> StepTimeline:
+        """Return a step of the model as it is now, for closed forms."""
+        owners = owners_of_parameters(self.model, blocks)
+        return StepTimeline(
+            parameters=tuple(
+                PredictedParameter(
+                    name,
+                    tuple(p.shape),
+                    p.element_size(),
+                    p.requires_grad,
+                    owners.get(name, -1),
+                    self.states.sizes.get(name, ()),
+                )
+                for name, p in self.model.named_parameters()
+            ),
+            buffers={name: b.untyped_storage().nbytes() for name, b in self.model.named_buffers()},
+            blocks=tuple(blocks),
+            moments=tuple(moment for _, moment in moments),
+        )
+
+    def _sizes(self, count: int) -> BatchSizes:
+        return BatchSizes(total=count, micro=count, accumulate=1, ranks=1)
+
 
 def trace_task(config: Config, micro: int) -> TracedTask:
     """Return a step of the config's task; raise TaskError, with the operation, if it needs values of tensors."""
+    return trace_whole(fake_task(config, micro))
+
+
+def fake_task(config: Config, micro: int) -> FakeTask:
+    """Return the config's task on tensors without memory; raise TaskError if its model needs values."""
     task = load_task(config)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with mode, _explain_values("model()"):
+    with mode, explain_values("model()"):
         parts = check_parts(task.model())
         if len(parts) > 1:
             raise TaskError(f"plan: model() returned several parts ({', '.join(parts)}), and a plan has one model")
-        model = parts[ONLY_PART] if ONLY_PART in parts else next(iter(parts.values()))
+        ((name, model),) = parts.items()
         cast = partial(cast_if_float, dtype=parameter_dtype(config.train.precision))
         replace_parameters(model, lambda p: nn.Parameter(cast(p.detach()), p.requires_grad))
     blocks = find_blocks(model, config, given=task.blocks(model))
-    with _explain_values("the optimizer's step"):
+    with explain_values("the optimizer's step"):
         states = _optimizer_states(task, model, config, mode)
     apply_transforms(model, blocks, config)
     micro = _samples_to_trace(task, config, micro)
-    with _explain_values("loss()"):
-        first, second, third = (_trace(task, model, blocks, config, mode, n * micro) for n in (1, 2, 3))
+    return FakeTask(task, name, model, blocks, config, mode, states, micro)
+
+
+def trace_whole(fake: FakeTask) -> TracedTask:
+    """Return a step of the whole model."""
+    counts = [n * fake.micro for n in (1, 2, 3)]
+    first, second, third = (fake.trace(count, fake.batch(count)) for count in counts)
     activations = combine_steps(first, second)
-    _refuse_repeated_blocks(blocks, activations)
-    owners = owners_of_parameters(model, blocks)
-    timeline = StepTimeline(
-        parameters=tuple(
-            PredictedParameter(
-                name,
-                tuple(p.shape),
-                p.element_size(),
-                p.requires_grad,
-                owners.get(name, -1),
-                states.sizes.get(name, ()),
-            )
-            for name, p in model.named_parameters()
-        ),
-        buffers={name: b.untyped_storage().nbytes() for name, b in model.named_buffers()},
-        blocks=tuple(blocks),
-        moments=tuple(moment for _, moment in activations.moments),
-    )
-    count, even = sum(p.numel() for p in model.parameters()), _is_even(activations, third)
-    return TracedTask(timeline, activations, count, even=even, fused=states.fused)
+    refuse_repeated_blocks(fake.blocks, activations)
+    count, even = sum(p.numel() for p in fake.model.parameters()), _is_even(activations, third)
+    timeline = fake.timeline(fake.blocks, activations.moments)
+    return TracedTask(timeline, activations, count, even=even, fused=fake.states.fused)
 
 
 @dataclass(frozen=True)
@@ -108,7 +157,7 @@ def _samples_to_trace(task: Task, config: Config, micro: int) -> int:
     return length // 3
 
 
-def _refuse_repeated_blocks(blocks: Sequence[str], activations: Activations) -> None:
+def refuse_repeated_blocks(blocks: Sequence[str], activations: Activations) -> None:
     """Raise TaskError if a block runs more than once in a forward: each has one time at which it is gathered."""
     entered = Counter(m.block for _, m in activations.moments if (m.phase, m.what) == ("forward", "enter"))
     if twice := next((blocks[block] for block, times in entered.items() if times > 1), ""):
@@ -116,13 +165,6 @@ def _refuse_repeated_blocks(blocks: Sequence[str], activations: Activations) -> 
             f"plan: the loss runs the block {twice} more than once, and a plan knows blocks that run once: name other "
             "blocks in model.blocks, or measure it (unipar compare)"
         )
-
-
-def _trace(
-    task: Task, model: nn.Module, blocks: Sequence[str], config: Config, mode: FakeTensorMode, count: int
-) -> FakeStep:
-    sizes = BatchSizes(total=count, micro=count, accumulate=1, ranks=1)
-    return trace_step(model, blocks, task.loss, first_microbatch(task, config, sizes), count, config, mode)
 
 
 def _optimizer_states(task: Task, model: nn.Module, config: Config, mode: FakeTensorMode) -> _OptimizerStates:
@@ -157,7 +199,6 @@ def _optimizer_states(task: Task, model: nn.Module, config: Config, mode: FakeTe
 def combine_steps(first: FakeStep, second: FakeStep) -> Activations:
     """Return what a microbatch of any size allocates, from two that differ in their number of samples."""
     a, b = first.recorder, second.recorder
-    more = second.micro - first.micro
     same = [_what(x) for x in a.blocks] == [_what(x) for x in b.blocks] and a.moments == b.moments
     if not same:
         raise TaskError(
@@ -166,15 +207,22 @@ def combine_steps(first: FakeStep, second: FakeStep) -> Activations:
         )
 
     def line(x: int, y: int) -> tuple[float, float]:
-        slope = (y - x) / more
-        return x - slope * first.micro, slope
+        return line_through((first.micro, x), (second.micro, y))
 
     blocks = [
-        AllocatedBlock(*line(x.size, y.size), x.operation, x.where, x.born, _earlier(x.died, y.died), x.is_gradient)
+        AllocatedBlock(
+            *line(x.size, y.size), x.operation, x.where, x.born, _earlier(x.died, y.died), x.is_gradient, x.is_staged
+        )
         for x, y in zip(a.blocks, b.blocks, strict=True)
     ]
     moments: tuple[tuple[int, Moment], ...] = tuple(a.moments)
     return Activations(tuple(blocks), moments, line(first.batch, second.batch), line(first.flops, second.flops))
+
+
+def line_through(first: tuple[int, int], second: tuple[int, int]) -> tuple[float, float]:
+    """Return base and slope of the line through two points, each a number of samples and a size."""
+    slope = (second[1] - first[1]) / (second[0] - first[0])
+    return first[1] - slope * first[0], slope
 
 
 def _what(block: FakeBlock) -> tuple[object, ...]:
@@ -195,7 +243,7 @@ def _is_even(activations: Activations, third: FakeStep) -> bool:
 
 
 @contextmanager
-def _explain_values(what: str) -> Generator[None]:
+def explain_values(what: str) -> Generator[None]:
     """Context manager: turn an error of fake tensors, which have no values, into a TaskError with the operation."""
     try:
         yield

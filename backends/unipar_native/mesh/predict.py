@@ -1,0 +1,61 @@
+"""Closed forms of what a rank of a mesh holds and sends beside its part of the model: FSDP2 over data and context."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from unipar.backend.prediction.terms import predict_whole, refuse_unplanned
+from unipar.backend.prediction.timeline import Payload, Prediction, StepTimeline
+from unipar.config import Cell, Config
+from unipar.distributed.mesh import Mesh
+from unipar.memory.recording.collectives import axis_of_ranks
+from unipar_native.predict import ShardedModel, predict_sharded
+
+_NORM_BYTES = 8
+"""The norm of gradients is added up over all ranks in fp64."""
+
+
+def predict_mesh(config: Config, timeline: StepTimeline, ranks: int, *, device: str) -> Prediction:
+    """Return what a rank holds and sends whose part of the model is that of the timeline."""
+    parallel, axes = config.parallel, config.parallel.axes
+    refuse_unplanned(str(Cell("native", parallel.shard, axes=axes)), config, axes=True)
+    mesh = Mesh.of(0, ranks, **axes.sizes)
+    norm = Payload(_axis(mesh, range(ranks)), "all_reduce", _NORM_BYTES, 1, ranks)
+    alike = mesh.sizes["data"] * mesh.sizes["context"]
+    if alike == 1:
+        return Prediction(tuple(predict_whole(timeline, buckets=False)), (norm,))
+    shards = 1
+    if parallel.shard != "nothing":
+        shards = (parallel.shard_over or mesh.sizes["data"]) * mesh.sizes["context"]
+    model = ShardedModel.of(
+        timeline,
+        shards,
+        compute=None,
+        staged=device == "cpu" and shards > 1,
+        once=parallel.shard in ("nothing", "optimizer"),
+    )
+    reshard = parallel.shard == "parameters"
+    traffic = _sent_by_fsdp(model, mesh, reshard=reshard)
+    return Prediction(tuple(predict_sharded(model, reshard=reshard)), (*traffic, norm))
+
+
+def _sent_by_fsdp(model: ShardedModel, mesh: Mesh, *, reshard: bool) -> Iterator[Payload]:
+    """Yield what FSDP2 gathers and reduces in a step, of each of its groups that has parameters."""
+    data, context = mesh.sizes["data"], mesh.sizes["context"]
+    alike = [mesh.rank_at(data=d, context=c) for d in range(data) for c in range(context)]
+    times = 1 if model.once else model.timeline.microbatches
+    gathered = {block: size for block, size in model.gathered.items() if size}
+    again = gathered if reshard else {}
+    reduced = [size for size in model.gradient_bytes.values() if size]
+    if model.ranks > 1:
+        axis = _axis(mesh, alike[: model.ranks])
+        size, calls = sum(gathered.values()) + sum(again.values()), len(gathered) + len(again)
+        yield Payload(axis, "all_gather", times * size, times * calls, model.ranks)
+        yield Payload(axis, "reduce_scatter", times * sum(reduced), times * len(reduced), model.ranks)
+    if (copies := len(alike) // model.ranks) > 1:
+        axis = _axis(mesh, alike[:: model.ranks])
+        yield Payload(axis, "all_reduce", times * sum(reduced) // model.ranks, times * len(reduced), copies)
+
+
+def _axis(mesh: Mesh, ranks: range | list[int]) -> str:
+    return axis_of_ranks(mesh, list(ranks)) or ""
