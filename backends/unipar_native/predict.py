@@ -66,8 +66,18 @@ class ShardedModel:
 
     @property
     def gathered_before(self) -> bool:
-        """True if an earlier microbatch has left parameters gathered and gradients whole."""
+        """True if an earlier microbatch has left parameters gathered."""
+        return self.once and self.timeline.follows
+
+    @property
+    def summed_before(self) -> bool:
+        """True if an earlier microbatch has left gradients whole."""
         return self.once and self.timeline.accumulates
+
+    @property
+    def reduces(self) -> bool:
+        """True if gradients are reduced in this microbatch."""
+        return not self.once or self.timeline.is_last
 
     @property
     def reduced_before(self) -> bool:
@@ -103,7 +113,7 @@ def _gathered_in_forward(model: ShardedModel, *, reshard: bool) -> Iterator[Term
     timeline, last = model.timeline, _last_block(model.timeline)
     if model.gathered_before:
         for block, size in model.gathered.items():
-            until = timeline.at("update") if block < 0 else timeline.at("backward", "finish", block)
+            until = timeline.at("update") if block < 0 or not model.reduces else timeline.at("backward", "finish", block)
             yield Term("communication", f"{_name(timeline, block)} gathered", size, 0, until)
         return
     begin, backward = timeline.at("forward"), timeline.at("backward")
@@ -142,6 +152,9 @@ def _backward_of(model: ShardedModel, block: int, *, reshard: bool) -> Iterator[
             yield Term("communication", f"{name} staged", size, asked, timeline.at("backward", "enter", behind))
     if reshard:
         yield Term("communication", f"{name} gathered", size, reach, finish)
+    if not model.reduces:
+        yield from _unsharded_gradients(model, block, leave)
+        return
     whole = model.gradient_bytes[block]
     until = timeline.at("backward", "finish", block - 1) if block else timeline.at("update")
     yield Term("communication", f"{name} reduce-scatter", whole, finish, until)
@@ -157,8 +170,8 @@ def _backward_of(model: ShardedModel, block: int, *, reshard: bool) -> Iterator[
 def _unsharded_gradients(model: ShardedModel, block: int, until: int) -> Iterator[Term]:
     for number, p in enumerate(model.timeline.parameters):
         if p.block == block and p.trained:
-            since = 0 if model.gathered_before else model.timeline.gradient_at(number)
-            yield Term("gradients", f"{p.name}, not reduced", p.size, since, until)
+            since = 0 if model.summed_before else model.timeline.gradient_at(number)
+            yield Term("gradients", f"{p.name}, not reduced", p.size, since, until if model.reduces else None)
 
 
 def _name(timeline: StepTimeline, block: int) -> str:

@@ -9,7 +9,7 @@ from unipar.backend.prediction.timeline import Payload, Prediction, StepTimeline
 from unipar.config import Cell, Config
 from unipar.distributed.mesh import Mesh
 from unipar.memory.recording.collectives import axis_of_ranks
-from unipar_native.predict import ShardedModel, predict_sharded
+from unipar_native.predict import ShardedModel, padded_elements, predict_sharded
 
 _NORM_BYTES = 8
 """The norm of gradients is added up over all ranks in fp64."""
@@ -20,13 +20,17 @@ def predict_mesh(config: Config, timeline: StepTimeline, ranks: int, *, device: 
     parallel, axes = config.parallel, config.parallel.axes
     refuse_unplanned(str(Cell("native", parallel.shard, axes=axes)), config, axes=True)
     mesh = Mesh.of(0, ranks, **axes.sizes)
-    norm = Payload(_axis(mesh, range(ranks)), "all_reduce", _NORM_BYTES, 1, ranks)
+    shards = _ranks_of_a_copy(config, mesh)
     alike = mesh.sizes["data"] * mesh.sizes["context"]
+    traffic = [
+        Payload("pipeline", "all_reduce", padded_elements(p, shards) // shards * p.element_size, 1, p.stages)
+        for p in timeline.parameters
+        if p.trained and p.stages > 1
+    ]
+    norm = Payload(_axis(mesh, range(ranks)), "all_reduce", _NORM_BYTES, 1, ranks)
+    traffic.append(norm)
     if alike == 1:
-        return Prediction(tuple(predict_whole(timeline, buckets=False)), (norm,))
-    shards = 1
-    if parallel.shard != "nothing":
-        shards = (parallel.shard_over or mesh.sizes["data"]) * mesh.sizes["context"]
+        return Prediction(tuple(predict_whole(timeline, buckets=False)), tuple(traffic))
     model = ShardedModel.of(
         timeline,
         shards,
@@ -35,8 +39,15 @@ def predict_mesh(config: Config, timeline: StepTimeline, ranks: int, *, device: 
         once=parallel.shard in ("nothing", "optimizer"),
     )
     reshard = parallel.shard == "parameters"
-    traffic = _sent_by_fsdp(model, mesh, reshard=reshard)
-    return Prediction(tuple(predict_sharded(model, reshard=reshard)), (*traffic, norm))
+    traffic += _sent_by_fsdp(model, mesh, reshard=reshard)
+    return Prediction(tuple(predict_sharded(model, reshard=reshard)), tuple(traffic))
+
+
+def _ranks_of_a_copy(config: Config, mesh: Mesh) -> int:
+    """Return over how many ranks of data and context FSDP2 shards one copy of a rank's part."""
+    if config.parallel.shard == "nothing":
+        return 1
+    return (config.parallel.shard_over or mesh.sizes["data"]) * mesh.sizes["context"]
 
 
 def _sent_by_fsdp(model: ShardedModel, mesh: Mesh, *, reshard: bool) -> Iterator[Payload]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,18 @@ class RankPart(ABC):
 
     mesh: Mesh
     """Mesh of the ranks that train on the same samples, with this one's seat."""
+
+    stage: int = 0
+    """Stage of the pipeline."""
+
+    sent_on: int = 0
+    """Bytes of hidden states that the last microbatch has sent to the stage behind."""
+
+    sent_back: int = 0
+    """Bytes of their gradient that it has sent to the stage before."""
+
+    stages_of: Mapping[str, int]
+    """Number of stages that use a parameter, by its name, where several do."""
 
     @abstractmethod
     def placed(self) -> AbstractContextManager[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import final
 
 from unipar.backend import Backend, Part, registry
@@ -11,7 +12,9 @@ from unipar.backend.prediction.rank_part import RankPart
 from unipar.backend.prediction.timeline import Payload
 from unipar.config import BatchSizes, Config
 from unipar.planning.activations import MicrobatchPayload
+from unipar.config.sections.cell import Axes
 from unipar.planning.peaks import PredictedPeak, predict_peaks
+from unipar.planning.stages import PlannedStage, predict_stage_peaks
 from unipar.training.fake_run.step import FakeStep
 from unipar.training.fake_run.trace import (
     FakeTask,
@@ -56,15 +59,23 @@ class TaskTraces:
 
     def predict(self, config: Config, ranks: int, sizes: BatchSizes, *, device: str) -> PredictedStep:
         """Return a step of the fullest of so many ranks; raise Unsupported for what is not planned yet."""
-        backend = registry.find_backend(config.backend)
-        steps: list[PredictedStep] = []
+        steps = self.predict_ranks(config, ranks, sizes, device=device)
+        return max(steps, key=lambda step: max(phase.peak for phase in step.phases))
+
+    def predict_ranks(self, config: Config, ranks: int, sizes: BatchSizes, *, device: str) -> list[PredictedStep]:
+        """Return a step of each of so many ranks that holds or does something else."""
+        predict = partial(registry.find_backend(config.backend).predict, config, ranks=ranks, device=device)
+        found: list[PredictedStep] = []
         for traced in self.of(config):
             timeline = replace(traced.timeline, microbatches=sizes.accumulate)
-            prediction = backend.predict(config, timeline, ranks, device=device)
-            phases = predict_peaks(timeline, prediction, traced.activations, sizes.micro, sizes.accumulate)
+            prediction = predict(timeline)
+            if traced.stage is None:
+                phases = predict_peaks(timeline, prediction, traced.activations, sizes.micro, sizes.accumulate)
+            else:
+                phases = predict_stage_peaks(traced.stage, timeline, predict, traced.activations, sizes.micro)
             traffic = tuple(each.of_step(sizes.micro, sizes.accumulate) for each in traced.sent)
-            steps.append(PredictedStep(tuple(phases), (*prediction.sent, *traffic)))
-        return max(steps, key=lambda step: max(phase.peak for phase in step.phases))
+            found.append(PredictedStep(tuple(phases), (*prediction.sent, *traffic)))
+        return found
 
     def _trace_parts(self, config: Config, backend: Backend) -> list[TracedTask]:
         fake = self._fake
@@ -79,17 +90,28 @@ class TaskTraces:
             cuts=fake.task.cuts(config.parallel.axes.stages),
         )
         with explain_values("the split model"):
-            return [_trace_part(fake, self.whole, rank_part) for rank_part in backend.split_for_plan(part, config)]
+            axes = config.parallel.axes
+            return [_trace_part(fake, self.whole, rank_part, axes) for rank_part in backend.split_for_plan(part, config)]
 
 
-def _trace_part(fake: FakeTask, whole: TracedTask, part: RankPart) -> TracedTask:
+def _trace_part(fake: FakeTask, whole: TracedTask, part: RankPart, axes: Axes) -> TracedTask:
+    counts = fake.micro, 2 * fake.micro
     with part.placed():
-        counts = [n * fake.micro for n in (1, 2)]
-        first, second = (fake.trace(count, fake.batch(count), part) for count in counts)
+        steps: list[FakeStep] = []
+        sent_on: list[tuple[int, int]] = []
+        sent_back: list[tuple[int, int]] = []
+        for count in counts:
+            steps.append(fake.trace(count, fake.batch(count), part))
+            sent_on.append((count, part.sent_on))
+            sent_back.append((count, part.sent_back))
+        first, second = steps
         activations = combine_steps(first, second)
-        timeline = fake.timeline(part.blocks, activations.moments)
+        timeline = fake.timeline(part.blocks, activations.moments, part.stages_of)
     sent = tuple(_payloads(first, second, part))
-    return replace(whole, timeline=timeline, activations=activations, sent=sent)
+    stage = None
+    if axes.pipeline > 1:
+        stage = PlannedStage(axes.schedule, axes.pipeline, part.stage, line_through(*sent_on), line_through(*sent_back))
+    return replace(whole, timeline=timeline, activations=activations, sent=sent, stage=stage)
 
 
 def _payloads(first: FakeStep, second: FakeStep, part: RankPart) -> Sequence[MicrobatchPayload]:

@@ -25,6 +25,7 @@ from unipar.model.create import ONLY_PART, cast_if_float, check_parts
 from unipar.model.optimizer import OptimizerFactory, parameter_groups
 from unipar.model.transforms import apply_transforms
 from unipar.planning.activations import Activations, AllocatedBlock, MicrobatchPayload
+from unipar.planning.stages import PlannedStage
 from unipar.task import Task
 from unipar.training.fake_run.recorder import FakeBlock, owners_of_parameters
 from unipar.training.fake_run.step import FakeStep, trace_step
@@ -49,6 +50,9 @@ class TracedTask:
 
     sent: tuple[MicrobatchPayload, ...] = ()
     """Bytes that a microbatch sends along the axes of a mesh."""
+
+    stage: PlannedStage | None = None
+    """Stage of a pipeline; None: there is none."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +81,13 @@ class FakeTask:
         with explain_values("loss()"):
             return trace_step(self.model, own, self.task.loss, batch, count, self.config, self.mode, part)
 
-    def timeline(self, blocks: Sequence[str], moments: Sequence[tuple[int, Moment]]) -> StepTimeline:
-        """Return a step of the model as it is now, for closed forms."""
+    def timeline(
+        self, blocks: Sequence[str], moments: Sequence[tuple[int, Moment]], stages_of: Mapping[str, int] | None = None
+    ) -> StepTimeline:
+        """Return a step of the model as it is now, for closed forms.
+
+        `stages_of`: number of stages that have a parameter, by its name, where several do.
+        """
         owners = owners_of_parameters(self.model, blocks)
         return StepTimeline(
             parameters=tuple(
@@ -89,6 +98,7 @@ class FakeTask:
                     p.requires_grad,
                     owners.get(name, -1),
                     self.states.sizes.get(name, ()),
+                    (stages_of or {}).get(name, 1),
                 )
                 for name, p in self.model.named_parameters()
             ),
