@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Hashable, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, cast, final
 
 from torch import Tensor, nn
@@ -15,6 +16,8 @@ from unipar.config import Config
 from unipar.distributed.fake_groups import fake_groups
 from unipar.distributed.mesh import Mesh, MeshGroups
 from unipar.engines.placement import direct_parameters
+from unipar_native.mesh.context import SequenceSplit
+from unipar_native.mesh.context.attention import Way
 from unipar_native.mesh.pipeline.planned import PlannedStages, StageFlow, plan_stages
 from unipar_native.mesh.pipeline.stage import Stage
 from unipar_native.mesh.probe import names_in_several, without_frozen_models
@@ -43,6 +46,8 @@ class MeshPart(RankPart):
             self.blocks = stages.blocks[stages.cuts[stage] : stages.cuts[stage + 1]]
         self._groups: MeshGroups | None = None
         self._flow: StageFlow | None = None
+        self._way: Way = options_of(config).attention
+        self._sequences: SequenceSplit | None = None
         self.leaving: dict[Hashable, Any] = {}
         """Hidden states that the stage has put out, by the shapes of a batch."""
 
@@ -97,16 +102,39 @@ class MeshPart(RankPart):
                     undo.callback(join_before(block))
             if split.vocabulary is not None:
                 undo.callback(arm_vocabulary(self.model, split.vocabulary, self._groups.group("tensor")))
-            if (stages := split.stages) is not None:
-                first, end = stages.cuts[self.stage : self.stage + 2]
-                stage = Stage(self.model, stages.blocks, first, end, stages.tuples)
+            stage = self._stage()
+            self._split_sequence(self._groups, stage, undo)
+            if stage is not None:
+                undo.callback(stage.leave)
                 arriving = {} if self._before is None else self._before.leaving
                 self._flow = StageFlow(stage.enter(), self._groups, self.mesh, self._axes, arriving, self.leaving)
-                undo.callback(stage.leave)
             yield
+
+    def _stage(self) -> Stage | None:
+        if (stages := self._split.stages) is None:
+            return None
+        first, end = stages.cuts[self.stage : self.stage + 2]
+        return Stage(self.model, stages.blocks, first, end, stages.tuples)
+
+    def _split_sequence(self, groups: MeshGroups, stage: Stage | None, undo: ExitStack) -> None:
+        """Cut sequences over the ranks of context, as the engine does."""
+        if self._axes.context == 1:
+            return
+        own, every = list(self.blocks), self._split.blocks
+        first, last = own[0] == every[0], own[-1] == every[-1]
+        split = SequenceSplit(
+            self.model, own, groups.group("context"), enters=first, leaves=last, attention=self._way, examines=False
+        )
+        split.arm()
+        undo.callback(split.disarm)
+        undo.callback(split.follow_length(self.model.get_submodule(every[0])))
+        if stage is not None and not last:
+            stage.widen = split.widened
+        self._sequences = split
 
     @override
     def forward(self, call: nn.Module, fn: Fn, opaque: Any) -> Any:
+        fn = fn if self._sequences is None else partial(self._sequences.run_loss, fn)
         return super().forward(call, fn, opaque) if self._flow is None else self._flow.forward(call, fn, opaque)
 
     @override
