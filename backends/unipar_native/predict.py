@@ -113,7 +113,9 @@ def _gathered_in_forward(model: ShardedModel, *, reshard: bool) -> Iterator[Term
     timeline, last = model.timeline, _last_block(model.timeline)
     if model.gathered_before:
         for block, size in model.gathered.items():
-            until = timeline.at("update") if block < 0 or not model.reduces else timeline.at("backward", "finish", block)
+            until = (
+                timeline.at("update") if block < 0 or not model.reduces else timeline.at("backward", "finish", block)
+            )
             yield Term("communication", f"{_name(timeline, block)} gathered", size, 0, until)
         return
     begin, backward = timeline.at("forward"), timeline.at("backward")

@@ -150,7 +150,7 @@ def test_terms_of_a_peak() -> None:
         ("deepspeed/parameters", {}, "deepspeed/parameters is not planned yet; `unipar compare` measures it"),
         ("native/parameters", {"precision": "bf16-master"}, "train.precision: bf16-master is not planned yet"),
         ("native/nothing", {"sync_every": 4}, "train.sync_every: 4 is not planned yet"),
-        ("native/nothing+tensor2", {}, "parallel (tensor 2) is not planned yet"),
+        ("deepspeed/nothing+tensor2", {}, "parallel (tensor 2) is not planned yet"),
         ("native/nothing+dp", {}, "options.native.wrapper: dp is not planned yet"),
     ],
 )

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from unipar.backend import cells as backend_cells
 from unipar.backend import checks, registry, resources
 from unipar.config import BatchSizes, Cell, Config
-from unipar.config.sections.cell import AXES
 from unipar.config.sections.parallel import Parallel
 from unipar.config.source import Given, load_given_config
 from unipar.errors import UniparError
@@ -78,8 +77,7 @@ def _plan_cell(
 
 def _on_ranks(config: Config, ranks: int) -> Config:
     """Return a config with so many ranks of the data and no other axes: a cell brings its own."""
-    axes = {name: 1 for name in AXES}
-    parallel = Parallel(data=ranks, shard=config.parallel.shard, shard_over=config.parallel.shard_over, **axes)
+    parallel = Parallel(data=ranks, shard=config.parallel.shard, shard_over=config.parallel.shard_over)
     return config.model_copy(update={"parallel": parallel})
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from typing_extensions import override

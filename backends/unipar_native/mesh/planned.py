@@ -1,4 +1,4 @@
-"""Parts of a model without values as the ranks of a mesh have them, for `unipar plan`: placed and armed as in training."""
+"""Parts of a model without values as ranks of a mesh have them, for `unipar plan`: placed and armed as in training."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing_extensions import override
 
 from unipar.backend import Fn, Part
 from unipar.backend.prediction.rank_part import RankPart
-from unipar.config import Config
-from unipar.distributed.fake_groups import fake_groups
-from unipar.distributed.mesh import Mesh, MeshGroups
+from unipar.config import Cell, Config
+from unipar.distributed.mesh import Mesh, MeshGroups, fake_groups
 from unipar.engines.placement import direct_parameters
+from unipar.errors import Unsupported
 from unipar_native.mesh.context import SequenceSplit
 from unipar_native.mesh.context.attention import Way
 from unipar_native.mesh.pipeline.planned import PlannedStages, StageFlow, plan_stages
@@ -54,7 +54,7 @@ class MeshPart(RankPart):
     @contextmanager
     @override
     def placed(self) -> Generator[None]:
-        before = [(module, direct_parameters(module)) for module in self.model.modules()]
+        before: list[tuple[Any, Any]] = [(module, direct_parameters(module)) for module in self.model.modules()]
         names = {id(p): name for name, p in self.model.named_parameters()}
         made: dict[int, Tensor] = {}
 
@@ -173,6 +173,12 @@ class ModelSplit:
 
 def split_model(part: Part, config: Config) -> list[RankPart]:
     """Return the parts of a model that ranks of a mesh have; those of ranks that are alike once."""
+    axes = config.parallel.axes
+    if axes.pieces > 1:
+        raise Unsupported(
+            str(Cell("native", config.parallel.shard, axes=axes)),
+            [f"parallel.schedule: {axes.schedule} is not planned yet: take 1f1b, or measure it (unipar compare)"],
+        )
     refuse_part(part, config)
     split = ModelSplit(part, config)
     found: list[MeshPart] = []

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import final
+from typing import Any, final
+
+from torch import nn
 
 from unipar.backend import Backend, Part, registry
 from unipar.backend.prediction.rank_part import RankPart
 from unipar.backend.prediction.timeline import Payload
 from unipar.config import BatchSizes, Config
-from unipar.planning.activations import MicrobatchPayload
 from unipar.config.sections.cell import Axes
+from unipar.planning.activations import MicrobatchPayload
 from unipar.planning.peaks import PredictedPeak, predict_peaks
 from unipar.planning.stages import PlannedStage, predict_stage_peaks
 from unipar.training.fake_run.step import FakeStep
@@ -91,7 +93,9 @@ class TaskTraces:
         )
         with explain_values("the split model"):
             axes = config.parallel.axes
-            return [_trace_part(fake, self.whole, rank_part, axes) for rank_part in backend.split_for_plan(part, config)]
+            return [
+                _trace_part(fake, self.whole, rank_part, axes) for rank_part in backend.split_for_plan(part, config)
+            ]
 
 
 def _trace_part(fake: FakeTask, whole: TracedTask, part: RankPart, axes: Axes) -> TracedTask:
@@ -119,9 +123,11 @@ def _payloads(first: FakeStep, second: FakeStep, part: RankPart) -> Sequence[Mic
     for (axis, collective), size in first.sent.items():
         base, slope = line_through((first.micro, size), (second.micro, second.sent[axis, collective]))
         calls = first.calls[axis, collective]
-        found.append(MicrobatchPayload(axis, collective, base, slope, calls, part.mesh.sizes.get(axis, part.mesh.ranks)))
+        found.append(
+            MicrobatchPayload(axis, collective, base, slope, calls, part.mesh.sizes.get(axis, part.mesh.ranks))
+        )
     return found
 
 
-def _no_optimizer(model: object) -> object:
+def _no_optimizer(model: nn.Module) -> Any:
     raise AssertionError("nothing is trained")

@@ -68,7 +68,8 @@ def trace_step(
     flops.mod_tracker = _NoModules()  # pyright: ignore[reportAttributeAccessIssue] - its hooks keep parts of the graph
     traffic = Counter[tuple[str, str]]()
     counter = None if part is None else CollectiveCounter(traffic, part.mesh)
-    gc.collect()
+    if part is None:  # parts are traced many times, after the whole
+        gc.collect()
     with ExitStack() as stack:
         stack.enter_context(recorder.follow(model, blocks))
         stack.enter_context(nullcontext() if part is None else part.armed())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from unipar.data.dataset import training_data_source
 from unipar.engines.placement import replace_parameters
 from unipar.errors import TaskError
 from unipar.model.blocks import find_blocks
-from unipar.model.create import ONLY_PART, cast_if_float, check_parts
+from unipar.model.create import cast_if_float, check_parts
 from unipar.model.optimizer import OptimizerFactory, parameter_groups
 from unipar.model.transforms import apply_transforms
 from unipar.planning.activations import Activations, AllocatedBlock, MicrobatchPayload
@@ -71,9 +71,14 @@ class FakeTask:
     micro: int
     """Samples of the smallest microbatch that is traced."""
 
+    _batches: dict[int, Any] = field(default_factory=dict[int, Any])
+
     def batch(self, count: int) -> Any:
-        """Return a microbatch of so many samples, with its values."""
-        return first_microbatch(self.task, self.config, self._sizes(count))
+        """Return a microbatch of so many samples, with its values; each is read once."""
+        if count not in self._batches:
+            sizes = BatchSizes(total=count, micro=count, accumulate=1, ranks=1)
+            self._batches[count] = first_microbatch(self.task, self.config, sizes)
+        return self._batches[count]
 
     def trace(self, count: int, batch: Any, part: RankPart | None = None) -> FakeStep:
         """Run a microbatch of so many samples."""
@@ -106,9 +111,6 @@ class FakeTask:
             blocks=tuple(blocks),
             moments=tuple(moment for _, moment in moments),
         )
-
-    def _sizes(self, count: int) -> BatchSizes:
-        return BatchSizes(total=count, micro=count, accumulate=1, ranks=1)
 
 
 def trace_task(config: Config, micro: int) -> TracedTask:

@@ -1,4 +1,4 @@
-"""Stages of a pipeline for `unipar plan`: cuts and needs of a model without values, and a microbatch's way through one."""
+"""Stages of a pipeline for `unipar plan`: cuts of a model without values, and a microbatch's way through one."""
 
 from __future__ import annotations
 
