@@ -51,9 +51,19 @@ class ShardedModel:
     once: bool = False
     """True if parameters stay gathered, and gradients whole, until the last microbatch."""
 
+    in_copies: bool = False
+    """True if the mesh has a dimension of copies, be it of one: what was reduced is then kept until backward ends."""
+
     @classmethod
     def of(
-        cls, timeline: StepTimeline, ranks: int, *, compute: int | None, staged: bool, once: bool = False
+        cls,
+        timeline: StepTimeline,
+        ranks: int,
+        *,
+        compute: int | None,
+        staged: bool,
+        once: bool = False,
+        in_copies: bool = False,
     ) -> ShardedModel:
         """Return the model; `compute`: bytes of an element as it computes, if not as it is kept."""
         gathered: dict[int, int] = {-1: 0, **dict.fromkeys(range(len(timeline.blocks)), 0)}
@@ -62,7 +72,17 @@ class ShardedModel:
             elements = padded_elements(p, ranks)
             gathered[p.block] += elements * (compute or p.element_size)
             gradients[p.block] += elements * p.element_size if p.trained else 0
-        return cls(timeline, ranks, gathered, gradients, staged, once)
+        return cls(timeline, ranks, gathered, gradients, staged, once, in_copies)
+
+    @property
+    def prefetches(self) -> bool:
+        """True if a block is gathered while the one behind it runs backward: FSDP2 forgets their order behind one."""
+        return self.timeline.turn is None or self.timeline.turn.after != "backward"
+
+    @property
+    def gathers_again(self) -> bool:
+        """True if the microbatch before has freed in its backward what this one had gathered in its forward."""
+        return not self.once and not self.prefetches
 
     @property
     def gathered_before(self) -> bool:
@@ -100,18 +120,23 @@ def predict_sharded(model: ShardedModel, *, reshard: bool) -> Iterator[Term]:
         yield Term("parameters", p.name, own * p.element_size)
         if p.trained:
             yield from state_terms(timeline, p, own)
-    yield from _gathered_in_forward(model, reshard=reshard)
+    turn = timeline.turn
+    kept = not reshard and turn is not None and turn.phase == turn.after == "forward"
+    yield from _gathered_in_forward(model, reshard=reshard or model.gathers_again, kept=model.gathered_before or kept)
     for block in reversed(blocks):
-        yield from _backward_of(model, block, reshard=reshard)
+        yield from _backward_of(model, block, reshard=reshard or model.gathers_again)
     yield from _unsharded_gradients(model, -1, timeline.at("update"))
     since = 0 if model.reduced_before else timeline.at("update")
     yield Term("gradients", "rest", model.gradient_bytes[-1] // model.ranks, since, timeline.at("steady"))
 
 
-def _gathered_in_forward(model: ShardedModel, *, reshard: bool) -> Iterator[Term]:
-    """Yield what is gathered in forward: an output of the collective stays until the next one has been copied."""
+def _gathered_in_forward(model: ShardedModel, *, reshard: bool, kept: bool) -> Iterator[Term]:
+    """Yield what is gathered in forward: an output of the collective stays until the next one has been copied.
+
+    `kept`: an earlier microbatch has left it gathered.
+    """
     timeline, last = model.timeline, _last_block(model.timeline)
-    if model.gathered_before:
+    if kept:
         for block, size in model.gathered.items():
             until = (
                 timeline.at("update") if block < 0 or not model.reduces else timeline.at("backward", "finish", block)
@@ -147,7 +172,14 @@ def _backward_of(model: ShardedModel, block: int, *, reshard: bool) -> Iterator[
     timeline, size, name = model.timeline, model.gathered[block], _name(model.timeline, block)
     reach, finish, leave = (timeline.at("backward", what, block) for what in ("reach", "finish", "leave"))
     behind = min(block + 1, _last_block(timeline))
-    if reshard and model.ranks > 1:
+    if reshard and not model.prefetches:
+        reach = timeline.at("backward", "enter", block)
+        asked = timeline.at("backward", "reach", block)
+        if model.ranks > 1:
+            yield Term("communication", f"{name} all-gather", size, asked, reach)
+        if model.staged:
+            yield Term("communication", f"{name} staged", size, asked, reach)
+    elif reshard and model.ranks > 1:
         asked = timeline.at("backward", "reach", behind)
         yield Term("communication", f"{name} all-gather", size, asked, reach)
         if model.staged and behind > block:
@@ -165,7 +197,8 @@ def _backward_of(model: ShardedModel, block: int, *, reshard: bool) -> Iterator[
     yield from _unsharded_gradients(model, block, finish if model.staged else leave)
     reduced = finish if model.staged else leave
     if model.reduced_before:
-        yield Term("communication", f"{name} reduced", whole // model.ranks, finish, leave)
+        end = timeline.at("update") if model.in_copies else leave
+        yield Term("communication", f"{name} reduced", whole // model.ranks, finish, end)
     yield Term("gradients", name, whole // model.ranks, 0 if model.reduced_before else reduced, timeline.at("steady"))
 
 

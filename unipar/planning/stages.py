@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from unipar.backend.prediction.timeline import PredictedPhase, Prediction, StepTimeline, Term, TurnOfStep
 from unipar.config.sections.cell import PipelineSchedule
@@ -39,16 +40,18 @@ class PlannedStage:
     def turns(self, microbatches: int) -> list[TurnOfStep]:
         """Return the states of a step in which it is fullest, at least one for each phase."""
         in_flight = ended = 0
-        fullest: dict[tuple[PredictedPhase, bool, bool], TurnOfStep] = {}
+        before: Literal["", "forward", "backward"] = ""
+        fullest: dict[tuple[object, ...], TurnOfStep] = {}
         for turn in microbatch_order(self.schedule, self.stages, self.stage, microbatches):
             if turn.way == "forward":
-                state = TurnOfStep("forward", in_flight, ended)
+                state = TurnOfStep("forward", in_flight, ended, before)
                 in_flight += 1
             else:
                 in_flight -= 1
-                state = TurnOfStep("backward", in_flight, ended)
+                state = TurnOfStep("backward", in_flight, ended, before)
                 ended += 1
-            key = state.phase, state.ended > 0, state.ended == microbatches - 1
+            before = "forward" if turn.way == "forward" else "backward"
+            key = state.phase, state.ended > 0, state.ended == microbatches - 1, state.after
             fullest[key] = max(fullest.get(key, state), state, key=lambda s: (s.in_flight, min(s.ended, _UNANSWERED)))
         return [*fullest.values(), TurnOfStep("update", 0, microbatches - 1)]
 

@@ -37,6 +37,7 @@ def predict_mesh(config: Config, timeline: StepTimeline, ranks: int, *, device: 
         compute=None,
         staged=device == "cpu" and shards > 1,
         once=parallel.shard in ("nothing", "optimizer"),
+        in_copies=True,
     )
     reshard = parallel.shard == "parameters"
     traffic += _sent_by_fsdp(model, mesh, reshard=reshard)

@@ -83,6 +83,9 @@ class TurnOfStep(NamedTuple):
     ended: int
     """Microbatches whose backward has ended."""
 
+    after: Literal["", "forward", "backward"] = ""
+    """Turn before; empty: there is none."""
+
 
 @dataclass(frozen=True)
 class StepTimeline:

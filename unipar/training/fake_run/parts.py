@@ -99,7 +99,8 @@ class TaskTraces:
 
 
 def _trace_part(fake: FakeTask, whole: TracedTask, part: RankPart, axes: Axes) -> TracedTask:
-    counts = fake.micro, 2 * fake.micro
+    few = max(2, fake.micro)  # of one sample, parts of a sequence may need no copies
+    counts = (few, few + fake.micro)
     with part.placed():
         steps: list[FakeStep] = []
         sent_on: list[tuple[int, int]] = []
