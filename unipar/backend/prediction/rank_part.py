@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
-
-from unipar.backend.engine import Fn
 
 if TYPE_CHECKING:
     from torch import nn
@@ -49,7 +47,7 @@ class RankPart(ABC):
     def armed(self) -> AbstractContextManager[None]:
         """Context manager: blocks compute on parts and communicate, as they do in training."""
 
-    def forward(self, call: nn.Module, fn: Fn, opaque: Any) -> Any:
+    def forward(self, call: nn.Module, fn: Callable[[Any, Any], Any], opaque: Any) -> Any:
         """Run a microbatch, given as engines give it to `call`; return what its backward needs."""
         return call(fn, opaque)
 

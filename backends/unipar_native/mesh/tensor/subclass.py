@@ -7,10 +7,10 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-Kind = TypeVar("Kind", bound=Tensor)
+_Kind = TypeVar("_Kind", bound=Tensor)
 
 
-def as_subclass(x: Tensor, kind: type[Kind]) -> Kind:
+def as_subclass(x: Tensor, kind: type[_Kind]) -> _Kind:
     """Return a tensor of a subclass of torch's, with the memory and the history of `x`.
 
     torch does it for plain tensors. Others, such as the fake tensors of `unipar plan`, stay what they are as well.
