@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 import unipar
+from unipar.backend import registry
 from unipar.backend.cells import config_in_cell, expand_cell_patterns
-from unipar.backend.prediction.timeline import Payload
+from unipar.backend.prediction.timeline import Payload, StepTimeline, TurnOfStep
 from unipar.config import Config
 from unipar.config.source import load_given_config
 from unipar.distributed.mesh import Mesh, fake_groups
@@ -129,6 +131,26 @@ def test_a_step_of_eight_ranks(traces: TaskTraces) -> None:
     held = step.phases[-1].held
     assert held["parameters"] == (blocks + rest) // 2
     assert [phase.phase for phase in step.phases] == ["forward", "backward", "update", "steady"]
+
+
+def test_fsdp_beside_tensor_and_stages(traces: TaskTraces) -> None:
+    """What copies have reduced stays to the end of backward; behind a backward nothing is gathered ahead."""
+    config = in_cell("native/parameters+tensor2+pipeline2", 8)
+    timeline = replace(traces.of(config)[0].timeline, microbatches=2)
+    predict = registry.find_backend("native").predict
+
+    def spans(timeline: StepTimeline, name: str) -> list[tuple[int, int | None]]:
+        terms = predict(config, timeline, 8, device="cpu").terms
+        return [(term.first, term.until) for term in terms if term.name == name]
+
+    end = timeline.at("update")
+    assert spans(timeline, "layers.1 reduced") == [(timeline.at("backward", "finish", 1), end)]
+    ahead = timeline.at("backward", "reach", 1), timeline.at("backward", "reach", 0)
+    assert ahead in spans(timeline, "layers.0 all-gather")
+    later = replace(timeline, turn=TurnOfStep("backward", 0, 1, "backward"))
+    late = timeline.at("backward", "reach", 0), timeline.at("backward", "enter", 0)
+    assert ahead not in spans(later, "layers.0 all-gather")
+    assert late in spans(later, "layers.0 all-gather")
 
 
 def test_more_in_flight_needs_more(traces: TaskTraces) -> None:
