@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from itertools import product
 from pathlib import Path
@@ -16,7 +16,7 @@ from unipar.comparison.cell_world import CellWorld
 from unipar.config import Config
 from unipar.config.settled import SettledConfig
 from unipar.config.source import load_given_config
-from unipar.errors import UniparError, Unsupported
+from unipar.errors import ConfigError, UniparError, Unsupported
 from unipar.memory.account import PASSES_BY_IMPORTANCE, PASSES_IN_ORDER, MemoryAccount, PhasePeak
 from unipar.memory.sources.malloc_build import METER_ENVIRONMENT, build_meter, preload_environment
 from unipar.results.memory_tables import format_mib, largest_account
@@ -31,6 +31,9 @@ SIZES: dict[str, dict[str, int]] = {
 }
 PRECISIONS = ("fp32", "bf16-mixed", "bf16-master")
 WORLDS = ("1", "2")
+LARGER_WORLDS = ("4",)
+"""Worlds that are measured when they are named."""
+
 PROFILER_ARGUMENT = "profiler"
 """Argument that selects PyTorch's profiler, as on machines where the meter cannot be compiled."""
 
@@ -75,7 +78,7 @@ def named_bytes(phase: PhasePeak) -> int:
     return sum(size for category, size in phase.held.items() if category != "unattributed")
 
 
-def result_row(name: tuple[str, ...], phases: list[PhasePeak]) -> tuple[tuple[str, ...], bool]:
+def result_row(name: tuple[str, ...], phases: Sequence[PhasePeak]) -> tuple[tuple[str, ...], bool]:
     """Return a row of the table, and whether all phases are within the limits."""
     peak = max(phases, key=lambda phase: phase.peak)
     worst = max(phases, key=lambda phase: abs(phase.unattributed))
@@ -95,14 +98,14 @@ def select_rows(words: list[str]) -> Iterator[tuple[tuple[str, ...], SettledConf
     """Yield name and config of each row, without cells that do not support the precision."""
     sizes = [w for w in words if w in SIZES] or list(SIZES)
     precisions = [w for w in words if w in PRECISIONS] or list(PRECISIONS)
-    worlds = [w for w in words if w in WORLDS] or list(WORLDS)
-    wanted = [w for w in words if w not in (*SIZES, *PRECISIONS, *WORLDS, PROFILER_ARGUMENT)]
+    worlds = [w for w in words if w in (*WORLDS, *LARGER_WORLDS)] or list(WORLDS)
+    wanted = [w for w in words if w not in (*SIZES, *PRECISIONS, *WORLDS, *LARGER_WORLDS, PROFILER_ARGUMENT)]
     for size, precision, world in product(sizes, precisions, worlds):
         for cell in cells.expand_cell_patterns(tuple(wanted or ("*",))):
             try:
                 config = cells.config_in_cell(config_of(size, precision, int(world)), cell)
                 checks.check_can_run(config)
-            except Unsupported:
+            except (Unsupported, ConfigError):
                 continue
             settled = SettledConfig.of(config, cell, int(world), "cpu")
             yield (size, precision, world, str(cell)), settled
@@ -117,7 +120,7 @@ def main(words: list[str]) -> int:
     todo = list(select_rows(words))
     for i, (name, settled) in enumerate(todo, 1):
         try:
-            row, good = result_row(name, measure_phases(settled, environment))
+            row, good = result_row(name, measure_account(settled, environment).phases)
         except UniparError as e:
             row, good = (*name, f"failed: {str(e).splitlines()[0]}"), False
         took = format_duration(time.monotonic() - began)

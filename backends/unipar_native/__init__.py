@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
 from typing_extensions import override
@@ -17,6 +17,7 @@ from unipar_native.mesh_settings import describe_attention, describe_proof, mesh
 from unipar_native.options import NativeOptions, options_of
 
 if TYPE_CHECKING:
+    from unipar.backend.prediction.rank_part import RankPart
     from unipar.backend.prediction.timeline import OverlapWindow, Prediction, StepTimeline
     from unipar.distributed.world import World
 
@@ -211,9 +212,18 @@ class Native(Backend):
 
     @override
     def predict(self, config: Config, timeline: StepTimeline, ranks: int, *, device: str) -> Prediction:
+        from unipar_native.mesh.predict import predict_mesh
         from unipar_native.prediction.native import predict_native
 
+        if config.parallel.axes.ranks > 1:
+            return predict_mesh(config, timeline, ranks, device=device)
         return predict_native(config, timeline, ranks, device=device)
+
+    @override
+    def split_for_plan(self, part: Part, config: Config) -> Sequence[RankPart]:
+        from unipar_native.mesh.planned import split_model
+
+        return split_model(part, config)
 
     @override
     def plan_split(self, part: Part, config: Config) -> Iterator[str]:

@@ -77,7 +77,7 @@ def test_nothing_fits() -> None:
     assert chosen(far, near, limit=100) == (
         "",
         0,
-        "nothing fits; native/parameters comes nearest, and needs 350 B more with the smallest micro",
+        "nothing fits; native/parameters comes nearest, and needs 350 B more, whatever the micro",
     )
 
 

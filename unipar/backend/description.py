@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -18,6 +18,7 @@ from unipar.errors import Unsupported
 if TYPE_CHECKING:
     from unipar.backend.export import Outline, Script
     from unipar.backend.foreign import ForeignConfigReader
+    from unipar.backend.prediction.rank_part import RankPart
     from unipar.backend.prediction.timeline import OverlapWindow, Prediction, StepTimeline
     from unipar.config import Config
     from unipar.distributed.launchers import Launcher
@@ -136,6 +137,14 @@ class Backend(ABC):
         Only where the device can: on CUDA, and on the CPU as far as its cores are free.
         """
         return {}
+
+    def split_for_plan(self, part: Part, config: Config) -> Sequence[RankPart]:
+        """Return what ranks along the axes of `parallel` have of a part, whose model needs no values, for `predict`.
+
+        Ranks that hold and do the same are one of them.
+        """
+        axes = config.parallel.axes
+        raise Unsupported(self.name, [f"parallel ({axes}) is not planned yet; `unipar compare` measures it"])
 
     @abstractmethod
     def dtypes(self, config: Config) -> Dtypes:

@@ -19,13 +19,12 @@ from unipar.errors import ConfigError, UniparError
 from unipar.utils.text import format_size, parse_bytes
 
 if TYPE_CHECKING:
-    from unipar.backend.prediction.timeline import Payload, Term
+    from unipar.backend.prediction.timeline import Term
     from unipar.planning.machine import Machine
-    from unipar.planning.peaks import PredictedPeak
     from unipar.planning.plan import Plan
     from unipar.planning.planned_cell import PlannedCell
     from unipar.planning.speed import StepSpeed
-    from unipar.training.fake_run.cell_peaks import PredictedCell
+    from unipar.training.fake_run.parts import PredictedStep, TaskTraces
     from unipar.training.fake_run.trace import TracedTask
 
 PlannedDevice = Literal["cpu", "cuda"]
@@ -96,7 +95,7 @@ def plan(
 
 def _import_what_traces() -> None:
     """Import what takes seconds, so that the plan's own seconds do not have it."""
-    import_module("unipar.training.fake_run.trace")
+    import_module("unipar.training.fake_run.parts")
     import_module("torch._dynamo")  # torch's fake tensors ask for it
 
 
@@ -145,7 +144,7 @@ class _Limits:
 class _Forecast:
     """Memory and speed of one cell on a number of ranks, with one size of microbatches."""
 
-    memory: PredictedCell
+    memory: PredictedStep
     speed: StepSpeed | None
 
     @property
@@ -153,13 +152,12 @@ class _Forecast:
         return self.memory.peak
 
 
-def predict_cell(config: Config, cell: Cell, ranks: int, device: PlannedDevice) -> PredictedCell:
+def predict_cell(config: Config, cell: Cell, ranks: int, device: PlannedDevice) -> PredictedStep:
     """Return what a cell needs, for a config that is in it; raise Unsupported if it is not planned."""
-    from unipar.training.fake_run.cell_peaks import predict_traced_cell
-    from unipar.training.fake_run.trace import trace_task
+    from unipar.training.fake_run.parts import TaskTraces
 
     sizes = config.batch.settle(ranks // cell.axes.ranks)
-    return predict_traced_cell(config, cell, ranks, trace_task(config, sizes.micro), sizes, device)
+    return TaskTraces(config, sizes.micro).predict(config, ranks, sizes, device=device)
 
 
 @dataclass(frozen=True)
@@ -167,18 +165,23 @@ class _Planner:
     """A traced task, and what its cells are planned for."""
 
     config: Config
-    traced: TracedTask
+    traces: TaskTraces
     device: PlannedDevice
     limits: _Limits
     machine: Machine | None
 
+    @property
+    def traced(self) -> TracedTask:
+        """The whole model's step."""
+        return self.traces.whole
+
     @classmethod
     def trace(cls, config: Config, device: PlannedDevice, limits: _Limits, machine: Machine | None) -> _Planner:
-        from unipar.training.fake_run.trace import trace_task
+        from unipar.training.fake_run.parts import TaskTraces
 
         micro = config.batch.micro
-        traced = trace_task(config, micro if isinstance(micro, int) else config.batch.settle(1).micro)
-        return cls(config, traced, device, limits, machine)
+        traces = TaskTraces(config, micro if isinstance(micro, int) else config.batch.settle(1).micro)
+        return cls(config, traces, device, limits, machine)
 
     def rows(self, cell: Cell, ranks: int) -> Iterator[PlannedCell]:
         """Yield the row of a cell on so many ranks; none for a cell of one process on several."""
@@ -204,7 +207,7 @@ class _Planner:
                 micro, found = fitting
                 row = replace(row, largest=micro, largest_peak=found.peak, largest_speed=found.speed)
             if limit is not None and now.peak > limit:
-                least = self.predict(moved, ranks, _with_micro(sizes, 1)).peak if fitting is None else None
+                least = self._least(moved, ranks, sizes) if fitting is None else None
                 row = replace(row, least=least)
                 row = replace(row, ways=tuple(self._ways(row, cell, limit)))
         except UniparError as e:
@@ -235,14 +238,11 @@ class _Planner:
 
     def predict(self, config: Config, ranks: int, sizes: BatchSizes) -> _Forecast:
         """Return the memory and the speed of a config in its cell."""
-        from unipar.training.fake_run.cell_peaks import predict_traced_cell
-
         runtime = tuple(_runtime_terms(ranks)) if self.device == "cuda" else ()
-        cell = backend_cells.cell_of(config)
-        memory = predict_traced_cell(config, cell, ranks, self.traced, sizes, self.device, runtime)
+        memory = self.traces.predict(config, ranks, sizes, device=self.device, runtime=runtime)
         speed = None
         if self.machine is not None and (ranks == 1 or memory.sent):
-            speed = self._speed(config, ranks, sizes, memory.phases, memory.sent)
+            speed = self._speed(config, ranks, sizes, memory)
         return _Forecast(memory, speed)
 
     def _speed(
@@ -250,16 +250,15 @@ class _Planner:
         config: Config,
         ranks: int,
         sizes: BatchSizes,
-        phases: Sequence[PredictedPeak],
-        sent: Sequence[Payload],
+        step: PredictedStep,
     ) -> StepSpeed | None:
         from unipar.planning.speed import StepWork, predict_speed
 
         assert self.machine is not None
-        activations, micros = self.traced.activations, sizes.accumulate
+        activations, micros = step.traced.activations, sizes.accumulate
         flops = activations.flops[0] + activations.flops[1] * sizes.micro
         again = activations.recomputed[0] + activations.recomputed[1] * sizes.micro
-        held = next(phase.held for phase in phases if phase.phase == "update")
+        held = next(phase.held for phase in step.phases if phase.phase == "update")
         rewritten = held.get("parameters", 0) + held.get("masters", 0) + held.get("optimizer", 0)
         work = StepWork(
             flops=flops * micros,
@@ -271,7 +270,7 @@ class _Planner:
         )
         overlaps = registry.find_backend(config.backend).overlaps(config)
         axes = config.parallel.axes
-        return predict_speed(self.machine, config.train.precision, work, sent, overlaps, axes, ranks)
+        return predict_speed(self.machine, config.train.precision, work, step.sent, overlaps, axes, ranks)
 
     def _largest(self, config: Config, ranks: int, sizes: BatchSizes, limit: int) -> tuple[int, _Forecast] | None:
         """Return the largest microbatch that fits, among those that divide a rank's share of the batch."""
@@ -293,13 +292,17 @@ class _Planner:
                 high = middle
         return found
 
+    def _least(self, config: Config, ranks: int, sizes: BatchSizes) -> int:
+        """Return the smallest peak: that of the smallest microbatch, or of one alone, which needs no sums beside it."""
+        return min(self.predict(config, ranks, _with_micro(sizes, m)).peak for m in {1, sizes.total // sizes.ranks})
+
     def _ways(self, row: PlannedCell, cell: Cell, limit: int) -> Iterator[str]:
         """Yield what would have to change for a row to fit."""
         if row.largest is not None:
             yield f"micro {row.largest} fits"
             return
         lack = format_size((row.least or row.peak.peak) - limit)
-        yield f"needs {lack} more, with the smallest micro"
+        yield f"needs {lack} more, whatever the micro"
         backend = registry.find_backend(cell.backend)
         for shard in SHARDS[SHARDS.index(cell.shard) + 1 :]:
             other = replace(cell, shard=shard)
@@ -315,12 +318,12 @@ class _Planner:
                 ranks *= 2
 
     def _fits_somehow(self, cell: Cell, ranks: int) -> bool:
-        """Return whether a cell fits with the smallest microbatch."""
+        """Return whether a cell fits with some microbatch."""
         limit = self.limits.bytes
         assert limit is not None
         try:
             moved, sizes = self._settle(cell, ranks)
-            return self.predict(moved, ranks, _with_micro(sizes, 1)).peak <= limit
+            return self._least(moved, ranks, sizes) <= limit
         except UniparError:
             return False
 

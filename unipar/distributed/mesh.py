@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from unipar.errors import TaskError
 
 MESH_AXES = ("pipeline", "data", "context", "tensor")
 """Axes of a mesh, slowest first: ranks of one tensor group are neighbours, stages are farthest from each other."""
@@ -105,3 +108,20 @@ class MeshGroups:
                 group: Any = made.get_group(name)
                 self.axis_of_group[group.group_name] = axis
         return self._meshes[key]
+
+
+@contextmanager
+def fake_groups(mesh: Mesh) -> Generator[MeshGroups]:
+    """Context manager: groups of a mesh without peers, whose collectives move nothing; this process has its seat."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # slow to import, and only plans need it
+
+    if dist.is_initialized():
+        raise TaskError(
+            "plan: a model that is split over tensor, pipeline or context is planned in groups without peers, and this "
+            "process is in a process group already: plan in another process, or before training starts"
+        )
+    dist.init_process_group("fake", rank=mesh.rank_at(), world_size=mesh.ranks, store=FakeStore())
+    try:
+        yield MeshGroups(mesh, "cpu")
+    finally:
+        dist.destroy_process_group()

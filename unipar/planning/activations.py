@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from unipar.backend.prediction.timeline import Moment
+from unipar.backend.prediction.timeline import Moment, Payload
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,29 @@ class AllocatedBlock:
     becomes_gradient: bool = False
     """True if it is the gradient of a parameter from then on, which the backend's terms count."""
 
+    staged: bool = False
+    """True if gloo makes it, on the CPU."""
+
     def size(self, micro: int) -> int:
         """Return its bytes in a microbatch of so many samples."""
         return round(self.base + self.slope * micro)
+
+
+@dataclass(frozen=True)
+class MicrobatchPayload:
+    """Bytes that a microbatch sends along one axis by one collective: `base + slope * micro`."""
+
+    axis: str
+    collective: str
+    base: float
+    slope: float
+    calls: int
+    ranks: int
+
+    def of_step(self, micro: int, microbatches: int) -> Payload:
+        """Return the payload of a step of so many microbatches."""
+        size = round(self.base + self.slope * micro)
+        return Payload(self.axis, self.collective, microbatches * size, microbatches * self.calls, self.ranks)
 
 
 @dataclass(frozen=True)
@@ -54,6 +74,13 @@ class Activations:
 
     operators: int = 0
     """Number of operators that compute something: kernels, about."""
+
+    @cached_property
+    def without_staging(self) -> Activations:
+        """The same without copies that gloo makes."""
+        if not any(block.staged for block in self.blocks):
+            return self
+        return replace(self, blocks=tuple(replace(b, base=0.0, slope=0.0) if b.staged else b for b in self.blocks))
 
     @property
     def ticks(self) -> int:

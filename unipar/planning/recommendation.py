@@ -46,7 +46,7 @@ def _for_ranks(rows: Sequence[PlannedCell], ranks: int, limit: int | None) -> Re
         least = min(rows, key=lambda row: row.least or row.peak.peak)
         lack = format_size((least.least or least.peak.peak) - limit)
         return Recommendation(
-            ranks, None, 0, f"nothing fits; {least.cell} comes nearest, and needs {lack} more with the smallest micro"
+            ranks, None, 0, f"nothing fits; {least.cell} comes nearest, and needs {lack} more, whatever the micro"
         )
     rates = {row.cell: speed.rate for row in fitting if (speed := row.speed_of_fitting(limit)) is not None}
     fast = fitting

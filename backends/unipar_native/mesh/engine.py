@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from typing_extensions import override
@@ -32,7 +32,7 @@ from unipar_native.mesh.block_proof import WholeBlocks, blocks_to_prove, prove_b
 from unipar_native.mesh.context import SequenceSplit
 from unipar_native.mesh.context.attention import Way
 from unipar_native.mesh.pipeline.channel import open_channel
-from unipar_native.mesh.pipeline.stage import Arrival, Stage, hidden_of_input
+from unipar_native.mesh.pipeline.stage import Arrival, Stage
 from unipar_native.mesh.pipeline.torch_schedules import TorchScheduleExecutor, average_over_copies
 from unipar_native.mesh.probe import ModelFacts, WholeModel, look_at_model, names_in_several, whole_gradients
 from unipar_native.mesh.proof import prove
@@ -171,14 +171,9 @@ class MeshEngine(ShardedEngine):
         split = SequenceSplit(part.module, own, self.group("context"), enters=first, leaves=last, attention=way)
         split.arm()
         self._sequences = split
-
-        def tell_length(block: nn.Module, args: Any, kwargs: Any) -> None:
-            split.whole_length = hidden_of_input(args, kwargs).shape[1]
-
-        before_all = part.module.get_submodule(self._blocks[0])
-        before_all.register_forward_pre_hook(tell_length, with_kwargs=True, prepend=True)
+        split.follow_length(part.module.get_submodule(self._blocks[0]))
         if self._stage is not None and not last:
-            self._stage.widen = lambda hidden: hidden.new_zeros((len(hidden), split.whole_length, *hidden.shape[2:]))
+            self._stage.widen = split.widened
 
     def wrap(self, part: Part, config: Config) -> None:
         """Let a library wrap model and optimizer, which has its parameters' parts by now; without one nothing does."""

@@ -136,21 +136,21 @@ def look_at_model(
                 fn(model, batch)
             runs.append((run, time.perf_counter() - run.end))
         run = runs[0][0]
-        blocks = _without_frozen_models(model, blocks)
+        blocks = without_frozen_models(model, blocks)
         if stages == 1:
             first = {kind_of_block(model.get_submodule(name)): name for name in reversed(blocks) if name in run.inputs}
             every = frozenset(name for name, _ in model.named_parameters())
             buffers = {name: 0 for name, _ in model.named_buffers()}
             inputs = {name: run.inputs[name] for name in first.values()}
             return ModelFacts(blocks, [0] * len(blocks), [0, len(blocks)], [every], buffers, block_inputs=inputs)
-        _check_order(run.order, blocks)
+        check_block_order(run.order, blocks)
         seconds = _seconds_of_blocks(model, blocks, [run for run, _ in runs])
         numbers = [sum(p.numel() for p in model.get_submodule(name).parameters()) for name in blocks]
         rest = sum(p.numel() for p in model.parameters()) - sum(numbers)
         after = median(behind for _, behind in runs)
         balance = partial(balanced_cuts, stages, seconds, numbers, last_seconds=after, last_numbers=rest)
         cuts = balance() if given_cuts is None else cuts_at(given_cuts, blocks, stages)
-        trial = _CutTrial(model, blocks, [run.tuples[name] for name in blocks], fn, batch)
+        trial = CutTrial(model, blocks, [run.tuples[name] for name in blocks], fn, batch)
         needs, right = trial.run(cuts)
         if given_cuts is None and not right:
             cuts = balance(places=trial.places(stages))
@@ -195,14 +195,14 @@ def whole_gradients(model: nn.Module, fn: Fn, batch: Any) -> WholeModel:
     return WholeModel(float(loss.detach()), known)
 
 
-def _without_frozen_models(model: nn.Module, blocks: Sequence[str]) -> Sequence[str]:
+def without_frozen_models(model: nn.Module, blocks: Sequence[str]) -> Sequence[str]:
     """Return the blocks that lie beside one that trains: a frozen teacher's blocks are not the model's own."""
     trained = [name for name in blocks if any(p.requires_grad for p in model.get_submodule(name).parameters())]
     beside = {name.rpartition(".")[0] for name in trained}
     return [name for name in blocks if name.rpartition(".")[0] in beside]
 
 
-def _check_order(order: Sequence[str], blocks: Sequence[str]) -> None:
+def check_block_order(order: Sequence[str], blocks: Sequence[str]) -> None:
     """Raise TaskError if the loss does not run the blocks once, in order."""
     order = [name for name in order if name in blocks]
     if order == list(blocks):
@@ -227,7 +227,7 @@ def _seconds_of_blocks(model: nn.Module, blocks: Sequence[str], runs: Sequence[_
 
 
 @dataclass
-class _CutTrial:
+class CutTrial:
     """Runs of the loss, stage after stage, on the one process that has the whole model, in evaluation mode."""
 
     model: nn.Module
@@ -238,7 +238,13 @@ class _CutTrial:
     _loss: float | None = None
 
     def run(self, cuts: Sequence[int]) -> tuple[list[frozenset[str]], bool]:
-        """Return the parameters that each stage uses, and whether the loss is that of the whole model.
+        """Return the parameters that each stage uses, and whether the loss is that of the whole model."""
+        needs, out = self.needs(cuts)
+        whole, split = self._whole_loss(), float(out.detach().sum())
+        return needs, abs(split - whole) <= _SAME_LOSS * max(1.0, abs(whole))
+
+    def needs(self, cuts: Sequence[int]) -> tuple[list[frozenset[str]], Tensor]:
+        """Return the parameters that each stage uses, and the loss; no values are needed.
 
         A stage uses those of its blocks, and others that its output's graph reaches: no backward runs, so that this
         takes no memory for gradients and activations. A parameter outside of blocks
@@ -267,8 +273,7 @@ class _CutTrial:
         unused = set(named) - set().union(*found)
         found[0] |= unused
         found[-1] |= unused
-        whole, split = self._whole_loss(), float(out.detach().sum())
-        return [frozenset(names) for names in found], abs(split - whole) <= _SAME_LOSS * max(1.0, abs(whole))
+        return [frozenset(names) for names in found], out
 
     def places(self, stages: int) -> list[int]:
         """Return the numbers of the blocks with which a stage may begin; raise TaskError if they are too few."""

@@ -50,6 +50,7 @@ def predict_native(
         reshard=shard == "parameters",
         reshard_rest=shard == "parameters" and reshard_rest,
         once=shard == "optimizer",
+        in_copies=over < ranks,
     )
     fp64 = config.train.clipping is not None and config.train.clipping.norm == "fp64"
     return Prediction(tuple(predict_sharded(model)), tuple(sent_by_fsdp2(model, ranks // over, fp64=fp64)))

@@ -38,6 +38,9 @@ class ShardedModel:
     once: bool
     """True if parameters stay gathered, and gradients whole, until the last microbatch of a step."""
 
+    in_copies: bool
+    """True if the mesh has a dimension of copies, be it of one: what was reduced is then kept until backward ends."""
+
     @classmethod
     def of(
         cls,
@@ -49,14 +52,15 @@ class ShardedModel:
         reshard: bool,
         reshard_rest: bool,
         once: bool,
+        in_copies: bool = False,
     ) -> ShardedModel:
         """Return the model with the bytes of its groups."""
         gathered: dict[int, int] = {-1: 0, **dict.fromkeys(range(len(timeline.blocks)), 0)}
         gradients = dict(gathered)
         for p in timeline.parameters:
             elements = padded_elements(p, ranks)
-            gathered[p.block] += elements * p.element_size
-            gradients[p.block] += elements * (MASTER_BYTES if masters else p.element_size) if p.trained else 0
+            gathered[p.block] += elements * (COMPUTING_BYTES if masters else p.element_size)
+            gradients[p.block] += elements * p.element_size if p.trained else 0
         alone = ranks == 1
         return cls(
             timeline,
@@ -68,16 +72,47 @@ class ShardedModel:
             reshard=reshard,
             reshard_rest=reshard_rest,
             once=once,
+            in_copies=in_copies,
         )
 
     @property
-    def stays_gathered(self) -> bool:
-        """True if parameters are gathered already when the last microbatch begins."""
+    def prefetches(self) -> bool:
+        """True if a block is gathered while the one behind it runs backward: FSDP2 forgets their order behind one."""
+        return self.timeline.turn is None or self.timeline.turn.after != "backward"
+
+    @property
+    def frees_blocks(self) -> bool:
+        """True if blocks are gathered once more in backward.
+
+        That is also so if the microbatch before has freed in its backward what this one had gathered in its forward.
+        """
+        return self.reshard or (not self.once and not self.prefetches)
+
+    @property
+    def gathered_before(self) -> bool:
+        """True if an earlier microbatch has left parameters gathered."""
+        turn = self.timeline.turn
+        kept = not self.reshard and turn is not None and turn.phase == turn.after == "forward"
+        return kept or (self.once and self.timeline.follows)
+
+    @property
+    def summed_before(self) -> bool:
+        """True if an earlier microbatch has left gradients whole."""
         return self.once and self.timeline.accumulates
 
+    @property
+    def reduced_before(self) -> bool:
+        """True if gradients of earlier microbatches are there, reduced."""
+        return not self.once and self.timeline.accumulates
 
-MASTER_BYTES: Final = 4
-"""Bytes of an element of an fp32 master, its gradient and its moments."""
+    @property
+    def reduces(self) -> bool:
+        """True if gradients are reduced in this microbatch."""
+        return not self.once or self.timeline.is_last
+
+
+COMPUTING_BYTES: Final = 2
+"""Bytes of an element of a parameter that computes in bf16 beside an fp32 master."""
 
 
 def padded_elements(p: PredictedParameter, ranks: int) -> int:
@@ -92,19 +127,20 @@ def predict_sharded(model: ShardedModel) -> Iterator[Term]:
     yield from buffer_terms(timeline)
     for p in timeline.parameters:
         own = padded_elements(p, model.ranks) // model.ranks
-        yield Term("parameters", p.name, own * (MASTER_BYTES if model.masters else p.element_size))
+        yield Term("parameters", p.name, own * p.element_size)
         if p.trained:
             yield from state_terms(timeline, p, own)
-    if model.stays_gathered:
+    if model.gathered_before:
         for block in (-1, *blocks):
-            until = timeline.at("backward", "finish", block)
+            stays = block < 0 or not model.reduces
+            until = timeline.at("update") if stays else timeline.at("backward", "finish", block)
             yield Term("communication", f"{_name(timeline, block)} gathered", model.gathered[block], 0, until)
     else:
         yield from _gathered_in_forward(model)
         yield from _rest_in_backward(model)
     for block in reversed(blocks):
         yield from _backward_of(model, block)
-    yield from _unsharded_gradients(model, -1, timeline.at("update"))
+    yield from _unsharded_gradients(model, -1, timeline.at("update") if model.reduces else None)
     yield _sharded_gradients(model, -1, timeline.at("update"))
 
 
@@ -124,7 +160,8 @@ def _gathered_in_forward(model: ShardedModel) -> Iterator[Term]:
         if model.masters:
             cast = model.gathered[block] // model.ranks
             yield Term("communication", f"{_name(timeline, block)} shards in bf16", cast, reach, enter)
-        until = timeline.at("forward", "leave", block) if model.reshard else timeline.at("backward", "finish", block)
+        left, ended = timeline.at("forward", "leave", block), timeline.at("backward", "finish", block)
+        until = left if model.frees_blocks else ended
         yield Term("communication", f"{_name(timeline, block)} gathered", model.gathered[block], enter, until)
         before, since = block, reach
     if model.ranks > 1:
@@ -141,7 +178,7 @@ def _rest_in_backward(model: ShardedModel) -> Iterator[Term]:
             yield Term("communication", "rest all-gather", model.gathered[-1], begin, reach)
         if model.staged:
             yield Term("communication", "rest staged", model.gathered[-1], begin, reach)
-    if model.reshard and last >= 0 and model.gathered[-1]:
+    if model.frees_blocks and model.prefetches and last >= 0 and model.gathered[-1]:
         if model.ranks > 1:
             until = timeline.at("backward", "reach", last)
             yield Term("communication", f"{_name(timeline, last)} all-gather", model.gathered[last], reach, until)
@@ -161,13 +198,22 @@ def _backward_of(model: ShardedModel, block: int) -> Iterator[Term]:
     """
     timeline, size, name = model.timeline, model.gathered[block], _name(model.timeline, block)
     reach, finish, leave = (timeline.at("backward", what, block) for what in ("reach", "finish", "leave"))
-    if model.reshard and not model.stays_gathered:
-        if model.ranks > 1 and block < _last_block(timeline):
+    if model.frees_blocks and not model.gathered_before:
+        if not model.prefetches:
+            asked, reach = reach, timeline.at("backward", "enter", block)
+            if model.ranks > 1:
+                yield Term("communication", f"{name} all-gather", size, asked, reach)
+            if model.staged:
+                yield Term("communication", f"{name} staged", size, asked, reach)
+        elif model.ranks > 1 and block < _last_block(timeline):
             asked, enter = (timeline.at("backward", what, block + 1) for what in ("reach", "enter"))
             yield Term("communication", f"{name} all-gather", size, asked, reach)
             if model.staged:
                 yield Term("communication", f"{name} staged", size, asked, enter)
         yield Term("communication", f"{name} gathered", size, reach, finish)
+    if not model.reduces:
+        yield from _unsharded_gradients(model, block, None)
+        return
     whole = model.gradient_bytes[block]
     until = timeline.at("backward", "finish", block - 1) if block else timeline.at("update")
     yield Term("communication", f"{name} reduce-scatter", whole, finish, until)
@@ -175,25 +221,26 @@ def _backward_of(model: ShardedModel, block: int) -> Iterator[Term]:
         yield Term("communication", f"{name} reduce-scatter staged", whole, finish, leave)
     reduced = finish if model.staged else leave
     yield from _unsharded_gradients(model, block, reduced)
-    if timeline.accumulates and not model.once:
-        yield Term("communication", f"{name} reduced", whole // model.ranks, finish, leave)
+    if model.reduced_before:
+        end = timeline.at("update") if model.in_copies else leave
+        yield Term("communication", f"{name} reduced", whole // model.ranks, finish, end)
     yield _sharded_gradients(model, block, reduced)
 
 
 def _sharded_gradients(model: ShardedModel, block: int, reduced: int) -> Term:
     """Return a group's gradients of one rank, which are there from the first microbatch on, or once reduced."""
     timeline = model.timeline
-    since = 0 if timeline.accumulates and not model.once else reduced
+    since = 0 if model.reduced_before else reduced
     size = model.gradient_bytes[block] // model.ranks
     return Term("gradients", _name(timeline, block), size, since, timeline.at("steady"))
 
 
-def _unsharded_gradients(model: ShardedModel, block: int, until: int) -> Iterator[Term]:
+def _unsharded_gradients(model: ShardedModel, block: int, until: int | None) -> Iterator[Term]:
     """Yield a group's gradients before they are summed up; in fp32 if earlier microbatches' are kept with them."""
     for number, p in enumerate(model.timeline.parameters):
         if p.block == block and p.trained:
-            kept = p.numel * MASTER_BYTES if model.masters and model.stays_gathered else p.size
-            since = 0 if model.stays_gathered else model.timeline.gradient_at(number)
+            kept = p.numel * COMPUTING_BYTES if model.masters and not model.summed_before else p.size
+            since = 0 if model.summed_before else model.timeline.gradient_at(number)
             yield Term("gradients", f"{p.name}, not reduced", kept, since, until)
 
 

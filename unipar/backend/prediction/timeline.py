@@ -70,6 +70,9 @@ class PredictedParameter:
     viewed: bool = False
     """True if autograd keeps a view of it from forward to backward, as of a Linear's weight, and so its memory."""
 
+    stages: int = 1
+    """Number of stages of a pipeline that have it, whose gradients are added up."""
+
     @property
     def numel(self) -> int:
         """Number of elements."""
@@ -79,6 +82,20 @@ class PredictedParameter:
     def size(self) -> int:
         """Bytes."""
         return self.numel * self.element_size
+
+
+class TurnOfStep(NamedTuple):
+    """State of a step in which a stage of a pipeline takes up a microbatch."""
+
+    phase: PredictedPhase
+    in_flight: int
+    """Other microbatches whose forward has ended, and whose backward has not begun."""
+
+    ended: int
+    """Microbatches whose backward has ended."""
+
+    after: Literal["", "forward", "backward"] = ""
+    """Turn before; empty: there is none."""
 
 
 @dataclass(frozen=True)
@@ -111,10 +128,23 @@ class StepTimeline:
 
     modules: tuple[PredictedModule, ...] = ()
 
+    turn: TurnOfStep | None = None
+    """Which microbatch it is, in a pipeline; None: the last, and all of the others have ended."""
+
     @property
     def accumulates(self) -> bool:
-        """True if other microbatches came before it in the step."""
-        return self.microbatches > 1
+        """True if other microbatches ended before it in the step."""
+        return self.microbatches > 1 if self.turn is None else self.turn.ended > 0
+
+    @property
+    def follows(self) -> bool:
+        """True if other microbatches began before it in the step."""
+        return self.microbatches > 1 if self.turn is None else self.turn.ended + self.turn.in_flight > 0
+
+    @property
+    def is_last(self) -> bool:
+        """True if no microbatch follows whose gradients are added."""
+        return self.turn is None or self.turn.ended == self.microbatches - 1
 
     def at(self, phase: PredictedPhase, what: MomentKind = "begin", block: int = -1) -> int:
         """Return the position of such a moment; where it does not happen, of the phase's begin, in backward of its end.

@@ -58,18 +58,17 @@ def predict_microbatches(task: Task, run: Path) -> None:
     from unipar.config.settled import SettledConfig
     from unipar.errors import UniparError
     from unipar.run_folder.layout import read_launch_file
-    from unipar.training.fake_run.cell_peaks import predict_peaks_by_micro
-    from unipar.training.fake_run.trace import trace_task
+    from unipar.training.fake_run.parts import TaskTraces, predict_peaks_by_micro
 
     if task.defines("prepare"):
         task.prepare()
     jobs = read_launch_file(run)["plan"]
     worlds = [SettledConfig.from_json(job["config"], job["settled"]) for job in jobs]
-    traced = trace_task(worlds[0].config, _SAMPLES_TO_TRACE, task)
+    traces = TaskTraces(worlds[0].config, _SAMPLES_TO_TRACE, task)
     answers: list[dict[str, Any]] = []
     for settled, job in zip(worlds, jobs, strict=True):
         try:
-            peaks, refused = predict_peaks_by_micro(settled, traced, job["micros"]), ""
+            peaks, refused = predict_peaks_by_micro(settled, traces, job["micros"]), ""
         except UniparError as e:
             peaks, refused = {}, str(e).replace("\n", " ")
         answers.append({"peaks": peaks, "refused": refused})

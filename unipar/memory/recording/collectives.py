@@ -51,6 +51,9 @@ class CollectiveCounter(TorchDispatchMode):
     def __init__(self, traffic: Traffic, mesh: Mesh) -> None:
         super().__init__()
         self._traffic, self._mesh = traffic, mesh
+        self.calls: Counter[tuple[str, str]] = Counter()
+        """Number of calls by axis and collective."""
+
         self._axis_of_group: dict[str, str | None] = {}
 
     @override
@@ -60,7 +63,8 @@ class CollectiveCounter(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         kind = collective_of(func._schema.name)
         if kind is not None and (axis := self._axis(func._schema, args, kwargs or {})) is not None:
-            self._traffic[axis, kind] += max(_tensor_bytes(part) for part in (*args[:2], out))
+            self._traffic[axis, kind] += payload_of_call(args, out)
+            self.calls[axis, kind] += 1
         return out
 
     def _axis(self, schema: Any, args: Any, kwargs: Any) -> str | None:
@@ -104,6 +108,11 @@ def collective_of(operator: str) -> str | None:
     if space not in _NAMESPACES:
         return None
     return next((kind for begins, kind in _COLLECTIVE_OF_PREFIX.items() if name.startswith(begins)), None)
+
+
+def payload_of_call(args: Any, out: Any) -> int:
+    """Return the payload of a call of such an operator: the larger of what it is given and what it returns."""
+    return max(_tensor_bytes(part) for part in (*args[:2], out))
 
 
 def _tensor_bytes(part: Any) -> int:

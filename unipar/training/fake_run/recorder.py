@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple, final
+from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from unipar.backend.prediction.timeline import Moment, MomentKind, PredictedPhase
+from unipar.memory.recording.collectives import collective_of, payload_of_call
 
 
 def _attention_forward(query: Any, key: Any, value: Any, *rest: Any, **more: Any) -> int:
@@ -55,6 +56,15 @@ class FakeBlock:
 
     is_gradient: bool = False
     """True if it became the gradient of a parameter, when it died."""
+
+    is_staged: bool = False
+    """True if it is a copy that gloo makes of what it sends, on the CPU."""
+
+
+STAGED = "copied by gloo"
+
+_STAGED: Final = ("all_gather", "reduce_scatter")
+"""Collectives whose tensors gloo copies."""
 
 
 class Work(NamedTuple):
@@ -169,7 +179,15 @@ class StepRecorder(TorchDispatchMode):
         for t in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(t, Tensor):
                 self._see(t, func)
+        if (kind := collective_of(func._schema.name)) in _STAGED:
+            self._stage(kind, payload_of_call(args, out))
         return out
+
+    def _stage(self, kind: str, size: int) -> None:
+        """Record a copy of what a collective sends, which is there while it runs."""
+        where = self._modules[-1] if self._modules else ""
+        self.blocks.append(FakeBlock(size, f"{kind}, {STAGED}", where, self.ticks, self.ticks, is_staged=True))
+        self.ticks += 1
 
     def _see(self, t: Tensor, func: Any) -> None:
         storage = t.untyped_storage()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,8 +16,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from unipar.backend.precision import autocast_dtype, batch_dtype
+from unipar.backend.prediction.rank_part import RankPart
 from unipar.config import Config
 from unipar.engines.forward import ForwardCall, OpaqueBatch
+from unipar.memory.recording.collectives import CollectiveCounter
 from unipar.training.fake_run.recorder import ATTENTION_ON_CPU, StepRecord, StepRecorder
 
 
@@ -28,6 +31,12 @@ class FakeStep:
     record: StepRecord
     batch: int
     """Bytes of the batch."""
+
+    sent: Mapping[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
+    """Payload bytes by axis and collective."""
+
+    calls: Mapping[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
+    """Number of calls of each."""
 
 
 @contextmanager
@@ -53,8 +62,12 @@ def trace_step(
     micro: int,
     config: Config,
     mode: FakeTensorMode,
+    part: RankPart | None = None,
 ) -> FakeStep:
-    """Run the task's loss on a fake batch, and its backward; return what was allocated. `model` is fake, too."""
+    """Run the task's loss on a fake batch, and its backward; return what was allocated. `model` is fake, too.
+
+    `part`: what a rank has of the model, already in its place.
+    """
     precision = config.train.precision
     call = ForwardCall(model, torch.device("cpu"), autocast=autocast_dtype(precision), cast=batch_dtype(precision))
 
@@ -64,17 +77,38 @@ def trace_step(
     with mode:
         fake = tree_map(faked, batch)
     given = [x for x in tree_leaves(fake) if isinstance(x, Tensor)]
-    counter = FlopCounterMode(display=False, custom_mapping=dict(ATTENTION_ON_CPU))
-    recorder = StepRecorder([*model.parameters(), *model.buffers(), *given], counter.get_total_flops)
-    with _only_asked_collection(), recorder.follow(model, blocks), mode, counter, recorder:
+    flops = FlopCounterMode(display=False, custom_mapping=dict(ATTENTION_ON_CPU))
+    flops.mod_tracker = _NoModules()  # pyright: ignore[reportAttributeAccessIssue] - its hooks keep parts of the graph
+    recorder = StepRecorder([*model.parameters(), *model.buffers(), *given], flops.get_total_flops)
+    traffic = Counter[tuple[str, str]]()
+    counter = None if part is None else CollectiveCounter(traffic, part.mesh)
+    with ExitStack() as stack:
+        stack.enter_context(_only_asked_collection())
+        stack.enter_context(recorder.follow(model, blocks))
+        stack.enter_context(nullcontext() if part is None else part.armed())
+        for entered in (mode, flops, *([] if counter is None else [counter]), recorder):
+            stack.enter_context(entered)
         recorder.begin("forward")
-        value = call(loss, OpaqueBatch(fake))
+        opaque = OpaqueBatch(fake)
+        out = call(loss, opaque) if part is None else part.forward(call, loss, opaque)
         recorder.begin("backward")
-        value.backward()
+        out.backward() if part is None else part.backward(out)
         recorder.note("finish")
-        del value
+        del out
         recorder.begin("update")
         recorder.begin("steady")
     for p in model.parameters():
         p.grad = None
-    return FakeStep(micro, recorder.record(), sum(x.untyped_storage().nbytes() for x in given))
+    return FakeStep(
+        micro,
+        recorder.record(),
+        sum(x.untyped_storage().nbytes() for x in given),
+        traffic,
+        {} if counter is None else counter.calls,
+    )
+
+
+class _NoModules(nullcontext[None]):
+    """Stand-in for the counter's list of modules that run now: all operations count to none in particular."""
+
+    parents = frozenset({"Global"})

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -14,16 +14,18 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from unipar.backend.precision import parameter_dtype
+from unipar.backend.prediction.rank_part import RankPart
 from unipar.backend.prediction.timeline import PredictedModule, PredictedParameter, StepTimeline
 from unipar.config import BatchSizes, Config
 from unipar.data.dataset import training_data_source
 from unipar.engines.placement import replace_parameters
 from unipar.errors import TaskError
 from unipar.model.blocks import find_blocks
-from unipar.model.create import ONLY_PART, cast_if_float, check_parts
+from unipar.model.create import cast_if_float, check_parts
 from unipar.model.optimizer import OptimizerFactory, parameter_groups
 from unipar.model.transforms import apply_transforms
-from unipar.planning.activations import Activations, AllocatedBlock
+from unipar.planning.activations import Activations, AllocatedBlock, MicrobatchPayload
+from unipar.planning.stages import PlannedStage
 from unipar.task import Task
 from unipar.training.fake_run.recorder import FakeBlock, owners_of_parameters
 from unipar.training.fake_run.repeats import KEPT, ShortModel, find_equal_blocks
@@ -53,29 +55,115 @@ class TracedTask:
     checkpoint: int | None = None
     """Bytes of tensors in a checkpoint; None if the optimizer cannot be tried without values."""
 
+    sent: tuple[MicrobatchPayload, ...] = ()
+    """Bytes that a microbatch sends along the axes of a mesh."""
+
+    stage: PlannedStage | None = None
+    """Stage of a pipeline; None: there is none."""
+
+
+@dataclass(frozen=True)
+class FakeTask:
+    """A task with its model on tensors without memory, ready to be traced."""
+
+    task: Task
+    name: str
+    """Name of the model's part."""
+
+    model: nn.Module
+    blocks: Sequence[str]
+    config: Config
+    mode: FakeTensorMode
+    states: _OptimizerStates
+    element_sizes: Mapping[str, int]
+    """Bytes of an element of each parameter, before bf16 takes its place beside an fp32 master."""
+
+    data: Any
+    micro: int
+    """Samples of the smallest microbatch that is traced."""
+
+    checkpoint: int | None
+    _batches: dict[int, Any] = field(default_factory=dict[int, Any])
+
+    def batch(self, count: int) -> Any:
+        """Return a microbatch of so many samples, with its values; each is read once."""
+        if count not in self._batches:
+            sizes = BatchSizes(total=count, micro=count, accumulate=1, ranks=1)
+            with user_errors_as_task_errors("data()"):
+                self._batches[count] = read_first_microbatch(self.task, self.data, self.config, sizes)
+        return self._batches[count]
+
+    def trace(self, count: int, part: RankPart | None = None, blocks: Sequence[str] | None = None) -> FakeStep:
+        """Run a microbatch of so many samples; `blocks`: those that are there, if not all."""
+        own = (blocks or self.blocks) if part is None else part.blocks
+        batch = self.batch(count)
+        with user_errors_as_task_errors("loss()"), explain_values("loss()"):
+            return trace_step(self.model, own, self.task.loss, batch, count, self.config, self.mode, part)
+
+    def timeline(
+        self, blocks: Sequence[str], step: FakeStep, stages_of: Mapping[str, int] | None = None
+    ) -> StepTimeline:
+        """Return a step of the model as it is now, for closed forms.
+
+        `stages_of`: number of stages that have a parameter, by its name, where several do.
+        """
+        owners = owners_of_parameters(self.model, blocks)
+        numbers = {id(p): number for number, p in enumerate(self.model.parameters())}
+        return StepTimeline(
+            parameters=tuple(
+                PredictedParameter(
+                    name,
+                    tuple(p.shape),
+                    self.element_sizes.get(name, p.element_size()),
+                    p.requires_grad,
+                    owners.get(name, -1),
+                    self.states.sizes.get(name, ()),
+                    self.states.groups.get(name, 0),
+                    name in step.record.viewed,
+                    (stages_of or {}).get(name, 1),
+                )
+                for name, p in self.model.named_parameters()
+            ),
+            buffers={name: b.untyped_storage().nbytes() for name, b in self.model.named_buffers()},
+            blocks=tuple(blocks),
+            moments=tuple(moment for _, moment in step.record.moments),
+            modules=tuple(
+                PredictedModule(
+                    name, tuple(numbers[id(p)] for p in m.parameters(recurse=False)), name in step.record.passing
+                )
+                for name, m in self.model.named_modules()
+            ),
+        )
+
 
 def trace_task(config: Config, micro: int, task: Task | None = None) -> TracedTask:
     """Return a step of a task; raise TaskError, with the operation, if it needs values of tensors.
 
     `task`: None for the config's own.
     """
+    return trace_whole(fake_task(config, micro, task))
+
+
+def fake_task(config: Config, micro: int, task: Task | None = None) -> FakeTask:
+    """Return a task on tensors without memory; raise TaskError if its model needs values.
+
+    `task`: None for the config's own.
+    """
     task = task or load_task(config)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with user_errors_as_task_errors("model()"), mode, _explain_values("model()"):
+    with user_errors_as_task_errors("model()"), mode, explain_values("model()"):
         parts = check_parts(task.model())
         if len(parts) > 1:
             raise TaskError(f"plan: model() returned several parts ({', '.join(parts)}), and a plan has one model")
-        model = parts[ONLY_PART] if ONLY_PART in parts else next(iter(parts.values()))
-        checkpoint = checkpoint_bytes(task, {ONLY_PART: model}, config)
+        ((name, model),) = parts.items()
+        checkpoint = checkpoint_bytes(task, {name: model}, config)
     blocks = find_blocks(model, config, given=task.blocks(model))
     masters = config.train.precision == "bf16-master"
     with mode:
         _cast_parameters(model, torch.float32 if masters else parameter_dtype(config.train.precision))
-    with _explain_values("the optimizer's step"):
+    with explain_values("the optimizer's step"):
         states = _optimizer_states(task, model, config, mode)
-    names = {id(p): number for number, p in enumerate(model.parameters())}
-    own = {name: tuple(names[id(p)] for p in m.parameters(recurse=False)) for name, m in model.named_modules()}
-    element_sizes = [p.element_size() for p in model.parameters()]
+    element_sizes = {name: p.element_size() for name, p in model.named_parameters()}
     if masters:  # the optimizer steps fp32 copies of what computes in bf16
         with mode:
             _cast_parameters(model, torch.bfloat16)
@@ -83,43 +171,25 @@ def trace_task(config: Config, micro: int, task: Task | None = None) -> TracedTa
     with user_errors_as_task_errors("data()"):
         data = task.data()
         micro = _samples_to_trace(task, data, config, micro)
-        batches = {n * micro: _read_microbatch(task, data, config, n * micro) for n in (1, 2, 3)}
-    with user_errors_as_task_errors("weight()"):
-        weight = task.weight(batches[micro])
-    with user_errors_as_task_errors("loss()"), _explain_values("loss()"):
-        first, second, third = _trace_steps(
-            lambda names, count: trace_step(model, names, task.loss, batches[count], count, config, mode),
-            model,
-            blocks,
-            tuple(batches),
-        )
+    return FakeTask(task, name, model, blocks, config, mode, states, element_sizes, data, micro, checkpoint)
+
+
+def trace_whole(fake: FakeTask) -> TracedTask:
+    """Return a step of the whole model."""
+    first, second, third = _trace_steps(fake)
     activations = combine_steps(first, second)
-    _refuse_repeated_blocks(blocks, activations)
-    owners = owners_of_parameters(model, blocks)
-    timeline = StepTimeline(
-        parameters=tuple(
-            PredictedParameter(
-                name,
-                tuple(p.shape),
-                element_sizes[number],
-                p.requires_grad,
-                owners.get(name, -1),
-                states.sizes.get(name, ()),
-                states.groups.get(name, 0),
-                name in first.record.viewed,
-            )
-            for number, (name, p) in enumerate(model.named_parameters())
-        ),
-        buffers={name: b.untyped_storage().nbytes() for name, b in model.named_buffers()},
-        blocks=tuple(blocks),
-        moments=tuple(moment for _, moment in activations.moments),
-        modules=tuple(
-            PredictedModule(name, own.get(name, ()), name in first.record.passing) for name, _ in model.named_modules()
-        ),
+    refuse_repeated_blocks(fake.blocks, activations)
+    with user_errors_as_task_errors("weight()"):
+        weight = fake.task.weight(fake.batch(fake.micro))
+    return TracedTask(
+        fake.timeline(fake.blocks, first),
+        activations,
+        sum(p.numel() for p in fake.model.parameters()),
+        even=_is_even(activations, third),
+        fused=fake.states.fused,
+        units=None if weight is None else float(weight) / fake.micro,
+        checkpoint=fake.checkpoint,
     )
-    count, even = sum(p.numel() for p in model.parameters()), _is_even(activations, third)
-    units = None if weight is None else float(weight) / micro
-    return TracedTask(timeline, activations, count, even=even, fused=states.fused, units=units, checkpoint=checkpoint)
 
 
 def _cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
@@ -156,7 +226,7 @@ def _samples_to_trace(task: Task, data: Any, config: Config, micro: int) -> int:
     return length // 3
 
 
-def _refuse_repeated_blocks(blocks: Sequence[str], activations: Activations) -> None:
+def refuse_repeated_blocks(blocks: Sequence[str], activations: Activations) -> None:
     """Raise TaskError if a block runs more than once in a forward: each has one time at which it is gathered."""
     entered = Counter(m.block for _, m in activations.moments if (m.phase, m.what) == ("forward", "enter"))
     if twice := next((blocks[block] for block, times in entered.items() if times > 1), ""):
@@ -166,28 +236,22 @@ def _refuse_repeated_blocks(blocks: Sequence[str], activations: Activations) -> 
         )
 
 
-def _trace_steps(
-    trace: Callable[[Sequence[str], int], FakeStep], model: nn.Module, blocks: Sequence[str], counts: Sequence[int]
-) -> list[FakeStep]:
-    """Return a step with a microbatch of each of these numbers of samples.
+def _trace_steps(fake: FakeTask) -> list[FakeStep]:
+    """Return a step with a microbatch, and with one twice and three times as large.
 
     Of equal blocks only some run, if they stand for the others: one more is added, and must use memory as expected.
     """
+    counts, model, blocks = [n * fake.micro for n in (1, 2, 3)], fake.model, fake.blocks
     if equal := find_equal_blocks(model, blocks):
         short, longer = (ShortModel(model, blocks, equal, kept) for kept in (KEPT, KEPT + 1))
         with suppress(Exception):  # the model needs all blocks: they run below, and tell what is wrong
             with longer.open():
-                expected = trace(longer.blocks, counts[0])
+                expected = fake.trace(fake.micro, blocks=longer.blocks)
             with short.open():
-                steps = [trace(short.blocks, count) for count in counts]
+                steps = [fake.trace(count, blocks=short.blocks) for count in counts]
             if short.stands_for(longer, steps[0].record, expected.record):
                 return [replace(step, record=short.extended(step.record)) for step in steps]
-    return [trace(blocks, count) for count in counts]
-
-
-def _read_microbatch(task: Task, data: Any, config: Config, count: int) -> Any:
-    sizes = BatchSizes(total=count, micro=count, accumulate=1, ranks=1)
-    return read_first_microbatch(task, data, config, sizes)
+    return [fake.trace(count) for count in counts]
 
 
 def _optimizer_states(task: Task, model: nn.Module, config: Config, mode: FakeTensorMode) -> _OptimizerStates:
@@ -223,7 +287,6 @@ def _optimizer_states(task: Task, model: nn.Module, config: Config, mode: FakeTe
 def combine_steps(first: FakeStep, second: FakeStep) -> Activations:
     """Return what a microbatch of any size allocates, from two that differ in their number of samples."""
     a, b = first.record, second.record
-    more = second.micro - first.micro
     same = [_what(x) for x in a.blocks] == [_what(x) for x in b.blocks] and a.moments == b.moments
     if not same:
         raise TaskError(
@@ -232,11 +295,12 @@ def combine_steps(first: FakeStep, second: FakeStep) -> Activations:
         )
 
     def line(x: int, y: int) -> tuple[float, float]:
-        slope = (y - x) / more
-        return x - slope * first.micro, slope
+        return line_through((first.micro, x), (second.micro, y))
 
     blocks = [
-        AllocatedBlock(*line(x.size, y.size), x.operation, x.where, x.born, _earlier(x.died, y.died), x.is_gradient)
+        AllocatedBlock(
+            *line(x.size, y.size), x.operation, x.where, x.born, _earlier(x.died, y.died), x.is_gradient, x.is_staged
+        )
         for x, y in zip(a.blocks, b.blocks, strict=True)
     ]
     work, of_more = a.work, b.work
@@ -248,6 +312,12 @@ def combine_steps(first: FakeStep, second: FakeStep) -> Activations:
         line(work.recomputed, of_more.recomputed),
         work.operators,
     )
+
+
+def line_through(first: tuple[int, int], second: tuple[int, int]) -> tuple[float, float]:
+    """Return base and slope of the line through two points, each a number of samples and a size."""
+    slope = (second[1] - first[1]) / (second[0] - first[0])
+    return first[1] - slope * first[0], slope
 
 
 def _what(block: FakeBlock) -> tuple[object, ...]:
@@ -268,7 +338,7 @@ def _is_even(activations: Activations, third: FakeStep) -> bool:
 
 
 @contextmanager
-def _explain_values(what: str) -> Generator[None]:
+def explain_values(what: str) -> Generator[None]:
     """Context manager: turn an error of fake tensors, which have no values, into a TaskError with the operation."""
     try:
         yield

@@ -22,6 +22,7 @@ from unipar_native.mesh.context.arguments import Arguments, position_dimension
 from unipar_native.mesh.context.attention import SequenceLayout, Way, gather_sequence
 from unipar_native.mesh.context.inside import BetweenBlocks, InsideBlock, Pass
 from unipar_native.mesh.context.trial import examine
+from unipar_native.mesh.pipeline.stage import hidden_of_input
 from unipar_native.mesh.sequence.parts import joined
 from unipar_native.mesh.state_kept import kept_attributes
 
@@ -39,11 +40,13 @@ class SequenceSplit:
         enters: bool = True,
         leaves: bool = True,
         attention: Way = "auto",
+        examines: bool = True,
     ) -> None:
         """Take the blocks of this rank, in the order in which they run.
 
         `enters`: the first of them takes whole hidden states, which are cut; if not, it takes this rank's part, and
-        `whole_length` tells the length. `leaves`: the last of them puts out whole hidden states.
+        `whole_length` tells the length. `leaves`: the last of them puts out whole hidden states. `examines`: each block
+        is tried once, which needs values.
         """
         if not blocks:
             raise TaskError(
@@ -53,6 +56,7 @@ class SequenceSplit:
         self.names, self.blocks = list(blocks), [model.get_submodule(name) for name in blocks]
         self.group, self.enters, self.leaves = group, enters, leaves
         self.attention: Way = attention
+        self._examines = examines
         self.whole_length = 0
         """Length of the whole sequence, told before each pass where `enters` is false."""
 
@@ -91,6 +95,18 @@ class SequenceSplit:
         if self._again in transforms.SURROUNDINGS:
             transforms.SURROUNDINGS.remove(self._again)
         self._handles, self._plain, self._run = [], [], None
+
+    def follow_length(self, first: nn.Module) -> Callable[[], None]:
+        """Take the length of the whole sequence from what the model's first block is given; return what undoes it."""
+
+        def tell(block: nn.Module, args: Any, kwargs: Any) -> None:
+            self.whole_length = hidden_of_input(args, kwargs).shape[1]
+
+        return first.register_forward_pre_hook(tell, with_kwargs=True, prepend=True).remove
+
+    def widened(self, hidden: Tensor) -> Tensor:
+        """Return zeros as wide as hidden states of the whole sequence."""
+        return hidden.new_zeros((len(hidden), self.whole_length, *hidden.shape[2:]))
 
     def run_loss(self, fn: Fn, model: nn.Module, batch: Any) -> Any:
         """Return `fn(model, batch)`, with dropout between blocks as one process draws it."""
@@ -188,7 +204,7 @@ class SequenceSplit:
         """Raise a TaskError if the block cannot run on a part of the sequence; each block is looked at once."""
         name, block, run = self.names[index], self.blocks[index], self._run
         assert run is not None
-        if (name, block.training) in self._examined or run.layout.ranks == 1:
+        if not self._examines or (name, block.training) in self._examined or run.layout.ranks == 1:
             return
 
         def dimension(tensor: Tensor) -> int | None:

@@ -186,15 +186,21 @@ def _packing(again: _Again, whole: Tensor, outer: Any) -> Callable[[Tensor], Any
 
     All else is for the hooks around these, which torch would not call.
     """
-    memory, dtype = whole.untyped_storage().data_ptr(), whole.dtype
+    memory, dtype = _storage_of(whole), whole.dtype
 
     def pack(x: Tensor) -> Any:
-        if x.untyped_storage().data_ptr() != memory or x.dtype != dtype or not x.numel():
+        if _storage_of(x) != memory or x.dtype != dtype or not x.numel():
             return x if outer is None else (outer[0](x),)
         again.kept += 1
         return again, x.shape, x.stride(), x.storage_offset()
 
     return pack
+
+
+def _storage_of(x: Tensor) -> int:
+    """Return what identifies the storage of a tensor while it lives; fake tensors have no address."""
+    storage: Any = x.untyped_storage()
+    return storage._cdata
 
 
 def _unpack(outer: Any, packed: Any) -> Tensor:

@@ -14,6 +14,7 @@ from typing_extensions import override
 from unipar.errors import TaskError
 from unipar_native.mesh.sequence.collectives import GatheredInput, Span, join_sequence, scatter_sum, split_sequence
 from unipar_native.mesh.tensor.cuts import SequencePlan
+from unipar_native.mesh.tensor.subclass import as_subclass
 
 _plainly: Any = torch._C.DisableTorchFunctionSubclass  # pyright: ignore[reportPrivateUsage]
 _ATTRIBUTES_OF_WHOLE = {"shape", "T", "mT", "H", "mH", "data", "real", "imag", "grad"}
@@ -39,7 +40,7 @@ class CutSequence(Tensor):
     @staticmethod
     def of(part: Tensor, dim: int, span: Span) -> CutSequence:
         """Return the hidden states of which this is a part along `dim`."""
-        made = part.as_subclass(CutSequence)
+        made = as_subclass(part, CutSequence)
         made.source, made.cut_dim, made.span, made._whole = part, dim % part.ndim, span, None
         return made
 
@@ -154,13 +155,16 @@ class BlockParts:
         return scatter_sum(partial, dim, self.span)
 
 
-def join_before(block: nn.Module) -> None:
-    """Let a block that takes no parts get whole hidden states; to be called when a library's hooks are on."""
+def join_before(block: nn.Module) -> Callable[[], None]:
+    """Let a block that takes no parts get whole hidden states; to be called when a library's hooks are on.
+
+    Returns what takes it back.
+    """
 
     def join(_: nn.Module, args: Any, kwargs: Any) -> Any:
         return tree_map(joined, (args, kwargs))
 
-    block.register_forward_pre_hook(join, with_kwargs=True, prepend=True)
+    return block.register_forward_pre_hook(join, with_kwargs=True, prepend=True).remove
 
 
 def hook_parts(block: nn.Module) -> list[Callable[[], None]]:

@@ -16,6 +16,7 @@ from unipar.errors import TaskError
 from unipar_native.mesh.sequence.parts import joined
 from unipar_native.mesh.tensor.collectives import enter, leave
 from unipar_native.mesh.tensor.cuts import Cut, ParameterCut
+from unipar_native.mesh.tensor.subclass import as_subclass
 
 _plainly: Any = torch._C.DisableTorchFunctionSubclass  # pyright: ignore[reportPrivateUsage]
 
@@ -110,7 +111,7 @@ class CutLogits(Tensor):
     @staticmethod
     def of(local: Tensor, dim: int, group: dist.ProcessGroup) -> Any:
         """Return the logits of which these are a part along `dim`."""
-        made = local.as_subclass(CutLogits)
+        made = as_subclass(local, CutLogits)
         made._dim, made._group = dim % local.ndim, group
         return made
 

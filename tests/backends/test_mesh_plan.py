@@ -1,0 +1,187 @@
+"""Ranks of a mesh as `unipar plan` has them: the engine's own splits on tensors without values, without peers."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import unipar
+from unipar.backend import registry
+from unipar.backend.cells import config_in_cell, expand_cell_patterns
+from unipar.backend.prediction.timeline import Payload, StepTimeline, TurnOfStep
+from unipar.config import Config
+from unipar.config.source import load_given_config
+from unipar.distributed.mesh import Mesh, fake_groups
+from unipar.errors import TaskError, Unsupported
+from unipar.training.fake_run.parts import PredictedStep, TaskTraces
+from unipar.training.fake_run.trace import TracedTask
+
+TASK = """
+from examples.char_gpt import CharGPT
+
+class Small(CharGPT):
+    text = "".join(map(chr, range(96))) * 8
+"""
+HIDDEN = 8 * 16 * 4
+"""Bytes of a sample's hidden states."""
+
+HEADER = 12 * 8 + 5056
+"""Bytes of a message before hidden states: numbers, and the state of a generator."""
+
+TIED = 96 * 16 * 4
+"""Bytes of the embedding, which is the head as well."""
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    file = tmp_path_factory.mktemp("task") / "small.py"
+    file.write_text(TASK, "utf-8")
+    return {
+        "task": {"use": f"{file}:Small", "args": {"layers": 3, "width": 16, "heads": 2, "context": 8}},
+        "device": "cpu",
+        "batch": {"total": 8, "micro": 2},
+        "train": {"steps": 1},
+    }
+
+
+@pytest.fixture(scope="module")
+def traces(given: dict[str, Any]) -> TaskTraces:
+    return TaskTraces(load_given_config(given).config, 2)
+
+
+def in_cell(name: str, ranks: int) -> Config:
+    (cell,) = expand_cell_patterns((name,))
+    given = {"task": {"use": "small.py:Small"}, "batch": {"total": 8, "micro": 2}, "train": {"steps": 1}}
+    return config_in_cell(load_given_config({**given, "parallel": {"data": ranks}}).config, cell)
+
+
+def sent(traced: TracedTask) -> dict[tuple[str, str], tuple[float, float, int]]:
+    return {(one.axis, one.collective): (one.base, one.slope, one.calls) for one in traced.sent}
+
+
+def step_of(traces: TaskTraces, name: str, ranks: int) -> PredictedStep:
+    config = in_cell(name, ranks)
+    data = config.parallel.data
+    assert isinstance(data, int)
+    return traces.predict(config, ranks, config.batch.settle(data), device="cpu")
+
+
+def test_matrices_over_two_ranks(traces: TaskTraces) -> None:
+    """Each rank has half of a block's matrices, and adds up twice in forward and in backward of each block."""
+    (traced,) = traces.of(in_cell("native/nothing+tensor2", 2))
+    shapes = {p.name: p.shape for p in traced.timeline.parameters}
+    assert shapes["layers.1.qkv.weight"] == (24, 16)
+    assert shapes["layers.1.mlp.2.weight"] == (16, 32)
+    assert shapes["token.weight"] == (96, 16)
+    assert sent(traced) == {("tensor", "all_reduce"): (0.0, 3 * 4 * HIDDEN, 3 * 4)}
+    assert traced.activations.flops[1] < traces.whole.activations.flops[1]
+    assert not dist.is_initialized()
+
+
+def test_sequences_between_matrices(traces: TaskTraces) -> None:
+    """Inputs are gathered, and again for the backward; gradients of what works on parts are added up."""
+    (traced,) = traces.of(in_cell("native/nothing+tensor2+sequence", 2))
+    norms = 3 * (4 * 16 + 16) * 4
+    assert sent(traced) == {
+        ("tensor", "all_gather"): (0.0, (3 * 6 + 2) * HIDDEN, 3 * 6 + 2),
+        ("tensor", "reduce_scatter"): (0.0, 3 * 4 * HIDDEN, 3 * 4),
+        ("tensor", "all_reduce"): (norms, 0.0, 3 * 5),
+    }
+
+
+def test_two_stages(traces: TaskTraces) -> None:
+    """The second has fewer blocks, and the head, which is tied to the embedding of the first: both have it."""
+    first, second = traces.of(in_cell("native/nothing+pipeline2", 2))
+    assert (first.timeline.blocks, second.timeline.blocks) == (("layers.0", "layers.1"), ("layers.2",))
+    names = [{p.name: p.stages for p in traced.timeline.parameters} for traced in (first, second)]
+    assert "place.weight" in names[0]
+    assert "place.weight" not in names[1]
+    assert names[0]["token.weight"] == names[1]["token.weight"] == 2
+    assert sent(first) == {("pipeline", "send"): (HEADER, HIDDEN, 2)}
+    assert sent(second) == {("pipeline", "send"): (0.0, HIDDEN, 1)}
+    assert (first.stage and first.stage.sent_on, second.stage and second.stage.sent_back) == ((0, HIDDEN), (0, HIDDEN))
+
+
+def test_a_sequence_in_two_parts(traces: TaskTraces) -> None:
+    """Keys and values of both ranks are gathered in forward and backward, and hidden states behind the last block."""
+    (traced,) = traces.of(in_cell("native/nothing+context2", 2))
+    assert sent(traced) == {
+        ("context", "all_gather"): (0.0, 3 * 2 * 2 * HIDDEN + HIDDEN, 7),
+        ("context", "reduce_scatter"): (0.0, 3 * 2 * HIDDEN + HIDDEN, 4),
+    }
+
+
+def test_a_step_of_eight_ranks(traces: TaskTraces) -> None:
+    """FSDP2 gathers and reduces what a rank has of its stage, over the data; all add up the norm."""
+    step = step_of(traces, "native/parameters+tensor2+pipeline2", 8)
+    blocks = 2 * (3 * 16 * 16 + 16 * 16 + 2 * 64 * 16 + 64 + 2 * (4 * 16 + 16)) // 2 * 4
+    rest = TIED + 8 * 16 * 4
+    assert step.sent == (
+        Payload("pipeline", "all_reduce", TIED // 2, 1, 2),
+        Payload("all ranks", "all_reduce", 8, 1, 8),
+        Payload("data", "all_gather", 2 * 2 * (blocks + rest), 2 * 2 * 3, 2),
+        Payload("data", "reduce_scatter", 2 * (blocks + rest), 2 * 3, 2),
+        Payload("tensor", "all_reduce", 2 * 2 * 2 * 4 * HIDDEN, 2 * 2 * 4, 2),
+        Payload("pipeline", "send", 2 * (HEADER + 2 * HIDDEN), 2 * 2, 2),
+    )
+    held = step.phases[-1].held
+    assert held["parameters"] == (blocks + rest) // 2
+    assert [phase.phase for phase in step.phases] == ["forward", "backward", "update", "steady"]
+
+
+def test_fsdp_beside_tensor_and_stages(traces: TaskTraces) -> None:
+    """What copies have reduced stays to the end of backward; behind a backward nothing is gathered ahead."""
+    config = in_cell("native/parameters+tensor2+pipeline2", 8)
+    timeline = replace(traces.of(config)[0].timeline, microbatches=2)
+    predict = registry.find_backend("native").predict
+
+    def spans(timeline: StepTimeline, name: str) -> list[tuple[int, int | None]]:
+        terms = predict(config, timeline, 8, device="cpu").terms
+        return [(term.first, term.until) for term in terms if term.name == name]
+
+    end = timeline.at("update")
+    assert spans(timeline, "layers.1 reduced") == [(timeline.at("backward", "finish", 1), end)]
+    ahead = timeline.at("backward", "reach", 1), timeline.at("backward", "reach", 0)
+    assert ahead in spans(timeline, "layers.0 all-gather")
+    later = replace(timeline, turn=TurnOfStep("backward", 0, 1, "backward"))
+    late = timeline.at("backward", "reach", 0), timeline.at("backward", "enter", 0)
+    assert ahead not in spans(later, "layers.0 all-gather")
+    assert late in spans(later, "layers.0 all-gather")
+
+
+def test_more_in_flight_needs_more(traces: TaskTraces) -> None:
+    """gpipe keeps all four microbatches, 1f1b two of them."""
+    one, all_of_them = (step_of(traces, f"native/nothing+pipeline2{how}", 2) for how in ("", "+gpipe"))
+    kept = [
+        next(term.size for term in step.phases[0].terms if term.name == "microbatches in flight")
+        for step in (one, all_of_them)
+    ]
+    assert kept[1] == 3 * kept[0]
+
+
+def test_what_is_refused(traces: TaskTraces) -> None:
+    """Schedules of torch, and a process that trains."""
+    with pytest.raises(
+        Unsupported,
+        match=re.escape("parallel.schedule: interleaved is not planned yet: take 1f1b, or measure it (unipar compare)"),
+    ):
+        traces.of(in_cell("native/nothing+pipeline2+interleaved", 2))
+    sentence = (
+        "plan: a model that is split over tensor, pipeline or context is planned in groups without peers, and this "
+        "process is in a process group already: plan in another process, or before training starts"
+    )
+    with fake_groups(Mesh.of(0, 2, tensor=2)), pytest.raises(TaskError, match=re.escape(sentence)):
+        traces.of(in_cell("native/nothing+tensor2", 2).changed({"options": {"native": {"proof": "off"}}}))
+
+
+def test_other_cells_are_planned(given: dict[str, Any]) -> None:
+    """A world that the axes do not divide is told in its row."""
+    rows = unipar.plan(given, cells=["native/nothing+tensor2"], worlds=[2, 3]).rows
+    assert [(row.ranks, row.micro, row.refusal) for row in rows] == [
+        (2, 2, ""),
+        (3, 0, "native/nothing+tensor2 needs a multiple of 2 ranks (tensor 2), and there are 3"),
+    ]

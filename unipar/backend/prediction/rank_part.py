@@ -1,0 +1,56 @@
+"""`RankPart`: what one rank has of a model that is split along axes of the mesh, as a fake run can execute it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from unipar.distributed.mesh import Mesh
+
+
+class RankPart(ABC):
+    """Part of a model without values, in one process without peers: its parameters, and a microbatch's way through it.
+
+    The model is that of all parts: it is this one's between `placed` and its end. Further hooks on modules, such as a
+    library's or a recorder's, are put on after `placed` and before `armed`.
+    """
+
+    model: nn.Module
+    blocks: Sequence[str]
+    """Names of the blocks that this rank has."""
+
+    mesh: Mesh
+    """Mesh of the ranks that train on the same samples, with this one's seat."""
+
+    stage: int = 0
+    """Stage of the pipeline."""
+
+    sent_on: int = 0
+    """Bytes of hidden states that the last microbatch has sent to the stage behind."""
+
+    sent_back: int = 0
+    """Bytes of their gradient that it has sent to the stage before."""
+
+    stages_of: Mapping[str, int]
+    """Number of stages that use a parameter, by its name, where several do."""
+
+    @abstractmethod
+    def placed(self) -> AbstractContextManager[None]:
+        """Context manager: the model has this rank's parameters, and a process group is there."""
+
+    @abstractmethod
+    def armed(self) -> AbstractContextManager[None]:
+        """Context manager: blocks compute on parts and communicate, as they do in training."""
+
+    def forward(self, call: nn.Module, fn: Callable[[Any, Any], Any], opaque: Any) -> Any:
+        """Run a microbatch, given as engines give it to `call`; return what its backward needs."""
+        return call(fn, opaque)
+
+    def backward(self, out: Any) -> None:
+        """Run the backward of a microbatch."""
+        out.backward()

@@ -1,0 +1,170 @@
+"""`TaskTraces`: fake steps of a task, whole and split along axes of a mesh, each traced when it is first asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+from torch import nn
+
+from unipar.backend import Backend, Part, registry
+from unipar.backend.prediction.rank_part import RankPart
+from unipar.backend.prediction.timeline import Payload, Prediction, StepTimeline, Term
+from unipar.config import BatchSizes, Config
+from unipar.config.sections.cell import Axes
+from unipar.config.settled import SettledConfig
+from unipar.planning.activations import MicrobatchPayload
+from unipar.planning.peaks import PredictedPeak, predict_peaks
+from unipar.planning.stages import PlannedStage, predict_stage_peaks
+from unipar.task import Task
+from unipar.training.fake_run.step import FakeStep
+from unipar.training.fake_run.trace import (
+    FakeTask,
+    TracedTask,
+    combine_steps,
+    explain_values,
+    fake_task,
+    line_through,
+    trace_whole,
+)
+
+
+@dataclass(frozen=True)
+class PredictedStep:
+    """A step of the fullest rank of a cell."""
+
+    phases: tuple[PredictedPeak, ...]
+    """Peak of each phase."""
+
+    sent: tuple[Payload, ...]
+    traced: TracedTask
+    """Fake step of that rank."""
+
+    @property
+    def peak(self) -> int:
+        """Bytes at the fullest moment."""
+        return max(phase.peak for phase in self.phases)
+
+
+@final
+class TaskTraces:
+    """Fake steps of a config's task, of which each is traced once: numbers of ranks of the data share them."""
+
+    def __init__(self, config: Config, micro: int, task: Task | None = None) -> None:
+        """Take the microbatch from which others are told; raise TaskError if the task needs values of tensors.
+
+        `task`: None for the config's own.
+        """
+        self._fake = fake_task(config, micro, task)
+        self.whole = trace_whole(self._fake)
+        self._parts: dict[object, tuple[TracedTask, ...]] = {}
+
+    def of(self, config: Config) -> Sequence[TracedTask]:
+        """Return a step of each rank that holds or does something else, in a config of the same task."""
+        axes = config.parallel.axes
+        if axes.ranks == 1:
+            return (self.whole,)
+        key = config.backend, axes, str(config.options.get(config.backend))
+        if key not in self._parts:
+            self._parts[key] = tuple(self._trace_parts(config, registry.find_backend(config.backend)))
+        return self._parts[key]
+
+    def predict(
+        self, config: Config, ranks: int, sizes: BatchSizes, *, device: str, runtime: Sequence[Term] = ()
+    ) -> PredictedStep:
+        """Return a step of the fullest of so many ranks; raise Unsupported for what is not planned yet.
+
+        `device`: cpu or cuda. `runtime`: what a process holds beside the backend's terms.
+        """
+        steps = self.predict_ranks(config, ranks, sizes, device=device, runtime=runtime)
+        return max(steps, key=lambda step: step.peak)
+
+    def predict_ranks(
+        self, config: Config, ranks: int, sizes: BatchSizes, *, device: str, runtime: Sequence[Term] = ()
+    ) -> list[PredictedStep]:
+        """Return a step of each of so many ranks that holds or does something else."""
+        backend = registry.find_backend(config.backend)
+
+        def predict(timeline: StepTimeline) -> Prediction:
+            found = backend.predict(config, timeline, ranks, device=device)
+            return replace(found, terms=(*found.terms, *runtime))
+
+        found: list[PredictedStep] = []
+        for traced in self.of(config):
+            timeline = replace(traced.timeline, microbatches=sizes.accumulate)
+            prediction = predict(timeline)
+            activations = traced.activations if device == "cpu" else traced.activations.without_staging
+            if traced.stage is None:
+                phases = predict_peaks(timeline, prediction, activations, sizes.micro, sizes.accumulate)
+            else:
+                phases = predict_stage_peaks(traced.stage, timeline, predict, activations, sizes.micro)
+            traffic = tuple(each.of_step(sizes.micro, sizes.accumulate) for each in traced.sent)
+            found.append(PredictedStep(tuple(phases), (*prediction.sent, *traffic), traced))
+        return found
+
+    def _trace_parts(self, config: Config, backend: Backend) -> list[TracedTask]:
+        fake = self._fake
+        part = Part(
+            fake.name,
+            fake.model,
+            optimizer=_no_optimizer,
+            blocks=fake.blocks,
+            loss=fake.task.loss,
+            sample=lambda: fake.batch(fake.micro),
+            tensor=fake.task.tensor(fake.model),
+            cuts=fake.task.cuts(config.parallel.axes.stages),
+        )
+        with explain_values("the split model"):
+            axes = config.parallel.axes
+            return [
+                _trace_part(fake, self.whole, rank_part, axes) for rank_part in backend.split_for_plan(part, config)
+            ]
+
+
+def _trace_part(fake: FakeTask, whole: TracedTask, part: RankPart, axes: Axes) -> TracedTask:
+    few = max(2, fake.micro)  # of one sample, parts of a sequence may need no copies
+    counts = (few, few + fake.micro)
+    with part.placed():
+        steps: list[FakeStep] = []
+        sent_on: list[tuple[int, int]] = []
+        sent_back: list[tuple[int, int]] = []
+        for count in counts:
+            steps.append(fake.trace(count, part))
+            sent_on.append((count, part.sent_on))
+            sent_back.append((count, part.sent_back))
+        first, second = steps
+        activations = combine_steps(first, second)
+        timeline = fake.timeline(part.blocks, first, part.stages_of)
+    sent = tuple(_payloads(first, second, part))
+    stage = None
+    if axes.pipeline > 1:
+        stage = PlannedStage(axes.schedule, axes.pipeline, part.stage, line_through(*sent_on), line_through(*sent_back))
+    return replace(whole, timeline=timeline, activations=activations, sent=sent, stage=stage)
+
+
+def _payloads(first: FakeStep, second: FakeStep, part: RankPart) -> Sequence[MicrobatchPayload]:
+    found: list[MicrobatchPayload] = []
+    for (axis, collective), size in first.sent.items():
+        base, slope = line_through((first.micro, size), (second.micro, second.sent[axis, collective]))
+        calls = first.calls[axis, collective]
+        found.append(
+            MicrobatchPayload(axis, collective, base, slope, calls, part.mesh.sizes.get(axis, part.mesh.ranks))
+        )
+    return found
+
+
+def _no_optimizer(model: nn.Module) -> Any:
+    raise AssertionError("nothing is trained")
+
+
+def predict_peaks_by_micro(settled: SettledConfig, traces: TaskTraces, micros: Iterable[int]) -> Mapping[int, int]:
+    """Return the largest peak of a step for microbatches of these sizes, with the total batch kept."""
+    sizes, device = settled.sizes, "cpu" if settled.device == "cpu" else "cuda"
+    share = sizes.total // sizes.ranks
+    found: dict[int, int] = {}
+    for micro in micros:
+        config = settled.config.changed({"batch.micro": micro, "batch.accumulate": None})
+        tried = replace(sizes, micro=micro, accumulate=share // micro)
+        found[micro] = traces.predict(config, settled.ranks, tried, device=device).peak
+    return found
