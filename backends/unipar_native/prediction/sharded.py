@@ -55,8 +55,8 @@ class ShardedModel:
         gradients = dict(gathered)
         for p in timeline.parameters:
             elements = padded_elements(p, ranks)
-            gathered[p.block] += elements * p.element_size
-            gradients[p.block] += elements * (MASTER_BYTES if masters else p.element_size) if p.trained else 0
+            gathered[p.block] += elements * (COMPUTING_BYTES if masters else p.element_size)
+            gradients[p.block] += elements * p.element_size if p.trained else 0
         alone = ranks == 1
         return cls(
             timeline,
@@ -76,8 +76,8 @@ class ShardedModel:
         return self.once and self.timeline.accumulates
 
 
-MASTER_BYTES: Final = 4
-"""Bytes of an element of an fp32 master, its gradient and its moments."""
+COMPUTING_BYTES: Final = 2
+"""Bytes of an element of a parameter that computes in bf16 beside an fp32 master."""
 
 
 def padded_elements(p: PredictedParameter, ranks: int) -> int:
@@ -92,7 +92,7 @@ def predict_sharded(model: ShardedModel) -> Iterator[Term]:
     yield from buffer_terms(timeline)
     for p in timeline.parameters:
         own = padded_elements(p, model.ranks) // model.ranks
-        yield Term("parameters", p.name, own * (MASTER_BYTES if model.masters else p.element_size))
+        yield Term("parameters", p.name, own * p.element_size)
         if p.trained:
             yield from state_terms(timeline, p, own)
     if model.stays_gathered:
@@ -192,7 +192,7 @@ def _unsharded_gradients(model: ShardedModel, block: int, until: int) -> Iterato
     """Yield a group's gradients before they are summed up; in fp32 if earlier microbatches' are kept with them."""
     for number, p in enumerate(model.timeline.parameters):
         if p.block == block and p.trained:
-            kept = p.numel * MASTER_BYTES if model.masters and model.stays_gathered else p.size
+            kept = p.numel * COMPUTING_BYTES if model.masters and not model.stays_gathered else p.size
             since = 0 if model.stays_gathered else model.timeline.gradient_at(number)
             yield Term("gradients", f"{p.name}, not reduced", kept, since, until)
 

@@ -18,6 +18,8 @@ def predict_whole(timeline: StepTimeline, *, buckets: bool) -> Iterator[Term]:
             yield from state_terms(timeline, p, p.numel)
             since = 0 if buckets or timeline.accumulates else timeline.gradient_at(number)
             yield Term("gradients", p.name, p.size, since, None if buckets else timeline.at("steady"))
+            if buckets and timeline.accumulates:  # earlier microbatches have added up beside the buckets
+                yield Term("gradients", f"{p.name}, not reduced", p.size, 0, timeline.gradient_at(number))
 
 
 def buffer_terms(timeline: StepTimeline) -> Iterator[Term]:
