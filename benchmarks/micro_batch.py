@@ -12,7 +12,6 @@ from typing import Any
 
 from unipar.backend import cells, checks, registry
 from unipar.config import Cell
-from unipar.config.sections.size import parse_bytes
 from unipar.config.settled import SettledConfig
 from unipar.config.source import load_given_config
 from unipar.errors import OutOfMemory, Stopped, UniparError
@@ -21,7 +20,7 @@ from unipar.launcher.micro_batch.choose import choose_microbatch, write_line
 from unipar.launcher.micro_batch.trials import TrialCode, Trials
 from unipar.task.reference import TaskRef
 from unipar.utils.table import format_table
-from unipar.utils.text import format_duration
+from unipar.utils.text import format_duration, parse_bytes
 
 ROOT = Path(__file__).parent.parent
 CELLS = ("native/nothing", "native/parameters", "deepspeed/gradients", "horovod/nothing", "accelerate/parameters")
@@ -76,9 +75,9 @@ def main(words: list[str]) -> int:
         for limit in limits:
             try:
                 began = time.monotonic()
-                auto, tried, planned = search_by_auto(world, code, parse_bytes(limit))
+                auto, tried, planned = search_by_auto(world, code, int(parse_bytes(limit)))
                 between = time.monotonic()
-                hand, all_tried = search_by_hand(world, code, parse_bytes(limit))
+                hand, all_tried = search_by_hand(world, code, int(parse_bytes(limit)))
             except Stopped:
                 raise
             except UniparError as e:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from unipar.planning.device_peaks import find_device_peaks, known_devices
+from unipar.planning.machines.device_peaks import find_device_peaks, known_devices
 
 
 @pytest.mark.parametrize(

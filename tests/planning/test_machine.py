@@ -8,7 +8,7 @@ import pytest
 
 from unipar.config.sections.cell import Axes
 from unipar.errors import ConfigError
-from unipar.planning.machine import PRESETS, Link, Machine, hops, load_machine
+from unipar.planning.machines.machine import PRESETS, Link, Machine, hops, load_machine
 
 SMALL = (
     "flops: {fp32: 2.0e+12}\nbandwidth: 100GB/s\nmemory: 4GiB\nranks: 4\nwithin: {latency: 0.001, bandwidth: 1GB/s}\n"

@@ -12,7 +12,7 @@ from unipar.backend.prediction.timeline import Payload
 from unipar.config import Cell
 from unipar.config.sections.cell import Axes
 from unipar.config.source import load_given_config
-from unipar.planning.machine import Link, Machine, PeakRates
+from unipar.planning.machines.machine import Link, Machine, PeakRates
 from unipar.planning.speed import StepSpeed, StepWork, bytes_on_the_way, describe_speed, predict_speed, seconds_of
 
 MACHINE = Machine(

@@ -20,7 +20,7 @@ from unipar.utils.text import format_size, parse_bytes
 
 if TYPE_CHECKING:
     from unipar.backend.prediction.timeline import Term
-    from unipar.planning.machine import Machine
+    from unipar.planning.machines.machine import Machine
     from unipar.planning.plan import Plan
     from unipar.planning.planned_cell import PlannedCell
     from unipar.planning.speed import StepSpeed
@@ -53,7 +53,7 @@ def plan(
     given, that of the machine. `machine`: a preset's name (h100-sxm) or a file, for seconds and rates. `exclude`: cells
     that are not to be recommended. `pick`: file to which the recommended config is written.
     """
-    from unipar.planning.machine import load_machine
+    from unipar.planning.machines.machine import load_machine
     from unipar.planning.plan import Plan
 
     source = load_given_config(config)
@@ -238,8 +238,7 @@ class _Planner:
 
     def predict(self, config: Config, ranks: int, sizes: BatchSizes) -> _Forecast:
         """Return the memory and the speed of a config in its cell."""
-        runtime = tuple(_runtime_terms(ranks)) if self.device == "cuda" else ()
-        memory = self.traces.predict(config, ranks, sizes, device=self.device, runtime=runtime)
+        memory = self.traces.predict(config, ranks, sizes, device=self.device, runtime=self._runtime(ranks))
         speed = None
         if self.machine is not None and (ranks == 1 or memory.sent):
             speed = self._speed(config, ranks, sizes, memory)
@@ -277,24 +276,28 @@ class _Planner:
         share = sizes.total // sizes.ranks
         divisors = [n for n in range(1, share + 1) if share % n == 0]
 
-        def outcome(micro: int) -> _Forecast:
-            return self.predict(config, ranks, _with_micro(sizes, micro))
+        def peak(micro: int) -> int:
+            return self._peak(config, ranks, _with_micro(sizes, micro))
 
-        if (whole := outcome(share)).peak <= limit:
-            return share, whole
-        found: tuple[int, _Forecast] | None = None
-        low, high = 0, len(divisors) - 1  # larger microbatches need more
+        largest = share if peak(share) <= limit else 0
+        low, high = 0, 0 if largest else len(divisors) - 1  # larger microbatches need more
         while low < high:
             middle = (low + high) // 2
-            if (tried := outcome(divisors[middle])).peak <= limit:
-                found, low = (divisors[middle], tried), middle + 1
+            if peak(divisors[middle]) <= limit:
+                largest, low = divisors[middle], middle + 1
             else:
                 high = middle
-        return found
+        return (largest, self.predict(config, ranks, _with_micro(sizes, largest))) if largest else None
+
+    def _peak(self, config: Config, ranks: int, sizes: BatchSizes) -> int:
+        return self.traces.predict_peak(config, ranks, sizes, device=self.device, runtime=self._runtime(ranks))
+
+    def _runtime(self, ranks: int) -> Sequence[Term]:
+        return tuple(_runtime_terms(ranks)) if self.device == "cuda" else ()
 
     def _least(self, config: Config, ranks: int, sizes: BatchSizes) -> int:
         """Return the smallest peak: that of the smallest microbatch, or of one alone, which needs no sums beside it."""
-        return min(self.predict(config, ranks, _with_micro(sizes, m)).peak for m in {1, sizes.total // sizes.ranks})
+        return min(self._peak(config, ranks, _with_micro(sizes, micro)) for micro in {1, sizes.total // sizes.ranks})
 
     def _ways(self, row: PlannedCell, cell: Cell, limit: int) -> Iterator[str]:
         """Yield what would have to change for a row to fit."""

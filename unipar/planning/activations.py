@@ -102,7 +102,14 @@ class Activations:
 
     def alive(self, tick: int) -> Sequence[AllocatedBlock]:
         """Return the blocks that are there at a tick."""
-        return [b for b in self.blocks if b.born <= tick and (b.died is None or b.died >= tick)]
+        born, died = self._lives
+        return [self.blocks[number] for number in np.nonzero((born <= tick) & (died >= tick))[0]]
+
+    @cached_property
+    def _lives(self) -> tuple[Any, Any]:
+        """First and last tick of each block."""
+        ends = [self.ticks if block.died is None else block.died for block in self.blocks]
+        return np.array([block.born for block in self.blocks]), np.array(ends)
 
     def outlives_its_phase(self, block: AllocatedBlock) -> bool:
         """Return whether a block is freed in a later phase than the one that allocated it: an activation."""

@@ -31,12 +31,8 @@ def predict_peaks(
     timeline: StepTimeline, prediction: Prediction, activations: Activations, micro: int, accumulate: int = 1
 ) -> list[PredictedPeak]:
     """Return the peak of each phase of a step with so many microbatches of so many samples, all of which it holds."""
-    base, slope = activations.batch
-    batch = accumulate * round(base + slope * micro)
-    terms = (*prediction.terms, *([Term("activations", "batch", batch, timeline.at("forward"))] if batch else []))
-    levels = activations.levels(micro)
+    terms, levels, totals = _totals_in_spans(timeline, prediction, activations, micro, accumulate)
     ticks = [tick for tick, _ in activations.moments]
-    totals = _held_in_spans(terms, len(ticks)) + np.maximum.reduceat(levels, ticks)
     ticks.append(activations.ticks)
     found: list[PredictedPeak] = []
     phases: dict[PredictedPhase, list[int]] = {}
@@ -47,6 +43,25 @@ def predict_peaks(
         tick = ticks[at] + int(np.argmax(levels[ticks[at] : ticks[at + 1]]))
         found.append(_peak_at(phase, at, tick, terms, activations, micro))
     return found
+
+
+def predict_peak(
+    timeline: StepTimeline, prediction: Prediction, activations: Activations, micro: int, accumulate: int = 1
+) -> int:
+    """Return the largest peak of a step, without what it consists of."""
+    return int(np.max(_totals_in_spans(timeline, prediction, activations, micro, accumulate)[2]))
+
+
+def _totals_in_spans(
+    timeline: StepTimeline, prediction: Prediction, activations: Activations, micro: int, accumulate: int
+) -> tuple[Sequence[Term], Any, Any]:
+    """Return a backend's terms with the batch, bytes allocated at each tick, and peaks between moments."""
+    base, slope = activations.batch
+    batch = accumulate * round(base + slope * micro)
+    terms = (*prediction.terms, *([Term("activations", "batch", batch, timeline.at("forward"))] if batch else []))
+    levels = activations.levels(micro)
+    ticks = [tick for tick, _ in activations.moments]
+    return terms, levels, _held_in_spans(terms, len(ticks)) + np.maximum.reduceat(levels, ticks)
 
 
 def _held_in_spans(terms: Sequence[Term], spans: int) -> Any:

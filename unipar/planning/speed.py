@@ -9,7 +9,7 @@ from typing import Final
 from unipar.backend.prediction.timeline import OverlapWindow, Payload
 from unipar.config import Precision
 from unipar.config.sections.cell import Axes
-from unipar.planning.machine import Machine, hops
+from unipar.planning.machines.machine import Machine, hops
 from unipar.planning.pipeline import bubble
 
 BACKWARD_SHARE: Final = 2 / 3

@@ -12,7 +12,7 @@ from typing import Any, Self
 from typing_extensions import override
 
 from unipar.config import Precision
-from unipar.planning.device_peaks import find_device_peaks
+from unipar.planning.machines.device_peaks import find_device_peaks
 from unipar.results.agreement import Agreement, loss_tolerance, measure_agreement
 from unipar.results.memory_tables import (
     RSS,

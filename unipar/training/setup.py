@@ -28,7 +28,7 @@ from unipar.model.optimizer import OptimizerFactory, parameter_groups, refuse_wh
 from unipar.model.pretrained import LoadedWeights, load_weights, point_to_weights
 from unipar.model.state_names import state_names
 from unipar.model.transforms import apply_transforms
-from unipar.planning.device_peaks import find_device_peaks
+from unipar.planning.machines.device_peaks import find_device_peaks
 from unipar.profiling.fake_model import FakeModel
 from unipar.profiling.observer import StepObserver
 from unipar.run_folder.attempts import count_attempts

@@ -10,7 +10,7 @@ import pytest
 from unipar.errors import OutExists, UniparError
 from unipar.launcher.calibration.calibrate import calibrate, fit_link, machine_from, write_machine_file
 from unipar.launcher.calibration.measurements import CalibrationSizes, RankMeasurements
-from unipar.planning.machine import load_machine
+from unipar.planning.machines.machine import load_machine
 
 SMALL = CalibrationSizes((32,), (16, 32), 1 << 16, (1 << 8, 1 << 14), repeats=2)
 MEASURED: dict[str, Any] = {

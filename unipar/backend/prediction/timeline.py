@@ -73,12 +73,12 @@ class PredictedParameter:
     stages: int = 1
     """Number of stages of a pipeline that have it, whose gradients are added up."""
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Number of elements."""
         return prod(self.shape)
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Bytes."""
         return self.numel * self.element_size

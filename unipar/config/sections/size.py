@@ -2,27 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-_UNITS: Final = {
-    "B": 1,
-    **{f"{letter}iB": 2 ** (10 * power) for power, letter in enumerate("KMGT", 1)},
-    **{f"{letter}B": 10 ** (3 * power) for power, letter in enumerate("KMGT", 1)},
-}
-
-
-def parse_bytes(text: str) -> int:
-    """Return the bytes that a text such as 80GiB means; raise ValueError if it is none."""
-    number = text.rstrip("BKMGTPi ")
-    try:
-        size = float(number) * _UNITS[text[len(number) :].strip()]
-    except (ValueError, KeyError):
-        raise ValueError(f"{text!r} is no size; write a number and one of {', '.join(_UNITS)}, as in 80GiB") from None
-    if not 0 < size < 2**60:
-        raise ValueError(f"{text!r} is no size of a memory; write one above 0, as in 80GiB")
-    return int(size)
+from unipar.utils.text import parse_bytes
 
 
 def parse_fraction(text: str) -> float:
@@ -34,7 +18,7 @@ def parse_fraction(text: str) -> float:
 
 
 def _bytes(value: Any) -> Any:
-    return parse_bytes(value) if isinstance(value, str) else value
+    return int(parse_bytes(value)) if isinstance(value, str) else value
 
 
 def _fraction(value: Any) -> Any:

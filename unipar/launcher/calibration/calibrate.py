@@ -26,7 +26,7 @@ from unipar.launcher.calibration.measurements import (
 from unipar.utils.files import whole
 
 if TYPE_CHECKING:
-    from unipar.planning.machine import Machine
+    from unipar.planning.machines.machine import Machine
 
 RANKS: Final = 2
 """Ranks that measure together, as they would train: they share the machine's cores and memory."""
@@ -55,7 +55,7 @@ def count_devices(gpus: int) -> str:
 
 def machine_from(measured: Mapping[str, Any], *, device: str, ranks: int, name: str) -> Machine:
     """Return the machine that measurements describe."""
-    from unipar.planning.machine import Machine
+    from unipar.planning.machines.machine import Machine
 
     peaks: Mapping[str, float] = measured["flops"]
     rates: Mapping[str, Sequence[Sequence[float]]] = measured.get("collectives", {})

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from unipar.config import Precision
-from unipar.planning.device_peaks import find_device_peaks
+from unipar.planning.machines.device_peaks import find_device_peaks
 from unipar.profiling.work import CompiledWork, RankWork
 
 

@@ -15,7 +15,7 @@ from unipar.config import BatchSizes, Config
 from unipar.config.sections.cell import Axes
 from unipar.config.settled import SettledConfig
 from unipar.planning.activations import MicrobatchPayload
-from unipar.planning.peaks import PredictedPeak, predict_peaks
+from unipar.planning.peaks import PredictedPeak, predict_peak, predict_peaks
 from unipar.planning.stages import PlannedStage, predict_stage_peaks
 from unipar.task import Task
 from unipar.training.fake_run.step import FakeStep
@@ -59,6 +59,8 @@ class TaskTraces:
         self._fake = fake_task(config, micro, task)
         self.whole = trace_whole(self._fake)
         self._parts: dict[object, tuple[TracedTask, ...]] = {}
+        self._predictions: dict[object, Prediction] = {}
+        self._timelines: dict[tuple[int, int], StepTimeline] = {}
 
     def of(self, config: Config) -> Sequence[TracedTask]:
         """Return a step of each rank that holds or does something else, in a config of the same task."""
@@ -84,15 +86,13 @@ class TaskTraces:
         self, config: Config, ranks: int, sizes: BatchSizes, *, device: str, runtime: Sequence[Term] = ()
     ) -> list[PredictedStep]:
         """Return a step of each of so many ranks that holds or does something else."""
-        backend = registry.find_backend(config.backend)
-
-        def predict(timeline: StepTimeline) -> Prediction:
-            found = backend.predict(config, timeline, ranks, device=device)
-            return replace(found, terms=(*found.terms, *runtime))
-
         found: list[PredictedStep] = []
-        for traced in self.of(config):
-            timeline = replace(traced.timeline, microbatches=sizes.accumulate)
+        for number, traced in enumerate(self.of(config)):
+
+            def predict(timeline: StepTimeline, number: int = number) -> Prediction:
+                return self._predict(config, ranks, number, timeline, device, runtime)
+
+            timeline = self._timeline(traced, sizes.accumulate)
             prediction = predict(timeline)
             activations = traced.activations if device == "cpu" else traced.activations.without_staging
             if traced.stage is None:
@@ -102,6 +102,39 @@ class TaskTraces:
             traffic = tuple(each.of_step(sizes.micro, sizes.accumulate) for each in traced.sent)
             found.append(PredictedStep(tuple(phases), (*prediction.sent, *traffic), traced))
         return found
+
+    def predict_peak(
+        self, config: Config, ranks: int, sizes: BatchSizes, *, device: str, runtime: Sequence[Term] = ()
+    ) -> int:
+        """Return the peak of the fullest of so many ranks, sooner than `predict` does."""
+        if config.parallel.axes.pipeline > 1:
+            return self.predict(config, ranks, sizes, device=device, runtime=runtime).peak
+        most = 0
+        for number, traced in enumerate(self.of(config)):
+            # what is held does not depend on how many microbatches came before, if there were some
+            timeline = self._timeline(traced, min(sizes.accumulate, 2))
+            prediction = self._predict(config, ranks, number, timeline, device, runtime)
+            activations = traced.activations if device == "cpu" else traced.activations.without_staging
+            most = max(most, predict_peak(timeline, prediction, activations, sizes.micro, sizes.accumulate))
+        return most
+
+    def _timeline(self, traced: TracedTask, microbatches: int) -> StepTimeline:
+        """Return the step's timeline with so many microbatches; each is made once, as it remembers its places."""
+        key = id(traced), microbatches
+        if key not in self._timelines:
+            self._timelines[key] = replace(traced.timeline, microbatches=microbatches)
+        return self._timelines[key]
+
+    def _predict(
+        self, config: Config, ranks: int, part: int, timeline: StepTimeline, device: str, runtime: Sequence[Term]
+    ) -> Prediction:
+        """Return what a backend makes of a timeline; each is asked for once, whatever the size of microbatches."""
+        own = str(config.parallel), str(config.options.get(config.backend)), timeline.microbatches, timeline.turn
+        key = config.backend, ranks, part, device, *own, tuple(runtime)
+        if key not in self._predictions:
+            found = registry.find_backend(config.backend).predict(config, timeline, ranks, device=device)
+            self._predictions[key] = replace(found, terms=(*found.terms, *runtime))
+        return self._predictions[key]
 
     def _trace_parts(self, config: Config, backend: Backend) -> list[TracedTask]:
         fake = self._fake
@@ -166,5 +199,5 @@ def predict_peaks_by_micro(settled: SettledConfig, traces: TaskTraces, micros: I
     for micro in micros:
         config = settled.config.changed({"batch.micro": micro, "batch.accumulate": None})
         tried = replace(sizes, micro=micro, accumulate=share // micro)
-        found[micro] = traces.predict(config, settled.ranks, tried, device=device).peak
+        found[micro] = traces.predict_peak(config, settled.ranks, tried, device=device)
     return found

@@ -68,7 +68,7 @@ _STAGED: Final = ("all_gather", "reduce_scatter")
 
 
 class Work(NamedTuple):
-    """What was computed."""
+    """Counts of what was computed."""
 
     flops: int
     """Operations on numbers."""

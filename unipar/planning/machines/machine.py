@@ -14,7 +14,7 @@ from unipar.config.config_file import read_config_text
 from unipar.config.sections.cell import Axes
 from unipar.config.validation_errors import join_mistakes, list_section_mistakes
 from unipar.errors import ConfigError
-from unipar.planning.device_peaks import CLASS_OF_PRECISION, find_device_peaks
+from unipar.planning.machines.device_peaks import CLASS_OF_PRECISION, find_device_peaks
 from unipar.utils.text import closest, parse_bytes
 
 
@@ -22,7 +22,7 @@ def _bytes_in_words(value: Any) -> Any:
     return parse_bytes(value.removesuffix("/s")) if isinstance(value, str) else value
 
 
-Bytes = Annotated[float, BeforeValidator(_bytes_in_words), Field(gt=0)]
+SizeOrRate = Annotated[float, BeforeValidator(_bytes_in_words), Field(gt=0)]
 """Bytes as a number, or in words: 80GiB, 450GB/s."""
 
 
@@ -32,7 +32,7 @@ class Link(Section):
     latency: Annotated[float, Field(ge=0)]
     """Seconds that a collective of two ranks takes for hardly any bytes."""
 
-    bandwidth: Bytes
+    bandwidth: SizeOrRate
     """Bytes a second in one direction that collectives reach."""
 
     shares: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
@@ -66,13 +66,13 @@ class Machine(Section):
     operation: Annotated[float, Field(ge=0)] = 0.0
     """Seconds that an operation takes beside its arithmetic; on the CPU they add up, a GPU computes meanwhile."""
 
-    bandwidth: Bytes
+    bandwidth: SizeOrRate
     """Bytes a second from and to a device's memory."""
 
-    memory: Bytes
+    memory: SizeOrRate
     """Memory of a rank."""
 
-    host: Bytes | None = None
+    host: SizeOrRate | None = None
     """Memory of the host, for all ranks of a machine."""
 
     ranks: Annotated[int, Field(ge=1)]
