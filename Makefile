@@ -30,8 +30,9 @@ WORKERS := $(shell [ "$$(nproc)" -gt 1 ] && echo 2 || echo 0)
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
 
-demo: setup ## the same training under every backend: one table, two minutes
+demo: setup ## the same training under every backend: one table, two minutes; then a plan for 7.5 billion parameters
 	$(BIN)/unipar compare configs/quickstart.yaml --overwrite
+	$(BIN)/unipar plan configs/gpt_7b.yaml --world 64 --machine h100-sxm
 
 verify: setup ## every cell compared with one process on two examples, bitwise where possible; about three minutes each
 	$(BIN)/unipar verify configs/char_gpt.yaml --overwrite

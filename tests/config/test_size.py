@@ -34,7 +34,7 @@ def test_sizes(text: str, size: int) -> None:
 )
 def test_sizes_that_are_none(text: str, sentence: str) -> None:
     """A unit is needed, as it is written; a memory has some bytes."""
-    with pytest.raises(ValueError, match="^a size is") as e:
+    with pytest.raises(ValueError, match=r"^a size is") as e:
         parse_bytes(text)
     assert str(e.value) == sentence
 
