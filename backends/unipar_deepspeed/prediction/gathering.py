@@ -217,7 +217,8 @@ class GatherPlan:
             self._live -= p.numel
         elif at >= self._timeline.at("update"):
             return  # persistent: a term of its own
-        held = forward and p.viewed and at < self._timeline.at("backward", "finish")
+        viewed = p.viewed if at <= self._timeline.at("backward") else p.viewed_again
+        held = forward and viewed and at < self._timeline.at("backward", "finish")
         until = max(at, self._timeline.gradient_at(number)) if held else at
         self.terms.append(Term("communication", f"{p.name}, gathered", size, since, until))
 

@@ -70,6 +70,9 @@ class PredictedParameter:
     viewed: bool = False
     """True if autograd keeps a view of it from forward to backward, as of a Linear's weight, and so its memory."""
 
+    viewed_again: bool = False
+    """True if it does so from the moment on at which a module has been computed again in backward."""
+
     stages: int = 1
     """Number of stages of a pipeline that have it, whose gradients are added up."""
 

@@ -95,6 +95,9 @@ class StepRecord:
     viewed: frozenset[str]
     """Names of the parameters of which autograd keeps a view from forward to backward."""
 
+    viewed_again: frozenset[str]
+    """Names of those of which it keeps one when a module has been computed again in backward."""
+
     @property
     def work(self) -> Work:
         """Work of the whole step."""
@@ -133,12 +136,13 @@ class StepRecorder(TorchDispatchMode):
         self._viewed: frozenset[str] = frozenset()
         self._parameters: dict[int, str] = {}
         self._views: list[tuple[str, weakref.ref[Tensor]]] = []
+        self._viewed_again: set[str] = set()
         self._arriving: Any = WeakIdKeyDictionary()
 
     def begin(self, phase: PredictedPhase) -> None:
         """Note that a phase begins; in backward, a library may act before the loss's gradient is there."""
         if phase == "backward":
-            self._viewed = frozenset(name for name, view in self._views if view() is not None)
+            self._viewed = self._views_that_are_kept()
         self.phase = phase
         self.note("begin")
         if phase == "backward":
@@ -155,11 +159,24 @@ class StepRecorder(TorchDispatchMode):
     def record(self) -> StepRecord:
         """Return what was recorded until now."""
         works = [Work(*(b - a for a, b in zip(*both, strict=True))) for both in pairwise(self._works)]
-        return StepRecord(tuple(self.blocks), tuple(self.moments), tuple(works), frozenset(self._passing), self._viewed)
+        return StepRecord(
+            tuple(self.blocks),
+            tuple(self.moments),
+            tuple(works),
+            frozenset(self._passing),
+            self._viewed,
+            frozenset(self._viewed_again),
+        )
 
     def _note_both(self, before: MomentKind, after: MomentKind, block: int) -> None:
         self.note(before, block)
         self.note(after, block)
+
+    def _views_that_are_kept(self) -> frozenset[str]:
+        """Return the names of parameters of which there are views, and forget the views."""
+        kept = frozenset(name for name, view in self._views if view() is not None)
+        self._views.clear()
+        return kept
 
     def take_gradient(self, gradient: Tensor) -> None:
         """Count a block no longer: it has become a gradient, which the backend's terms count."""
@@ -193,7 +210,7 @@ class StepRecorder(TorchDispatchMode):
         storage = t.untyped_storage()
         key = _key(t)
         if key in self._live or key in self._kept:
-            if self.phase == "forward" and key in self._parameters:
+            if key in self._parameters and (self.phase == "forward" or torch.is_grad_enabled()):
                 self._views.append((self._parameters[key], weakref.ref(t)))
             return
         number = len(self.blocks)
@@ -246,6 +263,8 @@ class StepRecorder(TorchDispatchMode):
 
     def _returning(self, number: int, block: int) -> Any:
         def hook(module: nn.Module, args: Any, out: Any) -> None:
+            if self.phase == "backward":
+                self._viewed_again |= self._views_that_are_kept()
             self.note("return", block, module=number)
             for x in tree_leaves(out):
                 if not (isinstance(x, Tensor) and x.requires_grad):

@@ -124,6 +124,7 @@ class ShortModel:
             moments=tuple((tick, in_whole(moment)) for tick, moment in longer.moments),
             passing=frozenset(name for name in modules if self._name_in_short(name) in record.passing),
             viewed=frozenset(name for name in parameters if self._name_in_short(name) in record.viewed),
+            viewed_again=frozenset(name for name in parameters if self._name_in_short(name) in record.viewed_again),
         )
 
     def _repeated(self, record: StepRecord, number: int | None) -> StepRecord:

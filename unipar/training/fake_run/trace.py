@@ -120,6 +120,7 @@ class FakeTask:
                     self.states.sizes.get(name, ()),
                     self.states.groups.get(name, 0),
                     name in step.record.viewed,
+                    name in step.record.viewed_again,
                     (stages_of or {}).get(name, 1),
                 )
                 for name, p in self.model.named_parameters()
