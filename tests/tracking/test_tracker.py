@@ -105,7 +105,8 @@ def _wandb(run: Path) -> dict[str, list[tuple[int, float]]]:
         if record.HasField("run"):
             config = {item.key: json.loads(item.value_json) for item in record.run.config.update}
             assert record.run.project == "unipar"
-            assert config["batch"] == {"total": 4, "micro": 2, "accumulate": None}
+            sizes = {"total": 4, "micro": 2, "accumulate": None, "memory": None, "headroom": 0.05}
+            assert config["batch"] == sizes
         if record.HasField("history"):
             row = {(item.key or item.nested_key[0]): json.loads(item.value_json) for item in record.history.item}
             for key, value in row.items():
