@@ -14,6 +14,7 @@ from unipar.backend.cells import ONE
 from unipar.backend.installed import installed_versions, machine_summary
 from unipar.comparison import store
 from unipar.comparison.cell_world import CellWorld
+from unipar.comparison.forecast.process import make_forecast
 from unipar.comparison.request import CompareRequest, batch_with_fixed_total, parse_world_sizes, threads_per_rank
 from unipar.comparison.rounds import TurnRunner
 from unipar.config import Cell
@@ -145,6 +146,10 @@ def compare_cells(
 
         with sigterm_as_interrupt(), LiveTable() as board, server:
             now = TurnRunner(first, board, runs, each, keep, server).run_turns(asked.turns)
+            ran = [at for row in now.rows if row.outcome == "ran" and (at := selected[row.cell][1]) is not None]
+            if ran and config.compare.memory and not now.interrupted:
+                board.show(now, f"{count_of(len(ran), 'cell')} to be planned")
+                now = replace(now, forecast=make_forecast(settled, ran, asked.ref, server, each))
         why = keep(now)
         return replace(now, unkept=why) if why else _write_page(folder, now)
 

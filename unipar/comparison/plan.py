@@ -66,10 +66,10 @@ def plan(
     if isinstance(machine, str):
         machine = load_machine(machine)
     device = _device(config, device, machine)
-    limits = _Limits(_memory(memory, machine), _share(headroom))
-    _import_what_traces()
+    limits = PlanLimits(_memory(memory, machine), _share(headroom))
+    import_what_traces()
     began = time.process_time()
-    planner = _Planner.trace(config.model_copy(update={"device": device}), device, limits, machine)
+    planner = CellPlanner.trace(config.model_copy(update={"device": device}), device, limits, machine)
     numbers = tuple(worlds) or (resources.count_ranks(config).number,)
     rows = [row for cell in wanted for ranks in numbers for row in planner.rows(cell, ranks)]
     made = Plan(
@@ -93,7 +93,7 @@ def plan(
     return made
 
 
-def _import_what_traces() -> None:
+def import_what_traces() -> None:
     """Import what takes seconds, so that the plan's own seconds do not have it."""
     import_module("unipar.training.fake_run.parts")
     import_module("torch._dynamo")  # torch's fake tensors ask for it
@@ -129,7 +129,9 @@ def _share(headroom: float) -> float:
 
 
 @dataclass(frozen=True)
-class _Limits:
+class PlanLimits:
+    """Memory that a rank has, and the share of it that stays free."""
+
     memory: int | None
     headroom: float
 
@@ -161,13 +163,13 @@ def predict_cell(config: Config, cell: Cell, ranks: int, device: PlannedDevice) 
 
 
 @dataclass(frozen=True)
-class _Planner:
+class CellPlanner:
     """A traced task, and what its cells are planned for."""
 
     config: Config
     traces: TaskTraces
     device: PlannedDevice
-    limits: _Limits
+    limits: PlanLimits
     machine: Machine | None
 
     @property
@@ -176,7 +178,7 @@ class _Planner:
         return self.traces.whole
 
     @classmethod
-    def trace(cls, config: Config, device: PlannedDevice, limits: _Limits, machine: Machine | None) -> _Planner:
+    def trace(cls, config: Config, device: PlannedDevice, limits: PlanLimits, machine: Machine | None) -> CellPlanner:
         from unipar.training.fake_run.parts import TaskTraces
 
         micro = config.batch.micro
@@ -190,30 +192,35 @@ class _Planner:
         if backend_cells.is_single_process(cell) and ranks > 1:
             return
         try:
-            moved, sizes = self._settle(cell, ranks)
-            now = self.predict(moved, ranks, sizes)
-            limit = self.limits.bytes
-            fitting = None if limit is None else self._largest(moved, ranks, sizes, limit)
-            row = PlannedCell(
-                str(cell),
-                ranks,
-                sizes.micro,
-                now.memory.phases,
-                sent=now.memory.sent,
-                speed=now.speed,
-                simplicity=simplicity(cell),
-            )
-            if fitting is not None:
-                micro, found = fitting
-                row = replace(row, largest=micro, largest_peak=found.peak, largest_speed=found.speed)
-            if limit is not None and now.peak > limit:
-                least = self._least(moved, ranks, sizes) if fitting is None else None
-                row = replace(row, least=least)
-                row = replace(row, ways=tuple(self._ways(row, cell, limit)))
+            moved, sizes = self.settle(cell, ranks)
+            yield self.row(cell, moved, ranks, sizes)
         except UniparError as e:
             yield PlannedCell(str(cell), ranks, refusal=str(e).replace("\n", " "))
-            return
-        yield row
+
+    def row(self, cell: Cell, moved: Config, ranks: int, sizes: BatchSizes) -> PlannedCell:
+        """Return the row of a cell whose config is settled; raise Unsupported if it is not planned."""
+        from unipar.planning.planned_cell import PlannedCell
+
+        now = self.predict(moved, ranks, sizes)
+        limit = self.limits.bytes
+        fitting = None if limit is None else self._largest(moved, ranks, sizes, limit)
+        row = PlannedCell(
+            str(cell),
+            ranks,
+            sizes.micro,
+            now.memory.phases,
+            sent=now.memory.sent,
+            speed=now.speed,
+            simplicity=simplicity(cell),
+        )
+        if fitting is not None:
+            micro, found = fitting
+            row = replace(row, largest=micro, largest_peak=found.peak, largest_speed=found.speed)
+        if limit is not None and now.peak > limit:
+            least = self._least(moved, ranks, sizes) if fitting is None else None
+            row = replace(row, least=least)
+            row = replace(row, ways=tuple(self._ways(row, cell, limit)))
+        return row
 
     def notes(self, rows: Sequence[PlannedCell]) -> Iterator[str]:
         """Yield what a reader should know of the numbers."""
@@ -230,9 +237,10 @@ class _Planner:
             names = ", ".join(dict.fromkeys(silent))
             yield f"no seconds for {names}: the bytes that they send are not planned yet; `unipar compare` measures it"
 
-    def _settle(self, cell: Cell, ranks: int) -> tuple[Config, BatchSizes]:
+    def settle(self, cell: Cell, ranks: int) -> tuple[Config, BatchSizes]:
+        """Return the config in a cell on so many ranks, and its batch; raise an error if they do not fit."""
         backend = registry.find_backend(cell.backend)
-        moved = backend_cells.config_in_cell(_on_ranks(self.config, ranks), cell)
+        moved = backend_cells.config_in_cell(config_on_ranks(self.config, ranks), cell)
         checks.check_cell(moved, backend, cell)
         return moved, moved.batch.settle(ranks // cell.axes.ranks or 1)
 
@@ -325,13 +333,13 @@ class _Planner:
         limit = self.limits.bytes
         assert limit is not None
         try:
-            moved, sizes = self._settle(cell, ranks)
+            moved, sizes = self.settle(cell, ranks)
             return self._least(moved, ranks, sizes) <= limit
         except UniparError:
             return False
 
 
-def _on_ranks(config: Config, ranks: int) -> Config:
+def config_on_ranks(config: Config, ranks: int) -> Config:
     """Return a config with so many ranks of the data and no other axes: a cell brings its own."""
     axes = dict.fromkeys(AXES, 1)
     parallel = Parallel(data=ranks, shard=config.parallel.shard, shard_over=config.parallel.shard_over, **axes)

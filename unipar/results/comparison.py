@@ -14,6 +14,8 @@ from typing_extensions import override
 from unipar.config import Precision
 from unipar.planning.machines.device_peaks import find_device_peaks
 from unipar.results.agreement import Agreement, loss_tolerance, measure_agreement
+from unipar.results.forecast.difference import describe_forecast
+from unipar.results.forecast.records import Forecast
 from unipar.results.memory_tables import (
     RSS,
     SENT_REMARK,
@@ -116,7 +118,7 @@ class TurnResults(ABC):
         return {name: marks for name, marks in others if marks is not None}
 
 
-_FIELDS_NOT_STORED = ("rows", "answer", "unkept")
+_FIELDS_NOT_STORED = ("rows", "answer", "unkept", "forecast")
 """Fields that compare.json holds under another name, or not at all."""
 
 
@@ -132,6 +134,9 @@ class Comparison(TurnResults):
 
     answer: str = ""
     """Sentence on the smallest and the fastest cell, and why; the page's first sentence, not stored."""
+
+    forecast: Forecast | None = None
+    """What planning predicted for the cells that ran; None in files of earlier versions, and until they have ended."""
 
     @property
     def reference(self) -> CellResult | None:
@@ -264,6 +269,7 @@ class Comparison(TurnResults):
             lines += [SENT_REMARK] if sent_axes(account for row in self.rows for account in row.memory) else []
         elif any(row.outcome == "ran" for row in self.rows):
             lines.append(RSS)
+        lines += table_remarks(*describe_forecast(self.forecast, self.rows))
         return [*lines, *table_remarks(self.unwatched, self.answer, self.unkept, self.note)]
 
     def verdict(self) -> list[str]:
@@ -297,7 +303,8 @@ class Comparison(TurnResults):
     def to_json(self) -> dict[str, Any]:
         """Return every figure, and the agreement of each cell for readers of the file."""
         data = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _FIELDS_NOT_STORED}
-        return {**data, "cells": [self._row_json(row) for row in self.rows]}
+        forecast = None if self.forecast is None else self.forecast.model_dump(mode="json")
+        return {**data, "cells": [self._row_json(row) for row in self.rows], "forecast": forecast}
 
     def _row_json(self, row: CellResult) -> dict[str, Any]:
         found = self.agreement(row)
@@ -311,7 +318,9 @@ class Comparison(TurnResults):
         rows = [cell_result_from_json(cell) for cell in data["cells"]]
         data = {"unwatched": "", "ranks": max((len(row.peak_rss) for row in rows), default=0), **data}
         stored = {f.name: data[f.name] for f in fields(cls) if f.name not in _FIELDS_NOT_STORED}
-        return cls(**{**stored, **changed}, rows=rows)
+        planned = data.get("forecast")
+        forecast = None if planned is None else Forecast.model_validate(planned, strict=False)
+        return cls(**{**stored, **changed}, rows=rows, forecast=forecast)
 
 
 def _name_until_failure(row: CellResult) -> str:

@@ -12,6 +12,7 @@ from unipar.memory.account import CATEGORIES
 from unipar.memory.cuda_total import MeasuredCudaMemory, total_on_cuda
 from unipar.results.agreement import Agreement
 from unipar.results.comparison import Comparison
+from unipar.results.forecast.difference import ForecastDifference, forecast_differences
 from unipar.results.memory_tables import largest_account, largest_host_bytes, largest_resident_bytes
 from unipar.results.row import CellResult
 from unipar.results.scaling import Scaling
@@ -38,6 +39,9 @@ WORK_COLUMNS: Final = (
     "graph_breaks",
     "recompiles",
 )
+FORECAST_COLUMNS: Final = ("planned_peak", "measured_peak", "planned_sent", "measured_sent")
+"""Predicted and measured bytes of the fullest rank; measured without what libraries and Python hold for themselves."""
+
 COMPARISON_COLUMNS: Final = (
     "cell",
     "outcome",
@@ -45,6 +49,7 @@ COMPARISON_COLUMNS: Final = (
     *TIME_COLUMNS,
     *MEMORY_COLUMNS,
     *WORK_COLUMNS,
+    *FORECAST_COLUMNS,
 )
 WORLD_COLUMNS: Final = ("ranks", "scaling", "samples", "micro", "accumulate")
 SPEED_UP_COLUMNS: Final = ("speed_up", "efficiency")
@@ -53,6 +58,7 @@ SPEED_UP_COLUMNS: Final = ("speed_up", "efficiency")
 def format_comparison_csv(found: Comparison) -> str:
     """Return a comparison as CSV; unknown figures are empty, and `digits` is `all` if losses are equal to the bit."""
     flops, figures = flops_of_step(found.cell_work), found.step_figures()
+    planned = {each.cell: each for each in forecast_differences(found.forecast, found.rows)}
     return _to_csv(
         COMPARISON_COLUMNS,
         (
@@ -63,6 +69,7 @@ def format_comparison_csv(found: Comparison) -> str:
                 *_time_cells(found, row),
                 *_memory_cells(row, found.rank_count(row)),
                 *_work_cells(flops, figures[row.cell]),
+                *_forecast_cells(planned.get(row.cell)),
             ]
             for row in found.rows
         ),
@@ -95,6 +102,13 @@ def _to_csv(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     writer.writerow(head)
     writer.writerows(rows)
     return text.getvalue()
+
+
+def _forecast_cells(found: ForecastDifference | None) -> list[object]:
+    if found is None:
+        return [""] * len(FORECAST_COLUMNS)
+    sent = found.measured_bytes_sent
+    return [found.planned.peak.peak, found.measured.high, found.planned_bytes_sent, "" if sent is None else sent]
 
 
 def _agreement_cells(agreement: Agreement | None) -> list[str]:

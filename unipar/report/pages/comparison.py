@@ -33,8 +33,8 @@ from unipar.report.pages.elements import (
     repeat_command_block,
 )
 from unipar.report.pages.failed_cells import failed_cells_section
-from unipar.report.pages.memory_columns import column_notes, cuda_assumptions, memory_cells, memory_column_heads
-from unipar.report.pages.memory_sections import (
+from unipar.report.pages.memory.columns import column_notes, cuda_assumptions, memory_cells, memory_column_heads
+from unipar.report.pages.memory.sections import (
     balance_section,
     bridges_section,
     communication_section,

@@ -28,7 +28,7 @@ from unipar.report.pages.elements import (
     paragraph,
     repeat_command_block,
 )
-from unipar.report.pages.memory_columns import column_notes, cuda_assumptions, memory_cells, memory_column_heads
+from unipar.report.pages.memory.columns import column_notes, cuda_assumptions, memory_cells, memory_column_heads
 from unipar.results.files import original_config_path
 from unipar.results.memory_tables import largest_account
 from unipar.results.row import OUTCOME_PREFIXES

@@ -1,0 +1,188 @@
+"""Process that plans the cells of a comparison: on tensors without memory, from one set of traces."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from unipar.backend import Category
+from unipar.backend.cells import is_single_process
+from unipar.comparison.plan import CellPlanner, PlanLimits, PlannedDevice, import_what_traces
+from unipar.config import Config
+from unipar.config.sections.batch import Batch
+from unipar.config.settled import SettledConfig
+from unipar.distributed.place import Place
+from unipar.errors import ConfigError, UniparError
+from unipar.results.forecast.records import CellForecast, Forecast, ForecastPhase, ForecastWorld
+from unipar.run_folder.layout import read_launch_file
+from unipar.task.reference import TaskRef
+from unipar.utils.files import write_file_atomically
+
+if TYPE_CHECKING:
+    from unipar.planning.planned_cell import PlannedCell
+    from unipar.task import Task
+    from unipar.training.fake_run.parts import PredictedStep, TaskTraces
+
+FORECAST_ENTRY: Final = f"{__name__}:write_forecast"
+OTHER_WORLDS: Final = tuple(2**i for i in range(11))
+"""Numbers of ranks for which each cell is planned besides the compared one."""
+
+
+def forecast_path(run: Path) -> Path:
+    """Return the path of the file with the predictions."""
+    return run / "forecast.json"
+
+
+def write_forecast(place: Place, run: Path, control: socket.socket | None) -> None:
+    """Plan the cells that launch.json names, and write the forecast; a worker's entry."""
+    launch = read_launch_file(run)
+    job = launch["forecast"]
+    compared = SettledConfig.from_json(job["config"], launch["settled"])
+    cells = [SettledConfig.from_json(each["config"], each["settled"]) for each in job["cells"]]
+    import_what_traces()
+    began = time.process_time()
+    asked = Forecast.model_validate(job["asked"], strict=False)
+    forecaster = Forecaster(compared, TaskRef.from_json(launch["task"]).load(), asked)
+    planned = tuple(forecaster.forecast(cell) for cell in cells)
+    changes = {"cells": planned, "notes": forecaster.notes, "seconds": time.process_time() - began}
+    write_file_atomically(forecast_path(run), asked.model_copy(update=changes).model_dump_json())
+
+
+@dataclass(frozen=True)
+class Forecaster:
+    """A comparison's task on tensors without memory, and the worlds for which cells are planned."""
+
+    compared: SettledConfig
+    """Config of the comparison in its own cell."""
+
+    task: Task
+    asked: Forecast
+    """The forecast without its cells: device, world and limit."""
+
+    _traces: dict[str, TaskTraces | UniparError] = field(default_factory=dict[str, "TaskTraces | UniparError"])
+    """Traces by precision, or why there are none."""
+
+    def forecast(self, at: SettledConfig) -> CellForecast:
+        """Return the predictions for a cell, or why there are none."""
+        name = str(at.cell)
+        try:
+            return self._forecast(name, at)
+        except UniparError as e:
+            return CellForecast(cell=name, refusal=_in_one_line(e))
+        except Exception as e:  # a defect of planning is no failure of the comparison
+            return CellForecast(cell=name, refusal=f"planning it failed ({type(e).__name__}: {_in_one_line(e)})")
+
+    def _forecast(self, name: str, at: SettledConfig) -> CellForecast:
+        planner = self._planner(at.config)
+        row = planner.row(at.cell, at.config, at.ranks, at.sizes)
+        sent: dict[str, dict[str, int]] = {}
+        for payload in row.sent:
+            of = sent.setdefault(payload.axis, {})
+            of[payload.collective] = of.get(payload.collective, 0) + payload.size
+        here = _world_of(row.peak.peak, row.peak.phase, at.ranks, at.sizes.total, at.sizes.micro)
+        return CellForecast(
+            cell=name,
+            phases=tuple(_phases(row)),
+            sent=sent,
+            worlds=tuple(sorted([here, *self._other_worlds(planner, at)], key=lambda world: world.ranks)),
+            ways=row.ways,
+        )
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences on what the numbers lack."""
+        found: dict[str, None] = {}
+        for traces in self._traces.values():
+            if isinstance(traces, UniparError):
+                continue
+            planner = CellPlanner(self.compared.config, traces, self._device, self._limits, None)
+            found |= dict.fromkeys(planner.notes(()))
+        return tuple(found)
+
+    @property
+    def _device(self) -> PlannedDevice:
+        return self.asked.device
+
+    @cached_property
+    def _limits(self) -> PlanLimits:
+        return PlanLimits(self.asked.memory, self.asked.headroom)
+
+    def _planner(self, config: Config) -> CellPlanner:
+        """Return the planner of cells with a config's precision, which `single` may have for itself."""
+        from unipar.training.fake_run.parts import TaskTraces
+
+        precision = config.train.precision
+        if precision not in self._traces:
+            try:
+                self._traces[precision] = TaskTraces(config, self.compared.sizes.micro, self.task)
+            except UniparError as e:
+                self._traces[precision] = e
+        traces = self._traces[precision]
+        if isinstance(traces, UniparError):
+            raise traces
+        base = self.compared.config.changed({"train.precision": precision})
+        return CellPlanner(base, traces, self._device, self._limits, None)
+
+    def _other_worlds(self, planner: CellPlanner, at: SettledConfig) -> Iterator[ForecastWorld]:
+        """Yield a cell's peak on other numbers of ranks; nothing for a cell of one process."""
+        if is_single_process(at.cell):
+            return
+        for ranks in OTHER_WORLDS:
+            if ranks == at.ranks:
+                continue
+            try:
+                yield self._world(planner, at, ranks)
+            except UniparError as e:
+                yield ForecastWorld(ranks=ranks, refusal=_in_one_line(e))
+
+    def _world(self, planner: CellPlanner, at: SettledConfig, ranks: int) -> ForecastWorld:
+        for batch in self._batches:
+            scaled = CellPlanner(
+                planner.config.model_copy(update={"batch": batch}), planner.traces, self._device, self._limits, None
+            )
+            try:
+                moved, sizes = scaled.settle(at.cell, ranks)
+            except ConfigError:
+                if batch is self._batches[-1]:
+                    raise
+                continue  # the total batch cannot be divided among so many
+            step: PredictedStep = scaled.predict(moved, ranks, sizes).memory
+            fullest = max(step.phases, key=lambda phase: phase.peak)
+            return _world_of(fullest.peak, fullest.phase, ranks, sizes.total, sizes.micro)
+        raise AssertionError("the last batch is planned, or its error raised")
+
+    @cached_property
+    def _batches(self) -> Sequence[Batch]:
+        """The total batch of the comparison, and the share of each rank in it."""
+        sizes, batch = self.compared.sizes, self.compared.config.batch
+        kept = Batch(total=sizes.total, accumulate=sizes.accumulate) if batch.total is None else batch
+        return kept, Batch(micro=sizes.micro, accumulate=sizes.accumulate)
+
+
+def _phases(row: PlannedCell) -> Iterator[ForecastPhase]:
+    """Yield the peak of each phase without what a process holds beside its tensors, which accounts do not have."""
+    for phase in row.phases:
+        held: dict[Category, int] = {k: v for k, v in phase.held.items() if k != "runtime" and v}
+        yield ForecastPhase(name=phase.phase, peak=sum(held.values()), held=held)
+
+
+def _world_of(peak: int, phase: str, ranks: int, samples: int, micro: int) -> ForecastWorld:
+    return ForecastWorld(ranks=ranks, samples=samples, micro=micro, peak=peak, phase=phase)
+
+
+def _in_one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
+
+
+def job_of(asked: Forecast, compared: SettledConfig, cells: Sequence[SettledConfig]) -> Mapping[str, Any]:
+    """Return the job of `write_forecast`, as launch.json holds it."""
+    return {
+        "asked": asked.model_dump(mode="json"),
+        "config": compared.config.json_for_ranks(),
+        "cells": [{"config": at.config.json_for_ranks(), "settled": at.to_json()} for at in cells],
+    }

@@ -1,0 +1,1 @@
+"""Sections, tables and columns of pages on memory: measured, and as it was predicted."""

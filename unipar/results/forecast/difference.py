@@ -1,0 +1,138 @@
+"""`ForecastDifference`: a cell's predicted peak and payload beside the measured ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from unipar.backend import Category
+from unipar.memory.account import MemoryAccount
+from unipar.results.forecast.records import NOT_PLANNED, CellForecast, Forecast
+from unipar.results.row import CellResult
+
+Payloads = Mapping[str, Mapping[str, int]]
+"""Bytes of one step by axis of the mesh, then collective."""
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """Measured memory of the fullest rank in its steps, without the categories that no plan has."""
+
+    phase: str
+    """The fullest phase of a step; setting up is none."""
+
+    low: int
+    """Lowest peak of a recorded step."""
+
+    high: int
+    """Highest peak of a recorded step."""
+
+    held: Mapping[Category, int]
+    """Bytes by category in the fullest phase."""
+
+    sent: Payloads | None
+    """Payload of one step; None if it was not recorded."""
+
+    @property
+    def peak(self) -> int:
+        """Bytes in the fullest phase."""
+        return sum(self.held.values())
+
+
+def measured_step(accounts: Sequence[MemoryAccount]) -> MeasuredStep | None:
+    """Return the steps of the fullest rank, or None if no account has any."""
+    steps = [(phase, account) for account in accounts for phase in account.phases if phase.name != "built"]
+    if not steps:
+        return None
+    full, account = max(steps, key=lambda each: each[0].peak)
+    own = sum(full.held.get(category, 0) for category in NOT_PLANNED)
+    peaks = account.peaks or (full.peak,)
+    return MeasuredStep(
+        full.name,
+        min(peaks) - own,
+        max(peaks) - own,
+        {category: size for category, size in full.held.items() if category not in NOT_PLANNED},
+        account.sent_along if account.sent_by or len(accounts) == 1 else None,
+    )
+
+
+@dataclass(frozen=True)
+class ForecastDifference:
+    """What was predicted for a cell, and what was measured."""
+
+    planned: CellForecast
+    measured: MeasuredStep
+
+    @property
+    def cell(self) -> str:
+        """Name of the cell."""
+        return self.planned.cell
+
+    @property
+    def off(self) -> float:
+        """Distance of the predicted peak from the range of the measured ones, as a share of it."""
+        peak, low, high = self.planned.peak.peak, self.measured.low, self.measured.high
+        if low <= peak <= high:
+            return 0.0
+        nearest = low if peak < low else high
+        return peak / nearest - 1.0 if nearest > 0 else 1.0
+
+    @property
+    def same_payload(self) -> bool | None:
+        """Whether the predicted payload is the measured one to the byte; None if one of them is not known."""
+        if self.measured.sent is None or (not _flat(self.planned.sent) and _flat(self.measured.sent)):
+            return None
+        return _flat(self.planned.sent) == _flat(self.measured.sent)
+
+    @property
+    def planned_bytes_sent(self) -> int:
+        """Predicted payload of one step."""
+        return sum(_flat(self.planned.sent).values())
+
+    @property
+    def measured_bytes_sent(self) -> int | None:
+        """Measured payload of one step, or None if it was not recorded."""
+        return None if self.measured.sent is None else sum(_flat(self.measured.sent).values())
+
+    def differing_payloads(self) -> Iterator[tuple[str, int, int]]:
+        """Yield axis and collective, bytes predicted and bytes measured, where these differ."""
+        planned, measured = _flat(self.planned.sent), _flat(self.measured.sent or {})
+        for name in sorted({*planned, *measured}):
+            if (one := planned.get(name, 0)) != (other := measured.get(name, 0)):
+                yield " ".join(name), one, other
+
+
+def _flat(sent: Payloads) -> dict[tuple[str, str], int]:
+    return {(axis, kind): size for axis, kinds in sent.items() for kind, size in kinds.items() if size}
+
+
+def forecast_differences(forecast: Forecast | None, rows: Sequence[CellResult]) -> list[ForecastDifference]:
+    """Return the cells that ran, and were planned and measured, in the order of the rows."""
+    found: list[ForecastDifference] = []
+    for row in rows if forecast is not None else ():
+        assert forecast is not None
+        planned, measured = forecast.cell(row.cell), measured_step(row.memory)
+        if row.outcome == "ran" and planned is not None and planned.phases and measured is not None:
+            found.append(ForecastDifference(planned, measured))
+    return found
+
+
+def describe_forecast(forecast: Forecast | None, rows: Sequence[CellResult]) -> list[str]:
+    """Return sentences on how near the predictions are, for the lines below a table."""
+    if forecast is None:
+        return []
+    if forecast.problem:
+        return [f"plan: {forecast.problem}"]
+    lines = [f"plan: {cell.cell} is not planned: {cell.refusal}" for cell in forecast.cells if cell.refusal]
+    found = forecast_differences(forecast, rows)
+    if not found:
+        return lines
+    worst = max(found, key=lambda each: abs(each.off))
+    cells = f"{len(found)} cells" if len(found) > 1 else worst.cell
+    near = f"plan: predicted peaks of {cells} are within {abs(worst.off):.2%} of the measured ones"
+    if len(found) > 1 and abs(worst.off) >= 0.00005:
+        near += f" (farthest: {worst.cell}, {worst.off:+.2%})"
+    known = [each for each in found if each.same_payload is not None]
+    other = [each.cell for each in known if not each.same_payload]
+    sent = f"; other bytes sent than predicted: {', '.join(other)}" if other else "; bytes sent are equal" * bool(known)
+    return [near + sent, *lines]

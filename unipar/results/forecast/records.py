@@ -1,0 +1,116 @@
+"""`Forecast`: what planning predicted for the cells of a comparison, as files hold it."""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+from pydantic import Field
+
+from unipar.backend import Category
+from unipar.config import Section
+from unipar.memory.account import PhaseName
+
+MemorySource = Literal["", "batch.memory", "GPU", "machine"]
+"""Where the memory of a device is from; machine: all memory of this one, which its ranks share."""
+
+NOT_PLANNED: Final[tuple[Category, ...]] = ("library", "runtime")
+"""Categories that no plan has: what libraries and Python hold for themselves."""
+
+
+class ForecastPhase(Section):
+    """Predicted memory of the fullest rank at the fullest moment of one phase, without what no plan has."""
+
+    name: PhaseName
+    peak: int
+    held: dict[Category, int]
+    """Bytes by category; their sum is the peak."""
+
+
+class ForecastWorld(Section):
+    """Predicted peak of a cell on one number of ranks."""
+
+    ranks: int
+    samples: int = 0
+    """Samples of a step, of all ranks."""
+
+    micro: int = 0
+    """Samples of a microbatch."""
+
+    peak: int | None = None
+    """Bytes of the fullest rank, on CUDA with its context and NCCL; None: it cannot be planned or run there."""
+
+    phase: str = ""
+    refusal: str = ""
+    """Why there is no peak."""
+
+
+class CellForecast(Section):
+    """Predicted memory and payload of one cell."""
+
+    cell: str
+    refusal: str = ""
+    """Why the cell was not planned; empty if it was."""
+
+    phases: tuple[ForecastPhase, ...] = ()
+    """Peak of each phase in the compared world."""
+
+    sent: dict[str, dict[str, int]] = Field(default_factory=dict)
+    """Payload bytes of one step in the compared world, by axis of the mesh, then collective."""
+
+    worlds: tuple[ForecastWorld, ...] = ()
+    """The compared world and others, by ascending number of ranks."""
+
+    ways: tuple[str, ...] = ()
+    """What would have to change for the cell to fit in the compared world; empty if it does."""
+
+    @property
+    def peak(self) -> ForecastPhase:
+        """The fullest phase in the compared world."""
+        return max(self.phases, key=lambda phase: phase.peak)
+
+
+class Forecast(Section):
+    """Predictions for the cells of a comparison that ran."""
+
+    problem: str = ""
+    """Why nothing was planned; empty otherwise."""
+
+    device: Literal["cpu", "cuda"] = "cpu"
+    ranks: int = 0
+    """Ranks of the compared world."""
+
+    samples: int = 0
+    """Samples of a step in the compared world."""
+
+    share: int = 0
+    """Samples of a step that a rank of the data trains on in the compared world."""
+
+    memory: int | None = None
+    """Bytes of the device's memory; None if they are not known."""
+
+    memory_from: MemorySource = ""
+    headroom: float = 0.0
+    """Share of that memory that is to stay free."""
+
+    cells: tuple[CellForecast, ...] = ()
+    notes: tuple[str, ...] = ()
+    seconds: float = 0.0
+    """CPU seconds that planning took, after imports."""
+
+    @property
+    def limit(self) -> int | None:
+        """Bytes that a rank may use."""
+        return None if self.memory is None else int(self.memory * (1.0 - self.headroom))
+
+    def cell(self, name: str) -> CellForecast | None:
+        """Return the forecast of the cell of that name, or None."""
+        return next((cell for cell in self.cells if cell.cell == name), None)
+
+    def first_fitting(self, cell: CellForecast) -> int | None:
+        """Return the least number of ranks from which on the cell fits in all planned worlds, or None."""
+        assert self.limit is not None
+        found: int | None = None
+        for world in cell.worlds:
+            if world.peak is not None:
+                found = None if world.peak > self.limit else found or world.ranks
+        return found
