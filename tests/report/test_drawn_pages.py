@@ -101,7 +101,7 @@ parent.document.title = JSON.stringify({width: innerWidth, paper, seen, labels, 
 
 @pytest.fixture
 def told(tmp_path: Path) -> ComparisonPageData:
-    return ComparisonPageData.read(write_example_comparison(tmp_path / "run"))
+    return ComparisonPageData.read(write_example_comparison(tmp_path / "run", planned=True))
 
 
 def browse(tmp_path: Path, *words: str) -> str:

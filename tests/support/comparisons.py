@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tests.support.forecasts import example_forecast
 from unipar.backend import Category
 from unipar.config import Cell
 from unipar.memory.account import MemoryAccount, NamedBlock, PhaseName, PhasePeak, ResidentMemory
@@ -102,15 +103,19 @@ def account(cell: str, rank: int, scale: float = 1.0, method: str = ProfilerSour
         curve=tuple(curve),
         marks=((0.0, "forward"), (0.36, "backward"), (0.82, "update")),
         resident=ResidentMemory(base=320 * 2**20, peak=320 * 2**20 + round(peak * 1.07), own=rest),
-        sent={}
-        if cell == "single"
-        else {"all_reduce": 4 * PARAMETER_COUNT}
-        if "nothing" in cell
-        else {"reduce_scatter": 2 * PARAMETER_COUNT},
+        sent=sent_by_collective(cell),
+        sent_along={"data": sent_by_collective(cell)} if sent_by_collective(cell) else {},
         sent_by="" if cell == "single" else "records of a profiler",
         saved=(round(2 * PARAMETER_COUNT), round(1.9 * PARAMETER_COUNT)),
         notes=("a note of the one who measured",) if cell == "native/parameters" else (),
     )
+
+
+def sent_by_collective(cell: str) -> dict[str, int]:
+    """Bytes of a step by collective."""
+    if cell == "single":
+        return {}
+    return {"all_reduce": 4 * PARAMETER_COUNT} if "nothing" in cell else {"reduce_scatter": 2 * PARAMETER_COUNT}
 
 
 def _curve_bytes(at: float, rest: int, by: dict[PhaseName, int]) -> float:
@@ -157,6 +162,7 @@ def write_example_comparison(
     method: str = ProfilerSource.method,
     parameters: int = PARAMETER_COUNT,
     use: str = "/x/char_gpt.py:CharGPT",
+    planned: bool = False,
 ) -> Path:
     """A run folder with six cells and one that was refused."""
     folder = run / "compare"
@@ -186,6 +192,10 @@ def write_example_comparison(
         "interrupted": False,
         "cells": [*(row(cell, quicker, scale * memory, method) for cell in MEMORY_BY_CELL), refused],
     }
+    if planned:
+        held = {cell: (at, account(cell, 0, scale).peak.held) for cell, (at, _) in MEMORY_BY_CELL.items()}
+        sent = {cell: sent_by_collective(cell) for cell in MEMORY_BY_CELL}
+        data["forecast"] = example_forecast(held, sent)
     (folder / "compare.json").write_text(json.dumps(data), encoding="utf-8")
     return run
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from unipar.backend import Category
 from unipar.memory.account import CATEGORIES
@@ -64,12 +64,16 @@ def byte_ticks(high: float, about: int = 5) -> list[tuple[float, str]]:
 def choose_bar_scale(page: ComparisonPageData, before: ComparisonPageData | None) -> tuple[float, list[str]]:
     """Return the largest value of the memory scale, and the few cells beyond it, whose bars are cut."""
     old = {c.cell: c.peak for c in (before.measured_cells if before is not None else [])}
-    by = {c.cell: max(c.peak, old.get(c.cell, 0)) for c in page.measured_cells}
-    names = sorted(by, key=lambda name: by[name])
+    return bar_scale({c.cell: max(c.peak, old.get(c.cell, 0)) for c in page.measured_cells})
+
+
+def bar_scale(sizes: Mapping[str, int]) -> tuple[float, list[str]]:
+    """Return the largest value of a scale of bars by name, and the few names whose bars are cut."""
+    names = sorted(sizes, key=lambda name: sizes[name])
     for n in range(len(names) // 3, 0, -1):
-        if by[names[-n]] > OUTLIER_RATIO * by[names[-n - 1]]:
-            return by[names[-n - 1]] * 1.3, names[-n:]
-    return by[names[-1]], []
+        if sizes[names[-n]] > OUTLIER_RATIO * sizes[names[-n - 1]]:
+            return sizes[names[-n - 1]] * 1.3, names[-n:]
+    return sizes[names[-1]], []
 
 
 def draw_memory_bars(page: ComparisonPageData, before: ComparisonPageData | None, width: int) -> str:
@@ -83,24 +87,28 @@ def draw_memory_bars(page: ComparisonPageData, before: ComparisonPageData | None
     rows.grid(byte_ticks(high, 3 if rows.small else 5))
     for i, cell in enumerate(cells):
         rows.draw_name(i)
-        end = _draw_stacked_bar(rows, cell, rows.y(i) + 4, 20, "")
+        end = draw_stacked_bar(rows, _held_at_peak(cell), rows.y(i) + 4, 20, cell.cell)
         rows.drawing.text(end + 7, rows.y(i) + 18, format_size(cell.peak), "value")
         if (was := old.get(cell.cell)) is not None:
-            end = _draw_stacked_bar(rows, was, rows.y(i) + 26, 5, "before, ")
+            end = draw_stacked_bar(rows, _held_at_peak(was), rows.y(i) + 26, 5, f"before, {was.cell}")
             rows.drawing.text(end + 7, rows.y(i) + 33, format_size(was.peak), "faint")
     return str(rows.drawing)
 
 
-def _draw_stacked_bar(rows: BarRows, cell: CellPageData, y: float, height: float, whose: str) -> float:
-    """Draw one stacked bar and return its end; a bar beyond the scale is drawn with a gap before its end."""
+def _held_at_peak(cell: CellPageData) -> Mapping[Category, int]:
     assert cell.fullest_account is not None
-    by_category, total = cell.fullest_account.peak.held, 0
+    return cell.fullest_account.peak.held
+
+
+def draw_stacked_bar(rows: BarRows, held: Mapping[Category, int], y: float, height: float, whose: str) -> float:
+    """Draw one stacked bar and return its end; a bar beyond the scale is drawn with a gap before its end."""
+    total = 0
     for category in CATEGORIES:
-        if part := by_category.get(category, 0):
+        if part := held.get(category, 0):
             start, end = rows.x(total), rows.x(total + part)
             total += part
             if start < rows.x.end:
-                tip = f"{whose}{cell.cell}, {CATEGORY_LABELS[category]}: {format_size(part)}"
+                tip = f"{whose}, {CATEGORY_LABELS[category]}: {format_size(part)}"
                 rows.drawing.rect(start, y, max(end - start - 1, 0.6), height, f"c-{category}", tip)
     if total > rows.x.high:
         draw_gap(rows, y, height, rows.x.end - 26)

@@ -34,6 +34,7 @@ from unipar.report.pages.elements import (
 )
 from unipar.report.pages.failed_cells import failed_cells_section
 from unipar.report.pages.memory.columns import column_notes, cuda_assumptions, memory_cells, memory_column_heads
+from unipar.report.pages.memory.forecast import forecast_section, forecast_worlds_section
 from unipar.report.pages.memory.sections import (
     balance_section,
     bridges_section,
@@ -66,6 +67,8 @@ def render_comparison(page: ComparisonPageData, before: ComparisonPageData | Non
         bridges_section(page),
         step_memory_section(page, before),
         balance_section(page),
+        forecast_section(page),
+        forecast_worlds_section(page),
         _losses(page),
         _pareto(page, before),
         _times(page, before),

@@ -127,12 +127,18 @@ def describe_forecast(forecast: Forecast | None, rows: Sequence[CellResult]) -> 
     found = forecast_differences(forecast, rows)
     if not found:
         return lines
+    return [f"plan: {summarise_differences(found)}", *lines]
+
+
+def summarise_differences(found: Sequence[ForecastDifference]) -> str:
+    """Return a sentence, without its full stop, on how far predictions are from what was measured."""
     worst = max(found, key=lambda each: abs(each.off))
     cells = f"{len(found)} cells" if len(found) > 1 else worst.cell
-    near = f"plan: predicted peaks of {cells} are within {abs(worst.off):.2%} of the measured ones"
+    near = f"predicted peaks of {cells} are within {abs(worst.off) * 100:.2f} % of the measured ones"
     if len(found) > 1 and abs(worst.off) >= 0.00005:
-        near += f" (farthest: {worst.cell}, {worst.off:+.2%})"
+        near += f" (farthest: {worst.cell})"
     known = [each for each in found if each.same_payload is not None]
     other = [each.cell for each in known if not each.same_payload]
-    sent = f"; other bytes sent than predicted: {', '.join(other)}" if other else "; bytes sent are equal" * bool(known)
-    return [near + sent, *lines]
+    if other:
+        return f"{near}; other bytes are sent than predicted in {', '.join(other)}"
+    return near + "; bytes sent are equal" * any(each.planned_bytes_sent for each in known)

@@ -64,6 +64,11 @@ class CellForecast(Section):
     """What would have to change for the cell to fit in the compared world; empty if it does."""
 
     @property
+    def planned_worlds(self) -> list[ForecastWorld]:
+        """Worlds in which it has a peak."""
+        return [world for world in self.worlds if world.peak is not None]
+
+    @property
     def peak(self) -> ForecastPhase:
         """The fullest phase in the compared world."""
         return max(self.phases, key=lambda phase: phase.peak)
@@ -106,11 +111,7 @@ class Forecast(Section):
         """Return the forecast of the cell of that name, or None."""
         return next((cell for cell in self.cells if cell.cell == name), None)
 
-    def first_fitting(self, cell: CellForecast) -> int | None:
-        """Return the least number of ranks from which on the cell fits in all planned worlds, or None."""
-        assert self.limit is not None
-        found: int | None = None
-        for world in cell.worlds:
-            if world.peak is not None:
-                found = None if world.peak > self.limit else found or world.ranks
-        return found
+    def fits(self, world: ForecastWorld) -> bool:
+        """Return whether a cell fits on a number of ranks for which it is planned."""
+        assert world.peak is not None
+        return self.limit is None or world.peak <= self.limit
