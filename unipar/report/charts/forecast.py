@@ -8,10 +8,12 @@ from itertools import pairwise
 from typing import Final
 
 from unipar.report.charts.bars import NARROW_BELOW_PIXELS, BarRows, bar_scale, byte_ticks, draw_stacked_bar
+from unipar.report.charts.geometry import LabelBox, LineSegment, touches_box
 from unipar.report.charts.labels import COLUMN_LINE, place_in_column
 from unipar.report.charts.svg import (
     AxisScale,
     Drawing,
+    Point,
     byte_unit_of,
     fit_name,
     line_class,
@@ -106,16 +108,32 @@ def draw_peaks_by_ranks(forecast: Forecast, width: int) -> str:
             drawing.dot((x(ranks), y(peak)), 5, "point", _tip(line, ranks, peak))
     for name, label in labels.items():
         drawing.text(*label.text, words[name], "name label", label.anchor)
+    places = [[(x(ranks), y(peak)) for ranks, peak in line.peaks.items()] for line in lines]
     if change is not None:
         text = "share kept" if small else "each rank keeps its share of the batch"
-        drawing.text(change + 5, y.start - 7, text, "tick label")
+        at = _free_baseline((y.end + 15, y.start - 7), (change, change + text_width(text)), places)
+        drawing.text(change + 5, at, text, "tick label")
     if scales.limit_at is not None and forecast.limit is not None:
         text = f"limit: {format_size(forecast.limit)}{', not to scale' if scales.off_scale else ''}"
-        drawing.text(x.end, scales.limit_at - 5, text, "tick label", "end")
+        sides = scales.limit_at - 5, scales.limit_at + 15
+        at = _free_baseline(sides, (x.end - text_width(text), x.end), places)
+        drawing.text(x.end, at, text, "tick label", "end")
     for i, line in enumerate(drawn if small else ()):
         text = fit_name(f"{i + 1}  {line.label(int(width / 7.2) - 4)}", width)
         drawing.text(0, y.start + 48 + 18 * i + 14, text, "name")
     return str(drawing)
+
+
+def _free_baseline(
+    baselines: tuple[float, float], across: tuple[float, float], lines: Sequence[Sequence[Point]]
+) -> float:
+    """Return the first of two places for a text that no line crosses, or else the first."""
+
+    def is_free(baseline: float) -> bool:
+        box = LabelBox(across[0], baseline - 12, across[1], baseline + 4)
+        return not any(touches_box(LineSegment(a, b), box) for line in lines for a, b in pairwise(line))
+
+    return next((baseline for baseline in baselines if is_free(baseline)), baselines[0])
 
 
 def _name(line: ForecastLine) -> str:
