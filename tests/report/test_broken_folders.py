@@ -51,7 +51,7 @@ def test_the_figures_alone_have_all_that_was_measured(run: Path, tmp_path: Path)
     assert [len(cell.memory) for cell in told.cells] == [1, 2, 2, 2, 2, 2, 0]
     sections = re.findall('<section id="([a-z]+)">', render_comparison(told))
     assert sections == [
-        *("memory", "cells", "bridge", "through", "balance", "losses", "pareto", "times", "sent", "how")
+        *("memory", "cells", "bridge", "through", "balance", "planned", "losses", "pareto", "times", "sent", "how")
     ]
 
 

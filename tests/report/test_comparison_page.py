@@ -223,7 +223,8 @@ def test_a_comparison_without_memory_has_a_page(tmp_path: Path) -> None:
     text = render_comparison(ComparisonPageData.read(run))
     assert "Memory was not measured in this comparison" in text
     assert "Measured on a machine that was not recorded." in text
-    assert re.findall('<section id="([a-z]+)">', text) == ["memory", "cells", "losses", "times", "configs", "how"]
+    shown = ["memory", "cells", "planned", "losses", "times", "configs", "how"]
+    assert re.findall('<section id="([a-z]+)">', text) == shown
     assert "<td>–</td><td>~640 MiB</td><td>–</td>" in text
 
 

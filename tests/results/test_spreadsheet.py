@@ -13,6 +13,7 @@ from tests.support.scalings import made as scaling
 from tests.support.scalings import timed
 from unipar.comparison import store
 from unipar.memory.account import MemoryAccount, PhasePeak, ResidentMemory
+from unipar.results.forecast.records import CellForecast, Forecast, ForecastPhase
 from unipar.results.memory_tables import describe_peak_ranges
 from unipar.results.row import CellOutcome, CellResult
 from unipar.results.spreadsheet import COMPARISON_COLUMNS, format_comparison_csv, format_scaling_csv
@@ -29,20 +30,28 @@ def test_a_row_a_cell(tmp_path: Path) -> None:
         phases=(phase,),
         peaks=(3_000_000,),
         resident=ResidentMemory(base=1_000, peak=3_501_000, own=9),
+        sent_along={"data": {"all_reduce": 600}},
+        sent_by="records",
     )
+    held = {"parameters": 1_000_000, "activations": 1_500_000}
+    planned = ForecastPhase(name="backward", peak=2_500_000, held=held)
+    cell = CellForecast(cell="native/nothing", phases=(planned,), sent={"data": {"all_reduce": 700}})
     ddp = replace(SAME, memory=[account, account])
     found = compared(ONE, ddp, FAR, CellResult(cell="horovod/nothing", outcome="absent", note="not here, so"))
+    found = replace(found, forecast=Forecast(cells=(cell,)))
     store.write_comparison(tmp_path, {}, found)
     text = (tmp_path / "compare.csv").read_text("utf-8")
     assert text == format_comparison_csv(found)
     assert text.splitlines() == [
         "cell,outcome,digits,within,median_step_s,samples_per_s,allocated,resident,predicted_on_cuda,"
         "measured_on_cuda,reserved,host,parameters,masters,gradients,optimizer,communication,buffers,activations,temporaries,library,runtime,"
-        "unattributed,weight_per_s,step_flops,flops_per_s,mfu,waits_least,waits_most,graph_breaks,recompiles",
-        "single,ran,,,0.02,400,,,,,,,,,,,,,,,,,,,,,,,,,",
-        "native/nothing,ran,all,yes,0.01,800,3000000,3500000,738197504,,,,1000000,0,0,0,0,0,2000000,0,0,0,0,,,,,,,,",
-        "deepspeed/gradients,ran,1,no,0.01,800,,,,,,,,,,,,,,,,,,,,,,,,,",
-        "horovod/nothing,absent,,,,,,,,,,,,,,,,,,,,,,,,,,,,,",
+        "unattributed,weight_per_s,step_flops,flops_per_s,mfu,waits_least,waits_most,graph_breaks,recompiles,"
+        "planned_peak,measured_peak,planned_sent,measured_sent",
+        "single,ran,,,0.02,400,,,,,,,,,,,,,,,,,,,,,,,,,,,,,",
+        "native/nothing,ran,all,yes,0.01,800,3000000,3500000,738197504,,,,1000000,0,0,0,0,0,2000000,0,0,0,0,,,,,,,,,"
+        "2500000,3000000,700,600",
+        "deepspeed/gradients,ran,1,no,0.01,800,,,,,,,,,,,,,,,,,,,,,,,,,,,,,",
+        "horovod/nothing,absent,,,,,,,,,,,,,,,,,,,,,,,,,,,,,,,,,",
     ]
 
 

@@ -176,7 +176,7 @@ def _world_of(peak: int, phase: str, ranks: int, samples: int, micro: int) -> Fo
 
 
 def _in_one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
+    return " ".join(str(error).split()).removeprefix("plan: ")
 
 
 def job_of(asked: Forecast, compared: SettledConfig, cells: Sequence[SettledConfig]) -> Mapping[str, Any]:

@@ -240,10 +240,9 @@ def _missing_worlds(forecast: Forecast) -> Iterator[str]:
 def _what_would_fit(forecast: Forecast) -> Iterator[str]:
     """Yield a list of what would have to change for cells that do not fit in the compared world."""
     short = [cell for cell in forecast.cells if cell.ways]
-    if not short:
+    if not short or forecast.limit is None:
         return
     yield "<h3>What would have to change to fit</h3>"
-    assert forecast.limit is not None
     yield paragraph(f"In the compared world these cells need more than {format_size(forecast.limit)} a rank:")
     yield bullet_list(
         f"{cell.cell}, {format_size(_compared_peak(forecast, cell))}: {'; '.join(cell.ways)}." for cell in short

@@ -1,0 +1,133 @@
+"""Predicted beside measured: what counts, how far they are apart, and the sentences on it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.compared_rows import ONE, SAME, compared
+from unipar.comparison import store
+from unipar.memory.account import MemoryAccount, PhasePeak
+from unipar.results.comparison import Comparison
+from unipar.results.files import parse_comparison
+from unipar.results.forecast.difference import (
+    describe_forecast,
+    forecast_differences,
+    measured_step,
+    summarise_differences,
+)
+from unipar.results.forecast.records import CellForecast, Forecast, ForecastPhase, ForecastWorld
+
+SETUP = PhasePeak(name="built", peak=9_000, held={"parameters": 9_000})
+FORWARD = PhasePeak(name="forward", peak=1_500, held={"parameters": 1_000, "activations": 500})
+FULL = PhasePeak(
+    name="backward", peak=2_000, held={"parameters": 1_000, "activations": 600, "library": 300, "runtime": 100}
+)
+SENT = {"data": {"all_reduce": 400}}
+
+
+def account(rank: int = 0, **changed: Any) -> MemoryAccount:
+    told: dict[str, Any] = {"phases": (SETUP, FORWARD, FULL), "peaks": (1_900, 2_000), "sent_along": SENT}
+    more = {"method": "m", "device": "cpu", "base": 0, "sent_by": "records"}
+    return MemoryAccount(rank=rank, **(more | told | changed))
+
+
+def planned(peak: int, sent: dict[str, dict[str, int]] = SENT, cell: str = "native/nothing") -> CellForecast:
+    return CellForecast(
+        cell=cell, phases=(ForecastPhase(name="backward", peak=peak, held={"parameters": peak}),), sent=sent
+    )
+
+
+def test_what_is_measured_of_a_step() -> None:
+    """Neither setting up nor what libraries and Python hold; the rank that is fullest in a step."""
+    low = account(1, phases=(SETUP, FORWARD), peaks=(1_500,))
+    step = measured_step([low, account()])
+    assert step is not None
+    assert (step.phase, step.low, step.high, step.peak) == ("backward", 1_500, 1_600, 1_600)
+    assert step.held == {"parameters": 1_000, "activations": 600}
+    assert step.sent == SENT
+    assert measured_step([]) is None
+    assert measured_step([account(phases=(SETUP,))]) is None
+
+
+@pytest.mark.parametrize(("peak", "off"), [(1_500, 0.0), (1_550, 0.0), (1_600, 0.0), (1_650, 0.03125), (1_200, -0.2)])
+def test_the_distance_is_that_from_the_range(peak: int, off: float) -> None:
+    """A peak between the lowest and the highest recorded step is right."""
+    row = replace(SAME, memory=[account(), account(1)])
+    (found,) = forecast_differences(Forecast(cells=(planned(peak),)), [row])
+    assert found.off == pytest.approx(off)
+
+
+@pytest.mark.parametrize(
+    ("told", "changed", "same", "differing"),
+    [
+        (SENT, {}, True, []),
+        ({"data": {"all_reduce": 400, "broadcast": 0}}, {}, True, []),
+        ({"data": {"all_reduce": 300}}, {}, False, [("data all_reduce", 300, 400)]),
+        ({"tensor": {"all_reduce": 400}}, {}, False, [("data all_reduce", 0, 400), ("tensor all_reduce", 400, 0)]),
+        ({}, {}, None, [("data all_reduce", 0, 400)]),
+        (SENT, {"sent_along": {}, "sent_by": ""}, None, [("data all_reduce", 400, 0)]),
+    ],
+)
+def test_payloads_are_compared_to_the_byte(
+    told: dict[str, dict[str, int]], changed: dict[str, Any], same: bool | None, differing: list[tuple[str, int, int]]
+) -> None:
+    """By axis and collective; nothing is said of what was not planned or not recorded."""
+    row = replace(SAME, memory=[account(**changed), account(1, **changed)])
+    (found,) = forecast_differences(Forecast(cells=(planned(1_600, told),)), [row])
+    assert (found.same_payload, list(found.differing_payloads())) == (same, differing)
+
+
+def test_which_cells_are_compared() -> None:
+    """Those that ran, and were planned and measured."""
+    alone, full = [account(sent_along={})], [account(), account(1)]
+    rows = [
+        replace(ONE, memory=alone),
+        replace(SAME, memory=full),
+        replace(SAME, cell="a", memory=[]),
+        replace(SAME, cell="b", memory=full, outcome="failed"),
+        replace(SAME, cell="c", memory=full),
+    ]
+    cells = [planned(1_600, {}, "single"), *(planned(1_680, cell=name) for name in ("native/nothing", "a", "b"))]
+    told = Forecast(cells=(*cells, CellForecast(cell="c", refusal="it is not planned yet")))
+    found = forecast_differences(told, rows)
+    assert [each.cell for each in found] == ["single", "native/nothing"]
+    assert summarise_differences(found) == (
+        "predicted peaks of 2 cells are within 5.00 % of the measured ones (farthest: native/nothing); bytes sent are "
+        "equal"
+    )
+    assert describe_forecast(told, rows)[1:] == ["plan: c is not planned: it is not planned yet"]
+    assert forecast_differences(None, rows) == []
+
+
+def test_sentences_below_the_table() -> None:
+    """Why nothing was planned; which cells send something else; nothing for an older file."""
+    other = replace(SAME, memory=[account(), account(1)])
+    told = Forecast(cells=(planned(1_600, {"data": {"all_reduce": 300}}),))
+    assert describe_forecast(told, [other]) == [
+        "plan: predicted peaks of native/nothing are within 0.00 % of the measured ones; other bytes are sent than "
+        "predicted in native/nothing"
+    ]
+    assert describe_forecast(Forecast(problem="planning was interrupted"), [other]) == [
+        "plan: planning was interrupted"
+    ]
+    assert describe_forecast(None, [other]) == []
+    text = compared(ONE, other, forecast=Forecast(problem="planning was interrupted")).table(80)
+    assert "plan: planning was interrupted" in text.splitlines()
+
+
+def test_files_keep_it(tmp_path: Path) -> None:
+    """All of it is in compare.json; a file of an earlier version has none."""
+    world = ForecastWorld(ranks=4, samples=8, micro=2, peak=900, phase="backward")
+    cell = planned(1_600).model_copy(update={"worlds": (world,), "ways": ("micro 1 fits",)})
+    told = Forecast(device="cuda", ranks=2, samples=8, share=4, memory=2_000, memory_from="GPU", cells=(cell,))
+    store.write_comparison(tmp_path, {}, compared(ONE, SAME, forecast=told))
+    file = tmp_path / "compare.json"
+    data = json.loads(file.read_text("utf-8"))
+    assert parse_comparison(file, data).forecast == told
+    del data["forecast"]
+    assert Comparison.from_json(data).forecast is None
