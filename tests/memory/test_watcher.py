@@ -20,7 +20,9 @@ from unipar.comparison.request import CompareRequest
 from unipar.comparison.rounds import require_same_method
 from unipar.memory.account import CATEGORIES, MEMORY_PHASES, MemoryAccount, account_path, read_account
 from unipar.memory.sources import malloc_build
-from unipar.results.row import CellResult
+from unipar.results.forecast.difference import forecast_differences
+from unipar.results.forecast.records import Forecast
+from unipar.results.row import CellResult, cell_result_from_json
 
 PLANTED, LISTED = 5_000_000, 3_000_000
 
@@ -151,8 +153,28 @@ def test_what_breaks_in_watching_is_a_note(found: dict[str, Any]) -> None:
 
 
 def test_malloc_keeps_what_is_freed_while_steps_are_timed(found: dict[str, Any]) -> None:
-    """On every rank of every cell, one whose watching broke too. One process has two microbatches a step."""
-    assert sorted(found["mapped"]) == ["1111000000"] * 8 + ["11111111000000000000"]
+    """On every rank of every cell, one whose watching broke too. One process has two microbatches a step.
+
+    The process that plans runs the loss on three microbatches, once all have ended.
+    """
+    assert sorted(found["mapped"]) == ["000", *["1111000000"] * 8, "11111111000000000000"]
+
+
+def test_cells_are_planned_after_they_ran(found: dict[str, Any]) -> None:
+    """Payloads are equal, peaks near what was measured; a backend that plans nothing is a sentence, and no failure."""
+    told = Forecast.model_validate(found["forecast"], strict=False)
+    rows = [cell_result_from_json(found[name]) for name in ("single", "native/nothing", "native/parameters")]
+    compared_cells = forecast_differences(told, rows)
+    assert [(each.cell, each.same_payload) for each in compared_cells] == [(row.cell, True) for row in rows]
+    assert [abs(each.off) < 0.01 for each in compared_cells[:2]] == [True, True]
+    assert abs(compared_cells[2].off) < 0.15  # when FSDP2's copies in gloo are freed differs
+    assert (told.problem, told.ranks, told.samples, told.share, told.memory_from) == ("", 2, 8, 4, "machine")
+    why = "faulty: its memory is not planned yet; `unipar compare` measures it"
+    names = ("faulty/nothing+hidden-buffer", "faulty/nothing+nameless")
+    assert {cell.cell: cell.refusal for cell in told.cells if cell.refusal} == dict.fromkeys(names, why)
+    said = " ".join(found["said"].split())
+    assert "plan: predicted peaks of 3 cells are within " in said
+    assert f"plan: {names[0]} is not planned: {why}" in said
 
 
 def test_what_a_loss_keeps_outside_the_graph_is_unattributed(forks: Forks, tmp_path: Path) -> None:

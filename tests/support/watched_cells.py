@@ -94,4 +94,5 @@ def compared(folder: Path, *cells: str, plant: str = "", forks: Forks | None = N
     assert done.returncode == 0, done.stdout + done.stderr
     data = json.loads((folder / "out/compare/compare.json").read_text("utf-8"))
     mapped = [file.read_text("ascii") for file in folder.glob("maps-*")]
-    return {"said": done.stdout, "mapped": mapped, **{row["cell"]: row for row in data["cells"]}}
+    told = {"said": done.stdout, "mapped": mapped, "forecast": data["forecast"]}
+    return {**told, **{row["cell"]: row for row in data["cells"]}}
