@@ -25,15 +25,15 @@ from unipar.report.data.comparison import ComparisonPageData
 from unipar.report.data.pipeline import PipelineFacts
 from unipar.report.data.run import RunPageData
 from unipar.report.data.verification import VerificationPageData
+from unipar.report.html.elements import html_page
 from unipar.report.pages.comparison import render_comparison
-from unipar.report.pages.elements import html_page
 from unipar.report.pages.pipeline import pipeline_section
 from unipar.report.pages.run import render_run as of_run
 from unipar.report.pages.scaling import render_scaling as scaled
 from unipar.report.pages.verification import render_verification
 
 ROOT = Path(__file__).parents[2]
-CSS = (ROOT / "unipar/report/pages/page.css").read_text("utf-8")
+CSS = (ROOT / "unipar/report/html/page.css").read_text("utf-8")
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),

@@ -63,7 +63,7 @@ def test_each_root_says_that_it_is_typed(wheel: zipfile.ZipFile) -> None:
 
 def test_the_page_s_style_is_inside(wheel: zipfile.ZipFile) -> None:
     """report.html is made with it."""
-    assert wheel.read("unipar/report/pages/page.css") == (ROOT / "unipar/report/pages/page.css").read_bytes()
+    assert wheel.read("unipar/report/html/page.css") == (ROOT / "unipar/report/html/page.css").read_bytes()
 
 
 def test_the_extras(about: Message) -> None:

@@ -33,8 +33,7 @@ def test_a_row_a_cell(tmp_path: Path) -> None:
         sent_along={"data": {"all_reduce": 600}},
         sent_by="records",
     )
-    held = {"parameters": 1_000_000, "activations": 1_500_000}
-    planned = ForecastPhase(name="backward", peak=2_500_000, held=held)
+    planned = ForecastPhase(name="backward", peak=2_500_000, held={"parameters": 1_000_000, "activations": 1_500_000})
     cell = CellForecast(cell="native/nothing", phases=(planned,), sent={"data": {"all_reduce": 700}})
     ddp = replace(SAME, memory=[account, account])
     found = compared(ONE, ddp, FAR, CellResult(cell="horovod/nothing", outcome="absent", note="not here, so"))

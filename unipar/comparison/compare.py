@@ -14,7 +14,7 @@ from unipar.backend.cells import ONE
 from unipar.backend.installed import installed_versions, machine_summary
 from unipar.comparison import store
 from unipar.comparison.cell_world import CellWorld
-from unipar.comparison.forecast.process import make_forecast
+from unipar.comparison.forecast import make_forecast
 from unipar.comparison.request import CompareRequest, batch_with_fixed_total, parse_world_sizes, threads_per_rank
 from unipar.comparison.rounds import TurnRunner
 from unipar.config import Cell

@@ -1,1 +1,1 @@
-"""HTML pages: `data/` reads result folders, `charts/` draws SVG figures, `pages/` assembles both into pages."""
+"""HTML pages: `data/` reads results, `charts/` draws SVG figures, `html/` has elements, `pages/` assembles pages."""

@@ -11,9 +11,9 @@ from unipar.report.data import changes
 from unipar.report.data.comparison import ComparisonPageData
 from unipar.report.data.run import RunPageData
 from unipar.report.data.verification import VerificationPageData
+from unipar.report.html.elements import GENERATOR_TAG, add_links
 from unipar.report.pages import comparison, scaling, verification
 from unipar.report.pages import run as pages_run
-from unipar.report.pages.elements import GENERATOR_TAG, add_links
 from unipar.results.files import RESULT_FILES, ResultKind, find_result_file, read_mapping
 from unipar.results.scaling import Scaling
 from unipar.utils.files import write_file_atomically

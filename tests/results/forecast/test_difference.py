@@ -32,7 +32,7 @@ SENT = {"data": {"all_reduce": 400}}
 
 def account(rank: int = 0, **changed: Any) -> MemoryAccount:
     told: dict[str, Any] = {"phases": (SETUP, FORWARD, FULL), "peaks": (1_900, 2_000), "sent_along": SENT}
-    more = {"method": "m", "device": "cpu", "base": 0, "sent_by": "records"}
+    more: dict[str, Any] = {"method": "m", "device": "cpu", "base": 0, "sent_by": "records"}
     return MemoryAccount(rank=rank, **(more | told | changed))
 
 

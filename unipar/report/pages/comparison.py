@@ -14,8 +14,7 @@ from unipar.report.data import changes
 from unipar.report.data.comparison import ComparisonPageData
 from unipar.report.data.headline import comparison_headline, step_time_quartiles
 from unipar.report.data.pipeline import read_pipeline
-from unipar.report.pages.devices import devices_section
-from unipar.report.pages.elements import (
+from unipar.report.html.elements import (
     Badge,
     BadgeKind,
     bullet_list,
@@ -32,6 +31,7 @@ from unipar.report.pages.elements import (
     paragraph,
     repeat_command_block,
 )
+from unipar.report.pages.devices import devices_section
 from unipar.report.pages.failed_cells import failed_cells_section
 from unipar.report.pages.memory.columns import column_notes, cuda_assumptions, memory_cells, memory_column_heads
 from unipar.report.pages.memory.forecast import forecast_section, forecast_worlds_section

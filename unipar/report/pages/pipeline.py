@@ -15,7 +15,7 @@ from unipar.planning.pipeline import (
 )
 from unipar.report.charts.pipeline import draw_pipeline, drawn_microbatches, turn_class
 from unipar.report.data.pipeline import PipelineFacts
-from unipar.report.pages.elements import colour_key, escape, html_figure, html_section, html_table, paragraph
+from unipar.report.html.elements import colour_key, escape, html_figure, html_section, html_table, paragraph
 from unipar.utils.text import first_few
 
 

@@ -13,7 +13,7 @@ from unipar.report.data.attempts import ShownAttempt
 from unipar.report.data.headline import CATEGORY_LABELS
 from unipar.report.data.pipeline import read_pipeline
 from unipar.report.data.run import RunPageData
-from unipar.report.pages.elements import (
+from unipar.report.html.elements import (
     Badge,
     bullet_list,
     config_differences,

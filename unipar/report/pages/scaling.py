@@ -12,7 +12,7 @@ from unipar.memory.cuda_total import MeasuredCudaMemory, total_on_cuda
 from unipar.report.charts.bars import NARROW_BELOW_PIXELS, byte_ticks
 from unipar.report.charts.svg import AxisScale, Drawing, line_class, round_ticks, text_width
 from unipar.report.data.comparison import read_config_keys
-from unipar.report.pages.elements import (
+from unipar.report.html.elements import (
     Badge,
     BadgeKind,
     bullet_list,

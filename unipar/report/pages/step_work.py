@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from unipar.report.data.comparison import ComparisonPageData
-from unipar.report.pages.elements import bullet_list, html_section, html_table, paragraph
+from unipar.report.html.elements import bullet_list, html_section, html_table, paragraph
 from unipar.results.step_work.figures import StepFigures
 from unipar.results.step_work.table import break_reasons, describe_work_columns, work_columns
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from unipar.report.charts.svg import line_class
 from unipar.report.charts.verification import draw_step_shares, draw_verdict_shares, draw_verified_losses
 from unipar.report.data.verification import StepQuantity, VerificationPageData
-from unipar.report.pages.elements import (
+from unipar.report.html.elements import (
     Badge,
     bullet_list,
     colour_key,

@@ -4,14 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from unipar.backend import Category
 from unipar.memory.account import MemoryAccount
 from unipar.results.forecast.records import NOT_PLANNED, CellForecast, Forecast
-from unipar.results.row import CellResult
 
 Payloads = Mapping[str, Mapping[str, int]]
 """Bytes of one step by axis of the mesh, then collective."""
+
+
+class ComparedRow(Protocol):
+    """Row of a comparison: a cell, what became of it, and the memory account of each rank."""
+
+    @property
+    def cell(self) -> str: ...
+
+    @property
+    def outcome(self) -> str: ...
+
+    @property
+    def memory(self) -> Sequence[MemoryAccount]: ...
 
 
 @dataclass(frozen=True)
@@ -58,7 +71,7 @@ def measured_step(accounts: Sequence[MemoryAccount]) -> MeasuredStep | None:
 
 @dataclass(frozen=True)
 class ForecastDifference:
-    """What was predicted for a cell, and what was measured."""
+    """Predictions for a cell that was measured."""
 
     planned: CellForecast
     measured: MeasuredStep
@@ -106,7 +119,7 @@ def _flat(sent: Payloads) -> dict[tuple[str, str], int]:
     return {(axis, kind): size for axis, kinds in sent.items() for kind, size in kinds.items() if size}
 
 
-def forecast_differences(forecast: Forecast | None, rows: Sequence[CellResult]) -> list[ForecastDifference]:
+def forecast_differences(forecast: Forecast | None, rows: Sequence[ComparedRow]) -> list[ForecastDifference]:
     """Return the cells that ran, and were planned and measured, in the order of the rows."""
     found: list[ForecastDifference] = []
     for row in rows if forecast is not None else ():
@@ -117,7 +130,7 @@ def forecast_differences(forecast: Forecast | None, rows: Sequence[CellResult]) 
     return found
 
 
-def describe_forecast(forecast: Forecast | None, rows: Sequence[CellResult]) -> list[str]:
+def describe_forecast(forecast: Forecast | None, rows: Sequence[ComparedRow]) -> list[str]:
     """Return sentences on how near the predictions are, for the lines below a table."""
     if forecast is None:
         return []

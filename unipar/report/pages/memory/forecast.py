@@ -16,7 +16,7 @@ from unipar.report.charts.forecast import (
 from unipar.report.data.comparison import ComparisonPageData
 from unipar.report.data.forecast import forecast_lines, ranks_with_other_batch
 from unipar.report.data.headline import CATEGORY_LABELS
-from unipar.report.pages.elements import bullet_list, colour_key, html_figure, html_section, html_table, paragraph
+from unipar.report.html.elements import bullet_list, colour_key, html_figure, html_section, html_table, paragraph
 from unipar.results.forecast.difference import ForecastDifference, forecast_differences, summarise_differences
 from unipar.results.forecast.records import CellForecast, Forecast
 from unipar.utils.text import count_of, format_duration, format_size

@@ -36,7 +36,7 @@ class Badge(NamedTuple):
 
 def html_page(title: str, head: str, sections: Iterable[str]) -> str:
     """Return a self-contained page: styles inside, no network, no script."""
-    style = files("unipar.report.pages").joinpath("page.css").read_text("utf-8")
+    style = files("unipar.report.html").joinpath("page.css").read_text("utf-8")
     return "\n".join(
         [
             "<!doctype html>",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import unipar
-from unipar.comparison.forecast.worker import OTHER_WORLDS, Forecaster, forecast_path, job_of, write_forecast
+from unipar.comparison.forecast import OTHER_WORLDS, Forecaster, forecast_path, job_of, write_forecast
 from unipar.config import Cell
 from unipar.config.settled import SettledConfig
 from unipar.config.source import load_given_config
@@ -19,7 +19,7 @@ from unipar.planning.peaks import PredictedPeak
 from unipar.results.forecast.records import CellForecast, Forecast
 from unipar.task.reference import TaskRef
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 CONFIG: dict[str, Any] = {
     "task": {
         "use": f"{ROOT}/examples/char_gpt.py:CharGPT",

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from unipar.comparison.forecast import process
-from unipar.comparison.forecast.process import device_memory, make_forecast
+from unipar.comparison import forecast
+from unipar.comparison.forecast import device_memory, make_forecast
 from unipar.config import Cell, Config
 from unipar.config.settled import SettledConfig
 from unipar.launcher.processes.starters import SharedForkServer
@@ -63,7 +63,7 @@ def test_an_interrupt_ends_planning_alone(tmp_path: Path, monkeypatch: pytest.Mo
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(process, "_in_process", interrupt)
+    monkeypatch.setattr(forecast, "_in_process", interrupt)
     assert made(tmp_path, "dies", 60.0).problem == "planning was interrupted"
 
 
@@ -76,11 +76,11 @@ def test_the_memory_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     def none() -> int:
         raise OSError("there is no driver")
 
-    monkeypatch.setattr(process, "memory_limit_bytes", lambda: 24 * 2**30)
-    monkeypatch.setattr(process, "smallest_gpu_memory", gpu)
+    monkeypatch.setattr(forecast, "memory_limit_bytes", lambda: 24 * 2**30)
+    monkeypatch.setattr(forecast, "smallest_gpu_memory", gpu)
     assert device_memory(settled()) == (24 * 2**30, "machine")
     assert device_memory(settled(batch={"total": 8, "memory": "2GiB"})) == (2 * 2**30, "batch.memory")
     assert device_memory(settled("cuda")) == (80 * 2**30, "GPU")
     assert device_memory(settled("cuda:0")) == (40 * 2**30, "GPU")
-    monkeypatch.setattr(process, "smallest_gpu_memory", none)
+    monkeypatch.setattr(forecast, "smallest_gpu_memory", none)
     assert device_memory(settled("cuda")) == (None, "")

@@ -1,1 +1,0 @@
-"""Forecast of a comparison: its cells planned in a process of their own, after they were measured."""

@@ -1,0 +1,1 @@
+"""HTML elements of every page, and their style."""
