@@ -109,7 +109,8 @@ class Compare(Section):
     """Timed rounds; the cells take turns in each."""
 
     memory: bool = True
-    """Whether memory is recorded in some steps before the timed ones: what each rank allocates, and for what."""
+    """Whether memory is recorded in some steps before the timed ones (what each rank allocates, and for what), and
+    predicted when all cells have ended."""
 
 
 class Config(Section):

@@ -39,7 +39,7 @@ class Batch(Section):
 
     memory: Bytes | None = None
     """Memory that a rank may use under `micro: auto`, such as 80GiB; null: what its GPU has. Needed on the CPU, where
-    it counts what ranks allocate once they have met."""
+    it counts what ranks allocate once they have met. Also the limit of `unipar plan` and of compare's page."""
 
     headroom: Fraction = 0.05
     """Share of that memory that stays free under `micro: auto`: 5% or 0.05."""
