@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -18,6 +19,7 @@ from unipar.launcher.cells import select_cells
 from unipar.planning.peaks import PredictedPeak
 from unipar.results.forecast.records import CellForecast, Forecast
 from unipar.task.reference import TaskRef
+from unipar.training.fake_run.parts import TaskTraces
 
 ROOT = Path(__file__).parents[2]
 CONFIG: dict[str, Any] = {
@@ -143,12 +145,14 @@ def test_a_cell_that_is_not_planned_says_why(tmp_path: Path, monkeypatch: pytest
     (_, one), (_, at) = select_cells(compared, ("native/nothing",)).values()
     assert one is not None
     assert at is not None
+    traces = Mock(side_effect=TaskTraces)
+    monkeypatch.setattr("unipar.training.fake_run.parts.TaskTraces", traces)
     forecaster = Forecaster(compared, task_of(compared), asked(compared, None))
     cells = [forecaster.forecast(each) for each in (one, at)]
     assert [cell.cell for cell in cells] == ["single", "native/nothing"]
     assert cells[0].refusal == cells[1].refusal
     assert cells[0].refusal.startswith("loss() needs the values of a tensor (aten._local_scalar_dense.default), and")
-    assert forecaster.notes == ()
+    assert (forecaster.notes, traces.call_count) == ((), 1)
 
     def fail(*_: object) -> None:
         raise ValueError("no\nsuch row")

@@ -116,6 +116,9 @@ def test_sentences_below_the_table() -> None:
         "plan: planning was interrupted"
     ]
     assert describe_forecast(None, [other]) == []
+    assert describe_forecast(told, [SAME]) == [
+        "plan: no memory was measured to compare predictions with; they are on the page"
+    ]
     text = compared(ONE, other, forecast=Forecast(problem="planning was interrupted")).table(80)
     assert "plan: planning was interrupted" in text.splitlines()
 

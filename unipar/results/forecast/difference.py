@@ -139,7 +139,8 @@ def describe_forecast(forecast: Forecast | None, rows: Sequence[ComparedRow]) ->
     lines = [f"plan: {cell.cell} is not planned: {cell.refusal}" for cell in forecast.cells if cell.refusal]
     found = forecast_differences(forecast, rows)
     if not found:
-        return lines
+        planned = any(cell.phases for cell in forecast.cells)
+        return ["plan: no memory was measured to compare predictions with; they are on the page"] * planned + lines
     return [f"plan: {summarise_differences(found)}", *lines]
 
 
