@@ -136,8 +136,8 @@ def _scaled_size(name: str, parameters: int | None) -> int | str:
         return 0
     times = 2 if name == "live" else 1
     if parameters is None:
-        return "parameters // 16, from 65,536 to 5e8" + (f", times {times}" if times > 1 else "")
-    return times * min(max(parameters // 16, 65_536), 500_000_000)
+        return "parameters // 32 * 2, from 65,536 to 5e8" + (f", times {times}" if times > 1 else "")
+    return times * min(max(parameters // 32 * 2, 65_536), 500_000_000)  # DeepSpeed refuses to gather an odd number
 
 
 def _has_cuda(config: Config) -> bool:
@@ -160,6 +160,8 @@ def deepspeed_option_refusals(config: Config) -> Iterator[str]:
     for name in ("reduce", "gather", "live"):
         if given.get(name) == 0:
             yield f"options.deepspeed.{name}: 0 elements are too few; give a number above 0"
+    if isinstance(gather := given.get("gather"), int) and gather % 2:
+        yield f"options.deepspeed.gather: {gather} is odd, and DeepSpeed wants an even number; give {gather + 1}"
     if options.overlap is not None and not _has_cuda(config):
         yield "options.deepspeed.overlap has no effect on the CPU, which has no streams; leave it out"
     yield from _offload_refusals(config, options, stage)

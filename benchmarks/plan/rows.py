@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -84,7 +85,7 @@ def config_of(row: Row) -> Config:
         name = "ImageModel" if row.model == "resnet" else "TextModel"
         task = {"use": f"{ROOT}/benchmarks/plan/models.py:{name}", "args": PUBLIC_MODELS[row.model]}
     else:
-        task = {"use": f"{ROOT}/examples/char_gpt.py:CharGPT", "args": {**SIZES[row.model], "context": CONTEXT}}
+        task = {"use": f"{ROOT}/examples/char_gpt.py:CharGPT", "args": _size_of(row.model)}
     settings: dict[str, Any] = {
         "task": task,
         "device": "cpu",
@@ -96,6 +97,14 @@ def config_of(row: Row) -> Config:
     config = cells.config_in_cell(load_given_config(settings, None).config, cell)
     checks.check_can_run(config)
     return config
+
+
+def _size_of(model: str) -> dict[str, int]:
+    """Return the character GPT's arguments by a name of SIZES, or by "3 layers, width 128, 4 heads, context 64"."""
+    if model in SIZES:
+        return {**SIZES[model], "context": CONTEXT}
+    layers, width, heads, context = map(int, re.findall(r"\d+", model))
+    return {"layers": layers, "width": width, "heads": heads, "context": context}
 
 
 @cache

@@ -209,6 +209,7 @@ DISK = {"offload_optimizer": "disk", "offload_to": "/tmp"}
          "prefetch: library has no effect with parallel.shard: gradients; leave it out"),
         ({"gather": 100}, ZERO3, "gather: 100 has no effect with parallel.shard: parameters; leave it out"),
         ({"reduce": 0}, ZERO1, "reduce: 0 elements are too few; give a number above 0"),
+        ({"gather": 65_537}, ZERO1, "gather: 65537 is odd, and DeepSpeed wants an even number; give 65538"),
         ({"overlap": True}, ZERO2, "overlap has no effect on the CPU, which has no streams; leave it out"),
         (ADAM | {"offload_parameters": "disk", "offload_to": "/tmp"}, ZERO2,
          "offload_parameters: disk needs parallel.shard: parameters, as gradients leaves them whole on every rank"),

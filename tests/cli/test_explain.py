@@ -189,7 +189,7 @@ def test_a_cell_that_cannot_run(source: ConfigSource) -> None:
 def test_a_rule_until_the_parameters_are_known(source: ConfigSource) -> None:
     """Scaled buckets depend on the model, which only --deep makes."""
     (told,) = explain_config(source, ["deepspeed/gradients"]).cells
-    assert told.told["zero_optimization"]["reduce_bucket_size"] == "parameters // 16, from 65,536 to 5e8"
+    assert told.told["zero_optimization"]["reduce_bucket_size"] == "parameters // 32 * 2, from 65,536 to 5e8"
     (told,) = explain_config(source, ["deepspeed/gradients"], deep=True).cells
     assert told.told["zero_optimization"]["reduce_bucket_size"] == 65_536
 

@@ -33,7 +33,7 @@ CONFIG: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def planned() -> Any:
     return unipar.plan(
-        CONFIG, cells=["single", "native/*", "deepspeed/gradients"], worlds=[1, 2, 3], memory=200_000, headroom=0.1
+        CONFIG, cells=["single", "native/*", "deepspeed/gradients"], worlds=[1, 2, 3], memory=200_000, headroom=0.01
     )
 
 
@@ -55,11 +55,12 @@ def test_each_cell_on_each_number_of_ranks(planned: Any) -> None:
 
 def test_the_largest_microbatch_that_fits(planned: Any) -> None:
     """Of those that divide a rank's share of the batch, which stays."""
-    assert planned.limit == 180_000
+    assert planned.limit == 198_000
     rows = {(row.cell, row.ranks): row for row in planned.rows if not row.refusal}
-    one, two = rows["native/nothing", 1], rows["native/parameters", 2]
-    assert (one.largest, two.largest) == (None, 4)  # DDP adds microbatches up beside its buckets
-    assert one.peak.peak > 180_000 > two.peak.peak
+    one, two = rows["native/nothing", 1], rows["native/gradients", 2]
+    assert (one.largest, two.largest) == (1, 2)
+    assert one.needed > 198_000 > two.needed
+    assert (one.late, two.late > 0) == (0, True)  # gloo may free what it sent after the training has gone on
     more = unipar.plan(CONFIG, cells=["native/nothing"], worlds=[1], memory=200_000 + one.peak.peak)
     assert more.rows[0].largest == 8
 
@@ -71,13 +72,13 @@ def test_tables_of_two_widths(planned: Any) -> None:
         *("cell", "ranks", "micro", "peak", "in", "param", "grad", "optim", "comm", "activ", "temp", "sent"),
         *("fits", "largest", "micro"),
     ]
-    assert any(line.startswith("native/parameters") and " yes " in line for line in lines)
+    assert any(line.startswith("native/gradients") and " yes " in line for line in lines)
     assert any("parameters; planned in" in line for line in lines)
-    assert lines[-1].startswith("fits: at most 195 KiB less 10%; largest micro:")
+    assert lines[-1].startswith("fits: at most 195 KiB less 1%; largest micro:")
     narrow = planned.table(80).splitlines()
     assert narrow[0].split() == ["cell", "ranks", "micro", "peak", "sent", "fits", "largest", "micro"]
     assert all(len(line) <= 80 for line in narrow)
-    assert {row.ways for row in planned.rows if row.cell == "single"} == {("micro 1 fits",)}
+    assert [row.ways for row in planned.rows if row.cell == "native/nothing" and row.ranks == 1] == [("micro 1 fits",)]
 
 
 def test_as_json(planned: Any) -> None:
@@ -200,12 +201,12 @@ def test_what_would_have_to_change() -> None:
     assert {(row.cell, row.ranks): row.ways for row in found.rows} == {
         ("single", 1): ("needs 29 KiB more, whatever the micro",),
         ("native/nothing", 1): ("needs 61 KiB more, whatever the micro",),
-        ("native/nothing", 2): ("needs 60 KiB more, whatever the micro",),
+        ("native/nothing", 2): ("needs 76 KiB more, whatever the micro",),
         ("native/gradients", 1): ("needs 72 KiB more, whatever the micro", "fits on 4 ranks"),
-        ("native/gradients", 2): ("needs 3.8 KiB more, whatever the micro", "fits on 4 ranks"),
+        ("native/gradients", 2): ("needs 46 KiB more, whatever the micro", "fits on 4 ranks"),
     }
     lines = found.table(200).splitlines()
-    assert "native/gradients on 2: needs 3.8 KiB more, whatever the micro; fits on 4 ranks" in lines
+    assert "native/gradients on 2: needs 46 KiB more, whatever the micro; fits on 4 ranks" in lines
     assert any(line.startswith("take, on 2 ranks: nothing fits; native/gradients comes nearest") for line in lines)
 
 

@@ -112,10 +112,10 @@ def test_zero_leaves_linear_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("parameters", "bucket"), [(1_000, 65_536), (9_000_000, 562_500), (70_000_000_000, 500_000_000), (None, None)]
+    ("parameters", "bucket"), [(1_000, 65_536), (9_000_016, 562_500), (70_000_000_000, 500_000_000), (None, None)]
 )
 def test_scaled_buckets(parameters: int | None, bucket: int | None) -> None:
-    """A sixteenth of the model, from 65,536 to 5e8 elements; the rule in words while the model is unknown."""
+    """A sixteenth of the model, an even number from 65,536 to 5e8 elements; the rule in words while the model is unknown."""
     from unipar_deepspeed import backend
 
     from unipar.config import Config
@@ -124,7 +124,7 @@ def test_scaled_buckets(parameters: int | None, bucket: int | None) -> None:
         {"batch": {"total": 1}, "train": {"steps": 1}, "backend": "deepspeed", "parallel": {"shard": "parameters"}}
     )
     told = backend.native_config(config, parameters)["zero_optimization"]
-    rule = "parameters // 16, from 65,536 to 5e8"
+    rule = "parameters // 32 * 2, from 65,536 to 5e8"
     assert told["reduce_bucket_size"] == told["stage3_prefetch_bucket_size"] == (bucket or rule)
     assert told["stage3_max_live_parameters"] == (2 * bucket if bucket else f"{rule}, times 2")
     assert told["stage3_param_persistence_threshold"] == 4_096

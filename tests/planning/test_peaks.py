@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from unipar.backend import cells, registry
-from unipar.backend.prediction.timeline import Moment, PredictedParameter, Prediction, StepTimeline, Term
+from unipar.backend.prediction.timeline import Moment, Payload, PredictedParameter, Prediction, StepTimeline, Term
 from unipar.config import Cell
 from unipar.config.source import load_given_config
 from unipar.errors import Unsupported
 from unipar.planning.activations import Activations, AllocatedBlock
-from unipar.planning.peaks import predict_peaks
+from unipar.planning.peaks import late_bytes, predict_needed, predict_peaks
 
 MOMENTS = (
     *((0, Moment("forward", "begin")), (1, Moment("forward", "reach", 0)), (2, Moment("forward", "enter", 0))),
@@ -197,3 +197,15 @@ def test_a_parameter_without_dimensions_is_refused() -> None:
     given = {"batch": {"total": 8}, "train": {"steps": 1}, "parallel": {"data": 2, "shard": "parameters"}}
     with pytest.raises(Unsupported, match="FSDP2 does not take parameters without dimensions, and scale has none"):
         registry.find_backend("native").predict(load_given_config(given).config, scalar, 2, device="cpu")
+
+
+def test_what_gloo_frees_late() -> None:
+    """A copy may be there for some moments after its end, also in the next step, and a sum has scratch memory."""
+    peak = max(predict_peaks(TIMELINE, Prediction(()), ALLOCATED, 2), key=lambda phase: phase.peak).peak
+    update = TIMELINE.at("update")
+    early = Term("communication", "gathered", 1_000, 0, 1)
+    at_end = Term("communication", "flat", 10, update, update + 1)
+    sent = (Payload("data", "all_reduce", 96, 1, 4),)
+    needed = [predict_needed(TIMELINE, Prediction(terms, sent), ALLOCATED, 2) for terms in ((), (early,), (at_end,))]
+    assert [size - peak for size in needed] == [24, 1_024, 24 + 10]
+    assert late_bytes(Prediction((early, at_end), sent), ALLOCATED, 2) == 1_024

@@ -153,6 +153,10 @@ class _Forecast:
     def peak(self) -> int:
         return self.memory.peak
 
+    @property
+    def needed(self) -> int:
+        return self.memory.needed
+
 
 def predict_cell(config: Config, cell: Cell, ranks: int, device: PlannedDevice) -> PredictedStep:
     """Return what a cell needs, for a config that is in it; raise Unsupported if it is not planned."""
@@ -209,6 +213,7 @@ class CellPlanner:
             ranks,
             sizes.micro,
             now.memory.phases,
+            late=now.memory.late,
             sent=now.memory.sent,
             speed=now.speed,
             simplicity=simplicity(cell),
@@ -216,7 +221,7 @@ class CellPlanner:
         if fitting is not None:
             micro, found = fitting
             row = replace(row, largest=micro, largest_peak=found.peak, largest_speed=found.speed)
-        if limit is not None and now.peak > limit:
+        if limit is not None and now.needed > limit:
             least = self._least(moved, ranks, sizes) if fitting is None else None
             row = replace(row, least=least)
             row = replace(row, ways=tuple(self._ways(row, cell, limit)))
@@ -284,35 +289,35 @@ class CellPlanner:
         share = sizes.total // sizes.ranks
         divisors = [n for n in range(1, share + 1) if share % n == 0]
 
-        def peak(micro: int) -> int:
-            return self._peak(config, ranks, _with_micro(sizes, micro))
+        def needed(micro: int) -> int:
+            return self._needed(config, ranks, _with_micro(sizes, micro))
 
-        largest = share if peak(share) <= limit else 0
+        largest = share if needed(share) <= limit else 0
         low, high = 0, 0 if largest else len(divisors) - 1  # larger microbatches need more
         while low < high:
             middle = (low + high) // 2
-            if peak(divisors[middle]) <= limit:
+            if needed(divisors[middle]) <= limit:
                 largest, low = divisors[middle], middle + 1
             else:
                 high = middle
         return (largest, self.predict(config, ranks, _with_micro(sizes, largest))) if largest else None
 
-    def _peak(self, config: Config, ranks: int, sizes: BatchSizes) -> int:
-        return self.traces.predict_peak(config, ranks, sizes, device=self.device, runtime=self._runtime(ranks))
+    def _needed(self, config: Config, ranks: int, sizes: BatchSizes) -> int:
+        return self.traces.predict_needed(config, ranks, sizes, device=self.device, runtime=self._runtime(ranks))
 
     def _runtime(self, ranks: int) -> Sequence[Term]:
         return tuple(_runtime_terms(ranks)) if self.device == "cuda" else ()
 
     def _least(self, config: Config, ranks: int, sizes: BatchSizes) -> int:
-        """Return the smallest peak: that of the smallest microbatch, or of one alone, which needs no sums beside it."""
-        return min(self._peak(config, ranks, _with_micro(sizes, micro)) for micro in {1, sizes.total // sizes.ranks})
+        """Return the fewest bytes that a rank needs, with the smallest microbatch or one alone, which makes no sums."""
+        return min(self._needed(config, ranks, _with_micro(sizes, micro)) for micro in {1, sizes.total // sizes.ranks})
 
     def _ways(self, row: PlannedCell, cell: Cell, limit: int) -> Iterator[str]:
         """Yield what would have to change for a row to fit."""
         if row.largest is not None:
             yield f"micro {row.largest} fits"
             return
-        lack = format_size((row.least or row.peak.peak) - limit)
+        lack = format_size((row.least or row.needed) - limit)
         yield f"needs {lack} more, whatever the micro"
         backend = registry.find_backend(cell.backend)
         for shard in SHARDS[SHARDS.index(cell.shard) + 1 :]:

@@ -78,6 +78,12 @@ def explain_row(plan: PlannedCells, cell: str, ranks: int | None, *, every: bool
         if rest := groups[len(shown) :]:
             lines.append(f"  {format_size(sum(g.size for g in rest)):>9}  in {count_of(len(rest), 'further place')}")
     lines += [f"{'peak':<14} {format_size(peak.peak):>9}  100%  {peak.peak:,} bytes"]
+    if row.late:
+        lines += [
+            "",
+            f"up to {format_size(row.late)} more for a moment, which 'fits' counts: gloo's scratch memory, and what it "
+            "frees late",
+        ]
     if row.ways:
         lines += ["", f"to fit: {'; '.join(row.ways)}"]
     if not every:

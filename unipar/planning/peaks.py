@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from unipar.backend import Category
-from unipar.backend.prediction.timeline import PredictedPhase, Prediction, StepTimeline, Term
+from unipar.backend.prediction.timeline import Payload, PredictedPhase, Prediction, StepTimeline, Term
 from unipar.planning.activations import Activations
+
+MOST_GLOO_SCRATCH: Final = 2 * 2**20
+"""Most bytes that gloo allocates for one sum, beside copies: two segments of at most 1 MiB."""
+
+LATE_MOMENTS: Final = 16
+"""Moments of a step, of which each module has about two, after which gloo has freed what it sent."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,34 @@ def predict_peak(
 ) -> int:
     """Return the largest peak of a step, without what it consists of."""
     return int(np.max(_totals_in_spans(timeline, prediction, activations, micro, accumulate)[2]))
+
+
+def predict_needed(
+    timeline: StepTimeline, prediction: Prediction, activations: Activations, micro: int, accumulate: int = 1
+) -> int:
+    """Return the bytes in which a step fits though gloo, on the CPU, frees late what it has sent.
+
+    A thread of gloo lets go of it after the training goes on, when the next tensors may be there; and it has scratch
+    memory. At each moment one such copy is counted, the largest of those that were freed shortly before.
+    """
+    terms, _, totals = _totals_in_spans(timeline, prediction, activations, micro, accumulate)
+    late = np.zeros_like(totals)
+    for term in terms:
+        if term.category == "communication" and term.until is not None:
+            after = np.arange(term.until, term.until + LATE_MOMENTS) % len(late)  # also in the next step
+            late[after] = np.maximum(late[after], term.size)
+    return int(np.max(totals + late)) + activations.largest_staged(micro) + _gloo_scratch(prediction.sent)
+
+
+def late_bytes(prediction: Prediction, activations: Activations, micro: int) -> int:
+    """Return the bytes that gloo frees late, at most, whenever that is."""
+    sent = [t.size for t in prediction.terms if t.category == "communication" and t.until is not None]
+    return max(*sent, activations.largest_staged(micro), 0) + _gloo_scratch(prediction.sent)
+
+
+def _gloo_scratch(sent: Sequence[Payload]) -> int:
+    """Return the scratch memory of the largest sum: two of the segments into which gloo cuts it, two for each rank."""
+    return min(max((p.size // p.ranks for p in sent), default=0), MOST_GLOO_SCRATCH)
 
 
 def _totals_in_spans(

@@ -68,6 +68,7 @@ def _row_as_json(row: PlannedCell) -> dict[str, Any]:
         "to_fit": row.ways,
         "sent": [asdict(payload) for payload in row.sent],
         "speed": None if row.speed is None else _speed_as_json(row.speed),
+        "late": row.late,
         "phases": [_phase_as_json(phase) for phase in row.phases],
     }
 

@@ -117,7 +117,7 @@ def _explanations(plan: PlannedCells, columns: Mapping[str, Shown]) -> Iterator[
     if plan.device == "cpu":
         yield (
             "peak: tensors of the fullest rank at the fullest moment of a step; not in it: what libraries and Python "
-            "hold for themselves"
+            "hold for themselves, and copies that gloo frees late, which 'fits' counts"
         )
     else:
         yield (

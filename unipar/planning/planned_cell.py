@@ -27,6 +27,9 @@ class PlannedCell:
     refusal: str = ""
     """Why it cannot be planned or run; empty otherwise."""
 
+    late: int = 0
+    """Bytes by which the peak may be higher for a moment, because collectives free their copies late."""
+
     sent: tuple[Payload, ...] = ()
     """What a rank sends in a step."""
 
@@ -54,13 +57,18 @@ class PlannedCell:
         return max(self.phases, key=lambda phase: phase.peak)
 
     @property
+    def needed(self) -> int:
+        """Bytes in which it fits whenever collectives free their copies."""
+        return self.peak.peak + self.late
+
+    @property
     def sent_bytes(self) -> int:
         """Bytes that a rank sends in a step."""
         return sum(payload.size for payload in self.sent)
 
     def fits(self, limit: int | None) -> bool:
         """Return whether it fits as configured."""
-        return limit is None or self.peak.peak <= limit
+        return limit is None or self.needed <= limit
 
     def fitting_micro(self, limit: int | None) -> int:
         """Return the configured microbatch if it fits, otherwise the largest that does."""

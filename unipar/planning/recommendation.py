@@ -43,8 +43,8 @@ def _for_ranks(rows: Sequence[PlannedCell], ranks: int, limit: int | None) -> Re
     fitting = [row for row in rows if limit is None or row.largest is not None]
     if not fitting:
         assert limit is not None
-        least = min(rows, key=lambda row: row.least or row.peak.peak)
-        lack = format_size((least.least or least.peak.peak) - limit)
+        least = min(rows, key=lambda row: row.least or row.needed)
+        lack = format_size((least.least or least.needed) - limit)
         return Recommendation(
             ranks, None, 0, f"nothing fits; {least.cell} comes nearest, and needs {lack} more, whatever the micro"
         )

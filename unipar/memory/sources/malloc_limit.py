@@ -12,8 +12,9 @@ from unipar.memory.sources.malloc import MallocMeter, list_code_ranges
 
 _NO_LIMIT: Final = 2**63 - 1
 
-LIBRARIES_OF_TENSORS: Final = ("libc10.so", "libstdc++.so")
-"""Beginnings of the names of libraries that ask for tensors, and for the copies that gloo makes of them."""
+LIBRARIES_OF_TENSORS: Final = {"libc10.so": 0, "libstdc++.so": 4096}
+"""Libraries that ask for tensors, and for the copies that gloo makes of them, by the beginnings of their names; and
+the size from which their blocks count: smaller ones of C++ are objects."""
 
 CountedAllocations = Literal["all", "tensors"]
 """Allocations that count toward a limit: all that malloc gives; or what `unipar plan` predicts, by the bytes asked for:
@@ -50,8 +51,9 @@ def limit_allocations(size: int, counted: CountedAllocations = "all") -> None:
     os.register_at_fork(after_in_child=lambda: lib.unipar_meter_limit(_NO_LIMIT))
     if counted == "tensors":
         for low, high, path in list_code_ranges():
-            if path.rpartition("/")[2].startswith(LIBRARIES_OF_TENSORS):
-                assert lib.unipar_meter_mark(low, high), "too many libraries"
+            for name, shortest in LIBRARIES_OF_TENSORS.items():
+                if path.rpartition("/")[2].startswith(name):
+                    assert lib.unipar_meter_mark(low, high, shortest), "too many libraries"
         _Limit.counter = "marked"
     lib.unipar_meter_peak()
     _Limit.begin = _Limit.now()
@@ -99,5 +101,5 @@ def _meter() -> Any:
     for name in ("live", "marked", "peak", "refusals"):
         getattr(lib, f"unipar_meter_{name}").restype = ctypes.c_int64
     lib.unipar_meter_limit.argtypes = [ctypes.c_int64]
-    lib.unipar_meter_mark.argtypes = [ctypes.c_uint64, ctypes.c_uint64]
+    lib.unipar_meter_mark.argtypes = [ctypes.c_uint64] * 3
     return lib

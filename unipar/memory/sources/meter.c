@@ -37,6 +37,7 @@ typedef struct {
 
 typedef struct {
     uint64_t low, high;
+    uint64_t shortest;
 } Code;
 
 typedef struct {
@@ -78,11 +79,11 @@ static void count(void *block, int64_t size, size_t asked, void *caller) {
 }
 
 // Whether a block counts toward the limit apart from others, and so gets a mark.
-static int marks(void *caller) {
+static int marks(void *caller, size_t asked) {
     int known = atomic_load_explicit(&number_of_codes, memory_order_acquire);
     for (int i = 0; i < known; i++) {
         if ((uint64_t)caller >= codes[i].low && (uint64_t)caller < codes[i].high) {
-            return 1;
+            return asked >= codes[i].shortest;
         }
     }
     return 0;
@@ -145,7 +146,7 @@ static void goes(void *block) {
 }
 
 static void *given(size_t border, size_t size, void *caller) {
-    int with_mark = marks(caller);
+    int with_mark = marks(caller, size);
     if (refused(size, with_mark)) {
         return NULL;
     }
@@ -222,13 +223,14 @@ int64_t unipar_meter_peak(void) { return atomic_exchange(&peak, atomic_load(&liv
 // Refuse blocks that would make the sum larger than this, from now on.
 void unipar_meter_limit(int64_t most) { atomic_store(&limit, most); }
 
-// Count only blocks that code between these addresses asks for, from now on, toward the limit; 0 if there is no room.
-int unipar_meter_mark(uint64_t low, uint64_t high) {
+// Count only blocks of so many bytes or more that code between these addresses asks for, from now on, toward the limit;
+// 0 if there is no room.
+int unipar_meter_mark(uint64_t low, uint64_t high, uint64_t shortest) {
     int known = number_of_codes;
     if (known == MOST_CODES) {
         return 0;
     }
-    codes[known] = (Code){low, high};
+    codes[known] = (Code){low, high, shortest};
     atomic_store_explicit(&number_of_codes, known + 1, memory_order_release);
     return 1;
 }

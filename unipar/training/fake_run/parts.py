@@ -15,7 +15,7 @@ from unipar.config import BatchSizes, Config
 from unipar.config.sections.cell import Axes
 from unipar.config.settled import SettledConfig
 from unipar.planning.activations import MicrobatchPayload
-from unipar.planning.peaks import PredictedPeak, predict_peak, predict_peaks
+from unipar.planning.peaks import PredictedPeak, late_bytes, predict_needed, predict_peak, predict_peaks
 from unipar.planning.stages import PlannedStage, predict_stage_peaks
 from unipar.task import Task
 from unipar.training.fake_run.step import FakeStep
@@ -41,10 +41,18 @@ class PredictedStep:
     traced: TracedTask
     """Fake step of that rank."""
 
+    late: int = 0
+    """Bytes by which the peak may be higher for a moment, because collectives free their copies late."""
+
     @property
     def peak(self) -> int:
         """Bytes at the fullest moment."""
         return max(phase.peak for phase in self.phases)
+
+    @property
+    def needed(self) -> int:
+        """Bytes in which the step fits whenever collectives free their copies."""
+        return self.peak + self.late
 
 
 @final
@@ -80,7 +88,7 @@ class TaskTraces:
         `device`: cpu or cuda. `runtime`: what a process holds beside the backend's terms.
         """
         steps = self.predict_ranks(config, ranks, sizes, device=device, runtime=runtime)
-        return max(steps, key=lambda step: step.peak)
+        return max(steps, key=lambda step: step.needed)
 
     def predict_ranks(
         self, config: Config, ranks: int, sizes: BatchSizes, *, device: str, runtime: Sequence[Term] = ()
@@ -95,27 +103,34 @@ class TaskTraces:
             timeline = self._timeline(traced, sizes.accumulate)
             prediction = predict(timeline)
             activations = traced.activations if device == "cpu" else traced.activations.without_staging
+            gloo, late = device == "cpu" and ranks > 1, 0
             if traced.stage is None:
-                phases = predict_peaks(timeline, prediction, activations, sizes.micro, sizes.accumulate)
+                step = timeline, prediction, activations, sizes.micro, sizes.accumulate
+                phases = predict_peaks(*step)
+                if gloo:
+                    late = predict_needed(*step) - max(phase.peak for phase in phases)
             else:
                 phases = predict_stage_peaks(traced.stage, timeline, predict, activations, sizes.micro)
+                if gloo:
+                    late = late_bytes(prediction, activations, sizes.micro)
             traffic = tuple(each.of_step(sizes.micro, sizes.accumulate) for each in traced.sent)
-            found.append(PredictedStep(tuple(phases), (*prediction.sent, *traffic), traced))
+            found.append(PredictedStep(tuple(phases), (*prediction.sent, *traffic), traced, late))
         return found
 
-    def predict_peak(
+    def predict_needed(
         self, config: Config, ranks: int, sizes: BatchSizes, *, device: str, runtime: Sequence[Term] = ()
     ) -> int:
-        """Return the peak of the fullest of so many ranks, sooner than `predict` does."""
+        """Return the bytes that the fullest of so many ranks needs, sooner than `predict` does."""
         if config.parallel.axes.pipeline > 1:
-            return self.predict(config, ranks, sizes, device=device, runtime=runtime).peak
+            return self.predict(config, ranks, sizes, device=device, runtime=runtime).needed
         most = 0
         for number, traced in enumerate(self.of(config)):
             # what is held does not depend on how many microbatches came before, if there were some
             timeline = self._timeline(traced, min(sizes.accumulate, 2))
             prediction = self._predict(config, ranks, number, timeline, device, runtime)
             activations = traced.activations if device == "cpu" else traced.activations.without_staging
-            most = max(most, predict_peak(timeline, prediction, activations, sizes.micro, sizes.accumulate))
+            needs = predict_needed if device == "cpu" and ranks > 1 else predict_peak
+            most = max(most, needs(timeline, prediction, activations, sizes.micro, sizes.accumulate))
         return most
 
     def _timeline(self, traced: TracedTask, microbatches: int) -> StepTimeline:
@@ -192,12 +207,12 @@ def _no_optimizer(model: nn.Module) -> Any:
 
 
 def predict_peaks_by_micro(settled: SettledConfig, traces: TaskTraces, micros: Iterable[int]) -> Mapping[int, int]:
-    """Return the largest peak of a step for microbatches of these sizes, with the total batch kept."""
+    """Return the bytes that a rank needs for microbatches of these sizes, with the total batch kept."""
     sizes, device = settled.sizes, "cpu" if settled.device == "cpu" else "cuda"
     share = sizes.total // sizes.ranks
     found: dict[int, int] = {}
     for micro in micros:
         config = settled.config.changed({"batch.micro": micro, "batch.accumulate": None})
         tried = replace(sizes, micro=micro, accumulate=share // micro)
-        found[micro] = traces.predict_peak(config, settled.ranks, tried, device=device)
+        found[micro] = traces.predict_needed(config, settled.ranks, tried, device=device)
     return found
