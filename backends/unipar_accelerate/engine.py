@@ -47,7 +47,8 @@ class AccelerateDDPEngine(LateWrappedEngine):
         )
         if self.mixed != "no":
             self.call.autocast = None  # Accelerate autocasts from here on; not for fp16: it would scale the loss, too
-        wrapped, self.optimizer = self.accelerator.prepare(self.call, self.base)
+        # the optimizer's tensors are on the device already: placing them would copy all of them once more
+        wrapped, self.optimizer = self.accelerator.prepare(self.call, self.base, device_placement=[True, False])
         wrapped.broadcast_buffers = False  # unipar itself shares running statistics before they are used
         return wrapped
 

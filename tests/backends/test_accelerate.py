@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from unipar_native.fsdp2 import fsdp_groups
 
 from tests.conformance import tasks
@@ -52,6 +53,19 @@ def test_its_plugins_are_in_force(
             [group] = fsdp_groups(block._get_fsdp_state())
             assert (group.post_forward_mesh_info is not None) is resharded
     assert _theirs() == before
+
+
+def test_the_optimizers_tensors_stay_when_accelerate_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are on the device after the first step: placing them would copy all of them at its fullest moment."""
+
+    def placed(*_: object) -> None:
+        raise AssertionError("the optimizer's tensors are copied")
+
+    monkeypatch.setattr(torch.optim.Optimizer, "load_state_dict", placed)
+    with running(tasks.Plain(), tmp_path, backend="accelerate") as run:
+        run.task.train(run)
+        engine: Any = run.engine
+        assert engine.optimizer.optimizer.state
 
 
 YAML = """

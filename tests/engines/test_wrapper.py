@@ -115,7 +115,7 @@ def test_zero_leaves_linear_alone(tmp_path: Path) -> None:
     ("parameters", "bucket"), [(1_000, 65_536), (9_000_016, 562_500), (70_000_000_000, 500_000_000), (None, None)]
 )
 def test_scaled_buckets(parameters: int | None, bucket: int | None) -> None:
-    """A sixteenth of the model, an even number from 65,536 to 5e8 elements; the rule in words while the model is unknown."""
+    """A sixteenth of the model, an even number from 65,536 to 5e8; the rule in words while the model is unknown."""
     from unipar_deepspeed import backend
 
     from unipar.config import Config
