@@ -62,7 +62,7 @@ def test_the_optimizers_tensors_stay_when_accelerate_takes_it(tmp_path: Path, mo
         raise AssertionError("the optimizer's tensors are copied")
 
     monkeypatch.setattr(torch.optim.Optimizer, "load_state_dict", placed)
-    with running(tasks.Plain(), tmp_path, backend="accelerate") as run:
+    with running(tasks.Plain(), tmp_path, backend="accelerate", train={"steps": 2}) as run:
         run.task.train(run)
         engine: Any = run.engine
         assert engine.optimizer.optimizer.state
