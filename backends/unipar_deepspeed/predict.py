@@ -50,7 +50,7 @@ def zero_model(config: Config, timeline: StepTimeline, ranks: int, *, device: st
         persistence=settings["stage3_param_persistence_threshold"],
         live=settings["stage3_max_live_parameters"],
         reuse=settings["stage3_max_reuse_distance"],
-        staged=device == "cpu" and ranks > 1,
+        staged=device == "cpu",
         contiguous=bool(settings.get("contiguous_gradients", True)),
         overlap=bool(settings.get("overlap_comm", False)),
     )

@@ -308,7 +308,7 @@ def _update(flat: FlatModel) -> Iterator[Term]:
         if model.element != MASTER_BYTES:
             copies.append(term("temporaries", f"group {i}, gradients in fp32", group.partition * MASTER_BYTES))
         instants.append([held, *copies])
-        if model.staged:
+        if model.staged and model.ranks > 1:
             whole = group.partition * model.ranks * model.element
             instants.append([term("communication", f"group {i}, gathered, staged", whole)])
     yield from alternatives(instants)
