@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from unipar.backend import Category, registry
 from unipar.backend.cells import is_single_process
 from unipar.comparison.plan import CellPlanner, PlanLimits, PlannedDevice, import_what_traces
-from unipar.config import Config
+from unipar.config import BatchSizes, Config
 from unipar.config.sections.batch import Batch
 from unipar.config.settled import SettledConfig
 from unipar.distributed.gpus import smallest_gpu_memory
@@ -34,6 +34,7 @@ from unipar.utils.procfs import memory_limit_bytes
 from unipar.utils.text import format_duration
 
 if TYPE_CHECKING:
+    from unipar.planning.peaks import PredictedPeak
     from unipar.planning.planned_cell import PlannedCell
     from unipar.task import Task
     from unipar.training.fake_run.parts import PredictedStep, TaskTraces
@@ -182,7 +183,7 @@ class Forecaster:
         for payload in row.sent:
             of = sent.setdefault(payload.axis, {})
             of[payload.collective] = of.get(payload.collective, 0) + payload.size
-        here = _world_of(row.peak.peak, row.peak.phase, at.ranks, at.sizes.total, at.sizes.micro)
+        here = _world_of(row.peak, row.late, at.ranks, at.sizes)
         return CellForecast(
             cell=name,
             phases=tuple(_phases(row)),
@@ -251,7 +252,7 @@ class Forecaster:
                 continue  # the total batch cannot be divided among so many
             step: PredictedStep = scaled.predict(moved, ranks, sizes).memory
             fullest = max(step.phases, key=lambda phase: phase.peak)
-            return _world_of(fullest.peak, fullest.phase, ranks, sizes.total, sizes.micro)
+            return _world_of(fullest, step.late, ranks, sizes)
         raise AssertionError("the last batch is planned, or its error raised")
 
     @cached_property
@@ -269,8 +270,9 @@ def _phases(row: PlannedCell) -> Iterator[ForecastPhase]:
         yield ForecastPhase(name=phase.phase, peak=sum(held.values()), held=held)
 
 
-def _world_of(peak: int, phase: str, ranks: int, samples: int, micro: int) -> ForecastWorld:
-    return ForecastWorld(ranks=ranks, samples=samples, micro=micro, peak=peak, phase=phase)
+def _world_of(fullest: PredictedPeak, late: int, ranks: int, sizes: BatchSizes) -> ForecastWorld:
+    total, micro = sizes.total, sizes.micro
+    return ForecastWorld(ranks=ranks, samples=total, micro=micro, peak=fullest.peak, phase=fullest.phase, late=late)
 
 
 def _in_one_line(error: BaseException) -> str:

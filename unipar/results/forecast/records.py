@@ -40,6 +40,9 @@ class ForecastWorld(Section):
     """Bytes of the fullest rank, on CUDA with its context and NCCL; None: it cannot be planned or run there."""
 
     phase: str = ""
+    late: int = 0
+    """Bytes by which it may be higher for a moment, because gloo frees late what it sent."""
+
     refusal: str = ""
     """Why there is no peak."""
 
@@ -114,4 +117,4 @@ class Forecast(Section):
     def fits(self, world: ForecastWorld) -> bool:
         """Return whether a cell fits on a number of ranks for which it is planned."""
         assert world.peak is not None
-        return self.limit is None or world.peak <= self.limit
+        return self.limit is None or world.peak + world.late <= self.limit
