@@ -217,7 +217,7 @@ def draw_case(draw: random.Random) -> Case:
     )
 
 
-@pytest.mark.forked
+@pytest.mark.usefixtures("forked")
 def test_as_deepspeed_does(tmp_path: Path) -> None:
     """Its own engine, on one rank of a world that only pretends, holds and sends to the byte what is planned."""
     cases = [
@@ -232,7 +232,7 @@ def test_as_deepspeed_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.forked
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("seed", range(4))
 def test_as_deepspeed_does_at_random(seed: int, tmp_path: Path) -> None:
     """Shapes, worlds, precisions, accumulation, groups and buckets are drawn from a seed."""
