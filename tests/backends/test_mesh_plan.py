@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 
 import unipar
+from tests.support.short_text import short_text
 from unipar.backend import registry
 from unipar.backend.cells import config_in_cell, expand_cell_patterns
 from unipar.backend.prediction.timeline import Payload, StepTimeline, TurnOfStep
@@ -20,12 +21,6 @@ from unipar.errors import TaskError, Unsupported
 from unipar.training.fake_run.parts import PredictedStep, TaskTraces
 from unipar.training.fake_run.trace import TracedTask
 
-TASK = """
-from examples.char_gpt import CharGPT
-
-class Small(CharGPT):
-    text = "".join(map(chr, range(96))) * 8
-"""
 HIDDEN = 8 * 16 * 4
 """Bytes of a sample's hidden states."""
 
@@ -37,15 +32,8 @@ TIED = 96 * 16 * 4
 
 
 @pytest.fixture(scope="module")
-def given(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    file = tmp_path_factory.mktemp("task") / "small.py"
-    file.write_text(TASK, "utf-8")
-    return {
-        "task": {"use": f"{file}:Small", "args": {"layers": 3, "width": 16, "heads": 2, "context": 8}},
-        "device": "cpu",
-        "batch": {"total": 8, "micro": 2},
-        "train": {"steps": 1},
-    }
+def given() -> dict[str, Any]:
+    return {"task": short_text(layers=3), "device": "cpu", "batch": {"total": 8, "micro": 2}, "train": {"steps": 1}}
 
 
 @pytest.fixture(scope="module")

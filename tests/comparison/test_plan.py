@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import unipar
+from tests.support.short_text import short_text
 from unipar.backend.cells import cell_of
 from unipar.cli.commands.config.plan import read_ranks, read_share, read_size
 from unipar.comparison.pick import write_picked_config
@@ -18,12 +19,8 @@ from unipar.config.source import load_config_file, load_given_config
 from unipar.errors import ConfigError, OutExists
 from unipar.planning.explanation import group_terms
 
-ROOT = Path(__file__).parents[2]
 CONFIG: dict[str, Any] = {
-    "task": {
-        "use": f"{ROOT}/examples/char_gpt.py:CharGPT",
-        "args": {"layers": 2, "width": 16, "heads": 2, "context": 8},
-    },
+    "task": short_text(),
     "device": "cpu",
     "batch": {"total": 8, "micro": 2},
     "train": {"steps": 1},
