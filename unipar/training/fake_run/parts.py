@@ -208,11 +208,8 @@ def _no_optimizer(model: nn.Module) -> Any:
 
 def predict_peaks_by_micro(settled: SettledConfig, traces: TaskTraces, micros: Iterable[int]) -> Mapping[int, int]:
     """Return the bytes that a rank needs for microbatches of these sizes, with the total batch kept."""
-    sizes, device = settled.sizes, "cpu" if settled.device == "cpu" else "cuda"
-    share = sizes.total // sizes.ranks
-    found: dict[int, int] = {}
-    for micro in micros:
-        config = settled.config.changed({"batch.micro": micro, "batch.accumulate": None})
-        tried = replace(sizes, micro=micro, accumulate=share // micro)
-        found[micro] = traces.predict_needed(config, settled.ranks, tried, device=device)
-    return found
+    device = "cpu" if settled.device == "cpu" else "cuda"
+    return {
+        micro: traces.predict_needed(settled.config, settled.ranks, settled.sizes.with_micro(micro), device=device)
+        for micro in micros
+    }
