@@ -16,6 +16,7 @@ from unipar.cli.commands.options import (
     read_config_file,
     split_at_commas,
 )
+from unipar.config.sections.size import parse_fraction
 from unipar.errors import ConfigError
 from unipar.utils.text import did_you_mean, parse_bytes
 
@@ -143,7 +144,7 @@ def read_size(text: str) -> int:
 def read_share(text: str) -> float:
     """Return a share from words such as 5%; raise ConfigError if they are none."""
     try:
-        share = float(text.removesuffix("%")) / (100.0 if text.endswith("%") else 1.0)
+        share = parse_fraction(text)
     except ValueError:
         share = -1.0
     if not 0.0 <= share < 1.0:
