@@ -20,6 +20,7 @@ from unipar.planning.stages import PlannedStage, predict_stage_peaks
 from unipar.task import Task
 from unipar.training.fake_run.step import FakeStep
 from unipar.training.fake_run.trace import (
+    FEWEST_SAMPLES,
     FakeTask,
     TracedTask,
     combine_steps,
@@ -171,7 +172,7 @@ class TaskTraces:
 
 
 def _trace_part(fake: FakeTask, whole: TracedTask, part: RankPart, axes: Axes) -> TracedTask:
-    few = max(2, fake.micro)  # of one sample, parts of a sequence may need no copies
+    few = max(FEWEST_SAMPLES, fake.micro)  # of one sample, parts of a sequence may need no copies
     counts = (few, few + fake.micro)
     with part.placed():
         steps: list[FakeStep] = []
