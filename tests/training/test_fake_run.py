@@ -191,6 +191,14 @@ def test_operations_of_a_step(once: TracedTask, again: TracedTask) -> None:
     assert once.activations.operators > 100
 
 
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
+def test_operations_that_torch_takes_apart(tmp_path: Path, mode: str) -> None:
+    """A product of a teacher counts its operations, also where torch would not take it apart."""
+    loss = f"with torch.{mode}(): t = nn.functional.linear(x.view(-1, 2, 2), torch.ones(2, 2))\n"
+    task = small(tmp_path, f"{loss}        return (model(x) - t.clone().flatten(1)).sum()")
+    assert traced(task).activations.flops == (0.0, 2 * 2 * 2 * 2 + 2 * (2 * 4 * 4))
+
+
 def test_units_of_weight_and_a_checkpoint(tmp_path: Path, once: TracedTask) -> None:
     """What the task's weight counts in a sample; bytes of parameters and AdamW's two states with its steps."""
     task = small(tmp_path, "return model(x).sum()")

@@ -63,6 +63,14 @@ _FORMULAS: Final = _formulas()
 _RAW: Final = frozenset({_attention_forward, _attention_backward})
 
 
+def count_operations(func: Any, args: Any, kwargs: Any, out: Any) -> int | None:
+    """Return the number of arithmetic operations of a call of torch, or None if there is no formula for it."""
+    formula = _FORMULAS.get(getattr(func, "overloadpacket", func))
+    if formula is None:
+        return None
+    return formula(*args, **kwargs) if formula in _RAW else formula(*args, **kwargs, out_val=out)
+
+
 class CollectiveCalled(Exception):
     """A collective was called where one rank computes alone."""
 
@@ -122,17 +130,16 @@ class FlopCounter(TorchDispatchMode):
 
     def _count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         packet = getattr(func, "overloadpacket", func)
-        formula = _FORMULAS.get(packet)
-        if formula is None:
+        try:
+            flops = count_operations(func, args, kwargs, out)
+        except Exception:  # the training must not end because a formula does not fit
+            self.uncounted[packet.__name__] = None
+            return
+        if flops is None:
             if func.namespace not in _NAMESPACES_OF_TORCH:
                 self.unknown[str(packet).replace(".", "::")] = None
             elif packet.__name__ in _UNCOUNTED:
                 self.uncounted[packet.__name__] = None
-            return
-        try:
-            flops = formula(*args, **kwargs) if formula in _RAW else formula(*args, **kwargs, out_val=out)
-        except Exception:  # the training must not end because a formula does not fit
-            self.uncounted[packet.__name__] = None
             return
         if self._in_loss or not torch.is_grad_enabled():
             self.flops += flops

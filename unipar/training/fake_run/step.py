@@ -13,14 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.flop_counter import FlopCounterMode
 
 from unipar.backend.precision import autocast_dtype, batch_dtype
 from unipar.backend.prediction.rank_part import RankPart
 from unipar.config import Config
 from unipar.engines.forward import ForwardCall, OpaqueBatch
 from unipar.memory.recording.collectives import CollectiveCounter
-from unipar.training.fake_run.recorder import ATTENTION_ON_CPU, StepRecord, StepRecorder
+from unipar.training.fake_run.recorder import StepRecord, StepRecorder
 
 
 @dataclass(frozen=True)
@@ -76,16 +75,14 @@ def trace_step(
     with mode:
         fake = tree_map(faked, batch)
     given = [x for x in tree_leaves(fake) if isinstance(x, Tensor)]
-    flops = FlopCounterMode(display=False, custom_mapping=dict(ATTENTION_ON_CPU))
-    flops.mod_tracker = _NoModules()  # pyright: ignore[reportAttributeAccessIssue] - its hooks keep parts of the graph
-    recorder = StepRecorder([*model.parameters(), *model.buffers(), *given], flops.get_total_flops)
+    recorder = StepRecorder([*model.parameters(), *model.buffers(), *given])
     traffic = Counter[tuple[str, str]]()
     counter = None if part is None else CollectiveCounter(traffic, part.mesh)
     with ExitStack() as stack:
         stack.enter_context(_only_asked_collection())
         stack.enter_context(recorder.follow(model, blocks))
         stack.enter_context(nullcontext() if part is None else part.armed())
-        for entered in (mode, flops, *([] if counter is None else [counter]), recorder):
+        for entered in (mode, *([] if counter is None else [counter]), recorder):
             stack.enter_context(entered)
         recorder.begin("forward")
         opaque = OpaqueBatch(fake)
@@ -105,9 +102,3 @@ def trace_step(
         traffic,
         {} if counter is None else counter.calls,
     )
-
-
-class _NoModules(nullcontext[None]):
-    """Stand-in for the counter's list of modules that run now: all operations count to none in particular."""
-
-    parents = frozenset({"Global"})
