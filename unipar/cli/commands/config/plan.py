@@ -16,7 +16,6 @@ from unipar.cli.commands.options import (
     read_config_file,
     split_at_commas,
 )
-from unipar.config.sections.size import parse_fraction
 from unipar.errors import ConfigError
 from unipar.utils.text import did_you_mean, parse_bytes
 
@@ -143,6 +142,8 @@ def read_size(text: str) -> int:
 
 def read_share(text: str) -> float:
     """Return a share from words such as 5%; raise ConfigError if they are none."""
+    from unipar.config.sections.size import parse_fraction
+
     try:
         share = parse_fraction(text)
     except ValueError:
