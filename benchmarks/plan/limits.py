@@ -27,7 +27,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from benchmarks.plan.__main__ import NOT_PLANNED, measure
+from benchmarks.memory import measure_account
+from benchmarks.plan.__main__ import NOT_PLANNED
 from benchmarks.plan.limited_rank import ENTRY, ENTRY_MODULE
 from benchmarks.plan.rows import Row, all_cells, config_of
 from unipar.backend import registry
@@ -140,7 +141,7 @@ def train(row: Row, group: Group, share: float, server: SharedForkServer) -> Lim
     if group == "lacks":
         limit = int(planned * share)
     elif group == "control":
-        full = measure(settled, preload_environment(build_meter())).peak
+        full = measure_account(settled, preload_environment(build_meter())).peak
         limit = int((step.needed + sum(full.held.get(category, 0) for category in NOT_PLANNED)) / (1 - HEADROOM))
         counted = "all"
     return LimitedTraining(asdict(row), group, planned, limit, train_within(settled, limit, counted, server))
