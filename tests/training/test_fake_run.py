@@ -100,6 +100,9 @@ def test_recomputed_blocks_keep_less(once: TracedTask, again: TracedTask) -> Non
     assert kept(again) < kept(once) / 2
     assert [(p.name, p.size) for p in again.timeline.parameters] == [(p.name, p.size) for p in once.timeline.parameters]
     assert [p.name for p in again.timeline.parameters if p.viewed] == ["token.weight"]  # the head is in no block
+    assert [p.name for p in again.timeline.parameters if p.viewed_again and p.name.startswith("layers.1.")] == [
+        *("layers.1.qkv.weight", "layers.1.out.weight", "layers.1.mlp.0.weight"),
+    ]  # the last one is used at once
 
 
 def test_autocast_makes_copies(once: TracedTask) -> None:

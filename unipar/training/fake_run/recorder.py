@@ -196,7 +196,7 @@ class StepRecorder(TorchDispatchMode):
         storage = t.untyped_storage()
         key = _key(t)
         if key in self._live or key in self._kept:
-            if key in self._parameters and (self.phase == "forward" or torch.is_grad_enabled()):
+            if key in self._parameters:
                 self._views.append((self._parameters[key], weakref.ref(t)))
             return
         number = len(self.blocks)
