@@ -82,7 +82,7 @@ def plan_row(row: Row) -> tuple[PredictedPeak, Mapping[str, int]]:
     sent = {f"{p.axis} {p.collective}": 0 for p in predicted.sent}
     for p in predicted.sent:
         sent[f"{p.axis} {p.collective}"] += p.size
-    return max(predicted.phases, key=lambda peak: peak.peak), sent
+    return predicted.step_peak, sent
 
 
 def compare(row: Row, environment: dict[str, str]) -> Result:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from typing import Final
 
 from unipar.backend.prediction.terms import predict_whole, refuse_unplanned
-from unipar.backend.prediction.timeline import Payload, Prediction, StepTimeline
+from unipar.backend.prediction.timeline import Payload, Prediction, StepTimeline, Term
 from unipar.config import Cell, Config
 from unipar.distributed.mesh import Mesh
 from unipar.memory.recording.collectives import axis_of_ranks
+from unipar_native import options_of
 from unipar_native.prediction.payloads import FP64_NORM_BYTES, sent_by_fsdp2
 from unipar_native.prediction.sharded import ShardedModel, padded_elements, predict_sharded
+
+SKETCH_BYTES: Final = 3 * 8 + 1
+"""Bytes of an element of a gradient while it is sketched: in fp64, with its sign, and padded."""
 
 
 def predict_mesh(config: Config, timeline: StepTimeline, ranks: int, *, device: str) -> Prediction:
@@ -29,8 +35,9 @@ def predict_mesh(config: Config, timeline: StepTimeline, ranks: int, *, device: 
     ]
     norm = Payload(_axis(mesh, range(ranks)), "all_reduce", FP64_NORM_BYTES, 1, ranks)
     traffic.append(norm)
+    built = tuple(_built(config, timeline)) if device == "cpu" else ()  # else that is the host's memory
     if len(alike) == 1:
-        return Prediction(tuple(predict_whole(timeline, buckets=False)), tuple(traffic))
+        return Prediction(tuple(predict_whole(timeline, buckets=False)), tuple(traffic), built)
     model = ShardedModel.of(
         timeline,
         shards,
@@ -47,7 +54,22 @@ def predict_mesh(config: Config, timeline: StepTimeline, ranks: int, *, device: 
         axis=_axis(mesh, alike[:shards]),
         axis_of_copies=_axis(mesh, alike[::shards]),
     )
-    return Prediction(tuple(predict_sharded(model)), tuple(traffic))
+    return Prediction(tuple(predict_sharded(model)), tuple(traffic), built)
+
+
+def _built(config: Config, timeline: StepTimeline) -> Iterator[Term]:
+    """Yield what rank 0 holds on the CPU before the first step: the whole model, with what the proof makes of it."""
+    yield Term("temporaries", "whole model, of rank 0", sum(p.size for p in timeline.whole))
+    if (proof := options_of(config).proof) == "off":
+        yield Term("parameters", "its part", sum(p.size for p in timeline.parameters))
+        return
+    blocks = Counter[int]()
+    for p in timeline.whole:
+        blocks[p.block] += p.size if p.trained else 0
+    gradients = blocks.total() if proof == "whole" else max(blocks.values())
+    yield Term("temporaries", "gradients that prove that the split model is the same", gradients)
+    largest = max(p.numel for p in timeline.whole if p.trained)
+    yield Term("temporaries", "sketch of one of them in fp64, with signs", largest * SKETCH_BYTES)
 
 
 def _unplanned(config: Config) -> Iterator[str]:

@@ -47,8 +47,13 @@ class PredictedStep:
 
     @property
     def peak(self) -> int:
-        """Bytes at the fullest moment."""
+        """Bytes at the fullest moment, be it before the first step."""
         return max(phase.peak for phase in self.phases)
+
+    @property
+    def step_peak(self) -> PredictedPeak:
+        """The fullest phase of a step."""
+        return max((phase for phase in self.phases if phase.phase != "built"), key=lambda phase: phase.peak)
 
     @property
     def needed(self) -> int:
@@ -185,6 +190,7 @@ def _trace_part(fake: FakeTask, whole: TracedTask, part: RankPart, axes: Axes) -
         first, second = steps
         activations = combine_steps(first, second)
         timeline = fake.timeline(part.blocks, first, part.stages_of)
+    timeline = replace(timeline, whole=whole.timeline.parameters)
     sent = tuple(_payloads(first, second, part))
     stage = None
     if axes.pipeline > 1:
