@@ -89,8 +89,7 @@ def compare(row: Row, environment: dict[str, str]) -> Result:
     """Return a row, planned and measured."""
     config, cell = config_of(row), Cell.parse(row.cell)
     planned, sent = plan_row(row)
-    data = row.ranks // cell.axes.ranks
-    settled = SettledConfig.of(config, cell, data if cell.axes.ranks > 1 else row.ranks, "cpu")
+    settled = SettledConfig.of(config, cell, row.ranks, "cpu")
     account = measure_account(settled, environment, library_traffic=True)
     full = account.peak
     own = sum(full.held.get(category, 0) for category in NOT_PLANNED)

@@ -136,7 +136,7 @@ def train(row: Row, group: Group, share: float, server: SharedForkServer) -> Lim
     config, cell = config_of(row), Cell.parse(row.cell)
     step = predict_cell(config, cell, row.ranks, "cpu")
     planned = step.peak
-    settled = SettledConfig.of(config, cell, row.ranks // cell.axes.ranks, "cpu")
+    settled = SettledConfig.of(config, cell, row.ranks, "cpu")
     limit, counted = int(step.needed / (1 - HEADROOM)), "tensors"
     if group == "lacks":
         limit = int(planned * share)

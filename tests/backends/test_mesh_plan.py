@@ -118,7 +118,7 @@ def test_a_step_of_eight_ranks(traces: TaskTraces) -> None:
     )
     held = step.phases[-1].held
     assert held["parameters"] == (blocks + rest) // 2
-    assert [phase.phase for phase in step.phases] == ["forward", "backward", "update", "steady"]
+    assert [phase.phase for phase in step.phases] == ["built", "forward", "backward", "update", "steady"]
 
 
 def test_fsdp_beside_tensor_and_stages(traces: TaskTraces) -> None:
@@ -145,10 +145,27 @@ def test_more_in_flight_needs_more(traces: TaskTraces) -> None:
     """gpipe keeps all four microbatches, 1f1b two of them."""
     one, all_of_them = (step_of(traces, f"native/nothing+pipeline2{how}", 2) for how in ("", "+gpipe"))
     kept = [
-        next(term.size for term in step.phases[0].terms if term.name == "microbatches in flight")
+        next(term.size for term in step.phases[1].terms if term.name == "microbatches in flight")
         for step in (one, all_of_them)
     ]
     assert kept[1] == 3 * kept[0]
+
+
+def test_what_the_proof_holds_before_the_first_step(traces: TaskTraces) -> None:
+    """Rank 0 has the whole model, and its gradients, those of one block, or its part, by options.native.proof."""
+
+    def built(proof: str) -> dict[str, int]:
+        config = in_cell("native/nothing+tensor2", 2).changed({"options": {"native": {"proof": proof}}})
+        (first, *_) = traces.predict(config, 2, config.batch.settle(1), device="cpu").phases
+        assert first.phase == "built"
+        return {term.name: term.size for term in first.terms}
+
+    model, gradients = "whole model, of rank 0", "gradients that prove that the split model is the same"
+    whole, blocks, off = built("whole"), built("blocks"), built("off")
+    size = sum(p.size for p in traces.whole.timeline.parameters)
+    assert whole[model] == whole[gradients] == blocks[model] == off[model] == size
+    assert 0 < blocks[gradients] < size
+    assert size / 2 < off["its part"] < size
 
 
 def test_what_is_refused(traces: TaskTraces) -> None:

@@ -82,9 +82,10 @@ def test_as_json(planned: Any) -> None:
     """All phases, each with its largest terms by name."""
     rows = json.loads(planned.as_json())["rows"]
     (row,) = (row for row in rows if (row["cell"], row["ranks"]) == ("native/parameters", 2))
-    assert [phase["phase"] for phase in row["phases"]] == ["forward", "backward", "update", "steady"]
+    assert [phase["phase"] for phase in row["phases"]] == ["built", "forward", "backward", "update", "steady"]
     assert all(sum(phase["held"].values()) == phase["peak"] for phase in row["phases"])
-    assert row["phases"][0]["largest"][0]["category"] in ("activations", "communication")
+    assert row["phases"][1]["largest"][0]["category"] in ("activations", "communication")
+    assert row["phases"][0]["largest"][0]["name"] == "whole model, of rank 0"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What rank 0 holds on the CPU while DeepSpeed takes the model: the model itself, and copies of it."""
+"""Memory of rank 0 on the CPU while DeepSpeed takes the model: the model itself, and copies of it."""
 
 from __future__ import annotations
 
