@@ -23,6 +23,9 @@ Category = Literal[
 ]
 """Purpose of memory. Engines name the first six; the others follow from the allocating code and the lifetime."""
 
+MemoryPlace = Literal["device", "host", "disk"]
+"""Where bytes lie: in the memory in which the model computes, or offloaded from it. On the CPU that is the host's."""
+
 PredictedPhase = Literal["built", "forward", "backward", "update", "steady"]
 """Phases of a step, by the names of a measured account."""
 
@@ -195,6 +198,9 @@ class Term:
     until: int | None = None
     """Position of the moment at which it is freed; None: it stays."""
 
+    place: MemoryPlace = "device"
+    """Where it lies."""
+
 
 @dataclass(frozen=True, slots=True)
 class Payload:
@@ -222,3 +228,7 @@ class Prediction:
 
     terms: tuple[Term, ...]
     sent: tuple[Payload, ...] = ()
+
+    def at(self, place: MemoryPlace) -> tuple[Term, ...]:
+        """Return the terms of what lies in a place."""
+        return tuple(term for term in self.terms if term.place == place)

@@ -15,7 +15,15 @@ from unipar.config import BatchSizes, Config
 from unipar.config.sections.cell import Axes
 from unipar.config.settled import SettledConfig
 from unipar.planning.activations import MicrobatchPayload
-from unipar.planning.peaks import PredictedPeak, late_bytes, predict_needed, predict_peak, predict_peaks
+from unipar.planning.peaks import (
+    OffloadedBytes,
+    PredictedPeak,
+    late_bytes,
+    predict_needed,
+    predict_offloaded,
+    predict_peak,
+    predict_peaks,
+)
 from unipar.planning.stages import PlannedStage, predict_stage_peaks
 from unipar.task import Task
 from unipar.training.fake_run.step import FakeStep
@@ -43,6 +51,9 @@ class PredictedStep:
 
     late: int = 0
     """Bytes by which the peak may be higher for a moment, because collectives free their copies late."""
+
+    offloaded: tuple[OffloadedBytes, ...] = ()
+    """What lies outside of the device."""
 
     @property
     def peak(self) -> int:
@@ -114,7 +125,8 @@ class TaskTraces:
                 if gloo:
                     late = late_bytes(prediction, activations, sizes.micro)
             traffic = tuple(each.of_step(sizes.micro, sizes.accumulate) for each in traced.sent)
-            found.append(PredictedStep(tuple(phases), (*prediction.sent, *traffic), traced, late))
+            outside = tuple(predict_offloaded(timeline, prediction))
+            found.append(PredictedStep(tuple(phases), (*prediction.sent, *traffic), traced, late, outside))
         return found
 
     def predict_needed(
