@@ -230,6 +230,7 @@ class CellPlanner:
 
     def notes(self, rows: Sequence[PlannedCell]) -> Iterator[str]:
         """Yield what a reader should know of the numbers."""
+        yield from self.traced.assumed
         if not self.traced.even:
             yield "activations do not grow evenly with the microbatch: other sizes are estimates"
         if not self.traced.fused:

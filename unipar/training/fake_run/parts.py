@@ -32,9 +32,8 @@ from unipar.training.fake_run.trace import (
     TracedTask,
     combine_steps,
     explain_values,
-    fake_task,
     line_through,
-    trace_whole,
+    trace_fake_task,
 )
 
 
@@ -75,8 +74,7 @@ class TaskTraces:
 
         `task`: None for the config's own.
         """
-        self._fake = fake_task(config, micro, task)
-        self.whole = trace_whole(self._fake)
+        self._fake, self.whole = trace_fake_task(config, micro, task)
         self._parts: dict[object, tuple[TracedTask, ...]] = {}
         self._predictions: dict[object, Prediction] = {}
         self._timelines: dict[tuple[int, int], StepTimeline] = {}

@@ -14,29 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from unipar.backend.prediction.timeline import Moment, MomentKind, PredictedPhase
 from unipar.memory.recording.collectives import collective_of, payload_of_call
-
-
-def _attention_forward(query: Any, key: Any, value: Any, *rest: Any, **more: Any) -> int:
-    return sdpa_flop_count(query.shape, key.shape, value.shape)
-
-
-def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *rest: Any, **more: Any) -> int:
-    return 2 * sdpa_flop_count(query.shape, key.shape, value.shape)
-
-
-vars(_attention_forward)["_get_raw"] = vars(_attention_backward)["_get_raw"] = True  # torch gives them tensors
-_ATEN: Any = torch.ops.aten
-ATTENTION_ON_CPU: Mapping[Any, Any] = {
-    _ATEN._scaled_dot_product_flash_attention_for_cpu: _attention_forward,
-    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-}
-"""Formulas that torch's counter lacks: fake tensors take the CPU's attention."""
+from unipar.training.fake_run.fake_kernels import MORE_FLOP_FORMULAS
 
 
 @dataclass(slots=True)
@@ -190,7 +174,7 @@ class StepRecorder(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if not func.is_view:
             self.operators += 1
-        count = ATTENTION_ON_CPU.get(func.overloadpacket) or flop_registry.get(func.overloadpacket)
+        count = MORE_FLOP_FORMULAS.get(func.overloadpacket) or flop_registry.get(func.overloadpacket)
         if count is not None and self.phase == "backward" and torch.is_grad_enabled():
             self.recomputed += count(*args, **(kwargs or {}), out_val=out)
         for t in out if isinstance(out, (tuple, list)) else (out,):

@@ -20,7 +20,9 @@ from unipar.backend.prediction.rank_part import RankPart
 from unipar.config import Config
 from unipar.engines.forward import ForwardCall, OpaqueBatch
 from unipar.memory.recording.collectives import CollectiveCounter
-from unipar.training.fake_run.recorder import ATTENTION_ON_CPU, StepRecord, StepRecorder
+from unipar.training.fake_run.assumed_values import AssumedValues
+from unipar.training.fake_run.fake_kernels import MORE_FLOP_FORMULAS
+from unipar.training.fake_run.recorder import StepRecord, StepRecorder
 
 
 @dataclass(frozen=True)
@@ -63,10 +65,11 @@ def trace_step(
     config: Config,
     mode: FakeTensorMode,
     part: RankPart | None = None,
+    assumed: AssumedValues | None = None,
 ) -> FakeStep:
     """Run the task's loss on a fake batch, and its backward; return what was allocated. `model` is fake, too.
 
-    `part`: what a rank has of the model, already in its place.
+    `part`: what a rank has of the model, already in its place. `assumed`: mode that stands in for values.
     """
     precision = config.train.precision
     call = ForwardCall(model, torch.device("cpu"), autocast=autocast_dtype(precision), cast=batch_dtype(precision))
@@ -77,7 +80,7 @@ def trace_step(
     with mode:
         fake = tree_map(faked, batch)
     given = [x for x in tree_leaves(fake) if isinstance(x, Tensor)]
-    flops = FlopCounterMode(display=False, custom_mapping=dict(ATTENTION_ON_CPU))
+    flops = FlopCounterMode(display=False, custom_mapping=dict(MORE_FLOP_FORMULAS))
     flops.mod_tracker = _NoModules()  # pyright: ignore[reportAttributeAccessIssue] - its hooks keep parts of the graph
     recorder = StepRecorder([*model.parameters(), *model.buffers(), *given], flops.get_total_flops)
     traffic = Counter[tuple[str, str]]()
@@ -86,8 +89,9 @@ def trace_step(
         stack.enter_context(_only_asked_collection())
         stack.enter_context(recorder.follow(model, blocks))
         stack.enter_context(nullcontext() if part is None else part.armed())
-        for entered in (mode, flops, *([] if counter is None else [counter]), recorder):
-            stack.enter_context(entered)
+        for entered in (mode, assumed, flops, counter, recorder):
+            if entered is not None:
+                stack.enter_context(entered)
         recorder.begin("forward")
         opaque = OpaqueBatch(fake)
         out = call(loss, opaque) if part is None else part.forward(call, loss, opaque)
