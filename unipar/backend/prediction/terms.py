@@ -46,10 +46,9 @@ def refuse_unplanned(cell: str, config: Config, *more: str, planned: Collection[
 
 
 def _unplanned_settings(config: Config) -> Iterator[str]:
-    parallel, model, precision = config.parallel, config.model, config.train.precision
+    parallel, model = config.parallel, config.model
     unplanned = {
         f"parallel ({parallel.axes})": parallel.axes.ranks > 1,
-        f"train.precision: {precision}": precision == "fp16",
         f"model.offload: {model.offload}": model.offload != "none",
     }
     for key, is_so in unplanned.items():
