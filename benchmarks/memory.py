@@ -13,6 +13,7 @@ from typing import Any
 
 from unipar.backend import cells, checks
 from unipar.comparison.cell_world import CellWorld
+from unipar.comparison.library_traffic import has_library_traffic, with_library_traffic
 from unipar.config import Config
 from unipar.config.settled import SettledConfig
 from unipar.config.source import load_given_config
@@ -57,20 +58,23 @@ def config_of(size: str, precision: str, world: int) -> Config:
     return load_given_config(settings, None).config
 
 
-def measure_account(settled: SettledConfig, environment: dict[str, str]) -> MemoryAccount:
-    """Return the account of the rank that used the most memory."""
+def measure_account(
+    settled: SettledConfig, environment: dict[str, str], *, library_traffic: bool = False
+) -> MemoryAccount:
+    """Return the account of the rank that used the most memory.
+
+    `library_traffic`: with what the cell's library sends without torch.distributed, from a world of its own.
+    """
     with tempfile.TemporaryDirectory(prefix="unipar-memory-") as folder:
         ref = TaskRef.of(None, settled.config.task, {})
         with closing(CellWorld(settled, ref, Path(folder) / "run", environment)) as run:
             run.start("1")
             run.train_steps(2)
             run.record_memory(sorted(PASSES_BY_IMPORTANCE, key=PASSES_IN_ORDER.index))
-            return largest_account(run.accounts())
-
-
-def measure_phases(settled: SettledConfig, environment: dict[str, str]) -> list[PhasePeak]:
-    """Return the phases of the rank that used the most memory."""
-    return list(measure_account(settled, environment).phases)
+            accounts = run.accounts()
+            if library_traffic and has_library_traffic(run):
+                accounts = with_library_traffic(run, accounts, "1")
+            return largest_account(accounts)
 
 
 def named_bytes(phase: PhasePeak) -> int:

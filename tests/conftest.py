@@ -46,6 +46,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if any(mark.name == "forked" for mark in item.own_markers):
+            raise pytest.UsageError(f"{item.nodeid}: `forked` marks modules; a test alone takes the fixture `forked`")
     if hasattr(config, "workerinput"):  # one of several processes, which all sort alike
         from tests.support.schedule import place
 

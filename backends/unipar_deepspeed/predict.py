@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from unipar.backend.prediction.terms import refuse_unplanned
 from unipar.backend.prediction.timeline import Prediction, StepTimeline
 from unipar.config import SHARDS, Config
 from unipar_deepspeed.options import options_of, zero_settings
+from unipar_deepspeed.prediction.built import built_terms
 from unipar_deepspeed.prediction.flat import predict_flat
 from unipar_deepspeed.prediction.model import ZeroModel
 from unipar_deepspeed.prediction.partitioned import predict_partitioned
@@ -32,10 +34,12 @@ def predict_zero(config: Config, timeline: StepTimeline, ranks: int, *, device: 
     )
     model = zero_model(config, timeline, ranks, device=device)
     if stage == 0:
-        return predict_stage_0(model)
-    if stage < 3:
-        return predict_flat(model, stage=stage)
-    return predict_partitioned(model)
+        found = predict_stage_0(model)
+    elif stage < 3:
+        found = predict_flat(model, stage=stage)
+    else:
+        found = predict_partitioned(model)
+    return replace(found, built=tuple(built_terms(model, stage)) if model.staged else ())
 
 
 def zero_model(config: Config, timeline: StepTimeline, ranks: int, *, device: str) -> ZeroModel:

@@ -15,27 +15,21 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.memory import measure_account
 from benchmarks.plan.rows import OF_OURS, OF_PUBLIC, Row, config_of, covering_rows, rows_of
 from unipar.backend import cells
-from unipar.comparison.cell_world import CellWorld
-from unipar.comparison.library_traffic import has_library_traffic, with_library_traffic
 from unipar.config import Cell
 from unipar.config.settled import SettledConfig
 from unipar.errors import UniparError, Unsupported
-from unipar.memory.account import PASSES_BY_IMPORTANCE, PASSES_IN_ORDER, MemoryAccount
 from unipar.memory.sources.malloc_build import build_meter, preload_environment
 from unipar.planning.peaks import PredictedPeak
-from unipar.results.memory_tables import largest_account
-from unipar.task.reference import TaskRef
 from unipar.utils.table import format_table
 from unipar.utils.text import format_duration, format_size
 
@@ -80,20 +74,6 @@ class Result:
         return self.planned / nearest - 1.0
 
 
-def measure(settled: SettledConfig, environment: dict[str, str]) -> MemoryAccount:
-    """Return the account of the rank that used the most memory."""
-    with tempfile.TemporaryDirectory(prefix="unipar-plan-") as folder:
-        ref = TaskRef.of(None, settled.config.task, {})
-        with closing(CellWorld(settled, ref, Path(folder) / "run", environment)) as run:
-            run.start("1")
-            run.train_steps(2)
-            run.record_memory(sorted(PASSES_BY_IMPORTANCE, key=PASSES_IN_ORDER.index))
-            accounts = run.accounts()
-            if has_library_traffic(run):
-                accounts = with_library_traffic(run, accounts, "1")
-            return largest_account(accounts)
-
-
 def plan_row(row: Row) -> tuple[PredictedPeak, Mapping[str, int]]:
     """Return the fullest phase of a row as planned, and its payload; raise Unsupported if it is not planned."""
     from unipar.comparison.plan import predict_cell
@@ -102,15 +82,15 @@ def plan_row(row: Row) -> tuple[PredictedPeak, Mapping[str, int]]:
     sent = {f"{p.axis} {p.collective}": 0 for p in predicted.sent}
     for p in predicted.sent:
         sent[f"{p.axis} {p.collective}"] += p.size
-    return max(predicted.phases, key=lambda peak: peak.peak), sent
+    return predicted.step_peak, sent
 
 
 def compare(row: Row, environment: dict[str, str]) -> Result:
     """Return a row, planned and measured."""
     config, cell = config_of(row), Cell.parse(row.cell)
     planned, sent = plan_row(row)
-    data = row.ranks // cell.axes.ranks
-    account = measure(SettledConfig.of(config, cell, data if cell.axes.ranks > 1 else row.ranks, "cpu"), environment)
+    settled = SettledConfig.of(config, cell, row.ranks, "cpu")
+    account = measure_account(settled, environment, library_traffic=True)
     full = account.peak
     own = sum(full.held.get(category, 0) for category in NOT_PLANNED)
     measured = {f"{axis} {kind}": size for axis, of in account.sent_along.items() for kind, size in of.items()}

@@ -27,7 +27,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from benchmarks.plan.__main__ import NOT_PLANNED, measure
+from benchmarks.memory import measure_account
+from benchmarks.plan.__main__ import NOT_PLANNED
 from benchmarks.plan.limited_rank import ENTRY, ENTRY_MODULE
 from benchmarks.plan.rows import Row, all_cells, config_of
 from unipar.backend import registry
@@ -135,12 +136,12 @@ def train(row: Row, group: Group, share: float, server: SharedForkServer) -> Lim
     config, cell = config_of(row), Cell.parse(row.cell)
     step = predict_cell(config, cell, row.ranks, "cpu")
     planned = step.peak
-    settled = SettledConfig.of(config, cell, row.ranks // cell.axes.ranks, "cpu")
+    settled = SettledConfig.of(config, cell, row.ranks, "cpu")
     limit, counted = int(step.needed / (1 - HEADROOM)), "tensors"
     if group == "lacks":
         limit = int(planned * share)
     elif group == "control":
-        full = measure(settled, preload_environment(build_meter())).peak
+        full = measure_account(settled, preload_environment(build_meter())).peak
         limit = int((step.needed + sum(full.held.get(category, 0) for category in NOT_PLANNED)) / (1 - HEADROOM))
         counted = "all"
     return LimitedTraining(asdict(row), group, planned, limit, train_within(settled, limit, counted, server))

@@ -15,7 +15,7 @@ from unipar.backend.checks import check_can_run
 from unipar.config import Config
 from unipar.errors import Unsupported
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # libraries' own, of their own calls
+pytestmark = [pytest.mark.forked, pytest.mark.filterwarnings("ignore")]  # libraries' own, of their own calls
 
 LETTERS: dict[str, Any] = {
     "use": f"{ROOT}/examples/char_gpt.py:CharGPT",
@@ -48,7 +48,6 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return _losses(tmp_path_factory.mktemp("one") / "run", _config({}, "single"))
 
 
-@pytest.mark.forked
 @pytest.mark.parametrize(
     ("parallel", "sizes", "mesh", "sharded", "rows"),
     [
@@ -67,7 +66,6 @@ def test_its_mesh_and_losses_of_one_process(
 
 
 @pytest.mark.sweep
-@pytest.mark.forked
 @pytest.mark.parametrize(
     ("task", "parallel"),
     [

@@ -24,6 +24,8 @@ from unipar.backend import registry
 from unipar.config import Config
 from unipar.errors import TaskError, Unsupported
 
+pytestmark = pytest.mark.forked
+
 
 def losses(folder: Path, task: str, parallel: dict[str, Any], proof: str, **args: Any) -> list[float]:
     """Train a task of tests/support for two steps; return its losses."""
@@ -41,7 +43,6 @@ def losses(folder: Path, task: str, parallel: dict[str, Any], proof: str, **args
     return [loss for _, loss in unipar.launch(config, quiet=True).losses]
 
 
-@pytest.mark.forked
 @pytest.mark.parametrize(
     "parallel",
     [
@@ -62,7 +63,6 @@ def test_a_right_split_is_proved(tmp_path: Path, parallel: dict[str, Any]) -> No
     assert split == pytest.approx(expected or losses(tmp_path / "2", "stacked.py:Stacked", data, "whole"), abs=1e-6)
 
 
-@pytest.mark.forked
 @pytest.mark.parametrize(
     ("task", "parallel", "args", "sentence"),
     [
@@ -113,7 +113,6 @@ def test_parts_between_blocks_are_not_proved_by_blocks(tmp_path: Path) -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.forked
 def test_what_blocks_do_not_show(tmp_path: Path) -> None:
     """A gradient that is another behind the blocks, with the right loss, is refused by the whole proof only."""
     with pytest.raises(TaskError, match=r"and the gradient of [a-z0-9.]+ is off by 1.0e"):
@@ -121,7 +120,6 @@ def test_what_blocks_do_not_show(tmp_path: Path) -> None:
     assert len(losses(tmp_path / "blocks", "unsplit.py:Stray", {"tensor": 2}, "blocks")) == 2
 
 
-@pytest.mark.forked
 def test_without_a_proof_the_log_says_so(tmp_path: Path) -> None:
     """One line on rank 0, and a wrong split trains."""
     assert len(losses(tmp_path, "unsplit.py:Unsummed", {"tensor": 2}, "off", where="leave")) == 2

@@ -69,6 +69,27 @@ def held(prediction: Prediction, at: int, *left_out: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
+    ("shard", "precision", "ranks", "wanted"),
+    [
+        ("nothing", "fp32", 2, 0.0),
+        ("optimizer", "fp32", 4, 8.0),
+        ("gradients", "bf16-mixed", 2, 8.0),
+        ("parameters", "fp32", 2, 0.0),
+        ("nothing", "bf16-master", 4, 24.0),
+        ("optimizer", "bf16-master", 2, 10.0),
+        ("gradients", "bf16-master", 4, 8.0),
+        ("parameters", "bf16-master", 2, 9.0),
+        ("parameters", "bf16-master", 4, 6.5),
+    ],
+)
+def test_bytes_a_parameter_before_the_first_step(shard: str, precision: str, ranks: int, wanted: float) -> None:
+    """As measured on rank 0 of 2 and 4 on the CPU; on a GPU most of it is in the host's memory, and not told."""
+    built = predict(f"deepspeed/{shard}", ranks, precision=precision).built
+    assert sum(term.size for term in built) / 200_001 == pytest.approx(wanted, rel=1e-4)
+    assert predict(f"deepspeed/{shard}", ranks, device="cuda", precision=precision).built == ()
+
+
+@pytest.mark.parametrize(
     ("cell", "wanted"),
     [
         ("deepspeed/nothing", {"parameters": 800_004, "optimizer": 1_600_008}),
@@ -203,7 +224,7 @@ def draw_case(draw: random.Random) -> Case:
     )
 
 
-@pytest.mark.forked
+@pytest.mark.usefixtures("forked")
 def test_as_deepspeed_does(tmp_path: Path) -> None:
     """Its own engine, on one rank of a world that only pretends, holds and sends to the byte what is planned."""
     cases = [
@@ -220,7 +241,7 @@ def test_as_deepspeed_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.forked
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("seed", range(4))
 def test_as_deepspeed_does_at_random(seed: int, tmp_path: Path) -> None:
     """Shapes, worlds, precisions, accumulation, groups and buckets are drawn from a seed."""

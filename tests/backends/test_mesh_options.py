@@ -12,6 +12,8 @@ import unipar
 from tests.support.world import ROOT
 from unipar.errors import TaskError, Unsupported
 
+pytestmark = pytest.mark.forked
+
 WORDS = {"use": f"{ROOT}/tests/support/word_task.py:Words"}
 LETTERS: dict[str, Any] = {
     "use": f"{ROOT}/examples/char_gpt.py:CharGPT",
@@ -34,7 +36,6 @@ def losses(out: Path, task: dict[str, Any], parallel: dict[str, Any], **options:
     return [loss for _, loss in unipar.launch(config, quiet=True).losses]
 
 
-@pytest.mark.forked
 def test_a_vocabulary_in_parts(tmp_path: Path) -> None:
     """Embedding and head have half of the words on each rank; losses are those of whole ones."""
     split = losses(tmp_path / "split", WORDS, {"tensor": 2}, vocabulary="split")
@@ -42,7 +43,6 @@ def test_a_vocabulary_in_parts(tmp_path: Path) -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.forked
 def test_attention_in_a_ring(tmp_path: Path) -> None:
     """Keys and values pass from rank to rank; losses are those of one process."""
     ring = losses(tmp_path / "ring", LETTERS, {"context": 2}, attention="ring")
@@ -50,7 +50,6 @@ def test_attention_in_a_ring(tmp_path: Path) -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.forked
 @pytest.mark.parametrize("proof", ["whole", "blocks"])
 def test_evaluation_of_layers_of_torch(tmp_path: Path, proof: str) -> None:
     """Without gradients they call no kernel for whole matrices: evaluations are those of one process."""
@@ -68,7 +67,6 @@ def test_evaluation_of_layers_of_torch(tmp_path: Path, proof: str) -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.forked
 @pytest.mark.parametrize("shard", ["nothing", "parameters"])
 def test_eight_ranks(tmp_path: Path, shard: str) -> None:
     """Two stages of two parts of the data, whose matrices two ranks have each: losses are those of one process."""
@@ -94,7 +92,6 @@ def test_no_vocabulary_to_split(tmp_path: Path, parallel: dict[str, int], senten
         losses(tmp_path, WORDS, parallel, vocabulary="split")
 
 
-@pytest.mark.forked
 def test_a_block_that_is_one_matrix(tmp_path: Path) -> None:
     """With one layer, the repeated modules of the model are matrices, which have nothing to be paired with."""
     one = {**LETTERS, "args": {**LETTERS["args"], "layers": 1}}

@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 
 import unipar
+from tests.support.short_text import short_text
 from unipar.backend import registry
 from unipar.backend.cells import config_in_cell, expand_cell_patterns
 from unipar.backend.prediction.timeline import Payload, StepTimeline, TurnOfStep
@@ -20,12 +21,6 @@ from unipar.errors import TaskError, Unsupported
 from unipar.training.fake_run.parts import PredictedStep, TaskTraces
 from unipar.training.fake_run.trace import TracedTask
 
-TASK = """
-from examples.char_gpt import CharGPT
-
-class Small(CharGPT):
-    text = "".join(map(chr, range(96))) * 8
-"""
 HIDDEN = 8 * 16 * 4
 """Bytes of a sample's hidden states."""
 
@@ -37,15 +32,8 @@ TIED = 96 * 16 * 4
 
 
 @pytest.fixture(scope="module")
-def given(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    file = tmp_path_factory.mktemp("task") / "small.py"
-    file.write_text(TASK, "utf-8")
-    return {
-        "task": {"use": f"{file}:Small", "args": {"layers": 3, "width": 16, "heads": 2, "context": 8}},
-        "device": "cpu",
-        "batch": {"total": 8, "micro": 2},
-        "train": {"steps": 1},
-    }
+def given() -> dict[str, Any]:
+    return {"task": short_text(layers=3), "device": "cpu", "batch": {"total": 8, "micro": 2}, "train": {"steps": 1}}
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +118,7 @@ def test_a_step_of_eight_ranks(traces: TaskTraces) -> None:
     )
     held = step.phases[-1].held
     assert held["parameters"] == (blocks + rest) // 2
-    assert [phase.phase for phase in step.phases] == ["forward", "backward", "update", "steady"]
+    assert [phase.phase for phase in step.phases] == ["built", "forward", "backward", "update", "steady"]
 
 
 def test_fsdp_beside_tensor_and_stages(traces: TaskTraces) -> None:
@@ -157,10 +145,27 @@ def test_more_in_flight_needs_more(traces: TaskTraces) -> None:
     """gpipe keeps all four microbatches, 1f1b two of them."""
     one, all_of_them = (step_of(traces, f"native/nothing+pipeline2{how}", 2) for how in ("", "+gpipe"))
     kept = [
-        next(term.size for term in step.phases[0].terms if term.name == "microbatches in flight")
+        next(term.size for term in step.phases[1].terms if term.name == "microbatches in flight")
         for step in (one, all_of_them)
     ]
     assert kept[1] == 3 * kept[0]
+
+
+def test_what_the_proof_holds_before_the_first_step(traces: TaskTraces) -> None:
+    """Rank 0 has the whole model, and its gradients, those of one block, or its part, by options.native.proof."""
+
+    def built(proof: str) -> dict[str, int]:
+        config = in_cell("native/nothing+context2", 2).changed({"options": {"native": {"proof": proof}}})
+        (first, *_) = traces.predict(config, 2, config.batch.settle(1), device="cpu").phases
+        assert first.phase == "built"
+        return {term.name: term.size for term in first.terms}
+
+    model, gradients = "whole model, of rank 0", "gradients that prove that the split model is the same"
+    whole, blocks, off = built("whole"), built("blocks"), built("off")
+    size = sum(p.size for p in traces.whole.timeline.parameters)
+    assert whole[model] == whole[gradients] == blocks[model] == off[model] == size
+    assert 0 < blocks[gradients] < size
+    assert off["its part"] == size  # along the context every rank has the whole
 
 
 def test_what_is_refused(traces: TaskTraces) -> None:

@@ -20,10 +20,9 @@ from tests.support.tensor_blocks import own_blocks
 from tests.support.tensor_worlds import NEAR, said_in_world
 from unipar.errors import TaskError
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, while it is imported
+pytestmark = [pytest.mark.forked, pytest.mark.filterwarnings("ignore")]  # torch's own, while it is imported
 
 
-@pytest.mark.forked
 @pytest.mark.parametrize(
     ("ranks", "kind"),
     [

@@ -118,7 +118,7 @@ def test_fewer_blocks_than_stages() -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.forked
+@pytest.mark.usefixtures("forked")
 def test_a_shape_that_is_new_to_one_share_of_the_data(tmp_path: Path) -> None:
     """All ranks find shapes again, as FSDP2 gathers on all or on none; the losses are those of one process."""
     config = {

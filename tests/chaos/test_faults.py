@@ -12,17 +12,10 @@ import pytest
 
 from tests.support.config_fuzz import TRIALS, load_nonsense
 from tests.support.disturbed_runs import FAULTS
+from tests.support.training_kills import CELLS
 from unipar.utils.table import format_table
 
 pytestmark = pytest.mark.chaos
-
-CELLS = (
-    "native/parameters",
-    "native/nothing+tensor2",
-    "deepspeed/gradients",
-    "horovod/nothing",
-    "accelerate/parameters",
-)
 
 TRIALS_OF_A_CELL = {"SIGTERM or SIGUSR1": 5, "a second SIGTERM": 3}
 """Runs of each cell, where it is more than one."""

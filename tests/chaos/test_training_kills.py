@@ -9,19 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.training_kills import VICTIMS
+from tests.support.training_kills import CELLS, VICTIMS
 from unipar.utils.table import format_table
 
 pytestmark = pytest.mark.chaos
 
 KILLS, KILLS_OVER_HTTP, SEED = 50, 12, 15
-CELLS = (
-    "native/parameters",
-    "native/nothing+tensor2",
-    "deepspeed/gradients",
-    "horovod/nothing",
-    "accelerate/parameters",
-)
 
 
 @pytest.mark.parametrize(("cell", "where"), [*((cell, ()) for cell in CELLS), ("native/parameters", ("s3",))])

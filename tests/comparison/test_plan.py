@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import unipar
+from tests.support.short_text import short_text
 from unipar.backend.cells import cell_of
 from unipar.cli.commands.config.plan import read_ranks, read_share, read_size
 from unipar.comparison.pick import write_picked_config
@@ -18,12 +19,8 @@ from unipar.config.source import load_config_file, load_given_config
 from unipar.errors import ConfigError, OutExists
 from unipar.planning.explanation import group_terms
 
-ROOT = Path(__file__).parents[2]
 CONFIG: dict[str, Any] = {
-    "task": {
-        "use": f"{ROOT}/examples/char_gpt.py:CharGPT",
-        "args": {"layers": 2, "width": 16, "heads": 2, "context": 8},
-    },
+    "task": short_text(),
     "device": "cpu",
     "batch": {"total": 8, "micro": 2},
     "train": {"steps": 1},
@@ -85,9 +82,10 @@ def test_as_json(planned: Any) -> None:
     """All phases, each with its largest terms by name."""
     rows = json.loads(planned.as_json())["rows"]
     (row,) = (row for row in rows if (row["cell"], row["ranks"]) == ("native/parameters", 2))
-    assert [phase["phase"] for phase in row["phases"]] == ["forward", "backward", "update", "steady"]
+    assert [phase["phase"] for phase in row["phases"]] == ["built", "forward", "backward", "update", "steady"]
     assert all(sum(phase["held"].values()) == phase["peak"] for phase in row["phases"])
-    assert row["phases"][0]["largest"][0]["category"] in ("activations", "communication")
+    assert row["phases"][1]["largest"][0]["category"] in ("activations", "communication")
+    assert row["phases"][0]["largest"][0]["name"] == "whole model, of rank 0"
 
 
 @pytest.mark.parametrize(

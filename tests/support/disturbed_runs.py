@@ -9,7 +9,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -20,19 +19,10 @@ from typing import Any
 
 from tests.support.ledgers import rows_of
 from tests.support.private import enter_private_network, take_down_loopback
-from tests.support.training_kills import (
-    endless_config,
-    has_trained,
-    killed_command,
-    pid_of_rank,
-    run_environment,
-)
+from tests.support.training_kills import END, START, endless_config, pid_of_rank, start_run, wait_until_trained
 from tests.support.world import ROOT, eventually, is_running
 from unipar.checkpoint.protocol.verifying import find_checkpoints, verify_checkpoint
 from unipar.errors import CheckpointError
-
-START, END = 120.0, 10.0
-"""Seconds within which a run must train, and within which all its processes must be gone."""
 
 HEARTBEAT, TIMEOUT = 4.0, 8.0
 """Limits of a run that is made to hang."""
@@ -61,22 +51,11 @@ class _Run:
         self.folder, self.run = folder, folder / "runs" / "disturbed"
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "disturbed.json").write_text(json.dumps(config), "utf-8")
-        with (folder / "said.txt").open("wb") as said:
-            self.process = subprocess.Popen(
-                killed_command("disturbed"), cwd=folder, env=run_environment(), stdout=said, stderr=said,
-                process_group=0,
-            )  # fmt: skip
+        self.process = start_run(folder, "disturbed")
 
     @property
     def said(self) -> str:
         return (self.folder / "said.txt").read_text("utf-8", errors="replace")
-
-    def wait_until_it_trains(self) -> None:
-        until = time.monotonic() + START
-        while not has_trained(self.run, 0):
-            if self.process.poll() is not None or time.monotonic() > until:
-                raise AssertionError(f"it did not train: {self.said}")
-            time.sleep(0.01)
 
     def pids(self) -> list[int]:
         return [pid for rank in (0, 1) if (pid := pid_of_rank(self.run, rank)) is not None]
@@ -193,7 +172,7 @@ def disturb(folder: Path, cell: str, fault: str, seed: int) -> Disturbed:
     played = Disturbed(cell, fault)
     run = _Run(folder, _config_for(fault, cell))
     try:
-        run.wait_until_it_trains()
+        wait_until_trained(run.process, run.folder, run.run)
         FAULTS[fault](run, played, random.Random(f"{cell} {fault} {seed}"))
     finally:
         if run.process.poll() is None:

@@ -13,6 +13,7 @@ COUNTED = (
     "tests/comparison/test_compare.py",
     "tests/comparison/test_failed_cells.py",
     "tests/comparison/test_store.py",
+    "tests/launcher/micro_batch/test_trials.py",
     "tests/memory/test_collectives.py",
     "tests/memory/test_step_log.py",
     "tests/memory/test_watcher.py",
@@ -37,9 +38,6 @@ FIRST = (
     "tests/verification/test_verify_transformers.py",
     "tests/conversion/test_import_checkpoint.py",
     "tests/utils/test_malloc.py",
-    "tests/backends/test_block_proof.py",
-    "tests/backends/test_sequence_parallel.py",
-    "tests/backends/test_mesh_options.py",
     "tests/checkpoint/exporting/test_transformers.py",
     "tests/launcher/test_checkpoints_elsewhere.py",
 )

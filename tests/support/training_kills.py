@@ -32,6 +32,15 @@ from unipar.errors import CheckpointError
 from unipar.run_folder.layout import checkpoint_folder
 from unipar.utils.address import Address, Location
 
+CELLS = (
+    "native/parameters",
+    "native/nothing+tensor2",
+    "deepspeed/gradients",
+    "horovod/nothing",
+    "accelerate/parameters",
+)
+"""One cell of each library, and one that is split over tensor."""
+
 VICTIMS = ("a rank", "the parent", "all")
 EVERY = 4
 """Steps between checkpoints."""
@@ -121,25 +130,30 @@ def run_environment() -> dict[str, str]:
     return {**os.environ, **PYTHONPATH_VARIABLE, "OMP_NUM_THREADS": "1"}
 
 
+def start_run(folder: Path, name: str, *flags: str) -> subprocess.Popen[bytes]:
+    """Return the command that runs a config of this folder, started; said.txt has what it prints."""
+    with (folder / "said.txt").open("wb") as said:
+        return subprocess.Popen(
+            killed_command(name, *flags), cwd=folder, env=run_environment(), stdout=said, stderr=said, process_group=0
+        )
+
+
+def wait_until_trained(process: subprocess.Popen[bytes], folder: Path, run: Path, before: int = 0) -> None:
+    """Wait until the attempt after `before` ones has logged a step."""
+    until = time.monotonic() + START
+    while not has_trained(run, before):
+        if process.poll() is not None or time.monotonic() > until:
+            raise AssertionError(f"{run} did not train: {(folder / 'said.txt').read_text('utf-8', errors='replace')}")
+        time.sleep(0.01)
+
+
 def _kill_once(folder: Path, run: Path, to: str | None, draw: random.Random, played: Played) -> None:
     """Start the run, wait until it trains, and kill somebody a moment later."""
     if run.exists() and not find_checkpoints(checkpoint_folder(run, to)):
         shutil.rmtree(run)  # it was killed before its first checkpoint
     before, flags = len(rows_of(run, "start")), ["--resume"] * run.exists()
-    with (folder / "said.txt").open("wb") as said:
-        process = subprocess.Popen(
-            killed_command("killed", *flags),
-            cwd=folder,
-            env=run_environment(),
-            stdout=said,
-            stderr=said,
-            process_group=0,
-        )
-    until = time.monotonic() + START
-    while not has_trained(run, before):
-        if process.poll() is not None or time.monotonic() > until:
-            raise AssertionError(f"{played.cell} did not train: {(folder / 'said.txt').read_text('utf-8')}")
-        time.sleep(0.01)
+    process = start_run(folder, "killed", *flags)
+    wait_until_trained(process, folder, run, before)
     time.sleep(draw.uniform(0.0, LATEST if to is None else 4 * LATEST))
     ranks = [pid for rank in (0, 1) if (pid := pid_of_rank(run, rank)) is not None]
     victim = draw.choice(VICTIMS)

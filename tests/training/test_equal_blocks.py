@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 from torch import nn
 
+from tests.support.short_text import short_text
 from unipar.config.source import load_given_config
 from unipar.training.fake_run import trace as trace_module
 from unipar.training.fake_run.repeats import EqualBlocks, ShortModel, find_equal_blocks
 from unipar.training.fake_run.trace import TracedTask, trace_task
-
-ROOT = Path(__file__).parents[2]
 
 TASK = """
 import torch
@@ -21,13 +20,11 @@ from torch import nn
 from unipar import Task
 
 class Block(nn.Module):
-    def __init__(self, slope=0.0):
+    def __init__(self):
         super().__init__()
         self.inner = nn.Linear(4, 4)
-        self.slope = slope
     def forward(self, x):
-        out = self.inner(x).relu()
-        return x + (out * self.slope if self.slope else out)
+        return x + self.inner(x).relu()
 
 class Model(nn.Module):
     def __init__(self):
@@ -82,11 +79,13 @@ def runs_of_blocks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return numbers
 
 
-@pytest.mark.parametrize("recompute", ["none", "blocks", "selective"])
+@pytest.mark.parametrize(
+    "recompute",
+    [pytest.param("none", marks=pytest.mark.sweep), "blocks", pytest.param("selective", marks=pytest.mark.sweep)],
+)
 def test_a_record_of_three_blocks_is_that_of_seven(monkeypatch: pytest.MonkeyPatch, recompute: str) -> None:
     """Each allocation and moment, gradients by name, FLOPs."""
-    sizes = {"layers": 7, "width": 16, "heads": 2, "context": 8}
-    task = {"use": f"{ROOT}/examples/char_gpt.py:CharGPT", "args": sizes}
+    task = short_text(layers=7)
     numbers = runs_of_blocks(monkeypatch)
     short = traced(task, recompute)
     assert numbers == [4, 3, 3, 3]
@@ -104,10 +103,8 @@ def test_a_record_of_three_blocks_is_that_of_seven(monkeypatch: pytest.MonkeyPat
     ("container", "run", "numbers"),
     [
         ("Sequential(*(Block() for _ in range(6)))", "x = self.blocks(x)", [4, 3, 3, 3]),
-        ("ModuleList(Block() for _ in range(4))", "for b in self.blocks: x = b(x)", [4, 4, 4]),  # few
         # the model wants all of them
         ("ModuleList(Block() for _ in range(6))", "for i in range(6): x = self.blocks[i](x)", [4, 6, 6, 6]),
-        ("ModuleList(Block(i / 6) for i in range(6))", "for b in self.blocks: x = b(x)", [6, 6, 6]),  # settings differ
         # all outputs are used at the end: blocks in the middle are not alike
         (
             "ModuleList(Block() for _ in range(6))",
@@ -144,6 +141,16 @@ def test_equal_blocks_are_found() -> None:
     assert find_equal_blocks(model, names[1:]) == [EqualBlocks("b", keys, 4)]
     layers[3].weight = layers[1].weight
     assert find_equal_blocks(model, names) == [EqualBlocks("b", keys, 5)]
+
+
+def test_blocks_that_are_few_or_differ_run_all() -> None:
+    """Of four, none is left out; a block whose setting is another is another block."""
+    names = ["0", "1", "2", "3", "4"]
+    alike = nn.Sequential(*(nn.LeakyReLU(0.1) for _ in names))
+    assert find_equal_blocks(alike, names) == [EqualBlocks("", tuple(names), 0)]
+    assert find_equal_blocks(alike[:4], names[:4]) == []
+    alike[2] = nn.LeakyReLU(0.2)
+    assert find_equal_blocks(alike, names) == []
 
 
 def test_a_short_model_is_whole_again() -> None:

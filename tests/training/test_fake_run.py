@@ -8,16 +8,13 @@ from typing import Any
 
 import pytest
 
+from tests.support.short_text import short_text
 from unipar.backend.prediction.timeline import PredictedParameter
 from unipar.config.source import load_given_config
 from unipar.errors import TaskError
 from unipar.training.fake_run.trace import TracedTask, trace_task
 
-ROOT = Path(__file__).parents[2]
-CHARS = {
-    "use": f"{ROOT}/examples/char_gpt.py:CharGPT",
-    "args": {"layers": 2, "width": 16, "heads": 2, "context": 8},
-}
+CHARS = short_text()
 
 TASK = """
 import torch
@@ -35,9 +32,21 @@ class Small(Task):
 """
 
 
-def traced(task: dict[str, Any], micro: int = 2, **train: Any) -> TracedTask:
+def traced(task: dict[str, Any], micro: int = 2, recompute: str = "none", **train: Any) -> TracedTask:
     config = {"task": task, "batch": {"total": 8}, "device": "cpu", "train": {"steps": 1, **train}}
-    return trace_task(load_given_config(config).config, micro)
+    return trace_task(load_given_config({**config, "model": {"recompute": recompute}}).config, micro)
+
+
+@pytest.fixture(scope="module")
+def once() -> TracedTask:
+    """A step of the small GPT."""
+    return traced(CHARS)
+
+
+@pytest.fixture(scope="module")
+def again() -> TracedTask:
+    """A step whose blocks are computed again in backward."""
+    return traced(CHARS, recompute="blocks")
 
 
 def small(tmp_path: Path, loss: str, model: str = "return nn.Linear(4, 4)") -> dict[str, Any]:
@@ -45,16 +54,15 @@ def small(tmp_path: Path, loss: str, model: str = "return nn.Linear(4, 4)") -> d
     return {"use": f"{tmp_path}/small.py:Small"}
 
 
-def test_a_step_of_a_small_gpt() -> None:
+def test_a_step_of_a_small_gpt(once: TracedTask) -> None:
     """Its parameters by block, a moment for each block's way in and out, and a gradient of every parameter."""
-    found = traced(CHARS)
-    timeline = found.timeline
-    assert found.parameters == sum(p.numel for p in timeline.parameters)
+    timeline = once.timeline
+    assert once.parameters == sum(p.numel for p in timeline.parameters)
     assert timeline.blocks == ("layers.0", "layers.1")
     assert (
         PredictedParameter("layers.1.mlp.0.weight", (64, 16), 4, True, 1, (4, 4), 0, viewed=True) in timeline.parameters
     )
-    assert found.fused
+    assert once.fused
     gradients = [m.parameter for m in timeline.moments if m.what == "gradient"]
     assert sorted(gradients) == list(range(len(timeline.parameters)))
     of_blocks = ("begin", "reach", "enter", "finish", "leave")
@@ -72,37 +80,37 @@ def test_a_step_of_a_small_gpt() -> None:
     ]
 
 
-def test_what_a_microbatch_of_any_size_allocates() -> None:
+def test_what_a_microbatch_of_any_size_allocates(once: TracedTask) -> None:
     """From two sizes; a third allocates what they lead to expect. Gradients do not grow, activations do."""
-    found = traced(CHARS)
-    assert found.even
-    gradients = [b for b in found.activations.blocks if b.becomes_gradient]
-    assert sum(b.size(9) for b in gradients) == sum(p.size for p in found.timeline.parameters)
+    assert once.even
+    gradients = [b for b in once.activations.blocks if b.becomes_gradient]
+    assert sum(b.size(9) for b in gradients) == sum(p.size for p in once.timeline.parameters)
     third = traced(CHARS, micro=9).activations
-    assert found.activations.levels(9).tolist() == third.levels(9).tolist()
-    assert found.activations.flops == (0.0, third.flops[1])
+    assert once.activations.levels(9).tolist() == third.levels(9).tolist()
+    assert once.activations.flops == (0.0, third.flops[1])
 
 
-def test_recomputed_blocks_keep_less() -> None:
+def test_recomputed_blocks_keep_less(once: TracedTask, again: TracedTask) -> None:
     """Most of what a block computes is not there any more when backward begins."""
 
     def kept(found: TracedTask) -> int:
         begin = next(n for n, m in found.activations.moments if (m.phase, m.what) == ("backward", "begin"))
         return int(found.activations.levels(2)[begin])
 
-    config = {"task": CHARS, "batch": {"total": 8}, "train": {"steps": 1}, "model": {"recompute": "blocks"}}
-    again = trace_task(load_given_config(config).config, 2)
-    assert kept(again) < kept(traced(CHARS)) / 2
-    once = traced(CHARS).timeline.parameters
-    assert [(p.name, p.size) for p in again.timeline.parameters] == [(p.name, p.size) for p in once]
+    assert kept(again) < kept(once) / 2
+    assert [(p.name, p.size) for p in again.timeline.parameters] == [(p.name, p.size) for p in once.timeline.parameters]
     assert [p.name for p in again.timeline.parameters if p.viewed] == ["token.weight"]  # the head is in no block
+    matrices = [p for p in again.timeline.parameters if p.name.startswith("layers.1.") and len(p.shape) == 2]
+    assert [p.name for p in matrices if p.viewed_again] == [
+        *("layers.1.qkv.weight", "layers.1.out.weight", "layers.1.mlp.0.weight"),
+    ]  # the last one is used at once
 
 
-def test_autocast_makes_copies() -> None:
+def test_autocast_makes_copies(once: TracedTask) -> None:
     """Of weights, in bf16."""
-    mixed, plain = traced(CHARS, precision="bf16-mixed"), traced(CHARS)
+    mixed = traced(CHARS, precision="bf16-mixed")
     copies = [b.operation for b in mixed.activations.blocks if b.operation == "_to_copy.default"]
-    assert len(copies) > len([b for b in plain.activations.blocks if b.operation == "_to_copy.default"]) + 8
+    assert len(copies) > len([b for b in once.activations.blocks if b.operation == "_to_copy.default"]) + 8
 
 
 @pytest.mark.parametrize(
@@ -173,23 +181,29 @@ def test_modes_stay_as_they_are(tmp_path: Path) -> None:
     assert not any("dropout" in one or "bernoulli" in one for one in operations)
 
 
-def test_operations_of_a_step() -> None:
+def test_operations_of_a_step(once: TracedTask, again: TracedTask) -> None:
     """Products of matrices and attention, three times what forward does; what is recomputed counts apart."""
     width, context, layers, characters = 16, 8, 2, 96
-    found = traced(CHARS).activations
     products = 2 * context * (layers * 12 * width**2 + width * characters)
     attention = layers * 2 * 2 * context**2 * width
-    each = found.flops[1]
-    assert each == pytest.approx(3 * (products + attention), rel=0.05)  # the vocabulary's size is the text's
-    assert found.recomputed == (0.0, 0.0)
-    config = {"task": CHARS, "batch": {"total": 8}, "train": {"steps": 1}, "model": {"recompute": "blocks"}}
-    again = trace_task(load_given_config(config).config, 2).activations
-    assert again.flops[1] - again.recomputed[1] == each
-    assert again.recomputed[1] > 0.5 * each / 3
-    assert found.operators > 100
+    each = once.activations.flops[1]
+    assert each == 3 * (products + attention)
+    assert once.activations.recomputed == (0.0, 0.0)
+    more = again.activations
+    assert more.flops[1] - more.recomputed[1] == each
+    assert more.recomputed[1] > 0.5 * each / 3
+    assert once.activations.operators > 100
 
 
-def test_units_of_weight_and_a_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
+def test_operations_that_torch_takes_apart(tmp_path: Path, mode: str) -> None:
+    """A product of a teacher counts its operations, also where torch would not take it apart."""
+    loss = f"with torch.{mode}(): t = nn.functional.linear(x.view(-1, 2, 2), torch.ones(2, 2))\n"
+    task = small(tmp_path, f"{loss}        return (model(x) - t.clone().flatten(1)).sum()")
+    assert traced(task).activations.flops == (0.0, 2 * 2 * 2 * 2 + 2 * (2 * 4 * 4))
+
+
+def test_units_of_weight_and_a_checkpoint(tmp_path: Path, once: TracedTask) -> None:
     """What the task's weight counts in a sample; bytes of parameters and AdamW's two states with its steps."""
     task = small(tmp_path, "return model(x).sum()")
     (tmp_path / "small.py").write_text(
@@ -200,7 +214,7 @@ def test_units_of_weight_and_a_checkpoint(tmp_path: Path) -> None:
     found = trace_task(load_given_config({"task": task, "batch": {"total": 8}, "train": {"steps": 1}}).config, 2)
     assert found.units == 4.0
     assert found.checkpoint == 3 * 20 * 4 + 2 * 4
-    assert traced(CHARS).units is None
+    assert once.units is None
 
 
 @pytest.mark.parametrize(

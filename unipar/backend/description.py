@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, final
 
 from unipar.backend.engine import Category, Engine, Part
 from unipar.backend.precision import Dtypes
+from unipar.backend.prediction.terms import not_planned_yet
 from unipar.config import Precision, Section, Shard
 from unipar.errors import Unsupported
 
@@ -129,7 +130,7 @@ class Backend(ABC):
 
         Closed forms, without a process; raise Unsupported for a config that they do not cover.
         """
-        raise Unsupported(self.name, ["its memory is not planned yet; `unipar compare` measures it"])
+        raise Unsupported(self.name, [not_planned_yet("its memory")])
 
     def overlaps(self, config: Config) -> Mapping[str, OverlapWindow]:
         """Return the collectives along the data's axis beside which a rank computes, and during which part of a step.
@@ -144,7 +145,7 @@ class Backend(ABC):
         Ranks that hold and do the same are one of them.
         """
         axes = config.parallel.axes
-        raise Unsupported(self.name, [f"parallel ({axes}) is not planned yet; `unipar compare` measures it"])
+        raise Unsupported(self.name, [not_planned_yet(f"parallel ({axes})")])
 
     @abstractmethod
     def dtypes(self, config: Config) -> Dtypes:

@@ -70,7 +70,7 @@ def config_to_pick(config: Config, cell: Cell, ranks: int, micro: int) -> Config
     values: dict[str, int | None] = {
         "total": None if given.total is None else sizes.total,
         "micro": None if given.micro is None and given.accumulate is not None else micro,
-        "accumulate": None if given.accumulate is None else sizes.total // sizes.ranks // micro,
+        "accumulate": None if given.accumulate is None else sizes.with_micro(micro).accumulate,
     }
     return moved.model_copy(update={"batch": moved.batch.model_copy(update=values)})
 

@@ -294,21 +294,20 @@ class CellPlanner:
 
     def _largest(self, config: Config, ranks: int, sizes: BatchSizes, limit: int) -> tuple[int, _Forecast] | None:
         """Return the largest microbatch that fits, among those that divide a rank's share of the batch."""
-        share = sizes.total // sizes.ranks
-        divisors = [n for n in range(1, share + 1) if share % n == 0]
+        micros = sizes.possible_micros
 
         def needed(micro: int) -> int:
-            return self._needed(config, ranks, _with_micro(sizes, micro))
+            return self._needed(config, ranks, sizes.with_micro(micro))
 
-        largest = share if needed(share) <= limit else 0
-        low, high = 0, 0 if largest else len(divisors) - 1  # larger microbatches need more
+        largest = sizes.share if needed(sizes.share) <= limit else 0
+        low, high = 0, 0 if largest else len(micros) - 1  # larger microbatches need more
         while low < high:
             middle = (low + high) // 2
-            if needed(divisors[middle]) <= limit:
-                largest, low = divisors[middle], middle + 1
+            if needed(micros[middle]) <= limit:
+                largest, low = micros[middle], middle + 1
             else:
                 high = middle
-        return (largest, self.predict(config, ranks, _with_micro(sizes, largest))) if largest else None
+        return (largest, self.predict(config, ranks, sizes.with_micro(largest))) if largest else None
 
     def _needed(self, config: Config, ranks: int, sizes: BatchSizes) -> int:
         return self.traces.predict_needed(config, ranks, sizes, device=self.device, runtime=self._runtime(ranks))
@@ -318,7 +317,7 @@ class CellPlanner:
 
     def _least(self, config: Config, ranks: int, sizes: BatchSizes) -> int:
         """Return the fewest bytes that a rank needs, with the smallest microbatch or one alone, which makes no sums."""
-        return min(self._needed(config, ranks, _with_micro(sizes, micro)) for micro in {1, sizes.total // sizes.ranks})
+        return min(self._needed(config, ranks, sizes.with_micro(micro)) for micro in {1, sizes.share})
 
     def _ways(self, row: PlannedCell, cell: Cell, limit: int) -> Iterator[str]:
         """Yield what would have to change for a row to fit."""
@@ -357,10 +356,6 @@ def config_on_ranks(config: Config, ranks: int) -> Config:
     axes = dict.fromkeys(AXES, 1)
     parallel = Parallel(data=ranks, shard=config.parallel.shard, shard_over=config.parallel.shard_over, **axes)
     return config.model_copy(update={"parallel": parallel})
-
-
-def _with_micro(sizes: BatchSizes, micro: int) -> BatchSizes:
-    return replace(sizes, micro=micro, accumulate=sizes.total // sizes.ranks // micro)
 
 
 def _runtime_terms(ranks: int) -> Iterator[Term]:

@@ -70,11 +70,14 @@ def predict_offloaded(timeline: StepTimeline, prediction: Prediction) -> Iterato
 def predict_peaks(
     timeline: StepTimeline, prediction: Prediction, activations: Activations, micro: int, accumulate: int = 1
 ) -> list[PredictedPeak]:
-    """Return the peak of each phase of a step with so many microbatches of so many samples, all of which it holds."""
+    """Return the peak of each phase of a step with so many microbatches of so many samples, all of which it holds.
+
+    Before them comes the set-up ("built"), if the backend tells what it holds.
+    """
     terms, levels, totals = _totals_in_spans(timeline, prediction, activations, micro, accumulate)
     ticks = [tick for tick, _ in activations.moments]
     ticks.append(activations.ticks)
-    found: list[PredictedPeak] = []
+    found = built_peak(prediction)
     phases: dict[PredictedPhase, list[int]] = {}
     for position, moment in enumerate(timeline.moments):
         phases.setdefault(moment.phase, []).append(position)
@@ -89,7 +92,8 @@ def predict_peak(
     timeline: StepTimeline, prediction: Prediction, activations: Activations, micro: int, accumulate: int = 1
 ) -> int:
     """Return the largest peak of a step, without what it consists of."""
-    return int(np.max(_totals_in_spans(timeline, prediction, activations, micro, accumulate)[2]))
+    step = int(np.max(_totals_in_spans(timeline, prediction, activations, micro, accumulate)[2]))
+    return max(step, *(peak.peak for peak in built_peak(prediction)), 0)
 
 
 def predict_needed(
@@ -106,7 +110,19 @@ def predict_needed(
         if term.category == "communication" and term.until is not None:
             after = np.arange(term.until, term.until + LATE_MOMENTS) % len(late)  # also in the next step
             late[after] = np.maximum(late[after], term.size)
-    return int(np.max(totals + late)) + activations.largest_staged(micro) + _gloo_scratch(prediction.sent)
+    step = int(np.max(totals + late)) + activations.largest_staged(micro) + _gloo_scratch(prediction.sent)
+    return max(step, *(peak.peak for peak in built_peak(prediction)), 0)
+
+
+def built_peak(prediction: Prediction) -> list[PredictedPeak]:
+    """Return the peak before the first step, if a backend tells it."""
+    if not prediction.built:
+        return []
+    held = Counter[Category]()
+    for term in prediction.built:
+        held[term.category] += term.size
+    terms = tuple(sorted(prediction.built, key=lambda term: -term.size))
+    return [PredictedPeak("built", sum(held.values()), dict(held), terms)]
 
 
 def late_bytes(prediction: Prediction, activations: Activations, micro: int) -> int:

@@ -43,7 +43,7 @@ class PlannedCell:
     """Seconds of a step with it."""
 
     least: int | None = None
-    """Bytes with microbatches of one sample, if nothing fits."""
+    """Smaller peak of those of two microbatches, one sample and a rank's whole share, if no microbatch fits."""
 
     ways: tuple[str, ...] = ()
     """What would have to change for it to fit; empty if it does."""

@@ -9,7 +9,7 @@ from typing import Literal
 from unipar.backend.prediction.timeline import PredictedPhase, Prediction, StepTimeline, Term, TurnOfStep
 from unipar.config.sections.cell import PipelineSchedule
 from unipar.planning.activations import Activations
-from unipar.planning.peaks import PredictedPeak, predict_peaks
+from unipar.planning.peaks import PredictedPeak, built_peak, predict_peaks
 from unipar.planning.pipeline import microbatch_order
 
 _UNANSWERED = 2
@@ -75,7 +75,7 @@ def predict_stage_peaks(
             own = peak.phase == turn.phase or (turn.phase == "update" and peak.phase == "steady")
             if own and (peak.phase not in fullest or peak.peak > fullest[peak.phase].peak):
                 fullest[peak.phase] = peak
-    return [fullest[phase] for phase in _phases(timeline)]
+    return [*built_peak(predict(timeline)), *(fullest[phase] for phase in _phases(timeline))]
 
 
 def _phases(timeline: StepTimeline) -> Sequence[PredictedPhase]:

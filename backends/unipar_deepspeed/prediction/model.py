@@ -123,7 +123,7 @@ class Instants:
     """Terms at each of the instants that follow one another within a span of the step."""
 
     terms: list[Term] = field(default_factory=list[Term])
-    """What is there at the fullest instant until now."""
+    """Terms at the fullest instant until now."""
 
     def reach(self, *there: Term) -> None:
         """Note an instant."""

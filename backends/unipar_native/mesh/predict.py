@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from typing import Final
 
 from unipar.backend.prediction.terms import predict_whole, refuse_unplanned
-from unipar.backend.prediction.timeline import Payload, Prediction, StepTimeline
+from unipar.backend.prediction.timeline import Payload, Prediction, StepTimeline, Term
 from unipar.config import Cell, Config
 from unipar.distributed.mesh import Mesh
 from unipar.memory.recording.collectives import axis_of_ranks
+from unipar_native import options_of
+from unipar_native.prediction.payloads import FP64_NORM_BYTES, sent_by_fsdp2
 from unipar_native.prediction.sharded import ShardedModel, padded_elements, predict_sharded
 
-_NORM_BYTES = 8
-"""The norm of gradients is added up over all ranks in fp64."""
+SKETCH_BYTES: Final = 3 * 8 + 1
+"""Bytes of an element of a gradient while it is sketched: in fp64, with its sign, and padded."""
 
 
 def predict_mesh(config: Config, timeline: StepTimeline, ranks: int, *, device: str) -> Prediction:
@@ -23,16 +27,17 @@ def predict_mesh(config: Config, timeline: StepTimeline, ranks: int, *, device: 
     )
     mesh = Mesh.of(0, ranks, **axes.sizes)
     shards = _ranks_of_a_copy(config, mesh)
-    alike = mesh.sizes["data"] * mesh.sizes["context"]
+    alike = [mesh.rank_at(data=d, context=c) for d in range(mesh.sizes["data"]) for c in range(mesh.sizes["context"])]
     traffic = [
         Payload("pipeline", "all_reduce", padded_elements(p, shards) // shards * p.element_size, 1, p.stages)
         for p in timeline.parameters
         if p.trained and p.stages > 1
     ]
-    norm = Payload(_axis(mesh, range(ranks)), "all_reduce", _NORM_BYTES, 1, ranks)
+    norm = Payload(_axis(mesh, range(ranks)), "all_reduce", FP64_NORM_BYTES, 1, ranks)
     traffic.append(norm)
-    if alike == 1:
-        return Prediction(tuple(predict_whole(timeline, buckets=False)), tuple(traffic))
+    built = tuple(_built(config, timeline)) if device == "cpu" else ()  # else that is the host's memory
+    if len(alike) == 1:
+        return Prediction(tuple(predict_whole(timeline, buckets=False)), tuple(traffic), built)
     model = ShardedModel.of(
         timeline,
         shards,
@@ -43,8 +48,28 @@ def predict_mesh(config: Config, timeline: StepTimeline, ranks: int, *, device: 
         once=parallel.shard in ("nothing", "optimizer"),
         in_copies=True,
     )
-    traffic += _sent_by_fsdp(model, mesh)
-    return Prediction(tuple(predict_sharded(model)), tuple(traffic))
+    traffic += sent_by_fsdp2(
+        model,
+        len(alike) // shards,
+        axis=_axis(mesh, alike[:shards]),
+        axis_of_copies=_axis(mesh, alike[::shards]),
+    )
+    return Prediction(tuple(predict_sharded(model)), tuple(traffic), built)
+
+
+def _built(config: Config, timeline: StepTimeline) -> Iterator[Term]:
+    """Yield what rank 0 holds on the CPU before the first step: the whole model, with what the proof makes of it."""
+    yield Term("temporaries", "whole model, of rank 0", sum(p.size for p in timeline.whole))
+    if (proof := options_of(config).proof) == "off":
+        yield Term("parameters", "its part", sum(p.size for p in timeline.parameters))
+        return
+    blocks = Counter[int]()
+    for p in timeline.whole:
+        blocks[p.block] += p.size if p.trained else 0
+    gradients = blocks.total() if proof == "whole" else max(blocks.values())
+    yield Term("temporaries", "gradients that prove that the split model is the same", gradients)
+    largest = max(p.numel for p in timeline.whole if p.trained)
+    yield Term("temporaries", "sketch of one of them in fp64, with signs", largest * SKETCH_BYTES)
 
 
 def _unplanned(config: Config) -> Iterator[str]:
@@ -63,24 +88,6 @@ def _ranks_of_a_copy(config: Config, mesh: Mesh) -> int:
     if config.parallel.shard == "nothing":
         return 1
     return (config.parallel.shard_over or mesh.sizes["data"]) * mesh.sizes["context"]
-
-
-def _sent_by_fsdp(model: ShardedModel, mesh: Mesh) -> Iterator[Payload]:
-    """Yield what FSDP2 gathers and reduces in a step, of each of its groups that has parameters."""
-    data, context = mesh.sizes["data"], mesh.sizes["context"]
-    alike = [mesh.rank_at(data=d, context=c) for d in range(data) for c in range(context)]
-    times = 1 if model.once else model.timeline.microbatches
-    gathered = {block: size for block, size in model.gathered.items() if size}
-    again = gathered if model.reshard else {}
-    reduced = [size for size in model.gradient_bytes.values() if size]
-    if model.ranks > 1:
-        axis = _axis(mesh, alike[: model.ranks])
-        size, calls = sum(gathered.values()) + sum(again.values()), len(gathered) + len(again)
-        yield Payload(axis, "all_gather", times * size, times * calls, model.ranks)
-        yield Payload(axis, "reduce_scatter", times * sum(reduced), times * len(reduced), model.ranks)
-    if (copies := len(alike) // model.ranks) > 1:
-        axis = _axis(mesh, alike[:: model.ranks])
-        yield Payload(axis, "all_reduce", times * sum(reduced) // model.ranks, times * len(reduced), copies)
 
 
 def _axis(mesh: Mesh, ranks: range | list[int]) -> str:

@@ -10,8 +10,8 @@ from unipar.backend.prediction.timeline import PredictedParameter, Prediction, S
 from unipar.config import Config
 from unipar.errors import Unsupported
 from unipar_native import options_of, uses_ddp
-from unipar_native.prediction.payloads import averages, sent_by_ddp, sent_by_fsdp2, updated_parameters
-from unipar_native.prediction.sharded import ShardedModel, predict_sharded
+from unipar_native.prediction.payloads import averages, norm_of_fsdp2, sent_by_ddp, sent_by_fsdp2, updated_parameters
+from unipar_native.prediction.sharded import ShardedModel, built_sharded, predict_sharded
 
 
 def predict_single(config: Config, timeline: StepTimeline) -> Prediction:
@@ -54,7 +54,9 @@ def predict_native(
         in_copies=over < ranks,
     )
     fp64 = config.train.clipping is not None and config.train.clipping.norm == "fp64"
-    return Prediction(tuple(predict_sharded(model)), tuple(sent_by_fsdp2(model, ranks // over, fp64=fp64)))
+    sent = (*sent_by_fsdp2(model, ranks // over), *norm_of_fsdp2(model, fp64=fp64))
+    built = tuple(built_sharded(model)) if device == "cpu" else ()  # else that is the host's memory
+    return Prediction(tuple(predict_sharded(model)), sent, built)
 
 
 def _refuse_unplanned(cell: str, config: Config) -> None:

@@ -62,21 +62,29 @@ def averages(timeline: StepTimeline, config: Config, ranks: int) -> tuple[Payloa
     return (Payload("data", "all_reduce", size // every, -(-calls // every), ranks),)
 
 
-def sent_by_fsdp2(model: ShardedModel, copies: int, *, fp64: bool) -> Iterator[Payload]:
-    """Yield what FSDP2 sends: parameters gathered, gradients summed up, a norm; `copies` of the model are averaged."""
-    timeline, ranks, microbatches = model.timeline, model.ranks, model.timeline.microbatches
+def sent_by_fsdp2(
+    model: ShardedModel, copies: int, *, axis: str = "data", axis_of_copies: str = "data"
+) -> Iterator[Payload]:
+    """Yield what FSDP2 sends in a step: parameters gathered and gradients summed up, of each group that has some.
+
+    `axis`: name of the ranks over which the model is sharded. `copies`: number of such shardings, averaged along
+    `axis_of_copies`.
+    """
+    ranks, times = model.ranks, 1 if model.once else model.timeline.microbatches
     groups = [group for group, size in model.gathered.items() if size]
-    trained = sum(p.trained for p in timeline.parameters)
-    times = 1 if model.once else microbatches
+    again = [g for g in groups if (model.reshard_rest if g < 0 else model.reshard)]
+    gathers = [model.gathered[g] for g in (*groups, *again)]
+    reduces = [size for size in model.gradient_bytes.values() if size]
     if ranks > 1:
-        again = [g for g in groups if (model.reshard_rest if g < 0 else model.reshard)]
-        gathers = [*groups, *again]
-        gathered = sum(model.gathered[g] for g in gathers)
-        yield Payload("data", "all_gather", times * gathered, times * len(gathers), ranks)
-        reduces = [size for size in model.gradient_bytes.values() if size]
-        yield Payload("data", "reduce_scatter", times * sum(reduces), times * len(reduces), ranks)
+        yield Payload(axis, "all_gather", times * sum(gathers), times * len(gathers), ranks)
+        yield Payload(axis, "reduce_scatter", times * sum(reduces), times * len(reduces), ranks)
     if copies > 1:
-        reduces = [size // ranks for size in model.gradient_bytes.values() if size]
-        yield Payload("data", "all_reduce", times * sum(reduces), times * len(reduces), copies)
-    if ranks > 1:
-        yield Payload("data", "all_reduce", FP64_NORM_BYTES if fp64 else NORM_BYTES * trained, 1, ranks)
+        yield Payload(axis_of_copies, "all_reduce", times * sum(reduces) // ranks, times * len(reduces), copies)
+
+
+def norm_of_fsdp2(model: ShardedModel, *, fp64: bool) -> tuple[Payload, ...]:
+    """Return what the norm of all gradients sends: the norm of each in one call, or in fp64 the sum of squares."""
+    if model.ranks == 1:
+        return ()
+    size = FP64_NORM_BYTES if fp64 else NORM_BYTES * sum(p.trained for p in model.timeline.parameters)
+    return (Payload("data", "all_reduce", size, 1, model.ranks),)

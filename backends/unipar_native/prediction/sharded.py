@@ -135,6 +135,13 @@ def padded_elements(p: PredictedParameter, ranks: int) -> int:
     return ceil(rows / ranks) * ranks * prod(p.shape[1:])
 
 
+def built_sharded(model: ShardedModel) -> Iterator[Term]:
+    """Yield what rank 0 holds on the CPU when the shards are filled: they, and the whole model that it created."""
+    shards = sum(padded_elements(p, model.ranks) // model.ranks * p.element_size for p in model.timeline.parameters)
+    yield Term("temporaries", "whole model, of rank 0", sum(p.size for p in model.timeline.parameters))
+    yield Term("parameters", "shards", shards)
+
+
 def predict_sharded(model: ShardedModel) -> Iterator[Term]:
     """Yield the terms of a rank of FSDP2."""
     timeline, blocks = model.timeline, range(len(model.timeline.blocks))

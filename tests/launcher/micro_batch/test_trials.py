@@ -27,6 +27,7 @@ CONFIG: dict[str, Any] = {
 }
 
 
+@pytest.mark.usefixtures("forked")
 def test_the_largest_that_fits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -93,12 +93,12 @@ def test_threads_that_the_user_chose_stay(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_start_that_fails_leaves_nothing_open(tmp_path: Path) -> None:
     """Where the log of a rank cannot be made: sockets, pipes and all."""
-    before = sorted(os.listdir("/proc/self/fd"))
+    before = set(os.listdir("/proc/self/fd"))
     (tmp_path / "rank-0.log").mkdir()
     workers = WorkerGroup(tmp_path, 2, "tests.support.entries:fine", control=True)
     with pytest.raises(IsADirectoryError) as raised:  # its frames keep alive what nobody closed
         workers.__enter__()
-    assert sorted(os.listdir("/proc/self/fd")) == before
+    assert set(os.listdir("/proc/self/fd")) <= before  # what an earlier test has left may be closed meanwhile
     assert raised.value.filename == f"{tmp_path}/rank-0.log"
 
 

@@ -42,7 +42,12 @@ def pinned_bytes(size: int) -> int:
 def refuse_unplanned(cell: str, config: Config, *more: str, planned: Collection[str] = ()) -> None:
     """Raise Unsupported for settings that hardly any closed forms cover, but for those `planned`, and for `more`."""
     if unplanned := [*(what for what in _unplanned_settings(config) if what not in planned), *more]:
-        raise Unsupported(cell, [f"{what} is not planned yet; `unipar compare` measures it" for what in unplanned])
+        raise Unsupported(cell, [not_planned_yet(what) for what in unplanned])
+
+
+def not_planned_yet(what: str) -> str:
+    """Return the reason why there is no plan: no closed form covers `what`."""
+    return f"{what} is not planned yet; `unipar compare` measures it"
 
 
 def _unplanned_settings(config: Config) -> Iterator[str]:

@@ -134,6 +134,9 @@ class StepTimeline:
 
     modules: tuple[PredictedModule, ...] = ()
 
+    whole: tuple[PredictedParameter, ...] = ()
+    """Parameters of the whole model, of which this is a part; empty if it is none."""
+
     turn: TurnOfStep | None = None
     """Which microbatch it is, in a pipeline; None: the last, and all of the others have ended."""
 
@@ -228,6 +231,8 @@ class Prediction:
 
     terms: tuple[Term, ...]
     sent: tuple[Payload, ...] = ()
+    built: tuple[Term, ...] = ()
+    """What rank 0 holds at the fullest moment before the first step, where that may be more than a step needs."""
 
     def at(self, place: MemoryPlace) -> tuple[Term, ...]:
         """Return the terms of what lies in a place."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Self
 
 from pydantic import PositiveInt, model_validator
@@ -20,6 +20,20 @@ class BatchSizes:
     micro: int
     accumulate: int
     ranks: int
+
+    @property
+    def share(self) -> int:
+        """Samples of a rank in one step."""
+        return self.total // self.ranks
+
+    @property
+    def possible_micros(self) -> list[int]:
+        """Sizes that a microbatch may have with the same total, ascending: divisors of a rank's share."""
+        return [micro for micro in range(1, self.share + 1) if self.share % micro == 0]
+
+    def with_micro(self, micro: int) -> BatchSizes:
+        """Return the sizes with microbatches of another possible size, and the same total."""
+        return replace(self, micro=micro, accumulate=self.share // micro)
 
 
 class Batch(Section):

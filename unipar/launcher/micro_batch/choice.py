@@ -124,11 +124,10 @@ def list_candidates(config: Config, backend: Backend, cell: Cell, data: int) -> 
     """
     total = config.batch.total
     assert total is not None
-    share = Batch(total=total, accumulate=1).settle(data).micro
-    divisors = [n for n in range(1, share + 1) if share % n == 0]
-    possible = [n for n in divisors if not list(checks.list_refusals(backend, with_micro(config, n), cell))]
+    micros = Batch(total=total, accumulate=1).settle(data).possible_micros
+    possible = [n for n in micros if not list(checks.list_refusals(backend, with_micro(config, n), cell))]
     if not possible:
-        raise Unsupported(str(cell), list(checks.list_refusals(backend, with_micro(config, divisors[0]), cell)))
+        raise Unsupported(str(cell), list(checks.list_refusals(backend, with_micro(config, micros[0]), cell)))
     return possible
 
 

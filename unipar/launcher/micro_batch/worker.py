@@ -31,9 +31,6 @@ SCRIPT_ENTRY = "unipar.launcher.worker_entries:rerun_script"
 TRIAL_STEPS = 3
 """Steps of a trial: the first makes the optimizer's state, in the second DDP makes new buckets, the third has all."""
 
-_SAMPLES_TO_TRACE = 2
-"""Samples of the smallest microbatch that is traced: with one sample some operations are others."""
-
 
 def trial_path(run: Path, rank: int) -> Path:
     """Return the path of the file that says how much memory a rank of a trial used."""
@@ -59,12 +56,13 @@ def predict_microbatches(task: Task, run: Path) -> None:
     from unipar.errors import UniparError
     from unipar.run_folder.layout import read_launch_file
     from unipar.training.fake_run.parts import TaskTraces, predict_peaks_by_micro
+    from unipar.training.fake_run.trace import FEWEST_SAMPLES
 
     if task.defines("prepare"):
         task.prepare()
     jobs = read_launch_file(run)["plan"]
     worlds = [SettledConfig.from_json(job["config"], job["settled"]) for job in jobs]
-    traces = TaskTraces(worlds[0].config, _SAMPLES_TO_TRACE, task)
+    traces = TaskTraces(worlds[0].config, FEWEST_SAMPLES, task)
     answers: list[dict[str, Any]] = []
     for settled, job in zip(worlds, jobs, strict=True):
         try:

@@ -73,8 +73,8 @@ class CellForecast(Section):
 
     @property
     def peak(self) -> ForecastPhase:
-        """The fullest phase in the compared world."""
-        return max(self.phases, key=lambda phase: phase.peak)
+        """The fullest phase of a step in the compared world."""
+        return max((phase for phase in self.phases if phase.name != "built"), key=lambda phase: phase.peak)
 
 
 class Forecast(Section):

@@ -28,6 +28,7 @@ from unipar.planning.stages import PlannedStage, predict_stage_peaks
 from unipar.task import Task
 from unipar.training.fake_run.step import FakeStep
 from unipar.training.fake_run.trace import (
+    FEWEST_SAMPLES,
     FakeTask,
     TracedTask,
     combine_steps,
@@ -56,8 +57,13 @@ class PredictedStep:
 
     @property
     def peak(self) -> int:
-        """Bytes at the fullest moment."""
+        """Bytes at the fullest moment, be it before the first step."""
         return max(phase.peak for phase in self.phases)
+
+    @property
+    def step_peak(self) -> PredictedPeak:
+        """The fullest phase of a step."""
+        return max((phase for phase in self.phases if phase.phase != "built"), key=lambda phase: phase.peak)
 
     @property
     def needed(self) -> int:
@@ -181,7 +187,7 @@ class TaskTraces:
 
 
 def _trace_part(fake: FakeTask, whole: TracedTask, part: RankPart, axes: Axes) -> TracedTask:
-    few = max(2, fake.micro)  # of one sample, parts of a sequence may need no copies
+    few = max(FEWEST_SAMPLES, fake.micro)  # of one sample, parts of a sequence may need no copies
     counts = (few, few + fake.micro)
     with part.placed():
         steps: list[FakeStep] = []
@@ -194,6 +200,7 @@ def _trace_part(fake: FakeTask, whole: TracedTask, part: RankPart, axes: Axes) -
         first, second = steps
         activations = combine_steps(first, second)
         timeline = fake.timeline(part.blocks, first, part.stages_of)
+    timeline = replace(timeline, whole=whole.timeline.parameters)
     sent = tuple(_payloads(first, second, part))
     stage = None
     if axes.pipeline > 1:
@@ -218,11 +225,8 @@ def _no_optimizer(model: nn.Module) -> Any:
 
 def predict_peaks_by_micro(settled: SettledConfig, traces: TaskTraces, micros: Iterable[int]) -> Mapping[int, int]:
     """Return the bytes that a rank needs for microbatches of these sizes, with the total batch kept."""
-    sizes, device = settled.sizes, "cpu" if settled.device == "cpu" else "cuda"
-    share = sizes.total // sizes.ranks
-    found: dict[int, int] = {}
-    for micro in micros:
-        config = settled.config.changed({"batch.micro": micro, "batch.accumulate": None})
-        tried = replace(sizes, micro=micro, accumulate=share // micro)
-        found[micro] = traces.predict_needed(config, settled.ranks, tried, device=device)
-    return found
+    device = "cpu" if settled.device == "cpu" else "cuda"
+    return {
+        micro: traces.predict_needed(settled.config, settled.ranks, settled.sizes.with_micro(micro), device=device)
+        for micro in micros
+    }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,13 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from unipar.backend.prediction.timeline import Moment, MomentKind, PredictedPhase
 from unipar.memory.recording.collectives import collective_of, payload_of_call
-from unipar.training.fake_run.fake_kernels import MORE_FLOP_FORMULAS
+from unipar.profiling.flops import count_operations
 
 
 @dataclass(slots=True)
@@ -96,10 +95,9 @@ class StepRecorder(TorchDispatchMode):
     does not matter.
     """
 
-    def __init__(self, kept: Iterable[Tensor], count_flops: Callable[[], int]) -> None:
+    def __init__(self, kept: Iterable[Tensor]) -> None:
         """`kept`: tensors that are there before and after the step, which are not recorded."""
         super().__init__()
-        self._count_flops = count_flops
         self._works = [Work(0, 0, 0)]
         self.blocks: list[FakeBlock] = []
         self.moments: list[tuple[int, Moment]] = []
@@ -110,11 +108,7 @@ class StepRecorder(TorchDispatchMode):
         self._kept = {_key(t) for t in kept}
         self._live: dict[int, int] = {}
         self._modules: list[str] = []
-        self.operators = 0
-        """Number of operators that made something."""
-
-        self.recomputed = 0
-        """Arithmetic operations that backward did again: it records them, and not what it computes itself."""
+        self._work = Work(0, 0, 0)
 
         self._passing: set[str] = set()
         self._viewed: frozenset[str] = frozenset()
@@ -137,7 +131,7 @@ class StepRecorder(TorchDispatchMode):
         if module < 0:
             gc.collect()
         self.moments.append((self.ticks, Moment(self.phase, what, block, parameter, module)))
-        self._works.append(Work(self._count_flops(), self.recomputed, self.operators))
+        self._works.append(self._work)
         self.ticks += 1
 
     def record(self) -> StepRecord:
@@ -171,18 +165,26 @@ class StepRecorder(TorchDispatchMode):
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.is_inference_mode_enabled() and func is not torch.ops.prim.device.default:
+            with self:  # there, torch hands over whole what it otherwise takes apart, such as linear
+                parts = func.decompose(*args, **(kwargs or {}))
+            if parts is not NotImplemented:
+                return parts
         out = func(*args, **(kwargs or {}))
-        if not func.is_view:
-            self.operators += 1
-        count = MORE_FLOP_FORMULAS.get(func.overloadpacket) or flop_registry.get(func.overloadpacket)
-        if count is not None and self.phase == "backward" and torch.is_grad_enabled():
-            self.recomputed += count(*args, **(kwargs or {}), out_val=out)
+        self._count(func, args, kwargs or {}, out)
         for t in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(t, Tensor):
                 self._see(t, func)
         if (kind := collective_of(func._schema.name)) in _STAGED:
             self._stage(kind, payload_of_call(args, out))
         return out
+
+    def _count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Add a call to the work; what backward records is computed again, and not what it computes itself."""
+        flops, recomputed, operators = self._work
+        more = count_operations(func, args, kwargs, out) or 0
+        again = self.phase == "backward" and torch.is_grad_enabled()
+        self._work = Work(flops + more, recomputed + more * again, operators + (not func.is_view))
 
     def _stage(self, kind: str, size: int) -> None:
         """Record a copy of what a collective sends, which is there while it runs."""
@@ -194,7 +196,7 @@ class StepRecorder(TorchDispatchMode):
         storage = t.untyped_storage()
         key = _key(t)
         if key in self._live or key in self._kept:
-            if key in self._parameters and (self.phase == "forward" or torch.is_grad_enabled()):
+            if key in self._parameters:
                 self._views.append((self._parameters[key], weakref.ref(t)))
             return
         number = len(self.blocks)

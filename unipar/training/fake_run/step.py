@@ -13,15 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.flop_counter import FlopCounterMode
 
+import unipar.training.fake_run.fake_kernels  # noqa: F401  # pyright: ignore[reportUnusedImport] - registers fake forms
 from unipar.backend.precision import autocast_dtype, batch_dtype
 from unipar.backend.prediction.rank_part import RankPart
 from unipar.config import Config
 from unipar.engines.forward import ForwardCall, OpaqueBatch
 from unipar.memory.recording.collectives import CollectiveCounter
 from unipar.training.fake_run.assumed_values import AssumedValues
-from unipar.training.fake_run.fake_kernels import MORE_FLOP_FORMULAS
 from unipar.training.fake_run.recorder import StepRecord, StepRecorder
 
 
@@ -45,8 +44,7 @@ class FakeStep:
 def _only_asked_collection() -> Generator[None]:
     """Context manager: Python frees cycles of references when it is asked to, and looks at new objects alone."""
     was_on = gc.isenabled()
-    gc.collect()
-    gc.freeze()
+    gc.freeze()  # what is garbage already has no part in the step; to search for it would take a third of a plan
     gc.disable()
     try:
         yield
@@ -80,16 +78,14 @@ def trace_step(
     with mode:
         fake = tree_map(faked, batch)
     given = [x for x in tree_leaves(fake) if isinstance(x, Tensor)]
-    flops = FlopCounterMode(display=False, custom_mapping=dict(MORE_FLOP_FORMULAS))
-    flops.mod_tracker = _NoModules()  # pyright: ignore[reportAttributeAccessIssue] - its hooks keep parts of the graph
-    recorder = StepRecorder([*model.parameters(), *model.buffers(), *given], flops.get_total_flops)
+    recorder = StepRecorder([*model.parameters(), *model.buffers(), *given])
     traffic = Counter[tuple[str, str]]()
     counter = None if part is None else CollectiveCounter(traffic, part.mesh)
     with ExitStack() as stack:
         stack.enter_context(_only_asked_collection())
         stack.enter_context(recorder.follow(model, blocks))
         stack.enter_context(nullcontext() if part is None else part.armed())
-        for entered in (mode, assumed, flops, counter, recorder):
+        for entered in (mode, assumed, counter, recorder):
             if entered is not None:
                 stack.enter_context(entered)
         recorder.begin("forward")
@@ -110,9 +106,3 @@ def trace_step(
         traffic,
         {} if counter is None else counter.calls,
     )
-
-
-class _NoModules(nullcontext[None]):
-    """Stand-in for the counter's list of modules that run now: all operations count to none in particular."""
-
-    parents = frozenset({"Global"})

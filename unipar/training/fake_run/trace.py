@@ -7,7 +7,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,10 @@ from unipar.training.fake_run.repeats import KEPT, ShortModel, find_equal_blocks
 from unipar.training.fake_run.step import FakeStep, trace_step
 from unipar.training.shares import read_first_microbatch
 from unipar.training.task_facts import checkpoint_bytes, load_task, user_errors_as_task_errors
+
+FEWEST_SAMPLES: Final = 2
+"""Samples of the smallest microbatch that is traced: one of a single sample may run other operations than larger ones,
+so that it is planned from those."""
 
 
 @dataclass(frozen=True)
@@ -235,11 +239,8 @@ class _OptimizerStates:
 
 
 def _samples_to_trace(task: Task, data: Any, config: Config, micro: int) -> int:
-    """Return how many samples the smallest microbatch has: three times as many must be there.
-
-    A microbatch of one sample may run other operations than larger ones, so that it is planned from those.
-    """
-    micro = max(micro, 2)
+    """Return how many samples the smallest microbatch has: three times as many must be there."""
+    micro = max(micro, FEWEST_SAMPLES)
     sizes = BatchSizes(total=micro, micro=micro, accumulate=1, ranks=1)
     collate = task.collate if task.defines("collate") else None
     length = training_data_source(data, collate, task.collate, config, sizes).length

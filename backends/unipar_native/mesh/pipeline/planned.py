@@ -138,7 +138,7 @@ class StageFlow:
     mesh: Mesh
     axes: Axes
     arriving: dict[Hashable, _Hidden]
-    """What the stage before has put out, by the shapes of the batch."""
+    """Outputs of the stage before, by the shapes of the batch."""
 
     leaving: dict[Hashable, _Hidden]
     sent_on: int = 0

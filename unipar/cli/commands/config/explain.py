@@ -363,7 +363,7 @@ def _explain_axes(config: Config, cell: Cell, ranks: int) -> Iterator[ExplainedV
     sizes = config.batch.settle(ranks // axes.ranks)
     yield ExplainedValue("ranks", ranks, f"derived: data {sizes.ranks} x {axes}")
     share = f"{sizes.total} / {sizes.ranks}, for {axes.ranks} ranks together: micro {sizes.micro} x {sizes.accumulate}"
-    yield ExplainedValue("samples of a step", sizes.total // sizes.ranks, f"derived: batch.total / data = {share}")
+    yield ExplainedValue("samples of a step", sizes.share, f"derived: batch.total / data = {share}")
     if axes.pipeline == 1:
         return
     micros = sizes.accumulate

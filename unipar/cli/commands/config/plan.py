@@ -142,8 +142,10 @@ def read_size(text: str) -> int:
 
 def read_share(text: str) -> float:
     """Return a share from words such as 5%; raise ConfigError if they are none."""
+    from unipar.config.sections.size import parse_fraction
+
     try:
-        share = float(text.removesuffix("%")) / (100.0 if text.endswith("%") else 1.0)
+        share = parse_fraction(text)
     except ValueError:
         share = -1.0
     if not 0.0 <= share < 1.0:

@@ -1,0 +1,38 @@
+"""Memory of rank 0 on the CPU while DeepSpeed takes the model: the model itself, and copies of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from unipar.backend.prediction.timeline import Term
+from unipar_deepspeed.prediction.model import MASTER_BYTES, ZeroModel
+
+
+def built_terms(model: ZeroModel, stage: int) -> Iterator[Term]:
+    """Yield the terms of the fullest moment before the first step; none where a step holds all of them, too.
+
+    In bf16-master the model is there in fp32 to the end, beside the bf16 copy that DeepSpeed trains. On other devices
+    than the CPU these are in the host's memory, for the most part.
+    """
+    elements = sum(p.numel for p in model.parameters)
+    low, full, share = elements * model.element, elements * MASTER_BYTES, elements / model.ranks
+    if not model.masters_apart:
+        if stage in (1, 2):
+            yield Term("parameters", "model", low)
+            yield Term("temporaries", "flat copy of it", low)
+        return
+    yield Term("temporaries", "model in fp32", full)
+    if stage == 0:
+        yield Term("parameters", "model in bf16", low)
+        yield Term("masters", "masters", full)
+        states = sum(p.numel * sum(p.states) for p in model.parameters if p.trained)
+        yield Term("optimizer", "states, from a first step without gradients", states)
+        yield Term("temporaries", "its gradients in fp32, and a copy of the model in bf16", full + low)
+    elif stage < 3:
+        yield Term("parameters", "model in bf16", low)
+        copies = max(low, round(2 * share * MASTER_BYTES))
+        yield Term("temporaries", "flat copy of it, or masters as they are made", copies)
+    else:
+        yield Term("parameters", "partitions", round(share * model.element))
+        yield Term("masters", "masters", round(share * MASTER_BYTES))
+        yield Term("temporaries", "copies of the partitions", round(2 * share * model.element))
