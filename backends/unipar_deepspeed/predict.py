@@ -29,7 +29,9 @@ LIBRARY_SIZES: dict[str, Any] = {
 def predict_zero(config: Config, timeline: StepTimeline, ranks: int, *, device: str) -> Prediction:
     """Return what the fullest of so many ranks holds and sends; raise Unsupported for what has no closed form."""
     shard, stage = config.parallel.shard, SHARDS.index(config.parallel.shard)
-    refuse_unplanned(f"deepspeed/{shard}", config, *_offloaded(config), planned=("train.precision: bf16-master",))
+    refuse_unplanned(
+        f"deepspeed/{shard}", config, *_on_disk(config), planned=(f"model.offload: {config.model.offload}",)
+    )
     model = zero_model(config, timeline, ranks, device=device)
     if stage == 0:
         found = predict_stage_0(model)
@@ -44,6 +46,7 @@ def zero_model(config: Config, timeline: StepTimeline, ranks: int, *, device: st
     """Return the model under ZeRO, with the sizes of its buckets."""
     settings = LIBRARY_SIZES | zero_settings(config, sum(p.numel for p in timeline.parameters))
     low = config.train.precision == "bf16-master"
+    options = options_of(config)
     return ZeroModel(
         timeline,
         ranks,
@@ -57,12 +60,14 @@ def zero_model(config: Config, timeline: StepTimeline, ranks: int, *, device: st
         staged=device == "cpu",
         contiguous=bool(settings.get("contiguous_gradients", True)),
         overlap=bool(settings.get("overlap_comm", False)),
+        offloaded=options.offload_optimizer != "none",
+        parameters_offloaded=options.offload_parameters != "none",
     )
 
 
-def _offloaded(config: Config) -> Iterator[str]:
-    """Yield the options that keep something on the host or the disk."""
+def _on_disk(config: Config) -> Iterator[str]:
+    """Yield the options that keep something on the disk."""
     options = options_of(config)
     for name in ("offload_optimizer", "offload_parameters"):
-        if config.model.offload == "none" and (device := getattr(options, name)) != "none":
+        if (device := getattr(options, name)) == "disk":
             yield f"options.deepspeed.{name}: {device}"

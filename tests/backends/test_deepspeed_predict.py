@@ -25,7 +25,6 @@ from unipar.backend.prediction.timeline import (
 )
 from unipar.config import Cell
 from unipar.config.source import load_given_config
-from unipar.errors import Unsupported
 from unipar.launcher.processes.group import WorkerGroup
 
 MOMENTS = (
@@ -190,22 +189,6 @@ def test_the_rows_of_the_paper(shard: str, gigabytes: float) -> None:
     assert round(sum(states.values()) / 1e9, 1) == gigabytes
 
 
-@pytest.mark.parametrize(
-    ("cell", "option"),
-    [
-        ("deepspeed/optimizer", "offload_optimizer"),
-        ("deepspeed/gradients", "offload_optimizer"),
-        ("deepspeed/parameters", "offload_optimizer"),
-    ],
-)
-def test_offload_is_refused(cell: str, option: str) -> None:
-    """What is on the host has no closed form, and the sentence names the key."""
-    with pytest.raises(Unsupported) as e:
-        predict(cell, 2, options={"deepspeed": {option: "cpu"}})
-    sentence = f"options.deepspeed.{option}: cpu is not planned yet; `unipar compare` measures it"
-    assert list(e.value.reasons) == [sentence]
-
-
 def compare(cases: list[Case], folder: Path) -> list[dict[str, Any]]:
     """Return what is planned for each case, and what DeepSpeed did."""
     (folder / "cases.json").write_text(json.dumps([asdict(case) for case in cases]), "utf-8")
@@ -215,6 +198,7 @@ def compare(cases: list[Case], folder: Path) -> list[dict[str, Any]]:
     return json.loads((folder / "compared.json").read_text("utf-8"))
 
 
+OFFLOADED = {"offload_optimizer": "cpu", "cpu_adam": "torch"}
 SMALL = {"reduce": 2000, "prefetch": 500, "persistence": 60, "live": 4000, "reuse": 700}
 
 
@@ -227,6 +211,8 @@ def draw_case(draw: random.Random) -> Case:
         options |= {"live": draw.choice([800, 4000, 10**6]), "reuse": draw.choice([0, 700, 10**9])}
     elif draw.random() < 0.3:
         options["contiguous"] = False
+    if shard != "nothing" and "contiguous" not in options and draw.random() < 0.4:
+        options |= OFFLOADED
     return Case(
         draw.randint(0, 10**6),
         f"deepspeed/{shard}",
@@ -247,6 +233,8 @@ def test_as_deepspeed_does(tmp_path: Path) -> None:
         Case(7, "deepspeed/gradients", 64, microbatches=2, options={"reduce": 2000}),
         Case(7, "deepspeed/parameters", 8, options=SMALL),
         Case(7, "deepspeed/parameters", 3, options={**SMALL, "reuse": 0}),
+        Case(7, "deepspeed/gradients", 8, "bf16-master", microbatches=2, options={"reduce": 2000, **OFFLOADED}),
+        Case(7, "deepspeed/parameters", 8, options={**SMALL, **OFFLOADED}),
     ]
     for case, compared in zip(cases, compare(cases, tmp_path), strict=True):
         assert compared["planned"] == compared["found"], case

@@ -160,6 +160,19 @@ def test_what_a_process_on_cuda_holds_besides(fast: Any) -> None:
     assert "batch.total (8) is not a multiple of" in next(row.refusal for row in fast.rows if row.ranks == 16)
 
 
+def test_fp16_needs_what_bf16_mixed_needs() -> None:
+    """Gradients are divided by the loss scale in place; on the CPU it cannot run."""
+    cells = ["native/nothing", "native/parameters", "deepspeed/gradients"]
+    given = [CONFIG | {"train": {"steps": 1, "precision": precision}} for precision in ("fp16", "bf16-mixed")]
+    low, mixed = (unipar.plan(config, cells=cells, worlds=[2], machine="l4").rows for config in given)
+    assert [row.refusal for row in low] == ["", "", ""]
+    assert [(row.peak.held, row.sent) for row in low] == [(row.peak.held, row.sent) for row in mixed]
+    (refused,) = unipar.plan(given[0], cells=["native/nothing"], worlds=[2]).rows
+    assert refused.refusal == (
+        "native/nothing: train.precision: fp16 needs CUDA, where it is fast; on the CPU use bf16-mixed or fp32"
+    )
+
+
 def test_why_a_peak_is_as_high(planned: Any) -> None:
     """Its terms by category and block add up to it; each tensor is named if it is asked for."""
     row = next(row for row in planned.rows if (row.cell, row.ranks) == ("native/parameters", 2))

@@ -147,7 +147,6 @@ def test_terms_of_a_peak() -> None:
 @pytest.mark.parametrize(
     ("cell", "more", "sentence"),
     [
-        ("native/parameters", {"precision": "fp16"}, "train.precision: fp16 is not planned yet"),
         ("deepspeed/nothing+tensor2", {}, "parallel (tensor 2) is not planned yet"),
         ("native/nothing+dp", {}, "options.native.wrapper: dp is not planned yet"),
     ],

@@ -74,15 +74,18 @@ def _planned(case: Case) -> tuple[dict[str, Any], int]:
     from unipar_deepspeed.prediction.flat import FlatModel
 
     timeline = replace(_traced(case.seed, case.precision, case.decay), microbatches=case.microbatches)
-    prediction = registry.find_backend("deepspeed").predict(case.config, timeline, case.ranks, device="cuda")
+    offloaded = "offload_optimizer" in (case.options or {})  # on CUDA to memory that is pinned
+    device = "cpu" if offloaded else "cuda"
+    prediction = registry.find_backend("deepspeed").predict(case.config, timeline, case.ranks, device=device)
     sums: dict[str, Counter[str]] = {}
     for phase in ("update", "steady"):
         at = timeline.at(phase)
         there = [t for t in prediction.terms if t.first <= at and (t.until is None or t.until > at)]
         sums[phase] = Counter()
         for term in there:
-            copied = term.name.endswith(" in fp32")  # of a gradient, which the update makes later
-            sums[phase][term.category] += 0 if copied or term.category == "temporaries" else term.size
+            copied = term.name.endswith(" in fp32") and not offloaded  # of a gradient, which the update makes later
+            left_out = copied or term.category == "temporaries" or term.name.endswith(", staged")
+            sums[phase][term.category] += 0 if left_out else term.size
     sent = {payload.collective: [payload.size, payload.calls] for payload in prediction.sent}
     flat = FlatModel.of(zero_model(case.config, timeline, case.ranks, device="cuda"))
     alike = case.config.parallel.shard in ("nothing", "parameters")

@@ -214,6 +214,7 @@ class CellPlanner:
             sizes.micro,
             now.memory.phases,
             late=now.memory.late,
+            offloaded=now.memory.offloaded,
             sent=now.memory.sent,
             speed=now.speed,
             simplicity=simplicity(cell),
@@ -229,6 +230,7 @@ class CellPlanner:
 
     def notes(self, rows: Sequence[PlannedCell]) -> Iterator[str]:
         """Yield what a reader should know of the numbers."""
+        yield from self.traced.assumed
         if not self.traced.even:
             yield "activations do not grow evenly with the microbatch: other sizes are estimates"
         if not self.traced.fused:
@@ -238,7 +240,13 @@ class CellPlanner:
         precision = self.config.train.precision
         if self.machine.peak(precision) is None:
             yield f"no seconds: {self.machine.name} has no known peak for train.precision: {precision}"
-        elif silent := [row.cell for row in rows if not row.refusal and row.speed is None]:
+            return
+        if away := [row.cell for row in rows if row.offloaded]:
+            yield (
+                f"no seconds for {', '.join(dict.fromkeys(away))}: the host updates what is offloaded to it, and a "
+                "machine's file says nothing of its speed; `unipar compare` measures it"
+            )
+        if silent := [row.cell for row in rows if not row.refusal and not row.offloaded and row.speed is None]:
             names = ", ".join(dict.fromkeys(silent))
             yield f"no seconds for {names}: the bytes that they send are not planned yet; `unipar compare` measures it"
 
@@ -253,7 +261,7 @@ class CellPlanner:
         """Return the memory and the speed of a config in its cell."""
         memory = self.traces.predict(config, ranks, sizes, device=self.device, runtime=self._runtime(ranks))
         speed = None
-        if self.machine is not None and (ranks == 1 or memory.sent):
+        if self.machine is not None and (ranks == 1 or memory.sent) and not memory.offloaded:
             speed = self._speed(config, ranks, sizes, memory)
         return _Forecast(memory, speed)
 

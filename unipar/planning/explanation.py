@@ -16,6 +16,7 @@ from unipar.utils.text import closest, count_of, format_size
 OUTSIDE: Final = "outside the blocks"
 _TENSORS_SHOWN = 3
 _BLOCKS_SHOWN = 4
+_OFFLOADED_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,13 @@ def explain_row(plan: PlannedCells, cell: str, ranks: int | None, *, every: bool
         if rest := groups[len(shown) :]:
             lines.append(f"  {format_size(sum(g.size for g in rest)):>9}  in {count_of(len(rest), 'further place')}")
     lines += [f"{'peak':<14} {format_size(peak.peak):>9}  100%  {peak.peak:,} bytes"]
+    for outside in row.offloaded:
+        lines += ["", f"on the {outside.place}, beside it: {format_size(outside.size)}  {outside.size:,} bytes"]
+        shown = [term for term in outside.terms if term.size][: None if every else _OFFLOADED_SHOWN]
+        lines += [f"  {format_size(term.size):>9}  {term.category}: {term.name}" for term in shown]
+        if rest := [term for term in outside.terms if term.size][len(shown) :]:
+            size = format_size(sum(term.size for term in rest))
+            lines.append(f"  {size:>9}  {count_of(len(rest), 'further tensor')}")
     if row.late:
         lines += [
             "",

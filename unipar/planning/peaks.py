@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 
 from unipar.backend import Category
-from unipar.backend.prediction.timeline import Payload, PredictedPhase, Prediction, StepTimeline, Term
+from unipar.backend.prediction.timeline import (
+    MemoryPlace,
+    Payload,
+    PredictedPhase,
+    Prediction,
+    StepTimeline,
+    Term,
+)
 from unipar.planning.activations import Activations
 
 MOST_GLOO_SCRATCH: Final = 2 * 2**20
 """Most bytes that gloo allocates for one sum, beside copies: two segments of at most 1 MiB."""
+
+OUTSIDE_DEVICE: Final[tuple[MemoryPlace, ...]] = ("host", "disk")
+"""Places other than the device's memory."""
 
 LATE_MOMENTS: Final = 16
 """Moments of a step, of which each module has about two, after which gloo has freed what it sent."""
@@ -31,6 +41,30 @@ class PredictedPeak:
 
     terms: tuple[Term, ...]
     """What is there at that moment, the largest first."""
+
+
+@dataclass(frozen=True)
+class OffloadedBytes:
+    """Memory that one rank keeps outside of its device, at the fullest moment of a step."""
+
+    place: MemoryPlace
+    terms: tuple[Term, ...]
+    """What is there, the largest first."""
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return sum(term.size for term in self.terms)
+
+
+def predict_offloaded(timeline: StepTimeline, prediction: Prediction) -> Iterator[OffloadedBytes]:
+    """Yield what lies on the host and on the disk; nothing where there is nothing."""
+    for place in OUTSIDE_DEVICE:
+        terms, last = prediction.at(place), len(timeline.moments)
+        if terms:
+            fullest = int(np.argmax(_held_in_spans(terms, last)))
+            there = [t for t in terms if t.first <= fullest and (t.until is None or t.until > fullest)]
+            yield OffloadedBytes(place, tuple(sorted(there, key=lambda t: -t.size)))
 
 
 def predict_peaks(
@@ -108,7 +142,8 @@ def _totals_in_spans(
     """Return a backend's terms with the batch, bytes allocated at each tick, and peaks between moments."""
     base, slope = activations.batch
     batch = accumulate * round(base + slope * micro)
-    terms = (*prediction.terms, *([Term("activations", "batch", batch, timeline.at("forward"))] if batch else []))
+    batches = [Term("activations", "batch", batch, timeline.at("forward"))] if batch else []
+    terms = (*prediction.at("device"), *batches)
     levels = activations.levels(micro)
     ticks = [tick for tick, _ in activations.moments]
     return terms, levels, _held_in_spans(terms, len(ticks)) + np.maximum.reduceat(levels, ticks)

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any, final
 
 from unipar.planning.explanation import explain_row
-from unipar.planning.peaks import PredictedPeak
+from unipar.planning.peaks import OffloadedBytes, PredictedPeak
 from unipar.planning.plan_table import format_plan
 from unipar.planning.planned_cell import PlannedCell, PlannedCells
 from unipar.planning.recommendation import Recommendation, recommend
@@ -70,11 +70,17 @@ def _row_as_json(row: PlannedCell) -> dict[str, Any]:
         "speed": None if row.speed is None else _speed_as_json(row.speed),
         "late": row.late,
         "phases": [_phase_as_json(phase) for phase in row.phases],
+        "offloaded": {outside.place: _offloaded_as_json(outside) for outside in row.offloaded},
     }
 
 
 def _speed_as_json(speed: StepSpeed) -> dict[str, float]:
     return {**asdict(speed), "seconds": speed.seconds, "rate": speed.rate}
+
+
+def _offloaded_as_json(outside: OffloadedBytes) -> dict[str, Any]:
+    largest: Sequence[Any] = outside.terms[:_TERMS_IN_JSON]
+    return {"size": outside.size, "largest": [asdict(term) for term in largest]}
 
 
 def _phase_as_json(phase: PredictedPeak) -> dict[str, Any]:

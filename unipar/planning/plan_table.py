@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
 from unipar.backend import Category
+from unipar.backend.prediction.timeline import MemoryPlace
+from unipar.planning.peaks import OUTSIDE_DEVICE
 from unipar.planning.planned_cell import PlannedCell, PlannedCells
 from unipar.planning.recommendation import recommend
 from unipar.utils.table import format_table
@@ -69,6 +71,9 @@ def _columns(plan: PlannedCells) -> Mapping[str, Shown]:
     }
     if plan.device != "cpu":
         columns["runtime"] = size_of(_CATEGORIES["runtime"])
+    for place in OUTSIDE_DEVICE:
+        if any(row.offloaded_to(place) for row in planned):
+            columns[place] = _size_offloaded(place)
     if any(row.sent for row in planned):
         columns["sent"] = lambda row: format_size(row.sent_bytes) if row.sent else "-"
     if plan.machine:
@@ -79,6 +84,14 @@ def _columns(plan: PlannedCells) -> Mapping[str, Shown]:
         columns["fits"] = lambda row: "yes" if row.fits(plan.limit) else "no"
         columns["largest micro"] = lambda row: str(row.largest or "-")
     return columns
+
+
+def _size_offloaded(place: MemoryPlace) -> Shown:
+    def shown(row: PlannedCell) -> str:
+        size = row.offloaded_to(place)
+        return format_size(size) if size else "-"
+
+    return shown
 
 
 def format_rate(rate: float) -> str:
@@ -126,6 +139,11 @@ def _explanations(plan: PlannedCells, columns: Mapping[str, Shown]) -> Iterator[
         )
     if "sent" in columns:
         yield "sent: bytes of a rank's collectives in a step, as compare counts them"
+    if "host" in columns:
+        yield (
+            "host: bytes of a rank that are offloaded to the host's memory, pinned ones rounded up as torch does; the "
+            "ranks of a machine share that memory, and 'fits' does not count it"
+        )
     if plan.machine:
         weighs = "" if plan.units == "samples" else "; weight: what the task's weight counts, such as tokens"
         yield (

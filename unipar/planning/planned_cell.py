@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from unipar.backend.prediction.timeline import Payload
-from unipar.planning.peaks import PredictedPeak
+from unipar.backend.prediction.timeline import MemoryPlace, Payload
+from unipar.planning.peaks import OffloadedBytes, PredictedPeak
 from unipar.planning.speed import StepSpeed
 
 
@@ -48,6 +48,9 @@ class PlannedCell:
     ways: tuple[str, ...] = ()
     """What would have to change for it to fit; empty if it does."""
 
+    offloaded: tuple[OffloadedBytes, ...] = ()
+    """What a rank keeps on the host and on the disk."""
+
     simplicity: tuple[int, ...] = ()
     """Place in the order of simplicity: smaller is simpler."""
 
@@ -65,6 +68,10 @@ class PlannedCell:
     def sent_bytes(self) -> int:
         """Bytes that a rank sends in a step."""
         return sum(payload.size for payload in self.sent)
+
+    def offloaded_to(self, place: MemoryPlace) -> int:
+        """Return the bytes that a rank keeps in a place other than its device."""
+        return sum(outside.size for outside in self.offloaded if outside.place == place)
 
     def fits(self, limit: int | None) -> bool:
         """Return whether it fits as configured."""

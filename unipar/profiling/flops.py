@@ -20,7 +20,7 @@ _NAMESPACES_OF_TORCH: Final = frozenset(
 )
 _UNCOUNTED: Final = frozenset(
     {"_cudnn_rnn", "miopen_rnn", "mkldnn_rnn_layer", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell"}
-    | {"_grouped_mm", "_scaled_grouped_mm"}
+    | {"_scaled_grouped_mm"}
 )
 """Operations of torch with many multiplications, for which its counter has no formula."""
 
@@ -31,6 +31,12 @@ def _attention_forward(query: Any, key: Any, value: Any, *rest: Any, **more: Any
 
 def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *rest: Any, **more: Any) -> int:
     return 2 * sdpa_flop_count(query.shape, key.shape, value.shape)
+
+
+def _grouped_product(one: Any, other: Any, *rest: Any, **more: Any) -> int:
+    """Return the operations of a product in groups, as mixtures of experts have it."""
+    groups = one.shape[0] if one.ndim == other.ndim == 3 else 1
+    return int(2 * groups * one.shape[-2] * one.shape[-1] * other.shape[-1])
 
 
 def _without_scores(formula: Callable[..., int]) -> Callable[..., int]:
@@ -45,7 +51,8 @@ def _without_scores(formula: Callable[..., int]) -> Callable[..., int]:
 def _formulas() -> dict[Any, Callable[..., int]]:
     """Return the formula of each operation that counts.
 
-    They are those of torch's counter, with two differences. Attention on the CPU counts as it does on a GPU. The
+    They are those of torch's counter, with three differences. Attention on the CPU counts as it does on a GPU, and
+    products in groups count. The
     backward of fused attention counts its four products, without the scores, which the kernel computes again.
     """
     found: dict[Any, Callable[..., int]] = dict(flop_registry)
@@ -56,11 +63,12 @@ def _formulas() -> dict[Any, Callable[..., int]]:
         found[getattr(_ATEN, f"_scaled_dot_product_{name}_attention_backward")] = _attention_backward
     found[_ATEN._scaled_dot_product_flash_attention_for_cpu] = _attention_forward
     found[_ATEN._scaled_dot_product_flash_attention_for_cpu_backward] = _attention_backward
+    found[_ATEN._grouped_mm] = _grouped_product
     return found
 
 
 _FORMULAS: Final = _formulas()
-_RAW: Final = frozenset({_attention_forward, _attention_backward})
+_RAW: Final = frozenset({_attention_forward, _attention_backward, _grouped_product})
 
 
 def count_operations(func: Any, args: Any, kwargs: Any, out: Any) -> int | None:

@@ -19,6 +19,12 @@ from unipar_deepspeed.prediction.model import (
     alternatives,
     merged_states,
 )
+from unipar_deepspeed.prediction.offloaded import (
+    flat_group_terms,
+    moved_gradient,
+    passing_buffers,
+    summed_gradients,
+)
 
 ALIGNMENT = 2
 """Elements of which every partition's size is a multiple (`nccl_start_alignment_factor`)."""
@@ -92,6 +98,10 @@ class FlatModel:
         """Return whether the rank updates a part of a parameter."""
         return any(rank == self.rank for rank, _ in self.slices[number])
 
+    def largest_part(self, numbers: Sequence[int]) -> int:
+        """Return the elements of the largest part that the rank updates, of some parameters."""
+        return max((size for n in numbers for rank, size in self.slices[n] if rank == self.rank), default=0)
+
     @property
     def padding_bytes(self) -> int:
         """Bytes of zeros that fill the rank's partitions up, beside its gradients."""
@@ -135,7 +145,11 @@ def _states(flat: FlatModel) -> Iterator[Term]:
             yield Term("parameters", p.name, model.bytes_of(number))
     for i, group in enumerate(flat.groups):
         yield Term("parameters", f"group {i}, flat", group.partition * model.ranks * model.element)
-        yield from merged_states(model, group.partition, group.members, f"group {i}, partition")
+        yield from merged_states(model, group.partition, group.members, f"group {i}, partition", pins=True)
+        if model.offloaded:
+            yield from flat_group_terms(model, group.partition, f"group {i}")
+    if model.offloaded:
+        yield from passing_buffers(model)
 
 
 def _hooked_terms(flat: FlatModel, sent: SentBytes, order: Sequence[int], *, frees: bool) -> Iterator[Term]:
@@ -144,6 +158,10 @@ def _hooked_terms(flat: FlatModel, sent: SentBytes, order: Sequence[int], *, fre
     last, fullest = _Hooked(flat.on(model.ranks - 1), sent, frees=frees), _Hooked(flat, SentBytes(1), frees=frees)
     yield from last.run(order)
     fullest.run(order)
+    if model.offloaded:
+        if model.timeline.accumulates and frees:
+            yield from summed_gradients(model, [number for number in model.trained if flat.updates(number)])
+        return
     more = flat.gradient_bytes - last.flat.gradient_bytes
     if more and fullest.since is not None:
         yield Term("gradients", "of the fullest rank", more, fullest.since, update)
@@ -179,6 +197,9 @@ class _Hooked:
             self._waiting.append(number)
             if model.contiguous and size <= model.bucket:
                 self._free(number, at + 1)
+            elif model.offloaded:  # it gets memory of its own
+                copied = Term("temporaries", "a gradient, copied", model.bytes_of(number), at, at + 1)
+                self._terms.append(copied)
         self._reduce(end)
         for number in list(self._alone):
             self._free(number, update)
@@ -190,6 +211,8 @@ class _Hooked:
         return self._terms
 
     def _held_gradients(self, update: int) -> None:
+        if self._model.offloaded:
+            return
         size, sums = self.flat.gradient_bytes, self._model.timeline.accumulates and self._frees
         if self.since is not None:
             self._terms.append(Term("gradients", "of this rank", size, self.since, update))
@@ -204,7 +227,9 @@ class _Hooked:
         if not self._waiting:
             return
         copied = count_reduction(self.flat, self._waiting, self._sent)
-        self._terms.append(Term("communication", "gradients, flat", copied, at, at + 1))
+        reduced = [Term("communication", "gradients, flat", copied, at, at + 1)]
+        moved = self.flat.largest_part(self._waiting) if self._model.offloaded else 0
+        self._terms += alternatives([reduced, moved_gradient(self._model, moved, at)])
         for number in self._waiting:
             if self.flat.updates(number):
                 self.since = at + 1 if self.since is None else self.since
@@ -270,7 +295,13 @@ def _fullest_instant(flat: FlatModel, sent: SentBytes, order: Sequence[int], end
         nonlocal held
         reach(count_reduction(flat, waiting, sent))
         for number in waiting:
-            if flat.updates(number) and model.contiguous:
+            if flat.updates(number) and model.offloaded:
+                instants.reach(
+                    Term("gradients", "not reduced", sum(alone.values()), end, update),
+                    *moved_gradient(model, flat.largest_part([number]), end),
+                )
+                alone.pop(number, None)
+            elif flat.updates(number) and model.contiguous:
                 held = flat.gradient_bytes
                 reach(0)
                 alone.pop(number, None)
@@ -286,6 +317,8 @@ def _fullest_instant(flat: FlatModel, sent: SentBytes, order: Sequence[int], end
         elements += size
         if model.contiguous and size <= model.bucket:
             del alone[number]  # it is a part of the bucket from now on
+        elif model.offloaded:  # it gets memory of its own
+            reach(model.bytes_of(number))
     reduce()
     return instants.terms
 
@@ -303,11 +336,14 @@ def _update(flat: FlatModel) -> Iterator[Term]:
     parts = [size for number in flat.slices for rank, size in flat.slices[number] if rank == flat.rank]
     held = term("gradients", "of this rank", flat.gradient_bytes + flat.padding_bytes)
     instants = [[held, term("temporaries", "a gradient in fp64, for the norm", max(parts, default=0) * NORM_BYTES)]]
+    if model.offloaded:
+        instants = []
     for i, group in enumerate(flat.groups):
         copies = [term("temporaries", f"group {i}, gradients flat", group.partition * model.element)]
         if model.element != MASTER_BYTES:
             copies.append(term("temporaries", f"group {i}, gradients in fp32", group.partition * MASTER_BYTES))
-        instants.append([held, *copies])
+        if not model.offloaded:
+            instants.append([held, *copies])
         if model.staged and model.ranks > 1:
             whole = group.partition * model.ranks * model.element
             instants.append([term("communication", f"group {i}, gathered, staged", whole)])

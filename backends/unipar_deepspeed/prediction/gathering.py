@@ -172,9 +172,13 @@ class GatherPlan:
         size = sum(self.padded_bytes(n) for n in numbers)
         self._live += sum(self._parameters[n].numel for n in numbers)
         self._sent.add("all_gather", size)
-        gathered = _Gathered(size if len(numbers) > 1 else 0, at, set(numbers))
+        alone = len(numbers) == 1 or self._model.ranks == 1
+        gathered = _Gathered(0 if alone else size, at, set(numbers))
         for number in numbers:
             self._flying[number] = gathered
+        if self._model.parameters_offloaded and self._model.ranks > 1:  # a partition moves to the device to be sent
+            moved = size // self._model.ranks
+            self.terms.append(Term("communication", "partitions, from the host", moved, at, at + 1))
         if self._model.staged:
             self.terms.append(Term("communication", "gathered, staged", size, at, at + 1))
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import final
 
-from unipar.backend.prediction.timeline import Payload, PredictedParameter, StepTimeline, Term
+from unipar.backend.prediction.terms import pinned_bytes
+from unipar.backend.prediction.timeline import MemoryPlace, Payload, PredictedParameter, StepTimeline, Term
 
 AXIS = "data"
 """Axis along which ZeRO sends, in an account."""
@@ -53,10 +54,30 @@ class ZeroModel:
     contiguous: bool = True
     overlap: bool = False
 
+    offloaded: bool = False
+    """True if masters, the optimizer's tensors and the gradients of the update are in the host's memory."""
+
+    parameters_offloaded: bool = False
+    """True if stage 3 keeps its partitions of parameters there."""
+
     @property
     def parameters(self) -> tuple[PredictedParameter, ...]:
         """Parameters of the model."""
         return self.timeline.parameters
+
+    @property
+    def host(self) -> MemoryPlace:
+        """Place of offloaded tensors, which on the CPU is the device's memory."""
+        return "device" if self.staged else "host"
+
+    @property
+    def home(self) -> MemoryPlace:
+        """Place of masters and the optimizer's tensors."""
+        return self.host if self.offloaded else "device"
+
+    def pinned(self, size: int) -> int:
+        """Return the bytes of an offloaded tensor whose memory DeepSpeed pins, which it cannot on the CPU."""
+        return size if self.staged else pinned_bytes(size)
 
     def bytes_of(self, number: int) -> int:
         """Return the bytes of a parameter, or of its gradient."""
@@ -118,8 +139,16 @@ def alternatives(instants: Iterable[Sequence[Term]]) -> Iterator[Term]:
     yield from (term for term in found.terms if term.size)
 
 
-def merged_states(model: ZeroModel, elements: int, numbers: Sequence[int], name: str) -> Iterator[Term]:
-    """Yield the master copy and the optimizer's tensors of a flat partition with so many elements."""
-    yield Term("masters", f"{name}, master", elements * MASTER_BYTES)
+def merged_states(
+    model: ZeroModel, elements: int, numbers: Sequence[int], name: str, *, pins: bool = False
+) -> Iterator[Term]:
+    """Yield the master copy and the optimizer's tensors of a flat partition with so many elements.
+
+    `pins`: the memory of an offloaded master is pinned; that of the optimizer's tensors is not.
+    """
+    size = elements * MASTER_BYTES
+    size = model.pinned(size) if pins and model.offloaded else size
+    yield Term("masters", f"{name}, master", size, place=model.home)
     for number, each in enumerate(model.parameters[numbers[0]].states, 1):
-        yield Term("optimizer", f"{name} {number}", elements * each, model.timeline.at("forward"))
+        since = model.timeline.at("forward")
+        yield Term("optimizer", f"{name} {number}", elements * each, since, place=model.home)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from math import ceil
 
 from unipar.backend.prediction.terms import buffer_terms
@@ -16,6 +17,15 @@ from unipar_deepspeed.prediction.model import (
     alternatives,
     merged_states,
 )
+from unipar_deepspeed.prediction.offloaded import (
+    converted_parameters,
+    moved_gradient,
+    offloaded_partitions,
+    sub_group_terms,
+)
+
+OFFLOADED_NORM_BYTES = 4
+"""Bytes of the norm of offloaded gradients as it is summed up."""
 
 SUB_GROUP = 1_000_000_000
 """Elements of a rank's partition that are updated at once; unipar does not set it."""
@@ -25,7 +35,7 @@ def predict_partitioned(model: ZeroModel) -> Prediction:
     """Return what a rank of stage 3 holds and sends."""
     sent = SentBytes(model.ranks)
     terms = [*_states(model)]
-    if model.ranks > 1:
+    if model.ranks > 1 or model.parameters_offloaded:
         once = SentBytes(model.ranks)
         # with accumulation, the order is known before the first update, which makes small parameters whole for good
         first = GatherPlan(model, SentBytes(1)).run(first=True) if model.timeline.accumulates else None
@@ -38,7 +48,7 @@ def predict_partitioned(model: ZeroModel) -> Prediction:
     terms += _reductions(model, sent)
     terms += _update(model)
     for _ in sub_groups(model):
-        sent.add("all_reduce", NORM_BYTES)
+        sent.add("all_reduce", OFFLOADED_NORM_BYTES if model.offloaded else NORM_BYTES)
     return Prediction(tuple(terms), sent.payloads())
 
 
@@ -63,12 +73,22 @@ def sub_groups(model: ZeroModel) -> Iterator[tuple[int, ...]]:
 
 def _states(model: ZeroModel) -> Iterator[Term]:
     yield from buffer_terms(model.timeline)
-    for number, p in enumerate(model.parameters):
-        yield Term("parameters", p.name, partition_of(model, number) * model.element)
+    partitions = {number: partition_of(model, number) for number in range(len(model.parameters))}
+    if model.parameters_offloaded:
+        yield from offloaded_partitions(model, model.groups, partitions)
+    else:
+        for number, p in enumerate(model.parameters):
+            yield Term("parameters", p.name, partitions[number] * model.element)
     for i, members in enumerate(sub_groups(model)):
         elements = sum(partition_of(model, number) for number in members)
         yield from merged_states(model, elements, members, f"group {i}, partition")
-        yield Term("gradients", f"group {i}, partition", elements * model.element)
+        if model.offloaded:
+            yield from sub_group_terms(model, elements, f"group {i}")
+        else:
+            yield Term("gradients", f"group {i}, partition", elements * model.element)
+    if model.offloaded:
+        size = sum(partition_of(model, number) for number in model.trained) * model.element
+        yield Term("gradients", "partitions", model.pinned(size), place=model.home)
     if model.contiguous:
         yield Term("communication", "bucket", model.bucket * model.element)
 
@@ -99,8 +119,11 @@ def _scatter(
     sent.add("reduce_scatter", size * model.timeline.microbatches, model.timeline.microbatches)
     if len(numbers) > 1 or model.parameters[numbers[0]].numel % model.ranks:
         yield Term("communication", "gradients, flat", size, at, at + 1)
-    if model.staged:
-        yield Term("communication", "gradients, staged", size, at, at + 1)
+    staged = [Term("communication", "gradients, staged", size, at, at + 1)] if model.staged else []
+    moved = moved_gradient(model, max(partition_of(model, n) for n in numbers), at) if model.offloaded else []
+    if moved and model.home == "host":  # the partition comes back from the host
+        moved += [replace(moved[0], name="a gradient, on the device", size=moved[0].size // NORM_BYTES * model.element)]
+    yield from alternatives([staged, moved])
     for number in numbers:
         if number in alone:
             name = f"{model.parameters[number].name}, waiting"
@@ -114,6 +137,10 @@ def _update(model: ZeroModel) -> Iterator[Term]:
     def term(category: Category, name: str, size: int) -> Term:
         return Term(category, name, size, update, steady)
 
+    for i, members in enumerate(sub_groups(model)):
+        yield from converted_parameters(model, sum(partition_of(model, n) for n in members), f"group {i}")
+    if model.offloaded:
+        return
     largest = max((partition_of(model, number) for number in model.trained), default=0)
     instants = [[term("temporaries", "a gradient in fp64, for the norm", largest * NORM_BYTES)]]
     for i, members in enumerate(sub_groups(model)):

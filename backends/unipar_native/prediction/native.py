@@ -50,6 +50,7 @@ def predict_native(
         reshard=shard == "parameters",
         reshard_rest=shard == "parameters" and reshard_rest,
         once=shard == "optimizer",
+        offloaded=config.model.offload == "parameters",
         in_copies=over < ranks,
     )
     fp64 = config.train.clipping is not None and config.train.clipping.norm == "fp64"
@@ -60,7 +61,8 @@ def predict_native(
 
 def _refuse_unplanned(cell: str, config: Config) -> None:
     """Raise Unsupported for settings that the closed forms do not cover."""
-    refuse_unplanned(cell, config, *(["options.native.wrapper: dp"] if options_of(config).wrapper == "dp" else ()))
+    more = ["options.native.wrapper: dp"] if options_of(config).wrapper == "dp" else []
+    refuse_unplanned(cell, config, *more, planned=("model.offload: parameters",))
 
 
 def predict_optimizer(timeline: StepTimeline, ranks: int) -> Iterator[Term]:

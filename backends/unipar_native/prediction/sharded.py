@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, prod
 from typing import Final
 
-from unipar.backend.prediction.terms import buffer_terms, state_terms
-from unipar.backend.prediction.timeline import PredictedParameter, StepTimeline, Term
+from unipar.backend.prediction.terms import buffer_terms, pinned_bytes, state_terms
+from unipar.backend.prediction.timeline import MemoryPlace, PredictedParameter, StepTimeline, Term
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,9 @@ class ShardedModel:
     once: bool
     """True if parameters stay gathered, and gradients whole, until the last microbatch of a step."""
 
+    offloaded: bool
+    """True if shards, their gradients and the optimizer's tensors are on the host."""
+
     in_copies: bool
     """True if the mesh has a dimension of copies, be it of one: what was reduced is then kept until backward ends."""
 
@@ -52,6 +55,7 @@ class ShardedModel:
         reshard: bool,
         reshard_rest: bool,
         once: bool,
+        offloaded: bool = False,
         in_copies: bool = False,
     ) -> ShardedModel:
         """Return the model with the bytes of its groups."""
@@ -72,8 +76,18 @@ class ShardedModel:
             reshard=reshard,
             reshard_rest=reshard_rest,
             once=once,
+            offloaded=offloaded,
             in_copies=in_copies,
         )
+
+    def of_block(self, block: int) -> Iterator[PredictedParameter]:
+        """Yield the parameters of a group."""
+        return (p for p in self.timeline.parameters if p.block == block)
+
+    @property
+    def home(self) -> MemoryPlace:
+        """Place of a rank's shards."""
+        return "host" if self.offloaded else "device"
 
     @property
     def prefetches(self) -> bool:
@@ -134,9 +148,10 @@ def predict_sharded(model: ShardedModel) -> Iterator[Term]:
     yield from buffer_terms(timeline)
     for p in timeline.parameters:
         own = padded_elements(p, model.ranks) // model.ranks
-        yield Term("parameters", p.name, own * p.element_size)
+        size = own * p.element_size
+        yield Term("parameters", p.name, pinned_bytes(size) if model.offloaded else size, place=model.home)
         if p.trained:
-            yield from state_terms(timeline, p, own)
+            yield from (replace(term, place=model.home) for term in state_terms(timeline, p, own))
     if model.gathered_before:
         for block in (-1, *blocks):
             stays = block < 0 or not model.reduces
@@ -148,7 +163,7 @@ def predict_sharded(model: ShardedModel) -> Iterator[Term]:
     for block in reversed(blocks):
         yield from _backward_of(model, block)
     yield from _unsharded_gradients(model, -1, timeline.at("update") if model.reduces else None)
-    yield _sharded_gradients(model, -1, timeline.at("update"))
+    yield from _sharded_gradients(model, -1, timeline.at("update"))
 
 
 def _gathered_in_forward(model: ShardedModel) -> Iterator[Term]:
@@ -162,8 +177,7 @@ def _gathered_in_forward(model: ShardedModel) -> Iterator[Term]:
         reach, enter = timeline.at("forward", "reach", block), timeline.at("forward", "enter", block)
         if model.ranks > 1:
             yield Term("communication", f"{_name(timeline, before)} all-gather", model.gathered[before], since, enter)
-        if model.staged:
-            yield Term("communication", f"{_name(timeline, block)} staged", model.gathered[block], reach, enter)
+        yield from _sent(model, block, reach, enter)
         if model.masters:
             cast = model.gathered[block] // model.ranks
             yield Term("communication", f"{_name(timeline, block)} shards in bf16", cast, reach, enter)
@@ -183,14 +197,23 @@ def _rest_in_backward(model: ShardedModel) -> Iterator[Term]:
         yield Term("communication", "rest gathered", model.gathered[-1], begin, timeline.at("update"))
         if model.ranks > 1:
             yield Term("communication", "rest all-gather", model.gathered[-1], begin, reach)
-        if model.staged:
-            yield Term("communication", "rest staged", model.gathered[-1], begin, reach)
+        yield from _sent(model, -1, begin, reach)
     if model.frees_blocks and model.prefetches and last >= 0 and model.gathered[-1]:
         if model.ranks > 1:
             until = timeline.at("backward", "reach", last)
             yield Term("communication", f"{_name(timeline, last)} all-gather", model.gathered[last], reach, until)
-        if model.staged:
-            yield Term("communication", f"{_name(timeline, last)} staged", model.gathered[last], reach, enter)
+        yield from _sent(model, last, reach, enter)
+
+
+def _sent(model: ShardedModel, block: int, since: int, until: int) -> Iterator[Term]:
+    """Yield what gathering a group needs for a while: a copy that gloo makes, or shards that come from the host."""
+    name = _name(model.timeline, block)
+    if model.staged:
+        yield Term("communication", f"{name} staged", model.gathered[block], since, until)
+    if model.offloaded:
+        own = [padded_elements(p, model.ranks) // model.ranks * p.element_size for p in model.of_block(block)]
+        moved = max(own, default=0) if model.masters else sum(own)  # one after the other is cast to bf16
+        yield Term("communication", f"{name} shards, from the host", moved, since, until)
 
 
 def _last_block(timeline: StepTimeline) -> int:
@@ -210,13 +233,11 @@ def _backward_of(model: ShardedModel, block: int) -> Iterator[Term]:
             asked, reach = reach, timeline.at("backward", "enter", block)
             if model.ranks > 1:
                 yield Term("communication", f"{name} all-gather", size, asked, reach)
-            if model.staged:
-                yield Term("communication", f"{name} staged", size, asked, reach)
+            yield from _sent(model, block, asked, reach)
         elif model.ranks > 1 and block < _last_block(timeline):
             asked, enter = (timeline.at("backward", what, block + 1) for what in ("reach", "enter"))
             yield Term("communication", f"{name} all-gather", size, asked, reach)
-            if model.staged:
-                yield Term("communication", f"{name} staged", size, asked, enter)
+            yield from _sent(model, block, asked, enter)
         yield Term("communication", f"{name} gathered", size, reach, finish)
     if not model.reduces:
         yield from _unsharded_gradients(model, block, None)
@@ -228,18 +249,23 @@ def _backward_of(model: ShardedModel, block: int) -> Iterator[Term]:
         yield Term("communication", f"{name} reduce-scatter staged", whole, finish, leave)
     reduced = finish if model.staged else leave
     yield from _unsharded_gradients(model, block, reduced)
-    if model.reduced_before:
+    if model.reduced_before or model.offloaded:  # what is offloaded is on the device until it has moved
         end = timeline.at("update") if model.in_copies else leave
         yield Term("communication", f"{name} reduced", whole // model.ranks, finish, end)
-    yield _sharded_gradients(model, block, reduced)
+    yield from _sharded_gradients(model, block, reduced)
 
 
-def _sharded_gradients(model: ShardedModel, block: int, reduced: int) -> Term:
-    """Return a group's gradients of one rank, which are there from the first microbatch on, or once reduced."""
+def _sharded_gradients(model: ShardedModel, block: int, reduced: int) -> Iterator[Term]:
+    """Yield a group's gradients of one rank, which are there from the first microbatch on, or once reduced."""
     timeline = model.timeline
-    since = 0 if model.reduced_before else reduced
-    size = model.gradient_bytes[block] // model.ranks
-    return Term("gradients", _name(timeline, block), size, since, timeline.at("steady"))
+    since, steady = 0 if model.reduced_before else reduced, timeline.at("steady")
+    if not model.offloaded:
+        yield Term("gradients", _name(timeline, block), model.gradient_bytes[block] // model.ranks, since, steady)
+        return
+    for p in model.of_block(block):
+        if p.trained:
+            size = pinned_bytes(padded_elements(p, model.ranks) // model.ranks * p.element_size)
+            yield Term("gradients", p.name, size, since, steady, place="host")
 
 
 def _unsharded_gradients(model: ShardedModel, block: int, until: int | None) -> Iterator[Term]:

@@ -34,6 +34,11 @@ def state_terms(timeline: StepTimeline, p: PredictedParameter, elements: int) ->
         yield Term("optimizer", f"{p.name} {number}", elements * each, timeline.at("forward"))
 
 
+def pinned_bytes(size: int) -> int:
+    """Return the bytes of host memory that torch pins for a tensor: the next power of two."""
+    return 1 << (size - 1).bit_length() if size else 0
+
+
 def refuse_unplanned(cell: str, config: Config, *more: str, planned: Collection[str] = ()) -> None:
     """Raise Unsupported for settings that hardly any closed forms cover, but for those `planned`, and for `more`."""
     if unplanned := [*(what for what in _unplanned_settings(config) if what not in planned), *more]:
@@ -46,10 +51,9 @@ def not_planned_yet(what: str) -> str:
 
 
 def _unplanned_settings(config: Config) -> Iterator[str]:
-    parallel, model, precision = config.parallel, config.model, config.train.precision
+    parallel, model = config.parallel, config.model
     unplanned = {
         f"parallel ({parallel.axes})": parallel.axes.ranks > 1,
-        f"train.precision: {precision}": precision == "fp16",
         f"model.offload: {model.offload}": model.offload != "none",
     }
     for key, is_so in unplanned.items():

@@ -15,7 +15,15 @@ from unipar.config import BatchSizes, Config
 from unipar.config.sections.cell import Axes
 from unipar.config.settled import SettledConfig
 from unipar.planning.activations import MicrobatchPayload
-from unipar.planning.peaks import PredictedPeak, late_bytes, predict_needed, predict_peak, predict_peaks
+from unipar.planning.peaks import (
+    OffloadedBytes,
+    PredictedPeak,
+    late_bytes,
+    predict_needed,
+    predict_offloaded,
+    predict_peak,
+    predict_peaks,
+)
 from unipar.planning.stages import PlannedStage, predict_stage_peaks
 from unipar.task import Task
 from unipar.training.fake_run.step import FakeStep
@@ -25,9 +33,8 @@ from unipar.training.fake_run.trace import (
     TracedTask,
     combine_steps,
     explain_values,
-    fake_task,
     line_through,
-    trace_whole,
+    trace_fake_task,
 )
 
 
@@ -44,6 +51,9 @@ class PredictedStep:
 
     late: int = 0
     """Bytes by which the peak may be higher for a moment, because collectives free their copies late."""
+
+    offloaded: tuple[OffloadedBytes, ...] = ()
+    """What lies outside of the device."""
 
     @property
     def peak(self) -> int:
@@ -70,8 +80,7 @@ class TaskTraces:
 
         `task`: None for the config's own.
         """
-        self._fake = fake_task(config, micro, task)
-        self.whole = trace_whole(self._fake)
+        self._fake, self.whole = trace_fake_task(config, micro, task)
         self._parts: dict[object, tuple[TracedTask, ...]] = {}
         self._predictions: dict[object, Prediction] = {}
         self._timelines: dict[tuple[int, int], StepTimeline] = {}
@@ -120,7 +129,8 @@ class TaskTraces:
                 if gloo:
                     late = late_bytes(prediction, activations, sizes.micro)
             traffic = tuple(each.of_step(sizes.micro, sizes.accumulate) for each in traced.sent)
-            found.append(PredictedStep(tuple(phases), (*prediction.sent, *traffic), traced, late))
+            outside = tuple(predict_offloaded(timeline, prediction))
+            found.append(PredictedStep(tuple(phases), (*prediction.sent, *traffic), traced, late, outside))
         return found
 
     def predict_needed(

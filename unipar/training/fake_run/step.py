@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+import unipar.training.fake_run.fake_kernels  # noqa: F401  # pyright: ignore[reportUnusedImport] - registers fake forms
 from unipar.backend.precision import autocast_dtype, batch_dtype
 from unipar.backend.prediction.rank_part import RankPart
 from unipar.config import Config
 from unipar.engines.forward import ForwardCall, OpaqueBatch
 from unipar.memory.recording.collectives import CollectiveCounter
+from unipar.training.fake_run.assumed_values import AssumedValues
 from unipar.training.fake_run.recorder import StepRecord, StepRecorder
 
 
@@ -61,10 +63,11 @@ def trace_step(
     config: Config,
     mode: FakeTensorMode,
     part: RankPart | None = None,
+    assumed: AssumedValues | None = None,
 ) -> FakeStep:
     """Run the task's loss on a fake batch, and its backward; return what was allocated. `model` is fake, too.
 
-    `part`: what a rank has of the model, already in its place.
+    `part`: what a rank has of the model, already in its place. `assumed`: mode that stands in for values.
     """
     precision = config.train.precision
     call = ForwardCall(model, torch.device("cpu"), autocast=autocast_dtype(precision), cast=batch_dtype(precision))
@@ -82,8 +85,9 @@ def trace_step(
         stack.enter_context(_only_asked_collection())
         stack.enter_context(recorder.follow(model, blocks))
         stack.enter_context(nullcontext() if part is None else part.armed())
-        for entered in (mode, *([] if counter is None else [counter]), recorder):
-            stack.enter_context(entered)
+        for entered in (mode, assumed, counter, recorder):
+            if entered is not None:
+                stack.enter_context(entered)
         recorder.begin("forward")
         opaque = OpaqueBatch(fake)
         out = call(loss, opaque) if part is None else part.forward(call, loss, opaque)

@@ -27,6 +27,7 @@ from unipar.model.transforms import apply_transforms
 from unipar.planning.activations import Activations, AllocatedBlock, MicrobatchPayload
 from unipar.planning.stages import PlannedStage
 from unipar.task import Task
+from unipar.training.fake_run.assumed_values import AssumedValues
 from unipar.training.fake_run.recorder import FakeBlock, owners_of_parameters
 from unipar.training.fake_run.repeats import KEPT, ShortModel, find_equal_blocks
 from unipar.training.fake_run.step import FakeStep, trace_step
@@ -59,6 +60,9 @@ class TracedTask:
     checkpoint: int | None = None
     """Bytes of tensors in a checkpoint; None if the optimizer cannot be tried without values."""
 
+    assumed: tuple[str, ...] = ()
+    """What was assumed of values, in sentences; empty if none are needed."""
+
     sent: tuple[MicrobatchPayload, ...] = ()
     """Bytes that a microbatch sends along the axes of a mesh."""
 
@@ -87,6 +91,9 @@ class FakeTask:
     """Samples of the smallest microbatch that is traced."""
 
     checkpoint: int | None
+    assumed: AssumedValues | None = None
+    """Mode that stands in for the values that the loss needs; None: it is not known to need any."""
+
     _batches: dict[int, Any] = field(default_factory=dict[int, Any])
 
     def batch(self, count: int) -> Any:
@@ -102,7 +109,7 @@ class FakeTask:
         own = (blocks or self.blocks) if part is None else part.blocks
         batch = self.batch(count)
         with user_errors_as_task_errors("loss()"), explain_values("loss()"):
-            return trace_step(self.model, own, self.task.loss, batch, count, self.config, self.mode, part)
+            return trace_step(self.model, own, self.task.loss, batch, count, self.config, self.mode, part, self.assumed)
 
     def timeline(
         self, blocks: Sequence[str], step: FakeStep, stages_of: Mapping[str, int] | None = None
@@ -146,7 +153,22 @@ def trace_task(config: Config, micro: int, task: Task | None = None) -> TracedTa
 
     `task`: None for the config's own.
     """
-    return trace_whole(fake_task(config, micro, task))
+    return trace_fake_task(config, micro, task)[1]
+
+
+def trace_fake_task(config: Config, micro: int, task: Task | None = None) -> tuple[FakeTask, TracedTask]:
+    """Return a task on tensors without memory, and a step of it; raise TaskError if it needs values of tensors.
+
+    Values that decide where a row goes, or what a mask selects, are assumed.
+    """
+    fake = fake_task(config, micro, task)
+    try:
+        return fake, trace_whole(fake)
+    except _NeedsValuesError:
+        for p in fake.model.parameters():
+            p.grad = None
+        fake = replace(fake, assumed=AssumedValues(fake.mode))
+        return fake, trace_whole(fake)
 
 
 def fake_task(config: Config, micro: int, task: Task | None = None) -> FakeTask:
@@ -194,6 +216,7 @@ def trace_whole(fake: FakeTask) -> TracedTask:
         fused=fake.states.fused,
         units=None if weight is None else float(weight) / fake.micro,
         checkpoint=fake.checkpoint,
+        assumed=() if fake.assumed is None else tuple(fake.assumed.notes()),
     )
 
 
@@ -339,13 +362,17 @@ def _is_even(activations: Activations, third: FakeStep) -> bool:
     return abs(expected - sum(block.size for block in third.record.blocks)) <= expected / 1000
 
 
+class _NeedsValuesError(TaskError):
+    """An operation needs values that fake tensors do not have."""
+
+
 @contextmanager
 def explain_values(what: str) -> Generator[None]:
     """Context manager: turn an error of fake tensors, which have no values, into a TaskError with the operation."""
     try:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException) as e:
-        raise TaskError(
+        raise _NeedsValuesError(
             f"plan: {what} needs the values of a tensor ({e.func}), and a plan computes without values: keep such "
             "numbers in Python, or choose by shapes"
         ) from e
