@@ -74,15 +74,17 @@ def test_the_reason_is_known_to_all() -> None:
     assert (one(8, "a signal"), other(8, "")) == (True, True)
 
 
-def test_a_duration_is_kept_between_logged_steps(tmp_path: Path) -> None:
+def test_a_duration_is_kept_between_logged_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """checkpoint.every: 1s saves at the next step, whatever log.every is."""
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now, time=time.time)
+    monkeypatch.setattr("unipar.training.saves.time", clock)
 
     class Waits(Line):
         @override
         def train(self, run: Any) -> None:
             for share in run.batches():
                 run.step(share)
-                time.sleep(1.1 * (run.done == 2))
+                clock.now += 1.1 * (run.done == 2)
 
     with running(Waits(), tmp_path, log={"every": 99}, checkpoint={"every": "1s"}, train={"steps": 5}) as run:
         run.task.train(run)
