@@ -108,7 +108,7 @@ def test_what_is_sent_is_copied(cell: str, ranks: int, wanted: list[Term]) -> No
 @pytest.mark.parametrize("cell", ["native/parameters", "accelerate/parameters"])
 @pytest.mark.parametrize(
     ("device", "forward", "backward"),
-    [("cpu", 64 + 64 + 64, 64 + 64 + 64), ("cuda", 64 + 64, 64 + 64)],
+    [("cpu", 64 + 64 + 64, 64 + 64 + 64), ("cuda", 64 + 64 + 64, 64 + 64)],
 )
 def test_sharded_parameters(cell: str, device: str, forward: int, backward: int) -> None:
     """A rank has 2 of 3 rows, padded to 4; the collectives of gloo have a copy of what they send.

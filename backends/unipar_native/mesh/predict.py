@@ -9,7 +9,8 @@ from unipar.backend.prediction.timeline import Payload, Prediction, StepTimeline
 from unipar.config import Cell, Config
 from unipar.distributed.mesh import Mesh
 from unipar.memory.recording.collectives import axis_of_ranks
-from unipar_native.prediction.sharded import ShardedModel, padded_elements, predict_sharded
+from unipar_native.prediction.groups import ShardedModel, padded_elements
+from unipar_native.prediction.sharded import predict_sharded
 
 _NORM_BYTES = 8
 """The norm of gradients is added up over all ranks in fp64."""
@@ -70,13 +71,12 @@ def _sent_by_fsdp(model: ShardedModel, mesh: Mesh) -> Iterator[Payload]:
     data, context = mesh.sizes["data"], mesh.sizes["context"]
     alike = [mesh.rank_at(data=d, context=c) for d in range(data) for c in range(context)]
     times = 1 if model.once else model.timeline.microbatches
-    gathered = {block: size for block, size in model.gathered.items() if size}
-    again = gathered if model.reshard else {}
+    gathers = [*model.order, *model.gathered_again]
     reduced = [size for size in model.gradient_bytes.values() if size]
     if model.ranks > 1:
         axis = _axis(mesh, alike[: model.ranks])
-        size, calls = sum(gathered.values()) + sum(again.values()), len(gathered) + len(again)
-        yield Payload(axis, "all_gather", times * size, times * calls, model.ranks)
+        size = sum(model.gathered[group] for group in gathers)
+        yield Payload(axis, "all_gather", times * size, times * len(gathers), model.ranks)
         yield Payload(axis, "reduce_scatter", times * sum(reduced), times * len(reduced), model.ranks)
     if (copies := len(alike) // model.ranks) > 1:
         axis = _axis(mesh, alike[:: model.ranks])
