@@ -16,6 +16,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from unipar_native import uses_ddp
+from unipar_native.prediction.native import fullest_rank
+from unipar_native.prediction.payloads import shares_of_ranks
+
 from tests.support import library_shapes
 from tests.support.pretended_ranks import Mark, PretendedRanks, SeenSpan, StepSpans
 from unipar.backend import Engine, Micro, Part, cells, registry
@@ -44,7 +48,7 @@ class Case:
     microbatches: int = 1
     precision: str = "fp32"
     blocks: str = "auto"
-    decay: str = "all"
+    decay: str = "matrices"
     shard_over: int | None = None
     staged: bool = False
     """True: on the CPU, where gloo copies what it gathers and scatters."""
@@ -80,6 +84,8 @@ class Found:
     """Bytes and calls by collective."""
 
     spans: Sequence[SeenSpan]
+    owners: Sequence[Sequence[str]] | None
+    """Names of the parameters of which each rank has the optimizer's state, where that is split by parameters."""
 
 
 def run(place: Place, folder: Path, control: socket.socket | None) -> None:
@@ -95,7 +101,13 @@ def compare(case: Case) -> Iterator[str]:
     timeline: StepTimeline = replace(traced.timeline, microbatches=case.microbatches)
     device = "cpu" if case.staged else "cuda"
     prediction = registry.find_backend("native").predict(case.config, timeline, case.ranks, device=device)
-    found = _train(case, timeline.blocks)
+    owners, rank = None, 0
+    if case.cell == "native/optimizer" and uses_ddp(case.config):
+        owners = [sorted(p.name for p in share) for share in shares_of_ranks(timeline, case.ranks)]
+        rank = fullest_rank(timeline, case.ranks)
+    found = _train(case, timeline.blocks, rank)
+    if owners != found.owners:
+        yield f"planned the states of {owners}, found {found.owners}"
     sent = {payload.collective: [0, 0] for payload in prediction.sent}
     for payload in prediction.sent:
         sent[payload.collective] = [a + b for a, b in zip(sent[payload.collective], (payload.size, payload.calls))]
@@ -165,11 +177,11 @@ def _compare_spans(
             yield f"{' '.join(map(str, span.mark))}: planned {planned}, held {base + most}"
 
 
-def _train(case: Case, blocks: Sequence[str]) -> Found:
+def _train(case: Case, blocks: Sequence[str], rank: int) -> Found:
     """Return what the fifth step does: before it come the first states, and DDP's buckets are built twice."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # warns
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    rank = 0
     dist.init_process_group("fake", rank=rank, world_size=case.ranks, store=FakeStore())
     place = Place(rank=rank, size=case.ranks, local_rank=0, local_size=case.ranks, launcher="unipar")
     world, config = World(place, torch.device("cpu"), None), case.config
@@ -198,8 +210,14 @@ def _train(case: Case, blocks: Sequence[str]) -> Found:
         held["base"] = held["steady"] = _held(engine)
         with spans.record() as seen:
             engine.step(loss, micros, 1.0, spans.mark)
+    owners = None
+    if isinstance(engine.optimizer, ZeroRedundancyOptimizer):
+        names = {id(p): name for name, p in model.named_parameters()}
+        shares: Any = engine.optimizer._partition_parameters()  # pyright: ignore[reportPrivateUsage] - no public way
+        owners = [sorted(names[id(p)] for group in share for p in group["params"]) for share in shares]
     world.close_without_peers()
-    return Found(held, {kind: [traffic["data", kind], calls] for (_, kind), calls in counter.calls.items()}, seen)
+    sent = {kind: [traffic["data", kind], calls] for (_, kind), calls in counter.calls.items()}
+    return Found(held, sent, seen, owners)
 
 
 def _held(engine: Engine) -> dict[str, int]:

@@ -105,11 +105,15 @@ def _reduces_late(model: ShardedModel, group: int) -> bool:
 
 
 def _bytes_of_padded(model: ShardedModel, group: int) -> int:
-    """Return the bytes of copies that torch makes on the CPU, of gradients whose rows cannot be split evenly."""
+    """Return the bytes of copies that torch makes on the CPU, of gradients whose rows cannot be split evenly.
+
+    As it casts them, it copies each once more.
+    """
     if not model.staged:
         return 0
-    uneven = [p for _, p in model.used_in(group) if p.shape[0] % model.ranks]
-    return sum(padded_elements(p, model.ranks) * _bytes_of_element(model, p) for p in uneven)
+    sizes = [(padded_elements(p, model.ranks) * _bytes_of_element(model, p), p) for _, p in model.used_in(group)]
+    cast = max((size for size, _ in sizes), default=0) if model.masters and not model.summed_before else 0
+    return cast + sum(size for size, p in sizes if p.shape[0] % model.ranks)
 
 
 def _bytes_of_reduced(model: ShardedModel, group: int) -> int:
