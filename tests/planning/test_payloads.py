@@ -143,7 +143,7 @@ def test_a_rank_without_parameters() -> None:
 
 
 def test_buckets() -> None:
-    """Each closes at its limit, and those of another dtype are apart; Accelerate leaves DDP's own, a small one first."""
+    """Each closes at its limit; those of another dtype are apart. Accelerate leaves DDP's own, a small one first."""
     parameters = [PredictedParameter(str(n), (2**18,), 4, True) for n in range(6)]  # a MiB each
     assert [count_buckets(parameters, [limit * 2**20]) for limit in (1, 2, 25)] == [6, 3, 1]
     assert count_buckets(parameters, LIBRARY_BUCKETS) == 2

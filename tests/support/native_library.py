@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-
 from unipar_native import uses_ddp
 from unipar_native.prediction.native import fullest_rank
 from unipar_native.prediction.payloads import shares_of_ranks
@@ -110,7 +109,8 @@ def compare(case: Case) -> Iterator[str]:
         yield f"planned the states of {owners}, found {found.owners}"
     sent = {payload.collective: [0, 0] for payload in prediction.sent}
     for payload in prediction.sent:
-        sent[payload.collective] = [a + b for a, b in zip(sent[payload.collective], (payload.size, payload.calls))]
+        size, calls = sent[payload.collective]
+        sent[payload.collective] = [size + payload.size, calls + payload.calls]
     if sent != found.sent:
         yield f"planned to send {sent}, sent {dict(found.sent)}"
     for phase in ("update", "steady"):
@@ -118,9 +118,7 @@ def compare(case: Case) -> Iterator[str]:
         if planned != found.held[phase]:
             yield f"{phase}: planned to hold {planned}, held {dict(found.held[phase])}"
     activations = traced.activations if case.staged else traced.activations.without_staging
-    yield from _compare_spans(
-        timeline, prediction, activations, found, is_rounded=case.precision == "bf16-master"
-    )
+    yield from _compare_spans(timeline, prediction, activations, found, is_rounded=case.precision == "bf16-master")
 
 
 @cache
@@ -161,7 +159,7 @@ def _compare_spans(
     if sorted(places, key=places.__getitem__) != seen:
         yield f"planned the moments {sorted(places, key=places.__getitem__)}, saw {seen}"
         return
-    for span, behind in zip(found.spans, seen[1:]):
+    for span, behind in zip(found.spans, seen[1:], strict=False):
         if span.mark.phase == "update":
             return  # what the norm needs is not planned
         at, end = places[span.mark], places[behind]
@@ -213,7 +211,8 @@ def _train(case: Case, blocks: Sequence[str], rank: int) -> Found:
     owners = None
     if isinstance(engine.optimizer, ZeroRedundancyOptimizer):
         names = {id(p): name for name, p in model.named_parameters()}
-        shares: Any = engine.optimizer._partition_parameters()  # pyright: ignore[reportPrivateUsage] - no public way
+        optimizer: Any = engine.optimizer
+        shares = optimizer._partition_parameters()
         owners = [sorted(names[id(p)] for group in share for p in group["params"]) for share in shares]
     world.close_without_peers()
     sent = {kind: [traffic["data", kind], calls] for (_, kind), calls in counter.calls.items()}

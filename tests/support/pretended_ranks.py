@@ -1,15 +1,15 @@
-"""Collectives without peers, and moments of a step that runs under a library, each with the bytes of torch's tensors."""
+"""Collectives without peers, and moments of a step under a library, each with the bytes of torch's tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import _create_work_from_future  # pyright: ignore[reportPrivateUsage] - no public way
+from torch._C import _distributed_c10d  # pyright: ignore[reportPrivateUsage] - no public way
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -17,6 +17,9 @@ from typing_extensions import override
 
 from unipar.memory.recording.collectives import collective_of, payload_of_call
 from unipar.memory.sources.profiler import ProfilerSource
+
+_work_of_future: Any = vars(_distributed_c10d)["_create_work_from_future"]
+"""Function for which torch has no public name."""
 
 
 class Mark(NamedTuple):
@@ -56,7 +59,7 @@ class PretendedRanks(TorchDispatchMode):
             tensor.mul_(dist.get_world_size())  # all ranks have this one's values
         future: Any = torch.futures.Future()
         future.set_result(list(args[0]))  # DDP takes the sum from there, where torch's own pretence has nothing
-        return args[0], _create_work_from_future(future).boxed()
+        return args[0], _work_of_future(future).boxed()
 
 
 class SeenSpan(NamedTuple):
@@ -132,15 +135,23 @@ class StepSpans:
                 return None
             passed: Any = _TellBackward.apply(lambda: self._note(behind, block), *wanted)
             made = {id(x): y for x, y in zip(wanted, passed, strict=True)}
-            return tree_map(lambda x: made.get(id(x), x), (args, kwargs))
+
+            def replaced(x: Any) -> Any:
+                return made.get(id(x), x)
+
+            return tree_map(replaced, (args, kwargs))
 
         return hook
 
     def _returned(self, before: str, behind: str, block: int) -> Any:
         def hook(module: nn.Module, args: Any, out: Tensor) -> None:
             self._note(before, block)
+
+            def arrived(gradient: Tensor) -> None:
+                self._note(behind, block)
+
             if out.requires_grad:
-                out.register_hook(lambda gradient: self._note(behind, block))
+                out.register_hook(arrived)
 
         return hook
 
@@ -149,7 +160,8 @@ class StepSpans:
             return
 
         def arrived(gradient: Tensor) -> None:
-            engine: Any = torch.autograd.Variable._execution_engine
+            variable: Any = torch.autograd.Variable
+            engine = variable._execution_engine
             engine.queue_callback(lambda: self._note("finish"))  # before what a library does in the end
 
         out.register_hook(arrived)
@@ -169,8 +181,3 @@ class _TellBackward(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         ctx.tell()
         return None, *gradients
-
-
-def level_of(held: Mapping[str, int]) -> int:
-    """Return the sum of bytes by category."""
-    return sum(held.values())

@@ -153,7 +153,8 @@ class ShardedModel:
     def gathered_ahead_of(self, group: int) -> int | None:
         """Return the group during whose backward this one is gathered; None: it is gathered when it is reached."""
         behind = self.order[self.order.index(group) + 1 :]
-        return behind[0] if behind and self.is_reached(behind[0]) and self.gathered_ahead_by(behind[0]) == group else None
+        asks = bool(behind) and self.is_reached(behind[0]) and self.gathered_ahead_by(behind[0]) == group
+        return behind[0] if asks else None
 
     def is_gathered_for_nothing(self, group: int) -> bool:
         """Return whether a group is gathered ahead in backward, and no gradient arrives at it."""

@@ -9,8 +9,15 @@ from unipar.backend.prediction.timeline import Prediction, StepTimeline, Term
 from unipar.config import Config
 from unipar.errors import Unsupported
 from unipar_native import options_of, uses_ddp
-from unipar_native.prediction.payloads import DDPBuckets, averages, sent_by_ddp, sent_by_fsdp2, shares_of_ranks, updated_parameters
 from unipar_native.prediction.groups import ShardedModel
+from unipar_native.prediction.payloads import (
+    DDPBuckets,
+    averages,
+    sent_by_ddp,
+    sent_by_fsdp2,
+    shares_of_ranks,
+    updated_parameters,
+)
 from unipar_native.prediction.sharded import predict_sharded
 
 
@@ -40,9 +47,7 @@ def predict_native(
         return Prediction(tuple(predict_whole(timeline, buckets=False)), averages(timeline, config, ranks))
     if uses_ddp(config):
         options = options_of(config)
-        reduced = sent_by_ddp(
-            timeline, buckets or DDPBuckets([options.bucket_mb * 2**20], options.find_unused), ranks
-        )
+        reduced = sent_by_ddp(timeline, buckets or DDPBuckets([options.bucket_mb * 2**20], options.find_unused), ranks)
         if shard == "nothing":
             return Prediction(tuple(predict_whole(timeline, buckets=True)), reduced)
         sent = (*reduced, updated_parameters(timeline, ranks))

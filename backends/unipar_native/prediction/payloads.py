@@ -41,7 +41,9 @@ def sent_by_ddp(timeline: StepTimeline, buckets: DDPBuckets, ranks: int) -> tupl
     size = sum(p.size for _, p in trained)
     unused = any(not timeline.has_gradient(number) for number, _ in trained)
     if buckets.find_unused is True or (buckets.find_unused == "auto" and unused):
-        calls = count_buckets([p for _, p in trained], buckets.limits)  # it does not learn their order, and keeps its first
+        calls = count_buckets(
+            [p for _, p in trained], buckets.limits
+        )  # it does not learn their order, and keeps its first
         return (Payload("data", "all_reduce", size + USED_FLAG_BYTES * len(trained), calls + 1, ranks),)
     ready = [p for _, p in sorted(trained, key=lambda each: timeline.gradient_at(each[0]))]
     return (Payload("data", "all_reduce", size, count_buckets(ready, buckets.limits), ranks),)
