@@ -25,7 +25,7 @@ NORM_BYTES, FP64_NORM_BYTES = 4, 8
 
 
 class DDPBuckets(NamedTuple):
-    """How DDP is told to send gradients."""
+    """Sizes of the buckets in which DDP sends gradients, and its search for unused parameters."""
 
     limits: Sequence[int]
     """Bytes at which a bucket is full, one after another; the last of them holds for all that follow."""
