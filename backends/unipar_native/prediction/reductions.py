@@ -59,10 +59,11 @@ class LastReductions:
         now = self.groups[self.fullest]
         held = sum(_bytes_of_share(model, group) for group in before if not model.reduced_before)
         held += sum(model.gathered[g] for g in behind if model.is_reached(g) or not model.is_freed(g))
-        held += sum(_bytes_of_whole(model, group) for group in behind)
+        held += sum(_bytes_of_whole(model, group) + _bytes_to_add(model, group) for group in behind)
         whole = _bytes_of_whole(model, now) + _bytes_of_padded(model, now)
         held += model.gradient_bytes[now] + max(whole, _bytes_of_reduced(model, now))
-        return held + sum(model.gathered[g] for g in (now, *behind) if model.is_gathered_for_nothing(g))
+        for_nothing = [group for group in (now, *behind) if model.is_gathered_for_nothing(group)]
+        return held + sum(model.sent_with(group).get("all-gather", 0) for group in for_nothing)
 
 
 def reduce_block(model: ShardedModel, last: LastReductions, group: int) -> Iterator[Term]:
@@ -141,6 +142,13 @@ def _share(model: ShardedModel, group: int, reduced: int) -> Term:
 def _bytes_of_whole(model: ShardedModel, group: int) -> int:
     """Return the bytes of a group's whole gradients as they are reduced."""
     return sum(p.numel * _bytes_of_element(model, p) for _, p in model.used_in(group))
+
+
+def _bytes_to_add(model: ShardedModel, group: int) -> int:
+    """Return the bytes of a group's bf16 gradients that are to be added to earlier ones of fp32."""
+    if not (model.masters and model.summed_before):
+        return 0
+    return sum(p.numel * COMPUTING_BYTES for _, p in model.used_in(group))
 
 
 def _bytes_of_element(model: ShardedModel, p: PredictedParameter) -> int:
