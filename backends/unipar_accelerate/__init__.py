@@ -143,8 +143,10 @@ class Accelerate(Backend):
         if uses_deepspeed(config):
             return deepspeed.predict(config, timeline, ranks, device=device)
         from unipar_native.prediction.native import predict_native
+        from unipar_native.prediction.payloads import LIBRARY_BUCKETS, DDPBuckets
 
-        return predict_native(config, timeline, ranks, device=device, reshard_rest=False)
+        buckets = DDPBuckets(LIBRARY_BUCKETS, options_of(config).find_unused)
+        return predict_native(config, timeline, ranks, device=device, reshard_rest=False, buckets=buckets)
 
     @override
     def join(self, config: Config, place: Place) -> World:

@@ -133,7 +133,7 @@ def test_fsdp_beside_tensor_and_stages(traces: TaskTraces) -> None:
 
     end = timeline.at("update")
     assert spans(timeline, "layers.1 reduced") == [(timeline.at("backward", "finish", 1), end)]
-    ahead = timeline.at("backward", "reach", 1), timeline.at("backward", "reach", 0)
+    ahead = timeline.at("backward", "enter", 1), timeline.at("backward", "reach", 0)
     assert ahead in spans(timeline, "layers.0 all-gather")
     later = replace(timeline, turn=TurnOfStep("backward", 0, 1, "backward"))
     late = timeline.at("backward", "reach", 0), timeline.at("backward", "enter", 0)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from unipar_native.prediction.payloads import count_buckets
+from unipar_native.prediction.payloads import LIBRARY_BUCKETS, count_buckets
 
 from unipar.backend import cells, registry
 from unipar.backend.prediction.timeline import Moment, PredictedParameter, StepTimeline
@@ -28,6 +28,7 @@ TIMELINE = StepTimeline(
             Moment("forward", "begin"),
             Moment("backward", "begin"),
         ),
+        *(Moment("backward", what, block) for block in (1, 0) for what in ("reach", "finish")),
         *(Moment("backward", "finish"), *(Moment("backward", "gradient", -1, number) for number in range(3))),
     ),
 )
@@ -53,15 +54,12 @@ def test_one_rank_sends_nothing(cell: str) -> None:
     assert sent(cell, 1) == set()
 
 
-BUFFERS = ("broadcast", 7, 1, 2)
-
-
 @pytest.mark.parametrize(
     ("cell", "wanted"),
     [
-        ("native/nothing", {("all_reduce", 116, 1, 2), BUFFERS}),
-        ("accelerate/nothing", {("all_reduce", 116, 1, 2), BUFFERS}),
-        ("native/optimizer", {("all_reduce", 116, 1, 2), BUFFERS, ("broadcast", 116, 2, 2)}),
+        ("native/nothing", {("all_reduce", 116, 1, 2)}),
+        ("accelerate/nothing", {("all_reduce", 116, 1, 2)}),
+        ("native/optimizer", {("all_reduce", 116, 1, 2), ("broadcast", 116, 2, 2)}),
         ("native/gradients", {("all_gather", 152, 3, 2), ("reduce_scatter", 152, 3, 2), ("all_reduce", 12, 1, 2)}),
         ("native/parameters", {("all_gather", 304, 6, 2), ("reduce_scatter", 152, 3, 2), ("all_reduce", 12, 1, 2)}),
         # Accelerate keeps what is outside of the blocks
@@ -77,7 +75,7 @@ def test_two_ranks(cell: str, wanted: set[tuple[str, int, int, int]]) -> None:
 @pytest.mark.parametrize(
     ("cell", "more", "wanted"),
     [
-        ("native/nothing", {}, {("all_reduce", 116, 1, 2), BUFFERS}),
+        ("native/nothing", {}, {("all_reduce", 116, 1, 2)}),
         ("native/gradients", {}, {("all_gather", 304, 6, 2), ("reduce_scatter", 304, 6, 2), ("all_reduce", 12, 1, 2)}),
         # bf16 gathered, fp32 summed up, both once: gradients stay whole until the last microbatch
         (
@@ -126,7 +124,27 @@ def test_half_of_what_horovod_sends() -> None:
     assert sent("horovod", 2, options=options) == {("all_reduce", 58, 3, 2)}
 
 
+def test_a_block_that_takes_no_gradient() -> None:
+    """It is not gathered in backward, unless it is gathered ahead for nothing: the last of such blocks."""
+    frozen = replace(TIMELINE.parameters[0], trained=False), *TIMELINE.parameters[1:]
+    moments = tuple(m for m in TIMELINE.moments if m.block != 0 and m.parameter != 0)
+    timeline = replace(TIMELINE, parameters=frozen, moments=moments)
+    wanted = {("all_gather", 304, 6, 2), ("reduce_scatter", 88, 2, 2), ("all_reduce", 8, 1, 2)}
+    assert sent("native/parameters", 2, timeline) == wanted
+    moments = tuple(m for m in moments if m.block != 1 and m.parameter != 1)
+    timeline = replace(timeline, parameters=(frozen[0], replace(frozen[1], trained=False), frozen[2]), moments=moments)
+    wanted = {("all_gather", 240, 5, 2), ("reduce_scatter", 24, 1, 2), ("all_reduce", 4, 1, 2)}
+    assert sent("native/parameters", 2, timeline) == wanted
+
+
+def test_a_rank_without_parameters() -> None:
+    """It sends one number as it shares what it has updated."""
+    assert ("broadcast", 116 + 2 * 4, 5, 5) in sent("native/optimizer", 5, batch={"total": 10})
+
+
 def test_buckets() -> None:
-    """The first closes at a MiB, the others at their limit."""
+    """Each closes at its limit; those of another dtype are apart. Accelerate leaves DDP's own, a small one first."""
     parameters = [PredictedParameter(str(n), (2**18,), 4, True) for n in range(6)]  # a MiB each
-    assert [count_buckets(parameters, limit * 2**20) for limit in (1, 2, 25)] == [6, 4, 2]
+    assert [count_buckets(parameters, [limit * 2**20]) for limit in (1, 2, 25)] == [6, 3, 1]
+    assert count_buckets(parameters, LIBRARY_BUCKETS) == 2
+    assert count_buckets([replace(p, element_size=4 + 4 * (n % 2)) for n, p in enumerate(parameters)], [2**23]) == 2

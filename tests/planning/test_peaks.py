@@ -108,13 +108,13 @@ def test_what_is_sent_is_copied(cell: str, ranks: int, wanted: list[Term]) -> No
 @pytest.mark.parametrize("cell", ["native/parameters", "accelerate/parameters"])
 @pytest.mark.parametrize(
     ("device", "forward", "backward"),
-    [("cpu", 64 + 64 + 64, 64 + 64 + 64), ("cuda", 64 + 64, 64 + 64)],
+    [("cpu", 64 + 64 + 64, 64 + 64 + 64), ("cuda", 64 + 64 + 64, 64 + 64 + 64)],
 )
 def test_sharded_parameters(cell: str, device: str, forward: int, backward: int) -> None:
     """A rank has 2 of 3 rows, padded to 4; the collectives of gloo have a copy of what they send.
 
-    Forward: the first block's gathered output is still there, beside the second's and its copy. Backward: the
-    second block's parameters, the first's asked for ahead, and its copy.
+    Forward: the first block's gathered output is still there, beside the second's and a copy of it.
+    Backward: what is reduced of the second block, the first's gathered output and what it is copied to.
     """
     found = peaks(cell, 2, device)
     assert {name: found["forward"][1].get(name, 0) for name in ("parameters", "optimizer", "communication")} == {

@@ -12,8 +12,9 @@ from unipar.config import Cell, Config
 from unipar.distributed.mesh import Mesh
 from unipar.memory.recording.collectives import axis_of_ranks
 from unipar_native import options_of
+from unipar_native.prediction.groups import ShardedModel, padded_elements
 from unipar_native.prediction.payloads import FP64_NORM_BYTES, sent_by_fsdp2
-from unipar_native.prediction.sharded import ShardedModel, padded_elements, predict_sharded
+from unipar_native.prediction.sharded import predict_sharded
 
 SKETCH_BYTES: Final = 3 * 8 + 1
 """Bytes of an element of a gradient while it is sketched: in fp64, with its sign, and padded."""

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator
 
 from unipar.backend.prediction.terms import predict_whole, refuse_unplanned
-from unipar.backend.prediction.timeline import PredictedParameter, Prediction, StepTimeline, Term
+from unipar.backend.prediction.timeline import Prediction, StepTimeline, Term
 from unipar.config import Config
 from unipar.errors import Unsupported
 from unipar_native import options_of, uses_ddp
-from unipar_native.prediction.payloads import averages, norm_of_fsdp2, sent_by_ddp, sent_by_fsdp2, updated_parameters
-from unipar_native.prediction.sharded import ShardedModel, built_sharded, predict_sharded
+from unipar_native.prediction.groups import ShardedModel
+from unipar_native.prediction.payloads import (
+    DDPBuckets,
+    averages,
+    norm_of_fsdp2,
+    sent_by_ddp,
+    sent_by_fsdp2,
+    shares_of_ranks,
+    updated_parameters,
+)
+from unipar_native.prediction.sharded import built_sharded, predict_sharded
 
 
 def predict_single(config: Config, timeline: StepTimeline) -> Prediction:
@@ -21,11 +29,18 @@ def predict_single(config: Config, timeline: StepTimeline) -> Prediction:
 
 
 def predict_native(
-    config: Config, timeline: StepTimeline, ranks: int, *, device: str, reshard_rest: bool = True
+    config: Config,
+    timeline: StepTimeline,
+    ranks: int,
+    *,
+    device: str,
+    reshard_rest: bool = True,
+    buckets: DDPBuckets | None = None,
 ) -> Prediction:
     """Return what a rank of native holds and sends, by what is split over so many ranks.
 
-    `reshard_rest`: under `shard: parameters`, what lies outside of blocks is freed after forward, too.
+    `reshard_rest`: under `shard: parameters`, what lies outside of blocks is freed after forward, too. `buckets`: how
+    DDP sends gradients; None: as options.native say.
     """
     shard = config.parallel.shard
     _refuse_unplanned(f"native/{shard}", config)
@@ -33,9 +48,10 @@ def predict_native(
         return Prediction(tuple(predict_whole(timeline, buckets=False)), averages(timeline, config, ranks))
     if uses_ddp(config):
         options = options_of(config)
+        reduced = sent_by_ddp(timeline, buckets or DDPBuckets([options.bucket_mb * 2**20], options.find_unused), ranks)
         if shard == "nothing":
-            return Prediction(tuple(predict_whole(timeline, buckets=True)), sent_by_ddp(timeline, options, ranks))
-        sent = (*sent_by_ddp(timeline, options, ranks), updated_parameters(timeline, ranks))
+            return Prediction(tuple(predict_whole(timeline, buckets=True)), reduced)
+        sent = (*reduced, updated_parameters(timeline, ranks))
         return Prediction(tuple(predict_optimizer(timeline, ranks)), sent if ranks > 1 else ())
     if scalar := next((p.name for p in timeline.parameters if not p.shape), ""):
         raise Unsupported(
@@ -67,18 +83,13 @@ def _refuse_unplanned(cell: str, config: Config) -> None:
 
 def predict_optimizer(timeline: StepTimeline, ranks: int) -> Iterator[Term]:
     """Yield the terms of the fullest rank if each rank keeps the optimizer's state of some whole parameters."""
-    mine = {p.name for p in largest_share(timeline, ranks)}
+    mine = {p.name for p in shares_of_ranks(timeline, ranks)[fullest_rank(timeline, ranks)]}
     for term in predict_whole(timeline, buckets=True):
         if term.category != "optimizer" or term.name.rpartition(" ")[0] in mine:
             yield term
 
 
-def largest_share(timeline: StepTimeline, ranks: int) -> list[PredictedParameter]:
-    """Return the parameters of the rank that gets most of them by size: the largest first, to who has least."""
-    shares: list[list[PredictedParameter]] = [[] for _ in range(ranks)]
-    sizes = [(0, rank) for rank in range(ranks)]
-    for p in sorted((p for p in timeline.parameters if p.trained), key=lambda p: -p.numel):
-        size, rank = heapq.heappop(sizes)
-        shares[rank].append(p)
-        heapq.heappush(sizes, (size + p.numel, rank))
-    return shares[max(sizes, key=lambda size: (size[0], -size[1]))[1]]
+def fullest_rank(timeline: StepTimeline, ranks: int) -> int:
+    """Return the rank with the most bytes of the optimizer's state, by ZeroRedundancyOptimizer's shares."""
+    sizes = [sum(p.numel * sum(p.states) for p in share) for share in shares_of_ranks(timeline, ranks)]
+    return sizes.index(max(sizes))

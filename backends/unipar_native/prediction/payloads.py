@@ -2,52 +2,87 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Final
+import heapq
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Final, Literal, NamedTuple
 
 from unipar.backend.prediction.timeline import Payload, PredictedParameter, StepTimeline
 from unipar.config import Config
-from unipar_native.options import NativeOptions
-from unipar_native.prediction.sharded import ShardedModel
+from unipar_native.prediction.groups import ShardedModel
 
-FIRST_BUCKET_BYTES: Final = 2**20
-"""Size of DDP's first bucket, whatever bucket_mb is: its reduction begins early."""
+LIBRARY_BUCKETS: Final = (2**20, 25 * 2**20)
+"""Sizes of DDP's first bucket and of all others if it is told none: the first is sent early."""
 
 USED_FLAG_BYTES: Final = 4
 """Bytes with which DDP tells other ranks whether a parameter has been used."""
+
+EMPTY_BUCKET_BYTES: Final = 4
+"""Bytes that stand for the parameters of a rank that has none."""
 
 NORM_BYTES, FP64_NORM_BYTES = 4, 8
 """Bytes of each parameter's norm of FSDP2, all sent together; and of the sum of squares in fp64."""
 
 
-def sent_by_ddp(timeline: StepTimeline, options: NativeOptions, ranks: int) -> tuple[Payload, ...]:
-    """Return what DDP sends: gradients in buckets, flags of use where it searches for unused parameters, buffers."""
+class DDPBuckets(NamedTuple):
+    """Sizes of the buckets in which DDP sends gradients, and its search for unused parameters."""
+
+    limits: Sequence[int]
+    """Bytes at which a bucket is full, one after another; the last of them holds for all that follow."""
+
+    find_unused: bool | Literal["auto"]
+
+
+def sent_by_ddp(timeline: StepTimeline, buckets: DDPBuckets, ranks: int) -> tuple[Payload, ...]:
+    """Return what DDP sends: gradients in buckets, and flags of use where it searches for unused parameters."""
     if ranks == 1:
         return ()
     trained = [(number, p) for number, p in enumerate(timeline.parameters) if p.trained]
-    ready = [p for _, p in sorted(trained, key=lambda each: timeline.gradient_at(each[0]))]
-    size, calls = sum(p.size for p in ready), count_buckets(ready, options.bucket_mb * 2**20)
+    size = sum(p.size for _, p in trained)
     unused = any(not timeline.has_gradient(number) for number, _ in trained)
-    if options.find_unused is True or (options.find_unused == "auto" and unused):
-        size, calls = size + USED_FLAG_BYTES * len(trained), calls + 1
-    reduced = Payload("data", "all_reduce", size, calls, ranks)
-    buffers = sum(timeline.buffers.values())
-    return (reduced, Payload("data", "broadcast", buffers, 1, ranks)) if buffers else (reduced,)
+    if buckets.find_unused is True or (buckets.find_unused == "auto" and unused):
+        calls = count_buckets(
+            [p for _, p in trained], buckets.limits
+        )  # it does not learn their order, and keeps its first
+        return (Payload("data", "all_reduce", size + USED_FLAG_BYTES * len(trained), calls + 1, ranks),)
+    ready = [p for _, p in sorted(trained, key=lambda each: timeline.gradient_at(each[0]))]
+    return (Payload("data", "all_reduce", size, count_buckets(ready, buckets.limits), ranks),)
 
 
-def count_buckets(parameters: list[PredictedParameter], limit: int) -> int:
-    """Return in how many buckets DDP sends gradients that are ready in this order."""
-    count = filled = 0
+def count_buckets(parameters: Sequence[PredictedParameter], limits: Sequence[int]) -> int:
+    """Return in how many buckets DDP puts parameters in this order: each bucket has one dtype, and closes when full."""
+    closed: Counter[int] = Counter()
+    filled: Counter[int] = Counter()
     for p in parameters:
-        filled += p.size
-        if filled >= (limit if count else min(FIRST_BUCKET_BYTES, limit)):
-            count, filled = count + 1, 0
-    return count + bool(filled)
+        filled[p.element_size] += p.size
+        if filled[p.element_size] >= limits[min(closed[p.element_size], len(limits) - 1)]:
+            closed[p.element_size] += 1
+            filled[p.element_size] = 0
+    return closed.total() + sum(size > 0 for size in filled.values())
 
 
 def updated_parameters(timeline: StepTimeline, ranks: int) -> Payload:
-    """Return what ZeroRedundancyOptimizer sends: each rank's parameters, after it has updated them."""
-    return Payload("data", "broadcast", sum(p.size for p in timeline.parameters if p.trained), ranks, ranks)
+    """Return what ZeroRedundancyOptimizer sends: each rank's parameters, after it has updated them.
+
+    A rank that has none sends one number of fp32.
+    """
+    idle = sum(not share for share in shares_of_ranks(timeline, ranks))
+    size = sum(p.size for p in timeline.parameters if p.trained) + EMPTY_BUCKET_BYTES * idle
+    return Payload("data", "broadcast", size, ranks, ranks)
+
+
+def shares_of_ranks(timeline: StepTimeline, ranks: int) -> Sequence[Sequence[PredictedParameter]]:
+    """Return the parameters of which each rank has the optimizer's state: the largest first, to who has least.
+
+    ZeroRedundancyOptimizer goes from one of the optimizer's groups to the next.
+    """
+    shares: list[list[PredictedParameter]] = [[] for _ in range(ranks)]
+    sizes = [(0, rank) for rank in range(ranks)]
+    for p in sorted((p for p in timeline.parameters if p.trained), key=lambda p: (p.group, -p.numel)):
+        size, rank = heapq.heappop(sizes)
+        shares[rank].append(p)
+        heapq.heappush(sizes, (size + p.numel, rank))
+    return shares
 
 
 def averages(timeline: StepTimeline, config: Config, ranks: int) -> tuple[Payload, ...]:
@@ -71,9 +106,7 @@ def sent_by_fsdp2(
     `axis_of_copies`.
     """
     ranks, times = model.ranks, 1 if model.once else model.timeline.microbatches
-    groups = [group for group, size in model.gathered.items() if size]
-    again = [g for g in groups if (model.reshard_rest if g < 0 else model.reshard)]
-    gathers = [model.gathered[g] for g in (*groups, *again)]
+    gathers = [model.gathered[g] for g in (*model.order, *model.gathered_again)]
     reduces = [size for size in model.gradient_bytes.values() if size]
     if ranks > 1:
         yield Payload(axis, "all_gather", times * sum(gathers), times * len(gathers), ranks)

@@ -16,9 +16,14 @@ def predict_whole(timeline: StepTimeline, *, buckets: bool) -> Iterator[Term]:
         yield Term("parameters", p.name, p.size)
         if p.trained:
             yield from state_terms(timeline, p, p.numel)
-            since = 0 if buckets or timeline.accumulates else timeline.gradient_at(number)
+            used = timeline.has_gradient(number)
+            since = 0 if buckets or (used and timeline.accumulates) else timeline.gradient_at(number)
             yield Term("gradients", p.name, p.size, since, None if buckets else timeline.at("steady"))
-            if buckets and timeline.accumulates:  # earlier microbatches have added up beside the buckets
+            if buckets and not used:
+                yield Term(
+                    "gradients", f"{p.name}, filled with zeros", p.size, timeline.at("update"), timeline.at("steady")
+                )
+            elif buckets and timeline.accumulates:  # earlier microbatches have added up beside the buckets
                 yield Term("gradients", f"{p.name}, not reduced", p.size, 0, timeline.gradient_at(number))
 
 

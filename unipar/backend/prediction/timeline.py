@@ -163,6 +163,10 @@ class StepTimeline:
         instead = self._places[phase, "finish" if phase == "backward" and what != "begin" else "begin", -1]
         return self._places.get((phase, what, block), instead)
 
+    def happens(self, phase: PredictedPhase, what: MomentKind, block: int) -> bool:
+        """Return whether there is such a moment of a block."""
+        return (phase, what, block) in self._places
+
     def gradient_at(self, parameter: int) -> int:
         """Return the position at which a parameter's gradient is complete; the update, if it gets none before."""
         return self._gradients.get(parameter, self.at("update"))

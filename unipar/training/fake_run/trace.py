@@ -18,7 +18,7 @@ from unipar.backend.prediction.rank_part import RankPart
 from unipar.backend.prediction.timeline import PredictedModule, PredictedParameter, StepTimeline
 from unipar.config import BatchSizes, Config
 from unipar.data.dataset import training_data_source
-from unipar.engines.placement import replace_parameters
+from unipar.engines.placement import cast_buffers, replace_parameters
 from unipar.errors import TaskError
 from unipar.model.blocks import find_blocks
 from unipar.model.create import cast_if_float, check_parts
@@ -194,6 +194,7 @@ def fake_task(config: Config, micro: int, task: Task | None = None) -> FakeTask:
     if masters:  # the optimizer steps fp32 copies of what computes in bf16
         with mode:
             _cast_parameters(model, torch.bfloat16)
+            cast_buffers(model, torch.bfloat16)
     apply_transforms(model, blocks, config.changed({"model.compile": False}))
     with user_errors_as_task_errors("data()"):
         data = task.data()
