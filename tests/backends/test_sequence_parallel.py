@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,19 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from typing_extensions import override
+from unipar_native.mesh.planned import split_model
 from unipar_native.mesh.sequence import collectives
 from unipar_native.mesh.sequence.collectives import GatheredInput, Span
 from unipar_native.mesh.sequence.plan import add_sequence
 from unipar_native.mesh.tensor_plan import derive_block_plan
 
-from tests.support.tensor_blocks import own_blocks
+from examples.char_gpt import Block
+from tests.support.tensor_blocks import WIDTH, own_blocks
 from tests.support.tensor_worlds import NEAR, said_in_world
+from unipar.backend import Part
+from unipar.config import Config
 from unipar.errors import TaskError
+from unipar.model.transforms import apply_transforms
 
 pytestmark = [pytest.mark.forked, pytest.mark.filterwarnings("ignore")]  # torch's own, while it is imported
 
@@ -162,3 +168,26 @@ def test_hooks_around_see_all_that_is_kept(monkeypatch: pytest.MonkeyPatch) -> N
     plain = F.linear(whole, weight.detach() * 2.0)
     (expected,) = torch.autograd.grad(plain.square().sum(), whole)
     assert torch.allclose(part.grad, expected[:2] + expected[2:])  # pyright: ignore[reportArgumentType]
+
+
+def test_recomputed_blocks_under_hooks_of_saved_tensors() -> None:
+    """Such hooks get plain tensors: a block still knows that its input is a part, and no gathered input is left."""
+    model, x = nn.Sequential(Block(WIDTH, 4), Block(WIDTH, 4)), torch.randn(1, 6, WIDTH)
+    split = {"data": 1, "tensor": 2, "sequence": True}
+    config = Config.model_validate(
+        {
+            "task": {"use": "x:Y"},
+            "batch": {"total": 1},
+            "train": {"steps": 1, "optimizer": {"lr": 1.0}},
+            "parallel": split,
+            "model": {"recompute": "blocks"},
+        }
+    )
+    apply_transforms(model, ["0", "1"], config)
+    part = Part("model", model, lambda _: None, ["0", "1"], loss=lambda m, batch: m(batch), sample=lambda: x)  # pyright: ignore[reportArgumentType]
+    (mine,) = split_model(part, config)
+    with mine.placed(), mine.armed():
+        with saved_tensors_hooks(lambda t: t, lambda t: t):
+            out = model(x)
+        out.part.sum().backward()
+    assert [t for t in gc.get_objects() if isinstance(t, GatheredInput)] == []

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, final
+from typing import Any, Final, cast, final
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from unipar_native.mesh.sequence.parts import BlockParts, hook_parts
+from unipar_native.mesh.sequence.parts import BlockParts, hook_parts, unwrap_parts, wrap_parts
 from unipar_native.mesh.tensor.attention import attend_with_parts
 from unipar_native.mesh.tensor.collectives import enter, leave
 from unipar_native.mesh.tensor.cuts import BlockPlan, is_transposed
@@ -201,9 +201,12 @@ def _wrap(block: Any, entered: _Entered, mode: Any, parts: BlockParts | None, *,
     plain: Callable[..., Any] = block.forward if inner is None else inner[0]
 
     def forward(*args: Any, **kwargs: Any) -> Any:
+        if arrived := kwargs.pop(_ARRIVED, ()):
+            args, kwargs = wrap_parts(args, kwargs, arrived)
         with ExitStack() as stack:
             stack.callback(entered.clear)
             if parts is not None:
+                stack.callback(parts.clear)
                 args, kwargs = parts.enter(args, kwargs)
                 mode.span = parts.span
             if everywhere:
@@ -216,8 +219,25 @@ def _wrap(block: Any, entered: _Entered, mode: Any, parts: BlockParts | None, *,
     if inner is None:
         return _replace(block, forward)
     inner[0] = forward
+    replaced = None if parts is None else _replace(block, _recomputing_on_plain(cast("Callable[..., Any]", outer)))
 
     def undo() -> None:
         inner[0] = plain
+        if replaced is not None:
+            replaced.remove()
 
     return Handle(undo)
+
+
+_ARRIVED: Final = "unipar_arrived"
+"""Argument of a recomputed block: what is known of the parts among the others."""
+
+
+def _recomputing_on_plain(recomputed: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward whose arguments torch keeps as plain tensors: hooks on what it keeps lose what they know."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs, arrived = unwrap_parts(args, kwargs)
+        return recomputed(*args, **kwargs, **({_ARRIVED: arrived} if arrived else {}))
+
+    return forward

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
@@ -140,8 +140,11 @@ class BlockParts:
         leaves, spec = tree_flatten(out)
         for place in self.plan.outputs:
             leaves[place] = CutSequence.of(leaves[place], self.plan.dim, self.span)
-        self._known.clear()
         return tree_unflatten(leaves, spec)
+
+    def clear(self) -> None:
+        """Let go of gathered inputs: torch ends a recomputed forward by an error as soon as it has all it needs."""
+        self._known.clear()
 
     def gathered(self, x: Tensor, dim: int) -> GatheredInput:
         """Return the whole of a part that cut matrices take: one for all of them."""
@@ -167,29 +170,44 @@ def join_before(block: nn.Module) -> Callable[[], None]:
     return block.register_forward_pre_hook(join, with_kwargs=True, prepend=True).remove
 
 
+Arrived = tuple[int, int, Span]
+"""Place of hidden states among a call's arguments, with the dimension along which they are cut, and the rank's part."""
+
+
+def unwrap_parts(args: Any, kwargs: Any) -> tuple[Any, Any, Sequence[Arrived]]:
+    """Return a call's arguments with parts as plain tensors, and what is known of these."""
+    leaves, spec = tree_flatten((args, kwargs))
+    arrived: list[Arrived] = []
+    for place, x in enumerate(leaves):
+        if isinstance(x, CutSequence):
+            arrived.append((place, x.cut_dim, x.span))
+            leaves[place] = x.part
+    args, kwargs = tree_unflatten(leaves, spec)
+    return args, kwargs, arrived
+
+
+def wrap_parts(args: Any, kwargs: Any, arrived: Sequence[Arrived]) -> tuple[Any, Any]:
+    """Return a call's arguments with parts that know it again."""
+    leaves, spec = tree_flatten((args, kwargs))
+    for place, dim, span in arrived:
+        leaves[place] = CutSequence.of(leaves[place], dim, span)
+    args, kwargs = tree_unflatten(leaves, spec)
+    return args, kwargs
+
+
 def hook_parts(block: nn.Module) -> list[Callable[[], None]]:
     """Let a library's hooks see plain parts among a block's arguments, as they would lose what is known of them.
 
     To be called when these hooks are on. Returns what takes it back.
     """
-    arrived: list[tuple[int, int, Span]] = []
+    arrived: list[Sequence[Arrived]] = [()]
 
     def unwrap(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        arrived.clear()
-        leaves, spec = tree_flatten((args, kwargs))
-        for place, x in enumerate(leaves):
-            if isinstance(x, CutSequence):
-                arrived.append((place, x.cut_dim, x.span))
-                leaves[place] = x.part
-        return tree_unflatten(leaves, spec) if arrived else None
+        *call, arrived[0] = unwrap_parts(args, kwargs)
+        return tuple(call) if arrived[0] else None
 
     def wrap(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        if not arrived:
-            return None
-        leaves, spec = tree_flatten((args, kwargs))
-        for place, dim, span in arrived:
-            leaves[place] = CutSequence.of(leaves[place], dim, span)
-        return tree_unflatten(leaves, spec)
+        return wrap_parts(args, kwargs, arrived[0]) if arrived[0] else None
 
     return [
         block.register_forward_pre_hook(unwrap, with_kwargs=True, prepend=True).remove,
