@@ -6,6 +6,7 @@ import json
 import socket
 from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import TYPE_CHECKING
 
 from unipar.backend import registry
@@ -36,7 +37,9 @@ def train_within_limit(place: Place, run: Path, control: socket.socket | None) -
     backend = registry.find_backend(settled.cell.backend)
 
     def met(world: World, heartbeat: HeartbeatWriter) -> None:
-        import_module(f"{type(backend).__module__}.engine")  # its imports are not the model's memory
+        package = import_module(type(backend).__module__)
+        for module in iter_modules(package.__path__, f"{package.__name__}."):
+            import_module(module.name)  # what they import is not the model's memory
         run_toy_step(world)
         limit_allocations(launch["limit"], launch["counted"])
 

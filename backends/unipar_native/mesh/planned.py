@@ -47,6 +47,7 @@ class MeshPart(RankPart):
         self._groups: MeshGroups | None = None
         self._flow: StageFlow | None = None
         self._way: Way = options_of(config).attention
+        self.proved = options_of(config).proof == "whole"
         self._sequences: SequenceSplit | None = None
         self.leaving: dict[Hashable, Any] = {}
         """Hidden states that the stage has put out, by the shapes of a batch."""

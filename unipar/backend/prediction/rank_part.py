@@ -36,6 +36,9 @@ class RankPart(ABC):
     sent_back: int = 0
     """Bytes of their gradient that it has sent to the stage before."""
 
+    proved: bool = False
+    """True if the set-up computes gradients of the whole model on rank 0, and of all parts, without autocast."""
+
     stages_of: Mapping[str, int]
     """Number of stages that use a parameter, by its name, where several do."""
 

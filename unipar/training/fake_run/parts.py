@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, final
+from operator import attrgetter
+from typing import Any, Final, final, get_args
 
 from torch import nn
 
 from unipar.backend import Backend, Part, registry
+from unipar.backend.precision import autocast_dtype
 from unipar.backend.prediction.rank_part import RankPart
-from unipar.backend.prediction.timeline import Payload, Prediction, StepTimeline, Term
+from unipar.backend.prediction.terms import predict_whole
+from unipar.backend.prediction.timeline import Payload, PredictedPhase, Prediction, StepTimeline, Term
 from unipar.config import BatchSizes, Config
 from unipar.config.sections.cell import Axes
 from unipar.config.settled import SettledConfig
-from unipar.planning.activations import MicrobatchPayload
+from unipar.planning.activations import Activations, MicrobatchPayload
 from unipar.planning.peaks import (
     OffloadedBytes,
     PredictedPeak,
@@ -30,12 +33,16 @@ from unipar.training.fake_run.step import FakeStep
 from unipar.training.fake_run.trace import (
     FEWEST_SAMPLES,
     FakeTask,
+    Proof,
     TracedTask,
     combine_steps,
     explain_values,
     line_through,
     trace_fake_task,
+    trace_whole,
 )
+
+_ORDER: Final = get_args(PredictedPhase)
 
 
 @dataclass(frozen=True)
@@ -81,6 +88,7 @@ class TaskTraces:
         `task`: None for the config's own.
         """
         self._fake, self.whole = trace_fake_task(config, micro, task)
+        self._whole_in_full: TracedTask | None = None
         self._parts: dict[object, tuple[TracedTask, ...]] = {}
         self._predictions: dict[object, Prediction] = {}
         self._timelines: dict[tuple[int, int], StepTimeline] = {}
@@ -119,15 +127,25 @@ class TaskTraces:
             prediction = predict(timeline)
             activations = traced.activations if device == "cpu" else traced.activations.without_staging
             gloo, late = device == "cpu" and ranks > 1, 0
+            proving = list(self._passes_of_proof(traced, predict, device))
+            built = [
+                replace(max(predict_peaks(*each, sizes.micro), key=attrgetter("peak")), phase="built")
+                for each in proving
+            ]
             if traced.stage is None:
                 step = timeline, prediction, activations, sizes.micro, sizes.accumulate
-                phases = predict_peaks(*step)
+                phases = [*built, *predict_peaks(*step)]
                 if gloo:
-                    late = predict_needed(*step) - max(phase.peak for phase in phases)
+                    needed = max(predict_needed(*step), *(predict_needed(*each, sizes.micro) for each in proving), 0)
+                    late = needed - max(phase.peak for phase in phases)
             else:
-                phases = predict_stage_peaks(traced.stage, timeline, predict, activations, sizes.micro)
+                phases = [*built, *predict_stage_peaks(traced.stage, timeline, predict, activations, sizes.micro)]
                 if gloo:
                     late = late_bytes(prediction, activations, sizes.micro)
+            phases = list(
+                {phase.phase: phase for phase in sorted(phases, key=attrgetter("peak"))}.values()
+            )  # the fullest of each
+            phases.sort(key=lambda phase: _ORDER.index(phase.phase))
             traffic = tuple(each.of_step(sizes.micro, sizes.accumulate) for each in traced.sent)
             outside = tuple(predict_offloaded(timeline, prediction))
             found.append(PredictedStep(tuple(phases), (*prediction.sent, *traffic), traced, late, outside))
@@ -143,11 +161,34 @@ class TaskTraces:
         for number, traced in enumerate(self.of(config)):
             # what is held does not depend on how many microbatches came before, if there were some
             timeline = self._timeline(traced, min(sizes.accumulate, 2))
-            prediction = self._predict(config, ranks, number, timeline, device, runtime)
+
+            def predict(timeline: StepTimeline, number: int = number) -> Prediction:
+                return self._predict(config, ranks, number, timeline, device, runtime)
+
+            prediction = predict(timeline)
             activations = traced.activations if device == "cpu" else traced.activations.without_staging
             needs = predict_needed if device == "cpu" and ranks > 1 else predict_peak
             most = max(most, needs(timeline, prediction, activations, sizes.micro, sizes.accumulate))
+            proving = self._passes_of_proof(traced, predict, device)
+            most = max(most, *(needs(*each, sizes.micro) for each in proving), 0)
         return most
+
+    def _passes_of_proof(
+        self, traced: TracedTask, predict: Callable[[StepTimeline], Prediction], device: str
+    ) -> Iterator[tuple[StepTimeline, Prediction, Activations]]:
+        """Yield what proves in the set-up that parts are the whole model, as if it were a step."""
+        if (proof := traced.proof) is None:
+            return
+        timeline = self._timeline(traced, 1)
+        part = proof.part if device == "cpu" else proof.part.without_staging
+        yield timeline, _without_states(predict(timeline)), part
+        if device == "cpu":  # else that is the host's memory
+            whole = proof.whole.timeline
+            yield (
+                whole,
+                _without_states(Prediction(tuple(predict_whole(whole, buckets=False)))),
+                proof.whole.activations,
+            )
 
     def _timeline(self, traced: TracedTask, microbatches: int) -> StepTimeline:
         """Return the step's timeline with so many microbatches; each is made once, as it remembers its places."""
@@ -182,11 +223,36 @@ class TaskTraces:
         with explain_values("the split model"):
             axes = config.parallel.axes
             return [
-                _trace_part(fake, self.whole, rank_part, axes) for rank_part in backend.split_for_plan(part, config)
+                _trace_part(fake, self.whole, rank_part, axes, self._whole_of_proof)
+                for rank_part in backend.split_for_plan(part, config)
             ]
 
+    def _whole_of_proof(self) -> TracedTask:
+        """Return a step of the whole model without autocast."""
+        if autocast_dtype(self._fake.config.train.precision) is None:
+            return self.whole
+        if self._whole_in_full is None:
+            self._whole_in_full = trace_whole(_in_full_precision(self._fake))
+        return self._whole_in_full
 
-def _trace_part(fake: FakeTask, whole: TracedTask, part: RankPart, axes: Axes) -> TracedTask:
+
+def _in_full_precision(fake: FakeTask) -> FakeTask:
+    return replace(fake, config=fake.config.changed({"train.precision": "fp32"}))
+
+
+def _fullest(peaks: Iterable[PredictedPeak]) -> PredictedPeak:
+    return max(peaks, key=attrgetter("peak"))
+
+
+def _without_states(prediction: Prediction) -> Prediction:
+    """Return what a backend holds before the optimizer's first step."""
+    return replace(prediction, terms=tuple(term for term in prediction.terms if term.category != "optimizer"), built=())
+
+
+def _trace_part(
+    fake: FakeTask, whole: TracedTask, part: RankPart, axes: Axes, whole_of_proof: Callable[[], TracedTask]
+) -> TracedTask:
+    proof_of_whole = whole_of_proof() if part.proved else None
     few = max(FEWEST_SAMPLES, fake.micro)  # of one sample, parts of a sequence may need no copies
     counts = (few, few + fake.micro)
     with part.placed():
@@ -198,14 +264,17 @@ def _trace_part(fake: FakeTask, whole: TracedTask, part: RankPart, axes: Axes) -
             sent_on.append((count, part.sent_on))
             sent_back.append((count, part.sent_back))
         first, second = steps
-        activations = combine_steps(first, second)
+        activations = in_full = combine_steps(first, second)
+        if proof_of_whole is not None and autocast_dtype(fake.config.train.precision) is not None:
+            in_full = combine_steps(*(_in_full_precision(fake).trace(count, part) for count in counts))
         timeline = fake.timeline(part.blocks, first, part.stages_of)
     timeline = replace(timeline, whole=whole.timeline.parameters)
     sent = tuple(_payloads(first, second, part))
     stage = None
     if axes.pipeline > 1:
         stage = PlannedStage(axes.schedule, axes.pipeline, part.stage, line_through(*sent_on), line_through(*sent_back))
-    return replace(whole, timeline=timeline, activations=activations, sent=sent, stage=stage)
+    proof = None if proof_of_whole is None else Proof(proof_of_whole, in_full)
+    return replace(whole, timeline=timeline, activations=activations, sent=sent, stage=stage, proof=proof)
 
 
 def _payloads(first: FakeStep, second: FakeStep, part: RankPart) -> Sequence[MicrobatchPayload]:

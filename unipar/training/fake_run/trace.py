@@ -69,6 +69,20 @@ class TracedTask:
     stage: PlannedStage | None = None
     """Stage of a pipeline; None: there is none."""
 
+    proof: Proof | None = None
+    """What proves in the set-up that parts are the whole model; None: nothing does."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """Passes of the set-up without autocast, which hold no optimizer's tensors."""
+
+    whole: TracedTask
+    """That of the whole model, on the CPU of rank 0."""
+
+    part: Activations
+    """That of the rank's part."""
+
 
 @dataclass(frozen=True)
 class FakeTask:
