@@ -107,7 +107,7 @@ class ZeroEngine(OptimizerEngine):
         self.holder = ZeroPartitions(self.model, self.engine, self.stage, world, split=split, swapped=self.swapped)
         self.holder.forget_first_step()
         if masters is not None:
-            self.holder.put("weight", masters)
+            self.holder.put_masters(masters, world.device)
         if split is not None:
             prove_split(part, split, self.call, world, whole, config)
             if self.stage == 3:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, final
 
 import deepspeed
@@ -17,8 +17,6 @@ from unipar.engines.plain_state import KINDS_OF_MODEL, describe_reserved_key
 
 if TYPE_CHECKING:
     from unipar_deepspeed.tensor import TensorSplit
-
-ReadRegion = Callable[[str, Region], Tensor]
 
 
 @final
@@ -187,28 +185,25 @@ class ZeroPartitions:
             self.base.state[slot] = fresh
 
     @torch.no_grad()
-    def put(self, kind: str, source: ReadRegion) -> None:
-        """Fill this rank's range of every trained parameter from `source`."""
+    def put_masters(self, exact: Mapping[str, Tensor], device: torch.device) -> None:
+        """Fill this rank's range of every trained parameter's master from rank 0's values, one at a time."""
         for name, p in self.model.named_parameters():
             if p.requires_grad:
-                for where, tensor in self.regions(name, p, kind):
-                    tensor.copy_(source(name, where).view(tensor.shape))
+                whole = broadcast_tensor(exact[name], device).view(-1)
+                for where, tensor in self.regions(name, p, "weight"):
+                    tensor.copy_(where.of(whole).view(tensor.shape))
 
 
 def _is_saved(key: str, value: Any) -> bool:
     return key == "step" or isinstance(value, Tensor)
 
 
-def keep_exact_values(module: nn.Module, config: Config, world: World) -> ReadRegion | None:
-    """Return a source of the exact initial values under bf16-master; DeepSpeed would start from bf16 roundings."""
+def keep_exact_values(module: nn.Module, config: Config, world: World) -> Mapping[str, Tensor] | None:
+    """Return the exact initial values under bf16-master; DeepSpeed would start from bf16 roundings.
+
+    Rank 0 has them, until masters are filled; others know their shapes.
+    """
     if config.train.precision != "bf16-master":
         return None
-    exact = {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
-    sent: dict[str, Tensor] = {}
-
-    def source(name: str, where: Region) -> Tensor:
-        return where.of(sent[name])
-
-    for name, p in exact.items():  # sent from rank 0; each rank keeps them until its masters are filled
-        sent[name] = broadcast_tensor(p, world.device).clone().view(-1)
-    return source
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    return trained if world.rank == 0 else {name: torch.empty_like(p, device="meta") for name, p in trained.items()}
