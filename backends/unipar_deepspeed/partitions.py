@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, final
 
 import deepspeed
@@ -17,6 +17,8 @@ from unipar.engines.plain_state import KINDS_OF_MODEL, describe_reserved_key
 
 if TYPE_CHECKING:
     from unipar_deepspeed.tensor import TensorSplit
+
+ReadRegion = Callable[[str, Region], Tensor]
 
 
 @final
@@ -185,6 +187,13 @@ class ZeroPartitions:
             self.base.state[slot] = fresh
 
     @torch.no_grad()
+    def put(self, kind: str, source: ReadRegion) -> None:
+        """Fill this rank's range of every trained parameter from `source`."""
+        for name, p in self.model.named_parameters():
+            if p.requires_grad:
+                for where, tensor in self.regions(name, p, kind):
+                    tensor.copy_(source(name, where).view(tensor.shape))
+
     def put_masters(self, exact: Mapping[str, Tensor], device: torch.device) -> None:
         """Fill this rank's range of every trained parameter's master from rank 0's values, one at a time."""
         for name, p in self.model.named_parameters():

@@ -6,7 +6,7 @@
     python -m benchmarks.plan model=10M ranks=1,2 'cell=native/*'    all rows with these values
 
 Compared are bytes beyond what libraries and Python hold for themselves, with the range of the measured steps. Results
-are kept in runs/plan-rows.jsonl; --again measures anew. Exit 1: a row is farther off than its limit, or a payload
+are kept in runs/plan-rows.jsonl, and planned anew; --again measures anew. Exit 1: a row is farther off than its limit, or a payload
 differs.
 """
 
@@ -17,7 +17,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -88,23 +88,26 @@ def plan_row(row: Row) -> tuple[PredictedPeak, Mapping[str, int]]:
 def compare(row: Row, environment: dict[str, str]) -> Result:
     """Return a row, planned and measured."""
     config, cell = config_of(row), Cell.parse(row.cell)
-    planned, sent = plan_row(row)
+    planned_anew(Result(asdict(row)))  # what is not planned is not measured either
     settled = SettledConfig.of(config, cell, row.ranks, "cpu")
     account = measure_account(settled, environment, library_traffic=True)
     full = account.peak
     own = sum(full.held.get(category, 0) for category in NOT_PLANNED)
-    measured = {f"{axis} {kind}": size for axis, of in account.sent_along.items() for kind, size in of.items()}
-    return Result(
+    measured = Result(
         asdict(row),
-        planned.phase,
-        planned.peak,
-        min(account.peaks) - own,
-        max(account.peaks) - own,
-        dict(sent),
-        measured,
-        {k: v for k, v in planned.held.items() if v},
-        {k: v for k, v in full.held.items() if v} | {f"in {full.name}": full.peak},
+        low=min(account.peaks) - own,
+        high=max(account.peaks) - own,
+        measured_sent={f"{axis} {kind}": size for axis, of in account.sent_along.items() for kind, size in of.items()},
+        measured_held={k: v for k, v in full.held.items() if v} | {f"in {full.name}": full.peak},
     )
+    return planned_anew(measured)
+
+
+def planned_anew(result: Result) -> Result:
+    """Return a measured row beside today's plan; raise Unsupported if there is none."""
+    planned, sent = plan_row(Row(**result.row))
+    held = {k: v for k, v in planned.held.items() if v}
+    return replace(result, phase=planned.phase, planned=planned.peak, sent=dict(sent), held=held)
 
 
 def select(options: argparse.Namespace) -> Iterator[Row]:
@@ -138,8 +141,10 @@ def main(arguments: Sequence[str]) -> int:
     results: list[Result] = []
     rows = list(select(options))
     for number, row in enumerate(rows, 1):
-        result = kept.get(json.dumps(asdict(row)))
-        if result is None:
+        earlier = kept.get(json.dumps(asdict(row)))
+        if earlier is not None:
+            result = planned_anew(earlier)
+        else:
             try:
                 result = compare(row, environment)
             except Unsupported as e:

@@ -9,7 +9,8 @@ Models, precisions, microbatches, ranks and cells are drawn at random. The limit
 rank allocates from the moment on at which the ranks have met; an allocation beyond it fails. "Fits" is the smallest
 memory in which the plan says so, with 5 % of headroom. "Lacks" is up to 5 % less than the planned peak.
 In the control group the limit is on all that a rank allocates: the planned peak, what a recorded step shows that
-libraries and Python hold for themselves, and 5 %. Results are kept in runs/plan-limits.jsonl; --again trains anew.
+libraries and Python hold for themselves, and 5 %. Results are kept in runs/plan-limits.jsonl, and one counts as long as
+the plan of its training is the same; --again trains all anew.
 Exit 1: a training that fits ran out of memory, or fewer than 9 in 10 of those that do not fit did.
 """
 
@@ -131,8 +132,13 @@ def train_within(settled: SettledConfig, limit: int, counted: str, server: Share
     return ""
 
 
-def train(row: Row, group: Group, share: float, server: SharedForkServer) -> LimitedTraining:
-    """Return a training that ran within a limit; `share` of the planned peak, where it does not fit."""
+def train(
+    row: Row, group: Group, share: float, server: SharedForkServer, kept: LimitedTraining | None
+) -> LimitedTraining:
+    """Return a training that ran within a limit: `kept`, if it had the limits of today's plan.
+
+    `share`: that of the planned peak which is the limit, where it does not fit.
+    """
     config, cell = config_of(row), Cell.parse(row.cell)
     step = predict_cell(config, cell, row.ranks, "cpu")
     planned = step.peak
@@ -140,7 +146,9 @@ def train(row: Row, group: Group, share: float, server: SharedForkServer) -> Lim
     limit, counted = int(step.needed / (1 - HEADROOM)), "tensors"
     if group == "lacks":
         limit = int(planned * share)
-    elif group == "control":
+    if kept is not None and kept.planned == planned and (group == "control" or kept.limit == limit):
+        return kept
+    if group == "control":
         full = measure_account(settled, preload_environment(build_meter())).peak
         limit = int((step.needed + sum(full.held.get(category, 0) for category in NOT_PLANNED)) / (1 - HEADROOM))
         counted = "all"
@@ -176,9 +184,9 @@ def main(arguments: Sequence[str]) -> int:
     with SharedForkServer([*ENTRY_MODULES, ENTRY_MODULE, "unipar.comparison.worker"], environment) as server:
         server.start([registry.find_backend(name) for name in ("native", "deepspeed", "horovod", "accelerate")])
         for number, (row, group, share) in enumerate(todo, 1):
-            result = kept.get(json.dumps([group, asdict(row)]))
-            if result is None:
-                result = train(row, group, share, server)
+            earlier = kept.get(json.dumps([group, asdict(row)]))
+            result = train(row, group, share, server, earlier)
+            if result is not earlier:
                 with STORE.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(asdict(result)) + "\n")
             results.append(result)

@@ -6,12 +6,14 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from typing_extensions import override
+from unipar_deepspeed.partitions import keep_exact_values
 
 import unipar
 from tests.conformance import tasks
@@ -135,6 +137,20 @@ def test_no_rank_holds_the_model_whole(played: Played) -> None:
     assert len(received["most"]) == len(sizes)
     assert max(received["most"]) <= max(sizes)
     assert made["most"][0] == sum(sizes)
+
+
+def test_exact_values_are_rank_0s() -> None:
+    """Under bf16-master the others know shapes alone: fp32 values go out one at a time when masters are there."""
+    config: Any = SimpleNamespace(train=SimpleNamespace(precision="bf16-master"))
+    model, worlds = nn.Linear(3, 2), list[Any]([SimpleNamespace(rank=0), SimpleNamespace(rank=1)])
+    kept = [keep_exact_values(model, config, world) for world in worlds]
+    assert kept[0] is not None
+    assert kept[0]["weight"] is model.weight
+    assert kept[1] is not None
+    assert [(name, p.shape, p.device.type) for name, p in kept[1].items()] == [
+        ("weight", (2, 3), "meta"),
+        ("bias", (2,), "meta"),
+    ]
 
 
 @pytest.mark.parametrize(("shard", "offloads"), [("gradients", "cpu_offload"), ("parameters", "offload_optimizer")])

@@ -14,7 +14,7 @@ from tests.support.short_text import short_text
 from unipar.backend import registry
 from unipar.backend.cells import config_in_cell, expand_cell_patterns
 from unipar.backend.prediction.timeline import Payload, StepTimeline, TurnOfStep
-from unipar.config import Config
+from unipar.config import BatchSizes, Config
 from unipar.config.source import load_given_config
 from unipar.distributed.mesh import Mesh, fake_groups
 from unipar.errors import TaskError, Unsupported
@@ -156,14 +156,14 @@ def test_what_the_proof_holds_before_the_first_step(traces: TaskTraces) -> None:
 
     def built(proof: str) -> dict[str, int]:
         config = in_cell("native/nothing+context2", 2).changed({"options": {"native": {"proof": proof}}})
-        (first, *_) = traces.predict(config, 2, config.batch.settle(1), device="cpu").phases
+        (first, *_) = traces.predict(config, 2, config.batch.settle(1).with_micro(1), device="cpu").phases
         assert first.phase == "built"
         return {term.name: term.size for term in first.terms}
 
     model, gradients = "whole model, of rank 0", "gradients that prove that the split model is the same"
-    whole, blocks, off = built("whole"), built("blocks"), built("off")
+    blocks, off = built("blocks"), built("off")
     size = sum(p.size for p in traces.whole.timeline.parameters)
-    assert whole[model] == whole[gradients] == blocks[model] == off[model] == size
+    assert blocks[model] == off[model] == size
     assert 0 < blocks[gradients] < size
     assert off["its part"] == size  # along the context every rank has the whole
 
@@ -190,3 +190,20 @@ def test_other_cells_are_planned(given: dict[str, Any]) -> None:
         (2, 2, ""),
         (3, 0, "native/nothing+tensor2 needs a multiple of 2 ranks (tensor 2), and there are 3"),
     ]
+
+
+def test_the_proof_before_the_first_step(traces: TaskTraces, given: dict[str, Any]) -> None:
+    """Rank 0 runs the whole model, and each rank its part, without autocast: under bf16-mixed the set-up needs as much
+    as in fp32."""
+    config, sizes = in_cell("native/nothing+tensor2", 2), BatchSizes(total=8, micro=8, accumulate=1, ranks=1)
+    mixed = config.changed({"train.precision": "bf16-mixed"})
+    whole = traces.predict(config, 2, sizes, device="cpu").phases[0]
+    halved = TaskTraces(load_given_config(given).config.changed({"train.precision": "bf16-mixed"}), 2)
+    built, forward, *_ = halved.predict(mixed, 2, sizes, device="cpu").phases
+    assert (built.phase, built.peak, built.held) == (whole.phase, whole.peak, whole.held)
+    assert built.peak > forward.peak
+    unproved = config.changed({"options": {"native": {"proof": "off"}}})
+    assert traces.predict(unproved, 2, sizes, device="cpu").phases[0].held == {
+        "temporaries": 45376,
+        "parameters": 26560,
+    }
