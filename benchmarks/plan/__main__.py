@@ -5,9 +5,9 @@
     python -m benchmarks.plan --public                 models of transformers
     python -m benchmarks.plan model=10M ranks=1,2 'cell=native/*'    all rows with these values
 
-Compared are bytes beyond what libraries and Python hold for themselves, with the range of the measured steps. Results
-are kept in runs/plan-rows.jsonl, and planned anew; --again measures anew. Exit 1: a row is farther off than its limit, or a payload
-differs.
+Compared are bytes beyond what libraries and Python hold for themselves, with the range of the measured steps. What was
+measured is kept in runs/plan-rows.jsonl, and planned anew; --again measures anew. Exit 1: a row is farther off than its
+limit, or a payload differs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -110,8 +110,8 @@ def planned_anew(result: Result) -> Result:
     return replace(result, phase=planned.phase, planned=planned.peak, sent=dict(sent), held=held)
 
 
-def select(options: argparse.Namespace) -> Iterator[Row]:
-    """Yield the rows that are asked for."""
+def select(options: argparse.Namespace, measured: Collection[Row]) -> Iterator[Row]:
+    """Yield the rows that are asked for; in a covering set, rather those that are measured already."""
     given: dict[str, list[str]] = {}
     for word in options.values:
         key, _, values = word.partition("=")
@@ -122,7 +122,7 @@ def select(options: argparse.Namespace) -> Iterator[Row]:
     chosen = {key: [v for v in of if str(v) in given.get(key, map(str, of))] for key, of in settings.items()}
     patterns = tuple(given.get("cell", ()))
     rows = rows_of(chosen, [str(cell) for cell in cells.expand_cell_patterns(patterns)] if patterns else ())
-    yield from rows if given or options.whole or options.public else covering_rows(rows, ROWS)
+    yield from rows if given or options.whole or options.public else covering_rows(rows, ROWS, measured)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -137,11 +137,11 @@ def main(arguments: Sequence[str]) -> int:
     environment, began = preload_environment(build_meter()), time.monotonic()
     STORE.parent.mkdir(exist_ok=True)
     lines = STORE.read_text("utf-8").splitlines() if STORE.exists() and not options.again else []
-    kept = {json.dumps(each["row"]): Result(**each) for each in map(json.loads, lines)}
+    kept = {Row(**each["row"]): Result(**each) for each in map(json.loads, lines)}
     results: list[Result] = []
-    rows = list(select(options))
+    rows = list(select(options, kept))
     for number, row in enumerate(rows, 1):
-        earlier = kept.get(json.dumps(asdict(row)))
+        earlier = kept.get(row)
         if earlier is not None:
             result = planned_anew(earlier)
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import combinations, product
@@ -136,10 +136,14 @@ def _can_run(row: Row) -> bool:
     return True
 
 
-def covering_rows(rows: Iterable[Row], least: int) -> list[Row]:
-    """Return rows in which each pair of values that can run comes at least once, and `least` of them."""
+def covering_rows(rows: Iterable[Row], least: int, rather: Collection[Row] = ()) -> list[Row]:
+    """Return rows in which each pair of values that can run comes at least once, and `least` of them.
+
+    `rather`: those to be taken among equally good ones.
+    """
     left = sorted(rows)
     random.Random(SEED).shuffle(left)
+    left.sort(key=lambda row: row not in rather)
     missing = set[tuple[Any, ...]]().union(*(row.pairs for row in left))
     chosen: list[Row] = []
     while missing:
