@@ -128,10 +128,7 @@ class TaskTraces:
             activations = traced.activations if device == "cpu" else traced.activations.without_staging
             gloo, late = device == "cpu" and ranks > 1, 0
             proving = list(self._passes_of_proof(traced, predict, device))
-            built = [
-                replace(max(predict_peaks(*each, sizes.micro), key=attrgetter("peak")), phase="built")
-                for each in proving
-            ]
+            built = [replace(_fullest(predict_peaks(*each, sizes.micro)), phase="built") for each in proving]
             if traced.stage is None:
                 step = timeline, prediction, activations, sizes.micro, sizes.accumulate
                 phases = [*built, *predict_peaks(*step)]
@@ -142,10 +139,8 @@ class TaskTraces:
                 phases = [*built, *predict_stage_peaks(traced.stage, timeline, predict, activations, sizes.micro)]
                 if gloo:
                     late = late_bytes(prediction, activations, sizes.micro)
-            phases = list(
-                {phase.phase: phase for phase in sorted(phases, key=attrgetter("peak"))}.values()
-            )  # the fullest of each
-            phases.sort(key=lambda phase: _ORDER.index(phase.phase))
+            every = sorted({phase.phase for phase in phases}, key=_ORDER.index)
+            phases = [_fullest(peak for peak in phases if peak.phase == phase) for phase in every]
             traffic = tuple(each.of_step(sizes.micro, sizes.accumulate) for each in traced.sent)
             outside = tuple(predict_offloaded(timeline, prediction))
             found.append(PredictedStep(tuple(phases), (*prediction.sent, *traffic), traced, late, outside))
