@@ -194,6 +194,7 @@ class ZeroPartitions:
                 for where, tensor in self.regions(name, p, kind):
                     tensor.copy_(source(name, where).view(tensor.shape))
 
+    @torch.no_grad()
     def put_masters(self, exact: Mapping[str, Tensor], device: torch.device) -> None:
         """Fill this rank's range of every trained parameter's master from rank 0's values, one at a time."""
         for name, p in self.model.named_parameters():
