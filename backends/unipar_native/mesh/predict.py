@@ -37,7 +37,10 @@ def predict_mesh(config: Config, timeline: StepTimeline, ranks: int, *, device: 
     norm = Payload(_axis(mesh, range(ranks)), "all_reduce", FP64_NORM_BYTES, 1, ranks)
     traffic.append(norm)
     built = tuple(_built(config, timeline)) if device == "cpu" else ()  # else that is the host's memory
-    if len(alike) == 1:
+    if axes.schedule == "zerobubble" and len(alike) > 1:  # without FSDP2: gradients are averaged one by one
+        trained = [p.size for p in timeline.parameters if p.trained]
+        traffic.append(Payload(_axis(mesh, alike), "all_reduce", sum(trained), len(trained), len(alike)))
+    if len(alike) == 1 or axes.schedule == "zerobubble":
         return Prediction(tuple(predict_whole(timeline, buckets=False)), tuple(traffic), built)
     model = ShardedModel.of(
         timeline,

@@ -24,8 +24,10 @@ from unipar.planning.peaks import (
     predict_peak,
     predict_peaks,
 )
+from unipar.planning.pieces import StagePiece, predict_piece_peaks
 from unipar.planning.stages import PlannedStage, predict_stage_peaks
 from unipar.task import Task
+from unipar.training.fake_run.pieces import ranks_of_pieces
 from unipar.training.fake_run.step import FakeStep
 from unipar.training.fake_run.trace import (
     FEWEST_SAMPLES,
@@ -119,7 +121,17 @@ class TaskTraces:
             prediction = predict(timeline)
             activations = traced.activations if device == "cpu" else traced.activations.without_staging
             gloo, late = device == "cpu" and ranks > 1, 0
-            if traced.stage is None:
+            if traced.pieces is not None:
+
+                def predict_piece(place: int | None, timeline: StepTimeline, number: int = number) -> Prediction:
+                    return self._predict(config, ranks, (number, place), timeline, device, runtime)
+
+                phases = predict_piece_peaks(
+                    traced.pieces, timeline, predict_piece, sizes.micro, staged=device == "cpu"
+                )
+                if gloo:
+                    late = late_bytes(prediction, activations, sizes.micro)
+            elif traced.stage is None:
                 step = timeline, prediction, activations, sizes.micro, sizes.accumulate
                 phases = predict_peaks(*step)
                 if gloo:
@@ -157,7 +169,7 @@ class TaskTraces:
         return self._timelines[key]
 
     def _predict(
-        self, config: Config, ranks: int, part: int, timeline: StepTimeline, device: str, runtime: Sequence[Term]
+        self, config: Config, ranks: int, part: object, timeline: StepTimeline, device: str, runtime: Sequence[Term]
     ) -> Prediction:
         """Return what a backend makes of a timeline; each is asked for once, whatever the size of microbatches."""
         own = str(config.parallel), str(config.options.get(config.backend)), timeline.microbatches, timeline.turn
@@ -181,31 +193,39 @@ class TaskTraces:
         )
         with explain_values("the split model"):
             axes = config.parallel.axes
-            return [
-                _trace_part(fake, self.whole, rank_part, axes) for rank_part in backend.split_for_plan(part, config)
-            ]
+            parts = backend.split_for_plan(part, config)
+            if axes.pieces == 1:
+                return [_trace_part(fake, self.whole, rank_part, axes)[0] for rank_part in parts]
+            traced = {each.stage: _trace_part(fake, self.whole, each, axes) for each in parts}
+            tasks, pieces = ({stage: both[i] for stage, both in traced.items()} for i in (0, 1))
+            return ranks_of_pieces(axes, tasks, pieces, parts[0].alike)
 
 
-def _trace_part(fake: FakeTask, whole: TracedTask, part: RankPart, axes: Axes) -> TracedTask:
+def _trace_part(fake: FakeTask, whole: TracedTask, part: RankPart, axes: Axes) -> tuple[TracedTask, StagePiece | None]:
     few = max(FEWEST_SAMPLES, fake.micro)  # of one sample, parts of a sequence may need no copies
     counts = (few, few + fake.micro)
     with part.placed():
         steps: list[FakeStep] = []
         sent_on: list[tuple[int, int]] = []
         sent_back: list[tuple[int, int]] = []
+        received: list[tuple[int, int]] = []
         for count in counts:
             steps.append(fake.trace(count, part))
             sent_on.append((count, part.sent_on))
             sent_back.append((count, part.sent_back))
+            received.append((count, part.received))
         first, second = steps
         activations = combine_steps(first, second)
         timeline = fake.timeline(part.blocks, first, part.stages_of)
     timeline = replace(timeline, whole=whole.timeline.parameters)
     sent = tuple(_payloads(first, second, part))
-    stage = None
-    if axes.pipeline > 1:
-        stage = PlannedStage(axes.schedule, axes.pipeline, part.stage, line_through(*sent_on), line_through(*sent_back))
-    return replace(whole, timeline=timeline, activations=activations, sent=sent, stage=stage)
+    found = replace(whole, timeline=timeline, activations=activations, sent=sent)
+    if axes.pipeline == 1:
+        return found, None
+    on, back = line_through(*sent_on), line_through(*sent_back)
+    if axes.pieces > 1:
+        return found, StagePiece(timeline, activations, on, back, line_through(*received))
+    return replace(found, stage=PlannedStage(axes.schedule, axes.pipeline, part.stage, on, back)), None
 
 
 def _payloads(first: FakeStep, second: FakeStep, part: RankPart) -> Sequence[MicrobatchPayload]:

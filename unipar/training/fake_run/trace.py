@@ -25,6 +25,7 @@ from unipar.model.create import cast_if_float, check_parts
 from unipar.model.optimizer import OptimizerFactory, parameter_groups
 from unipar.model.transforms import apply_transforms
 from unipar.planning.activations import Activations, AllocatedBlock, MicrobatchPayload
+from unipar.planning.pieces import PlannedPieces
 from unipar.planning.stages import PlannedStage
 from unipar.task import Task
 from unipar.training.fake_run.assumed_values import AssumedValues
@@ -67,7 +68,10 @@ class TracedTask:
     """Bytes that a microbatch sends along the axes of a mesh."""
 
     stage: PlannedStage | None = None
-    """Stage of a pipeline; None: there is none."""
+    """Stage of a pipeline; None: there is none, or there are several on a rank."""
+
+    pieces: PlannedPieces | None = None
+    """Several stages of a pipeline."""
 
 
 @dataclass(frozen=True)
