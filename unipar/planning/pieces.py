@@ -31,6 +31,12 @@ class StagePiece:
     received: Line
     """Buffers in which both arrive, which stay from step to step."""
 
+    @property
+    def uses_rest(self) -> bool:
+        """True if parameters outside of blocks get a gradient in this stage."""
+        trained = (number for number, p in enumerate(self.timeline.parameters) if p.block < 0)
+        return any(self.timeline.has_gradient(number) for number in trained)
+
     def owns(self, name: str) -> bool:
         """Return whether a tensor, by its name, is of one of the stage's blocks."""
         return any(name == block or name.startswith((f"{block}.", f"{block} ")) for block in self.timeline.blocks)
@@ -88,15 +94,14 @@ class PlannedPieces:
             now = PieceTurn(way, place, states)
             fullest[now] = max(fullest.get(now, 0), sum(each.kept for each in counts))
             counts[place].end(way)
-            for each in counts:
-                each.note(way, is_own=each is counts[place])
         return fullest
 
     def between_steps(self, microbatches: int) -> Iterator[PieceTurn]:
         """Yield the states behind the last microbatch."""
         states = tuple(TurnOfStep("update", 0, microbatches - 1) for _ in self.pieces)
-        yield PieceTurn("update", 0, states)
-        yield PieceTurn("steady", 0, states)
+        place = next((place for place, piece in enumerate(self.pieces) if piece.uses_rest), 0)
+        yield PieceTurn("update", place, states)
+        yield PieceTurn("steady", place, states)
 
     def terms(self, turn: PieceTurn, microbatches: int, kept: int, micro: int) -> Iterator[Term]:
         """Yield what a rank holds of other microbatches, and what torch does."""
@@ -128,13 +133,7 @@ class _Counts:
     def end(self, way: TurnWay) -> None:
         """Put the microbatch among those that wait for the next."""
         self._numbers[{"forward": "forwarded", "inputs": "halved"}.get(way, "ended")] += 1
-
-    def note(self, way: TurnWay, *, is_own: bool) -> None:
-        """Note which turn the rank took last, as it is felt by what this stage has gathered."""
-        if way != "forward":
-            self._after = "backward"
-        elif is_own:
-            self._after = "forward"
+        self._after = "forward" if way == "forward" else "backward"
 
     @property
     def kept(self) -> int:
@@ -149,7 +148,7 @@ class _Counts:
         if 0 < ended < microbatches - 1:
             ended = 1
         in_flight = self._numbers["forwarded"] + self._numbers["halved"]
-        return TurnOfStep(phase, min(in_flight, 1), ended, self._after)
+        return TurnOfStep(phase, min(in_flight, 1), ended, self._after, told=True)
 
 
 def predict_piece_peaks(
@@ -175,7 +174,7 @@ def predict_piece_peaks(
         piece, span = planned.pieces[turn.place], planned.pieces[turn.place].span(turn.way)
         now = _timeline(piece, count, turn.states[turn.place])
         own = predict(turn.place, now).terms
-        named = {term.name for term in own if _is_there(term, span[0])}
+        named = {term.name for term in own if term.category == "gradients" and _is_there(term, span[0])}
         more = [*planned.terms(turn, count, kept, micro)]
         for place, (other, state) in enumerate(zip(planned.pieces, turn.states, strict=True)):
             if place != turn.place:
@@ -187,7 +186,7 @@ def predict_piece_peaks(
                     replace(term, first=0, until=None)
                     for term in resting
                     if _is_there(term, at)
-                    and (other.owns(term.name) or (term.category == "gradients" and term.name not in named))
+                    and (other.owns(term.name) or (term.category == "gradients" and other.uses_rest and term.name not in named))
                 ]
         (peak,) = peaks_between([span], now, Prediction((*own, *more)), piece.activations, micro, count)
         if peak.phase not in fullest or peak.peak > fullest[peak.phase].peak:

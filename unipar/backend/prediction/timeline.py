@@ -105,6 +105,9 @@ class TurnOfStep(NamedTuple):
     after: Literal["", "forward", "backward"] = ""
     """Turn before; empty: there is none."""
 
+    told: bool = False
+    """True if the library is told in which order backward comes to the blocks."""
+
 
 @dataclass(frozen=True)
 class PredictedModule:

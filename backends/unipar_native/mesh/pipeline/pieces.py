@@ -72,6 +72,7 @@ class PieceFlow:
             hidden: Any = ContiguousGradient.apply(got[0])
             self.stage.inlet = lambda: Arrival(hidden, None)
         out = call(partial(self.stage.run, fn), opaque)
+        self.stage.inlet = None
         if self.stage.is_last:
             return (own_memory(out),), got
         self.leaving[key] = Hidden.of(out)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any, Final, final
 
 import torch
@@ -65,7 +66,10 @@ class TorchScheduleExecutor:
         named = dict(shell.model.named_parameters())
         self._parameters = [[p for name, p in named.items() if name in names] for names in needs]
         self._stem = _buffers_of_stem(shell.model, stages[0]) if stages[0].is_first else []
-        self._fsdp = list(_fsdp_modules(shell, stages)) if once else []
+        self._once, self._fsdp = once, list(_fsdp_modules(shell, stages))
+        self._blocks = [_fsdp_blocks(shell.model, stage) for stage in stages]
+        for before, block in (both for own in self._blocks for both in pairwise(own)):
+            block.set_modules_to_backward_prefetch([before])
         self._shapes: dict[Any, dict[int, Shape]] = {}
         """Shapes of hidden states by number of the stage that puts them out, for each shape of a batch."""
 
@@ -183,10 +187,14 @@ class TorchScheduleExecutor:
     def _begin_backward(self, place: int, *, last_of_stage: bool) -> None:
         self._mark("backward")
         self._backwards += 1
+        if own := self._blocks[place]:  # else FSDP2 gathers what ran forward last, which may be another stage
+            self._shell.set_modules_to_backward_prefetch(own[-1:])
         last = self._backwards == len(self._micros) * len(self._stages)
         for module, home in self._fsdp:
-            if home is None or home == place:
-                wanted = last if home is None else last_of_stage
+            if not self._once:  # a backward frees what it used, and no other stage
+                module.set_reshard_after_backward(home in (None, place), recurse=False)
+            elif home is None or home == place or self._backwards == 1:
+                wanted = last if home is None else last_of_stage and home == place
                 module.set_requires_gradient_sync(wanted, recurse=False)
                 module.set_reshard_after_backward(wanted, recurse=False)
 
@@ -331,6 +339,12 @@ def _fsdp_modules(shell: ForwardCall, stages: Sequence[Stage]) -> Iterator[tuple
     for module in shell.modules():
         if isinstance(module, FSDPModule):
             yield module, homes.get(id(module))
+
+
+def _fsdp_blocks(model: nn.Module, stage: Stage) -> list[FSDPModule]:
+    """Return the blocks of a stage that FSDP2 shards."""
+    blocks = [model.get_submodule(name) for name in stage.blocks[stage.first : stage.end]]
+    return [block for block in blocks if isinstance(block, FSDPModule)]
 
 
 def _shapes_of(batch: Any) -> tuple[Shape, ...]:
