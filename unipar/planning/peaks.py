@@ -180,7 +180,8 @@ def _peak_at(
     for block in activations.alive(tick):
         category: Category = "activations" if activations.outlives_its_phase(block) else "temporaries"
         name = f"{block.operation} in {block.where}" if block.where else block.operation
-        there.append(Term(category, name, block.size(micro)))
+        if size := block.size(micro):
+            there.append(Term(category, name, size))
     held = Counter[Category]()
     for term in there:
         held[term.category] += term.size

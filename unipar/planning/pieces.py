@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from unipar.backend.prediction.timeline import PredictedPhase, Prediction, StepTimeline, Term, TurnOfStep
@@ -31,15 +32,19 @@ class StagePiece:
     received: Line
     """Buffers in which both arrive, which stay from step to step."""
 
-    @property
+    @cached_property
     def uses_rest(self) -> bool:
         """True if parameters outside of blocks get a gradient in this stage."""
-        trained = (number for number, p in enumerate(self.timeline.parameters) if p.block < 0)
-        return any(self.timeline.has_gradient(number) for number in trained)
+        outside = (number for number, p in enumerate(self.timeline.parameters) if p.block < 0)
+        return any(self.timeline.has_gradient(number) for number in outside)
 
     def owns(self, name: str) -> bool:
         """Return whether a tensor, by its name, is of one of the stage's blocks."""
         return any(name == block or name.startswith((f"{block}.", f"{block} ")) for block in self.timeline.blocks)
+
+    def keeps(self, term: Term) -> bool:
+        """Return whether a term is there because of this stage: it is of its blocks, or a gradient of the rest."""
+        return self.owns(term.name) or (term.category == "gradients" and self.uses_rest)
 
     def span(self, way: TurnWay | Literal["update", "steady"]) -> range:
         """Return the positions of the moments between which such a turn lies."""
@@ -169,7 +174,7 @@ def predict_piece_peaks(
         pieces = [replace(piece, activations=piece.activations.without_staging) for piece in planned.pieces]
         planned = replace(planned, pieces=pieces)
     fullest: dict[PredictedPhase, PredictedPeak] = {}
-    last = {turn: 0 for turn in planned.between_steps(count)}
+    last = dict.fromkeys(planned.between_steps(count), 0)
     for turn, kept in {**planned.turns(count, micro), **last}.items():
         piece, span = planned.pieces[turn.place], planned.pieces[turn.place].span(turn.way)
         now = _timeline(piece, count, turn.states[turn.place])
@@ -178,16 +183,12 @@ def predict_piece_peaks(
         more = [*planned.terms(turn, count, kept, micro)]
         for place, (other, state) in enumerate(zip(planned.pieces, turn.states, strict=True)):
             if place != turn.place:
+                at = other.span(
+                    "steady" if turn.way == "steady" else "update" if state.phase == "update" else "forward"
+                )[0]
                 resting = predict(place, _timeline(other, count, state)).terms
-                at = other.span("update" if state.phase == "update" else "forward")[0]
-                if turn.way == "steady":
-                    at = other.span("steady")[0]
-                more += [
-                    replace(term, first=0, until=None)
-                    for term in resting
-                    if _is_there(term, at)
-                    and (other.owns(term.name) or (term.category == "gradients" and other.uses_rest and term.name not in named))
-                ]
+                there = [replace(term, first=0, until=None) for term in resting if _is_there(term, at)]
+                more += [t for t in there if other.keeps(t) and (other.owns(t.name) or t.name not in named)]
         (peak,) = peaks_between([span], now, Prediction((*own, *more)), piece.activations, micro, count)
         if peak.phase not in fullest or peak.peak > fullest[peak.phase].peak:
             fullest[peak.phase] = peak

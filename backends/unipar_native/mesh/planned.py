@@ -169,6 +169,7 @@ class MeshPart(RankPart):
 
     @override
     def end_step(self) -> None:
+        super().end_step()
         if isinstance(self._flow, PieceFlow):
             self._flow.forget()
 

@@ -73,3 +73,4 @@ class RankPart(ABC):
 
     def end_step(self) -> None:
         """Let go of what stays until all microbatches have ended."""
+        self.keep = None

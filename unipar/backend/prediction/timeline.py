@@ -32,10 +32,10 @@ PredictedPhase = Literal["built", "forward", "backward", "update", "steady"]
 MomentKind = Literal[
     "begin", "weights", "reach", "enter", "finish", "leave", "gradient", "taken", "call", "return", "arrive"
 ]
-"""A phase begins, or the half of a backward that computes gradients of weights; a block is reached, entered when what the library does before it is done, finished, and left when
-what the library does behind it is done, in backward as well; a gradient of a parameter is complete, and taken when
-what the library does with it is done. Any module is called and returns, and in backward a gradient of its output
-arrives."""
+"""A phase begins, or the half of a backward that computes gradients of weights; a block is reached, entered when what
+the library does before it is done, finished, and left when what the library does behind it is done, also in backward; a
+gradient of a parameter is complete, and taken when what the library does with it is done. Any module is called and
+returns, and in backward a gradient of its output arrives."""
 
 
 class Moment(NamedTuple):

@@ -195,13 +195,12 @@ class TaskTraces:
             axes = config.parallel.axes
             parts = backend.split_for_plan(part, config)
             if axes.pieces == 1:
-                return [_trace_part(fake, self.whole, rank_part, axes)[0] for rank_part in parts]
+                return [_trace_part(fake, self.whole, rank_part, axes) for rank_part in parts]
             traced = {each.stage: _trace_part(fake, self.whole, each, axes) for each in parts}
-            tasks, pieces = ({stage: both[i] for stage, both in traced.items()} for i in (0, 1))
-            return ranks_of_pieces(axes, tasks, pieces, parts[0].alike)
+            return ranks_of_pieces(axes, traced, parts[0].alike)
 
 
-def _trace_part(fake: FakeTask, whole: TracedTask, part: RankPart, axes: Axes) -> tuple[TracedTask, StagePiece | None]:
+def _trace_part(fake: FakeTask, whole: TracedTask, part: RankPart, axes: Axes) -> TracedTask:
     few = max(FEWEST_SAMPLES, fake.micro)  # of one sample, parts of a sequence may need no copies
     counts = (few, few + fake.micro)
     with part.placed():
@@ -221,11 +220,11 @@ def _trace_part(fake: FakeTask, whole: TracedTask, part: RankPart, axes: Axes) -
     sent = tuple(_payloads(first, second, part))
     found = replace(whole, timeline=timeline, activations=activations, sent=sent)
     if axes.pipeline == 1:
-        return found, None
+        return found
     on, back = line_through(*sent_on), line_through(*sent_back)
     if axes.pieces > 1:
-        return found, StagePiece(timeline, activations, on, back, line_through(*received))
-    return replace(found, stage=PlannedStage(axes.schedule, axes.pipeline, part.stage, on, back)), None
+        return replace(found, piece=StagePiece(timeline, activations, on, back, line_through(*received)))
+    return replace(found, stage=PlannedStage(axes.schedule, axes.pipeline, part.stage, on, back))
 
 
 def _payloads(first: FakeStep, second: FakeStep, part: RankPart) -> Sequence[MicrobatchPayload]:

@@ -8,16 +8,15 @@ from dataclasses import replace
 from unipar.backend.prediction.timeline import Moment, PredictedParameter, StepTimeline
 from unipar.config.sections.cell import Axes
 from unipar.planning.activations import Activations, MicrobatchPayload
-from unipar.planning.pieces import PlannedPieces, StagePiece
+from unipar.planning.pieces import PlannedPieces
 from unipar.training.fake_run.trace import TracedTask
 
 
-def ranks_of_pieces(
-    axes: Axes, traced: Mapping[int, TracedTask], pieces: Mapping[int, StagePiece], alike: Sequence[int]
-) -> list[TracedTask]:
+def ranks_of_pieces(axes: Axes, traced: Mapping[int, TracedTask], alike: Sequence[int]) -> list[TracedTask]:
     """Return the ranks of a pipeline that hold or do something else; `alike`: for each stage, the one that ran for it.
 
-    Of equal ranks the first has the most microbatches in flight, unless gradients of weights wait: longer on later ones.
+    Of equal ranks the first has the most microbatches in flight; under zerobubble later ones may need more, as
+    gradients of weights wait longer there.
     """
     found: list[TracedTask] = []
     seen = set[tuple[int, ...]]()
@@ -26,10 +25,12 @@ def ranks_of_pieces(
         if stages in seen and axes.schedule != "zerobubble":
             continue
         seen.add(stages)
-        own, tasks = [pieces[stage] for stage in stages], [traced[stage] for stage in stages]
+        tasks = [traced[stage] for stage in stages]
+        own = [task.piece for task in tasks if task.piece is not None]
         found.append(
             replace(
                 tasks[0],
+                piece=None,
                 timeline=timeline_of_rank([piece.timeline for piece in own]),
                 activations=_work_of_rank([piece.activations for piece in own]),
                 sent=tuple(_sent_by_rank([task.sent for task in tasks])),

@@ -25,7 +25,7 @@ from unipar.model.create import cast_if_float, check_parts
 from unipar.model.optimizer import OptimizerFactory, parameter_groups
 from unipar.model.transforms import apply_transforms
 from unipar.planning.activations import Activations, AllocatedBlock, MicrobatchPayload
-from unipar.planning.pieces import PlannedPieces
+from unipar.planning.pieces import PlannedPieces, StagePiece
 from unipar.planning.stages import PlannedStage
 from unipar.task import Task
 from unipar.training.fake_run.assumed_values import AssumedValues
@@ -70,8 +70,11 @@ class TracedTask:
     stage: PlannedStage | None = None
     """Stage of a pipeline; None: there is none, or there are several on a rank."""
 
+    piece: StagePiece | None = None
+    """One of several stages that a rank has."""
+
     pieces: PlannedPieces | None = None
-    """Several stages of a pipeline."""
+    """Several stages of a pipeline, which are all of the rank."""
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,9 @@ class PieceFlow:
         if not self.stage.is_last:
             self._gradients = [self._buffer(torch.empty_like(outputs[0])), None]
         if not self.halves:
-            self._send_back(_backward.stage_backward(outputs[0] if self.stage.is_last else outputs, self._gradients, got))
+            self._send_back(
+                _backward.stage_backward(outputs[0] if self.stage.is_last else outputs, self._gradients, got)
+            )
         elif got:
             gradients, self._groups_of_weights = _backward.stage_backward_input(
                 list(outputs), self._gradients, list(got), iter(self.parameters)

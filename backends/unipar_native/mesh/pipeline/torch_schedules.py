@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any, Final, final
+from typing import Any, Final, cast, final
 
 import torch
 import torch.distributed as dist
@@ -188,7 +188,7 @@ class TorchScheduleExecutor:
         self._mark("backward")
         self._backwards += 1
         if own := self._blocks[place]:  # else FSDP2 gathers what ran forward last, which may be another stage
-            self._shell.set_modules_to_backward_prefetch(own[-1:])
+            cast("Any", self._shell).set_modules_to_backward_prefetch(own[-1:])
         last = self._backwards == len(self._micros) * len(self._stages)
         for module, home in self._fsdp:
             if not self._once:  # a backward frees what it used, and no other stage
