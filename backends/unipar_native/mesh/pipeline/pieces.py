@@ -75,8 +75,8 @@ class PieceFlow:
         self.stage.inlet = None
         if self.stage.is_last:
             return (own_memory(out),), got
-        self.leaving[key] = Hidden.of(out)
         outputs = own_memory(out.contiguous()), torch.empty(self._state_bytes, dtype=torch.uint8)
+        self.leaving[key] = Hidden.of(outputs[0])
         self.sent_on = sum(t.nbytes for t in outputs)
         for t in outputs:
             self._send(t.detach(), 1)
