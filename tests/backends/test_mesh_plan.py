@@ -17,14 +17,17 @@ from unipar.backend.prediction.timeline import Payload, StepTimeline, TurnOfStep
 from unipar.config import BatchSizes, Config
 from unipar.config.source import load_given_config
 from unipar.distributed.mesh import Mesh, fake_groups
-from unipar.errors import TaskError, Unsupported
+from unipar.errors import TaskError
 from unipar.training.fake_run.parts import PredictedStep, TaskTraces
 from unipar.training.fake_run.trace import TracedTask
 
 HIDDEN = 8 * 16 * 4
 """Bytes of a sample's hidden states."""
 
-HEADER = 12 * 8 + 5056
+STATE = 5056
+"""Bytes of a generator's state."""
+
+HEADER = 12 * 8 + STATE
 """Bytes of a message before hidden states: numbers, and the state of a generator."""
 
 TIED = 96 * 16 * 4
@@ -168,12 +171,73 @@ def test_what_the_proof_holds_before_the_first_step(traces: TaskTraces) -> None:
     assert off["its part"] == size  # along the context every rank has the whole
 
 
+@pytest.fixture(scope="module")
+def traces_of_four(given: dict[str, Any]) -> TaskTraces:
+    return TaskTraces(load_given_config({**given, "task": short_text(layers=4)}).config, 2)
+
+
+def test_two_stages_on_each_of_two_ranks(traces_of_four: TaskTraces) -> None:
+    """The first rank has every second block; hidden states and a generator's state go on in a ring."""
+    first, second = traces_of_four.of(in_cell("native/nothing+pipeline2+interleaved", 2))
+    assert (first.timeline.blocks, second.timeline.blocks) == (("layers.0", "layers.2"), ("layers.1", "layers.3"))
+    names = [{p.name: p.stages for p in traced.timeline.parameters} for traced in (first, second)]
+    assert names[0]["token.weight"] == names[1]["token.weight"] == 2
+    assert "place.weight" not in names[1]
+    assert sent(first) == {("pipeline", "send"): (2 * STATE, 3 * HIDDEN, 2 * 2 + 1)}
+    assert sent(second) == {("pipeline", "send"): (STATE, 3 * HIDDEN, 2 + 2)}
+    assert first.pieces is not None
+    assert [(piece.sent_on, piece.sent_back, piece.received) for piece in first.pieces.pieces] == [
+        ((STATE, HIDDEN), (0, 0), (0, HIDDEN)),
+        ((STATE, HIDDEN), (0, HIDDEN), (STATE, 2 * HIDDEN)),
+    ]
+
+
+def test_halves_of_a_backward(traces_of_four: TaskTraces) -> None:
+    """Until gradients of weights are computed more is kept than after a forward; the first stage has no first half."""
+    (first, second), (whole, _) = (
+        traces_of_four.of(in_cell(f"native/nothing+pipeline2+{schedule}", 2))
+        for schedule in ("zerobubble", "interleaved")
+    )
+    assert first.pieces is not None
+    assert second.pieces is not None
+    assert whole.pieces is not None
+    kept = [
+        [p.kept_at(way, 2) for way in ("backward", "weights")] for p in (*first.pieces.pieces, second.pieces.pieces[1])
+    ]
+    assert kept == [[22912, 22912], [21824, 33088], [24072, 37380]]
+    assert whole.pieces.pieces[1].kept_at("backward", 2) == 21824
+    trained = {number for number, p in enumerate(second.timeline.parameters) if p.trained}
+    assert set(second.timeline.gradient_order) == trained
+
+
+def test_steps_with_two_stages_on_a_rank(traces_of_four: TaskTraces) -> None:
+    """FSDP2 gathers the rest for each stage; gradients of zerobubble, which has none of it, are averaged one by one."""
+    block = (3 * 16 * 16 + 16 * 16 + 2 * 64 * 16 + 64 + (4 * 16 + 16)) * 4
+    rest = TIED + 8 * 16 * 4
+    interleaved = step_of(traces_of_four, "native/parameters+pipeline2+interleaved", 4)
+    assert interleaved.sent == (
+        Payload("pipeline", "all_reduce", TIED // 2, 1, 2),
+        Payload("all ranks", "all_reduce", 8, 1, 4),
+        Payload("all ranks", "all_reduce", 4, 1, 4),
+        Payload("data", "all_gather", 2 * 2 * 2 * (block + rest), 2 * 2 * 2 * 2, 2),
+        Payload("data", "reduce_scatter", 2 * (2 * block + rest), 2 * 3, 2),
+        Payload("pipeline", "send", 2 * (2 * STATE + 2 * 3 * HIDDEN), 2 * 5, 2),
+    )
+    assert interleaved.phases[-1].held["parameters"] == (2 * block + rest) // 2
+    halves = step_of(traces_of_four, "native/nothing+pipeline2+zerobubble", 4)
+    whole = 2 * block + TIED + 2 * 16 * 4
+    assert halves.sent[3] == Payload("data", "all_reduce", whole, 23, 2)
+    buffers = next(term for term in halves.phases[-1].terms if term.name == "buffers for what other stages send")
+    assert buffers.size == 2 * (2 * STATE + 2 * 3 * HIDDEN)
+
+
 def test_what_is_refused(traces: TaskTraces) -> None:
-    """Schedules of torch, and a process that trains."""
-    with pytest.raises(
-        Unsupported,
-        match=re.escape("parallel.schedule: interleaved is not planned yet: take 1f1b, or measure it (unipar compare)"),
-    ):
+    """A process that trains, and fewer blocks than stages."""
+    sentence = (
+        "parallel.pipeline: 4 stages (2 on each of 2 ranks, by interleaved) need a block each, and the model has 3 "
+        "(layers.0, layers.1, layers.2): lower pipeline, take schedule 1f1b, or name smaller blocks in model.blocks"
+    )
+    with pytest.raises(TaskError, match=re.escape(sentence)):
         traces.of(in_cell("native/nothing+pipeline2+interleaved", 2))
     sentence = (
         "plan: a model that is split over tensor, pipeline or context is planned in groups without peers, and this "

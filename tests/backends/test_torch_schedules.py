@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from unipar_native.mesh.pipeline.stage import Arrival, Stage
 from unipar_native.mesh.pipeline.torch_schedules import refuse_other_shapes
 from unipar_native.mesh.words import refuse_part
 
 import unipar
 from unipar.backend import Micro, Part, registry
 from unipar.config import Config
+from unipar.distributed.mesh import Mesh, fake_groups
 from unipar.errors import TaskError
+from unipar.memory.recording.collectives import CollectiveCounter
 
 
 def config_of(**sections: Any) -> Config:
@@ -134,3 +139,22 @@ def test_a_shape_that_is_new_to_one_share_of_the_data(tmp_path: Path) -> None:
     one = unipar.launch({**config, "backend": "single", "out": str(tmp_path / "one")}, quiet=True)
     four = unipar.launch({**config, "parallel": split, "out": str(tmp_path / "four")}, quiet=True)
     assert [loss for _, loss in four.losses] == pytest.approx([loss for _, loss in one.losses], rel=1e-6)
+
+
+def test_blocks_that_do_not_run_are_not_gathered() -> None:
+    """A stage passes by the blocks of its rank's other stage without FSDP2; behind it they are gathered as before."""
+    mesh, traffic = Mesh.of(0, 2), Counter[tuple[str, str]]()
+    counter = CollectiveCounter(traffic, mesh)
+    with fake_groups(mesh) as groups:
+        model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+        for block in model:
+            fully_shard(block, mesh=groups.copies_and_shards(2), reshard_after_forward=True)
+        stage = Stage(model, ["0", "1"], 1, 2)
+        stage.inlet = lambda: Arrival(torch.ones(1, 2), None)
+        with counter, torch.no_grad():
+            stage.enter()
+            stage.run(lambda model, batch: model(batch), model, torch.zeros(1, 2))
+            stage.leave()
+            assert counter.calls == {("data", "all_gather"): 1}
+            model(torch.zeros(1, 2))
+    assert counter.calls == {("data", "all_gather"): 3}

@@ -74,17 +74,29 @@ def predict_peaks(
 
     Before them comes the set-up ("built"), if the backend tells what it holds.
     """
-    terms, levels, totals = _totals_in_spans(timeline, prediction, activations, micro, accumulate)
-    ticks = [tick for tick, _ in activations.moments]
-    ticks.append(activations.ticks)
-    found = built_peak(prediction)
     phases: dict[PredictedPhase, list[int]] = {}
     for position, moment in enumerate(timeline.moments):
         phases.setdefault(moment.phase, []).append(position)
-    for phase, positions in phases.items():
+    found = built_peak(prediction)
+    return found + peaks_between([*phases.values()], timeline, prediction, activations, micro, accumulate)
+
+
+def peaks_between(
+    spans: Sequence[Sequence[int]],
+    timeline: StepTimeline,
+    prediction: Prediction,
+    activations: Activations,
+    micro: int,
+    accumulate: int = 1,
+) -> list[PredictedPeak]:
+    """Return the peaks of parts of phases, each given by the positions of its moments."""
+    terms, levels, totals = _totals_in_spans(timeline, prediction, activations, micro, accumulate)
+    found: list[PredictedPeak] = []
+    ticks = [*(tick for tick, _ in activations.moments), activations.ticks]
+    for positions in spans:
         at = positions[int(np.argmax(totals[positions]))]
         tick = ticks[at] + int(np.argmax(levels[ticks[at] : ticks[at + 1]]))
-        found.append(_peak_at(phase, at, tick, terms, activations, micro))
+        found.append(_peak_at(timeline.moments[at].phase, at, tick, terms, activations, micro))
     return found
 
 
@@ -168,7 +180,8 @@ def _peak_at(
     for block in activations.alive(tick):
         category: Category = "activations" if activations.outlives_its_phase(block) else "temporaries"
         name = f"{block.operation} in {block.where}" if block.where else block.operation
-        there.append(Term(category, name, block.size(micro)))
+        if size := block.size(micro):
+            there.append(Term(category, name, size))
     held = Counter[Category]()
     for term in there:
         held[term.category] += term.size

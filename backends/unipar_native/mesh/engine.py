@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from typing_extensions import override
 
-from unipar.backend import Fn, LossFn, Mark, Micro, Part, Region
+from unipar.backend import Fn, Holding, LossFn, Mark, Micro, Part, Region
 from unipar.backend.precision import batch_dtype
 from unipar.config import Config
 from unipar.distributed.mesh import Mesh
@@ -311,6 +311,12 @@ class MeshEngine(ShardedEngine):
                 dist.all_reduce(local_part(p.grad), group=self._owner_groups[stages])
         if self.axes.schedule == "zerobubble":
             average_over_copies(self.trained, self.world)
+
+    @override
+    def extra_holdings(self) -> Iterator[Holding]:
+        yield from super().extra_holdings()
+        if self._executor is not None:
+            yield from self._executor.holdings()
 
     # Norm: each element counts once
 

@@ -12,12 +12,12 @@ from typing_extensions import override
 
 from unipar.backend import Fn, Part
 from unipar.backend.prediction.rank_part import RankPart
-from unipar.config import Cell, Config
+from unipar.config import Config
 from unipar.distributed.mesh import Mesh, MeshGroups, fake_groups
 from unipar.engines.placement import direct_parameters
-from unipar.errors import Unsupported
 from unipar_native.mesh.context import SequenceSplit
 from unipar_native.mesh.context.attention import Way
+from unipar_native.mesh.pipeline.pieces import PieceFlow
 from unipar_native.mesh.pipeline.planned import PlannedStages, StageFlow, plan_stages
 from unipar_native.mesh.pipeline.stage import Stage
 from unipar_native.mesh.probe import names_in_several, without_frozen_models
@@ -38,14 +38,16 @@ class MeshPart(RankPart):
         """Take a stage of the pipeline, and the part that was traced before it, whose hidden states arrive."""
         axes = config.parallel.axes
         self.model, self.stage = part.module, stage
-        self.mesh = Mesh.of(Mesh.of(0, axes.ranks, **axes.sizes).rank_at(pipeline=stage), axes.ranks, **axes.sizes)
+        seat = Mesh.of(0, axes.ranks, **axes.sizes).rank_at(pipeline=stage % axes.pipeline)
+        self.mesh = Mesh.of(seat, axes.ranks, **axes.sizes)
+        self.halves = axes.schedule == "zerobubble"
         self._axes, self._split, self._before = axes, split, before
         self.blocks, self.stages_of = split.blocks, {}
         if (stages := split.stages) is not None:
-            self.stages_of = {name: len(several) for name, several in names_in_several(stages.needs)}
+            self.stages_of = {name: len(several) for name, several in names_in_several(stages.needs_of_ranks)}
             self.blocks = stages.blocks[stages.cuts[stage] : stages.cuts[stage + 1]]
         self._groups: MeshGroups | None = None
-        self._flow: StageFlow | None = None
+        self._flow: StageFlow | PieceFlow | None = None
         self._way: Way = options_of(config).attention
         self.proved = options_of(config).proof == "whole"
         self._sequences: SequenceSplit | None = None
@@ -83,7 +85,7 @@ class MeshPart(RankPart):
         """Return this rank's part of a parameter; zeros without memory if only other stages use it."""
         cut = self._split.cuts.get(name)
         shape = p.shape if cut is None else cut.local_shape()
-        if (stages := self._split.stages) is not None and name not in stages.needs[self.stage]:
+        if (stages := self._split.stages) is not None and name not in stages.needs_beside(self.stage):
             return p.detach().new_zeros(()).expand(shape)
         return p if cut is None else nn.Parameter(p.detach().new_empty(shape), p.requires_grad)
 
@@ -107,9 +109,19 @@ class MeshPart(RankPart):
             self._split_sequence(self._groups, stage, undo)
             if stage is not None:
                 undo.callback(stage.leave)
-                arriving = {} if self._before is None else self._before.leaving
-                self._flow = StageFlow(stage.enter(), self._groups, self.mesh, self._axes, arriving, self.leaving)
+                self._flow = self._flow_through(stage.enter(), self._groups)
             yield
+
+    def _flow_through(self, stage: Stage, groups: MeshGroups) -> StageFlow | PieceFlow:
+        arriving = {} if self._before is None else self._before.leaving
+        if self._axes.pieces == 1:
+            return StageFlow(stage, groups, self.mesh, self._axes, arriving, self.leaving)
+        assert self._split.stages is not None
+        assert self.keep is not None
+        needs = self._split.stages.needs[self.stage]
+        own = [p for name, p in self.model.named_parameters() if name in needs]
+        group = groups.group("pipeline")
+        return PieceFlow(stage, group, self.mesh, own, arriving, self.leaving, self.keep, self.halves)
 
     def _stage(self) -> Stage | None:
         if (stages := self._split.stages) is None:
@@ -144,7 +156,23 @@ class MeshPart(RankPart):
             super().backward(out)
         else:
             self._flow.backward(out)
-            self.sent_on, self.sent_back = self._flow.sent_on, self._flow.sent_back
+            self._count(self._flow)
+
+    @override
+    def backward_of_weights(self, out: Any) -> None:
+        assert isinstance(self._flow, PieceFlow)
+        self._flow.backward_of_weights(out)
+
+    def _count(self, flow: StageFlow | PieceFlow) -> None:
+        self.sent_on, self.sent_back = flow.sent_on, flow.sent_back
+        if isinstance(flow, PieceFlow):
+            self.received = flow.received
+
+    @override
+    def end_step(self) -> None:
+        super().end_step()
+        if isinstance(self._flow, PieceFlow):
+            self._flow.forget()
 
 
 @final
@@ -174,15 +202,13 @@ class ModelSplit:
 
 def split_model(part: Part, config: Config) -> list[RankPart]:
     """Return the parts of a model that ranks of a mesh have; those of ranks that are alike once."""
-    axes = config.parallel.axes
-    if axes.pieces > 1:
-        raise Unsupported(
-            str(Cell("native", config.parallel.shard, axes=axes)),
-            [f"parallel.schedule: {axes.schedule} is not planned yet: take 1f1b, or measure it (unipar compare)"],
-        )
     refuse_part(part, config)
     split = ModelSplit(part, config)
+    if split.stages is None:
+        return [MeshPart(part, config, split, 0, None)]
     found: list[MeshPart] = []
-    for stage in [0] if split.stages is None else split.stages.alike(part.module):
+    alike = split.stages.alike(part.module)
+    for stage in sorted(set(alike)):
         found.append(MeshPart(part, config, split, stage, found[-1] if found else None))
+        found[-1].alike = alike if config.parallel.axes.pieces > 1 else ()
     return list(found)

@@ -19,6 +19,9 @@ from unipar_native.prediction.sharded import predict_sharded
 SKETCH_BYTES: Final = 3 * 8 + 1
 """Bytes of an element of a gradient while it is sketched: in fp64, with its sign, and padded."""
 
+SHAPE_FLAG_BYTES: Final = 4
+"""Bytes of the number by which ranks tell whether a batch of a new shape has come."""
+
 
 def predict_mesh(config: Config, timeline: StepTimeline, ranks: int, *, device: str) -> Prediction:
     """Return what a rank holds and sends whose part of the model is that of the timeline."""
@@ -36,8 +39,13 @@ def predict_mesh(config: Config, timeline: StepTimeline, ranks: int, *, device: 
     ]
     norm = Payload(_axis(mesh, range(ranks)), "all_reduce", FP64_NORM_BYTES, 1, ranks)
     traffic.append(norm)
+    if axes.pieces > 1 and mesh.sizes["data"] > 1:  # whether any share of the data has batches of a new shape
+        traffic.append(Payload(_axis(mesh, range(ranks)), "all_reduce", SHAPE_FLAG_BYTES, 1, ranks))
     built = tuple(_built(config, timeline)) if device == "cpu" else ()  # else that is the host's memory
-    if len(alike) == 1:
+    if axes.schedule == "zerobubble" and len(alike) > 1:  # without FSDP2: gradients are averaged one by one
+        trained = [p.size for p in timeline.parameters if p.trained]
+        traffic.append(Payload(_axis(mesh, alike), "all_reduce", sum(trained), len(trained), len(alike)))
+    if len(alike) == 1 or axes.schedule == "zerobubble":
         return Prediction(tuple(predict_whole(timeline, buckets=False)), tuple(traffic), built)
     model = ShardedModel.of(
         timeline,
@@ -54,6 +62,7 @@ def predict_mesh(config: Config, timeline: StepTimeline, ranks: int, *, device: 
         len(alike) // shards,
         axis=_axis(mesh, alike[:shards]),
         axis_of_copies=_axis(mesh, alike[::shards]),
+        passes=axes.pieces,
     )
     return Prediction(tuple(predict_sharded(model)), tuple(traffic), built)
 

@@ -88,7 +88,8 @@ class ShardedModel:
     @property
     def prefetches(self) -> bool:
         """True if a block is gathered while the one behind it runs backward: FSDP2 forgets their order behind one."""
-        return self.timeline.turn is None or self.timeline.turn.after != "backward"
+        turn = self.timeline.turn
+        return turn is None or turn.told or turn.after != "backward"
 
     @property
     def frees_blocks(self) -> bool:
@@ -96,7 +97,8 @@ class ShardedModel:
 
         That is also so if the microbatch before has freed in its backward what this one had gathered in its forward.
         """
-        return self.reshard or (not self.once and not self.prefetches)
+        turn = self.timeline.turn
+        return self.reshard or (not self.once and turn is not None and turn.after == "backward")
 
     @property
     def gathered_before(self) -> bool:

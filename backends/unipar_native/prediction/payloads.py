@@ -98,15 +98,17 @@ def averages(timeline: StepTimeline, config: Config, ranks: int) -> tuple[Payloa
 
 
 def sent_by_fsdp2(
-    model: ShardedModel, copies: int, *, axis: str = "data", axis_of_copies: str = "data"
+    model: ShardedModel, copies: int, *, axis: str = "data", axis_of_copies: str = "data", passes: int = 1
 ) -> Iterator[Payload]:
     """Yield what FSDP2 sends in a step: parameters gathered and gradients summed up, of each group that has some.
 
     `axis`: name of the ranks over which the model is sharded. `copies`: number of such shardings, averaged along
-    `axis_of_copies`.
+    `axis_of_copies`. `passes`: times that a microbatch goes through the rank, each of which gathers the rest.
     """
     ranks, times = model.ranks, 1 if model.once else model.timeline.microbatches
     gathers = [model.gathered[g] for g in (*model.order, *model.gathered_again)]
+    if not model.once:
+        gathers += (passes - 1) * [model.gathered[g] for g in (*model.order, *model.gathered_again) if g < 0]
     reduces = [size for size in model.gradient_bytes.values() if size]
     if ranks > 1:
         yield Payload(axis, "all_gather", times * sum(gathers), times * len(gathers), ranks)

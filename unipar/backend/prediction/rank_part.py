@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from unipar.distributed.mesh import Mesh
 
@@ -28,7 +28,19 @@ class RankPart(ABC):
     """Mesh of the ranks that train on the same samples, with this one's seat."""
 
     stage: int = 0
-    """Stage of the pipeline."""
+    """Stage of the pipeline; a rank that has several of them has a part for each."""
+
+    alike: Sequence[int] = ()
+    """For each stage the one that runs in its place, where a rank has several stages."""
+
+    halves: bool = False
+    """True if gradients of weights are computed apart from those of inputs, after them."""
+
+    received: int = 0
+    """Bytes of buffers in which the last microbatch has arrived, if they stay; in none else it is an activation."""
+
+    keep: Callable[[Tensor], None] | None = None
+    """Function to be told of tensors that are there before and after a microbatch."""
 
     sent_on: int = 0
     """Bytes of hidden states that the last microbatch has sent to the stage behind."""
@@ -55,5 +67,13 @@ class RankPart(ABC):
         return call(fn, opaque)
 
     def backward(self, out: Any) -> None:
-        """Run the backward of a microbatch."""
+        """Run the backward of a microbatch, or its first half."""
         out.backward()
+
+    def backward_of_weights(self, out: Any) -> None:
+        """Run the second half of the backward of a microbatch."""
+        raise NotImplementedError
+
+    def end_step(self) -> None:
+        """Let go of what stays until all microbatches have ended."""
+        self.keep = None

@@ -29,11 +29,13 @@ MemoryPlace = Literal["device", "host", "disk"]
 PredictedPhase = Literal["built", "forward", "backward", "update", "steady"]
 """Phases of a step, by the names of a measured account."""
 
-MomentKind = Literal["begin", "reach", "enter", "finish", "leave", "gradient", "taken", "call", "return", "arrive"]
-"""A phase begins; a block is reached, entered when what the library does before it is done, finished, and left when
-what the library does behind it is done, in backward as well; a gradient of a parameter is complete, and taken when
-what the library does with it is done. Any module is called and returns, and in backward a gradient of its output
-arrives."""
+MomentKind = Literal[
+    "begin", "weights", "reach", "enter", "finish", "leave", "gradient", "taken", "call", "return", "arrive"
+]
+"""A phase begins, or the half of a backward that computes gradients of weights; a block is reached, entered when what
+the library does before it is done, finished, and left when what the library does behind it is done, also in backward; a
+gradient of a parameter is complete, and taken when what the library does with it is done. Any module is called and
+returns, and in backward a gradient of its output arrives."""
 
 
 class Moment(NamedTuple):
@@ -102,6 +104,9 @@ class TurnOfStep(NamedTuple):
 
     after: Literal["", "forward", "backward"] = ""
     """Turn before; empty: there is none."""
+
+    told: bool = False
+    """True if the library is told in which order backward comes to the blocks."""
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,10 @@ from unipar.planning.peaks import (
     predict_peak,
     predict_peaks,
 )
+from unipar.planning.pieces import StagePiece, predict_piece_peaks
 from unipar.planning.stages import PlannedStage, predict_stage_peaks
 from unipar.task import Task
+from unipar.training.fake_run.pieces import ranks_of_pieces
 from unipar.training.fake_run.step import FakeStep
 from unipar.training.fake_run.trace import (
     FEWEST_SAMPLES,
@@ -129,7 +131,17 @@ class TaskTraces:
             gloo, late = device == "cpu" and ranks > 1, 0
             proving = list(self._passes_of_proof(traced, predict, device))
             built = [replace(_fullest(predict_peaks(*each, sizes.micro)), phase="built") for each in proving]
-            if traced.stage is None:
+            if traced.pieces is not None:
+
+                def predict_piece(place: int | None, timeline: StepTimeline, number: int = number) -> Prediction:
+                    return self._predict(config, ranks, (number, place), timeline, device, runtime)
+
+                staged = device == "cpu"
+                of_pieces = predict_piece_peaks(traced.pieces, timeline, predict_piece, sizes.micro, staged=staged)
+                phases = [*built, *of_pieces]
+                if gloo:
+                    late = late_bytes(prediction, activations, sizes.micro)
+            elif traced.stage is None:
                 step = timeline, prediction, activations, sizes.micro, sizes.accumulate
                 phases = [*built, *predict_peaks(*step)]
                 if gloo:
@@ -174,9 +186,10 @@ class TaskTraces:
         """Yield what proves in the set-up that parts are the whole model, as if it were a step."""
         if (proof := traced.proof) is None:
             return
-        timeline = self._timeline(traced, 1)
-        part = proof.part if device == "cpu" else proof.part.without_staging
-        yield timeline, _without_states(predict(timeline)), part
+        if proof.part is not None:
+            timeline = self._timeline(traced, 1)
+            part = proof.part if device == "cpu" else proof.part.without_staging
+            yield timeline, _without_states(predict(timeline)), part
         if device == "cpu":  # else that is the host's memory
             whole = proof.whole.timeline
             yield (
@@ -193,7 +206,7 @@ class TaskTraces:
         return self._timelines[key]
 
     def _predict(
-        self, config: Config, ranks: int, part: int, timeline: StepTimeline, device: str, runtime: Sequence[Term]
+        self, config: Config, ranks: int, part: object, timeline: StepTimeline, device: str, runtime: Sequence[Term]
     ) -> Prediction:
         """Return what a backend makes of a timeline; each is asked for once, whatever the size of microbatches."""
         own = str(config.parallel), str(config.options.get(config.backend)), timeline.microbatches, timeline.turn
@@ -217,10 +230,14 @@ class TaskTraces:
         )
         with explain_values("the split model"):
             axes = config.parallel.axes
-            return [
-                _trace_part(fake, self.whole, rank_part, axes, self._whole_of_proof)
-                for rank_part in backend.split_for_plan(part, config)
-            ]
+            parts = backend.split_for_plan(part, config)
+
+            def trace(each: RankPart) -> TracedTask:
+                return _trace_part(fake, self.whole, each, axes, self._whole_of_proof)
+
+            if axes.pieces == 1:
+                return [trace(each) for each in parts]
+            return ranks_of_pieces(axes, {each.stage: trace(each) for each in parts}, parts[0].alike)
 
     def _whole_of_proof(self) -> TracedTask:
         """Return a step of the whole model without autocast."""
@@ -250,26 +267,32 @@ def _trace_part(
     proof_of_whole = whole_of_proof() if part.proved else None
     few = max(FEWEST_SAMPLES, fake.micro)  # of one sample, parts of a sequence may need no copies
     counts = (few, few + fake.micro)
+    in_full: Activations | None = None
     with part.placed():
+        if proof_of_whole is not None and axes.pieces == 1 and autocast_dtype(fake.config.train.precision) is not None:
+            in_full = combine_steps(*(_in_full_precision(fake).trace(count, part) for count in counts))
         steps: list[FakeStep] = []
         sent_on: list[tuple[int, int]] = []
         sent_back: list[tuple[int, int]] = []
+        received: list[tuple[int, int]] = []
         for count in counts:
             steps.append(fake.trace(count, part))
             sent_on.append((count, part.sent_on))
             sent_back.append((count, part.sent_back))
+            received.append((count, part.received))
         first, second = steps
-        activations = in_full = combine_steps(first, second)
-        if proof_of_whole is not None and autocast_dtype(fake.config.train.precision) is not None:
-            in_full = combine_steps(*(_in_full_precision(fake).trace(count, part) for count in counts))
+        activations = combine_steps(first, second)
         timeline = fake.timeline(part.blocks, first, part.stages_of)
     timeline = replace(timeline, whole=whole.timeline.parameters)
     sent = tuple(_payloads(first, second, part))
-    stage = None
-    if axes.pipeline > 1:
-        stage = PlannedStage(axes.schedule, axes.pipeline, part.stage, line_through(*sent_on), line_through(*sent_back))
     proof = None if proof_of_whole is None else Proof(proof_of_whole, in_full)
-    return replace(whole, timeline=timeline, activations=activations, sent=sent, stage=stage, proof=proof)
+    found = replace(whole, timeline=timeline, activations=activations, sent=sent, proof=proof)
+    if axes.pipeline == 1:
+        return found
+    on, back = line_through(*sent_on), line_through(*sent_back)
+    if axes.pieces > 1:
+        return replace(found, piece=StagePiece(timeline, activations, on, back, line_through(*received)))
+    return replace(found, stage=PlannedStage(axes.schedule, axes.pipeline, part.stage, on, back))
 
 
 def _payloads(first: FakeStep, second: FakeStep, part: RankPart) -> Sequence[MicrobatchPayload]:

@@ -116,6 +116,22 @@ class StepRecorder(TorchDispatchMode):
         self._views: list[tuple[str, weakref.ref[Tensor]]] = []
         self._viewed_again: set[str] = set()
         self._arriving: Any = WeakIdKeyDictionary()
+        self._sums: dict[int, tuple[int, int]] = {}
+
+    def keep(self, t: Tensor) -> None:
+        """Count a tensor no longer: it is there before and after the step."""
+        number = self._live.pop(_key(t), None)
+        if number is not None:
+            self.blocks[number].size = 0
+        self._kept.add(_key(t))
+
+    def keep_sums(self, model: nn.Module, blocks: Sequence[str]) -> None:
+        """Count the gradients that are there no longer; each is complete when another is added to it."""
+        owners = owners_of_parameters(model, blocks)
+        for number, (name, p) in enumerate(model.named_parameters()):
+            if p.grad is not None:
+                self.keep(p.grad)
+                self._sums[_key(p.grad)] = number, owners.get(name, -1)
 
     def begin(self, phase: PredictedPhase) -> None:
         """Note that a phase begins; in backward, a library may act before the loss's gradient is there."""
@@ -175,6 +191,10 @@ class StepRecorder(TorchDispatchMode):
         for t in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(t, Tensor):
                 self._see(t, func)
+        if func is torch.ops.aten.add_.Tensor and (told := self._sums.pop(_key(args[0]), None)) is not None:
+            number, block = told
+            self.note("gradient", block, number)
+            self.note("taken", block, number)
         if (kind := collective_of(func._schema.name)) in _STAGED:
             self._stage(kind, payload_of_call(args, out))
         return out

@@ -81,10 +81,17 @@ def trace_step(
     recorder = StepRecorder([*model.parameters(), *model.buffers(), *given])
     traffic = Counter[tuple[str, str]]()
     counter = None if part is None else CollectiveCounter(traffic, part.mesh)
+    if part is not None:
+        part.keep = recorder.keep
     with ExitStack() as stack:
         stack.enter_context(_only_asked_collection())
         stack.enter_context(recorder.follow(model, blocks))
         stack.enter_context(nullcontext() if part is None else part.armed())
+        if part is not None and part.halves:  # torch adds to earlier gradients without autograd's knowledge
+            with mode:
+                for p in model.parameters():
+                    p.grad = torch.zeros_like(p) if p.requires_grad else None
+            recorder.keep_sums(model, blocks)
         for entered in (mode, assumed, counter, recorder):
             if entered is not None:
                 stack.enter_context(entered)
@@ -93,8 +100,13 @@ def trace_step(
         out = call(loss, opaque) if part is None else part.forward(call, loss, opaque)
         recorder.begin("backward")
         out.backward() if part is None else part.backward(out)
+        if part is not None and part.halves:
+            recorder.note("weights")
+            part.backward_of_weights(out)
         recorder.note("finish")
         del out
+        if part is not None:
+            part.end_step()
         recorder.begin("update")
         recorder.begin("steady")
     for p in model.parameters():

@@ -25,6 +25,7 @@ from unipar.model.create import cast_if_float, check_parts
 from unipar.model.optimizer import OptimizerFactory, parameter_groups
 from unipar.model.transforms import apply_transforms
 from unipar.planning.activations import Activations, AllocatedBlock, MicrobatchPayload
+from unipar.planning.pieces import PlannedPieces, StagePiece
 from unipar.planning.stages import PlannedStage
 from unipar.task import Task
 from unipar.training.fake_run.assumed_values import AssumedValues
@@ -67,7 +68,13 @@ class TracedTask:
     """Bytes that a microbatch sends along the axes of a mesh."""
 
     stage: PlannedStage | None = None
-    """Stage of a pipeline; None: there is none."""
+    """Stage of a pipeline; None: there is none, or there are several on a rank."""
+
+    piece: StagePiece | None = None
+    """One of several stages that a rank has."""
+
+    pieces: PlannedPieces | None = None
+    """Several stages of a pipeline, which are all of the rank."""
 
     proof: Proof | None = None
     """What proves in the set-up that parts are the whole model; None: nothing does."""
@@ -80,8 +87,8 @@ class Proof:
     whole: TracedTask
     """That of the whole model, on the CPU of rank 0."""
 
-    part: Activations
-    """That of the rank's part."""
+    part: Activations | None
+    """That of the rank's part; None: it needs less than a step, which computes in the same precision."""
 
 
 @dataclass(frozen=True)

@@ -36,16 +36,32 @@ class PlannedStages:
     needs: Sequence[frozenset[str]]
     """Names of the parameters that each stage uses."""
 
+    ranks: int
+    """Number of ranks of the pipeline; stage k is on rank k mod `ranks`."""
+
+    @property
+    def needs_of_ranks(self) -> Sequence[frozenset[str]]:
+        """Names of the parameters that each rank of the pipeline uses, in all of its stages."""
+        return [frozenset().union(*self.needs[rank :: self.ranks]) for rank in range(self.ranks)]
+
+    def needs_beside(self, stage: int) -> frozenset[str]:
+        """Return the names of what a stage uses, and of what its rank does outside of blocks, in other stages."""
+        inside = tuple(f"{name}." for name in self.blocks)
+        of_rank = self.needs_of_ranks[stage % self.ranks]
+        return self.needs[stage] | {name for name in of_rank if not name.startswith(inside)}
+
     def alike(self, model: nn.Module) -> list[int]:
-        """Return the first stage of those that have equal blocks, and use as much else."""
+        """Return for each stage the first of those that have equal blocks, and whose ranks use as much else."""
         first: dict[Hashable, int] = {}
-        for stage, needs in enumerate(self.needs):
+        found: list[int] = []
+        for stage in range(len(self.needs)):
             own = self.blocks[self.cuts[stage] : self.cuts[stage + 1]]
             inside = tuple(f"{name}." for name in own)
-            others = frozenset(name for name in needs if not name.startswith(inside))
+            others = frozenset(name for name in self.needs_beside(stage) if not name.startswith(inside))
             end = (stage == 0, stage == len(self.needs) - 1)
-            first.setdefault((end, others, *(kind_of_block(model.get_submodule(name)) for name in own)), stage)
-        return sorted(first.values())
+            key = (end, others, *(kind_of_block(model.get_submodule(name)) for name in own))
+            found.append(first.setdefault(key, stage))
+        return found
 
 
 def plan_stages(part: Part, blocks: Sequence[str], axes: Axes, batch: Any, mode: Any) -> PlannedStages:
@@ -66,7 +82,7 @@ def plan_stages(part: Part, blocks: Sequence[str], axes: Axes, batch: Any, mode:
             cuts = cuts_at(part.cuts, blocks, axes.stages)
         tuples = [run.tuples[name] for name in blocks]
         needs, _ = CutTrial(model, blocks, tuples, loss, batch).needs(cuts)
-    return PlannedStages(blocks, tuples, cuts, needs)
+    return PlannedStages(blocks, tuples, cuts, needs, axes.pipeline)
 
 
 @final
@@ -113,7 +129,7 @@ class _Operations:
 
 
 @dataclass(frozen=True)
-class _Hidden:
+class Hidden:
     """Hidden states that a stage puts out."""
 
     shape: torch.Size
@@ -122,7 +138,7 @@ class _Hidden:
     length: int
 
     @classmethod
-    def of(cls, out: Tensor) -> _Hidden:
+    def of(cls, out: Tensor) -> Hidden:
         part = part_alone(out)
         if isinstance(out, CutSequence):
             return cls(part.shape, part.dtype, out.cut_dim, out.span.length)
@@ -137,10 +153,10 @@ class StageFlow:
     groups: MeshGroups
     mesh: Mesh
     axes: Axes
-    arriving: dict[Hashable, _Hidden]
+    arriving: dict[Hashable, Hidden]
     """Outputs of the stage before, by the shapes of the batch."""
 
-    leaving: dict[Hashable, _Hidden]
+    leaving: dict[Hashable, Hidden]
     sent_on: int = 0
     """Bytes of hidden states for the stage behind."""
 
@@ -161,12 +177,12 @@ class StageFlow:
 
     def forward(self, call: nn.Module, fn: Fn, opaque: Any) -> tuple[Any, Tensor | None]:
         """Return the stage's output, and the hidden states that it got."""
-        self._key = tuple(tuple(x.shape) for x in tree_leaves(opaque.batch) if isinstance(x, Tensor))
+        self._key = shapes_of_batch(opaque.batch)
         got: list[Tensor] = []
         self.stage.inlet = None if self.stage.is_first else partial(self._receive, got)
         out = call(partial(self.stage.run, fn), opaque)
         if not self.stage.is_last:
-            self.leaving[self._key] = _Hidden.of(out)
+            self.leaving[self._key] = Hidden.of(out)
             self.sent_on = part_alone(out).nbytes
             self._channel.send_hidden(0, out)
         return part_alone(out), got[0] if got else None
@@ -195,3 +211,8 @@ class StageFlow:
             span = Span(arriving.length, tensor.size(), tensor.rank(), tensor)
             return Arrival(CutSequence.of(hidden, arriving.cut_dim, span), None, hidden)
         return Arrival(hidden, None, hidden)
+
+
+def shapes_of_batch(batch: Any) -> Hashable:
+    """Return the shapes of a batch's tensors."""
+    return tuple(tuple(x.shape) for x in tree_leaves(batch) if isinstance(x, Tensor))

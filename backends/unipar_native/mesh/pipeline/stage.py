@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from unipar.backend import Fn
 from unipar.errors import TaskError
@@ -66,6 +68,8 @@ class Stage:
     def enter(self) -> Stage:
         """Put the hooks on: after the library's own, which must have run when the loss is left."""
         for number, block in enumerate(self._modules):
+            if isinstance(block, FSDPModule) and not self.first <= number < self.end:
+                self._undo.append(_without_hooks(block))
             hook = block.register_forward_pre_hook(self._before(number), prepend=True)
             self._undo.append(hook.remove)
             if not self.first <= number < self.end:
@@ -138,6 +142,17 @@ class Stage:
         if self.outlet is None:
             raise StageLeft(hidden)
         self.outlet(hidden)
+
+
+def _without_hooks(block: nn.Module) -> Callable[[], None]:
+    """Take all hooks off a block that does not run, and return what puts them back: FSDP2 would gather it."""
+    hooks = {name: vars(block)[name] for name in ("_forward_pre_hooks", "_forward_hooks")}
+
+    def restore() -> None:
+        vars(block).update(hooks)
+
+    vars(block).update({name: OrderedDict[int, Any]() for name in hooks})
+    return restore
 
 
 _LEFT_OUT = "_unipar_left_out"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, final
+from itertools import pairwise
+from typing import Any, Final, cast, final
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
 from typing_extensions import override
 
-from unipar.backend import Fn, LossFn, Mark, Micro
+from unipar.backend import Fn, Holding, LossFn, Mark, Micro
 from unipar.config.sections.cell import Axes
 from unipar.distributed.world import World
 from unipar.engines.batch import map_tensors
@@ -65,11 +66,15 @@ class TorchScheduleExecutor:
         named = dict(shell.model.named_parameters())
         self._parameters = [[p for name, p in named.items() if name in names] for names in needs]
         self._stem = _buffers_of_stem(shell.model, stages[0]) if stages[0].is_first else []
-        self._fsdp = list(_fsdp_modules(shell, stages)) if once else []
+        self._once, self._fsdp = once, list(_fsdp_modules(shell, stages))
+        self._blocks = [_fsdp_blocks(shell.model, stage) for stage in stages]
+        for before, block in (both for own in self._blocks for both in pairwise(own)):
+            block.set_modules_to_backward_prefetch([before])
         self._shapes: dict[Any, dict[int, Shape]] = {}
         """Shapes of hidden states by number of the stage that puts them out, for each shape of a batch."""
 
         self._made: tuple[Any, Any] = None, None
+        self._of_torch: Sequence[Any] = ()
         self._fn: LossFn | None = None
         self._micros: Sequence[Micro] = ()
         self._divisor = 1.0
@@ -124,7 +129,19 @@ class TorchScheduleExecutor:
             )
             for place, number in enumerate(self._numbers())
         ]
+        self._of_torch = stages
         return _CLASSES[self._axes.schedule](stages, count, loss_fn=self._scaled_loss, scale_grads=False)
+
+    def holdings(self) -> Iterator[Holding]:
+        """Yield the buffers into which torch receives, one for each microbatch of a step, and gradients of inputs."""
+        for stage in self._of_torch:
+            for way, infos in (("hidden states", stage.args_recv_info), ("gradient", stage.grad_recv_info)):
+                for micro, buffers in infos.items():
+                    for tensor in (info.buffer for info in buffers if info.buffer is not None):
+                        name = f"stage {stage.stage_index}, {way} of microbatch {micro}"
+                        yield Holding("communication", name, tensor)
+                        if tensor.grad is not None:
+                            yield Holding("communication", f"{name}, gradient", tensor.grad)
 
     def _numbers(self) -> range:
         return range(self._seat, self._axes.stages, self._axes.pipeline)
@@ -153,7 +170,7 @@ class TorchScheduleExecutor:
             for buffer, value in zip(self._stem if place else [], before, strict=True):
                 buffer.copy_(value)  # what precedes the blocks counts once, though every stage runs it
         if stage.is_last:
-            return _own_memory(out)
+            return own_memory(out)
         expected = self._sizes[self._numbers()[place]]
         if (tuple(out.shape), out.dtype) != expected:
             raise TaskError(
@@ -161,19 +178,23 @@ class TorchScheduleExecutor:
                 f"{stage.blocks[stage.end - 1]} put out {tuple(out.shape)} in {out.dtype} for microbatch {number}, and "
                 f"{expected[0]} in {expected[1]} was planned; use schedule 1f1b, which takes any"
             )
-        return _own_memory(out.contiguous()), _state(self._device)
+        return own_memory(out.contiguous()), _state(self._device)
 
     def _scaled_loss(self, loss: Tensor, number: Tensor) -> Tensor:
         out, self._share = scale_loss(loss, self._micros[int(number)].scale, self._divisor, self._share)
-        return _own_memory(out)
+        return own_memory(out)
 
     def _begin_backward(self, place: int, *, last_of_stage: bool) -> None:
         self._mark("backward")
         self._backwards += 1
+        if own := self._blocks[place]:  # else FSDP2 gathers what ran forward last, which may be another stage
+            cast("Any", self._shell).set_modules_to_backward_prefetch(own[-1:])
         last = self._backwards == len(self._micros) * len(self._stages)
         for module, home in self._fsdp:
-            if home is None or home == place:
-                wanted = last if home is None else last_of_stage
+            if not self._once:  # a backward frees what it used, and no other stage
+                module.set_reshard_after_backward(home in (None, place), recurse=False)
+            elif home is None or home == place or self._backwards == 1:
+                wanted = last if home is None else last_of_stage and home == place
                 module.set_requires_gradient_sync(wanted, recurse=False)
                 module.set_reshard_after_backward(wanted, recurse=False)
 
@@ -235,7 +256,7 @@ class _StageModule(nn.Module):
         if not arrived:
             return self._run(int(i), None)
         hidden, state = arrived
-        return self._run(int(i), Arrival(_ContiguousGradient.apply(hidden), state))  # pyright: ignore[reportArgumentType]
+        return self._run(int(i), Arrival(ContiguousGradient.apply(hidden), state))  # pyright: ignore[reportArgumentType]
 
 
 @final
@@ -255,7 +276,7 @@ class _ReportingStage(PipelineStage):
 
 
 @final
-class _ContiguousGradient(torch.autograd.Function):
+class ContiguousGradient(torch.autograd.Function):
     """Identity whose gradient is contiguous, as what is sent must be."""
 
     @staticmethod
@@ -320,6 +341,12 @@ def _fsdp_modules(shell: ForwardCall, stages: Sequence[Stage]) -> Iterator[tuple
             yield module, homes.get(id(module))
 
 
+def _fsdp_blocks(model: nn.Module, stage: Stage) -> list[FSDPModule]:
+    """Return the blocks of a stage that FSDP2 shards."""
+    blocks = [model.get_submodule(name) for name in stage.blocks[stage.first : stage.end]]
+    return [block for block in blocks if isinstance(block, FSDPModule)]
+
+
 def _shapes_of(batch: Any) -> tuple[Shape, ...]:
     shapes: list[Shape] = []
 
@@ -339,7 +366,7 @@ def _state(device: torch.device) -> Tensor:
     return generator_state(device).to(device)
 
 
-def _own_memory(t: Tensor) -> Tensor:
+def own_memory(t: Tensor) -> Tensor:
     """Return the tensor, or a copy of a view: torch detaches in place, which a view does not allow."""
     return t.clone() if t._is_view() else t
 
