@@ -10,9 +10,10 @@ from typing import Any, cast, final
 from torch import Tensor, nn
 from typing_extensions import override
 
-from unipar.backend import Fn, Part
+from unipar.backend import Fn, Part, cells
 from unipar.backend.prediction.rank_part import RankPart
-from unipar.config import Cell, Config
+from unipar.config import Config
+from unipar.config.sections.cell import Axes
 from unipar.distributed.mesh import Mesh, MeshGroups, fake_groups
 from unipar.engines.placement import direct_parameters
 from unipar.errors import Unsupported
@@ -27,16 +28,15 @@ from unipar_native.mesh.tensor.vocabulary import Vocabulary, arm_vocabulary, fin
 from unipar_native.mesh.tensor_model import cuts_of_model, derive_model_plan
 from unipar_native.mesh.tensor_parallel import arm_block
 from unipar_native.mesh.words import refuse_empty_plans, refuse_part
-from unipar_native.options import options_of
+from unipar_native.options import NativeOptions
 
 
 @final
 class MeshPart(RankPart):
     """Part of one rank of a mesh: some of the blocks, and its cuts of their matrices."""
 
-    def __init__(self, part: Part, config: Config, split: ModelSplit, stage: int, before: MeshPart | None) -> None:
+    def __init__(self, part: Part, axes: Axes, split: ModelSplit, stage: int, before: MeshPart | None) -> None:
         """Take a stage of the pipeline, and the part that was traced before it, whose hidden states arrive."""
-        axes = config.parallel.axes
         self.model, self.stage = part.module, stage
         self.mesh = Mesh.of(Mesh.of(0, axes.ranks, **axes.sizes).rank_at(pipeline=stage), axes.ranks, **axes.sizes)
         self._axes, self._split, self._before = axes, split, before
@@ -46,7 +46,7 @@ class MeshPart(RankPart):
             self.blocks = stages.blocks[stages.cuts[stage] : stages.cuts[stage + 1]]
         self._groups: MeshGroups | None = None
         self._flow: StageFlow | None = None
-        self._way: Way = options_of(config).attention
+        self._way: Way = split.options.attention
         self._sequences: SequenceSplit | None = None
         self.leaving: dict[Hashable, Any] = {}
         """Hidden states that the stage has put out, by the shapes of a batch."""
@@ -150,10 +150,10 @@ class MeshPart(RankPart):
 class ModelSplit:
     """Blocks of a model, cuts of their matrices over the ranks of tensor, and stages of a pipeline."""
 
-    def __init__(self, part: Part, config: Config) -> None:
+    def __init__(self, part: Part, config: Config, options: NativeOptions) -> None:
         assert part.loss is not None
         assert part.sample is not None
-        axes, batch = config.parallel.axes, part.sample()
+        self.options, axes, batch = options, config.parallel.axes, part.sample()
         self.blocks = without_frozen_models(part.module, part.blocks)
         self.plans: Mapping[str, BlockPlan] = {}
         self.vocabulary: Vocabulary | None = None
@@ -162,7 +162,7 @@ class ModelSplit:
                 part.module, self.blocks, part.loss, batch, axes.tensor, part.tensor, sequence=axes.sequence
             ).blocks
             refuse_empty_plans(axes.tensor, self.plans.values(), part.blocks)
-            if options_of(config).vocabulary == "split":
+            if options.vocabulary == "split":
                 self.vocabulary = find_vocabulary(part.module, part.blocks, axes.tensor)
         self.cuts: Mapping[str, ParameterCut] = cuts_of_model(part.module, self.plans, self.vocabulary, axes.tensor)
         self.stages: PlannedStages | None = None
@@ -171,17 +171,17 @@ class ModelSplit:
             self.stages = plan_stages(part, self.blocks, axes, batch, mode)
 
 
-def split_model(part: Part, config: Config) -> list[RankPart]:
+def split_model(part: Part, config: Config, options: NativeOptions) -> list[RankPart]:
     """Return the parts of a model that ranks of a mesh have; those of ranks that are alike once."""
     axes = config.parallel.axes
     if axes.pieces > 1:
         raise Unsupported(
-            str(Cell("native", config.parallel.shard, axes=axes)),
+            str(cells.cell_of(config)),
             [f"parallel.schedule: {axes.schedule} is not planned yet: take 1f1b, or measure it (unipar compare)"],
         )
     refuse_part(part, config)
-    split = ModelSplit(part, config)
+    split = ModelSplit(part, config, options)
     found: list[MeshPart] = []
     for stage in [0] if split.stages is None else split.stages.alike(part.module):
-        found.append(MeshPart(part, config, split, stage, found[-1] if found else None))
+        found.append(MeshPart(part, axes, split, stage, found[-1] if found else None))
     return list(found)
