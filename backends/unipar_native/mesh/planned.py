@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Hashable, Mapping
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast, final
+from typing import Any, Final, cast, final
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -26,7 +28,7 @@ from unipar_native.mesh.sequence.parts import join_before
 from unipar_native.mesh.tensor.cuts import BlockPlan, ParameterCut
 from unipar_native.mesh.tensor.vocabulary import Vocabulary, arm_vocabulary, find_vocabulary
 from unipar_native.mesh.tensor_model import cuts_of_model, derive_model_plan
-from unipar_native.mesh.tensor_parallel import arm_block
+from unipar_native.mesh.tensor_parallel import Handle, arm_block
 from unipar_native.mesh.words import refuse_empty_plans, refuse_part
 from unipar_native.options import NativeOptions
 
@@ -96,7 +98,7 @@ class MeshPart(RankPart):
                 block = self.model.get_submodule(name)
                 if (plan := split.plans.get(name)) is None:
                     continue
-                for handle in arm_block(block, plan, self._groups.group("tensor")):
+                for handle in split.library.arm(block, plan, self._groups.group("tensor")):
                     undo.callback(handle.remove)
                 if self._axes.sequence and plan.sequence is None:
                     undo.callback(join_before(block))
@@ -146,20 +148,43 @@ class MeshPart(RankPart):
             self.sent_on, self.sent_back = self._flow.sent_on, self._flow.sent_back
 
 
+@dataclass(frozen=True)
+class TensorLibrary:
+    """Way in which a library computes with parts of matrices."""
+
+    arm: Callable[[nn.Module, BlockPlan, dist.ProcessGroup], Sequence[Handle]]
+    """Function that makes a block with parts of matrices compute what the whole one does."""
+
+    left_whole: Callable[[nn.Module], Mapping[str, str]] | None = None
+    """Function that returns the matrices of a block that the library cannot cut, each with the reason."""
+
+
+OWN_LAYERS: Final = TensorLibrary(arm_block)
+"""Native's way, which is also Accelerate's."""
+
+
 @final
 class ModelSplit:
     """Blocks of a model, cuts of their matrices over the ranks of tensor, and stages of a pipeline."""
 
-    def __init__(self, part: Part, config: Config, options: NativeOptions) -> None:
+    def __init__(self, part: Part, config: Config, options: NativeOptions, library: TensorLibrary) -> None:
         assert part.loss is not None
         assert part.sample is not None
-        self.options, axes, batch = options, config.parallel.axes, part.sample()
+        self.options, self.library = options, library
+        axes, batch = config.parallel.axes, part.sample()
         self.blocks = without_frozen_models(part.module, part.blocks)
         self.plans: Mapping[str, BlockPlan] = {}
         self.vocabulary: Vocabulary | None = None
         if axes.tensor > 1:
             self.plans = derive_model_plan(
-                part.module, self.blocks, part.loss, batch, axes.tensor, part.tensor, sequence=axes.sequence
+                part.module,
+                self.blocks,
+                part.loss,
+                batch,
+                axes.tensor,
+                part.tensor,
+                library.left_whole,
+                sequence=axes.sequence,
             ).blocks
             refuse_empty_plans(axes.tensor, self.plans.values(), part.blocks)
             if options.vocabulary == "split":
@@ -171,7 +196,9 @@ class ModelSplit:
             self.stages = plan_stages(part, self.blocks, axes, batch, mode)
 
 
-def split_model(part: Part, config: Config, options: NativeOptions) -> list[RankPart]:
+def split_model(
+    part: Part, config: Config, options: NativeOptions, library: TensorLibrary = OWN_LAYERS
+) -> list[RankPart]:
     """Return the parts of a model that ranks of a mesh have; those of ranks that are alike once."""
     axes = config.parallel.axes
     if axes.pieces > 1:
@@ -180,7 +207,7 @@ def split_model(part: Part, config: Config, options: NativeOptions) -> list[Rank
             [f"parallel.schedule: {axes.schedule} is not planned yet: take 1f1b, or measure it (unipar compare)"],
         )
     refuse_part(part, config)
-    split = ModelSplit(part, config, options)
+    split = ModelSplit(part, config, options, library)
     found: list[MeshPart] = []
     for stage in [0] if split.stages is None else split.stages.alike(part.module):
         found.append(MeshPart(part, axes, split, stage, found[-1] if found else None))

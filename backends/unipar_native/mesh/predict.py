@@ -48,7 +48,7 @@ def predict_mesh(
     ]
     norm = Payload(_axis(mesh, range(ranks)), "all_reduce", FP64_NORM_BYTES, 1, ranks)
     traffic.append(norm)
-    built = tuple(_built(timeline, options.proof)) if device == "cpu" else ()  # else that is the host's memory
+    built = tuple(built_split(timeline, options.proof)) if device == "cpu" else ()  # else that is the host's memory
     if len(alike) == 1:
         return Prediction(tuple(predict_whole(timeline, buckets=False)), tuple(traffic), built)
     model = ShardedModel.of(
@@ -70,7 +70,7 @@ def predict_mesh(
     return Prediction(tuple(predict_sharded(model)), tuple(traffic), built)
 
 
-def _built(timeline: StepTimeline, proof: Literal["whole", "blocks", "off"]) -> Iterator[Term]:
+def built_split(timeline: StepTimeline, proof: Literal["whole", "blocks", "off"]) -> Iterator[Term]:
     """Yield what rank 0 holds on the CPU before the first step: the whole model, with what the proof makes of it."""
     yield Term("temporaries", "whole model, of rank 0", sum(p.size for p in timeline.whole))
     if proof == "off":
