@@ -91,7 +91,7 @@ def compare(row: Row, environment: dict[str, str]) -> Result:
     planned, sent = plan_row(row)
     settled = SettledConfig.of(config, cell, row.ranks, "cpu")
     account = measure_account(settled, environment, library_traffic=True)
-    full = account.peak
+    full = max((phase for phase in account.phases if phase.name != "built"), key=lambda phase: phase.peak)
     own = sum(full.held.get(category, 0) for category in NOT_PLANNED)
     measured = {f"{axis} {kind}": size for axis, of in account.sent_along.items() for kind, size in of.items()}
     return Result(
