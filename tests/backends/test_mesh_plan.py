@@ -16,7 +16,7 @@ from tests.support.short_text import ShortText, short_text
 from unipar.backend import registry
 from unipar.backend.cells import config_in_cell, expand_cell_patterns
 from unipar.backend.prediction.timeline import Payload, StepTimeline, TurnOfStep
-from unipar.config import Config
+from unipar.config import BatchSizes, Config
 from unipar.config.source import load_given_config
 from unipar.distributed.mesh import Mesh, fake_groups
 from unipar.errors import TaskError, Unsupported
@@ -182,6 +182,23 @@ def test_what_the_proof_holds_before_the_first_step(traces: TaskTraces) -> None:
     assert whole[model] == whole[gradients] == blocks[model] == off[model] == size
     assert 0 < blocks[gradients] < size
     assert off["its part"] == size  # along the context every rank has the whole
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-mixed"])
+def test_activations_of_the_proof(given: dict[str, Any], precision: str) -> None:
+    """Rank 0 runs a microbatch of the whole model in fp32: what one process holds in a step, but for the optimizer."""
+    sizes = BatchSizes(total=64, micro=64, accumulate=1, ranks=1)
+    traces = TaskTraces(load_given_config(given | {"train": {"steps": 1, "precision": precision}}).config, 2)
+    alone = TaskTraces(load_given_config(given).config, 2).predict(in_cell("single", 1), 1, sizes, device="cpu")
+    for cell in ("native/nothing+tensor2", "deepspeed/nothing+tensor2"):
+        config = in_cell(cell, 2).changed({"train.precision": precision})
+        (first, *_) = traces.predict(config, 2, sizes, device="cpu").phases
+        assert first.peak == alone.step_peak.peak - alone.step_peak.held["optimizer"]
+        assert [term.name for term in first.terms] == [
+            "its activations and gradients, which prove that the split is right",
+            "whole model, of rank 0",
+        ]
+        assert traces.predict_needed(config, 2, sizes, device="cpu") >= first.peak
 
 
 def test_parts_of_accelerate(traces: TaskTraces) -> None:

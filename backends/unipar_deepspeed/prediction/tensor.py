@@ -20,7 +20,7 @@ def beside_tensor(found: Prediction, model: ZeroModel, config: Config, stage: in
     built = tuple(built_split(model.timeline, "whole")) if model.staged else ()
     terms = tuple(_norm_of_all(model)) if stage == 0 else ()
     sent = tuple(_norms(model, config, stage, ranks))
-    return replace(found, terms=(*found.terms, *terms), sent=(*found.sent, *sent), built=built)
+    return replace(found, terms=(*found.terms, *terms), sent=(*found.sent, *sent), built=built, proves=bool(built))
 
 
 def _norm_of_all(model: ZeroModel) -> Iterator[Term]:

@@ -49,8 +49,9 @@ def predict_mesh(
     norm = Payload(_axis(mesh, range(ranks)), "all_reduce", FP64_NORM_BYTES, 1, ranks)
     traffic.append(norm)
     built = tuple(built_split(timeline, options.proof)) if device == "cpu" else ()  # else that is the host's memory
+    proves = bool(built) and options.proof == "whole"
     if len(alike) == 1:
-        return Prediction(tuple(predict_whole(timeline, buckets=False)), tuple(traffic), built)
+        return Prediction(tuple(predict_whole(timeline, buckets=False)), tuple(traffic), built, proves)
     model = ShardedModel.of(
         timeline,
         shards,
@@ -67,7 +68,7 @@ def predict_mesh(
         axis=_axis(mesh, alike[:shards]),
         axis_of_copies=_axis(mesh, alike[::shards]),
     )
-    return Prediction(tuple(predict_sharded(model)), tuple(traffic), built)
+    return Prediction(tuple(predict_sharded(model)), tuple(traffic), built, proves)
 
 
 def built_split(timeline: StepTimeline, proof: Literal["whole", "blocks", "off"]) -> Iterator[Term]:

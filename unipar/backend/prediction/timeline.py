@@ -238,6 +238,10 @@ class Prediction:
     built: tuple[Term, ...] = ()
     """What rank 0 holds at the fullest moment before the first step, where that may be more than a step needs."""
 
+    proves: bool = False
+    """True if rank 0 computes all gradients of the whole model on a microbatch before the first step, in full precision
+    and without the optimizer's state."""
+
     def at(self, place: MemoryPlace) -> tuple[Term, ...]:
         """Return the terms of what lies in a place."""
         return tuple(term for term in self.terms if term.place == place)

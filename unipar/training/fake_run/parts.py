@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, final
 
 from torch import nn
 
 from unipar.backend import Backend, Part, registry
+from unipar.backend.precision import autocast_dtype
 from unipar.backend.prediction.rank_part import RankPart
+from unipar.backend.prediction.terms import predict_whole
 from unipar.backend.prediction.timeline import Payload, Prediction, StepTimeline, Term
 from unipar.config import BatchSizes, Config
 from unipar.config.sections.cell import Axes
@@ -35,6 +38,7 @@ from unipar.training.fake_run.trace import (
     explain_values,
     line_through,
     trace_fake_task,
+    trace_whole,
 )
 
 
@@ -84,6 +88,7 @@ class TaskTraces:
         self._parts: dict[object, tuple[TracedTask, ...]] = {}
         self._predictions: dict[object, Prediction] = {}
         self._timelines: dict[tuple[int, int], StepTimeline] = {}
+        self._proofs: dict[int, tuple[int, int]] = {}
 
     def of(self, config: Config) -> Sequence[TracedTask]:
         """Return a step of each rank that holds or does something else, in a config of the same task."""
@@ -113,7 +118,7 @@ class TaskTraces:
         for number, traced in enumerate(self.of(config)):
 
             def predict(timeline: StepTimeline, number: int = number) -> Prediction:
-                return self._predict(config, ranks, number, timeline, device, runtime)
+                return self._proved(self._predict(config, ranks, number, timeline, device, runtime), sizes.micro)
 
             timeline = self._timeline(traced, sizes.accumulate)
             prediction = predict(timeline)
@@ -143,7 +148,7 @@ class TaskTraces:
         for number, traced in enumerate(self.of(config)):
             # what is held does not depend on how many microbatches came before, if there were some
             timeline = self._timeline(traced, min(sizes.accumulate, 2))
-            prediction = self._predict(config, ranks, number, timeline, device, runtime)
+            prediction = self._proved(self._predict(config, ranks, number, timeline, device, runtime), sizes.micro)
             activations = traced.activations if device == "cpu" else traced.activations.without_staging
             needs = predict_needed if device == "cpu" and ranks > 1 else predict_peak
             most = max(most, needs(timeline, prediction, activations, sizes.micro, sizes.accumulate))
@@ -166,6 +171,32 @@ class TaskTraces:
             found = registry.find_backend(config.backend).predict(config, timeline, ranks, device=device)
             self._predictions[key] = replace(found, terms=(*found.terms, *runtime))
         return self._predictions[key]
+
+    def _proved(self, prediction: Prediction, micro: int) -> Prediction:
+        """Return a prediction with the whole model's gradients in its set-up, if that is fullest as they come."""
+        if not prediction.proves:
+            return prediction
+        whole, (size, peak) = "whole model, of rank 0", self._proof_of(micro)
+        if peak <= sum(term.size for term in prediction.built):
+            return prediction
+        rest = Term("temporaries", "its activations and gradients, which prove that the split is right", peak - size)
+        return replace(prediction, built=(Term("temporaries", whole, size), rest))
+
+    def _proof_of(self, micro: int) -> tuple[int, int]:
+        """Return the bytes of the whole model, and the peak as its gradients are computed in full precision."""
+        if micro not in self._proofs:
+            timeline, activations = self._in_full_precision.timeline, self._in_full_precision.activations
+            held = Prediction(tuple(t for t in predict_whole(timeline, buckets=False) if t.category != "optimizer"))
+            size = sum(p.size for p in timeline.parameters)
+            self._proofs[micro] = size, predict_peak(timeline, held, activations, micro)
+        return self._proofs[micro]
+
+    @cached_property
+    def _in_full_precision(self) -> TracedTask:
+        config = self._fake.config
+        if autocast_dtype(config.train.precision) is None:
+            return self.whole
+        return trace_whole(replace(self._fake, config=config.changed({"train.precision": "fp32"})))
 
     def _trace_parts(self, config: Config, backend: Backend) -> list[TracedTask]:
         fake = self._fake
