@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
 
@@ -11,6 +11,7 @@ from unipar_deepspeed import backend as deepspeed
 from unipar_native import TORCH_CALL_SITES
 from unipar_native import backend as native
 from unipar_native.mesh_settings import axes_refusals
+from unipar_native.options import NativeOptions
 
 from unipar.backend import Backend, Capabilities, Dtypes, Engine, Part, Variant, registry
 from unipar.backend.precision import default_dtypes
@@ -20,6 +21,7 @@ from unipar.distributed.place import Place
 from unipar_accelerate.launch_variables import find_contradictions
 
 if TYPE_CHECKING:
+    from unipar.backend.prediction.rank_part import RankPart
     from unipar.backend.prediction.timeline import OverlapWindow, Prediction, StepTimeline
     from unipar.distributed.world import World
 
@@ -142,11 +144,22 @@ class Accelerate(Backend):
     def predict(self, config: Config, timeline: StepTimeline, ranks: int, *, device: str) -> Prediction:
         if uses_deepspeed(config):
             return deepspeed.predict(config, timeline, ranks, device=device)
+        if config.parallel.axes.ranks > 1:
+            from unipar_native.mesh.predict import predict_mesh
+
+            options = NativeOptions()
+            return predict_mesh(config, timeline, ranks, options, device=device, reshard_rest=False, in_copies=False)
         from unipar_native.prediction.native import predict_native
         from unipar_native.prediction.payloads import LIBRARY_BUCKETS, DDPBuckets
 
         buckets = DDPBuckets(LIBRARY_BUCKETS, options_of(config).find_unused)
         return predict_native(config, timeline, ranks, device=device, reshard_rest=False, buckets=buckets)
+
+    @override
+    def split_for_plan(self, part: Part, config: Config) -> Sequence[RankPart]:
+        from unipar_native.mesh.planned import split_model
+
+        return split_model(part, config, NativeOptions())
 
     @override
     def join(self, config: Config, place: Place) -> World:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
@@ -23,6 +23,7 @@ from unipar_deepspeed.options import (
 )
 
 if TYPE_CHECKING:
+    from unipar.backend.prediction.rank_part import RankPart
     from unipar.backend.prediction.timeline import OverlapWindow, Prediction, StepTimeline
     from unipar.distributed.world import World
 
@@ -145,6 +146,15 @@ class DeepSpeed(Backend):
         from unipar_deepspeed.predict import predict_zero
 
         return predict_zero(config, timeline, ranks, device=device)
+
+    @override
+    def split_for_plan(self, part: Part, config: Config) -> Sequence[RankPart]:
+        from unipar_native.mesh.planned import TensorLibrary, split_model
+        from unipar_native.options import NativeOptions
+
+        from unipar_deepspeed.autotp import arm_as_autotp, matrices_left_whole
+
+        return split_model(part, config, NativeOptions(), TensorLibrary(arm_as_autotp, matrices_left_whole))
 
     @override
     @contextmanager

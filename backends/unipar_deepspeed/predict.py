@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from unipar.backend import cells
 from unipar.backend.prediction.terms import refuse_unplanned
 from unipar.backend.prediction.timeline import Prediction, StepTimeline
 from unipar.config import SHARDS, Config
@@ -14,6 +15,7 @@ from unipar_deepspeed.prediction.built import built_terms
 from unipar_deepspeed.prediction.flat import predict_flat
 from unipar_deepspeed.prediction.model import ZeroModel
 from unipar_deepspeed.prediction.partitioned import predict_partitioned
+from unipar_deepspeed.prediction.tensor import beside_tensor
 from unipar_deepspeed.prediction.whole import predict_stage_0
 
 LIBRARY_SIZES: dict[str, Any] = {
@@ -28,17 +30,19 @@ LIBRARY_SIZES: dict[str, Any] = {
 
 def predict_zero(config: Config, timeline: StepTimeline, ranks: int, *, device: str) -> Prediction:
     """Return what the fullest of so many ranks holds and sends; raise Unsupported for what has no closed form."""
-    shard, stage = config.parallel.shard, SHARDS.index(config.parallel.shard)
-    refuse_unplanned(
-        f"deepspeed/{shard}", config, *_on_disk(config), planned=(f"model.offload: {config.model.offload}",)
-    )
-    model = zero_model(config, timeline, ranks, device=device)
+    stage = SHARDS.index(config.parallel.shard)
+    axes = config.parallel.axes
+    planned = f"model.offload: {config.model.offload}", f"parallel ({axes})"
+    refuse_unplanned(str(cells.cell_of(config)), config, *_on_disk(config), planned=planned)
+    model = zero_model(config, timeline, ranks // axes.ranks, device=device)
     if stage == 0:
         found = predict_stage_0(model)
     elif stage < 3:
         found = predict_flat(model, stage=stage)
     else:
         found = predict_partitioned(model)
+    if axes.tensor > 1:
+        return beside_tensor(found, model, config, stage, ranks)
     return replace(found, built=tuple(built_terms(model, stage)) if model.staged else ())
 
 

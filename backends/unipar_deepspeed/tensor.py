@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from unipar_native.mesh.probe import WholeModel, look_at_model, whole_gradients
 from unipar_native.mesh.proof import refuse_difference, share_whole_model, sketch_regions
 from unipar_native.mesh.state_kept import kept_attributes
-from unipar_native.mesh.tensor.cuts import BlockPlan, ParameterCut, is_transposed
+from unipar_native.mesh.tensor.cuts import BlockPlan, ParameterCut
 from unipar_native.mesh.tensor_model import cuts_of_model, plan_blocks
 from unipar_native.mesh.tensor_parallel import arm_block
 from unipar_native.mesh.words import refuse_empty_plans, refuse_part
@@ -27,6 +27,7 @@ from unipar.distributed.world import World
 from unipar.engines.batch import cast_floats, to_device
 from unipar.engines.forward import ForwardCall
 from unipar.errors import TaskError
+from unipar_deepspeed.autotp import matrices_left_whole
 
 _NO_HEAD = ["(none)"]
 """Names of output heads, which DeepSpeed would cut in a way of its own: no layer has such a name."""
@@ -136,18 +137,6 @@ def _try_model(part: Part, config: Config, mesh: DeviceMesh) -> tuple[Any, Whole
     plans = plan_blocks(part.module, facts.blocks, facts.block_inputs, mesh, wanted, matrices_left_whole)
     refuse_empty_plans(config.parallel.tensor, plans.values(), part.blocks)
     return (batch, plans), whole_gradients(part.module, part.loss, given)
-
-
-def matrices_left_whole(block: nn.Module) -> dict[str, str]:
-    """Return the matrices of a block that DeepSpeed does not cut as they must be, each with the reason."""
-    found: dict[str, str] = {}
-    for name, module in block.named_modules():
-        if isinstance(module, nn.MultiheadAttention):
-            found[name] = "AutoTP replaces linear layers, and nn.MultiheadAttention keeps its projections itself"
-            found[f"{name}.out_proj"] = found[name]
-        elif is_transposed(module):
-            found[name] = "AutoTP cuts a Conv1D as if its weight had the output first"
-    return found
 
 
 def use_groups(world: World) -> None:

@@ -216,14 +216,14 @@ class Native(Backend):
         from unipar_native.prediction.native import predict_native
 
         if config.parallel.axes.ranks > 1:
-            return predict_mesh(config, timeline, ranks, device=device)
+            return predict_mesh(config, timeline, ranks, options_of(config), device=device)
         return predict_native(config, timeline, ranks, device=device)
 
     @override
     def split_for_plan(self, part: Part, config: Config) -> Sequence[RankPart]:
         from unipar_native.mesh.planned import split_model
 
-        return split_model(part, config)
+        return split_model(part, config, options_of(config))
 
     @override
     def plan_split(self, part: Part, config: Config) -> Iterator[str]:

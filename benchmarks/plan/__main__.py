@@ -91,7 +91,7 @@ def compare(row: Row, environment: dict[str, str]) -> Result:
     planned_anew(Result(asdict(row)))  # what is not planned is not measured either
     settled = SettledConfig.of(config, cell, row.ranks, "cpu")
     account = measure_account(settled, environment, library_traffic=True)
-    full = account.peak
+    full = max((phase for phase in account.phases if phase.name != "built"), key=lambda phase: phase.peak)
     own = sum(full.held.get(category, 0) for category in NOT_PLANNED)
     measured = Result(
         asdict(row),

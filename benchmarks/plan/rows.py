@@ -46,6 +46,15 @@ MESH_CELLS = (
     "native/nothing+pipeline2",
     "native/parameters+pipeline2",
     "native/parameters+context2",
+    "accelerate/nothing+tensor2",
+    "accelerate/gradients+tensor2",
+    "accelerate/parameters+tensor2",
+    "accelerate/gradients+context2",
+    "accelerate/parameters+context2",
+    "deepspeed/nothing+tensor2",
+    "deepspeed/optimizer+tensor2",
+    "deepspeed/gradients+tensor2",
+    "deepspeed/parameters+tensor2",
 )
 SEED = 16
 

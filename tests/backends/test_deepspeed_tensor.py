@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import pytest
 import torch
-from torch import nn
-from unipar_deepspeed.tensor import TensorSplit, matrices_left_whole, regions_of_range
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
+from unipar_deepspeed.autotp import arm_as_autotp, matrices_left_whole
+from unipar_deepspeed.tensor import TensorSplit, regions_of_range
 from unipar_native.mesh.tensor.cuts import BlockPlan, Cut, ParameterCut
 
 from tests.support.forks import ROOT, Forks
 from unipar.backend.checks import check_can_run
 from unipar.config import Config
+from unipar.distributed.mesh import Mesh, fake_groups
 from unipar.errors import Unsupported
 
 pytestmark = [pytest.mark.forked, pytest.mark.filterwarnings("ignore")]  # the library's own, while it is imported
@@ -69,6 +73,53 @@ def test_layers_that_deepspeed_does_not_cut() -> None:
     block = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2), "up": nn.Linear(8, 8)})
     why = "AutoTP replaces linear layers, and nn.MultiheadAttention keeps its projections itself"
     assert matrices_left_whole(block) == {"attention": why, "attention.out_proj": why}
+
+
+@final
+class _Operations(TorchDispatchMode):
+    """Mode that lists operations, each with the shape of what it makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, tuple[int, ...]]] = []
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.found.append((str(func), tuple(out.shape) if isinstance(out, Tensor) else ()))
+        return out
+
+
+def _operations(block: nn.Module, *, autocast: bool) -> list[tuple[str, tuple[int, ...]]]:
+    x = torch.zeros(2, 3, 4, requires_grad=True)
+    with _Operations() as operations, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        block(x).sum().backward()
+    return operations.found
+
+
+def _two_layers() -> Any:
+    return nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 4))
+
+
+def test_a_plan_runs_what_its_layers_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same operations in the same order as DeepSpeed's own layers, forward and backward, also under autocast."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    import deepspeed
+    from deepspeed.module_inject import layers
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiles for a minute
+    with fake_groups(Mesh.of(0, 2, tensor=2)) as groups:
+        deepspeed.init_distributed("fake", auto_mpi_discovery=False, verbose=False)
+        layers.set_autotp_mode(training=True)
+        group = groups.group("tensor")
+        theirs, ours = _two_layers(), _two_layers()
+        theirs[0], theirs[2] = layers.LinearLayer(theirs[0], group), layers.LinearAllreduce(theirs[2], group)
+        ours[0], ours[2].weight = nn.Linear(4, 3), nn.Parameter(torch.zeros(4, 3))
+        arm_as_autotp(ours, BlockPlan({"0": Cut("column"), "2": Cut("row")}, {}, 1, 2), group)
+        for autocast in (False, True):
+            operations = _operations(ours, autocast=autocast)
+            assert operations == _operations(theirs, autocast=autocast)
+            assert [name for name, _ in operations].count("c10d.allreduce_.default") == 2
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch import nn
+from typing_extensions import override
 
 import unipar
-from tests.support.short_text import short_text
+from tests.support.short_text import ShortText, short_text
 from unipar.backend import registry
 from unipar.backend.cells import config_in_cell, expand_cell_patterns
 from unipar.backend.prediction.timeline import Payload, StepTimeline, TurnOfStep
@@ -32,6 +34,20 @@ HEADER = 12 * 8 + STATE
 
 TIED = 96 * 16 * 4
 """Bytes of the embedding, which is the head as well."""
+
+
+class Encoded(ShortText):
+    """One layer of torch's own, whose attention keeps its projections itself."""
+
+    @override
+    def model(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Embedding(96, 16), nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True), nn.Linear(16, 96)
+        )
+
+    @override
+    def blocks(self, model: nn.Module) -> list[str]:
+        return ["1"]
 
 
 @pytest.fixture(scope="module")
@@ -229,6 +245,79 @@ def test_steps_with_two_stages_on_a_rank(traces_of_four: TaskTraces) -> None:
     assert halves.sent[3] == Payload("data", "all_reduce", whole, 23, 2)
     buffers = next(term for term in halves.phases[-1].terms if term.name == "buffers for what other stages send")
     assert buffers.size == 2 * (2 * STATE + 2 * 3 * HIDDEN)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-mixed"])
+def test_activations_of_the_proof(given: dict[str, Any], precision: str) -> None:
+    """Rank 0 runs a microbatch of the whole model in fp32: what one process holds in a step, but for the optimizer."""
+    sizes = BatchSizes(total=64, micro=64, accumulate=1, ranks=1)
+    traces = TaskTraces(load_given_config(given | {"train": {"steps": 1, "precision": precision}}).config, 2)
+    alone = TaskTraces(load_given_config(given).config, 2).predict(in_cell("single", 1), 1, sizes, device="cpu")
+    for cell in ("native/nothing+tensor2", "deepspeed/nothing+tensor2"):
+        config = in_cell(cell, 2).changed({"train.precision": precision})
+        (first, *_) = traces.predict(config, 2, sizes, device="cpu").phases
+        assert first.peak == alone.step_peak.peak - alone.step_peak.held["optimizer"]
+        assert traces.predict_needed(config, 2, sizes, device="cpu") >= first.peak
+
+
+def test_parts_of_accelerate(traces: TaskTraces) -> None:
+    """They are native's; FSDP2's mesh is Accelerate's, whose root stays gathered, and options.native say nothing."""
+    split = {"options": {"native": {"vocabulary": "split", "proof": "off"}}}
+    config = in_cell("accelerate/parameters+tensor2", 4).changed(split)
+    (traced,) = traces.of(config)
+    (native,) = traces.of(in_cell("native/parameters+tensor2", 4))
+    assert (traced.timeline.parameters, sent(traced)) == (native.timeline.parameters, sent(native))
+    step = traces.predict(config, 4, config.batch.settle(2), device="cpu")
+    blocks = 3 * (3 * 16 * 16 + 16 * 16 + 2 * 64 * 16 + 64 + 2 * (4 * 16 + 16)) // 2 * 4
+    rest = TIED + (8 * 16 + 2 * 16) * 4
+    assert step.sent == (
+        Payload("all ranks", "all_reduce", 8, 1, 4),
+        Payload("data", "all_gather", 2 * (2 * blocks + rest), 2 * (2 * 3 + 1), 2),
+        Payload("data", "reduce_scatter", 2 * (blocks + rest), 2 * (3 + 1), 2),
+        Payload("tensor", "all_reduce", 2 * 2 * 3 * 4 * HIDDEN, 2 * 3 * 4, 2),
+    )
+    assert [term.size for term in step.phases[0].terms][:2] == [sum(p.size for p in traced.timeline.whole)] * 2
+    later = replace(traced.timeline, microbatches=2)
+    terms = registry.find_backend("accelerate").predict(config, later, 4, device="cpu").terms
+    (reduced,) = [term for term in terms if term.name == "layers.1 reduced"]
+    assert reduced.until == later.at("backward", "leave", 1)  # FSDP2's mesh has one dimension here
+
+
+PART = (3 * (3 * 16 * 16 + 16 * 16 + 2 * 64 * 16 + 64 + 2 * (4 * 16 + 16)) // 2 + 96 * 16 + 8 * 16 + 2 * 16) * 4
+"""Bytes of a rank's part of the model, of two."""
+
+
+@pytest.mark.parametrize(
+    ("shard", "over_data", "norm"),
+    [
+        ("nothing", {"all_reduce": PART}, Payload("all ranks", "all_reduce", 8, 1, 4)),
+        ("optimizer", {"all_reduce": PART + 4, "all_gather": PART}, Payload("tensor", "all_reduce", 4, 1, 2)),
+        ("gradients", {"all_reduce": 2 * PART + 4, "all_gather": PART}, Payload("tensor", "all_reduce", 4, 1, 2)),
+        (
+            "parameters",
+            {"all_gather": PART, "reduce_scatter": 2 * PART, "all_reduce": 8},
+            Payload("tensor", "all_reduce", 8, 1, 2),
+        ),
+    ],
+)
+def test_parts_of_deepspeed(traces: TaskTraces, shard: str, over_data: dict[str, int], norm: Payload) -> None:
+    """ZeRO works over the data on a rank's parts; ranks of tensor add up the norm, and rank 0 proves the split."""
+    step = step_of(traces, f"deepspeed/{shard}+tensor2", 4)
+    assert {p.collective: p.size for p in step.sent if p.axis == "data"} == over_data
+    assert {p.ranks for p in step.sent if p.axis == "data"} == {2}
+    assert step.sent[-2:] == (norm, Payload("tensor", "all_reduce", 2 * 2 * 3 * 4 * HIDDEN, 2 * 3 * 4, 2))
+    (first, *_) = step.phases
+    assert (first.phase, first.terms[0].name) == ("built", "whole model, of rank 0")
+
+
+def test_matrices_that_deepspeed_does_not_cut(given: dict[str, Any]) -> None:
+    """They stay whole in the plan as in training; native cuts them."""
+    traces = TaskTraces(load_given_config(given).config, 2, Encoded(layers=1, width=16, heads=2, context=8))
+    for backend, rows in {"deepspeed": 48, "native": 24}.items():
+        (traced,) = traces.of(in_cell(f"{backend}/nothing+tensor2", 2))
+        shapes = {p.name: p.shape for p in traced.timeline.parameters}
+        assert shapes["1.self_attn.in_proj_weight"] == (rows, 16)
+        assert shapes["1.linear1.weight"] == (16, 16)
 
 
 def test_what_is_refused(traces: TaskTraces) -> None:

@@ -17,6 +17,7 @@ from unipar_native.mesh.sequence import collectives
 from unipar_native.mesh.sequence.collectives import GatheredInput, Span
 from unipar_native.mesh.sequence.plan import add_sequence
 from unipar_native.mesh.tensor_plan import derive_block_plan
+from unipar_native.options import NativeOptions
 
 from examples.char_gpt import Block
 from tests.support.tensor_blocks import WIDTH, own_blocks
@@ -185,7 +186,7 @@ def test_recomputed_blocks_under_hooks_of_saved_tensors() -> None:
     )
     apply_transforms(model, ["0", "1"], config)
     part = Part("model", model, lambda _: None, ["0", "1"], loss=lambda m, batch: m(batch), sample=lambda: x)  # pyright: ignore[reportArgumentType]
-    (mine,) = split_model(part, config)
+    (mine,) = split_model(part, config, NativeOptions())
     with mine.placed(), mine.armed():
         with saved_tensors_hooks(lambda t: t, lambda t: t):
             out = model(x)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Hashable, Mapping
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast, final
+from typing import Any, Final, cast, final
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
 
 from unipar.backend import Fn, Part
 from unipar.backend.prediction.rank_part import RankPart
 from unipar.config import Config
+from unipar.config.sections.cell import Axes
 from unipar.distributed.mesh import Mesh, MeshGroups, fake_groups
 from unipar.engines.placement import direct_parameters
 from unipar_native.mesh.context import SequenceSplit
@@ -25,18 +28,17 @@ from unipar_native.mesh.sequence.parts import join_before
 from unipar_native.mesh.tensor.cuts import BlockPlan, ParameterCut
 from unipar_native.mesh.tensor.vocabulary import Vocabulary, arm_vocabulary, find_vocabulary
 from unipar_native.mesh.tensor_model import cuts_of_model, derive_model_plan
-from unipar_native.mesh.tensor_parallel import arm_block
+from unipar_native.mesh.tensor_parallel import Handle, arm_block
 from unipar_native.mesh.words import refuse_empty_plans, refuse_part
-from unipar_native.options import options_of
+from unipar_native.options import NativeOptions
 
 
 @final
 class MeshPart(RankPart):
     """Part of one rank of a mesh: some of the blocks, and its cuts of their matrices."""
 
-    def __init__(self, part: Part, config: Config, split: ModelSplit, stage: int, before: MeshPart | None) -> None:
+    def __init__(self, part: Part, axes: Axes, split: ModelSplit, stage: int, before: MeshPart | None) -> None:
         """Take a stage of the pipeline, and the part that was traced before it, whose hidden states arrive."""
-        axes = config.parallel.axes
         self.model, self.stage = part.module, stage
         seat = Mesh.of(0, axes.ranks, **axes.sizes).rank_at(pipeline=stage % axes.pipeline)
         self.mesh = Mesh.of(seat, axes.ranks, **axes.sizes)
@@ -48,8 +50,8 @@ class MeshPart(RankPart):
             self.blocks = stages.blocks[stages.cuts[stage] : stages.cuts[stage + 1]]
         self._groups: MeshGroups | None = None
         self._flow: StageFlow | PieceFlow | None = None
-        self._way: Way = options_of(config).attention
-        self.proved = options_of(config).proof == "whole"
+        self._way: Way = split.options.attention
+        self.proved = split.options.proof == "whole"
         self._sequences: SequenceSplit | None = None
         self.leaving: dict[Hashable, Any] = {}
         """Hidden states that the stage has put out, by the shapes of a batch."""
@@ -99,7 +101,7 @@ class MeshPart(RankPart):
                 block = self.model.get_submodule(name)
                 if (plan := split.plans.get(name)) is None:
                     continue
-                for handle in arm_block(block, plan, self._groups.group("tensor")):
+                for handle in split.library.arm(block, plan, self._groups.group("tensor")):
                     undo.callback(handle.remove)
                 if self._axes.sequence and plan.sequence is None:
                     undo.callback(join_before(block))
@@ -175,23 +177,46 @@ class MeshPart(RankPart):
             self._flow.forget()
 
 
+@dataclass(frozen=True)
+class TensorLibrary:
+    """Way in which a library computes with parts of matrices."""
+
+    arm: Callable[[nn.Module, BlockPlan, dist.ProcessGroup], Sequence[Handle]]
+    """Function that makes a block with parts of matrices compute what the whole one does."""
+
+    left_whole: Callable[[nn.Module], Mapping[str, str]] | None = None
+    """Function that returns the matrices of a block that the library cannot cut, each with the reason."""
+
+
+OWN_LAYERS: Final = TensorLibrary(arm_block)
+"""Native's way, which is also Accelerate's."""
+
+
 @final
 class ModelSplit:
     """Blocks of a model, cuts of their matrices over the ranks of tensor, and stages of a pipeline."""
 
-    def __init__(self, part: Part, config: Config) -> None:
+    def __init__(self, part: Part, config: Config, options: NativeOptions, library: TensorLibrary) -> None:
         assert part.loss is not None
         assert part.sample is not None
+        self.options, self.library = options, library
         axes, batch = config.parallel.axes, part.sample()
         self.blocks = without_frozen_models(part.module, part.blocks)
         self.plans: Mapping[str, BlockPlan] = {}
         self.vocabulary: Vocabulary | None = None
         if axes.tensor > 1:
             self.plans = derive_model_plan(
-                part.module, self.blocks, part.loss, batch, axes.tensor, part.tensor, sequence=axes.sequence
+                part.module,
+                self.blocks,
+                part.loss,
+                batch,
+                axes.tensor,
+                part.tensor,
+                library.left_whole,
+                sequence=axes.sequence,
             ).blocks
             refuse_empty_plans(axes.tensor, self.plans.values(), part.blocks)
-            if options_of(config).vocabulary == "split":
+            if options.vocabulary == "split":
                 self.vocabulary = find_vocabulary(part.module, part.blocks, axes.tensor)
         self.cuts: Mapping[str, ParameterCut] = cuts_of_model(part.module, self.plans, self.vocabulary, axes.tensor)
         self.stages: PlannedStages | None = None
@@ -200,15 +225,17 @@ class ModelSplit:
             self.stages = plan_stages(part, self.blocks, axes, batch, mode)
 
 
-def split_model(part: Part, config: Config) -> list[RankPart]:
+def split_model(
+    part: Part, config: Config, options: NativeOptions, library: TensorLibrary = OWN_LAYERS
+) -> list[RankPart]:
     """Return the parts of a model that ranks of a mesh have; those of ranks that are alike once."""
     refuse_part(part, config)
-    split = ModelSplit(part, config)
+    axes, split = config.parallel.axes, ModelSplit(part, config, options, library)
     if split.stages is None:
-        return [MeshPart(part, config, split, 0, None)]
+        return [MeshPart(part, axes, split, 0, None)]
     found: list[MeshPart] = []
     alike = split.stages.alike(part.module)
     for stage in sorted(set(alike)):
-        found.append(MeshPart(part, config, split, stage, found[-1] if found else None))
-        found[-1].alike = alike if config.parallel.axes.pieces > 1 else ()
+        found.append(MeshPart(part, axes, split, stage, found[-1] if found else None))
+        found[-1].alike = alike if axes.pieces > 1 else ()
     return list(found)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import Final
+from typing import Final, Literal
 
+from unipar.backend import cells
 from unipar.backend.prediction.terms import predict_whole, refuse_unplanned
 from unipar.backend.prediction.timeline import Payload, Prediction, StepTimeline, Term
-from unipar.config import Cell, Config
+from unipar.config import Config
 from unipar.distributed.mesh import Mesh
 from unipar.memory.recording.collectives import axis_of_ranks
-from unipar_native import options_of
+from unipar_native.options import NativeOptions
 from unipar_native.prediction.groups import ShardedModel, padded_elements
 from unipar_native.prediction.payloads import FP64_NORM_BYTES, sent_by_fsdp2
 from unipar_native.prediction.sharded import predict_sharded
@@ -23,12 +24,23 @@ SHAPE_FLAG_BYTES: Final = 4
 """Bytes of the number by which ranks tell whether a batch of a new shape has come."""
 
 
-def predict_mesh(config: Config, timeline: StepTimeline, ranks: int, *, device: str) -> Prediction:
-    """Return what a rank holds and sends whose part of the model is that of the timeline."""
+def predict_mesh(
+    config: Config,
+    timeline: StepTimeline,
+    ranks: int,
+    options: NativeOptions,
+    *,
+    device: str,
+    reshard_rest: bool = True,
+    in_copies: bool = True,
+) -> Prediction:
+    """Return what a rank holds and sends whose part of the model is that of the timeline.
+
+    `reshard_rest`: under `shard: parameters`, what lies outside of blocks is freed after forward, too. `in_copies`:
+    FSDP2's mesh has a dimension of copies, be it of one.
+    """
     parallel, axes = config.parallel, config.parallel.axes
-    refuse_unplanned(
-        str(Cell("native", parallel.shard, axes=axes)), config, *_unplanned(config), planned=[f"parallel ({axes})"]
-    )
+    refuse_unplanned(str(cells.cell_of(config)), config, *_unplanned(config), planned=[f"parallel ({axes})"])
     mesh = Mesh.of(0, ranks, **axes.sizes)
     shards = _ranks_of_a_copy(config, mesh)
     alike = [mesh.rank_at(data=d, context=c) for d in range(mesh.sizes["data"]) for c in range(mesh.sizes["context"])]
@@ -41,7 +53,7 @@ def predict_mesh(config: Config, timeline: StepTimeline, ranks: int, *, device: 
     traffic.append(norm)
     if axes.pieces > 1 and mesh.sizes["data"] > 1:  # whether any share of the data has batches of a new shape
         traffic.append(Payload(_axis(mesh, range(ranks)), "all_reduce", SHAPE_FLAG_BYTES, 1, ranks))
-    built = tuple(_built(config, timeline)) if device == "cpu" else ()  # else that is the host's memory
+    built = tuple(built_split(timeline, options.proof)) if device == "cpu" else ()  # else that is the host's memory
     if axes.schedule == "zerobubble" and len(alike) > 1:  # without FSDP2: gradients are averaged one by one
         trained = [p.size for p in timeline.parameters if p.trained]
         traffic.append(Payload(_axis(mesh, alike), "all_reduce", sum(trained), len(trained), len(alike)))
@@ -53,9 +65,9 @@ def predict_mesh(config: Config, timeline: StepTimeline, ranks: int, *, device: 
         masters=False,
         staged=device == "cpu",
         reshard=parallel.shard == "parameters",
-        reshard_rest=parallel.shard == "parameters",
+        reshard_rest=parallel.shard == "parameters" and reshard_rest,
         once=parallel.shard in ("nothing", "optimizer"),
-        in_copies=True,
+        in_copies=in_copies,
     )
     traffic += sent_by_fsdp2(
         model,
@@ -67,10 +79,10 @@ def predict_mesh(config: Config, timeline: StepTimeline, ranks: int, *, device: 
     return Prediction(tuple(predict_sharded(model)), tuple(traffic), built)
 
 
-def _built(config: Config, timeline: StepTimeline) -> Iterator[Term]:
+def built_split(timeline: StepTimeline, proof: Literal["whole", "blocks", "off"]) -> Iterator[Term]:
     """Yield what rank 0 holds on the CPU before the first step: the whole model, with what the proof makes of it."""
     yield Term("temporaries", "whole model, of rank 0", sum(p.size for p in timeline.whole))
-    if (proof := options_of(config).proof) == "off":
+    if proof == "off":
         yield Term("parameters", "its part", sum(p.size for p in timeline.parameters))
         return
     blocks = Counter[int]()

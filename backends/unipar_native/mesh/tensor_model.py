@@ -77,13 +77,15 @@ def derive_model_plan(
     batch: Any,
     ranks: int,
     given: Mapping[str, str] | None = None,
+    left_whole: Callable[[nn.Module], Mapping[str, str]] | None = None,
     *,
     sequence: bool = False,
 ) -> ModelPlan:
     """Return how so many ranks can cut a model's blocks.
 
     `loss` is called on a copy of the model without values until every kind of block was called. `given`: kinds by
-    pattern of names in the model, which win. `sequence`: hidden states are cut along the sequence as well.
+    pattern of names in the model, which win. `left_whole`: as in `plan_blocks`. `sequence`: hidden states are cut along
+    the sequence as well.
     """
     began = time.process_time()
     copied = meta_block(model)
@@ -94,7 +96,7 @@ def derive_model_plan(
     missing = [name for name in first.values() if name not in calls]
     if missing:
         raise TaskError(f"parallel.tensor: the loss does not call {missing[0]}, one of the model's blocks")
-    plans = plan_blocks(copied, blocks, calls, ranks, given or {}, sequence=sequence)
+    plans = plan_blocks(copied, blocks, calls, ranks, given or {}, left_whole, sequence=sequence)
     tried = {id(plan): name for name, plan in reversed(plans.items())}
     return ModelPlan(plans, tuple(name for name in plans if name in tried.values()), time.process_time() - began)
 

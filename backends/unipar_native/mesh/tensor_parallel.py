@@ -49,20 +49,20 @@ def arm_block(
     for name, cut in plan.cuts.items():
         module: Any = block.get_submodule(name)
         if isinstance(module, nn.MultiheadAttention):
-            handles.append(_replace(module, _attention(module, group, plan.ranks, seat, parts, name)))
+            handles.append(replace_forward(module, _attention(module, group, plan.ranks, seat, parts, name)))
         elif isinstance(block.get_submodule(name.rpartition(".")[0]), nn.MultiheadAttention):
             continue  # the output projection of the one above
         elif cut.kind == "column":
             if is_transposed(module):
                 handles.append(_set(module, "nf", module.nf // plan.ranks))
             dim = None if sequence is None else sequence.gathered.get(name, (None,))[0]
-            handles.append(_replace(module, _column(module, entered, parts, dim)))
+            handles.append(replace_forward(module, _column(module, entered, parts, dim)))
         else:
             dim = None if sequence is None else sequence.scattered.get(name)
-            handles.append(_replace(module, _row(module, group, parts, dim)))
+            handles.append(replace_forward(module, _row(module, group, parts, dim)))
     for name in () if sequence is None else sequence.on_parts:
         module = block.get_submodule(name)
-        handles.append(_replace(module, _on_part(module, group)))
+        handles.append(replace_forward(module, _on_part(module, group)))
     handles += [Handle(undo) for undo in (() if group is None or parts is None else hook_parts(block))]
     mode: Any = PartCalls(block, plan.sites, seat, plan.ranks, group)
     if watch is not None:
@@ -71,7 +71,7 @@ def arm_block(
     if not everywhere:
         for name in mode.modules:
             module = block.get_submodule(name)
-            handles.append(_replace(module, _within(mode, module.forward)))
+            handles.append(replace_forward(module, _within(mode, module.forward)))
     handles.append(_wrap(block, entered, mode, parts, everywhere=everywhere))
     return handles
 
@@ -177,7 +177,8 @@ def _attention(
     return forward
 
 
-def _replace(module: Any, forward: Callable[..., Any]) -> Handle:
+def replace_forward(module: Any, forward: Callable[..., Any]) -> Handle:
+    """Give one module another forward."""
     return _set(module, "forward", forward)
 
 
@@ -217,9 +218,11 @@ def _wrap(block: Any, entered: _Entered, mode: Any, parts: BlockParts | None, *,
     if parts is not None:
         parts.keep_wholes = inner is not None
     if inner is None:
-        return _replace(block, forward)
+        return replace_forward(block, forward)
     inner[0] = forward
-    replaced = None if parts is None else _replace(block, _recomputing_on_plain(cast("Callable[..., Any]", outer)))
+    replaced = (
+        None if parts is None else replace_forward(block, _recomputing_on_plain(cast("Callable[..., Any]", outer)))
+    )
 
     def undo() -> None:
         inner[0] = plain
