@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -146,7 +146,7 @@ def train(
     limit, counted = int(step.needed / (1 - HEADROOM)), "tensors"
     if group == "lacks":
         limit = int(planned * share)
-    if kept is not None and kept.planned == planned and (group == "control" or kept.limit == limit):
+    if kept is not None and kept.planned == planned and (group == "control" or abs(kept.limit - limit) <= 1):
         return kept
     if group == "control":
         full = measure_account(settled, preload_environment(build_meter())).peak
@@ -155,14 +155,30 @@ def train(
     return LimitedTraining(asdict(row), group, planned, limit, train_within(settled, limit, counted, server))
 
 
-def draw_all(options: argparse.Namespace, given: Mapping[str, str]) -> Iterator[tuple[Row, Group, float]]:
-    """Yield each training: its row, its group, and the share of the peak that it may use where it does not fit."""
+def draw_all(
+    options: argparse.Namespace, given: Mapping[str, str], kept: Collection[LimitedTraining]
+) -> Iterator[tuple[Row, Group, float]]:
+    """Yield each training: its row, its group, and the share of the peak that it may use where it does not fit.
+
+    Those that ran come first, and others are drawn until there are as many as asked for.
+    """
     chosen = [cell for cell in all_cells() if not cell.endswith("+library")]  # buckets of 1.9 GiB hide all else
     cells = given["cell"].split(",") if "cell" in given else chosen
     for group in NUMBERS:
         chance = random.Random(f"{SEED} {group}")
-        for _ in range(getattr(options, group)):
-            yield draw_row(chance, cells, given), group, chance.uniform(1 - HEADROOM, 1.0)
+        ran = {Row(**one.row): one.limit / one.planned for one in kept if one.group == group}
+        ran = {
+            row: share
+            for row, share in ran.items()
+            if row.cell in cells and str(row.ranks) in given.get("ranks", str(row.ranks))
+        }
+        number = getattr(options, group)
+        yield from ((row, group, share) for row, share in list(ran.items())[:number])
+        while len(ran) < number:
+            row, share = draw_row(chance, cells, given), chance.uniform(1 - HEADROOM, 1.0)
+            if row not in ran:
+                ran[row] = share
+                yield row, group, share
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -180,7 +196,7 @@ def main(arguments: Sequence[str]) -> int:
     kept = {json.dumps([made["group"], made["row"]]): LimitedTraining(**made) for made in map(json.loads, lines)}
     began, results = time.monotonic(), list[LimitedTraining]()
     environment = preload_environment(build_meter())
-    todo = list(draw_all(options, given))
+    todo = list(draw_all(options, given, kept.values()))
     with SharedForkServer([*ENTRY_MODULES, ENTRY_MODULE, "unipar.comparison.worker"], environment) as server:
         server.start([registry.find_backend(name) for name in ("native", "deepspeed", "horovod", "accelerate")])
         for number, (row, group, share) in enumerate(todo, 1):
