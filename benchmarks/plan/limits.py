@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from benchmarks.memory import measure_account
 from benchmarks.plan.__main__ import NOT_PLANNED
@@ -63,7 +63,7 @@ LEAST_TO_FAIL = 0.9
 class LimitedTraining:
     """A training, and the limit within which it ran."""
 
-    row: dict[str, str | int]
+    row: dict[str, Any]
     group: Group
     planned: int
     limit: int
@@ -215,7 +215,7 @@ def main(arguments: Sequence[str]) -> int:
 def show(result: LimitedTraining) -> tuple[str, ...]:
     """Return a row of the table."""
     ended = result.ended or "all steps"
-    return (result.group, *Row(**result.row).words, format_size(result.planned), format_size(result.limit), ended)  # type: ignore[arg-type]
+    return (result.group, *Row(**result.row).words, format_size(result.planned), format_size(result.limit), ended)
 
 
 def report(results: Sequence[LimitedTraining]) -> int:
