@@ -164,7 +164,8 @@ def draw_all(
     """
     chosen = [cell for cell in all_cells() if not cell.endswith("+library")]  # buckets of 1.9 GiB hide all else
     cells = given["cell"].split(",") if "cell" in given else chosen
-    for group in NUMBERS:
+    groups: Sequence[Group] = ("fits", "lacks", "control")
+    for group in groups:
         chance = random.Random(f"{SEED} {group}")
         ran = {Row(**one.row): one.limit / one.planned for one in kept if one.group == group}
         ran = {
@@ -173,7 +174,8 @@ def draw_all(
             if row.cell in cells and str(row.ranks) in given.get("ranks", str(row.ranks))
         }
         number = getattr(options, group)
-        yield from ((row, group, share) for row, share in list(ran.items())[:number])
+        for row, share in list(ran.items())[:number]:
+            yield row, group, share
         while len(ran) < number:
             row, share = draw_row(chance, cells, given), chance.uniform(1 - HEADROOM, 1.0)
             if row not in ran:

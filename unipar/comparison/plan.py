@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -333,12 +334,18 @@ class CellPlanner:
                 yield f"{other} fits"
                 break
         if cell.shard != "nothing" and not backend_cells.is_single_process(cell, backend):
-            ranks = row.ranks * 2
-            while ranks <= MOST_RANKS:
-                if self._fits_somehow(cell, ranks):
-                    yield f"fits on {ranks} ranks"
-                    break
-                ranks *= 2
+            worlds = [row.ranks << doubled for doubled in range(1, MOST_RANKS.bit_length())]
+            worlds = [ranks for ranks in worlds if ranks <= MOST_RANKS and self._can_run(cell, ranks)]
+            place = bisect_left(worlds, True, key=lambda ranks: self._fits_somehow(cell, ranks))
+            if place < len(worlds):
+                yield f"fits on {worlds[place]} ranks"
+
+    def _can_run(self, cell: Cell, ranks: int) -> bool:
+        try:
+            self.settle(cell, ranks)
+        except UniparError:
+            return False
+        return True
 
     def _fits_somehow(self, cell: Cell, ranks: int) -> bool:
         """Return whether a cell fits with some microbatch."""
@@ -346,7 +353,7 @@ class CellPlanner:
         assert limit is not None
         try:
             moved, sizes = self.settle(cell, ranks)
-            return self._least(moved, ranks, sizes) <= limit
+            return any(self._needed(moved, ranks, sizes.with_micro(micro)) <= limit for micro in {1, sizes.share})
         except UniparError:
             return False
 

@@ -126,8 +126,11 @@ def predict_flat(model: ZeroModel, *, stage: int) -> Prediction:
     else:
         terms += _reduced_at_end(flat, sent, [n for group in model.groups for n in group if n in got])
         times = 1
-    for _ in range(times - 1):
-        _Hooked(flat, sent, frees=True).run(order)
+    if times > 1:
+        each = SentBytes(model.ranks)
+        _Hooked(flat, each, frees=True).run(order)
+        for payload in each.payloads():
+            sent.add(payload.collective, payload.size * (times - 1), payload.calls * (times - 1))
     terms += _update(flat)
     if model.element == 2:
         sent.add("all_reduce", 1)  # one byte tells whether a gradient overflowed

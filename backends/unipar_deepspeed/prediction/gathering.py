@@ -85,7 +85,7 @@ class GatherPlan:
     def __init__(self, model: ZeroModel, sent: SentBytes, *, first: GatherPlan | None = None) -> None:
         """`first`: plan of the first microbatch after the order was learned, whose decisions DeepSpeed remembers.
 
-        In that one no parameter is whole when it begins.
+        It has the same timeline, and no parameter is whole when it begins.
         """
         self.kept: dict[tuple[int, int], frozenset[int]] = {} if first is None else first.kept
         """Parameters that stay whole when a module is done, by module and number of fetches before."""
@@ -93,7 +93,7 @@ class GatherPlan:
         self._model, self._timeline, self._sent = model, model.timeline, sent
         self._parameters = model.parameters
         self.persistent = frozenset(n for n, p in enumerate(self._parameters) if p.numel <= model.persistence)
-        self._uses = module_uses(self._timeline)
+        self._uses = module_uses(self._timeline) if first is None else first._uses
         order = [self._own(use.module) for use in self._uses if use.what == "fetch"]
         self._order = order
         self._traversed = [0, *accumulate(sum(self._parameters[n].numel for n in own) for own in order)]
@@ -148,6 +148,8 @@ class GatherPlan:
 
     def _take_from_queue(self, own: Iterable[int]) -> None:
         """Take parameters that are fetched now out of the queue; those that were prefetched are out already."""
+        if not own:
+            return
         missing = {n for n in own if self._fetched_for.get(n, NEVER) < self._step}
         taken = set[int]()
         while self._queue and len(taken) < len(missing):
@@ -157,14 +159,16 @@ class GatherPlan:
 
     def _prefetch(self, at: int) -> None:
         most = min(self._model.live - self._live, self._model.prefetch)
-        ahead, elements = list[int](), 0
+        if not self._queue or most <= 0:
+            return
+        ahead, elements = dict[int, None](), 0  # in order, and quick to look into
         while self._queue and elements < most:
             number, step = self._queue.popleft()
             self._fetched_for[number] = max(self._fetched_for.get(number, NEVER), step)
             if number not in self._whole and number not in self._flying and number not in ahead:
-                ahead.append(number)
+                ahead[number] = None
                 elements += self._parameters[number].numel
-        self._gather(ahead, at)
+        self._gather(list(ahead), at)
 
     def _gather(self, numbers: Sequence[int], at: int) -> None:
         if not numbers:
