@@ -232,7 +232,11 @@ class _Hooked:
         copied = count_reduction(self.flat, self._waiting, self._sent)
         reduced = [Term("communication", "gradients, flat", copied, at, at + 1)]
         moved = self.flat.largest_part(self._waiting) if self._model.offloaded else 0
-        self._terms += alternatives([reduced, moved_gradient(self._model, moved, at)])
+        own: list[Term] = []
+        if self.since is None and not self._model.offloaded:
+            first = sum(self._model.bytes_of(n) for n in self._waiting if self.flat.updates(n))
+            own.append(Term("gradients", "of this rank, beside the bucket", first, at, at + 1))
+        self._terms += alternatives([reduced, own, moved_gradient(self._model, moved, at)])
         for number in self._waiting:
             if self.flat.updates(number):
                 self.since = at + 1 if self.since is None else self.since
