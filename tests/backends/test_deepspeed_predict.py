@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
+from tests.support.two_modules import MOMENTS, TIMELINE
 from tests.support.world import ROOT
 from tests.support.zero_library import Case
 from unipar.backend import cells, registry
 from unipar.backend.prediction.timeline import (
     Moment,
     Payload,
-    PredictedModule,
     PredictedParameter,
     Prediction,
     StepTimeline,
@@ -26,29 +26,6 @@ from unipar.backend.prediction.timeline import (
 from unipar.config import Cell
 from unipar.config.source import load_given_config
 from unipar.launcher.processes.group import WorkerGroup
-
-MOMENTS = (
-    Moment("forward", "begin"),
-    *(Moment("forward", what, module=n) for n in range(2) for what in ("call", "return")),
-    Moment("backward", "begin"),
-    *(Moment("backward", "arrive", module=1), Moment("backward", "gradient", parameter=1)),
-    *(Moment("backward", "taken", parameter=1), Moment("backward", "arrive", module=0)),
-    *(Moment("backward", "gradient", parameter=0), Moment("backward", "taken", parameter=0)),
-    *(Moment("backward", "finish"), Moment("update", "begin"), Moment("steady", "begin")),
-)
-"""Two modules, one after the other, each with a parameter."""
-
-TIMELINE = StepTimeline(
-    (
-        PredictedParameter("a", (150_001,), 4, True, states=(4, 4), viewed=True),
-        PredictedParameter("b", (50_000,), 4, True, states=(4, 4)),
-    ),
-    {},
-    (),
-    MOMENTS,
-    modules=(PredictedModule("first", (0,)), PredictedModule("last", (1,))),
-)
-"""200,001 parameters in all: buckets of 65,536 elements, which the first parameter exceeds."""
 
 
 def predict(

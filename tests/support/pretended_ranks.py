@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from unipar.memory.recording.collectives import collective_of, payload_of_call
 from unipar.memory.sources.profiler import ProfilerSource
+from unipar.training.fake_run.recorder import TellBackward
 
 _work_of_future: Any = vars(_distributed_c10d)["_create_work_from_future"]
 """Function for which torch has no public name."""
@@ -133,7 +134,7 @@ class StepSpans:
             wanted = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad]
             if not wanted:
                 return None
-            passed: Any = _TellBackward.apply(lambda: self._note(behind, block), *wanted)
+            passed: Any = TellBackward.apply(lambda: self._note(behind, block), *wanted)
             made = {id(x): y for x, y in zip(wanted, passed, strict=True)}
 
             def replaced(x: Any) -> Any:
@@ -165,19 +166,3 @@ class StepSpans:
             engine.queue_callback(lambda: self._note("finish"))  # before what a library does in the end
 
         out.register_hook(arrived)
-
-
-class _TellBackward(torch.autograd.Function):
-    """Identity that tells when the gradients of all that passed are there."""
-
-    @staticmethod
-    @override
-    def forward(ctx: Any, tell: Any, *xs: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.tell = tell
-        return tuple(x.view_as(x) for x in xs)
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        ctx.tell()
-        return None, *gradients

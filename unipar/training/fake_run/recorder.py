@@ -298,7 +298,7 @@ class StepRecorder(TorchDispatchMode):
             wanted = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad]
             if not wanted or not torch.is_grad_enabled():
                 return None
-            passed: Any = _TellBackward.apply(lambda: self._note_both("finish", "leave", block), *wanted)
+            passed: Any = TellBackward.apply(lambda: self._note_both("finish", "leave", block), *wanted)
             made = {id(x): y for x, y in zip(wanted, passed, strict=True)}
 
             def replaced(x: Any) -> Any:
@@ -333,7 +333,7 @@ class StepRecorder(TorchDispatchMode):
         return hook
 
 
-class _TellBackward(torch.autograd.Function):
+class TellBackward(torch.autograd.Function):
     """Identity that tells when the gradients of all that passed are there."""
 
     @staticmethod
