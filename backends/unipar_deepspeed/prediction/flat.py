@@ -129,8 +129,7 @@ def predict_flat(model: ZeroModel, *, stage: int) -> Prediction:
     if times > 1:
         each = SentBytes(model.ranks)
         _Hooked(flat, each, frees=True).run(order)
-        for payload in each.payloads():
-            sent.add(payload.collective, payload.size * (times - 1), payload.calls * (times - 1))
+        sent.repeat(each, times - 1)
     terms += _update(flat)
     if model.element == 2:
         sent.add("all_reduce", 1)  # one byte tells whether a gradient overflowed

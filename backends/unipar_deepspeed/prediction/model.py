@@ -113,6 +113,11 @@ class SentBytes:
             self._bytes[collective] += size
             self._calls[collective] += calls
 
+    def repeat(self, other: SentBytes, times: int) -> None:
+        """Count so many times what another has counted."""
+        for payload in other.payloads():
+            self.add(payload.collective, payload.size * times, payload.calls * times)
+
     def payloads(self) -> tuple[Payload, ...]:
         """Return what was counted."""
         return tuple(Payload(AXIS, kind, size, self._calls[kind], self._ranks) for kind, size in self._bytes.items())

@@ -41,9 +41,7 @@ def predict_partitioned(model: ZeroModel) -> Prediction:
         first = GatherPlan(model, SentBytes(1)).run(first=True) if model.timeline.accumulates else None
         plan = GatherPlan(model, once, first=first).run()
         terms += plan.terms
-        for payload in once.payloads():
-            times = model.timeline.microbatches
-            sent.add(payload.collective, payload.size * times, payload.calls * times)
+        sent.repeat(once, model.timeline.microbatches)
         terms += persistent_terms(plan, model, sent)
     terms += _reductions(model, sent)
     terms += _update(model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from operator import attrgetter
 from typing import Any, Final, final, get_args
 
@@ -62,7 +63,7 @@ class PredictedStep:
     """Bytes by which the peak may be higher for a moment, because collectives free their copies late."""
 
     offloaded: tuple[OffloadedBytes, ...] = ()
-    """What lies outside of the device."""
+    """Bytes outside of the device."""
 
     @property
     def peak(self) -> int:
@@ -90,7 +91,6 @@ class TaskTraces:
         `task`: None for the config's own.
         """
         self._fake, self.whole = trace_fake_task(config, micro, task)
-        self._whole_in_full: TracedTask | None = None
         self._parts: dict[object, tuple[TracedTask, ...]] = {}
         self._predictions: dict[object, Prediction] = {}
         self._timelines: dict[tuple[int, int], StepTimeline] = {}
@@ -233,19 +233,19 @@ class TaskTraces:
             parts = backend.split_for_plan(part, config)
 
             def trace(each: RankPart) -> TracedTask:
-                return _trace_part(fake, self.whole, each, axes, self._whole_of_proof)
+                in_full = self._whole_in_full if each.proved else None
+                return _trace_part(fake, self.whole, each, axes, in_full)
 
             if axes.pieces == 1:
                 return [trace(each) for each in parts]
             return ranks_of_pieces(axes, {each.stage: trace(each) for each in parts}, parts[0].alike)
 
-    def _whole_of_proof(self) -> TracedTask:
-        """Return a step of the whole model without autocast."""
+    @cached_property
+    def _whole_in_full(self) -> TracedTask:
+        """A step of the whole model without autocast."""
         if autocast_dtype(self._fake.config.train.precision) is None:
             return self.whole
-        if self._whole_in_full is None:
-            self._whole_in_full = trace_whole(_in_full_precision(self._fake))
-        return self._whole_in_full
+        return trace_whole(_in_full_precision(self._fake))
 
 
 def _in_full_precision(fake: FakeTask) -> FakeTask:
@@ -262,9 +262,8 @@ def _without_states(prediction: Prediction) -> Prediction:
 
 
 def _trace_part(
-    fake: FakeTask, whole: TracedTask, part: RankPart, axes: Axes, whole_of_proof: Callable[[], TracedTask]
+    fake: FakeTask, whole: TracedTask, part: RankPart, axes: Axes, proof_of_whole: TracedTask | None
 ) -> TracedTask:
-    proof_of_whole = whole_of_proof() if part.proved else None
     few = max(FEWEST_SAMPLES, fake.micro)  # of one sample, parts of a sequence may need no copies
     counts = (few, few + fake.micro)
     in_full: Activations | None = None
