@@ -49,7 +49,7 @@ class OffloadedBytes:
 
     place: MemoryPlace
     terms: tuple[Term, ...]
-    """What is there, the largest first."""
+    """Tensors there, the largest first."""
 
     @property
     def size(self) -> int:

@@ -75,7 +75,7 @@ class PieceTurn:
     """Place of the stage among those of the rank."""
 
     states: tuple[TurnOfStep, ...]
-    """What each of the stages has done."""
+    """State of each stage: microbatches in flight, and those that have ended."""
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ class PlannedCell:
     """What would have to change for it to fit; empty if it does."""
 
     offloaded: tuple[OffloadedBytes, ...] = ()
-    """What a rank keeps on the host and on the disk."""
+    """Bytes of a rank on the host and on the disk."""
 
     simplicity: tuple[int, ...] = ()
     """Place in the order of simplicity: smaller is simpler."""

@@ -24,7 +24,7 @@ Category = Literal[
 """Purpose of memory. Engines name the first six; the others follow from the allocating code and the lifetime."""
 
 MemoryPlace = Literal["device", "host", "disk"]
-"""Where bytes lie: in the memory in which the model computes, or offloaded from it. On the CPU that is the host's."""
+"""Place of bytes: in the memory in which the model computes, or offloaded from it. On the CPU that is the host's."""
 
 PredictedPhase = Literal["built", "forward", "backward", "update", "steady"]
 """Phases of a step, by the names of a measured account."""
@@ -211,7 +211,7 @@ class Term:
     """Position of the moment at which it is freed; None: it stays."""
 
     place: MemoryPlace = "device"
-    """Where it lies."""
+    """Place of its bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +241,7 @@ class Prediction:
     terms: tuple[Term, ...]
     sent: tuple[Payload, ...] = ()
     built: tuple[Term, ...] = ()
-    """What rank 0 holds at the fullest moment before the first step, where that may be more than a step needs."""
+    """Tensors of rank 0 at the fullest moment before the first step, where that may be more than a step needs."""
 
     def at(self, place: MemoryPlace) -> tuple[Term, ...]:
         """Return the terms of what lies in a place."""

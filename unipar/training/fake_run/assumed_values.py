@@ -178,4 +178,4 @@ _MOST: Final[Mapping[Any, Callable[..., Any]]] = {
     _ATEN.nonzero: _most_places,
     _ATEN.masked_select: _most_selected,
 }
-"""What operations return at most that select by a mask."""
+"""Largest results of operations that select by a mask."""

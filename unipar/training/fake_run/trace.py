@@ -62,7 +62,7 @@ class TracedTask:
     """Bytes of tensors in a checkpoint; None if the optimizer cannot be tried without values."""
 
     assumed: tuple[str, ...] = ()
-    """What was assumed of values, in sentences; empty if none are needed."""
+    """Assumptions on values, in sentences; empty if none are needed."""
 
     sent: tuple[MicrobatchPayload, ...] = ()
     """Bytes that a microbatch sends along the axes of a mesh."""
@@ -77,7 +77,7 @@ class TracedTask:
     """Several stages of a pipeline, which are all of the rank."""
 
     proof: Proof | None = None
-    """What proves in the set-up that parts are the whole model; None: nothing does."""
+    """Proof in the set-up that parts are the whole model; None: there is none."""
 
 
 @dataclass(frozen=True)
