@@ -65,6 +65,7 @@ def zero_model(config: Config, timeline: StepTimeline, ranks: int, *, device: st
         contiguous=bool(settings.get("contiguous_gradients", True)),
         overlap=bool(settings.get("overlap_comm", False)),
         offloaded=options.offload_optimizer != "none",
+        own_kernel=options.offload_optimizer != "none" and options.cpu_adam == "library",
         parameters_offloaded=options.offload_parameters != "none",
     )
 

@@ -234,8 +234,6 @@ class CellPlanner:
         yield from self.traced.assumed
         if not self.traced.even:
             yield "activations do not grow evenly with the microbatch: other sizes are estimates"
-        if not self.traced.fused:
-            yield "the optimizer is not fused, and its temporaries are not planned: the update may need more"
         if self.machine is None:
             return
         precision = self.config.train.precision

@@ -104,12 +104,13 @@ class OptimizerFactory:
         self.made = ""
         """Name of the class of the optimizer that was made last; empty before."""
 
-    def __call__(self, module: nn.Module) -> Optimizer:
-        optimizer = self._make(module)
+    def __call__(self, module: nn.Module, *, split: bool | None = None) -> Optimizer:
+        """Return the optimizer; `split`: parameters are split over ranks. None: as DTensors are."""
+        optimizer = self._make(module, split=split)
         self.made = type(optimizer).__name__
         return optimizer
 
-    def _make(self, module: nn.Module) -> Optimizer:
+    def _make(self, module: nn.Module, *, split: bool | None) -> Optimizer:
         now, wanted = dict(module.named_parameters()), self._wanted
         made: list[dict[str, Any]] = []
         for group in self._groups:
@@ -119,7 +120,8 @@ class OptimizerFactory:
         if self._own is not None:
             decay = {"weight_decay": float(wanted.weight_decay)}
             return _create_own_optimizer(self._own, [decay | group for group in made], now)
-        split = any(isinstance(p, DTensor) for group in made for p in group["params"])
+        if split is None:
+            split = any(isinstance(p, DTensor) for group in made for p in group["params"])
         return _OPTIMIZER_CLASSES[type(wanted)](made, **optimizer_arguments(wanted, self._device.type, split=split))
 
 

@@ -18,6 +18,7 @@ from unipar_deepspeed.prediction.model import (
     ZeroModel,
     alternatives,
     merged_states,
+    update_of_partition,
 )
 from unipar_deepspeed.prediction.offloaded import (
     flat_group_terms,
@@ -348,8 +349,14 @@ def _update(flat: FlatModel) -> Iterator[Term]:
         copies = [term("temporaries", f"group {i}, gradients flat", group.partition * model.element)]
         if model.element != MASTER_BYTES:
             copies.append(term("temporaries", f"group {i}, gradients in fp32", group.partition * MASTER_BYTES))
-        if not model.offloaded:
+        own = update_of_partition(model, group.partition, group.members)
+        if model.offloaded:
+            yield from own
+        else:
             instants.append([held, *copies])
+            later = [n for other in flat.groups[i + 1 :] for n in other.members if flat.updates(n)]
+            waiting = term("gradients", "of later groups", sum(model.bytes_of(n) for n in later))
+            instants.append([copies[-1], waiting, *own])
         if model.staged and model.ranks > 1:
             whole = group.partition * model.ranks * model.element
             instants.append([term("communication", f"group {i}, gathered, staged", whole)])

@@ -8,8 +8,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import final
 
-from unipar.backend.prediction.terms import pinned_bytes
-from unipar.backend.prediction.timeline import MemoryPlace, Payload, PredictedParameter, StepTimeline, Term
+from unipar.backend.prediction.terms import pinned_bytes, update_terms
+from unipar.backend.prediction.timeline import (
+    MemoryPlace,
+    Payload,
+    PredictedParameter,
+    StepTimeline,
+    Term,
+    UpdatedTensor,
+)
 
 AXIS = "data"
 """Axis along which ZeRO sends, in an account."""
@@ -56,6 +63,9 @@ class ZeroModel:
 
     offloaded: bool = False
     """True if masters, the optimizer's tensors and the gradients of the update are in the host's memory."""
+
+    own_kernel: bool = False
+    """True if DeepSpeed's own kernel updates what is offloaded."""
 
     parameters_offloaded: bool = False
     """True if stage 3 keeps its partitions of parameters there."""
@@ -157,3 +167,11 @@ def merged_states(
     for number, each in enumerate(model.parameters[numbers[0]].states, 1):
         since = model.timeline.at("forward")
         yield Term("optimizer", f"{name} {number}", elements * each, since, place=model.home)
+
+
+def update_of_partition(model: ZeroModel, elements: int, numbers: Sequence[int]) -> Iterator[Term]:
+    """Yield what the optimizer needs beside its states as it updates the master of a flat partition."""
+    if model.own_kernel:
+        return
+    tensor = UpdatedTensor((elements,), MASTER_BYTES, model.parameters[numbers[0]].group)
+    yield from update_terms(model.timeline, [tensor], place=model.home)

@@ -16,6 +16,7 @@ from unipar_deepspeed.prediction.model import (
     ZeroModel,
     alternatives,
     merged_states,
+    update_of_partition,
 )
 from unipar_deepspeed.prediction.offloaded import (
     converted_parameters,
@@ -135,9 +136,14 @@ def _update(model: ZeroModel) -> Iterator[Term]:
     def term(category: Category, name: str, size: int) -> Term:
         return Term(category, name, size, update, steady)
 
+    own = [
+        [*update_of_partition(model, sum(partition_of(model, n) for n in members), members)]
+        for members in sub_groups(model)
+    ]
     for i, members in enumerate(sub_groups(model)):
         yield from converted_parameters(model, sum(partition_of(model, n) for n in members), f"group {i}")
     if model.offloaded:
+        yield from alternatives(own)
         return
     largest = max((partition_of(model, number) for number in model.trained), default=0)
     instants = [[term("temporaries", "a gradient in fp64, for the norm", largest * NORM_BYTES)]]
@@ -146,5 +152,5 @@ def _update(model: ZeroModel) -> Iterator[Term]:
         copies = [term("temporaries", f"group {i}, gradients flat", elements * model.element)]
         if model.element != MASTER_BYTES:
             copies.append(term("temporaries", f"group {i}, gradients in fp32", elements * MASTER_BYTES))
-        instants.append(copies)
+        instants += [copies, [copies[-1], *own[i]]]
     yield from alternatives(instants)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unipar.backend.prediction.terms import predict_whole, state_terms
+from unipar.backend.prediction.terms import buffer_terms, predict_whole, state_terms, update_terms, whole_tensors
 from unipar.backend.prediction.timeline import Prediction, Term
 from unipar_deepspeed.prediction.model import MASTER_BYTES, SentBytes, ZeroModel
 
@@ -44,8 +44,8 @@ def _kept_in_bf16(model: ZeroModel) -> Iterator[Term]:
     """Yield the terms of parameters in bf16 with a master of each, and of gradients, which the update copies."""
     timeline = model.timeline
     update, steady = timeline.at("update"), timeline.at("steady")
-    for name, size in timeline.buffers.items():
-        yield Term("buffers", name, size)
+    yield from buffer_terms(timeline)
+    yield from update_terms(timeline, whole_tensors(model.parameters))
     for number, p in enumerate(model.parameters):
         yield Term("parameters", p.name, model.bytes_of(number))
         if p.trained:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
-from unipar.backend.prediction.terms import predict_whole, refuse_unplanned
+from unipar.backend.prediction.terms import predict_whole, refuse_unplanned, update_terms, whole_tensors
 from unipar.backend.prediction.timeline import Prediction, StepTimeline, Term
 from unipar.config import Config
 from unipar.errors import Unsupported
@@ -83,10 +84,12 @@ def _refuse_unplanned(cell: str, config: Config) -> None:
 
 def predict_optimizer(timeline: StepTimeline, ranks: int) -> Iterator[Term]:
     """Yield the terms of the fullest rank if each rank keeps the optimizer's state of some whole parameters."""
-    mine = {p.name for p in shares_of_ranks(timeline, ranks)[fullest_rank(timeline, ranks)]}
-    for term in predict_whole(timeline, buckets=True):
+    share = shares_of_ranks(timeline, ranks)[fullest_rank(timeline, ranks)]
+    mine = {p.name for p in share}
+    for term in predict_whole(replace(timeline, temporaries_of_update=None), buckets=True):
         if term.category != "optimizer" or term.name.rpartition(" ")[0] in mine:
             yield term
+    yield from update_terms(timeline, whole_tensors(share))
 
 
 def fullest_rank(timeline: StepTimeline, ranks: int) -> int:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from unipar.backend.prediction.terms import buffer_terms, pinned_bytes, state_terms
-from unipar.backend.prediction.timeline import Term
+from unipar.backend.prediction.terms import buffer_terms, pinned_bytes, state_terms, update_terms
+from unipar.backend.prediction.timeline import Term, UpdatedTensor
 from unipar_native.prediction.groups import ShardedModel, padded_elements
 from unipar_native.prediction.reductions import LastReductions, reduce_block
 
@@ -22,6 +22,7 @@ def predict_sharded(model: ShardedModel) -> Iterator[Term]:
     """Yield the terms of a rank of FSDP2."""
     timeline, last = model.timeline, LastReductions.of(model)
     yield from buffer_terms(timeline)
+    yield from update_terms(timeline, _shards(model), split=True, place=model.home)
     for number, p in enumerate(timeline.parameters):
         size = pinned_bytes(model.bytes_of_shard(p)) if model.offloaded else model.bytes_of_shard(p)
         yield Term("parameters", p.name, size, place=model.home)
@@ -39,6 +40,12 @@ def predict_sharded(model: ShardedModel) -> Iterator[Term]:
         if group not in last.groups:
             yield from reduce_block(model, last, group)
     yield from last.terms()
+
+
+def _shards(model: ShardedModel) -> Sequence[UpdatedTensor]:
+    """Return what the optimizer of the rank with the largest shards updates."""
+    trained = [p for p in model.timeline.parameters if p.trained]
+    return [UpdatedTensor((-(-p.shape[0] // model.ranks), *p.shape[1:]), p.element_size, p.group) for p in trained]
 
 
 def _gathered_in_forward(model: ShardedModel, last: LastReductions) -> Iterator[Term]:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Final
 
-from unipar.backend.prediction.timeline import PredictedParameter, StepTimeline, Term
+from unipar.backend.prediction.timeline import MemoryPlace, PredictedParameter, StepTimeline, Term, UpdatedTensor
 from unipar.config import Config
 from unipar.errors import Unsupported
+
+TEMPORARIES_OF_UPDATE: Final = "the optimizer's own tensors"
+"""Name of what an optimizer that is not fused needs beside its states."""
 
 
 def predict_whole(timeline: StepTimeline, *, buckets: bool) -> Iterator[Term]:
     """Yield the terms of a rank that holds the whole model; `buckets`: gradients are views of buckets that stay."""
     yield from buffer_terms(timeline)
+    yield from update_terms(timeline, whole_tensors(timeline.parameters))
     for number, p in enumerate(timeline.parameters):
         yield Term("parameters", p.name, p.size)
         if p.trained:
@@ -37,6 +42,28 @@ def state_terms(timeline: StepTimeline, p: PredictedParameter, elements: int) ->
     """Yield the optimizer's tensors for so many elements of a parameter, which the first step has made."""
     for number, each in enumerate(p.states, 1):
         yield Term("optimizer", f"{p.name} {number}", elements * each, timeline.at("forward"))
+
+
+def update_terms(
+    timeline: StepTimeline,
+    tensors: Sequence[UpdatedTensor],
+    *,
+    split: bool = False,
+    place: MemoryPlace = "device",
+) -> Iterator[Term]:
+    """Yield what an optimizer that is not fused needs beside its states, as it updates these tensors in one call.
+
+    `split`: they are parts of parameters that are split over ranks, as in FSDP2.
+    """
+    told = timeline.temporaries_of_update
+    if told is not None and (size := told(tensors, split=split)):
+        update, steady = timeline.at("update"), timeline.at("steady")
+        yield Term("temporaries", TEMPORARIES_OF_UPDATE, size, update, steady, place)
+
+
+def whole_tensors(parameters: Iterable[PredictedParameter]) -> tuple[UpdatedTensor, ...]:
+    """Return what an optimizer updates that has whole parameters."""
+    return tuple(UpdatedTensor(p.shape, p.element_size, p.group) for p in parameters if p.trained)
 
 
 def pinned_bytes(size: int) -> int:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 Category = Literal[
     "parameters",
@@ -92,6 +92,26 @@ class PredictedParameter:
         return self.numel * self.element_size
 
 
+class UpdatedTensor(NamedTuple):
+    """One tensor that the optimizer updates: a parameter, a part of one, or a master of several."""
+
+    shape: tuple[int, ...]
+    element_size: int
+    group: int = 0
+    """Number of the optimizer's group in which it is."""
+
+
+class TemporariesOfUpdate(Protocol):
+    """Function that tells what an optimizer needs beside its states."""
+
+    def __call__(self, tensors: Sequence[UpdatedTensor], *, split: bool = False) -> int:
+        """Return the bytes that one update of all these tensors needs for a moment.
+
+        `split`: they are parts of parameters that are split over ranks, as in FSDP2.
+        """
+        ...
+
+
 class TurnOfStep(NamedTuple):
     """State of a step in which a stage of a pipeline takes up a microbatch."""
 
@@ -141,6 +161,9 @@ class StepTimeline:
 
     whole: tuple[PredictedParameter, ...] = ()
     """Parameters of the whole model, of which this is a part; empty if it is none."""
+
+    temporaries_of_update: TemporariesOfUpdate | None = None
+    """None: the optimizer has no tensors beside its states."""
 
     turn: TurnOfStep | None = None
     """Which microbatch it is, in a pipeline; None: the last, and all of the others have ended."""

@@ -13,7 +13,7 @@ from torch import nn
 from unipar.backend import Backend, Part, registry
 from unipar.backend.precision import autocast_dtype
 from unipar.backend.prediction.rank_part import RankPart
-from unipar.backend.prediction.terms import predict_whole
+from unipar.backend.prediction.terms import TEMPORARIES_OF_UPDATE, predict_whole
 from unipar.backend.prediction.timeline import Payload, PredictedPhase, Prediction, StepTimeline, Term
 from unipar.config import BatchSizes, Config
 from unipar.config.sections.cell import Axes
@@ -258,7 +258,8 @@ def _fullest(peaks: Iterable[PredictedPeak]) -> PredictedPeak:
 
 def _without_states(prediction: Prediction) -> Prediction:
     """Return what a backend holds before the optimizer's first step."""
-    return replace(prediction, terms=tuple(term for term in prediction.terms if term.category != "optimizer"), built=())
+    before = [t for t in prediction.terms if t.category != "optimizer" and t.name != TEMPORARIES_OF_UPDATE]
+    return replace(prediction, terms=tuple(before), built=())
 
 
 def _trace_part(

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from unipar.backend.precision import parameter_dtype
@@ -22,13 +22,13 @@ from unipar.engines.placement import cast_buffers, replace_parameters
 from unipar.errors import TaskError
 from unipar.model.blocks import find_blocks
 from unipar.model.create import cast_if_float, check_parts
-from unipar.model.optimizer import OptimizerFactory, parameter_groups
 from unipar.model.transforms import apply_transforms
 from unipar.planning.activations import Activations, AllocatedBlock, MicrobatchPayload
 from unipar.planning.pieces import PlannedPieces, StagePiece
 from unipar.planning.stages import PlannedStage
 from unipar.task import Task
 from unipar.training.fake_run.assumed_values import AssumedValues
+from unipar.training.fake_run.optimizer import FakeOptimizer
 from unipar.training.fake_run.recorder import FakeBlock, owners_of_parameters
 from unipar.training.fake_run.repeats import KEPT, ShortModel, find_equal_blocks
 from unipar.training.fake_run.step import FakeStep, trace_step
@@ -51,9 +51,6 @@ class TracedTask:
 
     even: bool
     """True if a third microbatch has allocated what the first two led to expect."""
-
-    fused: bool
-    """True if the optimizer has no temporaries of its own."""
 
     units: float | None = None
     """What the task's weight counts in a sample of the first microbatch; None: it defines no weight."""
@@ -103,7 +100,7 @@ class FakeTask:
     blocks: Sequence[str]
     config: Config
     mode: FakeTensorMode
-    states: _OptimizerStates
+    optimizer: FakeOptimizer
     element_sizes: Mapping[str, int]
     """Bytes of an element of each parameter, before bf16 takes its place beside an fp32 master."""
 
@@ -149,8 +146,8 @@ class FakeTask:
                     self.element_sizes.get(name, p.element_size()),
                     p.requires_grad,
                     owners.get(name, -1),
-                    self.states.sizes.get(name, ()),
-                    self.states.groups.get(name, 0),
+                    self.optimizer.states.get(name, ()),
+                    self.optimizer.group_of.get(name, 0),
                     name in step.record.viewed,
                     name in step.record.viewed_again,
                     (stages_of or {}).get(name, 1),
@@ -166,6 +163,7 @@ class FakeTask:
                 )
                 for name, m in self.model.named_modules()
             ),
+            temporaries_of_update=self.optimizer.temporaries,
         )
 
 
@@ -210,7 +208,7 @@ def fake_task(config: Config, micro: int, task: Task | None = None) -> FakeTask:
     with mode:
         _cast_parameters(model, torch.float32 if masters else parameter_dtype(config.train.precision))
     with explain_values("the optimizer's step"):
-        states = _optimizer_states(task, model, config, mode)
+        optimizer = FakeOptimizer.of(task, model, config, mode)
     element_sizes = {name: p.element_size() for name, p in model.named_parameters()}
     if masters:  # the optimizer steps fp32 copies of what computes in bf16
         with mode:
@@ -220,7 +218,7 @@ def fake_task(config: Config, micro: int, task: Task | None = None) -> FakeTask:
     with user_errors_as_task_errors("data()"):
         data = task.data()
         micro = _samples_to_trace(task, data, config, micro)
-    return FakeTask(task, name, model, blocks, config, mode, states, element_sizes, data, micro, checkpoint)
+    return FakeTask(task, name, model, blocks, config, mode, optimizer, element_sizes, data, micro, checkpoint)
 
 
 def trace_whole(fake: FakeTask) -> TracedTask:
@@ -235,7 +233,6 @@ def trace_whole(fake: FakeTask) -> TracedTask:
         activations,
         sum(p.numel() for p in fake.model.parameters()),
         even=_is_even(activations, third),
-        fused=fake.states.fused,
         units=None if weight is None else float(weight) / fake.micro,
         checkpoint=fake.checkpoint,
         assumed=() if fake.assumed is None else tuple(fake.assumed.notes()),
@@ -246,18 +243,6 @@ def _cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
     """Give all parameters that are floats this dtype."""
     cast = partial(cast_if_float, dtype=dtype)
     replace_parameters(model, lambda p: nn.Parameter(cast(p.detach()), p.requires_grad))
-
-
-@dataclass(frozen=True)
-class _OptimizerStates:
-    """State of an optimizer: bytes for an element of each parameter, one number for each tensor."""
-
-    sizes: Mapping[str, tuple[int, ...]]
-    fused: bool
-    """True if one kernel updates all parameters, without tensors of its own."""
-
-    groups: Mapping[str, int]
-    """Number of the group of each parameter."""
 
 
 def _samples_to_trace(task: Task, data: Any, config: Config, micro: int) -> int:
@@ -299,36 +284,6 @@ def _trace_steps(fake: FakeTask) -> list[FakeStep]:
             if short.stands_for(longer, steps[0].record, expected.record):
                 return [replace(step, record=short.extended(step.record)) for step in steps]
     return [fake.trace(count) for count in counts]
-
-
-def _optimizer_states(task: Task, model: nn.Module, config: Config, mode: FakeTensorMode) -> _OptimizerStates:
-    """Return what the optimizer keeps for each parameter, after a step of it."""
-    own = task.optimizer if task.defines("optimizer") else None
-    groups = parameter_groups(model, config, given=task.groups(model), own_optimizer=own is not None)
-    names = {id(p): name for name, p in model.named_parameters()}
-    with mode:
-        optimizer = OptimizerFactory(groups, config, torch.device("cpu"), own=own)(model)
-        trained = [p for group in optimizer.param_groups for p in group["params"]]
-        for p in trained:
-            p.grad = torch.empty_like(p)
-        optimizer.step()
-        for p in trained:
-            p.grad = None
-    found: dict[str, tuple[int, ...]] = {}
-    for p, state in optimizer.state.items():
-        sizes: list[int] = []
-        for key, t in state.items():
-            if not isinstance(t, Tensor) or not t.ndim or (t.numel() == 1 and p.numel() != 1):
-                continue  # a count of steps
-            if t.shape != p.shape:
-                raise TaskError(
-                    f"plan: the optimizer's {key!r} has the shape {tuple(t.shape)} for a parameter of "
-                    f"{tuple(p.shape)}; a plan knows states that are as large as their parameter"
-                )
-            sizes.append(t.element_size())
-        found[names[id(p)]] = tuple(sizes)
-    numbers = {names[id(p)]: number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
-    return _OptimizerStates(found, all(group.get("fused") for group in optimizer.param_groups), numbers)
 
 
 def combine_steps(first: FakeStep, second: FakeStep) -> Activations:
