@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivat
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from unipar.config import Config
+from unipar.config.sections.model import Compile
 from unipar.errors import ConfigError
 
 _ATEN: Any = torch.ops.aten
@@ -48,21 +49,23 @@ def apply_transforms(module: nn.Module, blocks: Sequence[str], config: Config) -
             )
         for name in blocks:
             _recompute_forward(module.get_submodule(name), selective=wanted.recompute == "selective")
-    if (settings := wanted.compiling) is not None:
-        known = torch.compiler.list_backends(exclude_tags=())
-        if settings.backend not in known:
-            raise ConfigError(
-                f"model.compile.backend: there is no {settings.backend!r}; torch knows {', '.join(known)}"
-            )
-        if settings.what == "blocks" and not blocks:
-            raise ConfigError(
-                "model.compile: blocks compiles block by block, and the model has no blocks: name them in "
-                "model.blocks or in the task's blocks(), or set model.compile: model"
-            )
-        parts = [module.get_submodule(name) for name in blocks] if settings.what != "model" and blocks else [module]
-        for part in parts:
+    if wanted.compiling is not None:
+        for part in parts_to_compile(module, blocks, wanted.compiling):
             # not part.compile(): it has no effect on modules of torch.nn itself, and would compile the libraries' hooks
-            part.forward = torch.compile(part.forward, backend=settings.backend)
+            part.forward = torch.compile(part.forward, backend=wanted.compiling.backend)
+
+
+def parts_to_compile(module: nn.Module, blocks: Sequence[str], settings: Compile) -> Sequence[nn.Module]:
+    """Return the modules that are compiled each; raise ConfigError for a backend or blocks that do not exist."""
+    known = torch.compiler.list_backends(exclude_tags=())
+    if settings.backend not in known:
+        raise ConfigError(f"model.compile.backend: there is no {settings.backend!r}; torch knows {', '.join(known)}")
+    if settings.what == "blocks" and not blocks:
+        raise ConfigError(
+            "model.compile: blocks compiles block by block, and the model has no blocks: name them in "
+            "model.blocks or in the task's blocks(), or set model.compile: model"
+        )
+    return [module.get_submodule(name) for name in blocks] if settings.what != "model" and blocks else [module]
 
 
 def _convert_batchnorms(module: nn.Module) -> None:

@@ -31,6 +31,7 @@ from unipar.planning.peaks import (
 from unipar.planning.pieces import StagePiece, predict_piece_peaks
 from unipar.planning.stages import PlannedStage, predict_stage_peaks
 from unipar.task import Task
+from unipar.training.fake_run.compiled import summarize_error
 from unipar.training.fake_run.pieces import ranks_of_pieces
 from unipar.training.fake_run.step import FakeStep
 from unipar.training.fake_run.trace import (
@@ -41,6 +42,7 @@ from unipar.training.fake_run.trace import (
     combine_steps,
     explain_values,
     line_through,
+    trace_compiled,
     trace_fake_task,
     trace_whole,
 )
@@ -94,12 +96,28 @@ class TaskTraces:
         self._parts: dict[object, tuple[TracedTask, ...]] = {}
         self._predictions: dict[object, Prediction] = {}
         self._timelines: dict[tuple[int, int], StepTimeline] = {}
+        self._compiled: dict[int, TracedTask] | None = None if config.model.compiling is None else {}
+        if self._compiled is not None:
+            try:
+                self.of(config, self._fake.micro)
+            except Exception as e:
+                self._compiled = None
+                note = f"model.compile is planned as if it were off ({summarize_error(e)})"
+                self.whole = replace(self.whole, assumed=(*self.whole.assumed, note))
 
-    def of(self, config: Config) -> Sequence[TracedTask]:
-        """Return a step of each rank that holds or does something else, in a config of the same task."""
+    def of(self, config: Config, micro: int | None = None) -> Sequence[TracedTask]:
+        """Return a step of each rank that holds or does something else, in a config of the same task.
+
+        `micro`: size of the microbatches, of which each is traced where torch.compile is at work.
+        """
         axes = config.parallel.axes
         if axes.ranks == 1:
-            return (self.whole,)
+            if self._compiled is None:
+                return (self.whole,)
+            micro = micro or self._fake.micro
+            if micro not in self._compiled:
+                self._compiled[micro] = trace_compiled(self._fake, self.whole, micro)
+            return (self._compiled[micro],)
         key = config.backend, axes, str(config.options.get(config.backend))
         if key not in self._parts:
             self._parts[key] = tuple(self._trace_parts(config, registry.find_backend(config.backend)))
@@ -120,10 +138,11 @@ class TaskTraces:
     ) -> list[PredictedStep]:
         """Return a step of each of so many ranks that holds or does something else."""
         found: list[PredictedStep] = []
-        for number, traced in enumerate(self.of(config)):
+        for number, traced in enumerate(self.of(config, sizes.micro)):
+            part = self._key_of_part(number, sizes)
 
-            def predict(timeline: StepTimeline, number: int = number) -> Prediction:
-                return self._predict(config, ranks, number, timeline, device, runtime)
+            def predict(timeline: StepTimeline, part: object = part) -> Prediction:
+                return self._predict(config, ranks, part, timeline, device, runtime)
 
             timeline = self._timeline(traced, sizes.accumulate)
             prediction = predict(timeline)
@@ -165,12 +184,13 @@ class TaskTraces:
         if config.parallel.axes.pipeline > 1:
             return self.predict(config, ranks, sizes, device=device, runtime=runtime).needed
         most = 0
-        for number, traced in enumerate(self.of(config)):
+        for number, traced in enumerate(self.of(config, sizes.micro)):
+            part = self._key_of_part(number, sizes)
             # what is held does not depend on how many microbatches came before, if there were some
             timeline = self._timeline(traced, min(sizes.accumulate, 2))
 
-            def predict(timeline: StepTimeline, number: int = number) -> Prediction:
-                return self._predict(config, ranks, number, timeline, device, runtime)
+            def predict(timeline: StepTimeline, part: object = part) -> Prediction:
+                return self._predict(config, ranks, part, timeline, device, runtime)
 
             prediction = predict(timeline)
             activations = traced.activations if device == "cpu" else traced.activations.without_staging
@@ -179,6 +199,9 @@ class TaskTraces:
             proving = self._passes_of_proof(traced, predict, device)
             most = max(most, *(needs(*each, sizes.micro) for each in proving), 0)
         return most
+
+    def _key_of_part(self, number: int, sizes: BatchSizes) -> object:
+        return number if self._compiled is None else (number, sizes.micro)
 
     def _passes_of_proof(
         self, traced: TracedTask, predict: Callable[[StepTimeline], Prediction], device: str

@@ -118,6 +118,12 @@ class StepRecorder(TorchDispatchMode):
         self._arriving: Any = WeakIdKeyDictionary()
         self._sums: dict[int, tuple[int, int]] = {}
 
+    @classmethod
+    @override
+    def is_infra_mode(cls) -> bool:
+        """Return True: torch.compile's code runs under it as it does without it."""
+        return True
+
     def keep(self, t: Tensor) -> None:
         """Count a tensor no longer: it is there before and after the step."""
         number = self._live.pop(_key(t), None)

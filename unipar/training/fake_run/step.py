@@ -19,8 +19,11 @@ from unipar.backend.precision import autocast_dtype, batch_dtype
 from unipar.backend.prediction.rank_part import RankPart
 from unipar.config import Config
 from unipar.engines.forward import ForwardCall, OpaqueBatch
+from unipar.errors import TaskError
 from unipar.memory.recording.collectives import CollectiveCounter
+from unipar.profiling.compiling import graphs_compiled
 from unipar.training.fake_run.assumed_values import AssumedValues
+from unipar.training.fake_run.compiled import run_until_compiled
 from unipar.training.fake_run.recorder import StepRecord, StepRecorder
 
 
@@ -64,10 +67,13 @@ def trace_step(
     mode: FakeTensorMode,
     part: RankPart | None = None,
     assumed: AssumedValues | None = None,
+    *,
+    compiled: bool = False,
 ) -> FakeStep:
     """Run the task's loss on a fake batch, and its backward; return what was allocated. `model` is fake, too.
 
-    `part`: what a rank has of the model, already in its place. `assumed`: mode that stands in for values.
+    `part`: what a rank has of the model, already in its place. `assumed`: mode that stands in for values. `compiled`:
+    torch.compile is at work, and what it compiles runs before once.
     """
     precision = config.train.precision
     call = ForwardCall(model, torch.device("cpu"), autocast=autocast_dtype(precision), cast=batch_dtype(precision))
@@ -78,6 +84,16 @@ def trace_step(
     with mode:
         fake = tree_map(faked, batch)
     given = [x for x in tree_leaves(fake) if isinstance(x, Tensor)]
+
+    def run() -> None:
+        with mode, nullcontext() if assumed is None else assumed:
+            call(loss, OpaqueBatch(fake)).backward()
+        for p in model.parameters():
+            p.grad = None
+
+    if compiled:
+        run_until_compiled(run)
+    before = graphs_compiled()
     recorder = StepRecorder([*model.parameters(), *model.buffers(), *given])
     traffic = Counter[tuple[str, str]]()
     counter = None if part is None else CollectiveCounter(traffic, part.mesh)
@@ -111,6 +127,8 @@ def trace_step(
         recorder.begin("steady")
     for p in model.parameters():
         p.grad = None
+    if compiled and graphs_compiled() > before:
+        raise TaskError("the model is compiled once more when its memory is recorded")
     return FakeStep(
         micro,
         recorder.record(),

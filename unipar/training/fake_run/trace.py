@@ -28,6 +28,7 @@ from unipar.planning.pieces import PlannedPieces, StagePiece
 from unipar.planning.stages import PlannedStage
 from unipar.task import Task
 from unipar.training.fake_run.assumed_values import AssumedValues
+from unipar.training.fake_run.compiled import compile_parts
 from unipar.training.fake_run.optimizer import FakeOptimizer
 from unipar.training.fake_run.recorder import FakeBlock, owners_of_parameters
 from unipar.training.fake_run.repeats import KEPT, ShortModel, find_equal_blocks
@@ -112,6 +113,9 @@ class FakeTask:
     assumed: AssumedValues | None = None
     """Mode that stands in for the values that the loss needs; None: it is not known to need any."""
 
+    compiled: bool = False
+    """True if torch.compile compiles it as it runs."""
+
     _batches: dict[int, Any] = field(default_factory=dict[int, Any])
 
     def batch(self, count: int) -> Any:
@@ -127,7 +131,8 @@ class FakeTask:
         own = (blocks or self.blocks) if part is None else part.blocks
         batch = self.batch(count)
         with user_errors_as_task_errors("loss()"), explain_values("loss()"):
-            return trace_step(self.model, own, self.task.loss, batch, count, self.config, self.mode, part, self.assumed)
+            given = self.model, own, self.task.loss, batch, count, self.config, self.mode, part, self.assumed
+            return trace_step(*given, compiled=self.compiled)
 
     def timeline(
         self, blocks: Sequence[str], step: FakeStep, stages_of: Mapping[str, int] | None = None
@@ -223,7 +228,7 @@ def fake_task(config: Config, micro: int, task: Task | None = None) -> FakeTask:
 
 def trace_whole(fake: FakeTask) -> TracedTask:
     """Return a step of the whole model."""
-    first, second, third = _trace_steps(fake)
+    first, second, third = _trace_steps(fake, [n * fake.micro for n in (1, 2, 3)])
     activations = combine_steps(first, second)
     refuse_repeated_blocks(fake.blocks, activations)
     with user_errors_as_task_errors("weight()"):
@@ -268,17 +273,32 @@ def refuse_repeated_blocks(blocks: Sequence[str], activations: Activations) -> N
         )
 
 
-def _trace_steps(fake: FakeTask) -> list[FakeStep]:
-    """Return a step with a microbatch, and with one twice and three times as large.
+def trace_compiled(fake: FakeTask, whole: TracedTask, micro: int) -> TracedTask:
+    """Return a step of the whole model under torch.compile, with microbatches of exactly this size.
+
+    For another size, the compiler may take another order. Operations are those that were counted without it, since it
+    computes some products without one that can be counted.
+    """
+    assert fake.config.model.compiling is not None
+    with compile_parts(fake.model, fake.blocks, fake.config.model.compiling):
+        (step,) = _trace_steps(replace(fake, compiled=True), [micro])
+    found = combine_steps(step, replace(step, micro=micro + 1))
+    counted = whole.activations
+    activations = replace(found, batch=counted.batch, flops=counted.flops, recomputed=counted.recomputed)
+    return replace(whole, timeline=fake.timeline(fake.blocks, step), activations=activations)
+
+
+def _trace_steps(fake: FakeTask, counts: Sequence[int]) -> list[FakeStep]:
+    """Return a step with a microbatch of each of these sizes.
 
     Of equal blocks only some run, if they stand for the others: one more is added, and must use memory as expected.
     """
-    counts, model, blocks = [n * fake.micro for n in (1, 2, 3)], fake.model, fake.blocks
+    model, blocks = fake.model, fake.blocks
     if equal := find_equal_blocks(model, blocks):
         short, longer = (ShortModel(model, blocks, equal, kept) for kept in (KEPT, KEPT + 1))
         with suppress(Exception):  # the model needs all blocks: they run below, and tell what is wrong
             with longer.open():
-                expected = fake.trace(fake.micro, blocks=longer.blocks)
+                expected = fake.trace(counts[0], blocks=longer.blocks)
             with short.open():
                 steps = [fake.trace(count, blocks=short.blocks) for count in counts]
             if short.stands_for(longer, steps[0].record, expected.record):
