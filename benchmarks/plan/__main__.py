@@ -4,6 +4,7 @@
     python -m benchmarks.plan --whole                  all rows; what an earlier go has measured is kept
     python -m benchmarks.plan --public                 models of transformers
     python -m benchmarks.plan model=10M ranks=1,2 'cell=native/*'    all rows with these values
+    python -m benchmarks.plan compile=blocks,model model=10M micro=8 ...   under torch.compile
 
 Compared are bytes beyond what libraries and Python hold for themselves, with the range of the measured steps. What was
 measured is kept in runs/plan-rows.jsonl, and planned anew; --again measures anew. Exit 1: a row is farther off than its
@@ -116,7 +117,7 @@ def select(options: argparse.Namespace, measured: Collection[Row]) -> Iterator[R
     for word in options.values:
         key, _, values = word.partition("=")
         given[key] = values.split(",")
-    settings = OF_PUBLIC if options.public else OF_OURS
+    settings = {**(OF_PUBLIC if options.public else OF_OURS), "compile": tuple(given.get("compile", ["none"]))}
     if unknown := given.keys() - settings.keys() - {"cell"}:
         raise SystemExit(f"{', '.join(sorted(unknown))}: rows differ in {', '.join(settings)} and cell")
     chosen = {key: [v for v in of if str(v) in given.get(key, map(str, of))] for key, of in settings.items()}

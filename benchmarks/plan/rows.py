@@ -70,13 +70,15 @@ class Row:
     micro: int
     recompute: str
     accumulate: int
+    compile: str = "none"
+    """none, blocks or model."""
 
     @property
     def words(self) -> tuple[str, ...]:
         """The row's first columns."""
         more = f"x{self.accumulate}" if self.accumulate > 1 else ""
-        recompute = "" if self.recompute == "none" else "recomputed"
-        return self.model, self.precision, str(self.ranks), f"{self.micro}{more}", recompute, self.cell
+        changed = ["recomputed"] * (self.recompute != "none") + [f"compiled {self.compile}"] * (self.compile != "none")
+        return self.model, self.precision, str(self.ranks), f"{self.micro}{more}", ", ".join(changed), self.cell
 
     @property
     def pairs(self) -> frozenset[tuple[Any, ...]]:
@@ -100,7 +102,7 @@ def config_of(row: Row) -> Config:
         "device": "cpu",
         "parallel": {"data": row.ranks},  # of which a cell with axes leaves fewer for the data
         "batch": {"total": row.micro * row.accumulate * data, "micro": row.micro},
-        "model": {"recompute": row.recompute},
+        "model": {"recompute": row.recompute, "compile": False if row.compile == "none" else row.compile},
         "train": {"steps": 10, "precision": row.precision, "optimizer": {"lr": 3e-4}},
     }
     config = cells.config_in_cell(load_given_config(settings, None).config, cell)

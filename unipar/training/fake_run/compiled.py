@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
@@ -31,11 +32,18 @@ def compile_parts(model: nn.Module, blocks: Sequence[str], settings: Compile) ->
 
     What Inductor allocates between them is as in training: its own code does it.
     """
+    if settings.backend not in COMPILERS:
+        *others, last = COMPILERS
+        raise TaskError(
+            f"what {settings.backend} compiles cannot run without values; {', '.join(others)} and {last} can"
+        )
     parts = parts_to_compile(model, blocks, settings)
     before = [part.__dict__.get("forward") for part in parts]
     with ExitStack() as stack:
         for change in _changes(settings.backend):
             stack.enter_context(change)
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # torch looks at what fake tensors have not, such as gradients
         stack.callback(_forget_compiled)
         try:
             for part in parts:
@@ -43,7 +51,7 @@ def compile_parts(model: nn.Module, blocks: Sequence[str], settings: Compile) ->
             yield
         finally:
             for part, forward in zip(parts, before, strict=True):
-                del part.forward
+                part.__dict__.pop("forward", None)
                 if forward is not None:
                     part.forward = forward
 
