@@ -60,7 +60,7 @@ def render_comparison(page: ComparisonPageData, before: ComparisonPageData | Non
     sections = [
         memory_section(page, before),
         _cells(page),
-        step_work_section(page),
+        step_work_section(page.comparison, ["cell"], {c.cell: [c.cell] for c in page.cells}),
         failed_cells_section(page),
         devices_section(page),
         _changes_section(page, before),
