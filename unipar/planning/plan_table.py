@@ -12,7 +12,7 @@ from unipar.planning.peaks import OUTSIDE_DEVICE
 from unipar.planning.planned_cell import PlannedCell, PlannedCells
 from unipar.planning.recommendation import recommend
 from unipar.utils.table import format_table
-from unipar.utils.text import format_duration, format_size
+from unipar.utils.text import format_duration, format_rate, format_size
 
 _CATEGORIES: Final[dict[str, tuple[Category, ...]]] = {
     "param": ("parameters", "masters", "buffers"),
@@ -92,11 +92,6 @@ def _size_offloaded(place: MemoryPlace) -> Shown:
         return format_size(size) if size else "-"
 
     return shown
-
-
-def format_rate(rate: float) -> str:
-    """Return a number a second: 1,234, or 12.3 where it is small."""
-    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
 def _table(plan: PlannedCells, columns: Mapping[str, Shown], width: int) -> str:

@@ -84,7 +84,8 @@ class TurnResults(ABC):
         """Peak to which MFU is in proportion, in words."""
         names = sorted({rank.device for row in self.rows for rank in row.work if rank.device})
         peaks = [(name, find_device_peaks(name)) for name in names]
-        each = [f"{p.flops[self.precision] / 1e12:,.0f} TFLOP/s of {name}" for name, p in peaks if p is not None]
+        known = [(name, p.flops[self.precision]) for name, p in peaks if p is not None and self.precision in p.flops]
+        each = [f"{flops / 1e12:,.0f} TFLOP/s of {name}" for name, flops in known]
         return f"the peak of all devices in {self.precision}, {', '.join(each)} each"
 
     @abstractmethod
