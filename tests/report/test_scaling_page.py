@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.scalings import one_cell, two_cells, worlds_with_work
+from tests.support.scalings import made, one_cell, timed, two_cells, with_work, worlds_with_work
 from unipar.report.build import try_write_page, write_html
 from unipar.report.pages.scaling import render_scaling, scaling_headline
 from unipar.results.scaling import Scaling
@@ -55,7 +55,7 @@ def test_the_page_has_memory_in_three_columns(tmp_path: Path) -> None:
 
 
 def test_the_page_has_the_work_of_a_step(found: Scaling, tmp_path: Path) -> None:
-    """The section of a comparison's page, with a row for each world; a rank that a world lacks is a dash."""
+    """The section of a comparison's page, with a row for each world."""
     assert '<section id="work">' not in render_scaling(found, tmp_path)
     told = render_scaling(worlds_with_work("NVIDIA H200", precision="bf16-mixed"), tmp_path)
     assert '<section id="work">' in told
@@ -68,6 +68,15 @@ def test_the_page_has_the_work_of_a_step(found: Scaling, tmp_path: Path) -> None
         "<td>10.0 %</td></tr>"
     ) in told
     assert "forward and backward of a step are 8 GFLOP with 8 samples, 16 GFLOP with 16" in told
+
+
+def test_a_rank_that_a_world_lacks_is_a_dash(tmp_path: Path) -> None:
+    """Waiting by rank has as many columns as the largest world."""
+    two = with_work(timed("native/nothing", 2, 0.050, "strong"), 0.05, 0.1, flops=None)
+    four = with_work(timed("native/nothing", 4, 0.050, "strong"), 0.1, 0.2, 0.3, 0.4, flops=None)
+    assert "<td>2</td><td>5.0 %</td><td>10.0 %</td><td>–</td><td>–</td></tr>" in render_scaling(
+        made(two, four), tmp_path
+    )
 
 
 def test_the_page_has_the_config_and_a_command(tmp_path: Path) -> None:

@@ -28,6 +28,16 @@ def test_the_table_of_worlds() -> None:
     ) in found.remarks()
 
 
+def test_a_world_without_figures_has_no_row() -> None:
+    """A world that failed is in the first table only."""
+    found = worlds_with_work()
+    found.rows[2] = replace(found.rows[2], outcome="failed", note="rank 1 died")
+    assert [line.split()[:3] for line in found.extra_tables(80)[2:]] == [
+        ["native/nothing", "1", "both"],
+        ["native/nothing", "2", "strong"],
+    ]
+
+
 def test_the_figures_of_worlds_as_data() -> None:
     """`scale.json` has what the table has, with all digits; MFU is of the devices of that world."""
     found = worlds_with_work("NVIDIA H200", precision="bf16-mixed")
