@@ -130,9 +130,14 @@ class TurnResults(ABC):
     def column_remarks(self) -> list[Remark]:
         """Return explanations of the table and what is wrong, each with the column that it explains."""
 
-    def remarks(self) -> list[str]:
-        """Return explanations of the table and what is wrong."""
-        return [remark.text for remark in self.column_remarks()]
+    def remarks(self, *, work: bool = True) -> list[str]:
+        """Return explanations of the table and what is wrong; `work`: with those of the table of work."""
+        left_out = [] if work else self.work_remarks()
+        return [remark.text for remark in self.column_remarks() if remark not in left_out]
+
+    def work_remarks(self, *, reasons: bool = True) -> list[Remark]:
+        """Return explanations of the table of work; `reasons`: with those of graph breaks and recompiles."""
+        return describe_work_columns(self.work_by_samples, self.step_figures(), self.peak_description, reasons=reasons)
 
     def timing(self) -> list[str]:
         """Return an explanation of the step times."""
@@ -278,7 +283,7 @@ class Comparison(TurnResults):
         lines = table_remarks(*self.row_notes(), *self.verdict(), *self.timing())
         if self.baseline is not None:
             lines.append(Remark(column="x", text=f"x: step time in proportion to {self.baseline.cell}"))
-        lines += describe_work_columns(self.work_by_samples, self.step_figures(), self.peak_description)
+        lines += self.work_remarks()
         if self._has_memory:
             lines += describe_memory_columns([account for row in self.rows for account in row.memory])
             lines += table_remarks(*describe_peak_ranges([(row.cell, row.memory) for row in self.rows if row.memory]))

@@ -27,7 +27,7 @@ from unipar.results.memory_tables import (
 from unipar.results.row import OUTCOME_PREFIXES, CellResult, cell_result_from_json, cell_result_to_json, format_spread
 from unipar.results.same_training import describe_training_difference
 from unipar.results.step_work.figures import StepFigures
-from unipar.results.step_work.table import describe_work_columns, format_work_table
+from unipar.results.step_work.table import format_work_table
 from unipar.utils.table import Remark, format_table_rows, table_remarks
 from unipar.utils.text import count_of, format_size
 
@@ -243,7 +243,7 @@ class Scaling(TurnResults):
             self.shared(),
             *self.timing(),
         )
-        lines += describe_work_columns(self.work_by_samples, self.step_figures(), self.peak_description)
+        lines += self.work_remarks()
         if accounts := [account for row in self.rows for account in row.memory]:
             lines += describe_memory_columns(accounts)
         elif any(row.outcome == "ran" for row in self.rows):

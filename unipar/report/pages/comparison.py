@@ -288,7 +288,7 @@ def _method_section(page: ComparisonPageData) -> str:
     return html_section(
         "how",
         "How it was measured",
-        bullet_list([*methods, *page.comparison.remarks(), *keeps, *notes]),
+        bullet_list([*methods, *page.comparison.remarks(work=False), *keeps, *notes]),
         html_table(["cell", "by lifetime", "as autograd saved them"], saved, "Activations at the end of a forward")
         if saved
         else "",

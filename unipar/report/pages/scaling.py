@@ -155,7 +155,7 @@ def _method_section(scaling: Scaling, repeated: str) -> str:
     return html_section(
         "how",
         "How it was measured",
-        bullet_list([*sorted(methods), *scaling.remarks(), *sorted(notes)]),
+        bullet_list([*sorted(methods), *scaling.remarks(work=False), *sorted(notes)]),
         cuda_assumptions() if accounts and not _is_all_measured(scaling) else "",
         environment_tables(scaling.machine, scaling.versions),
         repeated,

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from unipar.report.html.elements import bullet_list, html_section, html_table, paragraph
 from unipar.results.comparison import TurnResults
 from unipar.results.step_work.figures import StepFigures
-from unipar.results.step_work.table import break_reasons, describe_work_columns, work_columns
+from unipar.results.step_work.table import break_reasons, work_columns
 
 _NO_VALUE = "–"
 
@@ -25,7 +25,7 @@ def step_work_section(
     if not columns:
         return ""
     rows = [[*names[row], *(_dashed(of(one)) for of in columns.values())] for row, one in figures.items()]
-    remarks = describe_work_columns(results.work_by_samples, figures, results.peak_description, reasons=False)
+    remarks = results.work_remarks(reasons=False)
     waits_by = sorted({rank.waits_by for row in results.rows for rank in row.work if rank.waits_by})
     said = [f"Waiting is {how}, in steps that are not timed." for how in waits_by if "waits" in columns]
     return html_section(
