@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
@@ -285,6 +286,20 @@ def test_cells_may_have_commas_between_them(unipar: Any, monkeypatch: pytest.Mon
     world = ["--world", "1,2"] if verb == "scale" else []
     assert unipar(verb, "x.yaml", "--cell", "single, native/nothing,", "--cell", "deepspeed/*", *world).code == 2
     assert asked == ["single", "native/nothing", "deepspeed/*"]
+
+
+def test_plan_ends_at_once(unipar: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after Ctrl-C: Python does not collect what was traced when it exits. Into a pipe goes no word of waiting."""
+    registered: list[Any] = []
+    monkeypatch.setattr("atexit.register", registered.append)
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        assert registered == [gc.freeze]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(CALLED["plan"], interrupted)
+    answer = unipar("plan", "x.yaml")
+    assert (answer.code, answer.out, answer.err) == (130, "", "")
 
 
 def test_explain(unipar: Any) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.comparisons import write_example_comparison
-from tests.support.run_folders import plain, wrote
+from tests.support.run_folders import EVENTS, plain, wrote
 from unipar.cli.commands.report import draw_runs
 from unipar.results.run_list import list_runs
 
@@ -85,6 +86,56 @@ def test_runs(unipar: Any, folder: Path) -> None:
     assert unipar("runs", "runs/train").out.splitlines()[1].split() == listed[1].split()
 
 
+def runs_with_speed(folder: Path) -> None:
+    """A run that counts tokens, one that counts samples, and one that says neither."""
+    (folder / "runs").mkdir()
+    for name, did in (
+        ("words", {"samples_per_second": 40.0, "tokens_per_second": 2560.0, "mfu": 0.25}),
+        ("images", {"samples_per_second": 12.34}),
+        ("older", {}),
+    ):
+        wrote(plain(folder / "runs" / name), 0, [*EVENTS[:3], {**EVENTS[3], **did}, *EVENTS[4:]])
+
+
+def test_runs_have_their_speed(unipar: Any, folder: Path) -> None:
+    """Tokens a second where the task has a weight, else samples; JSON has all that the ledger says."""
+    runs_with_speed(folder)
+    listed = [re.split("  +", line) for line in unipar("runs").out.splitlines()]
+    assert [line[5:7] for line in listed] == [
+        ["speed", "MFU"],
+        ["12.3 samples/s", "-"],
+        ["-", "-"],
+        ["2,560 tokens/s", "25.0%"],
+    ]
+    assert {run["name"]: run["speed"] for run in json.loads(unipar("runs", "--json").out)} == {
+        "words": {"samples_per_second": 40.0, "tokens_per_second": 2560.0, "mfu": 0.25},
+        "images": {"samples_per_second": 12.34},
+        "older": {},
+    }
+
+
+@pytest.mark.parametrize(
+    ("width", "head"),
+    [
+        (100, "run cell ranks steps loss speed MFU took size state"),
+        (84, "run cell ranks steps loss speed took size state"),
+        (80, "run cell ranks steps loss speed took state"),
+        (60, "run cell ranks steps loss took state"),
+    ],
+)
+def test_a_narrow_terminal_has_fewer_columns(
+    width: int, head: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """MFU goes first, then the size on disk, then the speed."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    runs_with_speed(folder)
+    draw_runs(list_runs(folder / "runs"))
+    lines = capsys.readouterr().out.splitlines()
+    assert " ".join(lines[1].split()) == head
+    assert len(lines) == 7  # no text goes on in a further line
+    assert max(map(len, lines)) <= width
+
+
 def test_runs_on_a_terminal(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A table of at most 80 columns; sentences below it."""
     monkeypatch.setenv("COLUMNS", "80")
@@ -99,6 +150,6 @@ def test_runs_on_a_terminal(folder: Path, monkeypatch: pytest.MonkeyPatch, capsy
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     text = " ".join(" ".join(lines).split())
-    for part in ("run cell ranks steps loss took size state", "99000/100000", "3.2500", "7.0 s", "failed"):
+    for part in ("run cell ranks steps loss took state", "99000/100000", "3.2500", "7.0 s", "failed"):
         assert part in text
     assert lines[-1] == "a-long-name-of-a-run-2: rank 0 failed: KeyError: 'labels'"

@@ -12,7 +12,7 @@ import pytest
 import unipar
 from tests.support.short_text import short_text
 from unipar.backend.cells import cell_of
-from unipar.cli.commands.config.plan import read_ranks, read_share, read_size
+from unipar.cli.commands.config.plan import read_device, read_ranks, read_share, read_size
 from unipar.comparison.pick import write_picked_config
 from unipar.config import BatchSizes
 from unipar.config.source import load_config_file, load_given_config
@@ -128,6 +128,15 @@ def test_shares_and_ranks() -> None:
     with pytest.raises(ConfigError) as ranks:
         read_ranks("0")
     assert str(ranks.value) == "--world: '0' is no number of ranks; say for example --world 1,8,64"
+
+
+def test_devices() -> None:
+    """A GPU is cuda here."""
+    assert (read_device("cpu"), read_device("cuda")) == ("cpu", "cuda")
+    for text, meant in (("gpu", "cuda"), ("cdua", "cuda"), ("CPU", "cpu")):
+        with pytest.raises(ConfigError) as caught:
+            read_device(text)
+        assert str(caught.value) == f"--device {text}: plan for cpu or cuda; did you mean {meant!r}?"
 
 
 @pytest.fixture(scope="module")

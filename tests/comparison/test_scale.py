@@ -252,6 +252,9 @@ def test_a_world_that_failed_is_a_row(found: Scaling) -> None:
 
 # For real
 
+FLOPS = 8 * (2 * 3 * (8 * 8 + 8 * 8 + 8) - 2 * 8 * 8)
+"""Operations of a step of 8 samples: three products for each matrix, but the first has no gradient of its input."""
+
 
 @pytest.fixture
 def given(tmp_path: Path) -> dict[str, Any]:
@@ -259,7 +262,7 @@ def given(tmp_path: Path) -> dict[str, Any]:
     return {
         "task": {"use": f"{tmp_path}/task.py:Sums"},
         "device": "cpu",
-        "batch": {"total": 8},
+        "batch": {"total": 8, "micro": 2},
         "train": {"steps": 8, "optimizer": {"lr": 0.01}},
         "compare": {"repeat": 2, "memory": False},
         "out": str(tmp_path / "out"),
@@ -297,10 +300,15 @@ def test_worlds_take_turns(given: dict[str, Any], tmp_path: Path, capfd: pytest.
     assert [w["efficiency"] for w in told["worlds"]] == [found.efficiency(w) for w in found.worlds]
     sheet = (out / "scale.csv").read_text("utf-8").splitlines()
     assert [row.split(",")[:8] for row in sheet[1:]] == [
-        ["native/nothing", "1", "both", "8", "8", "1", "ran", ""],
-        ["native/nothing", "2", "strong", "8", "4", "1", "ran", str(found.agreements[0][1].digits or "all")],
-        ["native/nothing", "2", "weak", "16", "8", "1", "ran", ""],
+        ["native/nothing", "1", "both", "8", "2", "4", "ran", ""],
+        ["native/nothing", "2", "strong", "8", "2", "2", "ran", str(found.agreements[0][1].digits or "all")],
+        ["native/nothing", "2", "weak", "16", "2", "4", "ran", ""],
     ]
+    assert [(w["flops"], w["flops_per_second"]) for w in told["worlds"]] == [
+        (flops, pytest.approx(flops / w["samples"] * w["samples_per_second"]))
+        for flops, w in zip((FLOPS, FLOPS, 2 * FLOPS), told["worlds"], strict=True)
+    ]
+    assert [w["waiting"] is None for w in told["worlds"]] == [True, False, False]
     written = (out / "report.html").read_text("utf-8")
     (config,) = (out / "asked").iterdir()
     said = f"unipar scale {config} --out {tmp_path}/out --world 1,2 --cell native/nothing --overwrite"

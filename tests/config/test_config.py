@@ -138,6 +138,13 @@ def test_what_is_no_cell(text: str) -> None:
     )
 
 
+def test_a_misspelt_shard() -> None:
+    """The nearest one is named."""
+    with pytest.raises(ConfigError) as e:
+        Cell.parse("native/nothin")
+    assert str(e.value).endswith("(a bare backend means /nothing); did you mean 'nothing'?")
+
+
 @pytest.mark.parametrize(
     ("text", "error", "sentence"),
     [

@@ -63,6 +63,16 @@ def test_plain_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert err.getvalue().count(f"run folder: {tmp_path.name}\n") == 1  # short, below the working directory
 
 
+def test_rate_of_steps_of_several_sizes(tmp_path: Path) -> None:
+    """The rate is that of all steps since the last line, as the ledger says, not of the last one's samples."""
+    err = io.StringIO()
+    with Ledger(ledger_path(tmp_path, 0)) as ledger:
+        ledger.note("step", step=2, of=2, loss=2.0, samples=8, seconds=0.25, samples_per_second=20.0)
+    with Progress(tmp_path, None, err=err):
+        pass
+    assert "step 2/2  loss 2.0000  20 samples/s" in err.getvalue().splitlines()
+
+
 def test_one_step_is_one(tmp_path: Path) -> None:
     """Not 1 steps."""
     err = io.StringIO()

@@ -57,6 +57,8 @@ def test_then_simplest() -> None:
     assert chosen(*without)[0] == "native/nothing"
     assert chosen(*without)[2] == "it fits (800 B of 900 B), and is the simplest of 3 cells that fit"
     assert chosen(*without, limit=None)[2] == "it is the simplest of 3 cells"
+    assert chosen(without[0], limit=None)[2] == "it is the only cell"
+    assert chosen(without[2])[2] == "it fits (800 B of 900 B), and is the only cell that does"
 
 
 def test_what_the_user_excludes() -> None:

@@ -14,6 +14,7 @@ from unipar.memory.cuda_total import PredictedCudaMemory, predict_on_cuda
 from unipar.memory.sources.cuda import CudaHistory
 from unipar.memory.sources.malloc import MallocMeter
 from unipar.memory.sources.profiler import ProfilerSource
+from unipar.profiling.work import CompiledWork, RankWork
 from unipar.report.build import write_page
 from unipar.report.charts.bars import draw_memory_bars
 from unipar.report.charts.lines import loss_differences, shade_of, thin_curve
@@ -210,6 +211,25 @@ def test_a_cell_that_is_not_alike_is_in_no_figure(run: Path) -> None:
     assert "native/parameters" not in [cell.cell for cell in (*told.measured_cells, *told.timed_cells)]
     assert f'<td class="text" colspan="7">trained differently: {why}</td>' in render_comparison(told)
     assert comparison_headline(told).startswith("deepspeed/gradients is smallest")
+
+
+def test_what_a_step_does_has_a_section(run: Path) -> None:
+    """Figures and the reasons of graph breaks, each explained once; a cell without figures has no row."""
+    compiled = CompiledWork(graphs=2, breaks={"print": 2})
+    work = [RankWork(flops=8e9, waits=((share, 1.0),), compiled=compiled) for share in (0.05, 0.1)]
+
+    def add(data: dict[str, Any]) -> None:
+        for cell in data["cells"][1:3]:
+            cell["work"] = [one.model_dump(mode="json") for one in work]
+        data["cells"][2]["outcome"] = "failed"
+
+    text = render_comparison(ComparisonPageData.read(edit_example_comparison(run, add)))
+    section = text.partition('<section id="work">')[2].partition("</section>")[0]
+    name = ComparisonPageData.read(run).cells[1].cell
+    assert re.findall(rf'<th scope="row" class="text">{name}</th>.*<td>5.0 %</td><td>2</td><td>0</td></tr>', section)
+    assert '<th scope="row" class="text">graph break</th><td>2</td><td class="text">print</td>' in section
+    assert text.count("graph break, 2 times: print") == 0
+    assert text.count("waits: share of a step in which the rank that waits least waits for communication") == 1
 
 
 def test_a_comparison_without_memory_has_a_page(tmp_path: Path) -> None:

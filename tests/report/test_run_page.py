@@ -43,6 +43,12 @@ def test_a_run_has_a_page(run: Path) -> None:
     assert re.findall(r"<script|<link|<img|https?:|@import|url\(|\son\w+=", text) == []
 
 
+def test_samples_a_second_are_those_of_the_ledger(run: Path) -> None:
+    """Steps since the last row may have had more samples than the last one."""
+    wrote(run, 0, [*EVENTS[:3], {**EVENTS[3], "samples_per_second": 456.7}, *EVENTS[4:]])
+    assert "<td>200 ms</td><td>456.7</td>" in render_run(RunPageData.read(run / "rank-0.jsonl"))
+
+
 def test_a_metric_that_is_not_finite(run: Path) -> None:
     """A metric that is null in the ledger is named on the page and in the table."""
     wrote(run, 0, [*EVENTS[:4], {"event": "eval", "time": 104.0, "step": 10, "perplexity": None}, EVENTS[5]])

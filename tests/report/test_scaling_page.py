@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.scalings import one_cell, two_cells
+from tests.support.scalings import made, one_cell, timed, two_cells, with_work, worlds_with_work
 from unipar.report.build import try_write_page, write_html
 from unipar.report.pages.scaling import render_scaling, scaling_headline
 from unipar.results.scaling import Scaling
@@ -52,6 +52,31 @@ def test_the_page_has_memory_in_three_columns(tmp_path: Path) -> None:
     assert "Allocated: measured, on the largest rank, beyond what it held before the model was built." in told
     assert "CUDA&#x27;s context and torch&#x27;s kernels take 500\N{NO-BREAK SPACE}MiB in each process" in told
     assert "<li>torch&#x27;s own allocator, by a profiler&#x27;s events</li>" in told
+
+
+def test_the_page_has_the_work_of_a_step(found: Scaling, tmp_path: Path) -> None:
+    """The section of a comparison's page, with a row for each world."""
+    assert '<section id="work">' not in render_scaling(found, tmp_path)
+    told = render_scaling(worlds_with_work("NVIDIA H200", precision="bf16-mixed"), tmp_path)
+    assert '<section id="work">' in told
+    assert (
+        '<tr><th scope="row" class="text">native/nothing</th><td class="text">weak</td><td>2</td><td>10240</td>'
+        "<td>160</td><td>0.0 %</td><td>20 %</td></tr>"
+    ) in told
+    assert (
+        '<tr><th scope="row" class="text">native/nothing</th><td class="text">strong</td><td>2</td><td>5.0 %</td>'
+        "<td>10.0 %</td></tr>"
+    ) in told
+    assert told.count("forward and backward of a step are 8 GFLOP with 8 samples, 16 GFLOP with 16") == 1
+
+
+def test_a_rank_that_a_world_lacks_is_a_dash(tmp_path: Path) -> None:
+    """Waiting by rank has as many columns as the largest world."""
+    two = with_work(timed("native/nothing", 2, 0.050, "strong"), 0.05, 0.1, flops=None)
+    four = with_work(timed("native/nothing", 4, 0.050, "strong"), 0.1, 0.2, 0.3, 0.4, flops=None)
+    assert "<td>2</td><td>5.0 %</td><td>10.0 %</td><td>–</td><td>–</td></tr>" in render_scaling(
+        made(two, four), tmp_path
+    )
 
 
 def test_the_page_has_the_config_and_a_command(tmp_path: Path) -> None:

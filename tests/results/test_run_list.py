@@ -57,6 +57,15 @@ def test_a_run_that_ended(tmp_path: Path) -> None:
     assert entry.size == sum(file.stat().st_blocks * 512 for file in (tmp_path / "x").iterdir()) >= 100_000
 
 
+def test_what_its_last_logged_step_did(tmp_path: Path) -> None:
+    """By the names in the ledger; nothing where older ledgers do not say."""
+    run = plain(tmp_path / "x")
+    assert only(tmp_path).speed == {}
+    did = {"samples_per_second": 40.0, "tokens_per_second": 2560.0, "mfu": 0.25, "waiting": 0.1}
+    wrote(run, 0, [*EVENTS[:3], {**EVENTS[3], **did}, *EVENTS[4:]])
+    assert only(tmp_path).speed == did
+
+
 def test_a_run_that_trains(tmp_path: Path) -> None:
     """While its folder is locked it is running; the heartbeat knows of steps that are not logged yet."""
     run = begun(tmp_path / "x")

@@ -13,6 +13,7 @@ from tests.support.scalings import made as scaling
 from tests.support.scalings import timed
 from unipar.comparison import store
 from unipar.memory.account import MemoryAccount, PhasePeak, ResidentMemory
+from unipar.profiling.work import RankWork
 from unipar.results.forecast.records import CellForecast, Forecast, ForecastPhase
 from unipar.results.memory_tables import describe_peak_ranges
 from unipar.results.row import CellOutcome, CellResult
@@ -70,16 +71,18 @@ def test_a_row_a_world() -> None:
     """Rows of worlds of several sizes have all figures; a failed world has none."""
     late = timed("native/nothing", 4, 0.02, "weak")
     lost = late[0], replace(late[1], outcome="failed", note="no, not so", seconds=[], peak_rss=[])
+    work = [RankWork(flops=8e9, weights=(64.0,) * 5, waits=((share, 1.0),)) for share in (0.1, 0.2)]
     small, large = timed("native/nothing", 1, 0.08, "strong", "weak"), timed("native/nothing", 2, 0.05, "strong")
-    full = large[0], replace(large[1], memory=[comparisons.account("native/nothing", 0)] * 2)
+    full = large[0], replace(large[1], memory=[comparisons.account("native/nothing", 0)] * 2, work=work)
     assert format_scaling_csv(scaling(small, full, lost)).splitlines() == [
         "cell,ranks,scaling,samples,micro,accumulate,outcome,digits,within,median_step_s,samples_per_s,speed_up,"
         "efficiency,allocated,resident,predicted_on_cuda,measured_on_cuda,reserved,host,parameters,masters,gradients,"
-        "optimizer,communication,buffers,activations,temporaries,library,runtime,unattributed",
-        "native/nothing,1,both,8,8,1,ran,,,0.08,100,1,1,,,,,,,,,,,,,,,,,",
+        "optimizer,communication,buffers,activations,temporaries,library,runtime,unattributed,weight_per_s,step_flops,"
+        "flops_per_s,mfu,waits_least,waits_most,graph_breaks,recompiles",
+        "native/nothing,1,both,8,8,1,ran,,,0.08,100,1,1,,,,,,,,,,,,,,,,,,,8e+09,1e+11,,,,,",
         "native/nothing,2,strong,8,4,1,ran,all,yes,0.05,160,1.6,0.8,186205122,199239481,920649728,,,,"
-        "35707392,0,35707392,71414784,35707392,0,0,5097230,0,2570932,0",
-        "native/nothing,4,weak,32,8,1,failed,,,,,,,,,,,,,,,,,,,,,,,",
+        "35707392,0,35707392,71414784,35707392,0,0,5097230,0,2570932,0,1280,8e+09,1.6e+11,,0.1,0.2,,",
+        "native/nothing,4,weak,32,8,1,failed,,,,,,,,,,,,,,,,,,,,,,,,,,,,,,,",
     ]
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from tests.support.comparisons import account
+from unipar.profiling.work import RankWork
 from unipar.results.row import CellResult
 from unipar.results.scaling import ScaledCell, Scaling, ScalingKind
 
@@ -43,6 +45,27 @@ def one_cell() -> Scaling:
         timed("native/nothing", 1, 0.080, "strong", "weak"),
         timed("native/nothing", 2, 0.050, "strong"),
         timed("native/nothing", 2, 0.100, "weak"),
+    )
+
+
+def with_work(world: Any, *shares: float, flops: float | None, device: str = "") -> Any:
+    """The world with 64 tokens for each sample, and the share of a step for which each rank waits."""
+    scaled, row = world
+    weights = (64.0 * scaled.samples,) * 5
+    ranks = [
+        RankWork(flops=flops, weights=weights, waits=((share, 1.0),), device=device, device_id=f"{device}{rank}")
+        for rank, share in enumerate(shares)
+    ]
+    return scaled, replace(row, work=ranks)
+
+
+def worlds_with_work(device: str = "", **changed: Any) -> Scaling:
+    """One rank, and two, whose operations were not counted with strong scaling."""
+    return made(
+        with_work(timed("native/nothing", 1, 0.080, "strong", "weak"), 0.0, flops=8e9, device=device),
+        with_work(timed("native/nothing", 2, 0.050, "strong"), 0.05, 0.1, flops=None, device=device),
+        with_work(timed("native/nothing", 2, 0.100, "weak"), 0.2, 0.3, flops=16e9, device=device),
+        **changed,
     )
 
 

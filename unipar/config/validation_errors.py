@@ -242,7 +242,8 @@ def _suggest_key(m: _Mistake, model: type[BaseModel], prefix: str) -> str:
         return f"; it is a key of {' and '.join(rivals)}, and this is {m.owner.tag}"
     if other := next((k for k in path if k.rpartition(".")[2] == word), None):
         return f"; did you mean {other!r}?"
-    above = m.owner.tag or ".".join((prefix, *m.key[:-1]) if prefix else m.key[:-1]) or "a config"
+    file = "a config" if model is Config else "such a file"
+    above = m.owner.tag or ".".join((prefix, *m.key[:-1]) if prefix else m.key[:-1]) or file
     return f"; {above} has {', '.join(m.owner.section.model_fields) or 'none'}"
 
 

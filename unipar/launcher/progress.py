@@ -261,7 +261,8 @@ def _format_memory(row: Mapping[str, Any]) -> str:
 def _format_rate(row: Mapping[str, Any]) -> str:
     """Return samples a second, or tokens where the task has a weight; and the share of the devices' peak, if known."""
     tokens = "tokens_per_second" in row
-    rate = row["tokens_per_second"] if tokens else row["samples"] / row["seconds"]
+    samples = row["samples_per_second"] if "samples_per_second" in row else row["samples"] / row["seconds"]
+    rate = row["tokens_per_second"] if tokens else samples
     text = f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
     mfu = f"  MFU {row['mfu']:.1%}" if "mfu" in row else ""
     return f"{text} {'tokens' if tokens else 'samples'}/s{mfu}"

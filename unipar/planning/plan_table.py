@@ -12,7 +12,7 @@ from unipar.planning.peaks import OUTSIDE_DEVICE
 from unipar.planning.planned_cell import PlannedCell, PlannedCells
 from unipar.planning.recommendation import recommend
 from unipar.utils.table import format_table
-from unipar.utils.text import format_duration, format_size
+from unipar.utils.text import format_duration, format_rate, format_size
 
 _CATEGORIES: Final[dict[str, tuple[Category, ...]]] = {
     "param": ("parameters", "masters", "buffers"),
@@ -94,18 +94,31 @@ def _size_offloaded(place: MemoryPlace) -> Shown:
     return shown
 
 
-def format_rate(rate: float) -> str:
-    """Return a number a second: 1,234, or 12.3 where it is small."""
-    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
-
-
 def _table(plan: PlannedCells, columns: Mapping[str, Shown], width: int) -> str:
-    rows = [
-        (row.cell, str(row.ranks), row.refusal) if row.refusal else [show(row) for show in columns.values()]
-        for row in plan.rows
-    ]
     right = [place for place, name in enumerate(columns) if name not in _LEFT]
-    return format_table(tuple(columns), rows, right=right, width=width)
+    return format_table(tuple(columns), list(_rows(plan, columns)), right=right, width=width)
+
+
+def _rows(plan: PlannedCells, columns: Mapping[str, Shown]) -> Iterator[Sequence[str]]:
+    """Yield the texts of each row; a refusal of several cells is one row at the end, one on all ranks is one row."""
+    cells_refused: dict[tuple[int, str], list[str]] = {}
+    refusals_of: dict[str, list[str]] = {}
+    for row in plan.rows:
+        refusals_of.setdefault(row.cell, []).append(row.refusal)
+        if row.refusal:
+            cells_refused.setdefault((row.ranks, row.refusal), []).append(row.cell)
+    told: set[str] = set()
+    for row in plan.rows:
+        if not row.refusal:
+            yield [show(row) for show in columns.values()]
+        elif len(cells_refused[row.ranks, row.refusal]) == 1 and row.cell not in told:
+            everywhere = len(refusals_of[row.cell]) > 1 and set(refusals_of[row.cell]) == {row.refusal}
+            told |= {row.cell} if everywhere else set()
+            yield row.cell, "all" if everywhere else str(row.ranks), row.refusal
+    for (ranks, refusal), cells in cells_refused.items():
+        if len(cells) > 1:
+            whole = len(cells) == sum(row.ranks == ranks for row in plan.rows)
+            yield f"{'all' if whole else 'other'} {len(cells)} cells", str(ranks), refusal
 
 
 def _ways(plan: PlannedCells) -> Iterator[str]:
@@ -128,6 +141,9 @@ def _explanations(plan: PlannedCells, columns: Mapping[str, Shown]) -> Iterator[
     if plan.checkpoint is not None:
         yield f"one checkpoint: {format_size(plan.checkpoint)} of tensors"
     if plan.device == "cpu":
+        built = any(row.peak.phase == "built" for row in plan.rows if not row.refusal)
+        whole = ", where the whole model that rank 0 creates at set-up (built) does not count" if built else ""
+        yield f"planned for the CPU; --device cuda or --machine plans for GPUs{whole}"
         yield (
             "peak: tensors of the fullest rank at the fullest moment of a step; not in it: what libraries and Python "
             "hold for themselves, and copies that gloo frees late, which 'fits' counts"

@@ -8,7 +8,7 @@ from typing import Final
 
 from unipar.planning.planned_cell import PlannedCell
 from unipar.planning.speed import describe_speed
-from unipar.utils.text import count_of, format_size
+from unipar.utils.text import format_size
 
 AS_FAST: Final = 0.02
 """Share of the best rate within which two cells count as equally fast; the simpler one is taken."""
@@ -61,7 +61,9 @@ def _reason(row: PlannedCell, fitting: Sequence[PlannedCell], fast: Sequence[Pla
     fits = "" if limit is None else f"it fits ({format_size(row.peak_of_fitting(limit))} of {format_size(limit)})"
     speed = row.speed_of_fitting(limit)
     if speed is None:
-        simplest = f"the simplest of {count_of(len(fitting), 'cell')}" + (" that fit" if limit is not None else "")
+        simplest = f"the simplest of {len(fitting)} cells" + (" that fit" if limit is not None else "")
+        if len(fitting) == 1:
+            simplest = "the only cell that does" if fits else "the only cell"
         return f"{fits}, and is {simplest}" if fits else f"it is {simplest}"
     parts = [fits] if fits else []
     if len(fast) > 1:

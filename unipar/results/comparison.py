@@ -55,6 +55,40 @@ class TurnResults(ABC):
     """Reason why the results could not be written to their folder."""
 
     @abstractmethod
+    def samples_of(self, row: CellResult) -> int:
+        """Return the samples in one optimizer step of a row."""
+
+    @property
+    def work_by_samples(self) -> dict[int, list[CellWork]]:
+        """Name of each row and the work of its ranks, by the samples in a step, on which its operations depend."""
+        found: dict[int, list[CellWork]] = {}
+        for row in self.rows:
+            found.setdefault(self.samples_of(row), []).append((row.cell, row.work))
+        return found
+
+    def step_flops(self, row: CellResult) -> float | None:
+        """Return the operations of one step of a row, or None if no row with as many samples has counted them."""
+        return flops_of_step(self.work_by_samples[self.samples_of(row)])
+
+    def step_figures(self) -> dict[str, StepFigures]:
+        """Return what a step of each row does, by the row's name."""
+        return {
+            row.cell: step_figures(
+                row.work, row.timed_seconds if row.outcome == "ran" else [], self.step_flops(row), self.precision
+            )
+            for row in self.rows
+        }
+
+    @property
+    def peak_description(self) -> str:
+        """Peak to which MFU is in proportion, in words."""
+        names = sorted({rank.device for row in self.rows for rank in row.work if rank.device})
+        peaks = [(name, find_device_peaks(name)) for name in names]
+        known = [(name, p.flops[self.precision]) for name, p in peaks if p is not None and self.precision in p.flops]
+        each = [f"{flops / 1e12:,.0f} TFLOP/s of {name}" for name, flops in known]
+        return f"the peak of all devices in {self.precision}, {', '.join(each)} each"
+
+    @abstractmethod
     def training_difference(self, row: CellResult) -> str:
         """Return why this row did not train the same as the others, or "" if no difference is known."""
 
@@ -96,9 +130,14 @@ class TurnResults(ABC):
     def column_remarks(self) -> list[Remark]:
         """Return explanations of the table and what is wrong, each with the column that it explains."""
 
-    def remarks(self) -> list[str]:
-        """Return explanations of the table and what is wrong."""
-        return [remark.text for remark in self.column_remarks()]
+    def remarks(self, *, work: bool = True) -> list[str]:
+        """Return explanations of the table and what is wrong; `work`: with those of the table of work."""
+        left_out = [] if work else self.work_remarks()
+        return [remark.text for remark in self.column_remarks() if remark not in left_out]
+
+    def work_remarks(self, *, reasons: bool = True) -> list[Remark]:
+        """Return explanations of the table of work; `reasons`: with those of graph breaks and recompiles."""
+        return describe_work_columns(self.work_by_samples, self.step_figures(), self.peak_description, reasons=reasons)
 
     def timing(self) -> list[str]:
         """Return an explanation of the step times."""
@@ -145,6 +184,10 @@ class Comparison(TurnResults):
         return row if row.outcome == "ran" else None
 
     @override
+    def samples_of(self, row: CellResult) -> int:
+        return self.samples
+
+    @override
     def training_difference(self, row: CellResult) -> str:
         return describe_training_difference(row.marks, self.marks_of_others(row)) if row.marks is not None else ""
 
@@ -187,31 +230,10 @@ class Comparison(TurnResults):
     def ran_and_agrees(self) -> bool:
         return any(row.outcome == "ran" for row in self.rows[1:]) and not self.disagreeing_rows
 
-    def step_figures(self) -> dict[str, StepFigures]:
-        """Return what a step of each cell does, by the cell's name."""
-        flops = flops_of_step(self.cell_work)
-        return {
-            row.cell: step_figures(row.work, row.timed_seconds if row.outcome == "ran" else [], flops, self.precision)
-            for row in self.rows
-        }
-
-    @property
-    def cell_work(self) -> list[CellWork]:
-        """Name of each cell, and the work of its ranks."""
-        return [(row.cell, row.work) for row in self.rows]
-
-    @property
-    def peak_description(self) -> str:
-        """Peak to which MFU is in proportion, in words."""
-        names = sorted({rank.device for row in self.rows for rank in row.work if rank.device})
-        peaks = [(name, find_device_peaks(name)) for name in names]
-        each = [f"{p.flops[self.precision] / 1e12:,.0f} TFLOP/s of {name}" for name, p in peaks if p is not None]
-        return f"the peak of all devices in {self.precision}, {', '.join(each)} each"
-
     @override
     def extra_tables(self, width: int) -> list[str]:
-        figures = [(cell, one) for cell, one in self.step_figures().items() if one != StepFigures()]
-        return [*format_work_table(figures, width), *self._memory_tables(width)]
+        rows = [((cell,), one) for cell, one in self.step_figures().items()]
+        return [*format_work_table(("work",), rows, width), *self._memory_tables(width)]
 
     def _memory_tables(self, width: int) -> list[str]:
         known = [row for row in self.rows if row.memory and row.outcome != "unlike"]
@@ -261,7 +283,7 @@ class Comparison(TurnResults):
         lines = table_remarks(*self.row_notes(), *self.verdict(), *self.timing())
         if self.baseline is not None:
             lines.append(Remark(column="x", text=f"x: step time in proportion to {self.baseline.cell}"))
-        lines += describe_work_columns(self.cell_work, self.step_figures(), self.peak_description)
+        lines += self.work_remarks()
         if self._has_memory:
             lines += describe_memory_columns([account for row in self.rows for account in row.memory])
             lines += table_remarks(*describe_peak_ranges([(row.cell, row.memory) for row in self.rows if row.memory]))

@@ -14,7 +14,7 @@ from unipar.memory.account import PhasePeak
 from unipar.run_folder.layout import ledger_path
 from unipar.run_folder.ledger import Ledger
 from unipar.utils.table import format_table
-from unipar.utils.text import count_of, format_duration, format_flops, format_number, format_size
+from unipar.utils.text import count_of, format_duration, format_flops, format_number, format_rate, format_size
 
 _EVENT_KEYS = ("event", "time", "step")
 
@@ -171,7 +171,7 @@ class Report:
 def _describe_speed(step: int, named: Mapping[str, float]) -> str:
     """Return what the last logged steps did, in one line."""
     unit = "tokens" if "tokens_per_second" in named else "samples"
-    said = [f"{format_number(named[f'{unit}_per_second'])} {unit}/s"]
+    said = [f"{format_rate(named[f'{unit}_per_second'])} {unit}/s"]
     if "flops_per_second" in named:
         said.append(f"{format_flops(named['flops_per_second'])}/s")
     if "mfu" in named:

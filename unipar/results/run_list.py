@@ -7,13 +7,14 @@ import os
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from unipar import errors
 from unipar.errors import ReportError
 from unipar.results.files import nested_mapping, read_mapping
+from unipar.results.run import SPEED_NAMES
 from unipar.run_folder.attempts import count_attempts
 from unipar.run_folder.error_file import RecordedError, read_error, read_run_error
 from unipar.run_folder.folder import FOLDERS_THAT_STAY, RUN_FILES, is_locked
@@ -65,6 +66,9 @@ class RunEntry:
 
     loss: float | None = None
     """Last loss that was logged."""
+
+    speed: Mapping[str, float] = field(default_factory=dict[str, float])
+    """What the last logged steps of a run did, by name, such as `samples_per_second`, `tokens_per_second` and `mfu`."""
 
     state: RunState
     why: str = ""
@@ -190,6 +194,7 @@ def _read_run(run: Path, entry: RunEntry) -> RunEntry:
         ranks=start.get("size") or nested_mapping(settled, "sizes").get("ranks"),
         of=step.get("of") or nested_mapping(config, "train").get("steps"),
         loss=step.get("loss"),
+        speed={name: float(step[name]) for name in SPEED_NAMES if step.get(name) is not None},
         started=started,
     )
     state, why, until = _state_of_run(run, launch, config, entry, tail)

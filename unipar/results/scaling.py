@@ -26,6 +26,8 @@ from unipar.results.memory_tables import (
 )
 from unipar.results.row import OUTCOME_PREFIXES, CellResult, cell_result_from_json, cell_result_to_json, format_spread
 from unipar.results.same_training import describe_training_difference
+from unipar.results.step_work.figures import StepFigures
+from unipar.results.step_work.table import format_work_table
 from unipar.utils.table import Remark, format_table_rows, table_remarks
 from unipar.utils.text import count_of, format_size
 
@@ -94,6 +96,10 @@ class Scaling(TurnResults):
     def row(self, world: ScaledCell) -> CellResult:
         """Return the row of a world."""
         return next(row for row in self.rows if row.cell == world.name)
+
+    @override
+    def samples_of(self, row: CellResult) -> int:
+        return next(world.samples for world in self.worlds if world.name == row.cell)
 
     def timed_worlds(self, cell: str, kind: ScalingKind) -> list[ScaledCell]:
         """Return the worlds of one cell that were timed, the smallest first."""
@@ -193,6 +199,11 @@ class Scaling(TurnResults):
 
     @override
     def extra_tables(self, width: int) -> list[str]:
+        figures = self.step_figures()
+        work = [(world.table_head, figures[world.name]) for world in self.worlds]
+        return [*format_work_table(("work", "ranks", "scaling"), work, width), *self._memory_table(width)]
+
+    def _memory_table(self, width: int) -> list[str]:
         """Return the lines of a table of the largest rank's memory in each world, counted in three ways."""
         measured = [world for world in self.worlds if self.memory(world) is not None]
         if not measured:
@@ -232,6 +243,7 @@ class Scaling(TurnResults):
             self.shared(),
             *self.timing(),
         )
+        lines += self.work_remarks()
         if accounts := [account for row in self.rows for account in row.memory]:
             lines += describe_memory_columns(accounts)
         elif any(row.outcome == "ran" for row in self.rows):
@@ -290,7 +302,8 @@ class Scaling(TurnResults):
     def to_json(self) -> dict[str, Any]:
         """Return every figure as a mapping for JSON."""
         data = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _FIELDS_STORED_ELSEWHERE}
-        return {**data, "worlds": [self._world_json(world) for world in self.worlds]}
+        figures = self.step_figures()
+        return {**data, "worlds": [self._world_json(world, figures[world.name]) for world in self.worlds]}
 
     @classmethod
     def read(cls, file: Path, data: Mapping[str, Any]) -> Self:
@@ -315,12 +328,18 @@ class Scaling(TurnResults):
         known = {f.name: data[f.name] for f in fields(cls) if f.name in data and f.name not in _FIELDS_STORED_ELSEWHERE}
         return cls(**known, worlds=worlds, rows=rows)
 
-    def _world_json(self, world: ScaledCell) -> dict[str, Any]:
+    def _world_json(self, world: ScaledCell, figures: StepFigures) -> dict[str, Any]:
         row, found = self.row(world), self.agreement(world)
         return {
             **cell_result_to_json(row),
             **asdict(world),
             "samples_per_second": self.samples_per_second(world),
+            "tokens_per_second": figures.tokens_per_second,
+            "flops": self.step_flops(row),
+            "flops_per_second": figures.flops_per_second,
+            "mfu": figures.mfu,
+            "waiting": figures.waiting,
+            "most_waiting": figures.most_waiting,
             "speed_up": self.speed_up(world),
             "efficiency": self.efficiency(world),
             "agreement": None if found is None else {"says": str(found), **asdict(found)},

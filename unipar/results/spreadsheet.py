@@ -16,7 +16,7 @@ from unipar.results.forecast.difference import ForecastDifference, forecast_diff
 from unipar.results.memory_tables import largest_account, largest_host_bytes, largest_resident_bytes
 from unipar.results.row import CellResult
 from unipar.results.scaling import Scaling
-from unipar.results.step_work.figures import StepFigures, flops_of_step
+from unipar.results.step_work.figures import StepFigures
 
 AGREEMENT_COLUMNS: Final = ("digits", "within")
 TIME_COLUMNS: Final = ("median_step_s", "samples_per_s")
@@ -53,11 +53,21 @@ COMPARISON_COLUMNS: Final = (
 )
 WORLD_COLUMNS: Final = ("ranks", "scaling", "samples", "micro", "accumulate")
 SPEED_UP_COLUMNS: Final = ("speed_up", "efficiency")
+SCALING_COLUMNS: Final = (
+    "cell",
+    *WORLD_COLUMNS,
+    "outcome",
+    *AGREEMENT_COLUMNS,
+    *TIME_COLUMNS,
+    *SPEED_UP_COLUMNS,
+    *MEMORY_COLUMNS,
+    *WORK_COLUMNS,
+)
 
 
 def format_comparison_csv(found: Comparison) -> str:
     """Return a comparison as CSV; unknown figures are empty, and `digits` is `all` if losses are equal to the bit."""
-    flops, figures = flops_of_step(found.cell_work), found.step_figures()
+    figures = found.step_figures()
     planned = {each.cell: each for each in forecast_differences(found.forecast, found.rows)}
     return _to_csv(
         COMPARISON_COLUMNS,
@@ -68,7 +78,7 @@ def format_comparison_csv(found: Comparison) -> str:
                 *_agreement_cells(found.agreement(row)),
                 *_time_cells(found, row),
                 *_memory_cells(row, found.rank_count(row)),
-                *_work_cells(flops, figures[row.cell]),
+                *_work_cells(found.step_flops(row), figures[row.cell]),
                 *_forecast_cells(planned.get(row.cell)),
             ]
             for row in found.rows
@@ -79,12 +89,13 @@ def format_comparison_csv(found: Comparison) -> str:
 def format_scaling_csv(found: Scaling) -> str:
     """Return a scaling as CSV, with a row for each world."""
     return _to_csv(
-        ("cell", *WORLD_COLUMNS, "outcome", *AGREEMENT_COLUMNS, *TIME_COLUMNS, *SPEED_UP_COLUMNS, *MEMORY_COLUMNS),
+        SCALING_COLUMNS,
         _scaling_rows(found),
     )
 
 
 def _scaling_rows(found: Scaling) -> Iterator[list[object]]:
+    work = found.step_figures()
     for world in found.worlds:
         row, rate = found.row(world), found.samples_per_second(world)
         step = [None, None] if rate is None else [world.samples / rate, rate]
@@ -93,7 +104,8 @@ def _scaling_rows(found: Scaling) -> Iterator[list[object]]:
         cut = [world.ranks, world.table_head[-1], *sizes]
         agrees = _agreement_cells(found.agreement(world))
         figures = ["" if v is None else f"{v:.6g}" for v in gains]
-        yield [world.cell, *cut, row.outcome, *agrees, *figures, *_memory_cells(row, world.ranks)]
+        done = _work_cells(found.step_flops(row), work[world.name])
+        yield [world.cell, *cut, row.outcome, *agrees, *figures, *_memory_cells(row, world.ranks), *done]
 
 
 def _to_csv(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

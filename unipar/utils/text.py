@@ -85,6 +85,11 @@ def format_number(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.4f}"
 
 
+def format_rate(rate: float) -> str:
+    """Return a number a second: 1,234, or 12.3 where it is small."""
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+
+
 def count_of(count: int, what: str) -> str:
     """Return a count with its noun: 1 step, 2 steps."""
     return f"{count} {what}{'s' * (count != 1)}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +13,8 @@ import typer
 from unipar.cli.commands.options import JsonOption
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from unipar.results.run_list import RunEntry
 
 RUNS_FOLDER = Path("runs")
@@ -62,7 +64,9 @@ def print_runs(
 ) -> None:
     """List what was run: runs, comparisons, scalings and verifications.
 
-    Each with its cell, ranks, steps done, last loss, state, duration and size on disk, the latest start last.
+    Each with its cell, ranks, steps done, last loss, speed, MFU, duration, size on disk and state, the latest start
+    last; a narrow terminal has fewer columns. Speed: samples a second up to the last logged step, or tokens a second
+    where the task has a weight. MFU: share of the devices' peak, where that is known.
     running: a process of it is alive; ended; failed and stopped: below is why; died: its processes are gone, and none
     has recorded an end, as after kill -9 or a power cut; unreadable: a file of it is broken.
 
@@ -86,56 +90,94 @@ def print_runs(
         typer.echo(format_runs(found))
 
 
-COLUMNS = ("run", "cell", "ranks", "steps", "loss", "took", "size", "state")
+_NO_VALUE = "-"
+
+_LEFT = ("run", "cell", "state")
+
+_FOLDED = ("run", "cell")
+"""Columns whose texts go on in a further line where the terminal is too narrow."""
+
+_DROPPED_FIRST = ("MFU", "size", "speed")
+"""Columns that are left out where the terminal is too narrow, in this order."""
 
 _STYLES = {"running": "cyan", "ended": "green", "failed": "red", "stopped": "yellow", "died": "red"}
 
 
-def _cells_of_row(entry: RunEntry) -> list[str]:
-    """Return the texts of a run's row; what is not known is a dash."""
-    from unipar.utils.text import format_clock, format_number, format_size
+def _columns(found: Sequence[RunEntry]) -> dict[str, Callable[[RunEntry], str]]:
+    """Return how each column shows a run; without what a step did, if that is known of none."""
+    from unipar.utils.text import format_clock, format_number, format_rate, format_size
 
-    total = f"/{entry.of}" if entry.of and entry.kind == "run" else ""
-    has_loss = entry.kind == "run" and bool(entry.steps) and entry.state != "unreadable"
-    return [
-        entry.name,
-        entry.cell or "-",
-        "-" if entry.ranks is None else str(entry.ranks),
-        "-" if entry.steps is None else f"{entry.steps}{total}",
-        format_number(entry.loss) if has_loss else "-",
-        "-" if entry.seconds is None else format_clock(entry.seconds),
-        format_size(entry.size),
-        entry.state,
-    ]
+    def steps(entry: RunEntry) -> str:
+        total = f"/{entry.of}" if entry.of and entry.kind == "run" else ""
+        return _NO_VALUE if entry.steps is None else f"{entry.steps}{total}"
+
+    def loss(entry: RunEntry) -> str:
+        has_loss = entry.kind == "run" and bool(entry.steps) and entry.state != "unreadable"
+        return format_number(entry.loss) if has_loss else _NO_VALUE
+
+    def speed(entry: RunEntry) -> str:
+        units = (unit for unit in ("tokens", "samples") if f"{unit}_per_second" in entry.speed)
+        return next((f"{format_rate(entry.speed[f'{unit}_per_second'])} {unit}/s" for unit in units), _NO_VALUE)
+
+    columns: dict[str, Callable[[RunEntry], str]] = {
+        "run": lambda entry: entry.name,
+        "cell": lambda entry: entry.cell or _NO_VALUE,
+        "ranks": lambda entry: _NO_VALUE if entry.ranks is None else str(entry.ranks),
+        "steps": steps,
+        "loss": loss,
+        "speed": speed,
+        "MFU": lambda entry: f"{entry.speed['mfu']:.1%}" if "mfu" in entry.speed else _NO_VALUE,
+        "took": lambda entry: _NO_VALUE if entry.seconds is None else format_clock(entry.seconds),
+        "size": lambda entry: format_size(entry.size),
+        "state": lambda entry: entry.state,
+    }
+    empty = [name for name in ("speed", "MFU") if all(columns[name](entry) == _NO_VALUE for entry in found)]
+    return {name: of for name, of in columns.items() if name not in empty}
 
 
 def format_runs(found: Sequence[RunEntry]) -> str:
     """Return the plain list for a pipe or a file: one line for each run, with the sentence on its state at the end."""
     from unipar.utils.table import format_table
 
-    rows = [_cells_of_row(entry) for entry in found]
+    columns = _columns(found)
+    rows = [[of(entry) for of in columns.values()] for entry in found]
     for row, entry in zip(rows, found, strict=True):
         row[-1] += f": {entry.why}" if entry.why else ""
-    return format_table(COLUMNS, rows, right=range(2, 7), width=sys.maxsize)
+    right = [i for i, name in enumerate(columns) if name not in _LEFT]
+    return format_table(tuple(columns), rows, right=right, width=sys.maxsize)
 
 
 def draw_runs(found: Sequence[RunEntry]) -> None:
-    """Draw the table as wide as the terminal; sentences are below it."""
-    from rich.box import SIMPLE_HEAD
+    """Draw the table as wide as the terminal, with as many columns as fit; sentences are below it."""
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
-    drawn = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in COLUMNS:
-        justify = "right" if name in COLUMNS[2:7] else "left"
-        wide = name in ("run", "cell")
-        drawn.add_column(name, justify=justify, overflow="fold", no_wrap=not wide)
-    for entry in found:
-        *texts, state = _cells_of_row(entry)
-        drawn.add_row(*map(Text, texts), Text(state, style=_STYLES.get(state, "magenta")))
-    console = Console(highlight=False)
+    from unipar.utils.table import NARROWEST_CELL
+
+    console, columns = Console(highlight=False), _columns(found)
+    drawn = _rich_table(found, columns)
+    saved = sum(max(0, max(len(columns[name](entry)) for entry in found) - NARROWEST_CELL) for name in _FOLDED)
+    for name in _DROPPED_FIRST:
+        if console.measure(drawn, options=console.options.update(width=sys.maxsize)).maximum - saved <= console.width:
+            break
+        columns.pop(name, None)
+        drawn = _rich_table(found, columns)
     console.print(drawn)
     for entry in found:
         if entry.why:
             console.print(Text(f"{entry.name}: {entry.why}"))
+
+
+def _rich_table(found: Sequence[RunEntry], columns: Mapping[str, Callable[[RunEntry], str]]) -> Table:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    drawn = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in columns:
+        justify = "left" if name in _LEFT else "right"
+        drawn.add_column(name, justify=justify, overflow="fold", no_wrap=name not in _FOLDED)
+    for entry in found:
+        *texts, state = (of(entry) for of in columns.values())
+        drawn.add_row(*map(Text, texts), Text(state, style=_STYLES.get(state, "magenta")))
+    return drawn

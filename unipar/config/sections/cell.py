@@ -9,6 +9,7 @@ from typing import Any, Literal, Self
 from typing_extensions import override
 
 from unipar.errors import ConfigError
+from unipar.utils.text import did_you_mean
 
 Shard = Literal["nothing", "optimizer", "gradients", "parameters"]
 
@@ -117,6 +118,7 @@ class Cell:
             raise ConfigError(
                 f"{text!r} is not a cell: write backend/shard or backend/shard+variant, "
                 f"where shard is one of {', '.join(SHARDS)} (a bare backend means /nothing)"
+                f"{did_you_mean(shard, SHARDS) if shard not in SHARDS else ''}"
             )
         given: dict[str, Any] = {}
         variants: list[str] = []

@@ -60,7 +60,7 @@ def render_comparison(page: ComparisonPageData, before: ComparisonPageData | Non
     sections = [
         memory_section(page, before),
         _cells(page),
-        step_work_section(page),
+        step_work_section(page.comparison, ["cell"], {c.cell: [c.cell] for c in page.cells}),
         failed_cells_section(page),
         devices_section(page),
         _changes_section(page, before),
@@ -288,7 +288,7 @@ def _method_section(page: ComparisonPageData) -> str:
     return html_section(
         "how",
         "How it was measured",
-        bullet_list([*methods, *page.comparison.remarks(), *keeps, *notes]),
+        bullet_list([*methods, *page.comparison.remarks(work=False), *keeps, *notes]),
         html_table(["cell", "by lifetime", "as autograd saved them"], saved, "Activations at the end of a forward")
         if saved
         else "",

@@ -201,7 +201,7 @@ def _times(run: RunPageData, before: RunPageData | None) -> str:
         [
             str(row["step"]),
             format_duration(row["seconds"]),
-            f"{row['samples'] / row['seconds']:.1f}",
+            f"{row.get('samples_per_second', row['samples'] / row['seconds']):.1f}",
             *(_NO_VALUE if _WORK_COLUMNS[head][0] not in row else of(row) for head, of in shown.items()),
         ]
         for row in run.rows

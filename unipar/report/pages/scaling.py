@@ -29,6 +29,7 @@ from unipar.report.html.elements import (
     repeat_command_block,
 )
 from unipar.report.pages.memory.columns import column_notes, cuda_assumptions, memory_cells, memory_column_heads
+from unipar.report.pages.step_work import step_work_section
 from unipar.results.files import original_config_path
 from unipar.results.memory_tables import largest_account
 from unipar.results.row import OUTCOME_PREFIXES
@@ -60,6 +61,7 @@ def render_scaling(scaling: Scaling, folder: Path) -> str:
         [
             *_figure_sections(scaling),
             _worlds(scaling),
+            _work(scaling),
             _configs(config),
             _method_section(scaling, repeat_command_block(_command_to_repeat(scaling, folder, file))),
         ],
@@ -153,7 +155,7 @@ def _method_section(scaling: Scaling, repeated: str) -> str:
     return html_section(
         "how",
         "How it was measured",
-        bullet_list([*sorted(methods), *scaling.remarks(), *sorted(notes)]),
+        bullet_list([*sorted(methods), *scaling.remarks(work=False), *sorted(notes)]),
         cuda_assumptions() if accounts and not _is_all_measured(scaling) else "",
         environment_tables(scaling.machine, scaling.versions),
         repeated,
@@ -206,6 +208,11 @@ def _worlds(scaling: Scaling) -> str:
         html_table(memory, memory_rows, "Memory of its largest rank", (0, 1)),
         column_notes(cuda=cuda, measured=_is_all_measured(scaling)),
     )
+
+
+def _work(scaling: Scaling) -> str:
+    names = {w.name: [w.cell, " and ".join(w.kinds), str(w.ranks)] for w in scaling.worlds}
+    return step_work_section(scaling, ["cell", "scaling", "ranks"], names, (0, 1))
 
 
 def _table(scaling: Scaling, shown: ScalingFigure) -> str:

@@ -1,44 +1,56 @@
-"""Section of a comparison's page on what a step of each cell does: throughput, operations, waiting, graph breaks."""
+"""Section of a page on what a step of each cell or world does: throughput, operations, waiting, graph breaks."""
 
 from __future__ import annotations
 
-from unipar.report.data.comparison import ComparisonPageData
+from collections.abc import Mapping, Sequence
+
 from unipar.report.html.elements import bullet_list, html_section, html_table, paragraph
+from unipar.results.comparison import TurnResults
 from unipar.results.step_work.figures import StepFigures
-from unipar.results.step_work.table import break_reasons, describe_work_columns, work_columns
+from unipar.results.step_work.table import break_reasons, work_columns
 
 _NO_VALUE = "–"
 
 
-def step_work_section(page: ComparisonPageData) -> str:
-    """Return the section, or "" if no cell has a figure."""
-    comparison = page.comparison
-    figures = {cell: one for cell, one in comparison.step_figures().items() if one != StepFigures()}
+def step_work_section(
+    results: TurnResults, heads: Sequence[str], names: Mapping[str, Sequence[str]], left: Sequence[int] = (0,)
+) -> str:
+    """Return the section, or "" if no row has a figure.
+
+    `heads`: those of the first columns of each table; `names`: the texts in these columns, by the name of the row;
+    `left`: the columns that are aligned left.
+    """
+    figures = {row: one for row, one in results.step_figures().items() if one != StepFigures()}
     columns = work_columns(list(figures.values()))
     if not columns:
         return ""
-    rows = [[cell, *(_dashed(of(one)) for of in columns.values())] for cell, one in figures.items()]
-    remarks = describe_work_columns(comparison.cell_work, figures, comparison.peak_description, reasons=False)
-    waits_by = sorted({rank.waits_by for _, work in comparison.cell_work for rank in work if rank.waits_by})
+    rows = [[*names[row], *(_dashed(of(one)) for of in columns.values())] for row, one in figures.items()]
+    remarks = results.work_remarks(reasons=False)
+    waits_by = sorted({rank.waits_by for row in results.rows for rank in row.work if rank.waits_by})
     said = [f"Waiting is {how}, in steps that are not timed." for how in waits_by if "waits" in columns]
     return html_section(
         "work",
         "What a step does",
-        html_table(["cell", *columns], rows, "Work of a step"),
+        html_table([*heads, *columns], rows, "Work of a step", left),
         bullet_list([*(remark.text for remark in remarks), *said]),
-        _waits_by_rank(page),
+        _waits_by_rank(results, heads, names, left),
         _reasons(figures),
     )
 
 
-def _waits_by_rank(page: ComparisonPageData) -> str:
-    work = [(cell, ranks) for cell, ranks in page.comparison.cell_work if any(rank.waits for rank in ranks)]
-    several = [(cell, ranks) for cell, ranks in work if len(ranks) > 1]
+def _waits_by_rank(
+    results: TurnResults, heads: Sequence[str], names: Mapping[str, Sequence[str]], left: Sequence[int]
+) -> str:
+    several = [row for row in results.rows if len(row.work) > 1 and any(rank.waits for rank in row.work)]
     if not several:
         return ""
-    most = max(len(ranks) for _, ranks in several)
-    rows = [[cell, *(_share(rank.waiting) for rank in ranks)] for cell, ranks in several if len(ranks) == most]
-    return html_table(["cell", *(f"rank {i}" for i in range(most))], rows, "Share of a step in which a rank waits")
+    most = max(len(row.work) for row in several)
+    rows = [
+        [*names[row.cell], *(_share(rank.waiting) for rank in row.work), *[_NO_VALUE] * (most - len(row.work))]
+        for row in several
+    ]
+    ranks = [f"rank {i}" for i in range(most)]
+    return html_table([*heads, *ranks], rows, "Share of a step in which a rank waits", left)
 
 
 def _reasons(figures: dict[str, StepFigures]) -> str:

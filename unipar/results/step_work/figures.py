@@ -63,7 +63,7 @@ def step_figures(
 
 
 def flops_of_step(cells: Iterable[CellWork]) -> float | None:
-    """Return the operations of one step, as the first cell with a count has them."""
+    """Return the operations of one step of cells with the same batch, as the first cell with a count has them."""
     return next((rank.flops for _, work in cells for rank in work[:1] if rank.flops is not None), None)
 
 

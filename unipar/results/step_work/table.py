@@ -1,4 +1,4 @@
-"""Work of a step as a text table, a row for each cell, and the remarks below it."""
+"""Work of a step as a text table, a row for each cell or world, and the remarks below it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Final
 
 from unipar.results.step_work.figures import CellWork, StepFigures, differing_counts, flops_of_step
 from unipar.utils.table import Remark, format_table_rows, table_remarks
-from unipar.utils.text import flops_scale, format_flops
+from unipar.utils.text import count_of, flops_scale, format_flops
 
 _MOST_REASONS: Final = 3
 """Number of graph breaks and recompiles whose reasons are below the table; the page has all."""
@@ -36,31 +36,42 @@ def work_columns(figures: Sequence[StepFigures]) -> Mapping[str, Callable[[StepF
     return {head: of for head, of in columns.items() if any(of(one) != NO_VALUE for one in figures)}
 
 
-def format_work_table(cells: Sequence[tuple[str, StepFigures]], width: int) -> list[str]:
-    """Return the lines of the table, or nothing if no cell has a figure; the last columns go if it is too wide."""
-    columns = work_columns([figures for _, figures in cells])
-    if not columns:
-        return []
-    rows = [(cell, *(of(figures) for of in columns.values())) for cell, figures in cells]
-    blocks = format_table_rows(("work", *columns), rows, right=range(1, len(columns) + 1), width=width, fold=True)
-    return ["", *(line for block in blocks for line in block)]
+def format_work_table(heads: Sequence[str], rows: Sequence[tuple[Sequence[str], StepFigures]], width: int) -> list[str]:
+    """Return the lines of the table, or nothing if no row has a figure.
+
+    `heads`: those of the first columns, whose texts each row has beside its figures. Where the table is too wide, it is
+    without operations a second if MFU is there, and then without its last columns.
+    """
+    known = [(texts, figures) for texts, figures in rows if figures != StepFigures()]
+    columns = dict(work_columns([figures for _, figures in known]))
+    while columns:
+        cells = [(*texts, *(of(figures) for of in columns.values())) for texts, figures in known]
+        right = [i for i, head in enumerate((*heads, *columns)) if head not in ("work", "scaling")]
+        blocks = format_table_rows((*heads, *columns), cells, right=right, width=width, fold=True)
+        if len(columns) == 1 or max(len(line) for block in blocks for line in block) <= width:
+            return ["", *(line for block in blocks for line in block)]
+        rate = next((head for head in columns if head.endswith("FLOP/s") and "MFU" in columns), None)
+        del columns[rate or list(columns)[-1]]
+    return []
 
 
 def describe_work_columns(
-    cells: Sequence[CellWork], figures: Mapping[str, StepFigures], peak: str, *, reasons: bool = True
+    batches: Mapping[int, Sequence[CellWork]], figures: Mapping[str, StepFigures], peak: str, *, reasons: bool = True
 ) -> list[Remark]:
     """Return explanations of the columns, and what could not be measured.
 
-    `peak`: what MFU is in proportion to; `reasons`: with the reasons of graph breaks and recompiles.
+    `batches`: cells by the number of samples in their steps; `peak`: what MFU is in proportion to; `reasons`: with the
+    reasons of graph breaks and recompiles.
     """
-    flops, known = flops_of_step(cells), list(figures.values())
+    known, cells = list(figures.values()), [cell for group in batches.values() for cell in group]
+    counted = {samples: flops for samples, group in batches.items() if (flops := flops_of_step(group)) is not None}
     columns = work_columns(known)
     remarks: list[Remark] = []
     if "tokens/s" in columns:
         remarks.append(Remark(column="tokens/s", text="tokens/s: units of the task's weight(batch) a second"))
     for head in columns:
-        if head.endswith("FLOP/s") and flops is not None:
-            says = f"{head}: of all ranks together; forward and backward of a step are {format_flops(flops)}"
+        if head.endswith("FLOP/s") and counted:
+            says = f"{head}: of all ranks together; forward and backward of a step are {_describe_flops(counted)}"
             remarks.append(Remark(column=head, text=f"{says}, without what is computed again"))
     if "MFU" in columns:
         remarks.append(Remark(column="MFU", text=f"MFU: that in proportion to {peak}"))
@@ -74,10 +85,11 @@ def describe_work_columns(
         ]
         if uneven:
             remarks += table_remarks(f"one rank waits much longer, for a slower one: {', '.join(uneven)}")
-    if differing := differing_counts(cells):
-        remarks += table_remarks(
-            f"the operations of a step were counted otherwise in {', '.join(differing)}; shown with {flops:.6g}"
-        )
+    for samples, flops in counted.items():
+        if differing := differing_counts(batches[samples]):
+            remarks += table_remarks(
+                f"the operations of a step were counted otherwise in {', '.join(differing)}; shown with {flops:.6g}"
+            )
     why = _describe_reasons(known) if reasons else []
     return [*remarks, *table_remarks(*describe_work_notes(cells), *why)]
 
@@ -94,7 +106,7 @@ def describe_work_notes(cells: Iterable[CellWork]) -> list[str]:
     if any(len(work) > 1 and work[0].waits for _, work in ran):
         said += [
             f"{cell} has no communication, and its thread sleeps for {_percent(share)} of a step: the task waits for "
-            "something else, which is in the other cells' waits too"
+            "something else, which is in the others' waits too"
             for cell, share in shares
             if share is not None and share > 0.02
         ]
@@ -111,6 +123,15 @@ def break_reasons(figures: Iterable[StepFigures]) -> list[tuple[str, int, str]]:
                 for why, count in reasons.items():
                     found[kind, why] = max(found.get((kind, why), 0), count)
     return sorted(((kind, count, why) for (kind, why), count in found.items()), key=lambda row: -row[1])
+
+
+def _describe_flops(counted: Mapping[int, float]) -> str:
+    """Return the operations of a step, with the samples in it where steps differ: `28 GFLOP with 8 samples`."""
+    if len(counted) == 1:
+        return format_flops(next(iter(counted.values())))
+    first, *rest = sorted(counted.items())
+    each = [f"{format_flops(first[1])} with {count_of(first[0], 'sample')}"]
+    return ", ".join([*each, *(f"{format_flops(flops)} with {samples}" for samples, flops in rest)])
 
 
 def _describe_reasons(figures: Iterable[StepFigures]) -> list[str]:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import shutil
+import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -94,20 +98,22 @@ def plan(
     source = read_config_file(file, sets)
     from unipar.comparison.plan import plan as plan_cells
 
+    atexit.register(gc.freeze)  # else Python collects what was traced when it exits, which takes seconds
     picked = out or file.with_name(f"{file.stem}-picked.yaml")
     worlds = [read_ranks(word) for word in (world or "").split(",") if word]
-    planned = plan_cells(
-        source,
-        cells=[why] if why is not None else cells or (),
-        worlds=worlds,
-        memory=None if memory is None else read_size(memory),
-        headroom=read_share(headroom),
-        machine=machine,
-        device=None if device is None else read_device(device),
-        exclude=exclude or (),
-        pick=picked if pick else None,
-        overwrite=overwrite,
-    )
+    with _say_that_it_plans():
+        planned = plan_cells(
+            source,
+            cells=[why] if why is not None else cells or (),
+            worlds=worlds,
+            memory=None if memory is None else read_size(memory),
+            headroom=read_share(headroom),
+            machine=machine,
+            device=None if device is None else read_device(device),
+            exclude=exclude or (),
+            pick=picked if pick else None,
+            overwrite=overwrite,
+        )
     if as_json:
         typer.echo(planned.as_json())
     elif why is not None:
@@ -117,6 +123,15 @@ def plan(
     if pick:
         typer.echo(f"written: {picked}; unipar run {picked}", err=as_json)
     raise typer.Exit(0 if any(not row.refusal for row in planned.rows) else 3)
+
+
+def _say_that_it_plans() -> AbstractContextManager[object]:
+    """Return a context in which a terminal says what it waits for: a large model takes ten seconds and more."""
+    if not sys.stderr.isatty():
+        return nullcontext()
+    from rich.console import Console
+
+    return Console(stderr=True).status("planning; Ctrl-C ends it")
 
 
 def _calibrate(file: Path | None, out: Path, *, overwrite: bool) -> None:
@@ -164,4 +179,5 @@ def read_device(text: str) -> PlannedDevice:
     """Return the kind of device; raise ConfigError if it is none."""
     if text == "cpu" or text == "cuda":
         return text
-    raise ConfigError(f"--device {text}: plan for cpu or cuda{did_you_mean(text, ('cpu', 'cuda'))}")
+    suggested = "; did you mean 'cuda'?" if text.lower() == "gpu" else did_you_mean(text.lower(), ("cpu", "cuda"))
+    raise ConfigError(f"--device {text}: plan for cpu or cuda{suggested}")

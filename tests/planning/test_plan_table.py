@@ -1,0 +1,60 @@
+"""A plan as text: refusals that several rows share, and what a plan for the CPU says of GPUs."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from unipar.planning.peaks import PredictedPeak
+from unipar.planning.plan_table import format_plan
+from unipar.planning.planned_cell import PlannedCell, PlannedCells
+
+HALF = "batch.total (32) is not a multiple of micro x data (8 x 8 = 64)"
+
+
+def planned(cell: str, ranks: int, phase: Literal["backward", "built"] = "backward") -> PlannedCell:
+    return PlannedCell(cell, ranks, 8, (PredictedPeak(phase, 2**20, {"activations": 2**20}, ()),))
+
+
+def refused(cell: str, ranks: int, why: str) -> PlannedCell:
+    return PlannedCell(cell, ranks, refusal=why)
+
+
+def text_of(*rows: PlannedCell, device: str = "cpu") -> str:
+    return format_plan(PlannedCells(rows, None, 0.05, device, 100, 1.0), 120)
+
+
+def refusals_in(text: str) -> list[list[str]]:
+    """Cell and ranks of each row with a reason, and the reason."""
+    lines = text.partition("\n\n")[0].splitlines()[1:]
+    return [re.split(" {2,}", line) for line in lines if "MiB" not in line]
+
+
+def test_a_batch_that_a_world_does_not_divide_is_one_row() -> None:
+    """The same sentence for all cells, or for some of them, is there once, below the rows with figures."""
+    cells = ("native/nothing", "native/parameters", "horovod/nothing")
+    rows = [row for cell in cells for row in (planned(cell, 2), refused(cell, 8, HALF))]
+    text = text_of(*rows)
+    assert refusals_in(text) == [["all 3 cells", "8", HALF]]
+    assert text.partition("\n\n")[0].splitlines()[-1].startswith("all 3 cells")
+    text = text_of(*rows, planned("single", 8))
+    assert refusals_in(text) == [["other 3 cells", "8", HALF]]
+
+
+def test_a_cell_that_does_not_run_anywhere_is_one_row() -> None:
+    """The same reason on all numbers of ranks is there once; on one of them, beside that number."""
+    rows = [refused("horovod/nothing", 2, "no bf16"), refused("horovod/nothing", 8, "no bf16")]
+    assert refusals_in(text_of(*rows, planned("native/nothing", 2))) == [["horovod/nothing", "all", "no bf16"]]
+    some = [planned("horovod/nothing", 2), rows[1]]
+    assert refusals_in(text_of(*some)) == [["horovod/nothing", "8", "no bf16"]]
+    other = [refused("horovod/nothing", 2, "no"), rows[1]]
+    assert [row[1:] for row in refusals_in(text_of(*other))] == [["2", "no"], ["8", "no bf16"]]
+
+
+def test_a_plan_for_the_cpu_says_how_to_plan_for_gpus() -> None:
+    """Also that the whole model of the set-up, where it is the peak, does not count there."""
+    line = "planned for the CPU; --device cuda or --machine plans for GPUs"
+    assert line in text_of(planned("native/nothing", 2)).splitlines()
+    built = " ".join(text_of(planned("native/nothing", 2, "built")).split())
+    assert f"{line}, where the whole model that rank 0 creates at set-up (built) does not count" in built
+    assert "planned for the CPU" not in text_of(planned("native/nothing", 2), device="cuda")
