@@ -33,7 +33,10 @@ def predict_zero(config: Config, timeline: StepTimeline, ranks: int, *, device: 
     stage = SHARDS.index(config.parallel.shard)
     axes = config.parallel.axes
     planned = f"model.offload: {config.model.offload}", f"parallel ({axes})"
-    refuse_unplanned(str(cells.cell_of(config)), config, *_on_disk(config), planned=planned)
+    divided = (
+        ["model.compile under ZeRO 3, which divides what is compiled,"] if _divides_compiled(config, stage) else []
+    )
+    refuse_unplanned(str(cells.cell_of(config)), config, *_on_disk(config), *divided, planned=planned)
     model = zero_model(config, timeline, ranks // axes.ranks, device=device)
     if stage == 0:
         found = predict_stage_0(model)
@@ -68,6 +71,11 @@ def zero_model(config: Config, timeline: StepTimeline, ranks: int, *, device: st
         own_kernel=options.offload_optimizer != "none" and options.cpu_adam == "library",
         parameters_offloaded=options.offload_parameters != "none",
     )
+
+
+def _divides_compiled(config: Config, stage: int) -> bool:
+    """Return whether ZeRO's hooks on modules break up what torch.compile compiles."""
+    return stage == 3 and config.model.compiling is not None
 
 
 def _on_disk(config: Config) -> Iterator[str]:

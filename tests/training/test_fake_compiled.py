@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import unipar
 from unipar.config.source import load_given_config
 from unipar.training.fake_run import compiled as compiled_module
 from unipar.training.fake_run.compiled import run_until_compiled
@@ -136,3 +137,27 @@ def test_a_model_that_is_compiled_at_each_step(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(compiled_module, "graphs_compiled", lambda: next(graphs))
     with pytest.raises(Exception, match=r"^the model is compiled anew in each of 4 steps$"):
         run_until_compiled(lambda: None)
+
+
+def test_libraries_that_divide_what_is_compiled(tmp_path: Path) -> None:
+    """FSDP2 breaks up a model that is compiled as one, and ZeRO 3 each block; the other cells are planned."""
+    (tmp_path / "one.py").write_text(TASK.format(blocks=2), "utf-8")
+    config: dict[str, Any] = {"task": {"use": f"{tmp_path}/one.py:Small"}, "batch": {"total": 8}, "device": "cpu"}
+    cells = ["native/nothing", "native/parameters", "deepspeed/gradients", "deepspeed/parameters"]
+    refused: list[dict[str, str]] = []
+    for what in ("model", "blocks"):
+        model = {"compile": {"what": what, "backend": "aot_eager"}}
+        planned = unipar.plan({**config, "model": model, "train": {"steps": 1}}, cells=cells, worlds=[2])
+        refused.append({row.cell: row.refusal for row in planned.rows if row.refusal})
+    zero = (
+        "deepspeed/parameters: model.compile under ZeRO 3, which divides what is compiled, is not planned yet; "
+        "`unipar compare` measures it"
+    )
+    fsdp2 = (
+        "native/parameters: model.compile: model under FSDP2, which divides what is compiled, is not planned yet; "
+        "`unipar compare` measures it"
+    )
+    assert refused == [
+        {"native/parameters": fsdp2, "deepspeed/parameters": zero},
+        {"deepspeed/parameters": zero},
+    ]

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from unipar.backend.prediction.terms import predict_whole, refuse_unplanned, update_terms, whole_tensors
+from unipar.backend.prediction.terms import (
+    not_planned_yet,
+    predict_whole,
+    refuse_unplanned,
+    update_terms,
+    whole_tensors,
+)
 from unipar.backend.prediction.timeline import Prediction, StepTimeline, Term
 from unipar.config import Config
 from unipar.errors import Unsupported
@@ -57,6 +63,10 @@ def predict_native(
     if scalar := next((p.name for p in timeline.parameters if not p.shape), ""):
         raise Unsupported(
             f"native/{shard}", [f"FSDP2 does not take parameters without dimensions, and {scalar} has none"]
+        )
+    if (compiling := config.model.compiling) is not None and (compiling.what == "model" or not timeline.blocks):
+        raise Unsupported(
+            f"native/{shard}", [not_planned_yet("model.compile: model under FSDP2, which divides what is compiled,")]
         )
     over = config.parallel.shard_over or ranks
     model = ShardedModel.of(
