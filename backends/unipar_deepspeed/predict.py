@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from unipar.backend import cells
-from unipar.backend.prediction.terms import refuse_unplanned
-from unipar.backend.prediction.timeline import Prediction, StepTimeline
+from unipar.backend.prediction.terms import clips_in_fp64, refuse_unplanned
+from unipar.backend.prediction.timeline import Payload, Prediction, StepTimeline
 from unipar.config import SHARDS, Config
 from unipar_deepspeed.options import options_of, zero_settings
 from unipar_deepspeed.prediction.built import built_terms
 from unipar_deepspeed.prediction.flat import predict_flat
-from unipar_deepspeed.prediction.model import ZeroModel
+from unipar_deepspeed.prediction.model import NORM_BYTES, ZeroModel
 from unipar_deepspeed.prediction.partitioned import predict_partitioned
 from unipar_deepspeed.prediction.tensor import beside_tensor
 from unipar_deepspeed.prediction.whole import predict_stage_0
@@ -44,6 +44,9 @@ def predict_zero(config: Config, timeline: StepTimeline, ranks: int, *, device: 
         found = predict_flat(model, stage=stage)
     else:
         found = predict_partitioned(model)
+    if stage and model.norm_in_fp64 and axes.tensor == 1 and ranks > 1:
+        norm = Payload("data", "all_reduce", NORM_BYTES, 1, ranks)
+        found = replace(found, sent=(*found.sent, norm))
     if axes.tensor > 1:
         return beside_tensor(found, model, config, stage, ranks)
     return replace(found, built=tuple(built_terms(model, stage)) if model.staged else ())
@@ -65,6 +68,7 @@ def zero_model(config: Config, timeline: StepTimeline, ranks: int, *, device: st
         live=settings["stage3_max_live_parameters"],
         reuse=settings["stage3_max_reuse_distance"],
         staged=device == "cpu",
+        norm_in_fp64=clips_in_fp64(config),
         contiguous=bool(settings.get("contiguous_gradients", True)),
         overlap=bool(settings.get("overlap_comm", False)),
         offloaded=options.offload_optimizer != "none",

@@ -127,11 +127,19 @@ class Horovod(Backend):
 
     @override
     def predict(self, config: Config, timeline: StepTimeline, ranks: int, *, device: str) -> Prediction:
-        from unipar.backend.prediction.terms import predict_whole, refuse_unplanned
+        from unipar.backend.prediction.terms import (
+            clips_in_fp64,
+            norm_terms,
+            predict_whole,
+            refuse_unplanned,
+            whole_tensors,
+        )
         from unipar.backend.prediction.timeline import Payload, Prediction, Term
 
         refuse_unplanned("horovod/nothing", config)
         terms = [*predict_whole(timeline, buckets=False)]
+        if clips_in_fp64(config):
+            terms += norm_terms(timeline, whole_tensors(timeline.parameters))
         if ranks == 1:
             return Prediction(tuple(terms))
         buffer = int(fusion_buffer_bytes(config, sum(p.numel for p in timeline.parameters)))

@@ -125,7 +125,7 @@ def test_autocast_makes_copies(once: TracedTask) -> None:
         ("return model[0](model[0](x)).sum()", "return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))",
          "plan: the loss runs the block 0 more than once, and a plan knows blocks that run once: name other blocks"),
         ("return model['a'](x).sum()", "return {'a': nn.Linear(4, 4), 'b': nn.Linear(4, 4)}",
-         "plan: model() returned several parts (a, b), and a plan has one model"),
+         "plan: model() returned several parts (a, b), and a plan has one model: measure it (unipar compare)"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_planned(tmp_path: Path, loss: str, model: str, sentence: str) -> None:

@@ -12,7 +12,6 @@ from unipar.backend.prediction.terms import buffer_terms
 from unipar.backend.prediction.timeline import Category, Prediction, Term
 from unipar_deepspeed.prediction.model import (
     MASTER_BYTES,
-    NORM_BYTES,
     Instants,
     SentBytes,
     ZeroModel,
@@ -342,7 +341,9 @@ def _update(flat: FlatModel) -> Iterator[Term]:
 
     parts = [size for number in flat.slices for rank, size in flat.slices[number] if rank == flat.rank]
     held = term("gradients", "of this rank", flat.gradient_bytes + flat.padding_bytes)
-    instants = [[held, term("temporaries", "a gradient in fp64, for the norm", max(parts, default=0) * NORM_BYTES)]]
+    instants = [
+        [held, term("temporaries", "a gradient in fp64, for the norm", max(parts, default=0) * model.norm_bytes)]
+    ]
     if model.offloaded:
         instants = []
     for i, group in enumerate(flat.groups):

@@ -61,6 +61,9 @@ class ZeroModel:
     contiguous: bool = True
     overlap: bool = False
 
+    norm_in_fp64: bool = False
+    """True if the norm of gradients is added up in fp64, before DeepSpeed does it."""
+
     offloaded: bool = False
     """True if masters, the optimizer's tensors and the gradients of the update are in the host's memory."""
 
@@ -84,6 +87,11 @@ class ZeroModel:
     def home(self) -> MemoryPlace:
         """Place of masters and the optimizer's tensors."""
         return self.host if self.offloaded else "device"
+
+    @property
+    def norm_bytes(self) -> int:
+        """Bytes of an element while the norm is computed: its gradient in fp64, and what fp64 squares beside it."""
+        return NORM_BYTES * (2 if self.norm_in_fp64 else 1)
 
     def pinned(self, size: int) -> int:
         """Return the bytes of an offloaded tensor whose memory DeepSpeed pins, which it cannot on the CPU."""

@@ -146,7 +146,7 @@ def _update(model: ZeroModel) -> Iterator[Term]:
         yield from alternatives(own)
         return
     largest = max((partition_of(model, number) for number in model.trained), default=0)
-    instants = [[term("temporaries", "a gradient in fp64, for the norm", largest * NORM_BYTES)]]
+    instants = [[term("temporaries", "a gradient in fp64, for the norm", largest * model.norm_bytes)]]
     for i, members in enumerate(sub_groups(model)):
         elements = sum(partition_of(model, number) for number in members)
         copies = [term("temporaries", f"group {i}, gradients flat", elements * model.element)]

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from unipar_native.mesh.predict import built_split
 
-from unipar.backend.prediction.timeline import Payload, Prediction, Term
+from unipar.backend.prediction.terms import norm_terms, whole_tensors
+from unipar.backend.prediction.timeline import Payload, Prediction
 from unipar.config import Config
 from unipar.distributed.mesh import Mesh
 from unipar.memory.recording.collectives import axis_of_ranks
@@ -18,24 +19,14 @@ from unipar_deepspeed.prediction.partitioned import sub_groups
 def beside_tensor(found: Prediction, model: ZeroModel, config: Config, stage: int, ranks: int) -> Prediction:
     """Return what ZeRO holds and sends over the data, with what comes to it as the model's matrices are cut."""
     built = tuple(built_split(model.timeline, "whole")) if model.staged else ()
-    terms = tuple(_norm_of_all(model)) if stage == 0 else ()
+    terms = () if stage or model.norm_in_fp64 else norm_terms(model.timeline, whole_tensors(model.parameters))
     sent = tuple(_norms(model, config, stage, ranks))
     return replace(found, terms=(*found.terms, *terms), sent=(*found.sent, *sent), built=built)
 
 
-def _norm_of_all(model: ZeroModel) -> Iterator[Term]:
-    """Yield what is there as stage 0's norm is summed up: a gradient in fp64, and its squares."""
-    update, steady = model.timeline.at("update"), model.timeline.at("steady")
-    largest = max((model.parameters[number].numel for number in model.trained), default=0)
-    copies = 1 if model.element == NORM_BYTES else 2
-    yield Term(
-        "temporaries", "a gradient in fp64 and its squares, for the norm", copies * largest * NORM_BYTES, update, steady
-    )
-
-
 def _norms(model: ZeroModel, config: Config, stage: int, ranks: int) -> Iterator[Payload]:
-    axes, clip = config.parallel.axes, config.train.clipping
-    if stage == 0 or (clip is not None and clip.norm == "fp64"):
+    axes = config.parallel.axes
+    if stage == 0 or model.norm_in_fp64:
         axis = axis_of_ranks(Mesh.of(0, ranks, **axes.sizes), list(range(ranks))) or ""
         yield Payload(axis, "all_reduce", NORM_BYTES, 1, ranks)
     if stage:

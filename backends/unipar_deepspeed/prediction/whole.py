@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unipar.backend.prediction.terms import buffer_terms, predict_whole, state_terms, update_terms, whole_tensors
+from unipar.backend.prediction.terms import (
+    buffer_terms,
+    norm_terms,
+    predict_whole,
+    state_terms,
+    update_terms,
+    whole_tensors,
+)
 from unipar.backend.prediction.timeline import Prediction, Term
 from unipar_deepspeed.prediction.model import MASTER_BYTES, SentBytes, ZeroModel
 
@@ -16,6 +23,8 @@ def predict_stage_0(model: ZeroModel) -> Prediction:
     """Return what a rank holds and sends."""
     timeline, sent = model.timeline, SentBytes(model.ranks)
     terms = list(_kept_in_bf16(model) if model.masters_apart else predict_whole(timeline, buckets=False))
+    if model.norm_in_fp64:
+        terms += norm_terms(timeline, whole_tensors(model.parameters))
     largest = 0
     for members in _reductions(model):
         size = sum(model.bytes_of(number) for number in members)

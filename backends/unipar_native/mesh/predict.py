@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Final, Literal
 
 from unipar.backend import cells
-from unipar.backend.prediction.terms import predict_whole, refuse_unplanned
+from unipar.backend.prediction.terms import clips_in_fp64, norm_terms, predict_whole, refuse_unplanned, whole_tensors
 from unipar.backend.prediction.timeline import Payload, Prediction, StepTimeline, Term
 from unipar.config import Config
 from unipar.distributed.mesh import Mesh
@@ -40,8 +40,9 @@ def predict_mesh(
     FSDP2's mesh has a dimension of copies, be it of one.
     """
     parallel, axes = config.parallel, config.parallel.axes
-    refuse_unplanned(str(cells.cell_of(config)), config, *_unplanned(config), planned=[f"parallel ({axes})"])
-    mesh = Mesh.of(0, ranks, **axes.sizes)
+    compiled = ["model.compile beside other axes"] if config.model.compiling is not None else []
+    refuse_unplanned(str(cells.cell_of(config)), config, *compiled, planned=[f"parallel ({axes})"])
+    fp64, mesh = clips_in_fp64(config), Mesh.of(0, ranks, **axes.sizes)
     shards = _ranks_of_a_copy(config, mesh)
     alike = [mesh.rank_at(data=d, context=c) for d in range(mesh.sizes["data"]) for c in range(mesh.sizes["context"])]
     traffic = [
@@ -58,7 +59,8 @@ def predict_mesh(
         trained = [p.size for p in timeline.parameters if p.trained]
         traffic.append(Payload(_axis(mesh, alike), "all_reduce", sum(trained), len(trained), len(alike)))
     if len(alike) == 1 or axes.schedule == "zerobubble":
-        return Prediction(tuple(predict_whole(timeline, buckets=False)), tuple(traffic), built)
+        norm_of_whole = norm_terms(timeline, whole_tensors(timeline.parameters)) if fp64 else ()
+        return Prediction((*predict_whole(timeline, buckets=False), *norm_of_whole), tuple(traffic), built)
     model = ShardedModel.of(
         timeline,
         shards,
@@ -76,7 +78,7 @@ def predict_mesh(
         axis_of_copies=_axis(mesh, alike[::shards]),
         passes=axes.pieces,
     )
-    return Prediction(tuple(predict_sharded(model)), tuple(traffic), built)
+    return Prediction(tuple(predict_sharded(model, norm_in_fp64=fp64)), tuple(traffic), built)
 
 
 def built_split(timeline: StepTimeline, proof: Literal["whole", "blocks", "off"]) -> Iterator[Term]:
@@ -92,17 +94,6 @@ def built_split(timeline: StepTimeline, proof: Literal["whole", "blocks", "off"]
     yield Term("temporaries", "gradients that prove that the split model is the same", gradients)
     largest = max(p.numel for p in timeline.whole if p.trained)
     yield Term("temporaries", "sketch of one of them in fp64, with signs", largest * SKETCH_BYTES)
-
-
-def _unplanned(config: Config) -> Iterator[str]:
-    """Yield settings that are planned without axes alone."""
-    parallel, train = config.parallel, config.train
-    if train.precision == "bf16-master":
-        yield "train.precision: bf16-master beside other axes"
-    if parallel.shard_over is not None:
-        yield f"parallel.shard_over: {parallel.shard_over} beside other axes"
-    if config.model.compiling is not None:
-        yield "model.compile beside other axes"
 
 
 def _ranks_of_a_copy(config: Config, mesh: Mesh) -> int:

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from unipar.backend.prediction.terms import (
+    clips_in_fp64,
+    norm_terms,
     not_planned_yet,
     predict_whole,
     refuse_unplanned,
@@ -32,7 +34,7 @@ from unipar_native.prediction.sharded import built_sharded, predict_sharded
 def predict_single(config: Config, timeline: StepTimeline) -> Prediction:
     """Return what one process holds, without a wrapper."""
     refuse_unplanned("single", config)
-    return Prediction(tuple(predict_whole(timeline, buckets=False)))
+    return Prediction((*predict_whole(timeline, buckets=False), *_norm(config, timeline)))
 
 
 def predict_native(
@@ -52,14 +54,16 @@ def predict_native(
     shard = config.parallel.shard
     _refuse_unplanned(f"native/{shard}", config)
     if config.train.sync_every is not None:
-        return Prediction(tuple(predict_whole(timeline, buckets=False)), averages(timeline, config, ranks))
+        whole = *predict_whole(timeline, buckets=False), *_norm(config, timeline)
+        return Prediction(whole, averages(timeline, config, ranks))
     if uses_ddp(config):
         options = options_of(config)
         reduced = sent_by_ddp(timeline, buckets or DDPBuckets([options.bucket_mb * 2**20], options.find_unused), ranks)
         if shard == "nothing":
-            return Prediction(tuple(predict_whole(timeline, buckets=True)), reduced)
+            return Prediction((*predict_whole(timeline, buckets=True), *_norm(config, timeline)), reduced)
         sent = (*reduced, updated_parameters(timeline, ranks))
-        return Prediction(tuple(predict_optimizer(timeline, ranks)), sent if ranks > 1 else ())
+        terms = *predict_optimizer(timeline, ranks), *_norm(config, timeline)
+        return Prediction(terms, sent if ranks > 1 else ())
     if scalar := next((p.name for p in timeline.parameters if not p.shape), ""):
         raise Unsupported(
             f"native/{shard}", [f"FSDP2 does not take parameters without dimensions, and {scalar} has none"]
@@ -80,10 +84,16 @@ def predict_native(
         offloaded=config.model.offload == "parameters",
         in_copies=over < ranks,
     )
-    fp64 = config.train.clipping is not None and config.train.clipping.norm == "fp64"
+    fp64 = clips_in_fp64(config)
     sent = (*sent_by_fsdp2(model, ranks // over), *norm_of_fsdp2(model, fp64=fp64))
     built = tuple(built_sharded(model)) if device == "cpu" else ()  # else that is the host's memory
-    return Prediction(tuple(predict_sharded(model)), sent, built)
+    return Prediction(tuple(predict_sharded(model, norm_in_fp64=fp64)), sent, built)
+
+
+def _norm(config: Config, timeline: StepTimeline) -> Iterator[Term]:
+    """Yield what the norm of whole gradients needs."""
+    if clips_in_fp64(config):
+        yield from norm_terms(timeline, whole_tensors(timeline.parameters))
 
 
 def _refuse_unplanned(cell: str, config: Config) -> None:

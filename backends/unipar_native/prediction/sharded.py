@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from unipar.backend.prediction.terms import buffer_terms, pinned_bytes, state_terms, update_terms
+from unipar.backend.prediction.terms import buffer_terms, norm_terms, pinned_bytes, state_terms, update_terms
 from unipar.backend.prediction.timeline import Term, UpdatedTensor
 from unipar_native.prediction.groups import ShardedModel, padded_elements
 from unipar_native.prediction.reductions import LastReductions, reduce_block
@@ -18,11 +18,13 @@ def built_sharded(model: ShardedModel) -> Iterator[Term]:
     yield Term("parameters", "shards", sum(model.bytes_of_shard(p) for p in parameters))
 
 
-def predict_sharded(model: ShardedModel) -> Iterator[Term]:
-    """Yield the terms of a rank of FSDP2."""
+def predict_sharded(model: ShardedModel, *, norm_in_fp64: bool = False) -> Iterator[Term]:
+    """Yield the terms of a rank of FSDP2; `norm_in_fp64`: so the norm of gradients is added up."""
     timeline, last = model.timeline, LastReductions.of(model)
     yield from buffer_terms(timeline)
     yield from update_terms(timeline, _shards(model), split=True, place=model.home)
+    if norm_in_fp64:
+        yield from norm_terms(timeline, _shards(model), place=model.home)
     for number, p in enumerate(timeline.parameters):
         size = pinned_bytes(model.bytes_of_shard(p)) if model.offloaded else model.bytes_of_shard(p)
         yield Term("parameters", p.name, size, place=model.home)

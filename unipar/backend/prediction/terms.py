@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from math import prod
 from typing import Final
 
 from unipar.backend.prediction.timeline import MemoryPlace, PredictedParameter, StepTimeline, Term, UpdatedTensor
 from unipar.config import Config
 from unipar.errors import Unsupported
+
+FP64_BYTES: Final = 8
 
 TEMPORARIES_OF_UPDATE: Final = "the optimizer's own tensors"
 """Name of what an optimizer that is not fused needs beside its states."""
@@ -59,6 +62,23 @@ def update_terms(
     if told is not None and (size := told(tensors, split=split)):
         update, steady = timeline.at("update"), timeline.at("steady")
         yield Term("temporaries", TEMPORARIES_OF_UPDATE, size, update, steady, place)
+
+
+def clips_in_fp64(config: Config) -> bool:
+    """Return whether the norm of all gradients is added up in fp64."""
+    clip = config.train.clipping
+    return clip is not None and clip.norm == "fp64"
+
+
+def norm_terms(
+    timeline: StepTimeline, tensors: Sequence[UpdatedTensor], *, place: MemoryPlace = "device"
+) -> Iterator[Term]:
+    """Yield what adding up the norm in fp64 needs: a gradient of one of these tensors in fp64, and its squares."""
+    sizes = [prod(t.shape) * FP64_BYTES * (1 if t.element_size == FP64_BYTES else 2) for t in tensors]
+    update, steady = timeline.at("update"), timeline.at("steady")
+    yield Term(
+        "temporaries", "a gradient in fp64 and its squares, for the norm", max(sizes, default=0), update, steady, place
+    )
 
 
 def whole_tensors(parameters: Iterable[PredictedParameter]) -> tuple[UpdatedTensor, ...]:

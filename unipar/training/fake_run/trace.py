@@ -205,7 +205,10 @@ def fake_task(config: Config, micro: int, task: Task | None = None) -> FakeTask:
     with user_errors_as_task_errors("model()"), mode, explain_values("model()"):
         parts = check_parts(task.model())
         if len(parts) > 1:
-            raise TaskError(f"plan: model() returned several parts ({', '.join(parts)}), and a plan has one model")
+            raise TaskError(
+                f"plan: model() returned several parts ({', '.join(parts)}), and a plan has one model: "
+                "measure it (unipar compare)"
+            )
         ((name, model),) = parts.items()
         checkpoint = checkpoint_bytes(task, {name: model}, config)
     blocks = find_blocks(model, config, given=task.blocks(model))
