@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.comparisons import write_example_comparison
 from tests.support.forks import Forks
@@ -23,7 +24,8 @@ from unipar.config import Cell
 from unipar.config.source import load_given_config
 from unipar.distributed.mesh import Mesh
 from unipar.memory.account import MemoryAccount, PhasePeak, read_account
-from unipar.memory.recording.collectives import axis_of_ranks, collective_of
+from unipar.memory.recording.collectives import CollectiveCounter, axis_of_ranks, collective_of
+from unipar.memory.sources.call_sites import CallSiteRecorder
 from unipar.report.data.comparison import ComparisonPageData
 from unipar.report.pages.comparison import render_comparison
 from unipar.results.comparison import Comparison
@@ -365,3 +367,25 @@ def test_the_page_shows_it_with_the_method(tmp_path: Path) -> None:
     assert '<th scope="col">all_reduce</th>' in sent
     assert "horovod/nothing, deepspeed/gradients+library: by records of a profiler." in sent
     assert "single:" not in sent
+
+
+def test_compiled_code_runs_under_what_records() -> None:
+    """Recording a step of a compiled model records what was compiled, and compiles nothing."""
+    ran: list[str] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        ran.append("compiled")
+        return lambda *args: (ran.append("ran"), graph(*args))[1]
+
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    double: Any = torch.compile(doubled, backend=backend)
+    x = torch.ones(2)
+    try:
+        double(x)
+        with CallSiteRecorder(lambda: 0, [], {}), CollectiveCounter(Counter(), Mesh.of(0, 1)):
+            assert double(x).tolist() == [2.0, 2.0]
+    finally:
+        torch._dynamo.reset()  # pyright: ignore[reportPrivateUsage]
+    assert ran == ["compiled", "ran", "ran"]

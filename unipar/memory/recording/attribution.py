@@ -31,6 +31,9 @@ HIDDEN_SHARE: Final = 0.02
 CURVE_POINTS: Final = 240
 """Number of points of a step's memory curve."""
 
+OUTSIDE_OPERATIONS = "compiled code, or torch's own"
+"""Name of what no operation of torch has allocated."""
+
 
 @dataclass(frozen=True, slots=True)
 class PhaseWindow:
@@ -137,7 +140,7 @@ class Attribution:
         found = self._by_life(block, start, end)
         if found == "unattributed" and self._freed_elsewhere(end):
             return "communication", f"{place}, freed at the end of a collective".removeprefix(", ")
-        return found, place
+        return found, place or (OUTSIDE_OPERATIONS if found in ("activations", "temporaries") else "")
 
     def _freed_elsewhere(self, end: int) -> bool:
         """Return whether a thread other than the training one freed a block: threads of collectives do."""

@@ -56,6 +56,12 @@ class CollectiveCounter(TorchDispatchMode):
 
         self._axis_of_group: dict[str, str | None] = {}
 
+    @classmethod
+    @override
+    def is_infra_mode(cls) -> bool:
+        """Return True: what torch.compile has compiled runs under it, instead of what it was compiled from."""
+        return True
+
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):

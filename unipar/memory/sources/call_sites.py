@@ -45,6 +45,12 @@ class CallSiteRecorder(TorchDispatchMode):
         super().__init__()
         self._at, self._recorded, self._sites = at, recorded, sites
 
+    @classmethod
+    @override
+    def is_infra_mode(cls) -> bool:
+        """Return True: what torch.compile has compiled runs under it, instead of what it was compiled from."""
+        return True
+
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         low = self._at()
