@@ -375,7 +375,12 @@ def test_compiled_code_runs_under_what_records() -> None:
 
     def backend(graph: Any, inputs: Any) -> Any:
         ran.append("compiled")
-        return lambda *args: (ran.append("ran"), graph(*args))[1]
+
+        def run(*args: Any) -> Any:
+            ran.append("ran")
+            return graph(*args)
+
+        return run
 
     def doubled(x: torch.Tensor) -> torch.Tensor:
         return x * 2
