@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from typing import Any
 
 from torch import Tensor, nn
@@ -32,8 +32,11 @@ _OPTIMIZER_ATTRIBUTES: tuple[tuple[Category, str], ...] = (
 def zero_holdings(model: nn.Module, engine: Any) -> Iterator[Holding]:
     """Yield parameters, masters, gradients, states and buckets; several of them may be views of one buffer."""
     zero, base = engine.optimizer, engine.basic_optimizer
+    buffers = [Holding("communication", name, t) for name, t in _swap_buffers(model, zero)]
+    yield from buffers
+    swaps = {holding.tensor.untyped_storage().data_ptr() for holding in buffers}
     for name, p in model.named_parameters():
-        yield from _parameter_holdings(name, p)
+        yield from _parameter_holdings(name, p, swaps)
     for category, attribute in _OPTIMIZER_ATTRIBUTES:
         for i, t in enumerate(_find_tensors(getattr(zero, attribute, None))):
             yield Holding(category, f"{attribute}[{i}]", t)
@@ -48,9 +51,24 @@ def zero_holdings(model: nn.Module, engine: Any) -> Iterator[Holding]:
             yield Holding("communication", f"bucket of {dtype}", t)
 
 
-def _parameter_holdings(name: str, p: Any) -> Iterator[Holding]:
+def _swap_buffers(model: nn.Module, zero: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the buffers through which tensors pass on their way to the disk and back."""
+    if (swapper := getattr(zero, "optimizer_swapper", None)) is not None:
+        for i, t in enumerate(swapper.swap_buffer_manager.all_buffers):
+            yield f"swap buffer of the optimizer[{i}]", t
+    for swapper in {
+        id(s): s for p in model.parameters() if (s := getattr(p, "nvme_swapper", None)) is not None
+    }.values():
+        yield "swap buffers of parameters", swapper.buffers
+        if swapper.partitioned_swap_buffer is not None:
+            yield "swap buffer for updated parameters", swapper.partitioned_swap_buffer
+
+
+def _parameter_holdings(name: str, p: Any, swaps: Set[int]) -> Iterator[Holding]:
+    """`swaps`: addresses of swap buffers, in one of which a partition may be for now."""
     if hasattr(p, "ds_tensor"):
-        yield Holding("parameters", name, p.ds_tensor)
+        if p.ds_tensor.untyped_storage().data_ptr() not in swaps:
+            yield Holding("parameters", name, p.ds_tensor)
         yield Holding("communication", f"{name}, gathered", p.data)  # empty while the parameter is not gathered
     else:
         yield Holding("parameters", name, p.data)

@@ -13,6 +13,7 @@ from pydantic import Field
 from unipar.backend import resources
 from unipar.config import SHARDS, Config, Section
 from unipar.config.sections.optimizer import SGD
+from unipar.distributed.gpus import count_visible_gpus
 
 BucketSize = Annotated[int, Field(ge=0)] | Literal["scaled", "library"]
 OffloadDevice = Literal["none", "cpu", "disk"]
@@ -189,7 +190,7 @@ def _offload_refusals(config: Config, options: DeepSpeedOptions, stage: int) -> 
         )
     if disk and options.offload_to is None:
         yield "options.deepspeed: disk needs a folder, offload_to: /path/on/that/disk"
-    if disk and not _has_libaio():
+    if disk and _can_start_here(config) and not _has_libaio():
         yield "options.deepspeed: disk needs libaio, which is not installed: apt install libaio-dev, or say cpu"
     if options.offload_to is not None and not disk:
         yield "options.deepspeed.offload_to has no effect, as nothing goes to disk; leave it out"
@@ -210,6 +211,11 @@ def _offload_refusals(config: Config, options: DeepSpeedOptions, stage: int) -> 
         )
     if optimizer == "disk" and isinstance(config.train.optimizer, SGD):
         yield "options.deepspeed.offload_optimizer: disk supports only adam and adamw, whose moments it swaps; say cpu"
+
+
+def _can_start_here(config: Config) -> bool:
+    """Return whether this machine has the device; a plan for GPUs is made where there are none, too."""
+    return not _has_cuda(config) or count_visible_gpus() > 0
 
 
 def _has_libaio() -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -36,7 +35,7 @@ def predict_zero(config: Config, timeline: StepTimeline, ranks: int, *, device: 
     divided = (
         ["model.compile under ZeRO 3, which divides what is compiled,"] if _divides_compiled(config, stage) else []
     )
-    refuse_unplanned(str(cells.cell_of(config)), config, *_on_disk(config), *divided, planned=planned)
+    refuse_unplanned(str(cells.cell_of(config)), config, *divided, planned=planned)
     model = zero_model(config, timeline, ranks // axes.ranks, device=device)
     if stage == 0:
         found = predict_stage_0(model)
@@ -74,17 +73,11 @@ def zero_model(config: Config, timeline: StepTimeline, ranks: int, *, device: st
         offloaded=options.offload_optimizer != "none",
         own_kernel=options.offload_optimizer != "none" and options.cpu_adam == "library",
         parameters_offloaded=options.offload_parameters != "none",
+        optimizer_on_disk=options.offload_optimizer == "disk",
+        parameters_on_disk=options.offload_parameters == "disk",
     )
 
 
 def _divides_compiled(config: Config, stage: int) -> bool:
     """Return whether ZeRO's hooks on modules break up what torch.compile compiles."""
     return stage == 3 and config.model.compiling is not None
-
-
-def _on_disk(config: Config) -> Iterator[str]:
-    """Yield the options that keep something on the disk."""
-    options = options_of(config)
-    for name in ("offload_optimizer", "offload_parameters"):
-        if (device := getattr(options, name)) == "disk":
-            yield f"options.deepspeed.{name}: {device}"

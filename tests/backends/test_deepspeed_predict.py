@@ -6,11 +6,14 @@ import json
 import os
 import random
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from tests.support.two_modules import MOMENTS, TIMELINE
 from tests.support.world import ROOT
@@ -179,6 +182,26 @@ OFFLOADED = {"offload_optimizer": "cpu", "cpu_adam": "torch"}
 SMALL = {"reduce": 2000, "prefetch": 500, "persistence": 60, "live": 4000, "reuse": 700}
 
 
+TO_DISK = {"offload_optimizer": "disk", "cpu_adam": "torch"}
+LIMITS = {"smallest": 1024, "buffer": 20_000}
+READ = {**LIMITS, "sub_group": 3_000, "in_memory": 0}
+"""Limits with which parameters of small models are read from the disk as they are needed."""
+
+
+def draw_disk_case(draw: random.Random, folder: Path) -> Case:
+    """Return a case at random in which the optimizer, parameters or both are on the disk."""
+    precision = draw.choice(["fp32", "bf16-master"])
+    to_disk = [{"offload_parameters": "disk"}, TO_DISK, {"offload_parameters": "disk", **TO_DISK}]
+    options: dict[str, Any] = {"offload_to": str(folder / str(draw.random())), "reduce": draw.choice([300, 2000, 9000])}
+    options |= draw.choice(to_disk if precision == "fp32" else to_disk[:1])
+    options |= {"prefetch": draw.choice([1, 500, 5000]), "persistence": draw.choice([1, 60, 500])}
+    options |= {"live": draw.choice([800, 4000, 10**6]), "reuse": draw.choice([0, 0, 10**9])}
+    limits = {"sub_group": draw.choice([10**9, 3_000, 700]), "in_memory": draw.choice([10**9, 3_500, 0])}
+    ranks, micros, decay = draw.choice([1, 2, 3, 4, 8]), draw.choice([1, 2, 3]), draw.choice(["all", "matrices"])
+    limits |= {"smallest": draw.choice([1024, 2048, 4096]), "buffer": 20_000}
+    return Case(draw.randint(0, 10**6), "deepspeed/parameters", ranks, precision, micros, decay, options, limits)
+
+
 def draw_case(draw: random.Random) -> Case:
     """Return a case at random: any stage, number of ranks, precision, groups, and sizes of buckets."""
     shard = draw.choice(["nothing", "optimizer", "gradients", "parameters"])
@@ -213,6 +236,59 @@ def test_as_deepspeed_does(tmp_path: Path) -> None:
         Case(7, "deepspeed/gradients", 8, "bf16-master", microbatches=2, options={"reduce": 2000, **OFFLOADED}),
         Case(7, "deepspeed/parameters", 8, options={**SMALL, **OFFLOADED}),
     ]
+    for case, compared in zip(cases, compare(cases, tmp_path), strict=True):
+        assert compared["planned"] == compared["found"], case
+
+
+@pytest.mark.usefixtures("forked")
+def test_as_deepspeed_does_with_a_disk(tmp_path: Path) -> None:
+    """Memory and files are those planned; where it reads a parameter twice, and ends with an error, no plan is made."""
+    parameters = {**SMALL, "offload_parameters": "disk"}
+    both = parameters | TO_DISK
+    cases = [
+        Case(7, "deepspeed/parameters", 2, microbatches=2, options=both, limits=LIMITS),
+        Case(7, "deepspeed/parameters", 3, "bf16-master", options=parameters, limits={**READ, "in_memory": 3_500}),
+        Case(5, "deepspeed/parameters", 2, microbatches=2, options=both, limits=READ),
+        Case(7, "deepspeed/parameters", 2, options=both | {"reuse": 0}, limits=READ),
+    ]
+    cases = [
+        replace(case, options=(case.options or {}) | {"offload_to": str(tmp_path / str(number))})
+        for number, case in enumerate(cases)
+    ]
+    found = compare(cases, tmp_path)
+    for case, compared in zip(cases, found, strict=True):
+        assert compared["planned"] == compared["found"], case
+    assert ["fails" in compared["planned"] for compared in found] == [False, False, False, True]
+
+
+def test_swap_buffers_have_a_name() -> None:
+    """A partition that is read into one is part of it; another has memory of its own."""
+    from unipar_deepspeed.holdings import zero_holdings
+
+    buffers, updated, mine = torch.zeros(8), torch.zeros(6), torch.zeros(3)
+    swapper = SimpleNamespace(buffers=buffers, partitioned_swap_buffer=updated)
+    model = nn.Linear(2, 2)
+    for p, part in zip(model.parameters(), (buffers[:4], mine), strict=True):
+        vars(p).update(nvme_swapper=swapper, ds_tensor=part)
+    manager = SimpleNamespace(all_buffers=[torch.zeros(5)])
+    zero = SimpleNamespace(optimizer_swapper=SimpleNamespace(swap_buffer_manager=manager))
+    engine = SimpleNamespace(optimizer=zero, basic_optimizer=SimpleNamespace(state={}))
+    found = [(h.category, h.name, h.tensor.numel()) for h in zero_holdings(model, engine)]
+    assert [(category, name, size) for category, name, size in found if "gathered" not in name] == [
+        ("communication", "swap buffer of the optimizer[0]", 5),
+        ("communication", "swap buffers of parameters", 8),
+        ("communication", "swap buffer for updated parameters", 6),
+        ("parameters", "bias", 3),
+    ]
+
+
+@pytest.mark.sweep
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize("seed", range(4))
+def test_as_deepspeed_does_with_a_disk_at_random(seed: int, tmp_path: Path) -> None:
+    """As above, with limits of what goes to the disk that are drawn, too."""
+    draw = random.Random(seed)
+    cases = [draw_disk_case(draw, tmp_path) for _ in range(20)]
     for case, compared in zip(cases, compare(cases, tmp_path), strict=True):
         assert compared["planned"] == compared["found"], case
 

@@ -20,11 +20,13 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from tests.support import zero_shapes
+from tests.support.pretended_disk import bytes_in_files, lowered_limits, settings_of_limits
 from unipar.backend import Holding, cells, registry
 from unipar.backend.prediction.timeline import StepTimeline
 from unipar.config import Cell, Config
 from unipar.config.source import load_given_config
 from unipar.distributed.place import Place
+from unipar.errors import Unsupported
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,14 @@ class Case:
     microbatches: int = 1
     decay: str = "all"
     options: dict[str, Any] | None = None
+    limits: dict[str, int] | None = None
+    """DeepSpeed's limits of what goes to the disk, lowered for small models."""
+
+    @property
+    def disk(self) -> Path | None:
+        """Folder to which it offloads."""
+        folder = (self.options or {}).get("offload_to")
+        return None if folder is None else Path(folder)
 
     @property
     def config(self) -> Config:
@@ -64,8 +74,33 @@ def run(place: Place, folder: Path, control: socket.socket | None) -> None:
 
 
 def _compare(case: Case) -> dict[str, Any]:
-    planned, rank = _planned(case)
-    return {"planned": planned, "found": _trained(case, rank)}
+    if case.disk is None:
+        planned, rank = _planned(case)
+        return {"planned": planned, "found": _trained(case, rank)}
+    with lowered_limits(case.limits or {}):
+        return {"planned": _planned_or_not(case), "found": _trained_or_not(case)}
+
+
+FAILS: dict[str, Any] = {"fails": "for lack of swap buffers"}
+
+
+def _planned_or_not(case: Case) -> dict[str, Any]:
+    try:
+        return _planned(case)[0]
+    except Unsupported:
+        return FAILS
+
+
+def _trained_or_not(case: Case) -> dict[str, Any]:
+    from unipar_deepspeed.engine import reset_deepspeed
+
+    try:
+        return _trained(case, 0)
+    except AssertionError as e:
+        if "already assigned swap buffer" not in str(e) and "Not enough buffers" not in str(e):
+            raise
+        reset_deepspeed()
+        return FAILS
 
 
 def _planned(case: Case) -> tuple[dict[str, Any], int]:
@@ -75,17 +110,21 @@ def _planned(case: Case) -> tuple[dict[str, Any], int]:
 
     timeline = replace(_traced(case.seed, case.precision, case.decay), microbatches=case.microbatches)
     offloaded = "offload_optimizer" in (case.options or {})  # on CUDA to memory that is pinned
-    device = "cpu" if offloaded else "cuda"
+    device = "cpu" if offloaded or case.disk else "cuda"
     prediction = registry.find_backend("deepspeed").predict(case.config, timeline, case.ranks, device=device)
     sums: dict[str, Counter[str]] = {}
     for phase in ("update", "steady"):
         at = timeline.at(phase)
-        there = [t for t in prediction.terms if t.first <= at and (t.until is None or t.until > at)]
+        there = [t for t in prediction.at("device") if t.first <= at and (t.until is None or t.until > at)]
         sums[phase] = Counter()
         for term in there:
             copied = term.name.endswith(" in fp32") and not offloaded  # of a gradient, which the update makes later
             left_out = copied or term.category == "temporaries" or term.name.endswith(", staged")
             sums[phase][term.category] += 0 if left_out else term.size
+    if case.disk is not None:
+        sums["disk"] = Counter()
+        for term in prediction.at("disk"):
+            sums["disk"][term.category] += term.size
     sent = {payload.collective: [payload.size, payload.calls] for payload in prediction.sent}
     flat = FlatModel.of(zero_model(case.config, timeline, case.ranks, device="cuda"))
     alike = case.config.parallel.shard in ("nothing", "parameters")
@@ -118,10 +157,12 @@ def _trained(case: Case, rank: int) -> dict[str, Any]:
     parameters = sum(p.numel() for p in model.parameters())
     settings = registry.find_backend("deepspeed").native_config(case.config, parameters)
     settings["train_batch_size"] = case.ranks
+    if case.disk is not None:
+        settings = settings_of_limits(settings, case.limits or {})
     low = torch.bfloat16 if case.precision == "bf16-master" else torch.float32
     model.to(low)
     if settings["zero_optimization"]["stage"] == 3:
-        deepspeed.zero.Init(module=model, config_dict_or_path=settings, dtype=low)
+        deepspeed.zero.Init(module=model, config_dict_or_path=settings)
     trained = [p for p in model.parameters() if p.requires_grad]
     thin = [p for p in trained if len(getattr(p, "ds_shape", p.shape)) < 2]
     if case.decay == "all" or not thin:
@@ -142,6 +183,8 @@ def _trained(case: Case, rank: int) -> dict[str, Any]:
             found["update"] = _held(model, engine)
             engine.step()
         found |= {"steady": _held(model, engine), "sent": pretended.sent if case.ranks > 1 else {}}
+    if case.disk is not None:
+        found["disk"] = bytes_in_files(case.disk, rank)
     assert not getattr(engine.optimizer, "overflow", False)
     engine.destroy()
     reset_deepspeed()
@@ -180,14 +223,21 @@ def _held(model: Any, engine: Any) -> dict[str, int]:
     from unipar.memory.recording.holdings import find_storages
 
     storages: dict[int, tuple[str, int]] = {}
+    left_out = {t.untyped_storage().data_ptr() for t in _placeholders(model, engine)}
     for holding in _holdings(model, engine):
         for storage in find_storages(holding.tensor):
-            if storage.nbytes() and not holding.name.startswith("step["):
+            if storage.nbytes() and storage.data_ptr() not in left_out and not holding.name.startswith("step["):
                 storages.setdefault(storage.data_ptr(), (holding.category, storage.nbytes()))
     sums: Counter[str] = Counter()
     for category, size in storages.values():
         sums[category] += size
     return _nonzero(sums)
+
+
+def _placeholders(model: Any, engine: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of one number that stand for what is on the disk."""
+    yield from (t for t in getattr(engine.optimizer, "param_groups_fp16_flat_cpu_memory", ()) if t.numel() == 1)
+    yield from (p.nvme_swapper.invalid_buffer for p in model.parameters() if getattr(p, "nvme_swapper", None))
 
 
 def _holdings(model: Any, engine: Any) -> Iterator[Holding]:

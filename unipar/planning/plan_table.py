@@ -160,6 +160,8 @@ def _explanations(plan: PlannedCells, columns: Mapping[str, Shown]) -> Iterator[
             "host: bytes of a rank that are offloaded to the host's memory, pinned ones rounded up as torch does; the "
             "ranks of a machine share that memory, and 'fits' does not count it"
         )
+    if "disk" in columns:
+        yield "disk: bytes of the files in which a rank keeps what is offloaded; 'fits' does not count them"
     if plan.machine:
         weighs = "" if plan.units == "samples" else "; weight: what the task's weight counts, such as tokens"
         yield (

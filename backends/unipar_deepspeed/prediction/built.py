@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from unipar.backend.prediction.timeline import Term
-from unipar_deepspeed.prediction.model import MASTER_BYTES, ZeroModel
+from unipar_deepspeed.prediction.model import MASTER_BYTES, ZeroModel, alternatives
+from unipar_deepspeed.prediction.swapped import parameter_buffers
 
 
 def built_terms(model: ZeroModel, stage: int) -> Iterator[Term]:
@@ -14,6 +16,17 @@ def built_terms(model: ZeroModel, stage: int) -> Iterator[Term]:
     In bf16-master the model is there in fp32 to the end, beside the bf16 copy that DeepSpeed trains. On other devices
     than the CPU these are in the host's memory, for the most part.
     """
+    if not model.parameters_on_disk:
+        yield from _converted(model, stage)
+        return
+    buffers = list(parameter_buffers(model))
+    whole = Term("temporaries", "model in fp32", sum(p.numel for p in model.parameters) * MASTER_BYTES)
+    copied = [replace(term, category="temporaries", name=f"{term.name}, not pinned") for term in buffers]
+    yield from alternatives([[*buffers, *copied, whole], [*buffers, *_converted(model, stage)]])
+
+
+def _converted(model: ZeroModel, stage: int) -> Iterator[Term]:
+    """Yield the terms of the moment at which DeepSpeed makes its copies of the model."""
     elements = sum(p.numel for p in model.parameters)
     low, full, share = elements * model.element, elements * MASTER_BYTES, elements / model.ranks
     if not model.masters_apart:

@@ -12,6 +12,7 @@ from typing import Literal, final
 
 from unipar.backend.prediction.timeline import StepTimeline, Term
 from unipar_deepspeed.prediction.model import SentBytes, ZeroModel
+from unipar_deepspeed.prediction.swapped import SwappedParameters, SwapReads
 
 NEVER = -1
 
@@ -107,6 +108,7 @@ class GatherPlan:
         self._whole: dict[int, tuple[int, int]] = dict.fromkeys(self.persistent, (0, 0))
         """Parameters that are whole, each with the moment since when it has that memory, and its bytes."""
 
+        self._reads = SwapReads(model, SwappedParameters(model).read if model.parameters_on_disk else ())
         self._flying: dict[int, _Gathered] = {}
         self._active: dict[int, set[int]] = {}
         self.terms: list[Term] = []
@@ -158,21 +160,25 @@ class GatherPlan:
             taken.add(number)
 
     def _prefetch(self, at: int) -> None:
-        most = min(self._model.live - self._live, self._model.prefetch)
-        if not self._queue or most <= 0:
+        if not self._queue or not self._model.prefetch:
             return
+        most = min(self._model.live - self._live, self._model.prefetch)
         ahead, elements = dict[int, None](), 0  # in order, and quick to look into
-        while self._queue and elements < most:
+        while self._queue and elements < most and not self._reads.is_away(self._queue[0][0]):
             number, step = self._queue.popleft()
             self._fetched_for[number] = max(self._fetched_for.get(number, NEVER), step)
             if number not in self._whole and number not in self._flying and number not in ahead:
                 ahead[number] = None
                 elements += self._parameters[number].numel
         self._gather(list(ahead), at)
+        if self._model.parameters_on_disk:
+            gathering = sum(self._parameters[number].numel for number in self._flying)
+            self._reads.ahead([number for number, _ in self._queue], gathering)
 
     def _gather(self, numbers: Sequence[int], at: int) -> None:
         if not numbers:
             return
+        self._reads.need(numbers)
         size = sum(self.padded_bytes(n) for n in numbers)
         self._live += sum(self._parameters[n].numel for n in numbers)
         self._sent.add("all_gather", size)
@@ -180,7 +186,10 @@ class GatherPlan:
         gathered = _Gathered(0 if alone else size, at, set(numbers))
         for number in numbers:
             self._flying[number] = gathered
-        if self._model.parameters_offloaded and self._model.ranks > 1:  # a partition moves to the device to be sent
+            if number in self.persistent:
+                self._reads.let_go(number)
+        if self._model.host == "host" and self._model.parameters_offloaded and self._model.ranks > 1:
+            # a partition moves to the device to be sent
             moved = size // self._model.ranks
             self.terms.append(Term("communication", "partitions, from the host", moved, at, at + 1))
         if self._model.staged:
@@ -221,6 +230,7 @@ class GatherPlan:
     def _drop(self, number: int, at: int, *, forward: bool) -> None:
         """Free a parameter's memory, which stays until its gradient is there if autograd keeps a view of it."""
         p, (since, size) = self._parameters[number], self._whole.pop(number)
+        self._reads.let_go(number)
         if number not in self.persistent:
             self._live -= p.numel
         elif at >= self._timeline.at("update"):

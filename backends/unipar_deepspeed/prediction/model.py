@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import ceil
 from typing import final
 
 from unipar.backend.prediction.terms import pinned_bytes, update_terms
@@ -26,6 +27,9 @@ MASTER_BYTES = 4
 
 NORM_BYTES = 8
 """Bytes of an element of a gradient while its norm is computed: a copy of it in fp64."""
+
+SUB_GROUP = 1_000_000_000
+"""Elements of a rank's partition that stage 3 updates at once; unipar does not set it."""
 
 
 @dataclass(frozen=True)
@@ -65,13 +69,19 @@ class ZeroModel:
     """True if the norm of gradients is added up in fp64, before DeepSpeed does it."""
 
     offloaded: bool = False
-    """True if masters, the optimizer's tensors and the gradients of the update are in the host's memory."""
+    """True if masters, the optimizer's tensors and the gradients of the update leave the device."""
 
     own_kernel: bool = False
     """True if DeepSpeed's own kernel updates what is offloaded."""
 
     parameters_offloaded: bool = False
-    """True if stage 3 keeps its partitions of parameters there."""
+    """True if stage 3's partitions of parameters do."""
+
+    optimizer_on_disk: bool = False
+    """True if what leaves the device goes to the disk, except for small tensors and gradients."""
+
+    parameters_on_disk: bool = False
+    """True if partitions of parameters go to the disk, except for those that the host's memory is to hold."""
 
     @property
     def parameters(self) -> tuple[PredictedParameter, ...]:
@@ -183,3 +193,22 @@ def update_of_partition(model: ZeroModel, elements: int, numbers: Sequence[int])
         return
     tensor = UpdatedTensor((elements,), MASTER_BYTES, model.parameters[numbers[0]].group)
     yield from update_terms(model.timeline, [tensor], place=model.home)
+
+
+def partition_of(model: ZeroModel, number: int) -> int:
+    """Return the elements of a parameter that a rank of stage 3 keeps."""
+    return ceil(model.parameters[number].numel / model.ranks)
+
+
+def sub_groups(model: ZeroModel, groups: Iterable[Sequence[int]] | None = None) -> Iterator[tuple[int, ...]]:
+    """Yield the parameters that stage 3 updates at once, of some of the optimizer's groups or of all."""
+    for members in model.groups if groups is None else groups:
+        part, elements = list[int](), 0
+        for number in members:
+            part.append(number)
+            elements += partition_of(model, number)
+            if elements >= SUB_GROUP:
+                yield tuple(part)
+                part, elements = [], 0
+        if part:
+            yield tuple(part)

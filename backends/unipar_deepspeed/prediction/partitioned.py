@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
-from math import ceil
 
 from unipar.backend.prediction.terms import buffer_terms
 from unipar.backend.prediction.timeline import Category, Prediction, Term
@@ -16,6 +15,8 @@ from unipar_deepspeed.prediction.model import (
     ZeroModel,
     alternatives,
     merged_states,
+    partition_of,
+    sub_groups,
     update_of_partition,
 )
 from unipar_deepspeed.prediction.offloaded import (
@@ -24,12 +25,17 @@ from unipar_deepspeed.prediction.offloaded import (
     offloaded_partitions,
     sub_group_terms,
 )
+from unipar_deepspeed.prediction.swapped import (
+    SwappedParameters,
+    is_swapped,
+    kept_gradient,
+    optimizer_buffers,
+    swapped_numbers,
+    swapped_states,
+)
 
 OFFLOADED_NORM_BYTES = 4
 """Bytes of the norm of offloaded gradients as it is summed up."""
-
-SUB_GROUP = 1_000_000_000
-"""Elements of a rank's partition that are updated at once; unipar does not set it."""
 
 
 def predict_partitioned(model: ZeroModel) -> Prediction:
@@ -41,9 +47,9 @@ def predict_partitioned(model: ZeroModel) -> Prediction:
         # with accumulation, the order is known before the first update, which makes small parameters whole for good
         first = GatherPlan(model, SentBytes(1)).run(first=True) if model.timeline.accumulates else None
         plan = GatherPlan(model, once, first=first).run()
-        terms += plan.terms
         sent.repeat(once, model.timeline.microbatches)
-        terms += persistent_terms(plan, model, sent)
+        gathered = [*plan.terms, *persistent_terms(plan, model, sent)]
+        terms += gathered if model.ranks > 1 or model.host == "host" else ()  # one on the CPU has them whole already
     terms += _reductions(model, sent)
     terms += _update(model)
     for _ in sub_groups(model):
@@ -51,40 +57,28 @@ def predict_partitioned(model: ZeroModel) -> Prediction:
     return Prediction(tuple(terms), sent.payloads())
 
 
-def partition_of(model: ZeroModel, number: int) -> int:
-    """Return the elements of a parameter that a rank keeps."""
-    return ceil(model.parameters[number].numel / model.ranks)
-
-
-def sub_groups(model: ZeroModel) -> Iterator[tuple[int, ...]]:
-    """Yield the parameters that are updated at once."""
-    for members in model.groups:
-        part, elements = list[int](), 0
-        for number in members:
-            part.append(number)
-            elements += partition_of(model, number)
-            if elements >= SUB_GROUP:
-                yield tuple(part)
-                part, elements = [], 0
-        if part:
-            yield tuple(part)
-
-
 def _states(model: ZeroModel) -> Iterator[Term]:
     yield from buffer_terms(model.timeline)
     partitions = {number: partition_of(model, number) for number in range(len(model.parameters))}
-    if model.parameters_offloaded:
+    if model.parameters_on_disk:
+        yield from SwappedParameters(model).terms()
+    elif model.parameters_offloaded:
         yield from offloaded_partitions(model, model.groups, partitions)
     else:
         for number, p in enumerate(model.parameters):
             yield Term("parameters", p.name, partitions[number] * model.element)
     for i, members in enumerate(sub_groups(model)):
         elements = sum(partition_of(model, number) for number in members)
+        if is_swapped(model, members):
+            yield from swapped_states(model, members, f"group {i}")
+            continue
         yield from merged_states(model, elements, members, f"group {i}, partition")
         if model.offloaded:
             yield from sub_group_terms(model, elements, f"group {i}")
         else:
             yield Term("gradients", f"group {i}, partition", elements * model.element)
+    if model.optimizer_on_disk:
+        yield from optimizer_buffers(model)
     if model.offloaded:
         size = sum(partition_of(model, number) for number in model.trained) * model.element
         yield Term("gradients", "partitions", model.pinned(size), place=model.home)
@@ -95,11 +89,12 @@ def _states(model: ZeroModel) -> Iterator[Term]:
 def _reductions(model: ZeroModel, sent: SentBytes) -> Iterator[Term]:
     """Yield the gradients that wait for their reduction, and what the reduction copies."""
     timeline, waiting, elements = model.timeline, list[int](), 0
+    swapped = swapped_numbers(model)
     alone: dict[int, int] = {}
     for number in timeline.gradient_order:
         at, size = timeline.gradient_at(number), model.parameters[number].numel
         if waiting and elements + size > model.bucket:
-            yield from _scatter(model, waiting, alone, at, sent)
+            yield from _scatter(model, waiting, swapped, alone, at, sent)
             waiting, elements = [], 0
         waiting.append(number)
         if model.contiguous and elements + size <= model.bucket:
@@ -108,30 +103,48 @@ def _reductions(model: ZeroModel, sent: SentBytes) -> Iterator[Term]:
             alone[number] = at
         elements += size
     if waiting:
-        yield from _scatter(model, waiting, alone, timeline.at("backward", "finish"), sent)
+        yield from _scatter(model, waiting, swapped, alone, timeline.at("backward", "finish"), sent)
 
 
 def _scatter(
-    model: ZeroModel, numbers: Sequence[int], alone: dict[int, int], at: int, sent: SentBytes
+    model: ZeroModel,
+    numbers: Sequence[int],
+    swapped: Collection[int],
+    alone: dict[int, int],
+    at: int,
+    sent: SentBytes,
 ) -> Iterator[Term]:
     size = sum(partition_of(model, n) * model.ranks * model.element for n in numbers)
     sent.add("reduce_scatter", size * model.timeline.microbatches, model.timeline.microbatches)
     if len(numbers) > 1 or model.parameters[numbers[0]].numel % model.ranks:
         yield Term("communication", "gradients, flat", size, at, at + 1)
     staged = [Term("communication", "gradients, staged", size, at, at + 1)] if model.staged else []
-    moved = moved_gradient(model, max(partition_of(model, n) for n in numbers), at) if model.offloaded else []
-    if moved and model.home == "host":  # the partition comes back from the host
-        moved += [replace(moved[0], name="a gradient, on the device", size=moved[0].size // NORM_BYTES * model.element)]
-    yield from alternatives([staged, moved])
+    yield from alternatives([staged, *_moves(model, numbers, swapped, at)])
     for number in numbers:
+        name = model.parameters[number].name
         if number in alone:
-            name = f"{model.parameters[number].name}, waiting"
-            yield Term("gradients", name, model.bytes_of(number), alone.pop(number), at + 1)
+            yield Term("gradients", f"{name}, waiting", model.bytes_of(number), alone.pop(number), at + 1)
+        if number in swapped and model.home == "host" and (kept := kept_gradient(model, number)):
+            yield Term("gradients", f"{name}, to the update", kept, at + 1, model.timeline.at("steady"))
+
+
+def _moves(model: ZeroModel, numbers: Sequence[int], swapped: Collection[int], at: int) -> Iterator[list[Term]]:
+    """Yield what is there as each gradient moves to the host; those that go to the disk wait for one another."""
+    waiting = 0
+    for number in numbers if model.offloaded else ():
+        elements = partition_of(model, number)
+        moved = moved_gradient(model, elements, at)
+        if model.home == "host":  # the partition comes back from the host
+            size = elements * model.element
+            moved += [replace(moved[0], name="gradients, on the device", size=waiting + size)]
+            waiting += size if number in swapped else 0
+        yield moved
 
 
 def _update(model: ZeroModel) -> Iterator[Term]:
     """Yield what the update holds beside the states: a gradient in fp64 for the norm, then a sub-group's gradients."""
     update, steady = model.timeline.at("update"), model.timeline.at("steady")
+    at_once = SwappedParameters(model).in_memory if model.parameters_on_disk else frozenset(model.trained)
 
     def term(category: Category, name: str, size: int) -> Term:
         return Term(category, name, size, update, steady)
@@ -141,7 +154,8 @@ def _update(model: ZeroModel) -> Iterator[Term]:
         for members in sub_groups(model)
     ]
     for i, members in enumerate(sub_groups(model)):
-        yield from converted_parameters(model, sum(partition_of(model, n) for n in members), f"group {i}")
+        sizes = [partition_of(model, number) for number in members]
+        yield from converted_parameters(model, sum(sizes) if members[0] in at_once else max(sizes), f"group {i}")
     if model.offloaded:
         yield from alternatives(own)
         return

@@ -12,8 +12,7 @@ from unipar.backend.prediction.timeline import Payload, Prediction
 from unipar.config import Config
 from unipar.distributed.mesh import Mesh
 from unipar.memory.recording.collectives import axis_of_ranks
-from unipar_deepspeed.prediction.model import NORM_BYTES, ZeroModel
-from unipar_deepspeed.prediction.partitioned import sub_groups
+from unipar_deepspeed.prediction.model import NORM_BYTES, ZeroModel, sub_groups
 
 
 def beside_tensor(found: Prediction, model: ZeroModel, config: Config, stage: int, ranks: int) -> Prediction:
