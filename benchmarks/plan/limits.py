@@ -4,6 +4,7 @@
                                                         they do not, and 20 with what libraries allocate counted
     python -m benchmarks.plan.limits --fits 20 --lacks 5 --control 2
     python -m benchmarks.plan.limits cell=deepspeed/parameters ranks=2
+    python -m benchmarks.plan.limits compile=blocks cell=native/nothing,deepspeed/gradients
 
 Models, precisions, microbatches, ranks and cells are drawn at random. The limit is on the bytes of tensors that each
 rank allocates from the moment on at which the ranks have met; an allocation beyond it fails. "Fits" is the smallest
@@ -90,6 +91,7 @@ def draw_row(chance: random.Random, cells: Sequence[str], given: Mapping[str, st
             micro=chance.randint(1, 8),
             recompute=chance.choice(("none", "blocks")),
             accumulate=chance.choice((1, 1, 2, 3)),
+            compile=given.get("compile", "none"),
         )
         alone, axes = row.cell == "single", Cell.parse(row.cell).axes.ranks
         if (alone or axes > 1) and (alone != (row.ranks == 1) or row.ranks % axes):
@@ -171,7 +173,9 @@ def draw_all(
         ran = {
             row: share
             for row, share in ran.items()
-            if row.cell in cells and str(row.ranks) in given.get("ranks", str(row.ranks))
+            if row.cell in cells
+            and str(row.ranks) in given.get("ranks", str(row.ranks))
+            and row.compile == given.get("compile", "none")
         }
         number = getattr(options, group)
         for row, share in list(ran.items())[:number]:
@@ -195,14 +199,15 @@ def main(arguments: Sequence[str]) -> int:
     given = dict(word.split("=", 1) for word in options.values)
     STORE.parent.mkdir(exist_ok=True)
     lines = STORE.read_text("utf-8").splitlines() if STORE.exists() and not options.again else []
-    kept = {json.dumps([made["group"], made["row"]]): LimitedTraining(**made) for made in map(json.loads, lines)}
+    stored = [LimitedTraining(**made) for made in map(json.loads, lines)]
+    kept = {(one.group, Row(**one.row)): one for one in stored}
     began, results = time.monotonic(), list[LimitedTraining]()
     environment = preload_environment(build_meter())
     todo = list(draw_all(options, given, kept.values()))
     with SharedForkServer([*ENTRY_MODULES, ENTRY_MODULE, "unipar.comparison.worker"], environment) as server:
         server.start([registry.find_backend(name) for name in ("native", "deepspeed", "horovod", "accelerate")])
         for number, (row, group, share) in enumerate(todo, 1):
-            earlier = kept.get(json.dumps([group, asdict(row)]))
+            earlier = kept.get((group, row))
             result = train(row, group, share, server, earlier)
             if result is not earlier:
                 with STORE.open("a", encoding="utf-8") as file:
