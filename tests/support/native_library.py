@@ -117,7 +117,7 @@ def compare(case: Case) -> Iterator[str]:
         planned = _planned_at(timeline.at(phase), prediction)
         if planned != found.held[phase]:
             yield f"{phase}: planned to hold {planned}, held {dict(found.held[phase])}"
-    activations = traced.activations if case.staged else traced.activations.without_staging
+    activations = traced.activations if case.staged else traced.activations.without_copies
     yield from _compare_spans(timeline, prediction, activations, found, is_rounded=case.precision == "bf16-master")
 
 

@@ -71,9 +71,9 @@ def runs_of_blocks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     numbers: list[int] = []
     run = trace_module.trace_step
 
-    def counted(model: Any, blocks: Any, *more: Any) -> Any:
+    def counted(model: Any, blocks: Any, *more: Any, **settings: Any) -> Any:
         numbers.append(len(blocks))
-        return run(model, blocks, *more)
+        return run(model, blocks, *more, **settings)
 
     monkeypatch.setattr(trace_module, "trace_step", counted)
     return numbers

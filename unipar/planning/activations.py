@@ -6,11 +6,14 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from unipar.backend.prediction.timeline import Moment, Payload
+
+CopyOnCPU = Literal["gloo", "oneDNN"]
+"""What copies tensors on the CPU: gloo those that it sends, and oneDNN those of a convolution."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +35,8 @@ class AllocatedBlock:
     becomes_gradient: bool = False
     """True if it is the gradient of a parameter from then on, which the backend's terms count."""
 
-    staged: bool = False
-    """True if gloo makes it, on the CPU."""
+    copied_by: CopyOnCPU | None = None
+    """What makes it, if it is a copy that is made on the CPU alone."""
 
     def size(self, micro: int) -> int:
         """Return its bytes in a microbatch of so many samples."""
@@ -77,14 +80,14 @@ class Activations:
 
     def largest_staged(self, micro: int) -> int:
         """Return the bytes of the largest copy that gloo makes."""
-        return max((block.size(micro) for block in self.blocks if block.staged), default=0)
+        return max((block.size(micro) for block in self.blocks if block.copied_by == "gloo"), default=0)
 
     @cached_property
-    def without_staging(self) -> Activations:
-        """The same without copies that gloo makes."""
-        if not any(block.staged for block in self.blocks):
+    def without_copies(self) -> Activations:
+        """The same without copies that are made on the CPU alone."""
+        if not any(block.copied_by for block in self.blocks):
             return self
-        return replace(self, blocks=tuple(replace(b, base=0.0, slope=0.0) if b.staged else b for b in self.blocks))
+        return replace(self, blocks=tuple(replace(b, base=0.0, slope=0.0) if b.copied_by else b for b in self.blocks))
 
     @property
     def ticks(self) -> int:

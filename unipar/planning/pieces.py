@@ -171,7 +171,7 @@ def predict_piece_peaks(
     """
     count = timeline.microbatches
     if not staged:
-        pieces = [replace(piece, activations=piece.activations.without_staging) for piece in planned.pieces]
+        pieces = [replace(piece, activations=piece.activations.without_copies) for piece in planned.pieces]
         planned = replace(planned, pieces=pieces)
     fullest: dict[PredictedPhase, PredictedPeak] = {}
     last = dict.fromkeys(planned.between_steps(count), 0)

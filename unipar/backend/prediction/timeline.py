@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from typing import Literal, NamedTuple, Protocol
@@ -162,7 +162,7 @@ class StepTimeline:
     whole: tuple[PredictedParameter, ...] = ()
     """Parameters of the whole model, of which this is a part; empty if it is none."""
 
-    temporaries_of_update: TemporariesOfUpdate | None = None
+    temporaries_of_update: TemporariesOfUpdate | None = field(default=None, compare=False)
     """None: the optimizer has no tensors beside its states."""
 
     turn: TurnOfStep | None = None

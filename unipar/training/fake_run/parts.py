@@ -146,7 +146,7 @@ class TaskTraces:
 
             timeline = self._timeline(traced, sizes.accumulate)
             prediction = predict(timeline)
-            activations = traced.activations if device == "cpu" else traced.activations.without_staging
+            activations = traced.activations if device == "cpu" else traced.activations.without_copies
             gloo, late = device == "cpu" and ranks > 1, 0
             proving = list(self._passes_of_proof(traced, predict, device))
             built = [replace(_fullest(predict_peaks(*each, sizes.micro)), phase="built") for each in proving]
@@ -193,7 +193,7 @@ class TaskTraces:
                 return self._predict(config, ranks, part, timeline, device, runtime)
 
             prediction = predict(timeline)
-            activations = traced.activations if device == "cpu" else traced.activations.without_staging
+            activations = traced.activations if device == "cpu" else traced.activations.without_copies
             needs = predict_needed if device == "cpu" and ranks > 1 else predict_peak
             most = max(most, needs(timeline, prediction, activations, sizes.micro, sizes.accumulate))
             proving = self._passes_of_proof(traced, predict, device)
@@ -211,7 +211,7 @@ class TaskTraces:
             return
         if proof.part is not None:
             timeline = self._timeline(traced, 1)
-            part = proof.part if device == "cpu" else proof.part.without_staging
+            part = proof.part if device == "cpu" else proof.part.without_copies
             yield timeline, _without_states(predict(timeline)), part
         if device == "cpu":  # else that is the host's memory
             whole = proof.whole.timeline

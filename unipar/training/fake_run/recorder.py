@@ -19,7 +19,9 @@ from typing_extensions import override
 
 from unipar.backend.prediction.timeline import Moment, MomentKind, PredictedPhase
 from unipar.memory.recording.collectives import collective_of, payload_of_call
+from unipar.planning.activations import CopyOnCPU
 from unipar.profiling.flops import count_operations
+from unipar.training.fake_run.kernel_copies import copies_of_convolution
 
 
 @dataclass(slots=True)
@@ -40,8 +42,8 @@ class FakeBlock:
     is_gradient: bool = False
     """True if it became the gradient of a parameter, when it died."""
 
-    is_staged: bool = False
-    """True if it is a copy that gloo makes of what it sends, on the CPU."""
+    copied_by: CopyOnCPU | None = None
+    """What makes it, if it is a copy that is made on the CPU alone."""
 
 
 STAGED = "copied by gloo"
@@ -201,6 +203,10 @@ class StepRecorder(TorchDispatchMode):
             number, block = told
             self.note("gradient", block, number)
             self.note("taken", block, number)
+        for size in copies_of_convolution(func, args, out):
+            name = f"{func.__name__}, copied by oneDNN"
+            self.blocks.append(FakeBlock(size, name, self._where, self.ticks, self.ticks, copied_by="oneDNN"))
+            self.ticks += 1
         if (kind := collective_of(func._schema.name)) in _STAGED:
             self._stage(kind, payload_of_call(args, out))
         return out
@@ -214,9 +220,13 @@ class StepRecorder(TorchDispatchMode):
 
     def _stage(self, kind: str, size: int) -> None:
         """Record a copy of what a collective sends, which is there while it runs."""
-        where = self._modules[-1] if self._modules else ""
-        self.blocks.append(FakeBlock(size, f"{kind}, {STAGED}", where, self.ticks, self.ticks, is_staged=True))
+        self.blocks.append(FakeBlock(size, f"{kind}, {STAGED}", self._where, self.ticks, self.ticks, copied_by="gloo"))
         self.ticks += 1
+
+    @property
+    def _where(self) -> str:
+        """Name of the module that runs."""
+        return self._modules[-1] if self._modules else ""
 
     def _see(self, t: Tensor, func: Any) -> None:
         storage = t.untyped_storage()
@@ -226,8 +236,7 @@ class StepRecorder(TorchDispatchMode):
                 self._views.append((self._parameters[key], weakref.ref(t)))
             return
         number = len(self.blocks)
-        where = self._modules[-1] if self._modules else ""
-        self.blocks.append(FakeBlock(storage.nbytes(), func.__name__, where, self.ticks))
+        self.blocks.append(FakeBlock(storage.nbytes(), func.__name__, self._where, self.ticks))
         self.ticks += 1
         self._live[key] = number
         weakref.finalize(storage, self._gone, key, number)

@@ -324,7 +324,7 @@ def combine_steps(first: FakeStep, second: FakeStep) -> Activations:
 
     blocks = [
         AllocatedBlock(
-            *line(x.size, y.size), x.operation, x.where, x.born, _earlier(x.died, y.died), x.is_gradient, x.is_staged
+            *line(x.size, y.size), x.operation, x.where, x.born, _earlier(x.died, y.died), x.is_gradient, x.copied_by
         )
         for x, y in zip(a.blocks, b.blocks, strict=True)
     ]
