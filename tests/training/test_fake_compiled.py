@@ -131,6 +131,30 @@ def test_a_compiler_that_needs_values(tmp_path: Path) -> None:
     assert kept_of_hidden(of(found)) == 2 * 3
 
 
+def test_a_plan_for_gpus_tells_whose_code_it_is(tmp_path: Path) -> None:
+    """torch's compiler writes for the CPU, where tensors without memory are."""
+    (tmp_path / "gpu.py").write_text(TASK.format(blocks=2), "utf-8")
+    config: dict[str, Any] = {
+        "task": {"use": f"{tmp_path}/gpu.py:Small"},
+        "batch": {"total": 8},
+        "train": {"steps": 1},
+        "model": {"compile": {"what": "blocks", "backend": "aot_eager"}},
+    }
+    line = "model.compile: buffers are those of the code that torch's compiler writes for the CPU"
+    assert line in unipar.plan(config, cells=["single"], device="cuda").notes
+    assert line not in unipar.plan(config, cells=["single"], device="cpu").notes
+
+
+def test_a_compiler_that_does_not_exist(tmp_path: Path) -> None:
+    """The line names those that torch knows."""
+    found = traces(tmp_path, {"what": "blocks", "backend": "inductr"})
+    (line,) = found.whole.assumed
+    assert line.startswith(
+        "model.compile is planned as if it were off (ConfigError: model.compile.backend: there is no 'inductr'; "
+        "torch knows aot_eager, "
+    )
+
+
 def test_a_model_that_is_compiled_at_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has no step to be recorded."""
     graphs = iter(range(100))

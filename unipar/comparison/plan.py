@@ -234,6 +234,8 @@ class CellPlanner:
         yield from self.traced.assumed
         if not self.traced.even:
             yield "activations do not grow evenly with the microbatch: other sizes are estimates"
+        if self.device == "cuda" and self.traces.compiled:
+            yield "model.compile: buffers are those of the code that torch's compiler writes for the CPU"
         if self.machine is None:
             return
         precision = self.config.train.precision

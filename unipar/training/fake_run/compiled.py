@@ -32,12 +32,12 @@ def compile_parts(model: nn.Module, blocks: Sequence[str], settings: Compile) ->
 
     What Inductor allocates between them is as in training: its own code does it.
     """
+    parts = parts_to_compile(model, blocks, settings)
     if settings.backend not in COMPILERS:
         *others, last = COMPILERS
         raise TaskError(
             f"what {settings.backend} compiles cannot run without values; {', '.join(others)} and {last} can"
         )
-    parts = parts_to_compile(model, blocks, settings)
     before = [part.__dict__.get("forward") for part in parts]
     with ExitStack() as stack:
         for change in _changes(settings.backend):

@@ -96,14 +96,20 @@ class TaskTraces:
         self._parts: dict[object, tuple[TracedTask, ...]] = {}
         self._predictions: dict[object, Prediction] = {}
         self._timelines: dict[tuple[int, int], StepTimeline] = {}
-        self._compiled: dict[int, TracedTask] | None = None if config.model.compiling is None else {}
-        if self._compiled is not None:
+        self._compiled: dict[int, TracedTask] | None = None
+        """Steps under torch.compile, by the size of the microbatch; None: it is not at work."""
+
+        if config.model.compiling is not None:
             try:
-                self.of(config, self._fake.micro)
+                self._compiled = {self._fake.micro: trace_compiled(self._fake, self.whole, self._fake.micro)}
             except Exception as e:
-                self._compiled = None
                 note = f"model.compile is planned as if it were off ({summarize_error(e)})"
                 self.whole = replace(self.whole, assumed=(*self.whole.assumed, note))
+
+    @property
+    def compiled(self) -> bool:
+        """True if torch.compile is at work."""
+        return self._compiled is not None
 
     def of(self, config: Config, micro: int | None = None) -> Sequence[TracedTask]:
         """Return a step of each rank that holds or does something else, in a config of the same task.
