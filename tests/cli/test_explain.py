@@ -100,7 +100,7 @@ def test_no_key_is_left_out(source: ConfigSource) -> None:
         "launch.deadline launch.restarts checkpoint resume",
         "options.native.find_unused options.native.bucket_mb options.native.wrapper options.native.vocabulary",
         "options.native.attention options.native.proof compare.cells",
-        "compare.repeat compare.memory out",
+        "compare.repeat compare.memory out machines",
     }
     assert keys == {key for line in leaves for key in line.split()}
 

@@ -46,7 +46,7 @@ def said(changes: dict[str, Any], where: dict[str, str] | None = None) -> str:
         (
             {"zebra": 3},
             "zebra: there is no such key; a config has task, backend, device, parallel, batch, model, data, train, "
-            "eval, log, checkpoint, resume, launch, options, compare, out",
+            "eval, log, checkpoint, resume, launch, machines, options, compare, out",
         ),
         ({"train.steps": 3}, "train.steps: there is no such key; in a file keys are nested: train: {steps: ...}"),
         (
@@ -276,7 +276,7 @@ def test_options(backend: str, given: dict[str, Any], sentence: str) -> None:
     found = registry.find_backend(backend)
     with pytest.raises(ValidationError) as e:
         found.options.model_validate(given)
-    assert list_option_mistakes(e.value, found.options, backend) == [sentence]
+    assert list_option_mistakes(e.value, found.options, f"options.{backend}") == [sentence]
 
 
 def test_options_of_a_backend_that_is_not_used() -> None:

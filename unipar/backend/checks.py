@@ -13,12 +13,15 @@ from unipar.backend import registry, resources
 from unipar.backend.cells import cell_of, cells_of_backend, check_offers, config_in_cell, is_single_process, refuse_axes
 from unipar.backend.description import Backend
 from unipar.backend.registry import backend_names, find_backend, why_not_installed
-from unipar.config import SHARDS, Cell, Config, Precision, Shard
+from unipar.config import SHARDS, Cell, Config, Precision, Section, Shard
+from unipar.config.job_system import find_job_system, job_system_names
+from unipar.config.sections.machines import Machines
 from unipar.config.settled import SettledConfig
 from unipar.config.source import ConfigSource, Given, load_config_file, load_given_config
 from unipar.config.validation_errors import KeyOrigins, join_mistakes, list_option_mistakes
 from unipar.errors import BackendNotFound, BackendNotInstalled, ConfigError, UniparError, Unsupported
 from unipar.tracking import tracker
+from unipar.utils.text import did_you_mean, show_value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +56,9 @@ def check_names(source: ConfigSource) -> CheckedSource:
     Options of backends that are not used are checked too: a typo would only show once the backend is used.
     """
     config = source.config
-    named = {"backend": config.backend, "log": {"to": config.log.to}, "options": config.options}
+    named: dict[str, Any] = {"backend": config.backend, "log": {"to": config.log.to}, "options": config.options}
+    if config.machines is not None:
+        named["machines"] = {"on": config.machines.on, **config.machines.options}
     mistakes = list(_name_mistakes(named, source.places))
     if mistakes:
         kind = mistakes[0][0] if len(mistakes) == 1 else ConfigError
@@ -83,12 +88,44 @@ def _name_mistakes(data: Mapping[str, Any], places: KeyOrigins) -> Iterator[tupl
         unknown = list(_unknown_backend(name, f"options.{name}", places))
         yield from unknown
         if not unknown and isinstance(given, dict):
-            owner = find_backend(name)
-            try:
-                owner.options.model_validate(given)
-            except ValidationError as e:
-                for sentence in list_option_mistakes(e, owner.options, name, places):
-                    yield ConfigError, sentence
+            for sentence in _option_mistakes(find_backend(name).options, given, f"options.{name}", places):
+                yield ConfigError, sentence
+    for sentence in _machines_mistakes(_section(data, "machines"), places):
+        yield ConfigError, sentence
+
+
+def _option_mistakes(
+    options: type[Section], given: Mapping[str, Any], section: str, places: KeyOrigins
+) -> Iterator[str]:
+    try:
+        options.model_validate(given)
+    except ValidationError as e:
+        yield from list_option_mistakes(e, options, section, places)
+
+
+def _machines_mistakes(machines: Mapping[str, Any], places: KeyOrigins) -> Iterator[str]:
+    """Yield a sentence for each key of `machines` that is neither its own nor a job system, and for wrong options."""
+    own, systems = list(Machines.model_fields), job_system_names()
+    if isinstance(on := machines.get("on"), str):
+        try:
+            find_job_system(on)
+        except ConfigError as e:
+            yield f"machines.on{_place(places, 'machines.on')}: {e}"
+    for name, given in machines.items():
+        key = f"machines.{name}"
+        if name in own:
+            continue
+        if name not in systems:
+            homes = [system for system in systems if name in find_job_system(system).options.model_fields]
+            near = did_you_mean(name, [*own, *systems])
+            near = near or (f"; did you mean machines.{homes[0]}.{name}?" if homes else "")
+            near = near or f"; machines has {', '.join(own + systems)}"
+            yield f"{key}{_place(places, key)}: there is no such key{near}"
+        elif not isinstance(given, dict):
+            options = ", ".join(find_job_system(name).options.model_fields)
+            yield f"{key}{_place(places, key)}: wanted a section with the keys {options}, got {show_value(given)}"
+        else:
+            yield from _option_mistakes(find_job_system(name).options, given, key, places)
 
 
 def _section(data: Mapping[str, Any], key: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from pydantic import Field, PositiveInt, field_validator, model_validator
 from unipar.config.sections.batch import Batch
 from unipar.config.sections.checkpoint import Checkpoint
 from unipar.config.sections.duration import Seconds
+from unipar.config.sections.machines import Machines
 from unipar.config.sections.model import Model
 from unipar.config.sections.parallel import Parallel
 from unipar.config.sections.section import Section
@@ -160,6 +161,9 @@ class Config(Section):
 
     launch: Launch = Launch()
     """Time limits for the processes of the run."""
+
+    machines: Machines | None = None
+    """Several machines: how many, and the job system that starts the run there; null: this machine."""
 
     options: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Settings of each backend, by its name; all are checked, those of `backend` are used."""

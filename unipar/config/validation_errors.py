@@ -26,10 +26,10 @@ def list_mistakes(error: ValidationError, where: KeyOrigins | None = None) -> li
 
 
 def list_option_mistakes(
-    error: ValidationError, options: type[Section], name: str, where: KeyOrigins | None = None
+    error: ValidationError, options: type[Section], section: str, where: KeyOrigins | None = None
 ) -> list[str]:
-    """Return a sentence for each mistake in a backend's options; keys begin with options.NAME."""
-    return _describe(error, options, f"options.{name}", where or {})
+    """Return a sentence for each mistake in a plugin's options, which are in this section: options.native."""
+    return _describe(error, options, section, where or {})
 
 
 def list_section_mistakes(error: ValidationError, section: type[Section], where: KeyOrigins | None = None) -> list[str]:

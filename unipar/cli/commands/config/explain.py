@@ -190,17 +190,21 @@ def explain_config(
 
 
 def _all_values(source: ConfigSource) -> Iterator[ExplainedValue]:
-    """Yield every key of the config; of `options`, the used backend's and those that the config gives for others."""
+    """Yield every key of the config; of plugins' options, those in use and those that the config gives for others."""
     from unipar.backend import registry
+    from unipar.config.job_system import find_job_system
+    from unipar.config.sections.machines import Machines
 
     config = source.config
+    machines = config.machines or Machines()
+    plugins = {"options": (registry.find_backend, {config.backend: {}, **config.options})}
+    plugins["machines.before"] = find_job_system, {**({machines.on: {}} if machines.on else {}), **machines.options}
     for key, value in _section_values(config):
         if key != "options":
             yield ExplainedValue(key, value, source.origins.get(key, "default"))
-            continue
-        for name in dict.fromkeys((config.backend, *config.options)):
-            options = registry.find_backend(name).options.model_validate(config.options.get(name, {}))
-            for inner, v in _section_values(options, f"options.{name}."):
+        find, options_by_name = plugins.get(key, (registry.find_backend, {}))
+        for name, given in options_by_name.items():
+            for inner, v in _section_values(find(name).options.model_validate(given), f"{key.split('.')[0]}.{name}."):
                 yield ExplainedValue(inner, v, source.origins.get(inner, "default"))
 
 

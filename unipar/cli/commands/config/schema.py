@@ -30,15 +30,22 @@ def schema_text() -> str:
 
     from unipar.backend import registry
     from unipar.config import Config
+    from unipar.config.job_system import find_job_system, job_system_names
 
     backends = [registry.find_backend(name) for name in registry.backend_names()]
     optional = [b for b in backends if b.options.model_fields]
-    refs, definitions = models_json_schema([(m, "validation") for m in (Config, *(b.options for b in optional))])
+    systems = {name: find_job_system(name).options for name in job_system_names()}
+    models = (Config, *(b.options for b in optional), *systems.values())
+    refs, definitions = models_json_schema([(m, "validation") for m in models])
     config = definitions["$defs"].pop("Config")
     config["properties"]["options"] |= {
         "properties": {b.name: refs[b.options, "validation"] for b in optional},
         "additionalProperties": {"type": "object"},
     }
+    machines = definitions["$defs"]["Machines"]
+    machines["properties"] |= {name: refs[options, "validation"] for name, options in systems.items()}
+    machines["additionalProperties"] = False
+    machines["properties"]["on"]["examples"] = list(systems)
     config["properties"]["backend"]["examples"] = [b.name for b in backends]
     schema = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
