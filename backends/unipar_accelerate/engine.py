@@ -82,6 +82,8 @@ def hand_world_to_accelerate(world: World) -> World:
     world.set_variables(RANK=place.rank, WORLD_SIZE=place.size)
     world.set_variables(LOCAL_RANK=world.local_rank_for_libraries, LOCAL_WORLD_SIZE=place.local_size)
     world.restore_variables("MASTER_ADDR", "MASTER_PORT")
+    if world.machines.several and "MASTER_ADDR" not in os.environ:  # it asks for them, and connects to neither
+        world.set_variables(MASTER_ADDR=world.machines.all[0].address, MASTER_PORT=29500)
     reset_accelerate_state()
     with hide_launch_variables():
         state = PartialState(cpu=world.device.type == "cpu")

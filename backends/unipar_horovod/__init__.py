@@ -16,7 +16,6 @@ from unipar.config import Config, Section
 from unipar.config.sections.cell import AXES
 from unipar.distributed.launchers import Launcher
 from unipar.distributed.place import Place
-from unipar.errors import WorldMismatch
 
 if TYPE_CHECKING:
     from unipar.backend.prediction.timeline import OverlapWindow, Prediction, StepTimeline
@@ -75,6 +74,7 @@ class Horovod(Backend):
                 local_rank="HOROVOD_LOCAL_RANK",
                 local_size="HOROVOD_LOCAL_SIZE",
                 job=("HOROVOD_GLOO_RENDEZVOUS_PORT",),
+                server=("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"),
                 opens="its key-value store listens on every interface, without authentication",
             ),
         ),
@@ -151,11 +151,6 @@ class Horovod(Backend):
 
     @override
     def join(self, config: Config, place: Place) -> World:
-        if place.local_size != place.size:
-            raise WorldMismatch(
-                f"{place.launcher} started {place.size} processes, {place.local_size} of them on this machine; "
-                "Horovod's meet on loopback alone: use one machine, or native, deepspeed or accelerate"
-            )
         from unipar_horovod.engine import join
 
         return join(config, place)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -21,7 +22,7 @@ from unipar.engines.placement import broadcast_model
 from unipar.engines.wrapper import WrapperEngine
 from unipar.errors import Unsupported
 from unipar_horovod import fusion_buffer_bytes, options_of, process_set_refusals
-from unipar_horovod.rendezvous import rendezvous_variables, serve_rendezvous
+from unipar_horovod.rendezvous import LOOPBACK, rendezvous_variables, serve_rendezvous, slots_of
 
 
 @final
@@ -131,9 +132,10 @@ def _open_rendezvous(world: World, stack: ExitStack) -> None:
 
     The server that `horovodrun` starts listens on every interface, without authentication.
     """
-    local = world.place.local_size
     assert world.store is not None
+    slots, address = slots_of(world.machines), world.machines.all[0].address or LOOPBACK
     if world.rank == 0:
-        world.store.set("horovod", str(stack.enter_context(serve_rendezvous(world.size, local))))
+        world.store.set("horovod", str(stack.enter_context(serve_rendezvous(slots, address))))
     port = int(world.store.get("horovod").decode())
-    world.set_variables(**rendezvous_variables(rank=world.rank, size=world.size, local_size=local, port=port))
+    network = os.environ["GLOO_SOCKET_IFNAME"] if world.machines.several else "lo"
+    world.set_variables(**rendezvous_variables(slots[world.rank], port=port, address=address, interface=network))

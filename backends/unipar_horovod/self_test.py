@@ -41,20 +41,21 @@ def _sum_over_ranks() -> dict[str, bool]:
 
 
 def _run_ranks() -> str:
-    from unipar_horovod.rendezvous import rendezvous_variables, serve_rendezvous
+    from unipar.distributed.meeting.machines import WorldMachines
+    from unipar_horovod.rendezvous import rendezvous_variables, serve_rendezvous, slots_of
 
-    with serve_rendezvous(SELF_TEST_RANKS, SELF_TEST_RANKS) as port:
+    slots = slots_of(WorldMachines.one(SELF_TEST_RANKS))
+    with serve_rendezvous(slots) as port:
         ranks = [
             subprocess.Popen(
                 [sys.executable, "-P", "-m", "unipar_horovod.self_test"],
-                env=os.environ
-                | rendezvous_variables(rank=rank, size=SELF_TEST_RANKS, local_size=SELF_TEST_RANKS, port=port),
+                env=os.environ | rendezvous_variables(slot, port=port),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
             )
-            for rank in range(SELF_TEST_RANKS)
+            for slot in slots
         ]
         until = time.monotonic() + SELF_TEST_SECONDS
         try:

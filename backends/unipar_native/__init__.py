@@ -50,6 +50,7 @@ NATIVE_LAUNCHERS = (
         local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
         local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
         job=("PMIX_NAMESPACE",),
+        passed_on=_MASTER_VARIABLES,
         opens="it listens on every interface while it runs",
     ),
     Launcher(
@@ -62,6 +63,8 @@ NATIVE_LAUNCHERS = (
         local_size="SLURM_STEP_TASKS_PER_NODE",
         node="SLURM_NODEID",
         job=("SLURM_JOB_ID", "SLURM_STEP_ID"),
+        passed_on=_MASTER_VARIABLES,
+        nodes="SLURM_STEP_NODELIST",
         least=2,
         opens="it listens on every interface for its tasks' output; Slurm's daemons do at their own ports",
     ),

@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.tiny import CONFIG
 from unipar.backend import registry
-from unipar.config import Config
 from unipar.distributed.launchers import place_from_environment, tasks_per_node, without_launcher_arguments
 from unipar.distributed.place import Place
 from unipar.errors import WorldMismatch
@@ -128,11 +126,11 @@ def test_nobody(environ: dict[str, str]) -> None:
          "whoever set RANK and WORLD_SIZE should have set LOCAL_RANK to a number; it is not set"),
         (MPIRUN | {"PMIX_NAMESPACE": ""}, "mpirun should have set PMIX_NAMESPACE to the job's id; it is not set"),
         (MPIRUN | {"OMPI_COMM_WORLD_SIZE": "4"},
-         "mpirun started 4 processes, 2 of them on this machine, and gives no address at which they can meet; on "
-         "several machines let it start torchrun, once on each"),
+         "mpirun started 4 processes, 2 of them on this machine, and gives no address where they can meet: pass one on "
+         "(mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500, HOST being rank 0's machine), or let it start torchrun, "
+         "once on each machine"),
         (SLURM | {"SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_TASKS_PER_NODE": "2,1", "SLURM_NODEID": "1"},
-         "srun started 3 processes, 1 of them on this machine, and gives no address at which they can meet; on "
-         "several machines let it start torchrun, once on each"),
+         "srun should have set SLURM_STEP_NODELIST to the machines; it is not set"),
         (SLURM | {"SLURM_NODEID": "1"},
          "srun should have set SLURM_STEP_TASKS_PER_NODE to the tasks of at least 2 machines; it is '2'"),
         (TORCHRUN | {"MASTER_ADDR": ""}, "torchrun should have set MASTER_ADDR to rank 0's address; it is not set"),
@@ -146,15 +144,29 @@ def test_worlds_that_cannot_be_joined(environ: dict[str, str], message: str) -> 
     assert str(e.value) == message
 
 
-def test_horovod_on_two_machines() -> None:
-    """Its rendezvous would wait on each of them alone."""
-    place = Place(rank=1, size=4, local_rank=1, local_size=2, launcher="torchrun", address=("192.0.2.7", 1))
-    with pytest.raises(WorldMismatch) as e:
-        registry.find_backend("horovod").join(Config.model_validate(CONFIG), place)
-    assert str(e.value) == (
-        "torchrun started 4 processes, 2 of them on this machine; Horovod's meet on loopback alone: use one machine, "
-        "or native, deepspeed or accelerate"
-    )
+TWO_NODES = SLURM | {
+    "SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_TASKS_PER_NODE": "2,1", "SLURM_NODEID": "1",
+    "SLURM_STEP_NODELIST": "gpu[03-04]",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("environ", "address", "server"),
+    [
+        (TWO_NODES, ("gpu03", 23673), None),
+        (TWO_NODES | {"MASTER_ADDR": "fd00::7", "MASTER_PORT": "4000"}, ("fd00::7", 4000), None),
+        (MPIRUN | {"OMPI_COMM_WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "4000"}, ("a", 4000), None),
+        (HOROVODRUN | {"HOROVOD_SIZE": "4", "HOROVOD_GLOO_RENDEZVOUS_ADDR": "a"}, None, ("a", 4711)),
+    ],
+    ids=["srun", "srun with an address", "mpirun with an address", "horovodrun"],
+)
+def test_where_ranks_on_several_machines_meet(
+    environ: dict[str, str], address: tuple[str, int] | None, server: tuple[str, int] | None
+) -> None:
+    """At an address that is passed on, else at one made of the first machine and the job's id, or by its server."""
+    place = place_from_environment(registry.list_launchers(), Path("run"), environ)
+    assert place is not None
+    assert (place.address, place.server, place.several_machines, place.meeting) == (address, server, True, None)
 
 
 @pytest.mark.parametrize(

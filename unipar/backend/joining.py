@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from unipar.config import Config
+from unipar.distributed.meeting.session import Session, interface_for, session_of
 from unipar.distributed.place import Place
-from unipar.distributed.rendezvous import on_loopback, open_store
 from unipar.distributed.world import World
 from unipar.errors import WorldMismatch
 
@@ -32,48 +32,40 @@ def choose_transport(config: Config, device: torch.device) -> str:
     return "nccl" if config.model.offload == "none" else "cpu:gloo,cuda:nccl"
 
 
-_stores: dict[tuple[str, int] | None, dist.Store] = {}
-"""Store by address: rank 0 listens at an address until its process ends."""
-
-
-def store_at(place: Place, patience: timedelta) -> dist.Store:
-    """Return the store of a world; at one address it is opened once in a process."""
-    if place.address in _stores:
-        return _stores[place.address]
-    # torchrun keeps its store when it restarts the ranks: what they wrote before must not be read again
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if place.hosted else "0"
-    store = dist.PrefixStore(f"attempt/{attempt}", open_store(place, patience))
-    if place.address is not None:
-        _stores[place.address] = store
-    return store
-
-
-_places_joined: list[Place] = []
-"""Places of this process in all worlds that it has joined."""
-
-
 def meet(config: Config, place: Place) -> World:
     """Join the other processes of this run and return the world; sets up torch.distributed."""
     device = device_of_rank(config, place)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    patience = timedelta(seconds=config.launch.timeout)
-    store = dist.HashStore() if place.size == 1 and place.address is None else store_at(place, patience)
-    _places_joined.append(place)
-    store = dist.PrefixStore(f"unipar/{len(_places_joined)}", store)  # a script may launch twice in one foreign world
-    world = World(place, device, store)
+    session, interface = join_session(config, place), _chosen_interface(config)
+    world = World(place, device, dist.PrefixStore(session.next_launch(), session.store))
+    world.machines = session.machines
+    network = "lo" if place.started_by_unipar else interface_for(session, interface)
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        if place.started_by_unipar or (on_loopback(place) and variable not in os.environ):
-            world.set_variables(**{variable: "lo"})
+        if network is not None and (place.started_by_unipar or interface or variable not in os.environ):
+            world.set_variables(**{variable: network})
     kind = choose_transport(config, device)
-    dist.init_process_group(
-        kind,
-        store=store,
-        rank=place.rank,
-        world_size=place.size,
-        timeout=patience,
-        device_id=device if "nccl" in kind else None,
-    )
+    if session.adopted:
+        world.owns_group = False
+    else:
+        dist.init_process_group(
+            kind,
+            store=world.store,
+            rank=place.rank,
+            world_size=place.size,
+            timeout=timedelta(seconds=config.launch.timeout),
+            device_id=device if "nccl" in kind else None,
+        )
     if (dist.get_rank(), dist.get_world_size()) != (place.rank, place.size):
         raise WorldMismatch(f"torch sees rank {dist.get_rank()} of {dist.get_world_size()}, not {place}")
     return world
+
+
+def join_session(config: Config, place: Place) -> Session:
+    """Return the session of this rank's world: the ranks on several machines find each other."""
+    return session_of(place, config.launch.meet, config.launch.timeout, _chosen_interface(config))
+
+
+def _chosen_interface(config: Config) -> str | None:
+    """Return the network interface that the config names, or None: it is found by the route to rank 0."""
+    return config.machines.interface if config.machines is not None else None

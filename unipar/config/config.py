@@ -78,6 +78,9 @@ class Launch(Section):
     timeout: Seconds = 120.0
     """Seconds that a collective may wait for its peers; always more than heartbeat."""
 
+    meet: Seconds = 600.0
+    """Seconds in which ranks on several machines must find each other: machines may be slow to start."""
+
     grace: Seconds = 30.0
     """Seconds that a run may take to reach a step boundary after a signal; a save that makes progress is waited for."""
 

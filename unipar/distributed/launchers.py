@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
+from unipar.distributed.meeting.addresses import first_host, port_of_job
 from unipar.distributed.place import Place
 from unipar.errors import WorldMismatch
 
@@ -60,6 +61,15 @@ class Launcher:
     address: tuple[str, str] | None = None
     """Variables with the host and port of the rendezvous; None: the processes meet through a file in the run folder."""
 
+    passed_on: tuple[str, str] | None = None
+    """Variables with host and port that a person may pass on, where the launcher itself gives none."""
+
+    nodes: str | None = None
+    """Variable that lists the machines, that of rank 0 first: with the job's id it makes host and port."""
+
+    server: tuple[str, str] | None = None
+    """Variables with host and port of the launcher's own key-value server, where rank 0 can say its address."""
+
     job: tuple[str, ...] = ()
     """Variables that together identify the job; needed for the rendezvous through a file."""
 
@@ -103,11 +113,16 @@ def place_from_environment(
         address = (variables.text(host, "rank 0's address"), variables.number(port))
     rank = variables.number(launcher.rank)
     local_rank, local_size = variables.local(rank, size, address)
+    server = None
     if address is None and local_size != size:
-        raise WorldMismatch(
-            f"{launcher.name} started {size} processes, {local_size} of them on this machine, and gives no address at "
-            "which they can meet; on several machines let it start torchrun, once on each"
-        )
+        address, server = variables.meeting_point()
+        if address is None and server is None:
+            first, second = launcher.passed_on or ("MASTER_ADDR", "MASTER_PORT")
+            raise WorldMismatch(
+                f"{launcher.name} started {size} processes, {local_size} of them on this machine, and gives no address "
+                f"where they can meet: pass one on ({launcher.name} -x {first}=HOST -x {second}=29500, HOST being rank "
+                "0's machine), or let it start torchrun, once on each machine"
+            )
     return Place(
         rank=rank,
         size=size,
@@ -115,8 +130,9 @@ def place_from_environment(
         local_size=local_size,
         launcher=launcher.name,
         address=address,
+        server=server,
         hosted=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        folder=None if address else folder,
+        folder=None if address or server else folder,
         job=".".join(variables.text(variable, "the job's id") for variable in launcher.job) or None,
         between=launcher.between,
     )
@@ -156,6 +172,20 @@ class _LauncherEnvironment:
                 names.local_size, f"the tasks of at least {node + 1} machines", repr(self.environ[names.local_size])
             )
         return self.number(names.local_rank), counts[node]
+
+    def meeting_point(self) -> tuple[tuple[str, int] | None, tuple[str, int] | None]:
+        """Return where ranks on several machines meet if the launcher gives no address: there, or its server."""
+        launcher, environ = self.launcher, self.environ
+        if launcher.passed_on is not None and all(environ.get(name) for name in launcher.passed_on):
+            host, port = launcher.passed_on
+            return (self.text(host, "rank 0's address"), self.number(port)), None
+        if launcher.nodes is not None:
+            job = ".".join(self.text(variable, "the job's id") for variable in launcher.job)
+            return (first_host(self.text(launcher.nodes, "the machines")), port_of_job(job)), None
+        if launcher.server is not None:
+            host, port = launcher.server
+            return None, (self.text(host, "its server's address"), self.number(port))
+        return None, None
 
     def _number_or(self, variable: str, default: int) -> int:
         return self.number(variable) if variable in self.environ else default

@@ -20,6 +20,9 @@ class Place:
     address: tuple[str, int] | None = None
     """Host and port of the rendezvous; None: the launcher gave none."""
 
+    server: tuple[str, int] | None = None
+    """Host and port of the launcher's own key-value server, at which rank 0 says where the others can meet it."""
+
     listener: int | None = None
     """File descriptor of rank 0's listening socket, opened by the parent so that no other process takes the port."""
 
@@ -36,9 +39,16 @@ class Place:
     """Number of processes between the launcher and this one that survive when the launcher is killed."""
 
     @property
+    def several_machines(self) -> bool:
+        """Whether some ranks are on other machines."""
+        return self.local_size != self.size
+
+    @property
     def meeting(self) -> Path | None:
         """File to which rank 0 writes its port, or None if there is an address or no run folder."""
-        return self.folder / f".meet-{self.launcher}-{self.job}" if self.folder and self.address is None else None
+        if self.folder is None or self.address or self.server:
+            return None
+        return self.folder / f".meet-{self.launcher}-{self.job}"
 
     @property
     def started_by_unipar(self) -> bool:

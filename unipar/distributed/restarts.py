@@ -26,10 +26,13 @@ class LaunchedJob:
     """Whether time goes on counting from the first attempt, as under torchrun; a queue gives a new time limit."""
 
 
-def find_job(environ: Mapping[str, str] = os.environ) -> LaunchedJob:
-    """Return the job of this process, from the variables of torchrun and Slurm."""
+def find_job(environ: Mapping[str, str] = os.environ, restarts: int = 0) -> LaunchedJob:
+    """Return the job of this process, from the variables of torchrun and Slurm.
+
+    `restarts`: how often torchrun has restarted the ranks, as far as another machine's agent knows.
+    """
     torchrun, slurm = _torchrun_names(environ), _slurm_names(environ)
-    again, queued = _count(environ, "TORCHELASTIC_RESTART_COUNT"), _count(environ, "SLURM_RESTART_COUNT")
+    again, queued = max(restarts, _count(environ, "TORCHELASTIC_RESTART_COUNT")), _count(environ, "SLURM_RESTART_COUNT")
     if torchrun and again:
         return LaunchedJob(torchrun + slurm, f"torchrun has restarted this run ({again})", torchrun, same_clock=True)
     if slurm and queued:

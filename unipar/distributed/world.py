@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from unipar.distributed.meeting.machines import WorldMachines
 from unipar.distributed.mesh import Mesh, MeshGroups
 from unipar.distributed.place import Place
 from unipar.errors import TaskError, WorldMismatch
@@ -36,6 +37,12 @@ class World:
 
         self.local_closers: list[Callable[[], None]] = []
         """Functions that reset a library's state without the other ranks; called after an error as well."""
+
+        self.machines = WorldMachines.one(self.size)
+        """On which machine each rank is."""
+
+        self.owns_group = True
+        """Whether the process group ends with this world; one that was alive before it stays alive."""
 
         self._keys = 0
         self._environ: dict[str, str | None] = {}
@@ -146,7 +153,7 @@ class World:
         self.closers.clear()
         while self.local_closers:
             self.local_closers.pop()()
-        if dist.is_initialized():
+        if dist.is_initialized() and self.owns_group:
             _left_groups[:] = [*_left_groups[-1:], dist.group.WORLD]
             dist.destroy_process_group()
         _current_worlds.remove(self)
@@ -167,6 +174,11 @@ holds the GIL, and wait for the group's thread, which may wait for the GIL to fr
 freed later, without the GIL."""
 
 atexit.register(_left_groups.clear)
+
+
+def is_group_of_unipar() -> bool:
+    """Return whether this process's process group, if it has one, is that of a world of unipar."""
+    return any(world.owns_group for world in _current_worlds)
 
 
 def leave_current_world() -> None:

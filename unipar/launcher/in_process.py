@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -50,14 +50,15 @@ def meet_in_run_folder(plan: PreparedRun, *, quiet: bool = False) -> Generator[P
         _die_with_launcher(place.between)
     patience, by_store = plan.config.launch.timeout, plan.numbered is not None and place.address is not None
     with ExitStack() as stack:
-        if place.rank == 0:
+        if place.several_machines:
+            placed = stack.enter_context(_folder_on_all_machines(plan, place))
+            if place.rank == 0:
+                stack.enter_context(_progress(placed, quiet=quiet))
+        elif place.rank == 0:
             placed = stack.enter_context(plan.create_folder())
             run = placed.out.resolve()
             stack.enter_context(_announce_run_folder(run, place))
-            shown = stack.enter_context(
-                Progress(run, plan.config.train.steps, quiet=quiet, prints=False, goes_on=plan.goes_on)
-            )
-            stack.enter_context(shown.tick_in_background())
+            stack.enter_context(_progress(placed, quiet=quiet))
             if by_store:
                 _folder_of_store(place, patience, placed.out)
         elif by_store:
@@ -65,6 +66,20 @@ def meet_in_run_folder(plan: PreparedRun, *, quiet: bool = False) -> Generator[P
         else:
             placed = plan.in_folder(_wait_for_run_folder(plan.out, place, patience, plan.numbered))
         yield placed
+
+
+@contextmanager
+def _progress(plan: PreparedRun, *, quiet: bool) -> Generator[None]:
+    steps, run = plan.config.train.steps, plan.out.resolve()
+    with Progress(run, steps, quiet=quiet, prints=False, goes_on=plan.goes_on) as shown, shown.tick_in_background():
+        yield
+
+
+def _folder_on_all_machines(plan: PreparedRun, place: Place) -> AbstractContextManager[PreparedRun]:
+    from unipar.backend.joining import join_session
+    from unipar.launcher.machines.folders import run_folder_on_all_machines
+
+    return run_folder_on_all_machines(plan, join_session(plan.config, place))
 
 
 @contextmanager
@@ -77,7 +92,7 @@ def training_in_process(plan: PreparedRun, task: Task) -> Generator[TrainingRun]
         place = replace(place, folder=run)
     try:
         with (
-            open_run(plan.settled, plan.backend, task, place, run) as training,
+            open_run(plan.settled, plan.backend, task, place, run, apart=plan.apart) as training,
             explain_out_of_memory(run, place.rank, training),
         ):
             _remove_started_mark(run, place)  # every rank has joined the process group
@@ -135,16 +150,11 @@ def _remove_started_mark(run: Path, place: Place) -> None:
 
 
 def _folder_of_store(place: Place, patience: float, out: Path | None = None) -> Path:
-    """Return the folder that rank 0 has claimed, and gives as `out`.
-
-    Of a world on several machines a file would not do: it may be one that a killed world at the same address has left.
-    """
-    from datetime import timedelta
-
-    from unipar.backend.joining import store_at
+    """Return the folder that rank 0 has claimed, and gives as `out`."""
+    from unipar.distributed.meeting.session import session_of
 
     _folders_met.append(out)
-    key, store = f"unipar/folder/{len(_folders_met)}", store_at(place, timedelta(seconds=patience))
+    key, store = f"unipar/folder/{len(_folders_met)}", session_of(place, patience, patience).store
     if out is not None:
         store.set(key, str(out))
         return out

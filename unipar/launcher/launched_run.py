@@ -13,6 +13,7 @@ from unipar.config.settled import read_settled
 from unipar.config.source import Given
 from unipar.errors import TaskError, UniparError, WorkerFailed, rebuild
 from unipar.launcher import rerun, worker_entries
+from unipar.launcher.machines.start import CommonStart
 from unipar.launcher.micro_batch.choice import usable_memory
 from unipar.launcher.prepare import PreparedRun, make_task, prepare
 from unipar.launcher.processes import early, worker
@@ -54,7 +55,11 @@ def run_launch(
     if worker_entries.script_context is not None:
         return _refuse_launch_with_join()
     try:
-        plan = PreparedRun.of(prepare(config, task, overrides, functions=functions), overwrite=overwrite)
+        start = CommonStart()
+        with start.sharing_errors():
+            prepared = prepare(config, task, overrides, functions=functions)
+            plan = PreparedRun.of(prepared, overwrite=overwrite, restarts=start.meet(prepared.source.config))
+        plan = start.agree(plan)
         _earlier_launches[:] = _launches_without(plan.out)
         plan = plan.after(_earlier_launches)
         if plan.finished:
@@ -94,7 +99,11 @@ def run_join(
         with _join_as_worker(worker_entries.script_context, task, functions) as run:
             yield run
         return
-    plan = PreparedRun.of(prepare(config, task, overrides, code="in the script"), overwrite=overwrite)
+    start = CommonStart()
+    with start.sharing_errors():
+        prepared = prepare(config, task, overrides, code="in the script")
+        plan = PreparedRun.of(prepared, overwrite=overwrite, restarts=start.meet(prepared.source.config))
+    plan = start.agree(plan)
     if plan.finished:
         _show_finished(plan, quiet, "; the script ends here, before its loop and what follows it")
         raise SystemExit(0)

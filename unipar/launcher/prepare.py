@@ -176,12 +176,18 @@ class PreparedRun:
     micro_note: str = ""
     """Sentence on `batch.micro: auto` in a run that goes on: whether the size of the earlier run is kept."""
 
+    apart: tuple[int, ...] = ()
+    """Ranks on machines that do not see rank 0's run folder, and have one of their own."""
+
     launched: float = field(default_factory=time.monotonic)
     """Time of time.monotonic() from which `launch.deadline` counts; a restart does not change it."""
 
     @classmethod
-    def of(cls, prepared: Prepared, *, overwrite: bool) -> Self:
-        """Return the run if it can start; raise an error with the reason if it cannot."""
+    def of(cls, prepared: Prepared, *, overwrite: bool, restarts: int = 0) -> Self:
+        """Return the run if it can start; raise an error with the reason if it cannot.
+
+        `restarts`: how often the launcher has started its ranks again, as far as any rank knows.
+        """
         auto, sizes = prepared.source.config.batch.is_auto, list[int]()
         if auto:
             sizes = prepared.candidates(prepared.ranks().number)
@@ -203,7 +209,7 @@ class PreparedRun:
                 f"{place.launcher} started {place.size} processes, and {ranks.why}; start it with python"
             )
         settled = prepared.settled(ranks.number, place.local_size if place else None)
-        if (job := find_job()).restarted_by and config.resume is None:
+        if (job := find_job(restarts=restarts)).restarted_by and config.resume is None:
             settled = replace(settled, config=settled.config.changed({"resume": _resume_of_restart(config, job)}))
         out, numbered = source.out, None
         earlier = None

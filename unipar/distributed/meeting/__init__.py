@@ -1,0 +1,1 @@
+"""Meeting of the ranks of a world: addresses, store, roll call of several machines, and the watch over them."""

@@ -1,0 +1,114 @@
+"""`WorldMachines`: on which machine each rank of a world is, and where that machine can be reached."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Self
+
+from typing_extensions import override
+
+from unipar.utils.procfs import boot_id
+from unipar.utils.text import count_of
+
+
+def machine_key() -> str:
+    """Return a text that is the same for all processes that see one process table under one host name."""
+    here = f"{boot_id()} {os.readlink('/proc/self/ns/pid')} {socket.gethostname()}"
+    return hashlib.sha256(here.encode()).hexdigest()[:12]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine of a world."""
+
+    name: str
+    """Its host name; another machine may have the same one."""
+
+    address: str
+    """Numeric address at which the other machines reach it."""
+
+    ranks: tuple[int, ...]
+    """Ranks on it, ascending."""
+
+    @override
+    def __str__(self) -> str:
+        return f"{self.name} ({self.address})" if self.address else self.name
+
+
+@dataclass(frozen=True)
+class WorldMachines:
+    """Machines of a world, that of rank 0 first, then by their first ranks."""
+
+    all: tuple[Machine, ...]
+
+    @classmethod
+    def one(cls, size: int) -> Self:
+        """Return the machines of a world whose ranks are all on this machine."""
+        return cls((Machine(socket.gethostname(), "", tuple(range(size))),))
+
+    @classmethod
+    def of_ranks(cls, keys: Sequence[str], names: Sequence[str], addresses: Sequence[str]) -> Self:
+        """Return the machines of a world from each rank's machine key, host name and address."""
+        ranks: dict[str, list[int]] = {}
+        for rank, key in enumerate(keys):
+            ranks.setdefault(key, []).append(rank)
+        return cls(tuple(Machine(names[on[0]], addresses[on[0]], tuple(on)) for on in ranks.values()))
+
+    @classmethod
+    def from_json(cls, rows: Iterable[Sequence[Any]]) -> Self:
+        """Return the machines that `to_json` gave."""
+        return cls(tuple(Machine(name, address, tuple(ranks)) for name, address, ranks in rows))
+
+    def to_json(self) -> list[list[Any]]:
+        """Return rows of plain values."""
+        return [[machine.name, machine.address, list(machine.ranks)] for machine in self.all]
+
+    @property
+    def several(self) -> bool:
+        """Whether there is more than one machine."""
+        return len(self.all) > 1
+
+    @cached_property
+    def _index_by_rank(self) -> dict[int, int]:
+        return {rank: index for index, machine in enumerate(self.all) for rank in machine.ranks}
+
+    def index_of(self, rank: int) -> int:
+        """Return the position of a rank's machine among all."""
+        return self._index_by_rank[rank]
+
+    def of(self, rank: int) -> Machine:
+        """Return the machine that a rank is on."""
+        return self.all[self._index_by_rank[rank]]
+
+    def leads(self, rank: int) -> bool:
+        """Return whether a rank is the first one on its machine."""
+        return self.of(rank).ranks[0] == rank
+
+    def local_rank(self, rank: int) -> int:
+        """Return the position of a rank among those of its machine."""
+        return self.of(rank).ranks.index(rank)
+
+    @override
+    def __str__(self) -> str:
+        """Return which ranks are where: `node1 (10.0.0.1): ranks 0 and 1; node2 (10.0.0.2): rank 2`."""
+        return "; ".join(f"{machine}: {name_ranks(machine.ranks)}" for machine in self.all)
+
+    def describe_number(self) -> str:
+        """Return the number of machines in words: `2 machines`."""
+        return count_of(len(self.all), "machine")
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return ranks in words: `rank 3`, `ranks 0 to 3`, `ranks 0, 2 and 5`; of more than eight, the first few."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]} to {ranks[-1]}"
+    if len(ranks) > 8:
+        return f"ranks {', '.join(map(str, ranks[:6]))} and {len(ranks) - 6} more"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

@@ -1,0 +1,194 @@
+"""Roll call: the ranks of a world on several machines find each other in its store, whoever wrote to it before.
+
+A launcher may keep its store when it starts the ranks again, and each of its agents counts restarts for itself: what
+an earlier attempt wrote must not be read as this one's. So each rank leaves a letter with a word that it has made up;
+rank 0 answers each letter with the name of its session; and who gets an answer to his own word says so in a second
+letter. When all have, the session begins.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, final
+
+from unipar.distributed.meeting.addresses import is_loopback
+from unipar.distributed.meeting.machines import WorldMachines, name_ranks
+from unipar.errors import WorldMismatch, rebuild
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+_LETTERS: Final = "letters"
+_LONGEST_PAUSE: Final = 0.1
+
+
+@dataclass(frozen=True)
+class Presence:
+    """What a rank says of itself in the roll call."""
+
+    machine: str
+    """Key of its machine."""
+
+    name: str
+    """Host name."""
+
+    address: str
+    """Its machine's address, as far as it knows."""
+
+    restarts: int = 0
+    """How often the launcher has started it again, as far as it was told."""
+
+
+@final
+@dataclass(frozen=True)
+class RollCall:
+    """Result of a roll call."""
+
+    session: str
+    """Name of the session, which no other attempt has."""
+
+    machines: WorldMachines
+    restarts: int
+
+
+def call_roll(
+    store: dist.Store, rank: int, size: int, mine: Presence, patience: float, own_address: Callable[[str], str]
+) -> RollCall:
+    """Return who is where, once all ranks are there; raise the same WorldMismatch on those that are, if some are not.
+
+    `own_address` returns the address of rank 0's machine towards another machine's address.
+    """
+    if rank:
+        return _answer(store, rank, mine, patience)
+    session = secrets.token_hex(6)
+    restarts = max(mine.restarts, store.add("attempts", 1) - 1)
+    there = {0: mine, **_await_letters(store, size, session, mine, patience)}
+    restarts = max(restarts, *(one.restarts for one in there.values()))
+    elsewhere = next((one.address for one in there.values() if one.machine != mine.machine), None)
+    if elsewhere is not None and is_loopback(mine.address):  # its own name is on loopback there, as on Debian
+        here = own_address(elsewhere)
+        there = {r: Presence(p.machine, p.name, here) if p.machine == mine.machine else p for r, p in there.items()}
+    ranks = [there[r] for r in range(size)]
+    machines = WorldMachines.of_ranks([p.machine for p in ranks], [p.name for p in ranks], [p.address for p in ranks])
+    store.set(f"begin/{session}", json.dumps({"machines": machines.to_json(), "restarts": restarts}))
+    return RollCall(session, machines, restarts)
+
+
+def _await_letters(store: dist.Store, size: int, session: str, mine: Presence, patience: float) -> dict[int, Presence]:
+    """Return what each other rank says of itself, once all have confirmed that they know the session."""
+    came: dict[int, Presence] = {}
+    confirmed: set[int] = set()
+    seen, until, pause = 0, time.monotonic() + patience, 0.002
+    coming: list[int] = []
+    while len(confirmed) < size - 1:
+        numbered = store.add(_LETTERS, 0)
+        coming += range(seen + 1, numbered + 1)
+        seen = numbered
+        there = [number for number in coming if store.check([f"{_LETTERS}/{number}"])]
+        if not there:
+            if time.monotonic() > until:
+                sentence = _missing_sentence(size, confirmed, {0: mine, **came}, patience)
+                store.set(f"begin/{session}", json.dumps({"error": sentence}))
+                raise WorldMismatch(sentence)
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+            continue
+        pause = 0.002
+        for number in there:
+            coming.remove(number)
+            letter: dict[str, Any] = json.loads(store.get(f"{_LETTERS}/{number}"))
+            rank = int(letter["rank"])
+            if letter.get("session") == session:
+                confirmed.add(rank)
+            elif "word" in letter:  # or one of an earlier attempt: nobody waits for that answer
+                came[rank] = Presence(**letter["presence"])
+                confirmed.discard(rank)
+                store.set(f"answer/{letter['word']}", session)
+    return came
+
+
+def _missing_sentence(size: int, confirmed: set[int], came: dict[int, Presence], patience: float) -> str:
+    missing = [rank for rank in range(1, size) if rank not in confirmed]
+    here: dict[str, list[int]] = {}
+    for rank in sorted({0, *confirmed}):
+        here.setdefault(came[rank].name, []).append(rank)
+    there = "; ".join(f"{name}: {name_ranks(ranks)}" for name, ranks in here.items())
+    verb = "is" if len(missing) == 1 else "are"
+    return (
+        f"{size - len(missing)} of {size} ranks have met within {patience:g} s (launch.meet), and "
+        f"{name_ranks(missing)} {verb} missing (here are {there}): was the launcher started on every machine, and is "
+        "there a way from each to rank 0's (a firewall)?"
+    )
+
+
+def _answer(store: dist.Store, rank: int, mine: Presence, patience: float) -> RollCall:
+    word, until = secrets.token_hex(6), time.monotonic() + patience
+    _post(store, {"rank": rank, "word": word, "presence": vars(mine)})
+    waited = f"rank {rank} on {mine.name} has reached the meeting point and waited {patience:g} s (launch.meet) for"
+    session = wait_for_key(store, f"answer/{word}", until, f"{waited} rank 0: it has ended, or was never started")
+    _post(store, {"rank": rank, "session": session})
+    begun: dict[str, Any] = json.loads(
+        wait_for_key(store, f"begin/{session}", until + 5, f"{waited} the other ranks: rank 0's log says which")
+    )
+    if "error" in begun:
+        raise WorldMismatch(begun["error"])
+    return RollCall(session, WorldMachines.from_json(begun["machines"]), begun["restarts"])
+
+
+def _post(store: dist.Store, letter: dict[str, Any]) -> None:
+    store.set(f"{_LETTERS}/{store.add(_LETTERS, 1)}", json.dumps(letter))
+
+
+def wait_for_key(store: dist.Store, key: str, until: float, sentence: str) -> str:
+    """Return the value of a key once it is there; a `get` that times out would print lines of torch's own."""
+    pause = 0.001
+    while not store.check([key]):
+        if time.monotonic() > until:
+            raise WorldMismatch(sentence)
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)
+    return store.get(key).decode()
+
+
+def _await_all(store: dist.Store, keys: list[str], until: float, patience: float) -> None:
+    while not store.check(keys):
+        if time.monotonic() > until:
+            late = [rank for rank, key in enumerate(keys) if not store.check([key])]
+            raise WorldMismatch(f"rank 0 waited {patience:g} s for {name_ranks(late)}, which ended or hang")
+        time.sleep(0.005)
+
+
+def decide_together(
+    store: dist.Store,
+    rank: int,
+    size: int,
+    name: str,
+    mine: str,
+    judge: Callable[[list[str]], str],
+    patience: float,
+) -> str:
+    """Return what `judge` on rank 0 makes of the texts of all ranks; an error that it raises is raised on all.
+
+    `name` is new in the store. Each rank writes and reads one value, and rank 0 reads one of each.
+    """
+    until = time.monotonic() + patience
+    store.set(f"{name}/{rank}", mine)
+    if rank:
+        sentence = f"rank {rank} waited {patience:g} s for rank 0, which has ended or hangs; its log may say why"
+        told: dict[str, str] = json.loads(wait_for_key(store, f"{name}/told", until, sentence))
+        if "error" in told:
+            raise rebuild(told["kind"], told["error"]) or WorldMismatch(told["error"])
+        return told["result"]
+    try:
+        keys = [f"{name}/{one}" for one in range(size)]
+        _await_all(store, keys, until, patience)
+        result = judge([text.decode() for text in store.multi_get(keys)])
+    except Exception as e:
+        store.set(f"{name}/told", json.dumps({"error": str(e), "kind": type(e).__name__}))
+        raise
+    store.set(f"{name}/told", json.dumps({"result": result}))
+    return result
