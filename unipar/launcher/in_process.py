@@ -10,8 +10,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Generator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -82,6 +82,17 @@ def _folder_on_all_machines(plan: PreparedRun, place: Place) -> AbstractContextM
     return run_folder_on_all_machines(plan, join_session(plan.config, place))
 
 
+def _sharing_failures(
+    plan: PreparedRun, place: Place, run: Path
+) -> AbstractContextManager[Callable[[Callable[[], int]], None]]:
+    if not place.several_machines:
+        return nullcontext(lambda _: None)
+    from unipar.backend.joining import join_session
+    from unipar.launcher.machines.failures import sharing_failures
+
+    return sharing_failures(plan.config, join_session(plan.config, place), run)
+
+
 @contextmanager
 def training_in_process(plan: PreparedRun, task: Task) -> Generator[TrainingRun]:
     """Context manager: a run in this process with the loop as body; errors are recorded as in a worker, and raised."""
@@ -92,9 +103,11 @@ def training_in_process(plan: PreparedRun, task: Task) -> Generator[TrainingRun]
         place = replace(place, folder=run)
     try:
         with (
+            _sharing_failures(plan, place, run) as follow,
             open_run(plan.settled, plan.backend, task, place, run, apart=plan.apart) as training,
             explain_out_of_memory(run, place.rank, training),
         ):
+            follow(lambda: training.done)
             _remove_started_mark(run, place)  # every rank has joined the process group
             yield training
     except Stopped:

@@ -6,11 +6,12 @@ import json
 import re
 import time
 import traceback
-from collections.abc import Collection, Generator
+from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from unipar.run_folder.layout import error_path, run_error_path
 from unipar.utils.files import write_file_atomically
@@ -46,7 +47,7 @@ class RecordedError:
     @property
     def caused_by_other_rank(self) -> bool:
         """Whether the error only reports that another rank has ended or did not answer in time."""
-        return self.timed_out or any(words in self.message for words in _PEER_GONE_WORDS)
+        return is_consequence(self.message)
 
     @property
     def timed_out(self) -> bool:
@@ -78,6 +79,11 @@ def read_error_file(path: Path) -> RecordedError | None:
         return None
 
 
+def is_consequence(text: str) -> bool:
+    """Return whether a message only reports that another rank has ended or did not answer in time."""
+    return is_timeout(text) or any(words in text for words in _PEER_GONE_WORDS)
+
+
 def is_timeout(text: str) -> bool:
     """Return whether a message reports that a rank waited in vain for other ranks."""
     return any(pattern.search(text) for pattern in _TIMEOUT_PATTERNS)
@@ -89,6 +95,11 @@ def write_error(run: Path, rank: int, error: BaseException, hidden: Collection[s
     Leading frames of `hidden` files are left out of its traceback.
     """
     _write(error_path(run, rank), error, hidden)
+
+
+def write_failure(run: Path, rank: int, kind: str, message: str, trace: str) -> None:
+    """Write what another rank has told of its error to that rank's error file, unless it has written one itself."""
+    _write_row(error_path(run, rank), {"time": time.time(), "kind": kind, "message": message, "traceback": trace})
 
 
 @contextmanager
@@ -103,17 +114,19 @@ def record_run_error(run: Path) -> Generator[None]:
 
 
 def _write(path: Path, error: BaseException, hidden: Collection[str]) -> None:
-    if path.exists():
-        return
+    frames = _without_hidden_frames(error.__traceback__, hidden)
     row = {
         "time": time.time(),
         "kind": type(error).__name__,
         "message": str(error),
-        "traceback": "".join(
-            traceback.format_exception(type(error), error, _without_hidden_frames(error.__traceback__, hidden))
-        ),
+        "traceback": "".join(traceback.format_exception(type(error), error, frames)),
     }
-    write_file_atomically(path, json.dumps(row))
+    _write_row(path, row)
+
+
+def _write_row(path: Path, row: Mapping[str, Any]) -> None:
+    if not path.exists():
+        write_file_atomically(path, json.dumps(row))
 
 
 def _without_hidden_frames(frames: TracebackType | None, hidden: Collection[str]) -> TracebackType | None:

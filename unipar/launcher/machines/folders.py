@@ -105,7 +105,7 @@ def _find_or_mirror(
             f"{session.machines.of(0)}: name a folder on a file system that all machines mount (out: ..., or --out "
             "DIR), or say machines.folder: own, so that each machine writes to its own disk"
         )
-    rank, key = session.place.rank, f"{name}/{session.machines.index_of(session.place.rank)}"
+    rank, key = session.place.rank, f"{name}/machine/{session.machines.index_of(session.place.rank)}"
     if not session.machines.leads(rank):
         made = json.loads(_told(session, key, plan.config))
         return plan.in_folder(Path(made["out"]) if "out" in made else theirs), True

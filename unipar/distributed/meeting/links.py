@@ -1,0 +1,250 @@
+"""`Links`: connections between the machines of a world and their ranks, in a tree, over which short messages go.
+
+The first rank of each machine is linked to that of another machine, at most FAN_OUT to one, and the other ranks of a
+machine to its first. The system itself sees whether the other end of a link is there: it answers for a process that
+is busy, and no longer for a machine that is lost.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, final
+
+from unipar.distributed.meeting.addresses import is_ipv6, with_port
+from unipar.distributed.meeting.roll_call import wait_for_key
+from unipar.errors import WorldMismatch
+
+if TYPE_CHECKING:
+    from unipar.distributed.meeting.session import Session
+
+FAN_OUT: Final = 16
+"""Largest number of machines whose first ranks are linked to that of one other machine."""
+
+CONNECT_SECONDS: Final = 10.0
+"""Seconds in which a connection between two machines must be made; more means that it is blocked."""
+
+_PROBES: Final = 4
+
+
+@final
+@dataclass
+class Link:
+    """One end of a connection to another rank."""
+
+    rank: int
+    """Rank at the other end."""
+
+    connection: socket.socket
+    unread: bytes = b""
+    over: bool = False
+    """Whether the other end has said that it is done."""
+
+    writing: threading.Lock = field(default_factory=threading.Lock)
+
+
+@final
+class Links:
+    """Links of this rank: to the rank above it, if it is not rank 0, and to those below."""
+
+    def __init__(self, session: Session, silence: float) -> None:
+        """`silence`: seconds without an answer of the other end's system, after which a link is lost."""
+        self._rank, self._machines, self._silence = session.place.rank, session.machines, silence
+        self.parent: Link | None = None
+        self.children: list[Link] = []
+        self._wake, self._woken = os.pipe()
+        self._closing = False
+        self._reader: threading.Thread | None = None
+        self._open(session, f"links/{session.next_launch()}")
+
+    def _open(self, session: Session, key: str) -> None:
+        """Connect to the rank above, and be connected to by those below."""
+        store, rank = session.store, self._rank
+        above, below = rank_above(session, rank), ranks_below(session, rank)
+        word = secrets.token_hex(8)
+        with ExitStack() as failed:
+            listener = failed.enter_context(_listen(session)) if below else None
+            if listener is not None:
+                store.set(f"{key}/{rank}", f"{listener.getsockname()[1]} {word}")
+            if above is not None:
+                late = f"rank {rank} waited {3 * CONNECT_SECONDS:g} s for rank {above} to open a port"
+                port, said = wait_for_key(store, f"{key}/{above}", time.monotonic() + 3 * CONNECT_SECONDS, late).split()
+                self.parent = Link(above, failed.enter_context(self._connect(above, int(port))))
+                self._send(self.parent, {"rank": rank, "word": said})
+            if listener is not None:
+                self.children = _accept(listener, word, len(below), failed)
+            for link in self._all:
+                self._set_patience(link.connection)
+            failed.pop_all()
+        if listener is not None:
+            listener.close()
+
+    @property
+    def _all(self) -> list[Link]:
+        return [*self.children, *([self.parent] if self.parent is not None else [])]
+
+    def _connect(self, above: int, port: int) -> socket.socket:
+        there, here = self._machines.of(above), self._machines.of(self._rank)
+        address = there.address or "127.0.0.1"
+        try:
+            return socket.create_connection((address, port), timeout=CONNECT_SECONDS)
+        except OSError as e:
+            why = "no answer" if isinstance(e, TimeoutError) else (e.strerror or str(e))
+            raise WorldMismatch(
+                f"{here} cannot connect to {with_port(address, port)} on {there} ({why}), though it has found the "
+                "ranks there: a firewall between the two? gloo and NCCL connect at ports of the range "
+                "net.ipv4.ip_local_port_range: open it between the machines, or choose another network "
+                "(machines.interface)"
+            ) from None
+
+    def _set_patience(self, connection: socket.socket) -> None:
+        """Have the system tell when the other end has not answered for `silence` seconds."""
+        pause = max(1, int(self._silence / (_PROBES + 1)))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, pause)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, pause)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self._silence * 1000))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.settimeout(None)
+
+    def read_in_background(
+        self, told: Callable[[Link, dict[str, Any]], None], lost: Callable[[Link, OSError | None], None]
+    ) -> None:
+        """Call `told` for each message, and `lost` for a link whose other end has gone without a word: why, or None."""
+        self._reader = threading.Thread(target=self._read, args=(told, lost), name="links", daemon=True)
+        self._reader.start()
+
+    def _read(self, told: Callable[[Link, dict[str, Any]], None], lost: Callable[[Link, OSError | None], None]) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._wake, selectors.EVENT_READ)
+            for link in self._all:
+                selector.register(link.connection, selectors.EVENT_READ, link)
+            while not self._closing:
+                for found, _ in selector.select():
+                    link: Link | None = found.data
+                    if link is not None and not self._read_link(link, told, lost):
+                        selector.unregister(link.connection)
+
+    def _read_link(
+        self, link: Link, told: Callable[[Link, dict[str, Any]], None], lost: Callable[[Link, OSError | None], None]
+    ) -> bool:
+        """Read what has come over a link; return whether more may come."""
+        why: OSError | None = None
+        try:
+            got = link.connection.recv(65536)
+        except OSError as e:
+            got, why = b"", e
+        *lines, link.unread = (link.unread + got).split(b"\n")
+        for line in lines:
+            message: dict[str, Any] = json.loads(line)
+            if message.get("over"):
+                link.over = True
+            else:
+                told(link, message)
+        if not got and not link.over and not self._closing:
+            lost(link, why)
+        return bool(got)
+
+    def send_up(self, message: dict[str, Any]) -> bool:
+        """Send a message to the rank above; return whether there is one, and its system took it."""
+        return self.parent is not None and self._send(self.parent, message)
+
+    def send_down(self, message: dict[str, Any]) -> None:
+        """Send a message to the ranks below."""
+        for link in self.children:
+            self._send(link, message)
+
+    @staticmethod
+    def _send(link: Link, message: dict[str, Any]) -> bool:
+        try:
+            with link.writing:
+                link.connection.sendall(json.dumps(message).encode() + b"\n")
+        except OSError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Say at the other ends that this rank is done, and close all links."""
+        for link in self._all:
+            self._send(link, {"over": True})
+        self._closing = True
+        os.write(self._woken, b"x")
+        if self._reader is not None:
+            self._reader.join()
+        for link in self._all:
+            with suppress(OSError):
+                link.connection.close()
+        os.close(self._wake)
+        os.close(self._woken)
+
+
+def rank_above(session: Session, rank: int) -> int | None:
+    """Return the rank to which a rank is linked on the way to rank 0, or None for rank 0 itself."""
+    machines = session.machines
+    if not machines.leads(rank):
+        return machines.of(rank).ranks[0]
+    index = machines.index_of(rank)
+    return None if index == 0 else machines.all[(index - 1) // FAN_OUT].ranks[0]
+
+
+def ranks_below(session: Session, rank: int) -> list[int]:
+    """Return the ranks that are linked to a rank, away from rank 0."""
+    machines = session.machines
+    if not machines.leads(rank):
+        return []
+    first = machines.index_of(rank) * FAN_OUT + 1
+    return [*machines.of(rank).ranks[1:], *(machine.ranks[0] for machine in machines.all[first : first + FAN_OUT])]
+
+
+def _listen(session: Session) -> socket.socket:
+    address = session.machines.of(session.place.rank).address or "127.0.0.1"
+    family = socket.AF_INET6 if is_ipv6(address) else socket.AF_INET
+    try:
+        listener = socket.create_server((address, 0), family=family, backlog=1024)
+    except OSError:  # others know this machine by an address that is not its own, such as a service's
+        listener = socket.create_server(("", 0), family=family, backlog=1024)
+    listener.settimeout(3 * CONNECT_SECONDS)
+    return listener
+
+
+def _accept(listener: socket.socket, word: str, number: int, failed: ExitStack) -> list[Link]:
+    """Return links to so many ranks, which know the word; raise WorldMismatch if they do not come in time."""
+    links: list[Link] = []
+    while len(links) < number:
+        try:
+            connection, _ = listener.accept()
+        except TimeoutError:
+            raise WorldMismatch(
+                f"{socket.gethostname()} was connected to by {len(links)} of {number} ranks at an arbitrary port: a "
+                "firewall? the other machines' logs say which could not"
+            ) from None
+        failed.enter_context(connection)
+        connection.settimeout(CONNECT_SECONDS)
+        rank = _rank_of_stranger(connection, word)
+        if rank is None:
+            connection.close()
+        else:
+            links.append(Link(rank, connection))
+    return links
+
+
+def _rank_of_stranger(connection: socket.socket, word: str) -> int | None:
+    """Return the rank that a new connection says to be; None if it does not know the word."""
+    line = b""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        while not line.endswith(b"\n") and len(line) < 200:
+            if not (byte := connection.recv(1)):  # what follows the line stays unread
+                return None
+            line += byte
+        first: dict[str, Any] = json.loads(line)
+        return int(first["rank"]) if first["word"] == word else None
+    return None

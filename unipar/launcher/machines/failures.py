@@ -1,0 +1,116 @@
+"""Failures of a run on several machines: the first cause reaches all ranks, and rank 0's run folder."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from unipar.config import Config
+from unipar.distributed.meeting.roll_call import decide_together
+from unipar.distributed.meeting.session import Session
+from unipar.distributed.meeting.watch import MachineWatch
+from unipar.errors import Stopped, UniparError, WorkerFailed, WorldMismatch, rebuild
+from unipar.run_folder.error_file import is_consequence, write_error, write_failure
+
+_LONGEST_TRACEBACK: Final = 20_000
+"""Characters of a traceback, from its end, that are sent to rank 0."""
+
+
+@contextmanager
+def sharing_failures(config: Config, session: Session, run: Path) -> Generator[Callable[[Callable[[], int]], None]]:
+    """Context manager: an error of one rank, or its loss, becomes the error of all.
+
+    Yields a function that is to be given another one, which returns how many steps are done.
+    """
+    watch = _open_watch(config, session, run)
+
+    def follow(step: Callable[[], int]) -> None:
+        watch.step = step
+
+    try:
+        yield follow
+    except Stopped:
+        raise
+    except BaseException as e:
+        if not is_consequence(str(e)):
+            watch.fail(_described(e, session))
+            raise
+        cause = watch.cause()
+        if cause is None:
+            raise
+        raise _error_of(cause, session) from e
+    finally:
+        watch.close()
+        if session.place.rank == 0:
+            for failure in watch.failures:
+                write_failure(run, failure["rank"], failure["error"], failure["message"], failure.get("traceback", ""))
+
+
+def _open_watch(config: Config, session: Session, run: Path) -> MachineWatch:
+    """Return the watch of this rank; raise the same WorldMismatch on all ranks if some cannot be linked."""
+    key = "heartbeat" if config.launch.heartbeat is not None else "timeout"
+    silence: float = getattr(config.launch, key)
+
+    def end(cause: Mapping[str, Any]) -> None:
+        error = _error_of(cause, session)
+        write_error(run, session.place.rank, error)
+        sys.stderr.write(f"unipar: {error}\n")
+        sys.stderr.flush()
+        os._exit(error.code)
+
+    watch, wrong = None, ""
+    try:
+        watch = MachineWatch(session, silence, f"launch.{key}", end)
+    except WorldMismatch as e:
+        wrong = str(e)
+    name = f"links/{session.next_launch()}/made"
+    try:
+        decide_together(
+            session.store, session.place.rank, session.place.size, name, wrong, _judge_links, config.launch.meet
+        )
+    except WorldMismatch:
+        if watch is not None:
+            watch.close()
+        raise
+    assert watch is not None
+    return watch
+
+
+def _judge_links(wrong: list[str]) -> str:
+    """Raise WorldMismatch if a rank is not linked; of several sentences, with that of one that could not connect."""
+    sentences = sorted(filter(None, wrong), key=lambda text: "cannot connect" not in text)
+    if sentences:
+        raise WorldMismatch(sentences[0])
+    return ""
+
+
+def _described(error: BaseException, session: Session) -> dict[str, Any]:
+    """Return what the other ranks are told of an error of this rank."""
+    kind, rank = type(error).__name__, session.place.rank
+    own = isinstance(error, UniparError)
+    first = str(error) if own else f"{kind}: {str(error).strip().partition(chr(10))[0]}".removesuffix(": ")
+    text = "".join(traceback.format_exception(error))[-_LONGEST_TRACEBACK:]
+    return {
+        "kind": kind if own else WorkerFailed.__name__,
+        "message": f"rank {rank} on {session.machines.of(rank)} failed: {first}",
+        "error": kind,
+        "traceback": text,
+    }
+
+
+def _error_of(cause: Mapping[str, Any], session: Session) -> UniparError:
+    """Return the error with which a rank ends whose world has failed for this cause."""
+    rank, kind = int(cause["rank"]), str(cause["kind"])
+    text = cause.get("traceback", "")
+    failed = WorkerFailed(str(cause["message"]), rank=rank, traceback=text)
+    if text:
+        failed.add_note(f"Rank {rank}'s own traceback:\n\n{text}")
+    own = rebuild(kind, str(cause["message"])) if kind != WorkerFailed.__name__ else None
+    if own is not None:
+        own.__cause__ = failed
+    return own or failed
