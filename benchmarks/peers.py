@@ -18,7 +18,8 @@ from benchmarks.timing import Interval, interval
 from unipar.backend.installed import library_versions
 from unipar.comparison.rounds import rotate_order
 from unipar.errors import UniparError
-from unipar.launcher.prepare import PreparedRun, prepare
+from unipar.launcher.preparation.prepare import prepare
+from unipar.launcher.preparation.prepared_run import PreparedRun
 from unipar.launcher.processes.group import WorkerGroup
 from unipar.launcher.progress import Progress
 from unipar.utils.table import format_table

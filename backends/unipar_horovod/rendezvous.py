@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from horovod.runner.common.util.hosts import SlotInfo
 from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
-from unipar.distributed.meeting.machines import WorldMachines
+from unipar.distributed.machines import WorldMachines
 
 LOOPBACK = "127.0.0.1"
 

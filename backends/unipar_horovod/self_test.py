@@ -41,7 +41,7 @@ def _sum_over_ranks() -> dict[str, bool]:
 
 
 def _run_ranks() -> str:
-    from unipar.distributed.meeting.machines import WorldMachines
+    from unipar.distributed.machines import WorldMachines
     from unipar_horovod.rendezvous import rendezvous_variables, serve_rendezvous, slots_of
 
     slots = slots_of(WorldMachines.one(SELF_TEST_RANKS))

@@ -16,7 +16,8 @@ from unipar.distributed import gpus as distributed_gpus
 from unipar.distributed.gpus import count_chosen_gpus, count_visible_gpus, list_gpu_ids, torch_has_cuda
 from unipar.distributed.place import Place
 from unipar.errors import Unsupported, WorldMismatch
-from unipar.launcher.prepare import PreparedRun, prepare
+from unipar.launcher.preparation.prepare import prepare
+from unipar.launcher.preparation.prepared_run import PreparedRun
 
 IDS = ["GPU-aaaa-1", "GPU-aabb-2", "GPU-cccc-3", "GPU-dddd-4"]
 

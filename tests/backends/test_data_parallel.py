@@ -34,7 +34,8 @@ from unipar.distributed.world import World
 from unipar.engines.forward import ForwardCall, OpaqueBatch
 from unipar.errors import TaskError, Unsupported, WorldMismatch
 from unipar.launcher.cells import select_cells
-from unipar.launcher.prepare import PreparedRun, prepare
+from unipar.launcher.preparation.prepare import prepare
+from unipar.launcher.preparation.prepared_run import PreparedRun
 from unipar.verification.verify import select_multi_rank_cells
 
 CELL = Cell("native", "nothing", "dp")
@@ -70,7 +71,7 @@ def test_it_is_one_process() -> None:
 def test_a_launcher_of_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would train the same in each."""
     place = Place(rank=0, size=2, local_rank=0, local_size=2, launcher="torchrun")
-    monkeypatch.setattr("unipar.launcher.prepare._foreign_place", lambda source, starts: place)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    monkeypatch.setattr("unipar.launcher.preparation.prepare._foreign_place", lambda source, starts: place)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
     with pytest.raises(WorldMismatch) as e:
         PreparedRun.of(prepare(config(), code="in the script"), overwrite=False)
     assert str(e.value) == ("torchrun started 2 processes, and native/nothing+dp is one process; start it with python")

@@ -14,8 +14,7 @@ from typing import Any, TypeVar
 import pytest
 import torch.distributed as dist
 
-from unipar.distributed.meeting import links as links_module
-from unipar.distributed.meeting.addresses import (
+from unipar.distributed.addresses import (
     address_of_interface,
     first_host,
     interface_of,
@@ -24,8 +23,9 @@ from unipar.distributed.meeting.addresses import (
     resolve_host,
     with_port,
 )
+from unipar.distributed.machines import WorldMachine, WorldMachines, name_ranks
+from unipar.distributed.meeting import links as links_module
 from unipar.distributed.meeting.links import Links, rank_above, ranks_below
-from unipar.distributed.meeting.machines import Machine, WorldMachines, name_ranks
 from unipar.distributed.meeting.roll_call import Presence, RollCall, call_roll, decide_together, wait_for_key
 from unipar.distributed.meeting.session import Session
 from unipar.distributed.meeting.watch import MachineWatch
@@ -154,9 +154,9 @@ def test_a_rank_that_does_not_answer(store: dist.Store) -> None:
 LOOPBACK = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
 THREE = WorldMachines(
     (
-        Machine("node0", LOOPBACK[0], (0, 3)),
-        Machine("node1", LOOPBACK[1], (1,)),
-        Machine("node2", LOOPBACK[2], (2, 4)),
+        WorldMachine("node0", LOOPBACK[0], (0, 3)),
+        WorldMachine("node1", LOOPBACK[1], (1,)),
+        WorldMachine("node2", LOOPBACK[2], (2, 4)),
     )
 )
 
@@ -170,7 +170,7 @@ def session(store: dist.Store, rank: int, machines: WorldMachines = THREE) -> Se
 
 def test_the_tree(store: dist.Store) -> None:
     """40 machines of two ranks: rank 0 is linked to 16 machines and its neighbour, and nobody to more."""
-    machines = WorldMachines(tuple(Machine(f"n{i}", "", (2 * i, 2 * i + 1)) for i in range(40)))
+    machines = WorldMachines(tuple(WorldMachine(f"n{i}", "", (2 * i, 2 * i + 1)) for i in range(40)))
     assert ranks_below(session(store, 0, machines), 0) == [1, *range(2, 34, 2)]
     assert ranks_below(session(store, 2, machines), 2) == [3, *range(34, 66, 2)]
     assert [rank_above(session(store, r, machines), r) for r in (0, 1, 2, 34, 35, 66)] == [None, 0, 0, 2, 34, 4]
@@ -248,7 +248,7 @@ def test_the_end_is_no_loss(store: dist.Store) -> None:
 
 def test_a_stranger_is_not_a_rank(store: dist.Store) -> None:
     """Who connects without the word is sent away: a scanner of ports, or a rank of another run."""
-    two = WorldMachines((Machine("a", LOOPBACK[0], (0,)), Machine("b", LOOPBACK[1], (1,))))
+    two = WorldMachines((WorldMachine("a", LOOPBACK[0], (0,)), WorldMachine("b", LOOPBACK[1], (1,))))
 
     def made(rank: int) -> Links | None:
         if rank == 0:
@@ -272,7 +272,7 @@ def test_a_stranger_is_not_a_rank(store: dist.Store) -> None:
 def test_no_way_to_a_machine(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """A port that nobody answers at: the sentence has both machines, and both ways out."""
     monkeypatch.setattr(links_module, "CONNECT_SECONDS", 0.2)
-    two = WorldMachines((Machine("a", LOOPBACK[0], (0,)), Machine("b", LOOPBACK[1], (1,))))
+    two = WorldMachines((WorldMachine("a", LOOPBACK[0], (0,)), WorldMachine("b", LOOPBACK[1], (1,))))
     store.set("links/launch/1/0", "1 x")
     with pytest.raises(WorldMismatch) as e:
         Links(session(store, 1, two), 10.0)

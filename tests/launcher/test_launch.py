@@ -23,7 +23,7 @@ from unipar.backend.checks import given_source
 from unipar.distributed.launchers import Launcher
 from unipar.errors import OutExists, Stopped, TaskError, Unsupported, WorkerFailed
 from unipar.launcher import rerun
-from unipar.launcher.prepare import check_launcher_serves
+from unipar.launcher.preparation.prepare import check_launcher_serves
 from unipar.launcher.processes.process import SubprocessStarter
 from unipar.run_folder.ledger import Ledger
 

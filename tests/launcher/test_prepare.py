@@ -14,7 +14,8 @@ import unipar
 from tests.support.checkpoints import save_two_steps
 from tests.support.tiny import CONFIG, Tiny
 from unipar.errors import CheckpointError, ConfigError, UniparError
-from unipar.launcher.prepare import PreparedRun, prepare
+from unipar.launcher.preparation.prepare import prepare
+from unipar.launcher.preparation.prepared_run import PreparedRun
 from unipar.run_folder.attempts import count_attempts
 from unipar.run_folder.layout import ledger_path
 from unipar.run_folder.ledger import Ledger

@@ -15,7 +15,7 @@ from unipar.config.source import Given
 from unipar.errors import ConfigError
 from unipar.launcher.cells import settle_one_micro
 from unipar.launcher.micro_batch.choice import ChosenMicro
-from unipar.launcher.prepare import Prepared, prepare
+from unipar.launcher.preparation.prepare import Prepared, prepare
 from unipar.launcher.processes.starters import SharedForkServer, may_fork
 from unipar.memory.account import PASSES_BY_IMPORTANCE, PASSES_IN_ORDER
 from unipar.memory.sources.malloc_build import (

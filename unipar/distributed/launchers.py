@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
-from unipar.distributed.meeting.addresses import first_host, port_of_job
+from unipar.distributed.addresses import first_host, port_of_job
 from unipar.distributed.place import Place
 from unipar.errors import WorldMismatch
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unipar.distributed.meeting.machines import WorldMachines
+from unipar.distributed.machines import WorldMachines
 from unipar.distributed.mesh import Mesh, MeshGroups
 from unipar.distributed.place import Place
 from unipar.errors import TaskError, WorldMismatch

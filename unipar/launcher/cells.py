@@ -12,7 +12,7 @@ from unipar.config.config import Eval
 from unipar.config.settled import SettledConfig
 from unipar.errors import BackendNotInstalled, ConfigError, UniparError, Unsupported
 from unipar.launcher.micro_batch.choice import CandidateWorld, ChosenMicro, list_candidates, usable_memory, with_micro
-from unipar.launcher.prepare import Prepared
+from unipar.launcher.preparation.prepare import Prepared
 from unipar.results.row import CellResult
 
 SelectedCells = dict[str, tuple[CellResult, SettledConfig | None]]

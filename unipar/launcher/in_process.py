@@ -13,14 +13,14 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unipar.distributed.launchers import without_launcher_arguments
 from unipar.distributed.place import Place
 from unipar.errors import Stopped, WorldMismatch
-from unipar.launcher.prepare import PreparedRun
+from unipar.launcher.preparation.prepared_run import PreparedRun
 from unipar.launcher.processes.worker_arguments import die_with_parent
 from unipar.launcher.progress import Progress
 from unipar.run_folder.error_file import write_error
@@ -30,6 +30,7 @@ from unipar.utils.files import write_file_atomically
 from unipar.utils.procfs import BEGAN, PARENT, boot_id, process_stat
 
 if TYPE_CHECKING:
+    from unipar.distributed.world import World
     from unipar.task import Task
     from unipar.training.run import TrainingRun
 
@@ -82,6 +83,15 @@ def _folder_on_all_machines(plan: PreparedRun, place: Place) -> AbstractContextM
     return run_folder_on_all_machines(plan, join_session(plan.config, place))
 
 
+def _ledger_exchange(plan: PreparedRun, run: Path) -> Callable[[World], None] | None:
+    """Return what gives rank 0 the ledgers of ranks that do not see its run folder; None if all see it."""
+    if not plan.apart:
+        return None
+    from unipar.launcher.machines.ledgers import exchange_ledgers
+
+    return partial(exchange_ledgers, run=run, apart=plan.apart)
+
+
 def _sharing_failures(
     plan: PreparedRun, place: Place, run: Path
 ) -> AbstractContextManager[Callable[[Callable[[], int]], None]]:
@@ -104,7 +114,7 @@ def training_in_process(plan: PreparedRun, task: Task) -> Generator[TrainingRun]
     try:
         with (
             _sharing_failures(plan, place, run) as follow,
-            open_run(plan.settled, plan.backend, task, place, run, apart=plan.apart) as training,
+            open_run(plan.settled, plan.backend, task, place, run, at_end=_ledger_exchange(plan, run)) as training,
             explain_out_of_memory(run, place.rank, training),
         ):
             follow(lambda: training.done)

@@ -15,7 +15,8 @@ from unipar.errors import TaskError, UniparError, WorkerFailed, rebuild
 from unipar.launcher import rerun, worker_entries
 from unipar.launcher.machines.start import CommonStart
 from unipar.launcher.micro_batch.choice import usable_memory
-from unipar.launcher.prepare import PreparedRun, make_task, prepare
+from unipar.launcher.preparation.prepare import make_task, prepare
+from unipar.launcher.preparation.prepared_run import PreparedRun
 from unipar.launcher.processes import early, worker
 from unipar.launcher.processes.group import WorkerGroup
 from unipar.launcher.processes.postmortem import make_stopped_error

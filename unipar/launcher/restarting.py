@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from unipar.errors import OutOfMemory, UniparError, WorkerFailed
-from unipar.launcher.prepare import PreparedRun
+from unipar.launcher.preparation.prepared_run import PreparedRun
 from unipar.launcher.processes.forkserver import ForkServerFailed
 from unipar.launcher.processes.postmortem import make_stopped_error
 from unipar.launcher.processes.signals import SignalReceiver

@@ -37,7 +37,6 @@ from unipar.run_folder.layout import checkpoint_folder, heartbeat_path, ledger_p
 from unipar.run_folder.ledger import Ledger
 from unipar.task import Task
 from unipar.tracking.writer import TrackerWriter
-from unipar.training.ledgers import exchange_ledgers
 from unipar.training.out_of_memory import explain_out_of_memory
 from unipar.training.parts import TrainedPart, tied_names
 from unipar.training.run import TrainingRun
@@ -62,13 +61,13 @@ def open_run(
     place: Place,
     run: Path,
     *,
-    apart: Sequence[int] = (),
     met: Callable[[World, HeartbeatWriter], None] | None = None,
+    at_end: Callable[[World], None] | None = None,
 ) -> Generator[TrainingRun]:
     """Context manager: a run that is ready to train; if the body succeeds, the world is closed on exit.
 
-    `backend` is that of the settled cell; `apart` are ranks that do not see rank 0's run folder. `met` is called when
-    the ranks have met, before anything is built.
+    `backend` is that of the settled cell. `met` is called when the ranks have met, before anything is built; `at_end`
+    when this rank's ledger is complete.
     """
     config = settled.config
     heartbeat = HeartbeatWriter(heartbeat_path(run, place.rank))
@@ -113,8 +112,8 @@ def open_run(
         live.finish()
         planned = {"of": live.known_steps, "epochs": config.train.epochs}
         ledger.note("end", steps=live.done, **planned, peak_rss=peak_resident_bytes())
-        if apart:
-            exchange_ledgers(world, run, apart)
+        if at_end is not None:
+            at_end(world)
         world.barrier()  # no rank reads ledgers before all of them are complete
         for part in live.parts.values():
             part.engine.close()

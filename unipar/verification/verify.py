@@ -19,7 +19,7 @@ from unipar.config.source import Given
 from unipar.errors import ConfigError
 from unipar.launcher.cells import SelectedCells, select_cells, settle_one_micro
 from unipar.launcher.micro_batch.choice import PREFIX
-from unipar.launcher.prepare import Prepared, prepare
+from unipar.launcher.preparation.prepare import Prepared, prepare
 from unipar.launcher.processes.signals import sigterm_as_interrupt
 from unipar.report.build import PAGE_FILE_NAME, try_write_page, write_page
 from unipar.results.files import ORIGINAL_CONFIG_FOLDER, VERIFY_JSON, original_config_path

@@ -15,7 +15,8 @@ from unipar.conversion.export import export_script
 from unipar.errors import ConfigError, OutOfMemory, WorkerFailed, WorldMismatch
 from unipar.launcher.micro_batch.choice import ChosenMicro, MicroTrial, usable_memory
 from unipar.launcher.micro_batch.trials import ended_for_lack_of_memory
-from unipar.launcher.prepare import PreparedRun, prepare
+from unipar.launcher.preparation.prepare import prepare
+from unipar.launcher.preparation.prepared_run import PreparedRun
 from unipar.run_folder.layout import ledger_path
 from unipar.run_folder.ledger import Ledger
 

@@ -12,7 +12,7 @@ from unipar.errors import OutOfMemory
 from unipar.launcher.cells import settle_one_micro
 from unipar.launcher.micro_batch import choose
 from unipar.launcher.micro_batch.choice import MicroTrial
-from unipar.launcher.prepare import Prepared, prepare
+from unipar.launcher.preparation.prepare import Prepared, prepare
 
 MEMORY = {"total": 16, "micro": "auto", "memory": 1000, "headroom": 0}
 

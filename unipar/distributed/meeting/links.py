@@ -19,7 +19,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, final
 
-from unipar.distributed.meeting.addresses import is_ipv6, with_port
+from unipar.distributed.addresses import is_ipv6, with_port
 from unipar.distributed.meeting.roll_call import wait_for_key
 from unipar.errors import WorldMismatch
 
@@ -37,7 +37,7 @@ _PROBES: Final = 4
 
 @final
 @dataclass
-class Link:
+class RankLink:
     """One end of a connection to another rank."""
 
     rank: int
@@ -58,8 +58,8 @@ class Links:
     def __init__(self, session: Session, silence: float) -> None:
         """`silence`: seconds without an answer of the other end's system, after which a link is lost."""
         self._rank, self._machines, self._silence = session.place.rank, session.machines, silence
-        self.parent: Link | None = None
-        self.children: list[Link] = []
+        self.parent: RankLink | None = None
+        self.children: list[RankLink] = []
         self._wake, self._woken = os.pipe()
         self._closing = False
         self._reader: threading.Thread | None = None
@@ -77,7 +77,7 @@ class Links:
             if above is not None:
                 late = f"rank {rank} waited {3 * CONNECT_SECONDS:g} s for rank {above} to open a port"
                 port, said = wait_for_key(store, f"{key}/{above}", time.monotonic() + 3 * CONNECT_SECONDS, late).split()
-                self.parent = Link(above, failed.enter_context(self._connect(above, int(port))))
+                self.parent = RankLink(above, failed.enter_context(self._connect(above, int(port))))
                 self._send(self.parent, {"rank": rank, "word": said})
             if listener is not None:
                 self.children = _accept(listener, word, len(below), failed)
@@ -88,7 +88,7 @@ class Links:
             listener.close()
 
     @property
-    def _all(self) -> list[Link]:
+    def _all(self) -> list[RankLink]:
         return [*self.children, *([self.parent] if self.parent is not None else [])]
 
     def _connect(self, above: int, port: int) -> socket.socket:
@@ -117,25 +117,30 @@ class Links:
         connection.settimeout(None)
 
     def read_in_background(
-        self, told: Callable[[Link, dict[str, Any]], None], lost: Callable[[Link, OSError | None], None]
+        self, told: Callable[[RankLink, dict[str, Any]], None], lost: Callable[[RankLink, OSError | None], None]
     ) -> None:
         """Call `told` for each message, and `lost` for a link whose other end has gone without a word: why, or None."""
         self._reader = threading.Thread(target=self._read, args=(told, lost), name="links", daemon=True)
         self._reader.start()
 
-    def _read(self, told: Callable[[Link, dict[str, Any]], None], lost: Callable[[Link, OSError | None], None]) -> None:
+    def _read(
+        self, told: Callable[[RankLink, dict[str, Any]], None], lost: Callable[[RankLink, OSError | None], None]
+    ) -> None:
         with selectors.DefaultSelector() as selector:
             selector.register(self._wake, selectors.EVENT_READ)
             for link in self._all:
                 selector.register(link.connection, selectors.EVENT_READ, link)
             while not self._closing:
                 for found, _ in selector.select():
-                    link: Link | None = found.data
+                    link: RankLink | None = found.data
                     if link is not None and not self._read_link(link, told, lost):
                         selector.unregister(link.connection)
 
     def _read_link(
-        self, link: Link, told: Callable[[Link, dict[str, Any]], None], lost: Callable[[Link, OSError | None], None]
+        self,
+        link: RankLink,
+        told: Callable[[RankLink, dict[str, Any]], None],
+        lost: Callable[[RankLink, OSError | None], None],
     ) -> bool:
         """Read what has come over a link; return whether more may come."""
         why: OSError | None = None
@@ -164,7 +169,7 @@ class Links:
             self._send(link, message)
 
     @staticmethod
-    def _send(link: Link, message: dict[str, Any]) -> bool:
+    def _send(link: RankLink, message: dict[str, Any]) -> bool:
         try:
             with link.writing:
                 link.connection.sendall(json.dumps(message).encode() + b"\n")
@@ -216,9 +221,9 @@ def _listen(session: Session) -> socket.socket:
     return listener
 
 
-def _accept(listener: socket.socket, word: str, number: int, failed: ExitStack) -> list[Link]:
+def _accept(listener: socket.socket, word: str, number: int, failed: ExitStack) -> list[RankLink]:
     """Return links to so many ranks, which know the word; raise WorldMismatch if they do not come in time."""
-    links: list[Link] = []
+    links: list[RankLink] = []
     while len(links) < number:
         try:
             connection, _ = listener.accept()
@@ -233,7 +238,7 @@ def _accept(listener: socket.socket, word: str, number: int, failed: ExitStack) 
         if rank is None:
             connection.close()
         else:
-            links.append(Link(rank, connection))
+            links.append(RankLink(rank, connection))
     return links
 
 

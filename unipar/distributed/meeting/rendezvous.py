@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from unipar.distributed.meeting.addresses import (
+from unipar.distributed.addresses import (
     is_ipv6,
     is_loopback,
     own_address_toward,

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, final
 
-from unipar.distributed.meeting.addresses import is_loopback
-from unipar.distributed.meeting.machines import WorldMachines, name_ranks
+from unipar.distributed.addresses import is_loopback
+from unipar.distributed.machines import WorldMachines, name_ranks
 from unipar.errors import WorldMismatch, rebuild
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ _LONGEST_PAUSE: Final = 0.1
 
 @dataclass(frozen=True)
 class Presence:
-    """What a rank says of itself in the roll call."""
+    """Description that a rank gives of itself in the roll call."""
 
     machine: str
     """Key of its machine."""

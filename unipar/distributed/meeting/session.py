@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from unipar.distributed.meeting.addresses import (
+from unipar.distributed.addresses import (
     address_of_interface,
     interface_of,
     is_ipv6,
@@ -16,7 +16,7 @@ from unipar.distributed.meeting.addresses import (
     own_address_toward,
     resolve_host,
 )
-from unipar.distributed.meeting.machines import WorldMachines, machine_key
+from unipar.distributed.machines import WorldMachines, machine_key
 from unipar.distributed.meeting.rendezvous import open_store, store_of_alive_group
 from unipar.distributed.meeting.roll_call import Presence, RollCall, call_roll
 from unipar.distributed.place import Place

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, final
 
-from unipar.distributed.meeting.links import Link, Links
-from unipar.distributed.meeting.machines import name_ranks
+from unipar.distributed.machines import name_ranks
+from unipar.distributed.meeting.links import Links, RankLink
 
 if TYPE_CHECKING:
     from unipar.distributed.meeting.session import Session
@@ -47,13 +47,13 @@ class MachineWatch:
         self._links = Links(session, silence)
         self._links.read_in_background(self._told, self._lost)
 
-    def _told(self, link: Link, message: dict[str, Any]) -> None:
+    def _told(self, link: RankLink, message: dict[str, Any]) -> None:
         if "cause" in message:
             self._learn(message["cause"])
         elif "failure" in message:
             self._report(message["failure"])
 
-    def _lost(self, link: Link, why: OSError | None) -> None:
+    def _lost(self, link: RankLink, why: OSError | None) -> None:
         """Report a rank whose link is lost: its process or its machine has ended, or there is no way to it."""
         machine = self._machines.of(link.rank)
         same = self._machines.of(self._rank) == machine

@@ -8,14 +8,16 @@ import traceback
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from unipar.config import Config
 from unipar.distributed.meeting.roll_call import decide_together
-from unipar.distributed.meeting.session import Session
 from unipar.distributed.meeting.watch import MachineWatch
 from unipar.errors import Stopped, UniparError, WorkerFailed, WorldMismatch, rebuild
 from unipar.run_folder.error_file import is_consequence, write_error, write_failure
+
+if TYPE_CHECKING:
+    from unipar.distributed.meeting.session import Session
 
 _LONGEST_TRACEBACK: Final = 20_000
 """Characters of a traceback, from its end, that are sent to rank 0."""

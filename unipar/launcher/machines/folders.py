@@ -20,7 +20,7 @@ from unipar.run_folder.layout import attempts_path
 
 if TYPE_CHECKING:
     from unipar.distributed.meeting.session import Session
-    from unipar.launcher.prepare import PreparedRun
+    from unipar.launcher.preparation.prepared_run import PreparedRun
 
 _MARK_PREFIX: Final = ".seen-"
 _SECONDS_TO_LOOK: Final = 2.0

@@ -20,9 +20,9 @@ from unipar.errors import WorkerFailed, WorldMismatch, rebuild
 from unipar.launcher.processes import early
 
 if TYPE_CHECKING:
-    from unipar.distributed.meeting.machines import WorldMachines
+    from unipar.distributed.machines import WorldMachines
     from unipar.distributed.meeting.session import Session
-    from unipar.launcher.prepare import PreparedRun
+    from unipar.launcher.preparation.prepared_run import PreparedRun
 
 SECONDS_TO_TELL: Final = 30.0
 """Seconds that a rank whose config is wrong waits for others, to tell them."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from unipar.config import Cell
     from unipar.config.settled import SettledConfig
     from unipar.config.source import ConfigSource
-    from unipar.launcher.prepare import PreparedRun
+    from unipar.launcher.preparation.prepared_run import PreparedRun
 
 
 def check_run(
@@ -44,7 +44,8 @@ def check_run(
 
 def check_config(source: ConfigSource, *, deep: bool = False, overwrite: bool = False) -> str:
     """Return a description of the run in a few lines; raise a UniparError that says why it cannot run."""
-    from unipar.launcher.prepare import PreparedRun, prepare
+    from unipar.launcher.preparation.prepare import prepare
+    from unipar.launcher.preparation.prepared_run import PreparedRun
 
     config = source.config
     plan = PreparedRun.of(prepare(source, code="if named"), overwrite=overwrite)

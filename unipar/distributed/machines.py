@@ -23,7 +23,7 @@ def machine_key() -> str:
 
 
 @dataclass(frozen=True)
-class Machine:
+class WorldMachine:
     """A machine of a world."""
 
     name: str
@@ -44,12 +44,12 @@ class Machine:
 class WorldMachines:
     """Machines of a world, that of rank 0 first, then by their first ranks."""
 
-    all: tuple[Machine, ...]
+    all: tuple[WorldMachine, ...]
 
     @classmethod
     def one(cls, size: int) -> Self:
         """Return the machines of a world whose ranks are all on this machine."""
-        return cls((Machine(socket.gethostname(), "", tuple(range(size))),))
+        return cls((WorldMachine(socket.gethostname(), "", tuple(range(size))),))
 
     @classmethod
     def of_ranks(cls, keys: Sequence[str], names: Sequence[str], addresses: Sequence[str]) -> Self:
@@ -57,12 +57,12 @@ class WorldMachines:
         ranks: dict[str, list[int]] = {}
         for rank, key in enumerate(keys):
             ranks.setdefault(key, []).append(rank)
-        return cls(tuple(Machine(names[on[0]], addresses[on[0]], tuple(on)) for on in ranks.values()))
+        return cls(tuple(WorldMachine(names[on[0]], addresses[on[0]], tuple(on)) for on in ranks.values()))
 
     @classmethod
     def from_json(cls, rows: Iterable[Sequence[Any]]) -> Self:
         """Return the machines that `to_json` gave."""
-        return cls(tuple(Machine(name, address, tuple(ranks)) for name, address, ranks in rows))
+        return cls(tuple(WorldMachine(name, address, tuple(ranks)) for name, address, ranks in rows))
 
     def to_json(self) -> list[list[Any]]:
         """Return rows of plain values."""
@@ -81,7 +81,7 @@ class WorldMachines:
         """Return the position of a rank's machine among all."""
         return self._index_by_rank[rank]
 
-    def of(self, rank: int) -> Machine:
+    def of(self, rank: int) -> WorldMachine:
         """Return the machine that a rank is on."""
         return self.all[self._index_by_rank[rank]]
 

@@ -1,18 +1,17 @@
-"""Checks before a run: everything that can be checked before a process starts."""
+"""`PreparedRun`: a run that can start, and the checks that only a run needs."""
 
 from __future__ import annotations
 
 import json
 import secrets
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, Literal, Self
+from typing import Any, Self
 
-from unipar.backend import Backend, checks, registry, resources
-from unipar.backend.checks import CheckedSource, given_source
+from unipar.backend import Backend, checks
 from unipar.backend.installed import library_versions, machine_summary
 from unipar.checkpoint.changes import sections_said
 from unipar.checkpoint.protocol.verifying import find_checkpoints
@@ -25,112 +24,24 @@ from unipar.checkpoint.starting_points import (
 from unipar.checkpoint.storage.remote import open_file_system
 from unipar.config import Config
 from unipar.config.settled import SettledConfig
-from unipar.config.source import Given
-from unipar.distributed.launchers import Launcher, find_launcher, place_from_environment
 from unipar.distributed.place import Place
 from unipar.distributed.restarts import LaunchedJob, find_job
-from unipar.errors import ConfigError, UniparError, Unsupported, WorldMismatch
+from unipar.errors import ConfigError, UniparError, WorldMismatch
 from unipar.launcher.micro_batch.choice import (
     PREFIX,
     CandidateWorld,
     ChosenMicro,
-    list_candidates,
     name_of_world,
     usable_memory,
-    with_micro,
 )
-from unipar.model import weight_file
+from unipar.launcher.preparation.prepare import Prepared
 from unipar.run_folder import folder
 from unipar.run_folder.layout import read_launch_file
-from unipar.task import Task
-from unipar.task.importing import LaunchReached, is_importing_task
 from unipar.task.reference import TaskRef
-from unipar.task.task import FunctionTask
 from unipar.tracking.tracker import require_tracker
 from unipar.utils.address import is_address, parse_address
 from unipar.utils.files import relative_path
 from unipar.utils.procfs import boot_id
-
-_NEITHER_SAVES_NOR_STOPS: Final = {
-    "checkpoint": None,
-    "resume": None,
-    "launch.deadline": None,
-    "launch.restarts": 0,
-}
-"""Keys of runs that are compared with others."""
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A checked config with its task, place and device: the input of every command that starts processes."""
-
-    source: CheckedSource
-    ref: TaskRef | None
-    """Reference to the task's code; None if no task is named, or if the code is in the user's own script."""
-
-    place: Place | None
-    """Place of this process in the world that a foreign launcher made; None: unipar starts the ranks."""
-
-    device: str
-    """`cpu`, `cuda` or `cuda:N`."""
-
-    why: str
-    """Reason for that device; empty if the config says it."""
-
-    @property
-    def computed(self) -> Config:
-        """Config with its device known, so that GPUs are not counted again."""
-        return self.source.config.changed({"device": self.device})
-
-    def ranks(self) -> resources.RankCount:
-        """Return how many ranks the config asks for on this machine, and why."""
-        source = self.source
-        return resources.ranks_in(source.cell, source.config, self.place, alone=source.alone)
-
-    def with_micro(self, micro: int) -> Self:
-        """Return the same with a microbatch of this size."""
-        return replace(self, source=replace(self.source, config=with_micro(self.source.config, micro)))
-
-    def candidates(self, ranks: int) -> list[int]:
-        """Return the sizes among which `batch.micro: auto` chooses for so many ranks, ascending."""
-        cell = self.source.cell
-        self.source.config.parallel.settle(ranks)
-        return list_candidates(self.computed, self.source.backend, cell, ranks // cell.axes.ranks)
-
-    def settled(self, ranks: int, local: int | None = None, asked: str = "parallel.data") -> SettledConfig:
-        """Return the config settled for this many ranks, `local` of them here; errors name the key `asked`."""
-        settled = SettledConfig.of(self.source.config, self.source.cell, ranks, self.device)
-        resources.check_gpu_count(self.computed, ranks, local, asked)
-        return settled
-
-
-def prepare(
-    config: Given,
-    task: type[Task] | None = None,
-    overrides: Mapping[str, Any] | None = None,
-    *,
-    functions: Mapping[str, Callable[..., Any]] | None = None,
-    code: Literal["needed", "if named", "in the script"] = "needed",
-    starts: str = "",
-) -> Prepared:
-    """Read a config and check everything that it names; start nothing, import no library and no user code.
-
-    `code`: whether a task must be named. `starts`: what the caller starts itself, if it cannot be a rank of a
-    world that another launcher made (first part of the error).
-    """
-    if is_importing_task():
-        raise LaunchReached
-    source = given_source(config, overrides)
-    if starts:  # what compares runs neither saves nor resumes them
-        source = replace(source, config=source.config.changed(_NEITHER_SAVES_NOR_STOPS))
-    place = _foreign_place(source, starts)
-    ref = None
-    if code == "needed" or (code == "if named" and source.config.task is not None):
-        ref = TaskRef.of(task, source.config.task, functions or {})
-        ref.check_code()
-    if (wanted := source.config.model.loading) is not None:
-        weight_file.validate_weight_file(wanted, (source.folder, Path.cwd()))
-    return Prepared(source, ref, place, *resources.choose_device(source.config))
 
 
 @dataclass(frozen=True)
@@ -363,44 +274,3 @@ def _require_file_systems(config: Config) -> None:
     for text in (config.checkpoint.to if config.checkpoint else None, config.resume):
         if text is not None and is_address(text):
             open_file_system(parse_address(text))
-
-
-def _foreign_place(source: CheckedSource, starts: str) -> Place | None:
-    """Return this process's place under a foreign launcher, or None; raise if that launcher cannot start this run."""
-    found = registry.list_launchers()
-    place = place_from_environment(found, folder=source.out.resolve())
-    if place is None:
-        return None
-    if starts:
-        raise WorldMismatch(
-            f"{starts}, and this process is rank {place.rank} of a world that {place.launcher} started: "
-            "run it without that launcher"
-        )
-    if (launcher := find_launcher(found)) is not None:
-        check_launcher_serves(launcher, source)
-    return place
-
-
-def check_launcher_serves(launcher: Launcher, source: CheckedSource) -> None:
-    """Raise Unsupported if the launcher serves other backends only."""
-    if launcher.serves is None or source.config.backend in launcher.serves:
-        return
-    raise Unsupported(
-        str(source.cell),
-        [
-            f"{launcher.name} starts {', '.join(launcher.serves)} only; start the same script with "
-            "`torchrun --nproc-per-node N`, or with `python`, and unipar starts its ranks itself"
-        ],
-    )
-
-
-def make_task(
-    task: type[Task] | None, functions: Mapping[str, Callable[..., Any]], config: Config, ref: TaskRef | None
-) -> Task:
-    """Return the task as an object, from its functions, its class or its reference."""
-    if functions:
-        return FunctionTask(functions)
-    if task is not None:
-        return task(**(config.task.args if config.task else {}))
-    assert ref is not None
-    return ref.load()
