@@ -28,7 +28,7 @@ from unipar.backend import registry
 from unipar.distributed.place import Place
 from unipar.launcher.processes import early, group, starters
 from unipar.launcher.processes.forkserver import ForkServer
-from unipar.launcher.processes.process import SubprocessStarter, WorkerProcess, WorkerStarter, reap_process
+from unipar.launcher.processes.process import LOOPBACK, SubprocessStarter, WorkerProcess, WorkerStarter, reap_process
 from unipar.launcher.processes.worker_arguments import WorkerArguments
 from unipar.memory.sources import malloc_build
 from unipar.memory.sources.malloc_build import METER_ENVIRONMENT
@@ -105,6 +105,11 @@ class Forks(WorkerStarter):
         made.wait_until_ready()  # other processes may ask it over the same socket
         self._servers.append((settings, made))
         return made
+
+    @property
+    @override
+    def host(self) -> str:
+        return LOOPBACK
 
     @property
     @override
@@ -190,6 +195,8 @@ class Forks(WorkerStarter):
             arguments = WorkerArguments(
                 rank=0,
                 size=1,
+                local_rank=0,
+                local_size=1,
                 parent=plain.pid,
                 dies_with_thread=0,
                 parent_alive_fd=alive,

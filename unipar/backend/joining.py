@@ -40,9 +40,10 @@ def meet(config: Config, place: Place) -> World:
     session, interface = join_session(config, place), _chosen_interface(config)
     world = World(place, device, dist.PrefixStore(session.next_launch(), session.store))
     world.machines = session.machines
-    network = "lo" if place.started_by_unipar else interface_for(session, interface)
+    network = interface_for(session, interface)
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        if network is not None and (place.started_by_unipar or interface or variable not in os.environ):
+        alone = place.started_by_unipar and not session.machines.several
+        if network is not None and (alone or interface or variable not in os.environ):
             world.set_variables(**{variable: network})
     kind = choose_transport(config, device)
     if session.adopted:

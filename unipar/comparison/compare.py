@@ -84,12 +84,14 @@ def compare(
     tried = ("single", *(tuple(cells) or asked.source.config.compare.cells))
     if sizes:
         asked = asked.settle_micro(tried, sizes)
-        return _compare_by_world_size(asked, sizes, cells, overwrite=overwrite)
+        with asked.on_machines(sizes[-1]) as asked:
+            return _compare_by_world_size(asked, sizes, cells, overwrite=overwrite)
     wanted = world or asked.source.config.parallel.ranks
     ranks = wanted if isinstance(wanted, int) else asked.prepared.ranks().number
     by = "parallel.data" if world is None else "--world"
     asked = asked.settle_micro(tried, [ranks])
-    return compare_cells(asked, ranks, cells, asked.source.out / "compare", overwrite=overwrite, by=by)
+    with asked.on_machines(ranks) as asked:
+        return compare_cells(asked, ranks, cells, asked.source.out / "compare", overwrite=overwrite, by=by)
 
 
 def compare_cells(
@@ -106,10 +108,10 @@ def compare_cells(
 
     `widest`: ranks of the largest world, for the threads of each rank; `by`: the key that errors name.
     """
-    settled = asked.prepared.settled(ranks, asked=by)
+    settled = asked.prepared.settled(ranks, asked.ranks_here(ranks), asked=by)
     config = settled.config
     selected = select_cells(settled, tuple(cells) or config.compare.cells)
-    each = threads_per_rank(max(ranks, widest))
+    each = threads_per_rank(asked.ranks_here(max(ranks, widest)))
     of = store.comparison_identity(config, list(selected), asked.ref, each, asked.unwatched)
     first = Comparison(
         name=asked.source.name,
@@ -159,7 +161,7 @@ def _compare_by_world_size(
 ) -> Scaling:
     """Run a comparison for each size of world, one after another, all with the same total batch."""
     prepared, out = asked.prepared, asked.source.out / "worlds"
-    resources.check_gpu_count(prepared.computed, ranks[-1], asked="--world")
+    resources.check_gpu_count(prepared.computed, ranks[-1], asked.ranks_here(ranks[-1]), asked="--world")
     settings = asked.source.config
     settings = settings.changed({"batch": batch_with_fixed_total(settings.batch, ranks[0])})
     asked = replace(asked, prepared=replace(prepared, source=replace(asked.source, config=settings)))
@@ -194,7 +196,7 @@ def _compare_by_world_size(
             worlds=tuple(worlds),
             rows=results,
             cores=len(os.sched_getaffinity(0)),
-            threads=threads_per_rank(ranks[-1]),
+            threads=threads_per_rank(asked.ranks_here(ranks[-1])),
             device=prepared.device,
             warmup=asked.turns.warmup,
             held=settings.train.sync_every is None,

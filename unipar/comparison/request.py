@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -17,6 +18,7 @@ from unipar.launcher.cells import settle_one_micro
 from unipar.launcher.micro_batch.choice import ChosenMicro
 from unipar.launcher.preparation.prepare import Prepared, prepare
 from unipar.launcher.processes.starters import SharedForkServer, may_fork
+from unipar.launcher.remote.across import StarterOnMachines, starter_on_machines
 from unipar.memory.account import PASSES_BY_IMPORTANCE, PASSES_IN_ORDER
 from unipar.memory.sources.malloc_build import (
     METER_ENVIRONMENT,
@@ -78,6 +80,9 @@ class CompareRequest:
     micro: ChosenMicro | None = None
     """Microbatch of all cells, if it was found by trial."""
 
+    machines: StarterOnMachines | None = None
+    """Starter of workers on several machines; None: all are on this one."""
+
     @property
     def source(self) -> CheckedSource:
         """Config as given, with its name, folder and backend."""
@@ -91,7 +96,27 @@ class CompareRequest:
     def fork_server(self) -> SharedForkServer:
         """Return the process from which all cells' workers are forked, not started; it counts memory if they do."""
         use = may_fork(self.source.config, self.prepared.device)
-        return SharedForkServer([TURNS_MODULE], self.meter_environment, use=use)
+        use = use and self.machines is None
+        return SharedForkServer([TURNS_MODULE], self.meter_environment, use=use, starter=self.machines)
+
+    @contextmanager
+    def on_machines(self, widest: int) -> Generator[Self]:
+        """Context manager: the same, with the machines of the launcher that started this process, if they are several.
+
+        `widest`: ranks of the largest world. On the other machines this does not return: see `starter_on_machines`.
+        """
+        with starter_on_machines(self.source.config, self.prepared.place) as machines:
+            if machines is not None:
+                machines.spread(widest)
+            yield replace(self, machines=machines)
+
+    def ranks_here(self, ranks: int) -> int:
+        """Return how many of so many ranks are on this machine, the fullest one."""
+        return min(ranks, self.machines.per or ranks) if self.machines is not None else ranks
+
+    def machines_of(self, ranks: int) -> int:
+        """Return on how many machines so many ranks are."""
+        return self.machines.machines_of(ranks) if self.machines is not None else 1
 
     @classmethod
     def of(

@@ -49,15 +49,20 @@ def scale(
     sizes = parse_world_sizes(worlds)
     asked = CompareRequest.of(config, overrides, task, "scale starts a world for each size")
     asked = asked.settle_micro(tuple(cells) or (str(asked.source.cell),), sizes)
+    with asked.on_machines(sizes[-1]) as asked:
+        return _scale_worlds(asked, sizes, cells, overwrite=overwrite)
+
+
+def _scale_worlds(asked: CompareRequest, sizes: Sequence[int], cells: Sequence[str], *, overwrite: bool) -> Scaling:
     source, settings = asked.source, asked.source.config
     prepared = asked.prepared
-    resources.check_gpu_count(prepared.computed, sizes[-1], asked="--world")
+    resources.check_gpu_count(prepared.computed, sizes[-1], asked.ranks_here(sizes[-1]), asked="--world")
     wanted = expand_cell_patterns(tuple(cells)) if cells else [source.cell]
     selected = list(select_worlds(settings, sizes, wanted, prepared.device))
     waiting = [(world, at) for world, row, at in selected if row.outcome == "waits" and at is not None]
     if not waiting:
         raise Unsupported(selected[0][0].cell, list(dict.fromkeys(row.note for _, row, _ in selected)))
-    out, each = source.out / "scale", threads_per_rank(max(world.ranks for world, _ in waiting))
+    out, each = source.out / "scale", threads_per_rank(asked.ranks_here(max(world.ranks for world, _ in waiting)))
     first = Scaling(
         name=source.name,
         out=str(out),

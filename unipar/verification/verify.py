@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,10 @@ from unipar.config.settled import SettledConfig
 from unipar.config.source import Given
 from unipar.errors import ConfigError
 from unipar.launcher.cells import SelectedCells, select_cells, settle_one_micro
-from unipar.launcher.micro_batch.choice import PREFIX
+from unipar.launcher.micro_batch.choice import PREFIX, ChosenMicro
 from unipar.launcher.preparation.prepare import Prepared, prepare
 from unipar.launcher.processes.signals import sigterm_as_interrupt
+from unipar.launcher.remote.across import StarterOnMachines, starter_on_machines
 from unipar.report.build import PAGE_FILE_NAME, try_write_page, write_page
 from unipar.results.files import ORIGINAL_CONFIG_FOLDER, VERIFY_JSON, original_config_path
 from unipar.results.live_table import LiveTable
@@ -60,8 +61,29 @@ def verify(
     prepared = prepare(config, task, overrides, starts="verify starts a world for each library")
     number = _count_ranks(prepared, world)
     prepared, micro = settle_one_micro(prepared, ("single", *(cells or prepared.source.config.compare.cells)), [number])
+    with starter_on_machines(prepared.source.config, prepared.place) as machines:
+        local = machines.spread(number) if machines is not None else None
+        settled = prepared.settled(number, local).changed({"eval": Eval(), "log.to": ()})
+        asked = _VerifyRequest(prepared, settled, tuple(cells), steps, resume, machines)
+        return _verify(asked, micro, strict=strict, overwrite=overwrite)
+
+
+@dataclass(frozen=True)
+class _VerifyRequest:
+    """Verification that is to be made, after the checks that need no process."""
+
+    prepared: Prepared
+    settled: SettledConfig
+    cells: tuple[str, ...]
+    steps: int | None
+    resume: bool | str | Location
+    machines: StarterOnMachines | None
+
+
+def _verify(asked: _VerifyRequest, micro: ChosenMicro | None, *, strict: bool, overwrite: bool) -> Verdicts:
+    prepared, settled, cells, steps, resume = asked.prepared, asked.settled, asked.cells, asked.steps, asked.resume
     assert prepared.ref is not None
-    source, settled = prepared.source, prepared.settled(number).changed({"eval": Eval(), "log.to": ()})
+    source = prepared.source
     train = settled.config.train
     selected = select_multi_rank_cells(settled, tuple(cells) or settled.config.compare.cells)
     checkpoint = None if isinstance(resume, bool) else inspect_checkpoint(parse_location(str(resume)))
@@ -99,7 +121,7 @@ def verify(
         halfway = begin or (wanted // 2 if resume else None)
         path = checkpoint.path if checkpoint is not None else None
         path = path.absolute() if isinstance(path, Path) else path
-        now = _run_session(settled, prepared.ref, configs, first, halfway, path) if configs else first
+        now = _run_session(asked, prepared.ref, configs, first, halfway, path) if configs else first
         (out / VERIFY_JSON).write_text(json.dumps(now.to_json(), indent=2, allow_nan=True) + "\n", encoding="utf-8")
         return replace(now, note=try_write_page(lambda: write_page(out)))
 
@@ -132,7 +154,7 @@ def _count_ranks(prepared: Prepared, world: int | None) -> int:
 
 
 def _run_session(
-    settled: SettledConfig,
+    asked: _VerifyRequest,
     ref: TaskRef,
     configs: Mapping[str, SettledConfig],
     first: Verdicts,
@@ -143,12 +165,14 @@ def _run_session(
     from unipar.verification.session import VerificationSession
     from unipar.verification.world_pool import open_world_pool
 
+    settled, machines = asked.settled, asked.machines
     runs = RunPlan(settled, first.steps, configs, halfway, checkpoint)
     one = runs.one_process_config()
     checks.check_cell(one.config, registry.find_backend(one.cell.backend), one.cell)
-    threads = cores_per_rank(first.ranks)  # the same in one process, because sums depend on the number of threads
+    # the same in one process, because sums depend on the number of threads
+    threads = cores_per_rank(first.ranks if machines is None else machines.per or first.ranks)
     backends = {one.cell.backend, *(at.cell.backend for at in configs.values())}
     with sigterm_as_interrupt(), LiveTable() as board:
         board.show(first, "starts")
-        with open_world_pool(Path(first.out), ref, backends, threads, settled.device) as pool:
+        with open_world_pool(Path(first.out), ref, backends, threads, settled.device, machines) as pool:
             return VerificationSession(runs, pool, first, board.show).run()

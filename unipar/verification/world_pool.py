@@ -158,9 +158,20 @@ def group_jobs_by_library(jobs: Iterable[Job]) -> list[list[Job]]:
 
 @contextmanager
 def open_world_pool(
-    folder: Path, ref: TaskRef, names: Iterable[str], threads: int, device: str = "cpu"
+    folder: Path,
+    ref: TaskRef,
+    names: Iterable[str],
+    threads: int,
+    device: str = "cpu",
+    starter: WorkerStarter | None = None,
 ) -> Generator[WorldPool]:
-    """Context manager: start a process that imports all these backends; yield a pool that forks workers from it."""
+    """Context manager: start a process that imports all these backends; yield a pool that forks workers from it.
+
+    With a `starter`, that one starts the workers instead.
+    """
+    if starter is not None:
+        yield WorldPool(folder, ref, starter, threads)
+        return
     backends = [registry.find_backend(name) for name in names]
     modules = starters.modules_to_import(backends, ["unipar.verification.worker.entry"])
     # a library that chooses its device when it is imported must not see a GPU if the ranks compute on the CPU

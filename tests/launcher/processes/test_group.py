@@ -296,6 +296,7 @@ def test_the_kernel_is_asked_in_the_main_thread_only(tmp_path: Path, *, in_main:
 
     class Noted:
         pid = 1
+        host = "127.0.0.1"
 
         def start(self, arguments: WorkerArguments, environment: Mapping[str, str], log: int) -> WorkerProcess:
             seen.append(arguments.dies_with_thread)
@@ -384,7 +385,7 @@ def test_a_rank_that_ends_says_nothing_more(workers: Make) -> None:
 
 def test_gloo_on_loopback_its_timeout_and_its_abort(tmp_path: Path) -> None:
     """Real groups: one sums and listens on loopback only; in one a rank hangs; in one they reduce different sizes."""
-    with ForkServer(["torch", "unipar.distributed.rendezvous"], PYTHONPATH_VARIABLE) as ready:
+    with ForkServer(["torch", "unipar.distributed.meeting.rendezvous"], PYTHONPATH_VARIABLE) as ready:
         forked: Any = {"environment": PYTHONPATH_VARIABLE, "starter": ready}
         with WorkerGroup(tmp_path, 2, "tests.support.entries:reduces", **forked) as started:
             started.wait()

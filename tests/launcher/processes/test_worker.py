@@ -24,6 +24,8 @@ from unipar.run_folder.layout import error_path, stdout_path
 ORDERS = WorkerArguments(
     rank=1,
     size=2,
+    local_rank=1,
+    local_size=2,
     parent=3,
     dies_with_thread=0,
     parent_alive_fd=4,

@@ -90,7 +90,7 @@ def prepare(
     """Read a config and check everything that it names; start nothing, import no library and no user code.
 
     `code`: whether a task must be named. `starts`: what the caller starts itself, if it cannot be a rank of a
-    world that another launcher made (first part of the error).
+    world that another launcher made on this machine (first part of the error).
     """
     if is_importing_task():
         raise LaunchReached
@@ -113,10 +113,15 @@ def _foreign_place(source: CheckedSource, starts: str) -> Place | None:
     place = place_from_environment(found, folder=source.out.resolve())
     if place is None:
         return None
-    if starts:
+    if starts and not place.several_machines:
         raise WorldMismatch(
             f"{starts}, and this process is rank {place.rank} of a world that {place.launcher} started: "
             "run it without that launcher"
+        )
+    if starts and source.config.batch.is_auto:
+        raise WorldMismatch(
+            "batch.micro: auto is found by trials on one machine, and this command is started on several: run it on "
+            "one first, and write the size that it tells into batch.micro"
         )
     if (launcher := find_launcher(found)) is not None:
         check_launcher_serves(launcher, source)

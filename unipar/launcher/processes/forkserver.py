@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from unipar.errors import UniparError
 from unipar.launcher.processes import script_fork
-from unipar.launcher.processes.process import WorkerProcess, WorkerStarter
+from unipar.launcher.processes.process import LOOPBACK, WorkerProcess, WorkerStarter
 from unipar.launcher.processes.worker_arguments import WorkerArguments, die_with_parent
 from unipar.training.stopping import STOP_SIGNALS
 from unipar.utils import procfs
@@ -122,6 +122,11 @@ class ForkServer(WorkerStarter):
         if self._unanswered:
             self._process.kill()  # ... which it sees only after its imports
         self._process.wait()
+
+    @property
+    @override
+    def host(self) -> str:
+        return LOOPBACK
 
     @property
     @override

@@ -148,7 +148,7 @@ class WorkerGroup:
             _parent_alive_fds[self._parent_alive_fd] = self
             listener = None
             if self.size > 1:  # rank 0's, made here, so that the port is known before ranks start, and is taken
-                made = socket.create_server(("127.0.0.1", 0), backlog=max(128, self.size))
+                made = socket.create_server((self._starter.host, 0), backlog=max(128, self.size))
                 listener = passed.enter_context(made)
             pipes: list[int] = []
             for rank in self._ranks:
@@ -163,6 +163,9 @@ class WorkerGroup:
                     parent=self._starter.pid,
                     dies_with_thread=mortal,
                     parent_alive_fd=reader,
+                    local_rank=rank.rank,
+                    local_size=self.size,
+                    host=self._starter.host,
                     listener=listener.fileno() if listener and rank.rank == 0 else -1,
                     port=listener.getsockname()[1] if listener else 0,
                     control=theirs,

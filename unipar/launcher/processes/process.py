@@ -9,10 +9,12 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Protocol, final
+from typing import Final, Protocol, final
 
 from unipar.launcher.processes.worker_arguments import WorkerArguments
 from unipar.utils import procfs
+
+LOOPBACK: Final = "127.0.0.1"
 
 SECONDS_TO_VANISH = 0.5
 """Seconds to wait until the kernel has removed killed processes."""
@@ -44,6 +46,11 @@ class WorkerStarter(Protocol):
         """Process id of the parent that the workers see."""
         ...
 
+    @property
+    def host(self) -> str:
+        """Address of this machine at which the workers meet."""
+        ...
+
 
 @final
 class ChildProcess:
@@ -65,6 +72,10 @@ class SubprocessStarter:
     @property
     def pid(self) -> int:
         return os.getpid()
+
+    @property
+    def host(self) -> str:
+        return LOOPBACK
 
     def start(self, arguments: WorkerArguments, environment: Mapping[str, str], log: int) -> WorkerProcess:
         passed = [

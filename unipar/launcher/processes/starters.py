@@ -55,11 +55,14 @@ class SharedForkServer:
         *,
         use: bool = True,
         patience: float | None = None,
+        starter: WorkerStarter | None = None,
     ) -> None:
         """Prepare a server of workers whose entry is in the modules `entries`.
 
-        `use`: whether workers may be forks at all; `patience`: seconds after which imports count as hung.
+        `use`: whether workers may be forks at all; `patience`: seconds after which imports count as hung; `starter`:
+        what starts workers that are no forks; None: each is a new interpreter on this machine.
         """
+        self._starter = starter or SubprocessStarter()
         self._entries, self._environment, self._use, self._patience = entries, environment or {}, use, patience
         self._open = ExitStack()
         self._server: ForkServer | None = None
@@ -118,7 +121,7 @@ class SharedForkServer:
         if self._server is not None and not self._server.running:
             self.start(list(self._backends.values()))
         if self._server is None or engine_module(backend) not in self._backends:
-            return SubprocessStarter()
+            return self._starter
         return self._server
 
     def why_separate(self, backend: Backend) -> str:

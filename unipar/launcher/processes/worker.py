@@ -111,10 +111,10 @@ def _place_of_worker(arguments: WorkerArguments) -> Place:
     return Place(
         rank=arguments.rank,
         size=arguments.size,
-        local_rank=arguments.rank,
-        local_size=arguments.size,
+        local_rank=arguments.local_rank,
+        local_size=arguments.local_size,
         launcher="unipar",
-        address=("127.0.0.1", arguments.port) if arguments.port else None,
+        address=(arguments.host, arguments.port) if arguments.port else None,
         listener=arguments.listener if arguments.listener >= 0 else None,
     )
 

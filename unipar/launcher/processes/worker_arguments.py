@@ -21,6 +21,8 @@ _INTEGER_FIELDS = (
     "dies_with_thread",
     "parent_alive_fd",
     "listener",
+    "local_rank",
+    "local_size",
     "port",
     "control",
     "pickled_task_fd",
@@ -43,8 +45,17 @@ class WorkerArguments:
     listener: int = -1
     """Rank 0's listening socket; -1 elsewhere."""
 
+    local_rank: int
+    """Position among the ranks on this machine."""
+
+    local_size: int
+    """Number of ranks on this machine."""
+
+    host: str = "127.0.0.1"
+    """Address of rank 0, at which the ranks meet."""
+
     port: int = 0
-    """Port on 127.0.0.1 at which the ranks meet; 0 in a world of one."""
+    """Port at which the ranks meet; 0 in a world of one."""
 
     control: int = -1
     """A socket to the parent, or -1."""
