@@ -16,13 +16,14 @@ from typing_extensions import override
 from unipar.backend import Holding, Part
 from unipar.backend.joining import meet
 from unipar.config import Config
+from unipar.distributed.addresses import LOOPBACK
 from unipar.distributed.place import Place
 from unipar.distributed.world import World
 from unipar.engines.placement import broadcast_model
 from unipar.engines.wrapper import WrapperEngine
 from unipar.errors import Unsupported
 from unipar_horovod import fusion_buffer_bytes, options_of, process_set_refusals
-from unipar_horovod.rendezvous import LOOPBACK, rendezvous_variables, serve_rendezvous, slots_of
+from unipar_horovod.rendezvous import rendezvous_variables, serve_rendezvous, slots_of
 
 
 @final

@@ -13,9 +13,8 @@ from contextlib import contextmanager
 from horovod.runner.common.util.hosts import SlotInfo
 from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
+from unipar.distributed.addresses import LOOPBACK
 from unipar.distributed.machines import WorldMachines
-
-LOOPBACK = "127.0.0.1"
 
 
 def slots_of(machines: WorldMachines) -> list[SlotInfo]:

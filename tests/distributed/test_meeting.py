@@ -151,12 +151,12 @@ def test_a_rank_that_does_not_answer(store: dist.Store) -> None:
     assert told == ["WorldMismatch: rank 0 waited 0.3 s for rank 2, which ended or hang"] * 2
 
 
-LOOPBACK = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
+ADDRESSES = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
 THREE = WorldMachines(
     (
-        WorldMachine("node0", LOOPBACK[0], (0, 3)),
-        WorldMachine("node1", LOOPBACK[1], (1,)),
-        WorldMachine("node2", LOOPBACK[2], (2, 4)),
+        WorldMachine("node0", ADDRESSES[0], (0, 3)),
+        WorldMachine("node1", ADDRESSES[1], (1,)),
+        WorldMachine("node2", ADDRESSES[2], (2, 4)),
     )
 )
 
@@ -248,14 +248,14 @@ def test_the_end_is_no_loss(store: dist.Store) -> None:
 
 def test_a_stranger_is_not_a_rank(store: dist.Store) -> None:
     """Who connects without the word is sent away: a scanner of ports, or a rank of another run."""
-    two = WorldMachines((WorldMachine("a", LOOPBACK[0], (0,)), WorldMachine("b", LOOPBACK[1], (1,))))
+    two = WorldMachines((WorldMachine("a", ADDRESSES[0], (0,)), WorldMachine("b", ADDRESSES[1], (1,))))
 
     def made(rank: int) -> Links | None:
         if rank == 0:
             return Links(session(store, 0, two), 10.0)
         port = int(wait_for_key(store, "links/launch/1/0", time.monotonic() + PATIENCE, "no port").split()[0])
         for said in (b"GET / HTTP/1.1\r\n\r\n", b'{"rank": 1, "word": "x"}\n'):
-            with socket.create_connection((LOOPBACK[0], port)) as stranger:
+            with socket.create_connection((ADDRESSES[0], port)) as stranger:
                 stranger.sendall(said)
                 with suppress(ConnectionResetError):
                     assert stranger.recv(1) == b""
@@ -272,7 +272,7 @@ def test_a_stranger_is_not_a_rank(store: dist.Store) -> None:
 def test_no_way_to_a_machine(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """A port that nobody answers at: the sentence has both machines, and both ways out."""
     monkeypatch.setattr(links_module, "CONNECT_SECONDS", 0.2)
-    two = WorldMachines((WorldMachine("a", LOOPBACK[0], (0,)), WorldMachine("b", LOOPBACK[1], (1,))))
+    two = WorldMachines((WorldMachine("a", ADDRESSES[0], (0,)), WorldMachine("b", ADDRESSES[1], (1,))))
     store.set("links/launch/1/0", "1 x")
     with pytest.raises(WorldMismatch) as e:
         Links(session(store, 1, two), 10.0)

@@ -25,10 +25,11 @@ import pytest
 from typing_extensions import override
 
 from unipar.backend import registry
+from unipar.distributed.addresses import LOOPBACK
 from unipar.distributed.place import Place
 from unipar.launcher.processes import early, group, starters
 from unipar.launcher.processes.forkserver import ForkServer
-from unipar.launcher.processes.process import LOOPBACK, SubprocessStarter, WorkerProcess, WorkerStarter, reap_process
+from unipar.launcher.processes.process import SubprocessStarter, WorkerProcess, WorkerStarter, reap_process
 from unipar.launcher.processes.worker_arguments import WorkerArguments
 from unipar.memory.sources import malloc_build
 from unipar.memory.sources.malloc_build import METER_ENVIRONMENT

@@ -119,6 +119,7 @@ def compare_cells(
         precision=config.train.precision,
         samples=settled.sizes.total,
         ranks=ranks,
+        machines=asked.machines_of(ranks),
         warmup=asked.turns.warmup,
         rows=[row for row, _ in selected.values()],
         unwatched=asked.unwatched,
@@ -185,7 +186,8 @@ def _compare_by_world_size(
                 at = selected[n][cell][1]
                 cut = (at or settled[n]).sizes
                 batch = {"samples": cut.total, "micro": cut.micro, "accumulate": cut.accumulate}
-                worlds.append(ScaledCell(cell=cell, ranks=n, kinds=("strong",), **batch))
+                where = asked.machines_of(n)
+                worlds.append(ScaledCell(cell=cell, ranks=n, kinds=("strong",), machines=where, **batch))
                 row = rows[i].get(cell) if i < len(rows) else None
                 results.append(replace(row or CellResult(cell=cell, outcome="waits"), cell=worlds[-1].name))
         now = Scaling(

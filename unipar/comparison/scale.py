@@ -67,7 +67,7 @@ def _scale_worlds(asked: CompareRequest, sizes: Sequence[int], cells: Sequence[s
         name=source.name,
         out=str(out),
         precision=settings.train.precision,
-        worlds=tuple(world for world, _, _ in selected),
+        worlds=tuple(replace(world, machines=asked.machines_of(world.ranks)) for world, _, _ in selected),
         rows=[row for _, row, _ in selected],
         cores=len(os.sched_getaffinity(0)),
         threads=each,

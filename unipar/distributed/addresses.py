@@ -11,8 +11,11 @@ import socket
 import struct
 import time
 from pathlib import Path
+from typing import Final
 
 from unipar.errors import WorldMismatch
+
+LOOPBACK: Final = "127.0.0.1"
 
 _LIST_ADDRESSES = 0x8912
 """Request SIOCGIFCONF: name and IPv4 address of each interface, aliases too."""

@@ -171,6 +171,9 @@ class Comparison(TurnResults):
     ranks: int
     """Ranks of every cell except `single`; 0 if an older file does not say."""
 
+    machines: int = 1
+    """Machines on which the ranks of every cell except `single` are."""
+
     answer: str = ""
     """Sentence on the smallest and the fastest cell, and why; the page's first sentence, not stored."""
 
@@ -190,6 +193,11 @@ class Comparison(TurnResults):
     @override
     def training_difference(self, row: CellResult) -> str:
         return describe_training_difference(row.marks, self.marks_of_others(row)) if row.marks is not None else ""
+
+    def describe_ranks(self) -> str:
+        """Return the number of ranks in words, and on how many machines they are if on several."""
+        where = f" on {count_of(self.machines, 'machine')}" if self.machines > 1 else ""
+        return f"{count_of(self.ranks, 'rank')}{where}"
 
     def rank_count(self, row: CellResult) -> int:
         """Return how many ranks the row's cell has, whether or not all of them left results."""
@@ -317,8 +325,9 @@ class Comparison(TurnResults):
         how = "bit for bit" if least is None else f"to {least} digits or more"
         cells = f"all {len(judged)} cells agree" if len(judged) > 1 else f"{judged[0][0].cell} agrees"
         first, last = self.reference.losses[0], self.reference.losses[-1]
+        where = f", on {self.describe_ranks()}" if self.machines > 1 else ""
         return [
-            f"{cells} with one process {how}, over {count_of(steps, 'step')}",
+            f"{cells} with one process {how}, over {count_of(steps, 'step')}{where}",
             f"loss of one process: {first:.4f} at step 1, {last:.4f} at step {steps}",
         ]
 
@@ -338,7 +347,7 @@ class Comparison(TurnResults):
     def from_json(cls, data: dict[str, Any], **changed: Any) -> Self:
         """Return the comparison of a file's mapping, with some fields `changed`."""
         rows = [cell_result_from_json(cell) for cell in data["cells"]]
-        data = {"unwatched": "", "ranks": max((len(row.peak_rss) for row in rows), default=0), **data}
+        data = {"unwatched": "", "machines": 1, "ranks": max((len(row.peak_rss) for row in rows), default=0), **data}
         stored = {f.name: data[f.name] for f in fields(cls) if f.name not in _FIELDS_NOT_STORED}
         planned = data.get("forecast")
         forecast = None if planned is None else Forecast.model_validate(planned, strict=False)

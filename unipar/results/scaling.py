@@ -55,6 +55,8 @@ class ScaledCell:
 
     micro: int
     accumulate: int
+    machines: int = 1
+    """Machines on which the ranks are."""
 
     @property
     def name(self) -> str:
@@ -64,7 +66,8 @@ class ScaledCell:
     @property
     def table_head(self) -> tuple[str, str, str]:
         """First three columns of the world's row in a table."""
-        return self.cell, str(self.ranks), " ".join(self.kinds) if len(self.kinds) == 1 else "both"
+        where = f" on {self.machines}" if self.machines > 1 else ""
+        return self.cell, f"{self.ranks}{where}", " ".join(self.kinds) if len(self.kinds) == 1 else "both"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,7 +271,9 @@ class Scaling(TurnResults):
 
     def shared(self) -> str:
         """Return what the ranks on this machine share, without which efficiency cannot be judged."""
-        what = f"one machine: {count_of(self.cores, 'core')}, {self.threads} thread{'s' * (self.threads != '1')} a rank"
+        number = max((world.machines for world in self.worlds), default=1)
+        where = "one machine" if number == 1 else f"{number} machines (ranks on machines), each"
+        what = f"{where}: {count_of(self.cores, 'core')}, {self.threads} thread{'s' * (self.threads != '1')} a rank"
         if ":" in self.device:
             return f"{what}; all ranks share {self.device}: efficiency with one GPU per rank would be different"
         if self.device != "cpu":

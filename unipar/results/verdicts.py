@@ -128,6 +128,9 @@ class Verdicts:
     ranks: int
     steps: int
     rows: list[Verdict]
+    machines: int = 1
+    """Machines on which the ranks of every cell are."""
+
     one: dict[str, dict[str, list[float]]] = field(default_factory=dict[str, dict[str, list[float]]])
     """Losses and norms of one process, by run."""
 
@@ -208,6 +211,7 @@ class Verdicts:
         else:
             each = f"all {len(ran)} cells agree" if len(ran) > 1 else f"{ran[0].cell} agrees"
         line = f"{each} with one process over {count_of(self.steps, 'step')} on {count_of(self.ranks, 'rank')}"
+        line += f" of {count_of(self.machines, 'machine')}" if self.machines > 1 else ""
         cut = "" if self.cut_dependence is None else f", {self.cut_dependence.consequence}"
         return f"{line}{cut}{failed}"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sysconfig
+import tempfile
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -55,3 +56,9 @@ def write_file_atomically(file: Path, text: str, *, flush: bool = False) -> None
                 os.fsync(stream.fileno())
     except OSError as e:
         raise OSError(e.errno, e.strerror, str(file)) from None
+
+
+def short_temporary_folder() -> str:
+    """Return the temporary folder, or /tmp if its path is long: paths of sockets have at most 108 bytes."""
+    usual = tempfile.gettempdir()
+    return usual if len(usual) <= 40 else "/tmp"

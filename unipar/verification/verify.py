@@ -102,6 +102,7 @@ def _verify(asked: _VerifyRequest, micro: ChosenMicro | None, *, strict: bool, o
         out=str(out),
         precision=train.precision,
         ranks=settled.ranks,
+        machines=asked.machines.machines_of(settled.ranks) if asked.machines is not None else 1,
         steps=wanted,
         strict=strict,
         versions=installed_versions(Cell.parse(cell).backend for cell in selected),

@@ -295,8 +295,7 @@ def test_the_kernel_is_asked_in_the_main_thread_only(tmp_path: Path, *, in_main:
     seen: list[int] = []
 
     class Noted:
-        pid = 1
-        host = "127.0.0.1"
+        pid, host = 1, "127.0.0.1"
 
         def start(self, arguments: WorkerArguments, environment: Mapping[str, str], log: int) -> WorkerProcess:
             seen.append(arguments.dies_with_thread)

@@ -25,9 +25,10 @@ from typing import Any, Final, NoReturn, Self, final
 
 from typing_extensions import override
 
+from unipar.distributed.addresses import LOOPBACK
 from unipar.errors import UniparError
 from unipar.launcher.processes import script_fork
-from unipar.launcher.processes.process import LOOPBACK, WorkerProcess, WorkerStarter
+from unipar.launcher.processes.process import WorkerProcess, WorkerStarter
 from unipar.launcher.processes.worker_arguments import WorkerArguments, die_with_parent
 from unipar.training.stopping import STOP_SIGNALS
 from unipar.utils import procfs

@@ -8,7 +8,6 @@ import selectors
 import shutil
 import signal
 import socket
-import tempfile
 import threading
 import time
 import weakref
@@ -36,6 +35,7 @@ from unipar.launcher.processes.watchdog import HangDetector, end_of_grace_while_
 from unipar.launcher.processes.worker_arguments import WorkerArguments
 from unipar.run_folder.layout import log_path, stack_path
 from unipar.task import pickled
+from unipar.utils.files import short_temporary_folder
 from unipar.utils.procfs import cores_per_rank, count_oom_kills
 
 SECONDS_TO_END = 3.0
@@ -87,7 +87,7 @@ class WorkerGroup:
         self._pickled_task = pickled_task
         self._starter: WorkerStarter = starter or SubprocessStarter()
         name = f"unipar-{secrets.token_hex(4)}"
-        self._ranks = [_RankState(rank, f"{_short_temporary_folder()}/{name}-{rank}") for rank in range(size)]
+        self._ranks = [_RankState(rank, f"{short_temporary_folder()}/{name}-{rank}") for rank in range(size)]
         self._hang_detector = HangDetector(self.run, heartbeat, waits, timeout)
         self._selector = selectors.DefaultSelector()
         self._parent_alive_fd = -1
@@ -146,10 +146,7 @@ class WorkerGroup:
             reader, self._parent_alive_fd = os.pipe2(os.O_CLOEXEC)
             passed.callback(os.close, reader)
             _parent_alive_fds[self._parent_alive_fd] = self
-            listener = None
-            if self.size > 1:  # rank 0's, made here, so that the port is known before ranks start, and is taken
-                made = socket.create_server((self._starter.host, 0), backlog=max(128, self.size))
-                listener = passed.enter_context(made)
+            listener = self._open_listener(passed) if self.size > 1 else None
             pipes: list[int] = []
             for rank in self._ranks:
                 theirs = self._open_control_socket(rank, passed)
@@ -178,6 +175,10 @@ class WorkerGroup:
                 self._selector.register(rank.process.pidfd, selectors.EVENT_READ, rank)
             if pipes:
                 pickled.send_task(self._pickled_task, pipes)
+
+    def _open_listener(self, passed: ExitStack) -> socket.socket:
+        """Return rank 0's socket, made here, so that the port is known before ranks start, and is taken."""
+        return passed.enter_context(socket.create_server((self._starter.host, 0), backlog=max(128, self.size)))
 
     def _open_task_pipe(self, pipes: list[int], passed: ExitStack) -> int:
         """Return the worker's end of a pipe for the pickled task, or -1 if the task is in a file."""
@@ -382,12 +383,6 @@ class WorkerGroup:
 def build_worker_environment(size: int, more: Mapping[str, str]) -> dict[str, str]:
     """Return this process's environment with a share of the cores for each rank, and with the variables in `more`."""
     return {"OMP_NUM_THREADS": str(cores_per_rank(size)), **os.environ, "PYTHONUNBUFFERED": "1", **more}
-
-
-def _short_temporary_folder() -> str:
-    """Return the temporary folder, or /tmp if its path is long: paths of sockets have at most 108 bytes."""
-    usual = tempfile.gettempdir()
-    return usual if len(usual) <= 40 else "/tmp"
 
 
 _parent_alive_fds: weakref.WeakValueDictionary[int, WorkerGroup] = weakref.WeakValueDictionary()

@@ -9,12 +9,11 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Final, Protocol, final
+from typing import Protocol, final
 
+from unipar.distributed.addresses import LOOPBACK
 from unipar.launcher.processes.worker_arguments import WorkerArguments
 from unipar.utils import procfs
-
-LOOPBACK: Final = "127.0.0.1"
 
 SECONDS_TO_VANISH = 0.5
 """Seconds to wait until the kernel has removed killed processes."""

@@ -82,7 +82,7 @@ def render_comparison(page: ComparisonPageData, before: ComparisonPageData | Non
 
 def _head(page: ComparisonPageData, before: ComparisonPageData | None, mismatches: Sequence[str]) -> str:
     comparison = page.comparison
-    facts = [count_of(comparison.ranks, "rank")] if comparison.ranks else []
+    facts = [comparison.describe_ranks()] if comparison.ranks else []
     facts += [comparison.precision, f"{count_of(comparison.samples, 'sample')} a step"]
     facts += [f"{page.parameters:,} parameters"] if page.parameters else []
     sure = comparison.reference is not None and any(comparison.agreement(row) is not None for row in comparison.rows)
