@@ -29,6 +29,14 @@ def format_clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
+def format_age(seconds: float) -> str:
+    """Return how long ago something was, in one unit: 40 s, 3 min, 5 h, 2 d."""
+    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= 2 * size or (unit == "min" and seconds >= size):
+            return f"{int(seconds // size)} {unit}"
+    return f"{max(0, int(seconds))} s"
+
+
 def format_size(count: float) -> str:
     """Return a number of bytes as 900 B, 612 MiB, 3.2 GiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
