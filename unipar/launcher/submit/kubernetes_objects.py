@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -234,11 +235,13 @@ def _pytorchjob(pods: PodSettings) -> list[Object]:
 def _mpijob(pods: PodSettings) -> list[Object]:
     """Return an MPIJob, and a Service that is the name of the pod with rank 0."""
     first = f"{pods.name}-worker-0"
+    lines = "\n".join([*pods.before, 'exec "$0" "$@"'])
+    shell = f"bash -c {shlex.quote(lines)} " if pods.before else ""
     mpirun = (
         f"exec mpirun --allow-run-as-root -np {pods.nodes * pods.per} --bind-to none --wdir {pods.code} "
-        f"-x MASTER_ADDR={first} -x MASTER_PORT={PORT} {pods.python} {pods.command}"
+        f"-x MASTER_ADDR={first} -x MASTER_PORT={PORT} {shell}{pods.python} {pods.command}"
     )
-    launcher = pods.pod(pods.script(mpirun), "launcher")
+    launcher = pods.pod(["bash", "-c", mpirun], "launcher")
     launcher["containers"][0].pop("resources", None)  # it starts the ranks, and is none
     of = {f"{_LABEL}/job-name": pods.name, f"{_LABEL}/replica-type": "worker", f"{_LABEL}/replica-index": "0"}
     spec = {

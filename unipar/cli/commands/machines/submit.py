@@ -69,13 +69,15 @@ def submit(
       time: 2h
       slurm: {partition: gpu, secrets: [WANDB_API_KEY]}
     """
+    from unipar.utils.text import count_of
+
     command, file = _command_and_file(words)
     sets = [*(sets or ()), *(["resume=auto"] if resume else [])]
     given: dict[str, object] = {"--backend": cell, "--cell": cells, "--world": world}
     given |= {"--resume": resume or None, "--detach": detach or None}
     _refuse_options(command, given)
     source = read_config_file(file, sets, cell, out)
-    arguments = [word for text in sets for word in ("--set", text)]
+    arguments = [word for text in sets if not _is_for_submission(text) for word in ("--set", text)]
     arguments += ["--backend", cell] if cell is not None else []
     arguments += ["--cell", ",".join(cells)] if cells else []
     arguments += ["--overwrite"] if overwrite else []
@@ -83,16 +85,21 @@ def submit(
     if show:
         typer.echo("\n\n".join(_shown(one) for one in made))
         return
-    code = 0
     for one in made:
-        job, code = one.hand_over(detach=detach)
-        if one.system.prints_id or detach:
-            typer.echo(f"{job.system} job {job.id}: {job.nodes} x {job.per} ranks, {one.job.out}")
+        job, code = one.hand_over(detach=detach or command == "scale")
+        if not one.system.prints_id and not detach:
+            raise typer.Exit(code)
+        machines = f"{count_of(job.nodes, 'machine')} x {count_of(job.per, 'rank')}"
+        typer.echo(f"{job.system} job {job.id}: {machines}, {one.job.out}")
+        typer.echo(f"  unipar jobs logs {job.id}; unipar jobs cancel {job.id}")
     if command == "scale":
         typer.echo(f"when all have ended: unipar jobs collect {shlex.quote(str(made[0].job.out.parents[1]))}")
-    elif made[0].system.prints_id or detach:
-        typer.echo(f"unipar jobs; unipar jobs logs {job.id}; unipar jobs cancel {job.id}")
-    raise typer.Exit(code)
+
+
+def _is_for_submission(text: str) -> bool:
+    """Return whether a `--set` is of use here alone, and not to the ranks."""
+    key = text.partition("=")[0]
+    return key.startswith("machines.") and key not in ("machines.folder", "machines.interface")
 
 
 def _submissions(
