@@ -51,6 +51,7 @@ WORDS = {words}
 
 
 def rank():
+    os.chdir(next(folder for folder in sys.path if os.path.exists(os.path.join(folder, WORDS[1]))))  # the code's
     from unipar.cli.app import main
 
     sys.argv[:] = ["unipar", *(os.path.expanduser(word) if word.startswith("~/") else word for word in WORDS)]
