@@ -102,7 +102,7 @@ class Mpi(JobSystem[MpiOptions]):
         code = Path(job.folder) / EXIT_CODE_FILE
         if code.exists():
             number = code.read_text("utf-8").strip()
-            return {"0": "ended", "130": "stopped"}.get(number, f"failed, exit code {number}")
+            return {"0": "ended", "130": "stopped"}.get(number, f"failed ({number})")
         if job.host != socket.gethostname():
             return f"unknown here: it was started on {job.host}"
         return "running" if self._is_alive(job) else "died"

@@ -84,7 +84,7 @@ def format_jobs(jobs: Sequence[SubmittedJob], states: Sequence[str], width: int)
             job.id,
             job.command,
             f"{job.nodes} x {job.per}",
-            state if len(state) <= _LONGEST_STATE else f"{state[: _LONGEST_STATE - 3]}...",
+            state if len(state) <= _LONGEST_STATE else state.partition(":")[0],
             format_age(time.time() - job.submitted),
             str(relative_path(Path(job.folder).parents[1])),
         )
@@ -97,7 +97,7 @@ def format_jobs(jobs: Sequence[SubmittedJob], states: Sequence[str], width: int)
 
 
 _LONGEST_STATE = 16
-"""Characters of a state in the table; a longer one is a sentence below it."""
+"""Characters of a state in the table; of a longer one, `unknown: REASON`, the reason is below it."""
 
 
 def logs(
