@@ -161,7 +161,7 @@ class Ray(JobSystem[RayOptions]):
     @override
     def state(self, job: SubmittedJob) -> str:
         said = ask_client(self._ray("status", job.id))
-        found = re.search(r"Status for job '\S+': (\w+)|Job '\S+' (succeeded|failed|was stopped)", said)
+        found = re.search(r"Status for job '\S+': (\w+)|Job '\S+' (?:was )?(\w+)", said)
         return (found[1] or found[2]).lower() if found else "unknown to Ray"
 
     @override

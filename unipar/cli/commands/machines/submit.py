@@ -91,7 +91,8 @@ def submit(
             raise typer.Exit(code)
         machines = f"{count_of(job.nodes, 'machine')} x {count_of(job.per, 'rank')}"
         typer.echo(f"{job.system} job {job.id}: {machines}, {one.job.out}")
-        typer.echo(f"  unipar jobs logs {job.id}; unipar jobs cancel {job.id}")
+        within = "" if one.job.out.is_relative_to(Path.cwd() / "runs") else f" --in {shlex.quote(str(one.job.out))}"
+        typer.echo(f"  unipar jobs logs {job.id}{within}; unipar jobs cancel {job.id}{within}")
     if command == "scale":
         typer.echo(f"when all have ended: unipar jobs collect {shlex.quote(str(made[0].job.out.parents[1]))}")
 
