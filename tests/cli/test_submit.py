@@ -13,7 +13,6 @@ from tests.support.submissions import write_config
 from unipar.cli.commands.machines.jobs import format_jobs
 from unipar.config.job_system import SubmittedJob
 from unipar.launcher.submit.submitted import write_submitted
-from unipar.utils.text import format_age
 
 
 @pytest.fixture(autouse=True)
@@ -135,14 +134,6 @@ def test_a_narrow_terminal(here: Path) -> None:
     assert text.splitlines()[3].split()[6:] == ["unknown", "0", "s", "runs/long_long_long_long_long_lon"]
     assert text.splitlines()[-1] == "99999999: unknown: squeue not found here"
     assert max(map(len, text.splitlines())) <= 80
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(-1, "0 s"), (59, "59 s"), (60, "1 min"), (7199, "119 min"), (7200, "2 h"), (3e5, "3 d")]
-)
-def test_ages(seconds: float, text: str) -> None:
-    """One unit, whole numbers."""
-    assert format_age(seconds) == text
 
 
 def test_nothing_was_submitted(here: Path, unipar: Any) -> None:

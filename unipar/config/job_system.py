@@ -20,7 +20,7 @@ O = TypeVar("O", bound=Section)  # noqa: E741 - short, as other type variables
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class NewJob:
     """A command of unipar that is to run on several machines."""
 
     name: str
@@ -126,24 +126,24 @@ class JobSystem(ABC, Generic[O]):
         absent = [name for name in self.clients if shutil.which(name) is None]
         return f"{', '.join(absent)} not found here: {self.remedy}" if absent else ""
 
-    def refuse(self, job: Job) -> Iterator[str]:
+    def refuse(self, job: NewJob) -> Iterator[str]:
         """Yield each reason why this job cannot be handed over, with the way out."""
         yield from ()
 
     @abstractmethod
-    def texts(self, job: Job) -> dict[str, str]:
+    def texts(self, job: NewJob) -> dict[str, str]:
         """Return the files to be written to the job's folder, by name."""
 
     @abstractmethod
-    def hand_over(self, job: Job) -> list[str]:
+    def hand_over(self, job: NewJob) -> list[str]:
         """Return the command that hands the job over when the files are written."""
 
-    def hand_over_input(self, job: Job) -> str | None:
+    def hand_over_input(self, job: NewJob) -> str | None:
         """Return what that command reads from its standard input: secrets, where it takes them so."""
         return None
 
     @abstractmethod
-    def id_of(self, job: Job, output: str) -> str:
+    def id_of(self, job: NewJob, output: str) -> str:
         """Return the job's name or number, from what the command printed."""
 
     @abstractmethod

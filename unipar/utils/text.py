@@ -30,11 +30,11 @@ def format_clock(seconds: float) -> str:
 
 
 def format_age(seconds: float) -> str:
-    """Return how long ago something was, in one unit: 40 s, 3 min, 5 h, 2 d."""
-    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
-        if seconds >= 2 * size or (unit == "min" and seconds >= size):
-            return f"{int(seconds // size)} {unit}"
-    return f"{max(0, int(seconds))} s"
+    """Return an age in its largest unit: 40 s, 12 min, 3 h, 5 days."""
+    for unit, length in (("days", 172800), ("h", 7200), ("min", 120)):
+        if seconds >= length:
+            return f"{seconds // {'days': 86400, 'h': 3600, 'min': 60}[unit]:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
 
 
 def format_size(count: float) -> str:

@@ -18,10 +18,10 @@ from tests.support.kubernetes_schemas import why_invalid
 from tests.support.launchers import environment, in_private_network
 from tests.support.submissions import submission, text_of, write_config
 from unipar.errors import Unsupported
-from unipar.launcher.submit.kubernetes_objects import Kind, longest_name
+from unipar.launcher.submit.kubernetes_objects import ObjectKind, longest_name
 from unipar.results.run import Report
 
-KINDS: tuple[Kind, ...] = get_args(Kind)
+KINDS: tuple[ObjectKind, ...] = get_args(ObjectKind)
 IMAGE = "machines.kubernetes.image=registry.example/mine:1"
 FULL = """
 machines:
@@ -49,7 +49,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def objects(here: Path, kind: Kind, *sets: str, more: str = FULL) -> list[dict[str, Any]]:
+def objects(here: Path, kind: ObjectKind, *sets: str, more: str = FULL) -> list[dict[str, Any]]:
     """What would be applied."""
     file = write_config(here, more.replace("device: cuda\n", ""))
     device = ["device=cuda"] if "device: cuda" in more else []
@@ -67,14 +67,14 @@ def every(tree: Any, key: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_object_is_valid(here: Path, kind: Kind) -> None:
+def test_an_object_is_valid(here: Path, kind: ObjectKind) -> None:
     """By the schemas and models that Kubernetes and Kubeflow publish; also without any of the options."""
     for made in [*objects(here, kind), *objects(here, kind, more="machines: {nodes: 2, per: 1}\n")]:
         assert why_invalid(made) == ""
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_mistake_is_seen(here: Path, kind: Kind) -> None:
+def test_a_mistake_is_seen(here: Path, kind: ObjectKind) -> None:
     """A strange key, a misspelt image, text for a number: a checker that let these pass would prove nothing."""
     made = objects(here, kind)[-1]
     strange = copy.deepcopy(made)
@@ -90,7 +90,7 @@ def test_a_mistake_is_seen(here: Path, kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_every_pod_has(here: Path, kind: Kind) -> None:
+def test_what_every_pod_has(here: Path, kind: ObjectKind) -> None:
     """Memory for /dev/shm, time to save, no restart of single pods, a reference to the secret, GPUs and the volume."""
     made = objects(here, kind)
     assert {"medium": "Memory", "sizeLimit": "16Gi"} in every(made, "emptyDir")
@@ -152,7 +152,7 @@ def test_a_name_that_is_refused(here: Path, key: str, name: str, sentence: str) 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_how_long_a_name_may_be(kind: Kind) -> None:
+def test_how_long_a_name_may_be(kind: ObjectKind) -> None:
     """A pod's name is a host name, of at most 63 characters: NAME-node-0-15-xxxxx."""
     suffix = {"trainjob": "-node-0-15", "jobset": "-node-0-15", "job": "-15"}.get(kind, "-worker-15")
     assert longest_name(kind, 16) == 63 - len(suffix) - len("-xxxxx")
@@ -189,7 +189,7 @@ def command_of(made: list[dict[str, Any]], here: Path) -> list[str]:
     return ["bash", "-c", text]
 
 
-def operator_variables(kind: Kind, index: int, port: int) -> dict[str, str]:
+def operator_variables(kind: ObjectKind, index: int, port: int) -> dict[str, str]:
     """What the operator, or Kubernetes, sets in a pod."""
     if kind in ("job", "jobset"):
         return {"JOB_COMPLETION_INDEX": str(index)}
@@ -204,7 +204,7 @@ def operator_variables(kind: Kind, index: int, port: int) -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["trainjob", "pytorchjob", "job", "jobset"])
-def test_the_command_of_its_pods(here: Path, kind: Kind) -> None:
+def test_the_command_of_its_pods(here: Path, kind: ObjectKind) -> None:
     """Two pods as two processes, with the variables of their operator; the first pod's name is this machine's."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

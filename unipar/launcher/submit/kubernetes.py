@@ -13,11 +13,11 @@ import yaml
 from pydantic import Field
 from typing_extensions import override
 
-from unipar.config.job_system import Job, JobSystem, SubmittedJob
+from unipar.config.job_system import JobSystem, NewJob, SubmittedJob
 from unipar.config.sections.section import Section
 from unipar.launcher.submit.client import ask_client
 from unipar.launcher.submit.kubernetes_objects import (
-    Kind,
+    ObjectKind,
     PodSettings,
     kubernetes_objects,
     longest_name,
@@ -29,7 +29,7 @@ from unipar.launcher.submit.kubernetes_objects import (
 class KubernetesOptions(Section):
     """Config section `machines.kubernetes`."""
 
-    kind: Kind = "trainjob"
+    kind: ObjectKind = "trainjob"
     """Kind of object. trainjob: Kubeflow Trainer; jobset: JobSet; job: no operator, an indexed Job with a Service;
     pytorchjob, mpijob: Kubeflow's Training Operator 1."""
 
@@ -88,7 +88,7 @@ class Kubernetes(JobSystem[KubernetesOptions]):
     remedy = "install it, and let it reach the cluster (`kubectl auth can-i create jobs`), or write files with --print"
 
     @override
-    def refuse(self, job: Job) -> Iterator[str]:
+    def refuse(self, job: NewJob) -> Iterator[str]:
         chosen, restarts, section = self.chosen, job.config.launch.restarts, "machines.kubernetes"
         if not chosen.image:
             yield f"{section}.image: name the container image that holds unipar, the libraries and the task's code"
@@ -112,7 +112,7 @@ class Kubernetes(JobSystem[KubernetesOptions]):
                 f"{section}.claim"
             )
 
-    def _refuse_names(self, job: Job) -> Iterator[str]:
+    def _refuse_names(self, job: NewJob) -> Iterator[str]:
         """Yield a sentence for each name that Kubernetes does not take, with one that it would take."""
         chosen = self.chosen
         longest = longest_name(chosen.kind, job.nodes)
@@ -127,11 +127,11 @@ class Kubernetes(JobSystem[KubernetesOptions]):
             )
             yield f"machines.kubernetes.{key}: {name!r} {wrong}: write {_likely_name(name, length)}"
 
-    def _name(self, job: Job) -> str:
+    def _name(self, job: NewJob) -> str:
         return self.chosen.name or job.name.replace("_", "-").lower()
 
     @override
-    def texts(self, job: Job) -> dict[str, str]:
+    def texts(self, job: NewJob) -> dict[str, str]:
         chosen, restarts = self.chosen, job.config.launch.restarts
         more = ["--set", "resume=auto"] if restarts and job.config.resume is None else []
         at = PurePosixPath(chosen.at)
@@ -160,11 +160,11 @@ class Kubernetes(JobSystem[KubernetesOptions]):
         return {"job.yaml": yaml.dump_all(objects, Dumper=_Dumper, sort_keys=False, width=120)}
 
     @override
-    def hand_over(self, job: Job) -> list[str]:
+    def hand_over(self, job: NewJob) -> list[str]:
         return [*self._kubectl(), "apply", "-f", str(job.folder / "job.yaml")]
 
     @override
-    def id_of(self, job: Job, output: str) -> str:
+    def id_of(self, job: NewJob, output: str) -> str:
         return self._name(job)
 
     def _kubectl(self) -> list[str]:

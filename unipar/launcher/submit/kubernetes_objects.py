@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Kind = Literal["trainjob", "jobset", "job", "pytorchjob", "mpijob"]
+ObjectKind = Literal["trainjob", "jobset", "job", "pytorchjob", "mpijob"]
 """Kinds of objects that can be written."""
 
 Object = dict[str, Any]
@@ -21,7 +21,7 @@ _LABEL = "training.kubeflow.org"
 
 @dataclass(frozen=True, kw_only=True)
 class PodSettings:
-    """What all kinds have in common: names, sizes, the command of a rank, and what a pod is given."""
+    """Settings that all kinds share: names, sizes, the command of a rank, and what a pod is given."""
 
     name: str
     nodes: int
@@ -111,14 +111,14 @@ class PodSettings:
         return {} if self.seconds is None else {"activeDeadlineSeconds": self.seconds}
 
 
-def kubernetes_objects(kind: Kind, pods: PodSettings) -> list[Object]:
+def kubernetes_objects(kind: ObjectKind, pods: PodSettings) -> list[Object]:
     """Return the objects of a job, in the order in which they are to be created."""
     return {"trainjob": _trainjob, "jobset": _jobset, "job": _job, "pytorchjob": _pytorchjob, "mpijob": _mpijob}[kind](
         pods
     )
 
 
-def longest_name(kind: Kind, nodes: int) -> int:
+def longest_name(kind: ObjectKind, nodes: int) -> int:
     """Return how long an object's name may be, so that the names of its pods are host names."""
     added = {
         "trainjob": f"-node-0-{nodes - 1}",
@@ -130,7 +130,7 @@ def longest_name(kind: Kind, nodes: int) -> int:
     return 63 - len(added + _POD_SUFFIX)
 
 
-def resource_name(kind: Kind) -> str:
+def resource_name(kind: ObjectKind) -> str:
     """Return the name by which kubectl knows a kind."""
     return {
         "trainjob": "trainjobs.trainer.kubeflow.org",
@@ -141,7 +141,7 @@ def resource_name(kind: Kind) -> str:
     }[kind]
 
 
-def pods_of(kind: Kind, name: str) -> str:
+def pods_of(kind: ObjectKind, name: str) -> str:
     """Return the label that the pods of a job have, those that print what ranks print."""
     return {
         "trainjob": f"jobset.sigs.k8s.io/jobset-name={name}",

@@ -14,7 +14,7 @@ from typing import Annotated
 from pydantic import Field
 from typing_extensions import override
 
-from unipar.config.job_system import Job, JobSystem, SubmittedJob
+from unipar.config.job_system import JobSystem, NewJob, SubmittedJob
 from unipar.config.sections.section import Section
 from unipar.launcher.submit.client import ClientFailed, unset_variables
 from unipar.launcher.submit.submitted import EXIT_CODE_FILE, OUTPUT_FILE
@@ -55,7 +55,7 @@ class Mpi(JobSystem[MpiOptions]):
     prints_id = False
 
     @override
-    def refuse(self, job: Job) -> Iterator[str]:
+    def refuse(self, job: NewJob) -> Iterator[str]:
         hosts, key = self.chosen.hosts, "machines.mpi.hosts"
         if len(hosts) != job.nodes:
             named = f"{count_of(len(hosts), 'machine')} ({', '.join(hosts)})" if hosts else "no machine"
@@ -74,11 +74,11 @@ class Mpi(JobSystem[MpiOptions]):
         return self.chosen.address or self.chosen.hosts[0]
 
     @override
-    def texts(self, job: Job) -> dict[str, str]:
+    def texts(self, job: NewJob) -> dict[str, str]:
         return {}
 
     @override
-    def hand_over(self, job: Job) -> list[str]:
+    def hand_over(self, job: NewJob) -> list[str]:
         chosen, time = self.chosen, job.machines.time
         words = [chosen.python or sys.executable, "-m", "unipar", *job.words(str(job.file), str(job.out))]
         if job.machines.before:
@@ -94,7 +94,7 @@ class Mpi(JobSystem[MpiOptions]):
         ]
 
     @override
-    def id_of(self, job: Job, output: str) -> str:
+    def id_of(self, job: NewJob, output: str) -> str:
         raise NotImplementedError("mpirun's process is the job")
 
     @override

@@ -12,7 +12,7 @@ import yaml
 from pydantic import Field
 from typing_extensions import override
 
-from unipar.config.job_system import Job, JobSystem, SubmittedJob
+from unipar.config.job_system import JobSystem, NewJob, SubmittedJob
 from unipar.config.sections.section import Section
 from unipar.launcher.submit.client import ClientFailed, ask_client, unset_variables
 
@@ -91,7 +91,7 @@ class Ray(JobSystem[RayOptions]):
     remedy = "pip install 'ray[default]' here, of the cluster's version"
 
     @override
-    def refuse(self, job: Job) -> Iterator[str]:
+    def refuse(self, job: NewJob) -> Iterator[str]:
         restarts = job.config.launch.restarts
         if not job.file.is_relative_to(Path.cwd()):
             yield (
@@ -112,7 +112,7 @@ class Ray(JobSystem[RayOptions]):
             yield why
 
     @override
-    def texts(self, job: Job) -> dict[str, str]:
+    def texts(self, job: NewJob) -> dict[str, str]:
         chosen, restarts = self.chosen, job.config.launch.restarts
         words = job.words(str(job.file.relative_to(Path.cwd())), f"{chosen.at.rstrip('/')}/{job.name}")
         words += ["--set", "resume=auto"] if restarts and job.config.resume is None else []
@@ -129,7 +129,7 @@ class Ray(JobSystem[RayOptions]):
         )
         return {f"{_MODULE}/__main__.py": program, "runtime_env.yaml": self._environment(job)}
 
-    def _environment(self, job: Job, secrets: Mapping[str, str] | None = None) -> str:
+    def _environment(self, job: NewJob, secrets: Mapping[str, str] | None = None) -> str:
         """Return the job's environment for Ray: its code, and `secrets` where it is not written to a file."""
         here = Path.cwd()
         excludes = [f"/{job.out.parent.relative_to(here)}/"] if here in job.out.parent.parents else []
@@ -141,18 +141,18 @@ class Ray(JobSystem[RayOptions]):
         return ["ray", "job", *words[:1], *address, *words[1:]]
 
     @override
-    def hand_over(self, job: Job) -> list[str]:
+    def hand_over(self, job: NewJob) -> list[str]:
         environment = "/dev/stdin" if self.chosen.secrets else str(job.folder / "runtime_env.yaml")
         wanted = ("--no-wait", "--runtime-env", environment)
         return self._ray("submit", *wanted, "--", self.chosen.python, "-m", _MODULE)
 
     @override
-    def hand_over_input(self, job: Job) -> str | None:
+    def hand_over_input(self, job: NewJob) -> str | None:
         secrets = {name: os.environ[name] for name in self.chosen.secrets}
         return self._environment(job, secrets) if secrets else None
 
     @override
-    def id_of(self, job: Job, output: str) -> str:
+    def id_of(self, job: NewJob, output: str) -> str:
         found = re.search(r"Job '(\S+)' submitted", output)
         if found is None:
             raise ClientFailed(f"ray job submit: names no job in its answer: {output.strip()}")
@@ -173,7 +173,7 @@ class Ray(JobSystem[RayOptions]):
         return self._ray("stop", "--no-wait", job.id)
 
 
-def _checkpoints_elsewhere(job: Job) -> bool:
+def _checkpoints_elsewhere(job: NewJob) -> bool:
     """Return whether a restart needs nothing of the run folder: checkpoints are elsewhere, or it begins anew."""
     checkpoint = job.config.checkpoint
     return job.config.resume == "never" or (checkpoint is not None and checkpoint.to is not None)

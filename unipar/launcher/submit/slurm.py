@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveInt
 from typing_extensions import override
 
-from unipar.config.job_system import Job, JobSystem, SubmittedJob
+from unipar.config.job_system import JobSystem, NewJob, SubmittedJob
 from unipar.config.sections.section import Section
 from unipar.launcher.submit.client import ClientFailed, ask_client, unset_variables
 
@@ -90,7 +90,7 @@ class Slurm(JobSystem[SlurmOptions]):
     remedy = "submit from a login node of the cluster, or look at the files with --print"
 
     @override
-    def refuse(self, job: Job) -> Iterator[str]:
+    def refuse(self, job: NewJob) -> Iterator[str]:
         if why := unset_variables(self.chosen.secrets, "machines.slurm.secrets"):
             yield why
         for word in self.chosen.more:
@@ -98,7 +98,7 @@ class Slurm(JobSystem[SlurmOptions]):
                 yield f"machines.slurm.more: {word!r} is no option; write them as --mail-type=END"
 
     @override
-    def texts(self, job: Job) -> dict[str, str]:
+    def texts(self, job: NewJob) -> dict[str, str]:
         chosen, config = self.chosen, job.config
         restarts, cpus = config.launch.restarts, chosen.cpus
         python = [chosen.python or sys.executable, "-m", "unipar"]
@@ -116,7 +116,7 @@ class Slurm(JobSystem[SlurmOptions]):
             )
         }
 
-    def _directives(self, job: Job) -> Iterator[str]:
+    def _directives(self, job: NewJob) -> Iterator[str]:
         chosen, time = self.chosen, job.machines.time
         named: dict[str, object] = {
             "job-name": job.name,
@@ -142,13 +142,13 @@ class Slurm(JobSystem[SlurmOptions]):
         yield from chosen.more
 
     @override
-    def hand_over(self, job: Job) -> list[str]:
+    def hand_over(self, job: NewJob) -> list[str]:
         chosen = self.chosen
         names = [*(["ALL"] if chosen.environment == "all" else []), *chosen.secrets] or ["NONE"]
         return ["sbatch", "--parsable", f"--export={','.join(names)}", str(job.folder / "run.sbatch")]
 
     @override
-    def id_of(self, job: Job, output: str) -> str:
+    def id_of(self, job: NewJob, output: str) -> str:
         return output.strip().partition(";")[0]  # ID, or ID;CLUSTER
 
     @override

@@ -16,7 +16,7 @@ from unipar.backend import checks
 from unipar.backend.cells import check_offers
 from unipar.backend.checks import CheckedSource
 from unipar.config import Cell, Config
-from unipar.config.job_system import Job, JobSystem, SubmittedJob, find_job_system, job_system_names
+from unipar.config.job_system import JobSystem, NewJob, SubmittedJob, find_job_system, job_system_names
 from unipar.config.sections.machines import Machines
 from unipar.config.settled import SettledConfig
 from unipar.errors import ConfigError, OutExists, Unsupported
@@ -35,7 +35,7 @@ _DETACHED = f'"$@" & echo $! > "$0/.pid" && mv "$0/.pid" "$0/pid"; wait $!; echo
 class Submission:
     """A job that can be handed over, and what is written for it."""
 
-    job: Job
+    job: NewJob
     system: JobSystem[Any]
     texts: dict[str, str]
 
@@ -123,7 +123,7 @@ def make_submission(
     _check_config(source, nodes * per)
     out = _free_folder(source, command, overwrite="--overwrite" in arguments)
     system = kind.of(machines.options.get(name, {}))
-    job = Job(
+    job = NewJob(
         name=out.name,
         command=command,
         file=file.resolve(),
