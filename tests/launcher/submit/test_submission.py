@@ -198,7 +198,7 @@ def test_a_submitted_job_is_found_again(here: Path, program: Path) -> None:
 
 
 def test_a_client_that_fails(here: Path, program: Path) -> None:
-    """Its own words, with the command."""
+    """Its own words, with the command; the run folder is free again."""
     (here / "bin/sbatch").write_text("#!/bin/sh\necho 'invalid partition specified: gpus' >&2; exit 1\n", "utf-8")
     made = submission(write_config(here), "slurm", ["machines.per=2"])
     with pytest.raises(ClientFailed) as e:
@@ -206,6 +206,7 @@ def test_a_client_that_fails(here: Path, program: Path) -> None:
     assert str(e.value) == (
         f"sbatch --parsable --export=ALL {here}/runs/x/submit/1/run.sbatch: invalid partition specified: gpus"
     )
+    assert os.listdir(here / "runs") == []
 
 
 def test_a_run_is_there_already(here: Path) -> None:

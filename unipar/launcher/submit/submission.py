@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -58,9 +60,20 @@ class Submission:
                 (job.folder / name).parent.mkdir(exist_ok=True)
                 (job.folder / name).write_text(text, encoding="utf-8")
         if system.prints_id:
-            answer = ask_client(self.command, system.hand_over_input(job))
+            try:
+                answer = ask_client(self.command, system.hand_over_input(job))
+            except ClientFailed:
+                self._remove_files()
+                raise
             return self._record(system.id_of(job, answer)), 0
         return self._run_client(detach=detach)
+
+    def _remove_files(self) -> None:
+        """Remove what was written: a run folder whose job was refused is free again."""
+        shutil.rmtree(self.job.folder)
+        with suppress(OSError):  # not empty
+            self.job.folder.parent.rmdir()
+            self.job.out.rmdir()
 
     def _run_client(self, *, detach: bool) -> tuple[SubmittedJob, int]:
         """Run a client that lives as long as the job; Ctrl-C reaches it, unless it is detached."""
