@@ -13,7 +13,7 @@ import pytest
 from tests.support.submissions import submission, write_config
 from unipar.config.job_system import find_job_system, job_system_names
 from unipar.errors import ConfigError, OutExists, UniparError, Unsupported, WorldMismatch
-from unipar.launcher.prepare import prepare
+from unipar.launcher.preparation.prepare import prepare
 from unipar.launcher.submit.client import ClientFailed
 from unipar.launcher.submit.submitted import find_submitted, list_submitted, state_of
 
