@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -135,6 +137,32 @@ def test_in_the_foreground(here: Path) -> None:
     failed = desk.unipar("submit", "x.yaml", "--set", "task.args.fails_on=1")
     assert failed.returncode == 1
     assert "this rank was told to fail" in failed.stderr
+
+
+@no_mpirun
+@pytest.mark.slow
+def test_ctrl_c(here: Path) -> None:
+    """It reaches mpirun and the command that waits for it; both ranks stop, and nothing is left running."""
+    desk = Desk(here, "checkpoint: {every: 10}\n")
+    with subprocess.Popen(
+        [PYTHON, "-m", "unipar", "submit", "x.yaml", "--set", "train.steps=5000"],
+        cwd=here,
+        env=environment(here),
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as command:
+        desk.wait(lambda: (here / "runs/x/checkpoints/step-00000010").exists())
+        os.killpg(command.pid, signal.SIGINT)
+        printed, _ = command.communicate(timeout=60)
+    assert command.returncode == 130
+    assert "Traceback" not in printed
+    (step,) = set(re.findall(r"unipar: stopped by a signal after step (\d+)", printed))
+    assert (here / f"runs/x/checkpoints/step-{int(step):08}").exists()
+    assert desk.jobs()[6] == "stopped"
+    left = subprocess.run(["ps", "-o", "stat=", "-s", str(command.pid)], capture_output=True, text=True, check=False)
+    assert [state for state in left.stdout.split() if not state.startswith("Z")] == []
 
 
 @no_mpirun

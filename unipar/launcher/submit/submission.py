@@ -21,7 +21,7 @@ from unipar.config import Cell, Config
 from unipar.config.job_system import JobSystem, NewJob, SubmittedJob, find_job_system, job_system_names
 from unipar.config.sections.machines import Machines
 from unipar.config.settled import SettledConfig
-from unipar.errors import ConfigError, OutExists, Unsupported
+from unipar.errors import ConfigError, OutExists, Stopped, Unsupported
 from unipar.launcher.submit.client import ClientFailed, ask_client
 from unipar.launcher.submit.submitted import EXIT_CODE_FILE, OUTPUT_FILE, write_submitted
 from unipar.run_folder import folder as run_folder
@@ -115,11 +115,14 @@ class Submission:
 
 
 def _wait(client: subprocess.Popen[bytes]) -> int:
-    while True:
+    """Return the exit code of a client, 130 after Ctrl-C."""
+    code, stopped = None, False
+    while code is None:
         try:
-            return client.wait()
+            code = client.wait()
         except KeyboardInterrupt:  # the client has got it as well, and ends its ranks
-            continue
+            stopped = True
+    return Stopped.code if stopped else code
 
 
 def make_submission(
