@@ -32,6 +32,7 @@ COMMANDS = (
         "run",
         "compare",
         "scale",
+        "submit",
         "runs",
         "report",
         "verify",
@@ -45,6 +46,7 @@ COMMANDS = (
         "doctor",
     ),
     "install",
+    "jobs",
 )
 
 

@@ -64,6 +64,18 @@ def find_foreign_place() -> Place | None:
     return place_from_environment(registry.list_launchers())
 
 
+def refuse_other_machines(config: Config) -> None:
+    """Raise WorldMismatch if the config wants more machines than this one, where unipar would start all ranks."""
+    if config.machines is None or config.machines.nodes == 1:
+        return
+    on = config.machines.on or "slurm"
+    raise WorldMismatch(
+        f"machines.nodes: {config.machines.nodes}, and unipar starts ranks on this machine alone: hand the run over "
+        f"with `unipar submit FILE --on {on}`, start it with a launcher on all machines (torchrun, srun, mpirun: "
+        "docs/launchers.md), or try it here with --set machines.nodes=1"
+    )
+
+
 def choose_device(config: Config) -> tuple[str, str]:
     """Return `cpu`, `cuda` or `cuda:N`, and the reason if the config leaves the choice open."""
     if config.device != "auto":

@@ -24,12 +24,15 @@ HELP = """One PyTorch training loop under many backends, from one config.
     unipar verify configs/char_gpt.yaml        do all cells give the numbers of one process?
     unipar plan configs/char_gpt.yaml          what will fit, before anything runs
     unipar run configs/char_gpt.yaml           train
+    unipar submit train.yaml --on slurm        the same on several machines
     """
 
 COMMANDS = {
     "run": "run:run",
     "compare": "compare:compare",
     "scale": "scale:scale",
+    "submit": "machines.submit:submit",
+    "jobs": "machines.jobs:build_jobs_group",
     "runs": "report:print_runs",
     "report": "report:report",
     "verify": "verify:verify",
@@ -46,7 +49,7 @@ COMMANDS = {
 }
 """Module in unipar.cli.commands and function of each command, in the order of `--help`."""
 
-GROUPS = ("checkpoint",)
+GROUPS = ("checkpoint", "jobs")
 """Commands that have commands of their own; their function returns them."""
 
 

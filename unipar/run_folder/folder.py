@@ -24,7 +24,10 @@ from unipar.utils.procfs import boot_id
 RUN_FILES = {"config.json": ({"batch", "train"},), "launch.json": ({"task"}, {"script"})}
 """Files by which a run folder is recognised, each with sets of keys; the file has all keys of at least one set."""
 
-FOLDERS_THAT_STAY = ("compare", "worlds", "verify", "scale")
+SUBMISSIONS = "submit"
+"""Folder in a run folder for what `unipar submit` has written; the run itself may not have begun yet."""
+
+FOLDERS_THAT_STAY = ("compare", "worlds", "verify", "scale", SUBMISSIONS)
 """Folders that may exist in a run folder before the run, and that are kept when the run is overwritten."""
 
 SECONDS_FOR_PROBE = 0.1
@@ -40,7 +43,7 @@ def numbered_folders(base: Path) -> Iterator[Path]:
 
 def first_free_folder(base: Path) -> Path:
     """Return the first of base, base-2, ... that holds no run and nothing else that would be in a run's way."""
-    return next(out for out in numbered_folders(base) if _is_free(out))
+    return next(out for out in numbered_folders(base) if is_free(out))
 
 
 def existing_numbered_folders(base: Path) -> list[Path]:
@@ -51,11 +54,12 @@ def existing_numbered_folders(base: Path) -> list[Path]:
     return [path for path in base.parent.iterdir() if named.fullmatch(path.name) and path.is_dir()]
 
 
-def _is_free(out: Path) -> bool:
+def is_free(out: Path) -> bool:
+    """Return whether a run whose config gives no `out` may take this folder; it may not if another was submitted."""
     if not os.path.lexists(out):
         return True
     try:
-        return out.is_dir() and not _files_in_the_way(out)
+        return out.is_dir() and not (out / SUBMISSIONS).exists() and not _files_in_the_way(out)
     except OSError:  # a folder that cannot be listed
         return False
 
@@ -164,7 +168,7 @@ def claim_run_folder(base: Path) -> Generator[Path]:
     has created its config.json, which is empty until `write_run_files`.
     """
     for out in numbered_folders(base):
-        if not _is_free(out):
+        if not is_free(out):
             continue
         with ExitStack() as stack:
             try:

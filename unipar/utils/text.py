@@ -29,6 +29,14 @@ def format_clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
+def format_age(seconds: float) -> str:
+    """Return an age in its largest unit: 40 s, 12 min, 3 h, 5 days."""
+    for unit, length in (("days", 172800), ("h", 7200), ("min", 120)):
+        if seconds >= length:
+            return f"{seconds // {'days': 86400, 'h': 3600, 'min': 60}[unit]:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
 def format_size(count: float) -> str:
     """Return a number of bytes as 900 B, 612 MiB, 3.2 GiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.checkpoints import save_on_ranks, save_two_steps
-from unipar.checkpoint.overview.listing import checkpoint_table, format_age, list_checkpoints
+from unipar.checkpoint.overview.listing import checkpoint_table, list_checkpoints
 from unipar.errors import CheckpointError
+from unipar.utils.text import format_age
 
 
 def test_whole_and_broken_ones_are_listed(tmp_path: Path) -> None:

@@ -11,10 +11,10 @@ from typing import Any
 
 from unipar.checkpoint.format.manifest import Manifest, StoredTensor
 from unipar.checkpoint.format.names import ITEM_BYTES
-from unipar.checkpoint.overview.listing import format_age, format_metrics
+from unipar.checkpoint.overview.listing import format_metrics
 from unipar.checkpoint.protocol.verifying import CheckpointContents
 from unipar.utils.table import format_table
-from unipar.utils.text import count_of, first_few, format_size
+from unipar.utils.text import count_of, first_few, format_age, format_size
 
 
 def tensor_size(tensor: StoredTensor) -> int:

@@ -19,7 +19,7 @@ from unipar.errors import CheckpointError
 from unipar.run_folder.layout import checkpoint_folder
 from unipar.utils.address import Address, Location
 from unipar.utils.table import format_table
-from unipar.utils.text import first_few, format_size
+from unipar.utils.text import first_few, format_age, format_size
 
 _MOST_RUNS = 20
 """Folders that are looked into, to name those with checkpoints."""
@@ -143,11 +143,3 @@ def format_metrics(metrics: Mapping[str, float | None], step: int | None = None)
     """Return metrics in one line: `loss 0.25, accuracy 0.9`; `step`: that of an evaluation before the save."""
     values = (f"{name} {'not finite' if value is None else f'{value:.6g}'}" for name, value in metrics.items())
     return ", ".join(values) + (f" (of step {step:,})" if metrics and step is not None else "")
-
-
-def format_age(seconds: float) -> str:
-    """Return an age in its largest unit: 40 s, 12 min, 3 h, 5 days."""
-    for unit, length in (("days", 172800), ("h", 7200), ("min", 120)):
-        if seconds >= length:
-            return f"{seconds // {'days': 86400, 'h': 3600, 'min': 60}[unit]:.0f} {unit}"
-    return f"{max(0.0, seconds):.0f} s"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 if TYPE_CHECKING:
-    from unipar.config.source import ConfigSource
+    from unipar.backend.checks import CheckedSource
     from unipar.results.comparison import TurnResults
     from unipar.results.verdicts import Verdicts
     from unipar.utils.address import Location
@@ -23,7 +23,7 @@ def print_result(result: TurnResults | Verdicts, more: str = "") -> NoReturn:
 
 def read_config_file(
     file: Path, sets: list[str] | None, cell: str | None = None, out: str | None = None
-) -> ConfigSource:
+) -> CheckedSource:
     """Return the config of `file` with the changes of `--set`, `--backend` and `--out`."""
     from unipar.backend.checks import in_cell, read_source
     from unipar.config import Cell

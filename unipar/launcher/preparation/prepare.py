@@ -112,7 +112,7 @@ def _foreign_place(source: CheckedSource, starts: str) -> Place | None:
     found = registry.list_launchers()
     place = place_from_environment(found, folder=source.out.resolve())
     if place is None:
-        return None
+        return resources.refuse_other_machines(source.config)
     if starts and not place.several_machines:
         raise WorldMismatch(
             f"{starts}, and this process is rank {place.rank} of a world that {place.launcher} started: "

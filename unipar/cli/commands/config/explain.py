@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -195,8 +195,8 @@ def _all_values(source: ConfigSource) -> Iterator[ExplainedValue]:
     from unipar.config.job_system import find_job_system
     from unipar.config.sections.machines import Machines
 
-    config = source.config
-    machines = config.machines or Machines()
+    config, machines = source.config, source.config.machines or Machines()
+    plugins: dict[str, tuple[Callable[[str], Any], dict[str, Any]]]
     plugins = {"options": (registry.find_backend, {config.backend: {}, **config.options})}
     plugins["machines.before"] = find_job_system, {**({machines.on: {}} if machines.on else {}), **machines.options}
     for key, value in _section_values(config):

@@ -1,0 +1,263 @@
+"""Kubernetes: every kind of object against the published schemas, and each pod's command really run."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import yaml
+
+from tests.support.kubernetes_schemas import why_invalid
+from tests.support.launchers import environment, in_private_network
+from tests.support.submissions import submission, text_of, write_config
+from unipar.errors import Unsupported
+from unipar.launcher.submit.kubernetes_objects import ObjectKind, longest_name
+from unipar.results.run import Report
+
+KINDS: tuple[ObjectKind, ...] = get_args(ObjectKind)
+IMAGE = "machines.kubernetes.image=registry.example/mine:1"
+FULL = """
+machines:
+  nodes: 2
+  per: 2
+  time: 2h
+  before: [export SAID=yes]
+  kubernetes:
+    namespace: ml
+    claim: runs
+    secrets: {WANDB_API_KEY: keys/wandb}
+    resources: {cpu: "8", memory: 64Gi}
+    labels: {kueue.x-k8s.io/queue-name: research}
+device: cuda
+"""
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::pydantic.warnings.PydanticDeprecatedSince20"
+)
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def objects(here: Path, kind: ObjectKind, *sets: str, more: str = FULL) -> list[dict[str, Any]]:
+    """What would be applied."""
+    file = write_config(here, more.replace("device: cuda\n", ""))
+    device = ["device=cuda"] if "device: cuda" in more else []
+    made = submission(file, "kubernetes", [f"machines.kubernetes.kind={kind}", IMAGE, *device, *sets])
+    return list(yaml.safe_load_all(text_of(made)))
+
+
+def every(tree: Any, key: str) -> list[Any]:
+    """The values of a key, wherever it is."""
+    if isinstance(tree, list):
+        return [value for one in tree for value in every(one, key)]
+    if not isinstance(tree, dict):
+        return []
+    return [value for name, one in tree.items() for value in ([one] if name == key else []) + every(one, key)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_object_is_valid(here: Path, kind: ObjectKind) -> None:
+    """By the schemas and models that Kubernetes and Kubeflow publish; also without any of the options."""
+    for made in [*objects(here, kind), *objects(here, kind, more="machines: {nodes: 2, per: 1}\n")]:
+        assert why_invalid(made) == ""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_mistake_is_seen(here: Path, kind: ObjectKind) -> None:
+    """A strange key, a misspelt image, text for a number: a checker that let these pass would prove nothing."""
+    made = objects(here, kind)[-1]
+    strange = copy.deepcopy(made)
+    strange["spec"]["nonsense"] = 1
+    text = yaml.safe_dump(made)
+    misspelt = yaml.safe_load(text.replace("image:", "imagge:"))
+    for number in ("replicas: 1", "numNodes: 2", "completions: 2"):
+        text = text.replace(number, f"{number.partition(' ')[0]} many")
+    assert why_invalid(made) == ""
+    assert "nonsense" in why_invalid(strange)
+    assert "imag" in why_invalid(misspelt)
+    assert "many" in why_invalid(yaml.safe_load(text))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_every_pod_has(here: Path, kind: ObjectKind) -> None:
+    """Memory for /dev/shm, time to save, no restart of single pods, a reference to the secret, GPUs and the volume."""
+    made = objects(here, kind)
+    assert {"medium": "Memory", "sizeLimit": "16Gi"} in every(made, "emptyDir")
+    assert {"mountPath": "/dev/shm", "name": "shm"} in [m for mounts in every(made, "volumeMounts") for m in mounts]
+    assert set(every(made, "terminationGracePeriodSeconds")) == {60}
+    assert set(every(made, "restartPolicy")) <= {"Never"}
+    assert set(every(made, "backoffLimit")) <= {0}
+    assert every(made, "secretKeyRef")[0] == {"name": "keys", "key": "wandb"}
+    assert {"cpu": "8", "memory": "64Gi", "nvidia.com/gpu": 2} in every(made, "limits")
+    assert {"claimName": "runs"} in every(made, "persistentVolumeClaim")
+    assert 7200 in every(made, "activeDeadlineSeconds")
+    assert all(one["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "research"} for one in made)
+
+
+def test_restarts_of_a_jobset(here: Path) -> None:
+    """It counts them, and the run goes on; no other kind starts all pods again."""
+    restarts = ("launch.restarts=3", "checkpoint.every=5")
+    (made,) = objects(here, "jobset", *restarts)
+    assert made["spec"]["failurePolicy"] == {"maxRestarts": 3}
+    assert "--set resume=auto" in every(made, "command")[0][2]
+    with pytest.raises(Unsupported) as e:
+        objects(here, "trainjob", *restarts)
+    assert str(e.value) == (
+        "machines.on: kubernetes: launch.restarts: 3, and a trainjob is not started again as a whole: set "
+        "machines.kubernetes.kind to jobset, which counts restarts, or launch.restarts to 0"
+    )
+    with pytest.raises(Unsupported) as e:
+        objects(here, "jobset", *restarts, "machines.kubernetes.claim=null")
+    assert str(e.value) == (
+        "machines.on: kubernetes: launch.restarts: 3, and the run folder goes with the pods: name a volume for it in "
+        "machines.kubernetes.claim"
+    )
+
+
+ALPHABET = "may hold only a-z, 0-9 and -, begin with a letter, and not end with -"
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "sentence"),
+    [
+        ("name", "Char_GPT", f"'Char_GPT' {ALPHABET}: write char-gpt"),
+        ("name", "7b", f"'7b' {ALPHABET}: write run-7b"),
+        ("name", "a.b-", f"'a.b-' {ALPHABET}: write a-b"),
+        ("namespace", "My_Team", f"'My_Team' {ALPHABET}: write my-team"),
+        (
+            "name",
+            "x" * 60,
+            f"'{'x' * 60}' has 60 characters, and so that its pods can have names, 48 are the most: write {'x' * 48}",
+        ),
+    ],
+)
+def test_a_name_that_is_refused(here: Path, key: str, name: str, sentence: str) -> None:
+    """With one that is taken."""
+    with pytest.raises(Unsupported) as e:
+        objects(here, "trainjob", f"machines.kubernetes.{key}={name}")
+    assert str(e.value) == f"machines.on: kubernetes: machines.kubernetes.{key}: {sentence}"
+    taken = sentence.rpartition("write ")[2]
+    assert objects(here, "trainjob", f"machines.kubernetes.{key}={taken}")[0]["metadata"]["name"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_how_long_a_name_may_be(kind: ObjectKind) -> None:
+    """A pod's name is a host name, of at most 63 characters: NAME-node-0-15-xxxxx."""
+    suffix = {"trainjob": "-node-0-15", "jobset": "-node-0-15", "job": "-15"}.get(kind, "-worker-15")
+    assert longest_name(kind, 16) == 63 - len(suffix) - len("-xxxxx")
+
+
+def test_the_name_of_a_config(here: Path) -> None:
+    """That of the run folder, with - instead of _."""
+    file = write_config(here, FULL.replace("device: cuda\n", ""), "Char_gpt.yaml")
+    (made,) = yaml.safe_load_all(text_of(submission(file, "kubernetes", [IMAGE])))
+    assert made["metadata"]["name"] == "char-gpt"
+
+
+def test_more_that_is_refused(here: Path) -> None:
+    """All of it at once."""
+    (here / "below").mkdir()
+    file = write_config(here, "machines: {per: 2, kubernetes: {secrets: {HF_TOKEN: my-secret}}}\n")
+    os.chdir(here / "below")
+    with pytest.raises(Unsupported) as e:
+        submission(file, "kubernetes")
+    assert str(e.value).splitlines() == [
+        "machines.on: kubernetes cannot run this config:",
+        "  - machines.kubernetes.image: name the container image that holds unipar, the libraries and the task's code",
+        "  - machines.kubernetes.secrets.HF_TOKEN: wanted name/key of a secret, as my-secret/key, got 'my-secret'",
+        f"  - {file} is not below the working directory, which machines.kubernetes.code (/code) stands for: submit "
+        "from a folder above the config",
+    ]
+
+
+def command_of(made: list[dict[str, Any]], here: Path) -> list[str]:
+    """The command of the pods, with this machine's folders in the place of the image's."""
+    text = next(one for one in every(made, "command"))[2]
+    for word, own in (("/code", str(here)), ("/out/", f"{here}/out/"), ("python ", f"{sys.executable} ")):
+        text = text.replace(word, own)
+    return ["bash", "-c", text]
+
+
+def operator_variables(kind: ObjectKind, index: int, port: int) -> dict[str, str]:
+    """What the operator, or Kubernetes, sets in a pod."""
+    if kind in ("job", "jobset"):
+        return {"JOB_COMPLETION_INDEX": str(index)}
+    return {
+        "PET_NNODES": "2",
+        "PET_NPROC_PER_NODE": "1",
+        "PET_NODE_RANK": str(index),
+        "PET_MASTER_ADDR": "127.0.0.1",
+        "PET_MASTER_PORT": str(port),
+    }
+
+
+def in_a_pod(command: list[str], index: int) -> list[str]:
+    """The command with a host name and a process table of its own, as a pod has; the network is this machine's."""
+    named = f'hostname pod-{index}; exec "$0" "$@"'
+    return [*("unshare", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"), "sh", "-c", named, *command]
+
+
+def reason_no_pods() -> str:
+    """Why no process can have them here; empty: it can."""
+    if os.getuid() != 0 or shutil.which("unshare") is None:
+        return "a host name and a process table of one's own need root, and util-linux's unshare"
+    return ""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(reason_no_pods()), reason=reason_no_pods())
+@pytest.mark.parametrize("kind", ["trainjob", "pytorchjob", "job", "jobset"])
+def test_the_command_of_its_pods(here: Path, kind: ObjectKind) -> None:
+    """Two pods as two processes, with the variables of their operator; the first pod's name is this machine's."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    made = objects(here, kind, more="machines: {nodes: 2, per: 1, before: [export SAID=yes]}\n")
+    command = command_of(made, here)
+    for name in ("x-node-0-0.x", "x-0.x"):
+        command[2] = command[2].replace(f"--master-addr {name}", "--master-addr localhost")
+    command[2] = command[2].replace("29400", str(port))
+    (here / "out").mkdir()
+    pods = [
+        subprocess.Popen(
+            in_a_pod(command, index),
+            env={**environment(here), **operator_variables(kind, index, port)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    said = [pod.communicate(timeout=120)[0] for pod in pods]
+    assert [pod.returncode for pod in pods] == [0, 0], "".join(said)
+    report = Report.read(here / "out/x")
+    assert (report.size, report.steps) == (2, 12)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun; on Debian: apt-get install openmpi-bin")
+def test_the_command_of_an_mpijobs_launcher(here: Path) -> None:
+    """Two ranks, with the lines before, whatever the operator's host file says: here there is none."""
+    made = objects(here, "mpijob", more="machines: {nodes: 2, per: 1, before: [export OMP_NUM_THREADS=1]}\n")
+    command = command_of(made, here)
+    (here / "out").mkdir()
+    done = subprocess.run(
+        in_private_network(command),
+        env={**environment(here), "OMPI_MCA_rmaps_base_oversubscribe": "1", "OMPI_MCA_oob_tcp_if_include": "lo"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert Report.read(here / "out/x").size == 2

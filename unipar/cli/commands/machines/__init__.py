@@ -1,0 +1,1 @@
+"""`unipar submit` and `unipar jobs`."""

@@ -1,0 +1,1 @@
+"""A comparison in several sizes of world, each a job of its own."""
