@@ -360,6 +360,7 @@ def _other_memory_columns(accounts: Sequence[MemoryAccount], ranks: int) -> tupl
 
 
 def _scaled_cell_from_json(data: Mapping[str, Any]) -> ScaledCell:
+    data = {"machines": 1, **data}
     values: dict[str, Any] = {f.name: data[f.name] for f in fields(ScaledCell)}
     values["kinds"] = tuple(values["kinds"])
     return ScaledCell(**values)
