@@ -22,6 +22,10 @@ import time
 import zipfile
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from horovod.runner.common.util.hosts import SlotInfo
 
 LARGE, SMALL, SMALL_SIZE = 10_000_000, 100, 1_000
 LARGE_CALLS = 3
@@ -79,13 +83,16 @@ def _cpu_seconds() -> float:
 
 def compare_speed(installed: Path, calls: int) -> None:
     """Time all-reduces of both libraries in turn; print the ratio: median, middle half, fastest."""
-    from unipar_horovod.rendezvous import serve_rendezvous
+    from unipar_horovod.rendezvous import serve_rendezvous, slots_of
 
+    from unipar.distributed.machines import WorldMachines
+
+    slots = slots_of(WorldMachines.one(RANKS))
     times = {kind: list[list[float]]() for kind in KINDS}
     workers: dict[str, list[subprocess.Popen[str]]] = {}
     with ExitStack() as stack:
         for kind in KINDS:
-            workers[kind] = _start(installed / kind, stack.enter_context(serve_rendezvous(RANKS, RANKS)))
+            workers[kind] = _start(installed / kind, slots, stack.enter_context(serve_rendezvous(slots)))
             for rank in workers[kind]:
                 stack.enter_context(rank)  # its end waits for the rank
                 stack.callback(rank.kill)
@@ -102,7 +109,7 @@ def compare_speed(installed: Path, calls: int) -> None:
         )
 
 
-def _start(installed: Path, port: int) -> list[subprocess.Popen[str]]:
+def _start(installed: Path, slots: list[SlotInfo], port: int) -> list[subprocess.Popen[str]]:
     """Start the ranks with one library; they wait for a line before each round."""
     from unipar_horovod.rendezvous import rendezvous_variables
 
@@ -110,14 +117,12 @@ def _start(installed: Path, port: int) -> list[subprocess.Popen[str]]:
     return [
         subprocess.Popen(
             [sys.executable, "-m", "benchmarks.horovod_build_rank"],
-            env=os.environ
-            | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-            | rendezvous_variables(rank=rank, size=RANKS, local_size=RANKS, port=port),
+            env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | rendezvous_variables(slot, port=port),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
-        for rank in range(RANKS)
+        for slot in slots
     ]
 
 
