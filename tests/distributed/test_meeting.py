@@ -41,6 +41,12 @@ def store() -> dist.Store:
     return dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=PATIENCE), wait_for_workers=False)
 
 
+def own_connection(store: dist.Store) -> dist.Store:
+    """Return the store as another process would have it: calls over one connection wait for each other."""
+    assert isinstance(store, dist.TCPStore)
+    return dist.TCPStore("127.0.0.1", store.port, None, False, timedelta(seconds=PATIENCE))
+
+
 def in_ranks(size: int, function: Callable[[int], T], first: int = 0) -> list[T]:
     """Return what a function returns on each rank, each in a thread of its own."""
     with ThreadPoolExecutor(size) as pool:
@@ -56,7 +62,7 @@ def roll(
     store: dist.Store, rank: int, size: int, mine: Presence | None = None, patience: float = PATIENCE
 ) -> RollCall | str:
     try:
-        return call_roll(store, rank, size, mine or presence(rank), patience, lambda _: "10.0.0.99")
+        return call_roll(own_connection(store), rank, size, mine or presence(rank), patience, lambda _: "10.0.0.99")
     except WorldMismatch as e:
         return str(e)
 
@@ -126,7 +132,7 @@ def test_own_name_on_loopback(store: dist.Store) -> None:
 
 def decided(store: dist.Store, rank: int, judge: Callable[[list[str]], str], patience: float = PATIENCE) -> str:
     try:
-        return decide_together(store, rank, 3, "x", f"mine{rank}", judge, patience)
+        return decide_together(own_connection(store), rank, 3, "x", f"mine{rank}", judge, patience)
     except (OutExists, WorldMismatch) as e:
         return f"{type(e).__name__}: {e}"
 
@@ -165,7 +171,7 @@ def session(store: dist.Store, rank: int, machines: WorldMachines = THREE) -> Se
     size = sum(len(m.ranks) for m in machines.all)
     local = machines.of(rank).ranks
     place = Place(rank=rank, size=size, local_rank=local.index(rank), local_size=len(local), launcher="x")
-    return Session(place, store, machines)
+    return Session(place, own_connection(store), machines)
 
 
 def test_the_tree(store: dist.Store) -> None:
@@ -253,7 +259,9 @@ def test_a_stranger_is_not_a_rank(store: dist.Store) -> None:
     def made(rank: int) -> Links | None:
         if rank == 0:
             return Links(session(store, 0, two), 10.0)
-        port = int(wait_for_key(store, "links/launch/1/0", time.monotonic() + PATIENCE, "no port").split()[0])
+        port = int(
+            wait_for_key(own_connection(store), "links/launch/1/0", time.monotonic() + PATIENCE, "no port").split()[0]
+        )
         for said in (b"GET / HTTP/1.1\r\n\r\n", b'{"rank": 1, "word": "x"}\n'):
             with socket.create_connection((ADDRESSES[0], port)) as stranger:
                 stranger.sendall(said)
@@ -321,3 +329,22 @@ def test_a_name_that_does_not_resolve() -> None:
         f"{socket.gethostname()} ({next(w for w in why.split('|') if w in str(e.value))}): give rank 0's numeric "
         "address instead of its name, or add the name to /etc/hosts of every machine"
     )
+
+
+def test_what_goes_up_and_down_the_tree(store: dist.Store) -> None:
+    """Rank 0 gets what all ranks give, and all get what it gives; it is linked to few of them."""
+    made, _ = watches(store)
+    up = in_ranks(5, lambda rank: made[rank].gather({str(rank): f"of {rank}"}))
+    assert up == [{str(r): f"of {r}" for r in range(5)}, {}, {}, {}, {}]
+    assert in_ranks(5, lambda rank: made[rank].broadcast({"0": "x"} if rank == 0 else {})) == [{"0": "x"}] * 5
+    for watch in made:
+        watch.close()
+
+
+def test_nobody_waits_for_what_a_lost_rank_would_give(store: dist.Store) -> None:
+    """Once the world has failed, gathering ends with what has come."""
+    made, _ = watches(store)
+    cut(made[2])
+    assert in_ranks(5, lambda rank: made[rank].gather({"x": "y"}) if rank in (0, 1) else {})[1] == {}
+    for watch in made:
+        watch.close()

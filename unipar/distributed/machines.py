@@ -62,11 +62,11 @@ class WorldMachines:
     @classmethod
     def from_json(cls, rows: Iterable[Sequence[Any]]) -> Self:
         """Return the machines that `to_json` gave."""
-        return cls(tuple(WorldMachine(name, address, tuple(ranks)) for name, address, ranks in rows))
+        return cls(tuple(WorldMachine(name, address, _ranks_of_runs(runs)) for name, address, runs in rows))
 
     def to_json(self) -> list[list[Any]]:
-        """Return rows of plain values."""
-        return [[machine.name, machine.address, list(machine.ranks)] for machine in self.all]
+        """Return rows of plain values; ranks at equal distances are three numbers."""
+        return [[machine.name, machine.address, _runs_of_ranks(machine.ranks)] for machine in self.all]
 
     @property
     def several(self) -> bool:
@@ -101,6 +101,19 @@ class WorldMachines:
     def describe_number(self) -> str:
         """Return the number of machines in words: `2 machines`."""
         return count_of(len(self.all), "machine")
+
+
+def _runs_of_ranks(ranks: Sequence[int]) -> list[int]:
+    """Return distance, first and number of ranks; a 0 and the ranks themselves if their distances differ."""
+    step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    if list(ranks) == list(range(ranks[0], ranks[0] + step * len(ranks), step)):
+        return [step, ranks[0], len(ranks)]
+    return [0, *ranks]
+
+
+def _ranks_of_runs(runs: Sequence[int]) -> tuple[int, ...]:
+    step, *rest = runs
+    return tuple(range(rest[0], rest[0] + step * rest[1], step)) if step else tuple(rest)
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

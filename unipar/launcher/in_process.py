@@ -30,6 +30,7 @@ from unipar.utils.files import write_file_atomically
 from unipar.utils.procfs import BEGAN, PARENT, boot_id, process_stat
 
 if TYPE_CHECKING:
+    from unipar.distributed.meeting.watch import MachineWatch
     from unipar.distributed.world import World
     from unipar.task import Task
     from unipar.training.run import TrainingRun
@@ -83,24 +84,23 @@ def _folder_on_all_machines(plan: PreparedRun, place: Place) -> AbstractContextM
     return run_folder_on_all_machines(plan, join_session(plan.config, place))
 
 
-def _ledger_exchange(plan: PreparedRun, run: Path) -> Callable[[World], None] | None:
-    """Return what gives rank 0 the ledgers of ranks that do not see its run folder; None if all see it."""
-    if not plan.apart:
-        return None
-    from unipar.launcher.machines.ledgers import exchange_ledgers
-
-    return partial(exchange_ledgers, run=run, apart=plan.apart)
-
-
-def _sharing_failures(
-    plan: PreparedRun, place: Place, run: Path
-) -> AbstractContextManager[Callable[[Callable[[], int]], None]]:
+def _watching_machines(plan: PreparedRun, place: Place, run: Path) -> AbstractContextManager[MachineWatch | None]:
+    """Return a context manager that has all ranks end with one error, where they are on several machines."""
     if not place.several_machines:
-        return nullcontext(lambda _: None)
+        return nullcontext()
     from unipar.backend.joining import join_session
     from unipar.launcher.machines.failures import sharing_failures
 
     return sharing_failures(plan.config, join_session(plan.config, place), run)
+
+
+def _ledger_exchange(plan: PreparedRun, watch: MachineWatch | None, run: Path) -> Callable[[World], None] | None:
+    """Return what gives rank 0 the ledgers of ranks that do not see its run folder; None if all see it."""
+    if watch is None or not plan.apart:
+        return None
+    from unipar.launcher.machines.ledgers import exchange_ledgers
+
+    return partial(exchange_ledgers, watch=watch, run=run, apart=frozenset(plan.apart))
 
 
 @contextmanager
@@ -113,11 +113,14 @@ def training_in_process(plan: PreparedRun, task: Task) -> Generator[TrainingRun]
         place = replace(place, folder=run)
     try:
         with (
-            _sharing_failures(plan, place, run) as follow,
-            open_run(plan.settled, plan.backend, task, place, run, at_end=_ledger_exchange(plan, run)) as training,
+            _watching_machines(plan, place, run) as watch,
+            open_run(
+                plan.settled, plan.backend, task, place, run, at_end=_ledger_exchange(plan, watch, run)
+            ) as training,
             explain_out_of_memory(run, place.rank, training),
         ):
-            follow(lambda: training.done)
+            if watch is not None:
+                watch.step = lambda: training.done
             _remove_started_mark(run, place)  # every rank has joined the process group
             yield training
     except Stopped:

@@ -11,8 +11,11 @@ from __future__ import annotations
 import json
 import secrets
 import time
+import zlib
+from base64 import b64decode, b64encode
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, final
 
 from unipar.distributed.addresses import is_loopback
@@ -74,7 +77,7 @@ def call_roll(
         there = {r: Presence(p.machine, p.name, here) if p.machine == mine.machine else p for r, p in there.items()}
     ranks = [there[r] for r in range(size)]
     machines = WorldMachines.of_ranks([p.machine for p in ranks], [p.name for p in ranks], [p.address for p in ranks])
-    store.set(f"begin/{session}", json.dumps({"machines": machines.to_json(), "restarts": restarts}))
+    store.set(f"begin/{session}", _packed({"machines": machines.to_json(), "restarts": restarts}))
     return RollCall(session, machines, restarts)
 
 
@@ -92,7 +95,7 @@ def _await_letters(store: dist.Store, size: int, session: str, mine: Presence, p
         if not there:
             if time.monotonic() > until:
                 sentence = _missing_sentence(size, confirmed, {0: mine, **came}, patience)
-                store.set(f"begin/{session}", json.dumps({"error": sentence}))
+                store.set(f"begin/{session}", _packed({"error": sentence}))
                 raise WorldMismatch(sentence)
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
@@ -131,12 +134,17 @@ def _answer(store: dist.Store, rank: int, mine: Presence, patience: float) -> Ro
     waited = f"rank {rank} on {mine.name} has reached the meeting point and waited {patience:g} s (launch.meet) for"
     session = wait_for_key(store, f"answer/{word}", until, f"{waited} rank 0: it has ended, or was never started")
     _post(store, {"rank": rank, "session": session})
-    begun: dict[str, Any] = json.loads(
-        wait_for_key(store, f"begin/{session}", until + 5, f"{waited} the other ranks: rank 0's log says which")
-    )
+    late = f"{waited} the other ranks: rank 0's log says which"
+    packed = wait_for_key(store, f"begin/{session}", until + 5, late)
+    begun: dict[str, Any] = json.loads(zlib.decompress(b64decode(packed)))
     if "error" in begun:
         raise WorldMismatch(begun["error"])
     return RollCall(session, WorldMachines.from_json(begun["machines"]), begun["restarts"])
+
+
+def _packed(message: dict[str, Any]) -> str:
+    """Return a message that every rank reads, in few bytes: rank 0 sends it as often as there are ranks."""
+    return b64encode(zlib.compress(json.dumps(message).encode(), 9)).decode()
 
 
 def _post(store: dist.Store, letter: dict[str, Any]) -> None:
@@ -144,22 +152,28 @@ def _post(store: dist.Store, letter: dict[str, Any]) -> None:
 
 
 def wait_for_key(store: dist.Store, key: str, until: float, sentence: str) -> str:
-    """Return the value of a key once it is there; a `get` that times out would print lines of torch's own."""
-    pause = 0.001
-    while not store.check([key]):
-        if time.monotonic() > until:
-            raise WorldMismatch(sentence)
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE)
+    """Return the value of a key once it is there; raise WorldMismatch with the sentence if it is not in time.
+
+    The store says when it is there: thousands of ranks that ask again and again would keep it from its work.
+    """
+    if not _wait_for_keys(store, [key], until):
+        raise WorldMismatch(sentence)
     return store.get(key).decode()
 
 
+def _wait_for_keys(store: dist.Store, keys: list[str], until: float) -> bool:
+    """Return whether these keys are there before `until`."""
+    try:
+        store.wait(keys, timedelta(seconds=max(0.001, until - time.monotonic())))
+    except RuntimeError:
+        return store.check(keys)
+    return True
+
+
 def _await_all(store: dist.Store, keys: list[str], until: float, patience: float) -> None:
-    while not store.check(keys):
-        if time.monotonic() > until:
-            late = [rank for rank, key in enumerate(keys) if not store.check([key])]
-            raise WorldMismatch(f"rank 0 waited {patience:g} s for {name_ranks(late)}, which ended or hang")
-        time.sleep(0.005)
+    if not _wait_for_keys(store, keys, until):
+        late = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        raise WorldMismatch(f"rank 0 waited {patience:g} s for {name_ranks(late)}, which ended or hang")
 
 
 def decide_together(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from queue import Empty, Queue
 from typing import TYPE_CHECKING, Any, Final, final
 
 from unipar.distributed.machines import name_ranks
@@ -41,6 +43,8 @@ class MachineWatch:
         """On rank 0: errors that other ranks have raised, the first one first."""
 
         self._cause: dict[str, Any] | None = None
+        self._from_below: Queue[dict[str, str]] = Queue()
+        self._from_above: Queue[dict[str, str]] = Queue()
         self._known = threading.Event()
         self._raised = threading.Event()
         self._lock = threading.Lock()
@@ -52,6 +56,31 @@ class MachineWatch:
             self._learn(message["cause"])
         elif "failure" in message:
             self._report(message["failure"])
+        elif "up" in message:
+            self._from_below.put(message["up"])
+        elif "down" in message:
+            self._from_above.put(message["down"])
+
+    def gather(self, mine: dict[str, str]) -> dict[str, str]:
+        """Return on rank 0 what all ranks give, under their own keys; others pass on what comes from below them."""
+        whole = dict(mine)
+        for _ in self._links.children:
+            whole |= self._await(self._from_below)
+        self._links.send_up({"up": whole})
+        return whole if self._rank == 0 else {}
+
+    def broadcast(self, whole: dict[str, str]) -> dict[str, str]:
+        """Return on all ranks what rank 0 gives, and pass it on to those below."""
+        told = whole if self._rank == 0 else self._await(self._from_above)
+        self._links.send_down({"down": told})
+        return told
+
+    def _await(self, queue: Queue[dict[str, str]]) -> dict[str, str]:
+        """Return what comes from another rank, or nothing once the world has failed."""
+        while not self._known.is_set():
+            with suppress(Empty):
+                return queue.get(timeout=0.5)
+        return {}
 
     def _lost(self, link: RankLink, why: OSError | None) -> None:
         """Report a rank whose link is lost: its process or its machine has ended, or there is no way to it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -24,18 +24,11 @@ _LONGEST_TRACEBACK: Final = 20_000
 
 
 @contextmanager
-def sharing_failures(config: Config, session: Session, run: Path) -> Generator[Callable[[Callable[[], int]], None]]:
-    """Context manager: an error of one rank, or its loss, becomes the error of all.
-
-    Yields a function that is to be given another one, which returns how many steps are done.
-    """
+def sharing_failures(config: Config, session: Session, run: Path) -> Generator[MachineWatch]:
+    """Context manager: an error of one rank, or its loss, becomes the error of all; yields the watch over them."""
     watch = _open_watch(config, session, run)
-
-    def follow(step: Callable[[], int]) -> None:
-        watch.step = step
-
     try:
-        yield follow
+        yield watch
     except Stopped:
         raise
     except BaseException as e:

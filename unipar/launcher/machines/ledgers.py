@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import zlib
+from base64 import b64decode, b64encode
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -10,37 +12,30 @@ from unipar.run_folder.layout import ledger_path
 from unipar.utils.files import write_file_atomically
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
-
+    from unipar.distributed.meeting.watch import MachineWatch
     from unipar.distributed.world import World
 
-_PART_BYTES: Final = 2**22
-"""Bytes of a value: the store takes no more than 8 MiB at once."""
+MOST_LEDGERS: Final = 256
+"""Ranks of the largest world of which rank 0 gets all ledgers; of a larger one, those of each machine's first rank."""
 
 
-def exchange_ledgers(world: World, run: Path, apart: Sequence[int]) -> None:
-    """Write the ledgers of the ranks `apart` to rank 0's run folder, and rank 0's to theirs; all ranks call this."""
-    assert world.store is not None
-    key, rank = world.key("ledgers"), world.rank
-    if rank == 0 or rank in apart:
-        _send(world.store, f"{key}/{rank}", ledger_path(run, rank).read_bytes())
-    if rank == 0:
-        for other in apart:
-            _write(run, other, _receive(world.store, f"{key}/{other}"))
-    elif rank in apart and world.machines.leads(rank):
-        _write(run, 0, _receive(world.store, f"{key}/0"))
+def exchange_ledgers(world: World, watch: MachineWatch, run: Path, apart: Collection[int]) -> None:
+    """Write the ledgers of the ranks `apart` to rank 0's run folder, and rank 0's to theirs; all ranks call this.
+
+    They go over the links between the machines: rank 0 sends its own to few of them, which pass it on.
+    """
+    rank, leads = world.rank, world.machines.leads(world.rank)
+    sends = rank in apart and (leads or world.size <= MOST_LEDGERS)
+    for other, packed in watch.gather({str(rank): _packed(run, rank)} if sends else {}).items():
+        _write(run, int(other), packed)
+    told = watch.broadcast({"0": _packed(run, 0)} if rank == 0 else {})
+    if rank in apart and leads and "0" in told:
+        _write(run, 0, told["0"])
 
 
-def _write(run: Path, rank: int, content: bytes) -> None:
-    write_file_atomically(ledger_path(run, rank), content.decode("utf-8"))
+def _packed(run: Path, rank: int) -> str:
+    return b64encode(zlib.compress(ledger_path(run, rank).read_bytes())).decode()
 
 
-def _send(store: dist.Store, key: str, content: bytes) -> None:
-    parts = [content[i : i + _PART_BYTES] for i in range(0, len(content), _PART_BYTES)]
-    for i, part in enumerate(parts):
-        store.set(f"{key}/{i}", part)  # pyright: ignore[reportArgumentType] - bytes are taken as they are
-    store.set(f"{key}/parts", str(len(parts)))
-
-
-def _receive(store: dist.Store, key: str) -> bytes:
-    return b"".join(store.get(f"{key}/{i}") for i in range(int(store.get(f"{key}/parts"))))
+def _write(run: Path, rank: int, packed: str) -> None:
+    write_file_atomically(ledger_path(run, rank), zlib.decompress(b64decode(packed)).decode("utf-8"))
