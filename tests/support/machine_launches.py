@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 
 from tests.support.launchers import BIN, environment
 from tests.support.machines.machine import Family, Machine
@@ -32,7 +30,18 @@ _C10D = ("--rdzv-backend", "c10d", "--rdzv-id", "job", "--rdzv-endpoint", "{endp
 _MPIRUN = (
     *("mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "{all}", "-H", "{slots}"),
     *("--mca", "btl_tcp_if_include", "eth0", "--mca", "oob_tcp_if_include", "eth0"),
-    *("-x", "PATH", "-x", "PYTHONPATH", "-x", "OMP_NUM_THREADS", "-x", "MASTER_ADDR={first}", "-x", "MASTER_PORT={port}"),
+    *(
+        "-x",
+        "PATH",
+        "-x",
+        "PYTHONPATH",
+        "-x",
+        "OMP_NUM_THREADS",
+        "-x",
+        "MASTER_ADDR={first}",
+        "-x",
+        "MASTER_PORT={port}",
+    ),
 )
 _SRUN = ("srun", "--kill-on-bad-exit", "--nodes", "{n}")
 
@@ -52,7 +61,16 @@ ON_EACH: dict[str, Sequence[str]] = {
 """What comes before a module and its arguments, started on each machine."""
 
 ON_FIRST: dict[str, Sequence[str]] = {
-    "deepspeed": ["deepspeed", "--hostfile", HOSTFILE, "--master_addr", "{first}", "--master_port", "{port}", "--module"],
+    "deepspeed": [
+        "deepspeed",
+        "--hostfile",
+        HOSTFILE,
+        "--master_addr",
+        "{first}",
+        "--master_port",
+        "{port}",
+        "--module",
+    ],
     "mpirun": [*_MPIRUN, sys.executable, "-m"],
     "mpirun cyclic": [*_MPIRUN, "--map-by", "node", sys.executable, "-m"],
     "horovodrun": [
@@ -83,6 +101,8 @@ class Job:
 
     machines: Sequence[Machine]
     ranks: Sequence[int]
+    variables: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Further variables of the environment in which its commands are started."""
 
     @property
     def size(self) -> int:
@@ -90,9 +110,13 @@ class Job:
 
     @property
     def env(self) -> dict[str, str]:
-        """Environment in which its commands are started."""
-        own = {"HOME": "/root", "TMPDIR": "/tmp", "PYTHONDONTWRITEBYTECODE": "1", "TORCH_EXTENSIONS_DIR": "/tmp/compiled"}
-        return {**environment(), **own}
+        own = {
+            "HOME": "/root",
+            "TMPDIR": "/tmp",
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "TORCH_EXTENSIONS_DIR": "/tmp/compiled",
+        }
+        return {**environment(), **own, **self.variables}
 
     def commands(self, launcher: str, module: str, *arguments: str) -> list[tuple[Machine, list[str]]]:
         """Return what is started where, after `prepare`."""

@@ -46,7 +46,7 @@ class Layout:
     """Text of its /etc/hosts."""
 
     read: list[str]
-    """Folders below DISK or MEMORY that it sees all the same, and may not write to; it sees the rest read-only anyway."""
+    """Folders below DISK or MEMORY that it sees all the same, read-only as everything else."""
 
     share: list[str]
     """Folders that it sees and may write to: a file system in the network."""

@@ -26,7 +26,6 @@ from tests.support.machines.machine import (
     ADDRESSES,
     MANAGEMENT,
     PREFIX,
-    SWITCH,
     Family,
     Machine,
     in_network,
