@@ -45,7 +45,9 @@ AGENTS = {
 }
 """Part of the command line of what starts the ranks on one machine, by launcher."""
 
-_SENTENCE = re.compile(r"unipar: .*|.*\b\w*(?:Error|Exception|Mismatch|Hung|Lost)\b: .*")
+_RANK = re.compile(r"\S*python\S* (-u )?-m unipar ")
+_SENTENCES = (re.compile("unipar: (.*)"), re.compile(r"\b(\w*(?:Error|Exception)\b: .+)"))
+"""What is a sentence in a log; the second only where the first is not found."""
 
 
 @dataclass
@@ -82,14 +84,7 @@ class Drill:
 
 def is_rank(command_line: str) -> bool:
     """Whether a process is one of unipar's, not of the launcher that started it."""
-    words = command_line.split()
-    return (
-        "unipar" in words
-        and words[words.index("unipar") - 1] == "-m"
-        and "python" in words[0]
-        and len(words) > 1
-        and (not any(part in command_line for part in (*AGENTS.values(), "nsenter", "mpirun")))
-    )
+    return _RANK.match(command_line) is not None
 
 
 def kill_machine(run: Started, victim: Machine) -> None:
@@ -175,14 +170,14 @@ def _drill(result: Drill, job: Job, victim: Machine, folder: Path, shared: Path 
             DURING[result.fault](run, victim)
         else:
             began = time.monotonic()
-        while run.left and time.monotonic() < began + PATIENCE:
+        while (run.left or run.commands_run) and time.monotonic() < began + PATIENCE:
             time.sleep(0.05)
         result.seconds, result.left = time.monotonic() - began, run.left
         for machine in job.machines:
             if machine.number in run.processes:
                 result.codes[machine.name] = run.processes[machine.number].poll()
-                sentences = [line for line in run.said_on(machine).splitlines() if _SENTENCE.match(line)]
-                result.sentences[machine.name] = sentences[-1].strip() if sentences else "(no sentence)"
+                found = [pattern.findall(run.said_on(machine)) for pattern in _SENTENCES]
+                result.sentences[machine.name] = next((lines[-1] for lines in found if lines), "(no sentence)")
 
 
 def _wait_until_trained(run: Started) -> None:

@@ -105,6 +105,11 @@ class Started:
         return {name: lines for name, lines in found.items() if lines}
 
     @property
+    def commands_run(self) -> bool:
+        """Whether one of the commands that were started has not ended."""
+        return any(process.poll() is None for process in self.processes.values())
+
+    @property
     def seconds(self) -> float:
         return time.monotonic() - self._began
 
