@@ -17,16 +17,14 @@ from tests.support.matrix import CONFIG, PATIENCE, Outcome, sentence_of
 from unipar.results.run import Report
 from unipar.run_folder.ledger import Ledger
 
-SAMPLES_EACH = 4
-"""Samples of a batch for each rank."""
-
 AFTERWARDS = 5.0
 """Seconds that processes may take to go when their launcher has ended."""
 
 
 def size_arguments(size: int) -> list[str]:
-    """Return what makes the config one for so many ranks."""
-    return ["--set", f"parallel.data={size}", "--set", f"batch.total={SAMPLES_EACH * size}"]
+    """Return what makes the config, whose batches have 8 samples, one for so many ranks."""
+    total = 8 if 8 % size == 0 else 4 * size
+    return ["--set", f"parallel.data={size}", "--set", f"batch.total={total}"]
 
 
 @dataclass
