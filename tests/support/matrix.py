@@ -72,7 +72,7 @@ class Outcome:
 
     def describe(self, by: Outcome) -> str:
         if self.code is None:
-            return self.said
+            return self.said.partition(":")[0]
         if self.code != 0:
             return f"exit {self.code}"
         digits = self.digits(by)
@@ -166,7 +166,7 @@ def draw_outcomes(
     notes: list[tuple[str, str]] = []
     for launcher in dict.fromkeys(launcher for launcher, _ in found):
         row = [found[launcher, backend] for backend in backends]
-        table.add_row(launcher, *("not here" if x.said.startswith("not here") else x.describe(by) for x in row))
+        table.add_row(launcher, *(x.describe(by) for x in row))
         notes += dict.fromkeys((launcher, x.said) for x in row if x.said)
     console.print(table)
     for what, said in [*notes, *((name, one.said) for name, one in refused.items())]:
