@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Generator
 from contextlib import ExitStack
 from pathlib import Path
@@ -92,7 +93,7 @@ def test_own_name_is_loopback(tmp_path: Path) -> None:
     """Debian's /etc/hosts: a machine's own name means 127.0.1.1 to itself."""
     with (
         machines(2, tmp_path / "machines", hosts="debian") as made,
-        Started(Job(made, (1, 1)), "torchrun static", "horovod", tmp_path / "run") as run,
+        Started(Job(made, (1, 1)), "torchrun c10d", "deepspeed", tmp_path / "run") as run,
     ):
         expect_equal(run)
 
@@ -106,10 +107,24 @@ def test_ipv6_alone_beside_a_management_network(tmp_path: Path) -> None:
         expect_equal(run)
 
 
-@pytest.mark.parametrize("fault", ["machine killed", "cable pulled"])
-def test_a_machine_is_lost(fault: str, tmp_path: Path) -> None:
-    """No rank is left anywhere, within `launch.timeout` and what the launcher needs to end."""
+LOST = r"{}, was lost after step \d+: {}"
+CLOSED = r"its connection was (closed|reset); its own log may say why"
+SILENT = r"nothing was heard of it for 10 s \(launch.heartbeat\): is the machine up, and is there a way to it\?"
+NODE1, NODE2 = r"node1 \(10\.213\.7\.1\), rank 0", r"node2 \(10\.213\.7\.2\), rank 1"
+
+
+@pytest.mark.parametrize(
+    ("fault", "sentences"),
+    [
+        ("machine killed", {"node1": LOST.format(NODE2, CLOSED)}),
+        ("cable pulled", {"node1": LOST.format(NODE2, SILENT), "node2": LOST.format(NODE1, SILENT)}),
+    ],
+)
+def test_a_machine_is_lost(fault: str, sentences: dict[str, str], tmp_path: Path) -> None:
+    """Each machine that is left names the other one, and no rank is left anywhere."""
     done = drill(fault, tmp_path, "by hand")
     assert done.left == {}
-    assert done.codes["node1"] != 0
+    for machine, sentence in sentences.items():
+        assert done.codes[machine] == 1
+        assert re.fullmatch(sentence, done.sentences[machine])
     assert done.seconds < 45

@@ -91,7 +91,7 @@ EQUAL_MACHINES = ("accelerate launch", "srun", "srun cyclic", "srun torchrun", "
 """Launchers that start as many ranks on one machine as on another."""
 
 IPV4_ALONE = {
-    "horovodrun": "horovodrun's own services listen on IPv4 alone",
+    "horovodrun": "horovodrun says: Cannot find an IPv4 address of the common interface",
 }
 
 
