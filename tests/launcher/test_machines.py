@@ -26,7 +26,7 @@ from unipar.results.run import Report
 pytestmark = pytest.mark.skipif(bool(reason_no_machines()), reason=reason_no_machines())
 
 CELLS = [
-    ("torchrun c10d", "native", (1, 1)),
+    pytest.param("torchrun c10d", "native", (1, 1), marks=pytest.mark.sweep),
     ("torchrun static", "accelerate", (2, 1)),
     ("accelerate launch", "accelerate", (1, 1)),
     ("deepspeed", "deepspeed", (1, 1)),
@@ -34,7 +34,7 @@ CELLS = [
     ("mpirun", "native", (1, 1)),
     ("mpirun cyclic", "horovod", (2, 2)),
     ("srun", "deepspeed", (1, 1)),
-    ("srun cyclic", "native", (2, 2)),
+    pytest.param("srun cyclic", "native", (2, 2), marks=pytest.mark.sweep),
 ]
 
 LOSS = 3.385748267173767
