@@ -65,8 +65,9 @@ class Started:
         for machine, words in self.job.commands(self.launcher, "unipar", *arguments):
             if late := self.late.get(machine.number):
                 words = ["sh", "-c", f'sleep {late}; exec "$@"', "sh", *words]
-            env = {**self.job.env, **self.variables.get(machine.number, {})}
-            self.processes[machine.number] = machine.start(words, self.log_of(machine), env=env, at=at)
+            own = [f"{name}={value}" for name, value in self.variables.get(machine.number, {}).items()]
+            words = ["env", *own, *words] if own else words  # there, where their files are
+            self.processes[machine.number] = machine.start(words, self.log_of(machine), env=self.job.env, at=at)
         return self
 
     def __exit__(self, *_: object) -> None:
