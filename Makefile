@@ -25,7 +25,7 @@ WORKERS := $(shell [ "$$(nproc)" -gt 1 ] && echo 2 || echo 0)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo verify test lint style bench layout route memory mesh bubble pairs conformance chaos matrix sweeps compiled versions gpu gpu-wheels setup horovod clean
+.PHONY: help demo verify test lint style bench layout route memory mesh bubble pairs conformance chaos matrix machines sweeps compiled versions gpu gpu-wheels setup horovod clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
@@ -84,6 +84,9 @@ chaos: setup $(DONE)/tests ## kill random ranks and parents, many times
 matrix: setup $(DONE)/tests ## every launcher with every backend, really started: one table
 	$(IN_VENV) $(BIN)/python -m tests.support.matrix $(ARGS)
 	@$(PYTEST) -m slow tests/launcher/test_slurm.py
+
+machines: setup $(DONE)/tests ## every launcher with every backend over two machines that share nothing (ARGS=--help); root
+	$(IN_VENV) $(BIN)/python -m tests.support.machine_matrix $(ARGS)
 
 sweeps: setup $(DONE)/tests ## what `make test` plays examples of: launchers, scripts, tasks, pages
 	@$(PYTEST) -m sweep $(ARGS)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,11 +72,17 @@ class Outcome:
 
     def describe(self, by: Outcome) -> str:
         if self.code is None:
-            return self.said
+            return self.said.partition(":")[0]
         if self.code != 0:
             return f"exit {self.code}"
         digits = self.digits(by)
         return f"{'equal' if digits == math.inf else f'{digits:.1f} digits'}, {self.seconds:.1f} s"
+
+
+def sentence_of(log: str) -> str:
+    """Return the first sentence of unipar in a log, or else its end."""
+    sentences = [line.partition("unipar: ")[2] for line in log.splitlines() if "unipar: " in line]
+    return sentences[0] if sentences else log[-2000:]
 
 
 def run_command(command: Sequence[str], folder: Path, more: dict[str, str] | None = None) -> Outcome:
@@ -102,8 +108,7 @@ def run_command(command: Sequence[str], folder: Path, more: dict[str, str] | Non
         return Outcome(PATIENCE, None, f"HUNG: no end in {PATIENCE:g} s")
     seconds = time.monotonic() - began
     if started.returncode != 0:
-        sentences = [line.partition("unipar: ")[2] for line in said.splitlines() if "unipar: " in line]
-        return Outcome(seconds, started.returncode, sentences[0] if sentences else said[-2000:])
+        return Outcome(seconds, started.returncode, sentence_of(said))
     return Outcome(seconds, 0, losses=tuple(Report.read(folder / "runs/x").losses))
 
 
@@ -140,20 +145,28 @@ def main() -> int:
             name: run_command(in_private_network(it), folder / f"no-{i}")
             for i, (name, it) in enumerate(REFUSED.items())
         }
-    _draw(found, refused, by)
-    ran = [one for one in found.values() if not one.said.startswith("not here")]
-    well = all(one.code == 0 and one.digits(by) >= ENOUGH_DIGITS for one in ran)
+    draw_outcomes(found, refused, by, "two ranks")
+    well = all_equal(found, by)
     return int(not (well and all(one.code and "\n" not in one.said for one in refused.values())))
 
 
-def _draw(found: dict[tuple[str, str], Outcome], refused: dict[str, Outcome], by: Outcome) -> None:
+def all_equal(found: Mapping[tuple[str, str], Outcome], by: Outcome) -> bool:
+    """Whether each launch that could be tried has the losses of `by`."""
+    ran = [one for one in found.values() if not one.said.startswith("not here")]
+    return all(one.code == 0 and one.digits(by) >= ENOUGH_DIGITS for one in ran)
+
+
+def draw_outcomes(
+    found: Mapping[tuple[str, str], Outcome], refused: Mapping[str, Outcome], by: Outcome, what: str
+) -> None:
+    """Print a table of launchers and backends, and what was said where there are no losses."""
     console = Console(width=max(Console().width, 120))
     backends = list(dict.fromkeys(backend for _, backend in found))
-    table = Table("", *backends, title="two ranks: losses compared with `python` and native, and seconds")
+    table = Table("", *backends, title=f"{what}: losses compared with `python` and native, and seconds")
     notes: list[tuple[str, str]] = []
     for launcher in dict.fromkeys(launcher for launcher, _ in found):
         row = [found[launcher, backend] for backend in backends]
-        table.add_row(launcher, *("not here" if x.said.startswith("not here") else x.describe(by) for x in row))
+        table.add_row(launcher, *(x.describe(by) for x in row))
         notes += dict.fromkeys((launcher, x.said) for x in row if x.said)
     console.print(table)
     for what, said in [*notes, *((name, one.said) for name, one in refused.items())]:

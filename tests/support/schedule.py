@@ -24,6 +24,7 @@ TOGETHER = (COUNTED, PROBED)
 FIRST = (
     "tests/conformance/test_conformance.py",
     *COUNTED,
+    "tests/launcher/test_machines.py",
     "tests/launcher/test_foreign_launchers.py",
     "tests/verification/test_verify_tasks.py",
     "tests/verification/test_mesh_faults.py",

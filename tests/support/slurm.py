@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -45,14 +45,17 @@ JobAcctGatherType=jobacct_gather/none
 SelectType=select/cons_tres
 MpiDefault=none
 ReturnToService=2
-NodeName={host} NodeAddr={address} CPUs={cpus}
+SlurmdTimeout={silence}
+JobRequeue=1
+{more}
+{nodes}
 PartitionName=all Nodes=ALL Default=YES State=UP
 """
 
 
 def reason_no_cluster() -> str:
     """Why there can be no cluster here; empty: there can."""
-    absent = [name for name in PROGRAMS if _program(name) is None]
+    absent = [name for name in PROGRAMS if find_program(name) is None]
     if absent:
         return f"no {', '.join(absent)}; on Debian: apt-get install {PACKAGES}"
     if os.getuid() != 0:
@@ -93,7 +96,42 @@ class Slurm:
         return ["nsenter", "--target", str(self.pid), "--net", "--pid", "--mount", "--wd=.", "--", *words]
 
 
-def _program(name: str) -> str | None:
+def write_cluster_files(
+    folder: Path,
+    nodes: Sequence[tuple[str, str]],
+    key: bytes,
+    *,
+    seen_as: str | None = None,
+    silence: int = 300,
+    more: str = "",
+) -> None:
+    """Write what the daemons of one machine read into their folder; slurmctld is on the first of (name, address).
+
+    `seen_as`: path of the folder for the daemons, if another. `silence`: seconds after which a node that does not
+    answer is lost, and its jobs end.
+    """
+    for name in ("state", "spool"):
+        (folder / name).mkdir(parents=True)
+    (folder / "munge.key").touch(0o400)
+    os.chmod(folder / "munge.key", 0o600)
+    (folder / "munge.key").write_bytes(key)
+    host, address = nodes[0]
+    cpus = max(2, os.cpu_count() or 2)
+    lines = "\n".join(f"NodeName={host} NodeAddr={address} CPUs={cpus}" for host, address in nodes)
+    text = CONFIG.format(host=host, address=address, folder=seen_as or folder, nodes=lines, silence=silence, more=more)
+    (folder / "slurm.conf").write_text(text, encoding="utf-8")
+    (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n", encoding="utf-8")
+
+
+def munged_command(folder: Path) -> list[str]:
+    """Return the command that vouches for who sends, in the foreground."""
+    munge = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
+    program = find_program("munged")
+    assert program is not None
+    return [program, "--foreground", "--force", *(f"--{name}={folder}/munge.{end}" for name, end in munge.items())]
+
+
+def find_program(name: str) -> str | None:
     return shutil.which(name, path=f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin")
 
 
@@ -122,19 +160,9 @@ def _begin(folder: Path) -> None:
     private = 1 << 14 | 1 << 18
     assert libc.mount(b"none", b"/", None, private, None) == 0
     assert libc.mount(b"proc", b"/proc", b"proc", 0, None) == 0
-    (folder / "state").mkdir()
-    (folder / "spool").mkdir()
-    key = folder / "munge.key"
-    key.touch(0o400)
-    os.chmod(key, 0o600)
-    key.write_bytes(secrets.token_bytes(128))
-    text = CONFIG.format(host=socket.gethostname(), address=ADDRESS, folder=folder, cpus=max(2, os.cpu_count() or 2))
-    (folder / "slurm.conf").write_text(text, encoding="utf-8")
-    (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n", encoding="utf-8")
+    write_cluster_files(folder, [(socket.gethostname(), ADDRESS)], secrets.token_bytes(128))
     os.environ["SLURM_CONF"] = str(folder / "slurm.conf")
-    munge = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
-    options = [f"--{name}={folder}/munge.{end}" for name, end in munge.items()]
-    _start(folder, "munged", "--foreground", "--force", *options)
+    _start(folder, *munged_command(folder))
     _wait_until((folder / "munge.socket").exists)
     _start(folder, "slurmctld", "-D")
     _wait_until(_listens)  # a node that comes too early comes again half a minute later
@@ -143,9 +171,9 @@ def _begin(folder: Path) -> None:
 
 
 def _start(folder: Path, name: str, *options: str) -> None:
-    program = _program(name)
+    program = find_program(name)
     assert program is not None
-    with (folder / f"{name}.out").open("w", encoding="utf-8") as out:
+    with (folder / f"{Path(name).name}.out").open("w", encoding="utf-8") as out:
         subprocess.Popen([program, *options], stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT)
 
 
