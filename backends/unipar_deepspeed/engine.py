@@ -224,14 +224,18 @@ def join(config: Config, place: Place) -> World:
     world.restore_variables("MASTER_ADDR", "MASTER_PORT")
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiles for a minute, leaves files in /dev/shm
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
-    world.local_closers.append(reset_deepspeed)
+    world.local_closers.append(lambda: reset_deepspeed(ends_group=world.owns_group))
     return world.require_same_world("DeepSpeed", rank=deepspeed.comm.get_rank(), size=deepspeed.comm.get_world_size())
 
 
-def reset_deepspeed() -> None:
-    """Drop the process groups that DeepSpeed keeps: the next run in this process has others."""
+def reset_deepspeed(*, ends_group: bool = True) -> None:
+    """Drop the process groups that DeepSpeed keeps: the next run in this process has others.
+
+    `ends_group`: whether the process group that it has adopted ends with the run.
+    """
     forget_groups()
-    deepspeed.comm.destroy_process_group()
+    if ends_group:
+        deepspeed.comm.destroy_process_group()
     deepspeed.comm.comm.cdb = None
 
 

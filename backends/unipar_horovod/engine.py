@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from importlib.util import find_spec
 from typing import Any, final
 
 import horovod.torch as hvd
@@ -16,12 +18,12 @@ from typing_extensions import override
 from unipar.backend import Holding, Part
 from unipar.backend.joining import meet
 from unipar.config import Config
-from unipar.distributed.addresses import LOOPBACK
+from unipar.distributed.addresses import LOOPBACK, is_ipv6, resolve_host
 from unipar.distributed.place import Place
 from unipar.distributed.world import World
 from unipar.engines.placement import broadcast_model
 from unipar.engines.wrapper import WrapperEngine
-from unipar.errors import Unsupported
+from unipar.errors import Unsupported, WorldMismatch
 from unipar_horovod import fusion_buffer_bytes, options_of, process_set_refusals
 from unipar_horovod.rendezvous import rendezvous_variables, serve_rendezvous, slots_of
 
@@ -134,9 +136,27 @@ def _open_rendezvous(world: World, stack: ExitStack) -> None:
     The server that `horovodrun` starts listens on every interface, without authentication.
     """
     assert world.store is not None
+    _refuse_unreachable(world)
     slots, address = slots_of(world.machines), world.machines.all[0].address or LOOPBACK
     if world.rank == 0:
         world.store.set("horovod", str(stack.enter_context(serve_rendezvous(slots, address))))
     port = int(world.store.get("horovod").decode())
     network = os.environ["GLOO_SOCKET_IFNAME"] if world.machines.several else "lo"
     world.set_variables(**rendezvous_variables(slots[world.rank], port=port, address=address, interface=network))
+
+
+def _refuse_unreachable(world: World) -> None:
+    """Raise WorldMismatch if Horovod would not find the other machines."""
+    here = world.machines.of(world.rank)
+    if not world.machines.several:
+        return
+    if is_ipv6(here.address):
+        raise WorldMismatch(
+            f"Horovod's processes find each other over IPv4 alone, and {here} is reached over IPv6: use native, "
+            "deepspeed or accelerate, or an interface with an IPv4 address (machines.interface)"
+        )
+    if find_spec("horovod.unipar_changes") is None and resolve_host(socket.gethostname(), 0.0) != here.address:
+        raise WorldMismatch(
+            f"the name of {here} means another address there, which this build of Horovod would use: build it again "
+            "with `unipar install horovod --force`, or correct /etc/hosts"
+        )

@@ -1,4 +1,5 @@
-"""Changes to Horovod's released source, so that it compiles for today's torch, and in less than half the time."""
+"""Changes to Horovod's released source: it compiles for today's torch, in less than half the time, and over machines
+its process sets use the network interface that they are told."""
 
 from __future__ import annotations
 
@@ -18,6 +19,20 @@ OTHER_ABI_LINE = "add_library(compatible_horovod_cuda_kernels cuda_kernels.cu)"
 LIBRARY_LINE = "add_library(${PYTORCH_TARGET_LIB} SHARED ${SOURCES} ${PYTORCH_SOURCES})\n"
 WITHOUT_CUDA = "set(CMAKE_CUDA_COMPILER NOTFOUND)\nset(CMAKE_DISABLE_FIND_PACKAGE_CUDAToolkit TRUE)\n"
 """Lines after which CMake does not try an nvcc that this build does not use."""
+
+GLOO_CONTEXT = "horovod/common/gloo/gloo_context.cc"
+PROCESS_SET_LINES = """\
+  attr device_attr;
+  device_attr.iface = gloo_iface_;
+  device_attr.ai_family = AF_UNSPEC;
+  auto dev = CreateDevice(device_attr);
+
+  global_ctx = global_context.ctx;
+"""
+"""Lines for process sets, whose context has no interface of its own yet: gloo would take that of the host's name."""
+
+MARK_FILE = "horovod/unipar_changes.py"
+MARK_TEXT = '"""Mark of a Horovod that unipar has built: its process sets use HOROVOD_GLOO_IFACE."""\n'
 
 TORCH_HEADER = """\
 #pragma once
@@ -50,6 +65,9 @@ set(Pytorch_COMPILE_FLAGS "-D_GLIBCXX_USE_CXX11_ABI={abi_number}")
 def prepare_source(source: Path, torch: TorchBuild, plan: BuildFeatures) -> None:
     """Change the unpacked source: torch's C++ standard, few large units, and what is known about torch already."""
     patch_cxx_standard(source, torch.standard)
+    with_interface = "  gloo_iface_ = global_context.gloo_iface_;\n" + PROCESS_SET_LINES
+    replace_once(source / GLOO_CONTEXT, PROCESS_SET_LINES, with_interface)
+    (source / MARK_FILE).write_text(MARK_TEXT, encoding="utf-8")
     (source / "cmake/units.cmake").write_text(_units_text(), encoding="utf-8")
     standard = f"-std=c++{torch.standard if plan.cuda else 14}"  # CUDA's headers need a later standard than Horovod's
     lines = f'set(UNIT_STANDARD "{standard}")\ninclude("${{PROJECT_SOURCE_DIR}}/cmake/units.cmake")\n'

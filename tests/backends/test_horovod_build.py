@@ -21,6 +21,7 @@ RELEASED = {
         "set(CMAKE_CUDA_STANDARD 11)\nadd_library(compatible_horovod_cuda_kernels cuda_kernels.cu)\n"
     ),
     "cmake/Modules/FindPytorch.cmake": "execute_process(...)\n",
+    recipe.GLOO_CONTEXT: f"before\n{recipe.PROCESS_SET_LINES}after\n",
 }
 """Lines of the released source that the recipe changes."""
 
@@ -71,6 +72,18 @@ def test_both_files_ask_for_torchs_standard(tmp_path: Path) -> None:
     recipe.prepare_source(source(tmp_path), torch(), CPU)
     for name in ("CMakeLists.txt", "horovod/torch/CMakeLists.txt"):
         assert "set(CMAKE_CXX_STANDARD 20)" in (tmp_path / name).read_text("utf-8")
+
+
+def test_process_sets_use_the_interface_that_they_are_told(tmp_path: Path) -> None:
+    """Released, they take the one of the host's own name, which on Debian is loopback; a file marks the change."""
+    recipe.prepare_source(source(tmp_path), torch(), CPU)
+    assert (tmp_path / "horovod/common/gloo/gloo_context.cc").read_text("utf-8").splitlines()[:4] == [
+        "before",
+        "  gloo_iface_ = global_context.gloo_iface_;",
+        "  attr device_attr;",
+        "  device_attr.iface = gloo_iface_;",
+    ]
+    assert (tmp_path / "horovod/unipar_changes.py").exists()
 
 
 def test_units_are_made_before_the_library_is_added(tmp_path: Path) -> None:

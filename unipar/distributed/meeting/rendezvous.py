@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 import time
 import urllib.error
 import urllib.request
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 
@@ -146,11 +144,3 @@ def _store_by_server(place: Place, server: tuple[str, int], patience: timedelta)
                     f"address at {place.launcher}'s server ({with_port(*server)})"
                 ) from None
             time.sleep(0.05)
-
-
-def store_of_alive_group() -> dist.Store | None:
-    """Return the store of a process group that this process had before unipar; None if it has none."""
-    module: Any = sys.modules.get("torch.distributed")
-    if module is None or not module.is_available() or not module.is_initialized():
-        return None
-    return module.distributed_c10d._get_default_store()

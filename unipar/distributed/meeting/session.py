@@ -17,10 +17,10 @@ from unipar.distributed.addresses import (
     resolve_host,
 )
 from unipar.distributed.machines import WorldMachines, machine_key
-from unipar.distributed.meeting.rendezvous import open_store, store_of_alive_group
+from unipar.distributed.meeting.alive_group import store_of_alive_group
+from unipar.distributed.meeting.rendezvous import open_store
 from unipar.distributed.meeting.roll_call import Presence, RollCall, call_roll
 from unipar.distributed.place import Place
-from unipar.distributed.world import is_group_of_unipar
 from unipar.errors import WorldMismatch
 
 
@@ -55,7 +55,7 @@ def session_of(place: Place, patience: float, timeout: float, interface: str | N
     `patience`: seconds in which ranks on several machines must find each other; `timeout`: those of the store
     afterwards; `interface`: name of the network interface to use; None: the one on the way to rank 0.
     """
-    adopted = None if is_group_of_unipar() else store_of_alive_group()
+    adopted = store_of_alive_group()
     key = "group" if adopted is not None else place.address or place.server
     if key is not None and key in _sessions:
         return _sessions[key]

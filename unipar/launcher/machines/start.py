@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from unipar.backend import registry
 from unipar.backend.installed import library_versions
 from unipar.config import Config
-from unipar.distributed.launchers import place_from_environment
+from unipar.distributed.meeting.alive_group import find_place
 from unipar.distributed.place import Place
 from unipar.errors import WorkerFailed, WorldMismatch, rebuild
 from unipar.launcher.processes import early
@@ -43,7 +43,7 @@ class CommonStart:
     def _find_place() -> Place | None:
         """Return this rank's place if its world is on several machines, else None."""
         try:
-            place = place_from_environment(registry.list_launchers())
+            place = find_place(registry.list_launchers())
         except WorldMismatch:  # what prepares the run says so
             return None
         return place if place is not None and place.several_machines else None

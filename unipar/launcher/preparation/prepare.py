@@ -12,7 +12,8 @@ from unipar.backend.checks import CheckedSource, given_source
 from unipar.config import Config
 from unipar.config.settled import SettledConfig
 from unipar.config.source import Given
-from unipar.distributed.launchers import Launcher, find_launcher, place_from_environment
+from unipar.distributed.launchers import Launcher, find_launcher
+from unipar.distributed.meeting.alive_group import find_place
 from unipar.distributed.place import Place
 from unipar.errors import Unsupported, WorldMismatch
 from unipar.launcher.micro_batch.choice import (
@@ -110,7 +111,7 @@ def prepare(
 def _foreign_place(source: CheckedSource, starts: str) -> Place | None:
     """Return this process's place under a foreign launcher, or None; raise if that launcher cannot start this run."""
     found = registry.list_launchers()
-    place = place_from_environment(found, folder=source.out.resolve())
+    place = find_place(found, folder=source.out.resolve())
     if place is None:
         return resources.refuse_other_machines(source.config)
     if starts and not place.several_machines:
