@@ -46,12 +46,16 @@ def agreed_steps(size: int, every: int, wishes: dict[int, int], steps: int = 60)
         return [found.result() for found in [pool.submit(train, rank) for rank in range(size)]]
 
 
+@pytest.mark.parametrize("large", [False, True], ids=["each reads all", "rank 0 reads all"])
 @pytest.mark.parametrize(
     ("size", "every"), [(2, 1), (4, 5), *(pytest.param(4, n, marks=pytest.mark.sweep) for n in (1, 2, 3))]
 )
-def test_ranks_agree_at_one_step(size: int, every: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_agree_at_one_step(size: int, every: int, *, large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The wishes of one rank, and of another later: each time the same step on all, between two synchronized ones."""
     monkeypatch.setattr(stopping, "LOOK_SECONDS", 0.002)
+    monkeypatch.setattr(stopping, "LOOKS_PER_SECOND", 10_000)
+    if large:
+        monkeypatch.setattr(stopping, "LARGE_WORLD", 1)
     first, *others = agreed_steps(size, every, {3: 0, 20: 1, 35: 0})
     assert others == [first] * (size - 1)
     assert len(first) == 3

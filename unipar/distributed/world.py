@@ -15,6 +15,9 @@ from unipar.distributed.mesh import Mesh, MeshGroups
 from unipar.distributed.place import Place
 from unipar.errors import TaskError, WorldMismatch
 
+LARGE_WORLD = 64
+"""Ranks of the largest world in which each rank looks at what every other one has written to the store."""
+
 
 class World:
     """Rank of this process in its process group, and the few collectives that the training loop needs."""
@@ -101,12 +104,14 @@ class World:
     def agree_so_far(self, key: str, mine: str, sentence: Callable[[int], str]) -> None:
         """Raise TaskError if the text of a rank that has already made this call differs; no rank waits.
 
-        The last rank to call sees all texts. The message is `sentence(rank)`, with the rank that differs.
+        The last rank to call sees all texts. The message is `sentence(rank)`, with the rank that differs. In a world of
+        more than LARGE_WORLD ranks each looks at rank 0 and its two neighbours only: a difference is between some two.
         """
         if self.size == 1 or self.store is None:
             return
         self.store.set(f"{key}/{self.rank}", mine)
-        for rank in range(self.size):
+        near = sorted({0, max(0, self.rank - 1), min(self.rank + 1, self.size - 1)})
+        for rank in range(self.size) if self.size <= LARGE_WORLD else near:
             theirs = f"{key}/{rank}"
             if rank != self.rank and self.store.check([theirs]) and self.store.get(theirs).decode() != mine:
                 raise TaskError(sentence(rank))

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol, final
 
+from unipar.distributed.world import LARGE_WORLD
 from unipar.errors import Stopped, TaskError
 
 if TYPE_CHECKING:
@@ -20,6 +21,9 @@ SAME_SIGNAL_SECONDS = 1.0
 
 LOOK_SECONDS = 1.0
 """Seconds between two looks for what another rank wishes: one takes some 50 us."""
+
+LOOKS_PER_SECOND = 1000
+"""Looks of all ranks together in a second, for which they wait longer in a larger world: rank 0 answers all of them."""
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """Signals after which a run stops: of a scheduler, of a terminal, and a scheduler's warning (`sbatch --signal`)."""
@@ -92,6 +96,9 @@ class StepAgreement:
     A rank that wishes one says so in the store, where others look once a second. Each rank that knows of it publishes
     its number of steps done; the agreed step is the one after the largest number. No rank passes it unknowing: when a
     step has ended on one rank, all have begun it, so that what they published before is in the store.
+
+    In a world of more than LARGE_WORLD ranks rank 0 alone reads all numbers, and publishes the agreed step: it is one
+    later, and after the step that rank 0 is about to begin, so that it is in the store when any rank has come so far.
     """
 
     def __init__(self, world: World, name: str, every: int = 1) -> None:
@@ -99,6 +106,7 @@ class StepAgreement:
         self._world, self._every = world, every
         self._name, self._round = world.key(name), 0
         self._looked = time.monotonic()
+        self._look_seconds = max(LOOK_SECONDS, world.size / LOOKS_PER_SECOND)
         self._published = False
         self._agreed: int | None = None
         self.reason = ""
@@ -119,7 +127,7 @@ class StepAgreement:
                 self._publish(step, wish)
             return False  # this rank's number is one of those that the agreed step comes after
         if self._agreed is None:
-            self._read()
+            self._read(step)
         if self._agreed is None or step < self._agreed:
             return False
         self._round, self._published, self._agreed = self._round + 1, False, None
@@ -131,7 +139,7 @@ class StepAgreement:
     def _look(self) -> str:
         """Return the reason of another rank's wish; "" if there is none, or it is not yet time to look."""
         store, now = self._world.store, time.monotonic()
-        if store is None or now - self._looked < LOOK_SECONDS:
+        if store is None or now - self._looked < self._look_seconds:
             return ""
         self._looked = now
         return store.get(self._key("wish")).decode() if store.check([self._key("wish")]) else ""
@@ -148,17 +156,30 @@ class StepAgreement:
             store.delete_key(self._key(rank, 2))
             if wish:
                 store.delete_key(self._key("wish", 2))
+            if rank == 0:
+                store.delete_key(self._key("agreed", 2))
 
-    def _read(self) -> None:
+    def _read(self, done: int) -> None:
         """Learn the agreed step if all ranks have published."""
-        world, keys = self._world, [self._key(rank) for rank in range(self._world.size)]
+        world = self._world
+        if world.rank and world.size > LARGE_WORLD:
+            assert world.store is not None
+            if world.store.check([self._key("agreed")]):
+                step, _, self.reason = world.store.get(self._key("agreed")).decode().partition(" ")
+                self._agreed = int(step)
+            return
+        keys = [self._key(rank) for rank in range(world.size)]
         if world.device.type == "cuda":
             world.synchronize()  # the GPU may still be computing earlier steps, which other ranks have not begun
         assert world.store is not None
         if world.store.check(keys):
-            told = [world.store.get(key).decode().partition(" ") for key in keys]
-            last = max(int(done) for done, _, _ in told) + 1
+            told = [text.decode().partition(" ") for text in world.store.multi_get(keys)]
+            last = max(int(number) for number, _, _ in told) + 1
+            if world.size > LARGE_WORLD:
+                last = max(last, done + 1) + 1
             self._agreed, self.reason = last + -last % self._every, told[0][2]
+            if world.size > LARGE_WORLD:
+                world.store.set(self._key("agreed"), f"{self._agreed} {self.reason}")
 
 
 class StopAgreement:

@@ -1,0 +1,193 @@
+"""What grows with the ranks of a world, at rank 0 and on the slowest rank: `python -m benchmarks.growth`.
+
+    --simulated 256,1024,4096    ranks that speak only unipar's protocol: threads in a few processes, --per a machine
+
+Each simulated rank has a connection to rank 0's store of its own, and its part in the roll call, a decision, the links,
+the exchange of ledgers, a checkpoint's round of messages and an agreement to stop; nothing is trained. Bytes and
+requests are counted where ranks call the store: all of them go to rank 0's machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import resource
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final, final
+
+import torch
+import torch.distributed as dist
+
+from unipar.checkpoint.store_exchange import StoreExchange
+from unipar.distributed.machines import WorldMachines
+from unipar.distributed.meeting.roll_call import Presence, call_roll, decide_together
+from unipar.distributed.meeting.session import Session
+from unipar.distributed.meeting.watch import MachineWatch
+from unipar.distributed.place import Place
+from unipar.launcher.machines.ledgers import exchange_ledgers
+from unipar.run_folder.layout import ledger_path
+from unipar.training.stopping import StepAgreement
+from unipar.utils.table import format_table
+
+PATIENCE: Final = 300.0
+PROCESSES: Final = 8
+LEDGER: Final = json.dumps({"event": "step", "time": 1.7e9, "step": 100, "loss": 2.5, "norm": 1.25}) + "\n"
+LINES_OF_RANK_0: Final = 2000
+"""Lines of rank 0's ledger, as of a run of 20,000 steps that logs every tenth; other ranks have three."""
+
+PARTS: Final = ("roll call", "decision", "links", "ledgers", "checkpoint round", "stop")
+
+
+@final
+class CountingStore:
+    """Store that counts requests and the bytes of their values, on the way to another store."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self.counts: Counter[str] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(self._store, name)
+
+        def call(*given: Any) -> Any:
+            result = function(*given)
+            self.counts["requests"] += 1
+            self.counts["bytes"] += _size_of(given) + _size_of(result)
+            return result
+
+        return call
+
+
+def _size_of(value: Any) -> int:
+    if isinstance(value, str | bytes):
+        return len(value)
+    return sum(map(_size_of, value)) if isinstance(value, list | tuple) else 8
+
+
+def simulate_rank(rank: int, size: int, per: int, port: int, folder: Path, ready: Callable[[], Any]) -> dict[str, Any]:
+    """Return seconds, requests and bytes of each part on one rank."""
+    own = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=PATIENCE))
+    store: Any = CountingStore(own)
+    machine = rank // per
+    found: dict[str, Any] = {}
+
+    def part(name: str, function: Callable[[], Any]) -> Any:
+        ready()
+        before, began = Counter(store.counts), time.perf_counter()
+        result = function()
+        spent = Counter(store.counts)
+        spent.subtract(before)
+        found[name] = {"seconds": time.perf_counter() - began, **spent}
+        return result
+
+    mine = Presence(f"m{machine}", f"node{machine}", f"127.{1 + machine // 200}.{machine % 200}.1")
+    roll = part("roll call", lambda: call_roll(store, rank, size, mine, PATIENCE, lambda _: mine.address))
+    machines: WorldMachines = roll.machines
+    part(
+        "decision", lambda: decide_together(store, rank, size, "d", "x" * 300, lambda texts: str(len(texts)), PATIENCE)
+    )
+    local = machines.of(rank).ranks
+    place = Place(rank=rank, size=size, local_rank=local.index(rank), local_size=len(local), launcher="x")
+    session = Session(place, store, machines)
+    watch = part("links", lambda: MachineWatch(session, PATIENCE, "launch.heartbeat", lambda _: None))
+    run = folder / str(machine)
+    run.mkdir(exist_ok=True)
+    ledger_path(run, rank).write_text(LEDGER * (LINES_OF_RANK_0 if rank == 0 else 3), encoding="utf-8")
+    world: Any = SimpleNamespace(
+        rank=rank, size=size, machines=machines, store=store, device=torch.device("cpu"), key=str
+    )
+    part("ledgers", lambda: exchange_ledgers(world, watch, run, range(per, size)))
+    exchange = StoreExchange(store, rank, size, "checkpoint")
+    part("checkpoint round", lambda: exchange(json.dumps({"result": rank}).encode()))
+    part("stop", lambda: _agree_to_stop(StepAgreement(world, "stop"), rank, ready))
+    ready()
+    watch.close()
+    return found
+
+
+def _agree_to_stop(agreement: StepAgreement, rank: int, together: Callable[[], Any]) -> None:
+    """Take steps together until all agree on the last; rank 1 wishes it."""
+    step = 0
+    while not agreement(step, "a signal" if rank == 1 else ""):
+        step += 1
+        together()
+
+
+def _process(ranks: Sequence[int], size: int, per: int, port: int, folder: Path, barrier: Any, results: Any) -> None:
+    own = threading.Barrier(len(ranks), action=barrier.wait)
+    threading.stack_size(256 * 1024)
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        waits = [pool.submit(simulate_rank, r, size, per, port, folder, own.wait) for r in ranks]
+        results.put([(rank, one.result()) for rank, one in zip(ranks, waits, strict=True)])
+
+
+def simulate(size: int, per: int) -> dict[str, dict[str, float]]:
+    """Return for each part the slowest rank's seconds, and all ranks' requests and bytes at rank 0's store."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
+    port = listener.getsockname()[1]
+    server = dist.TCPStore(
+        "127.0.0.1", port, None, True, timedelta(seconds=PATIENCE), wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )  # fmt: skip
+    context = multiprocessing.get_context("spawn")
+    number = min(PROCESSES, size)
+    barrier, results = context.Barrier(number), context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        started = [
+            context.Process(
+                target=_process, args=(range(i, size, number), size, per, port, Path(folder), barrier, results)
+            )
+            for i in range(number)
+        ]
+        for process in started:
+            process.start()
+        rows = dict(row for _ in started for row in results.get(timeout=2 * PATIENCE))
+        for process in started:
+            process.join()
+    del server
+    return {
+        name: {
+            "seconds": max(row[name]["seconds"] for row in rows.values()),
+            "requests": sum(row[name].get("requests", 0) for row in rows.values()),
+            "bytes": sum(row[name].get("bytes", 0) for row in rows.values()),
+        }
+        for name in PARTS
+    }
+
+
+def main() -> int:
+    asked = argparse.ArgumentParser(prog="python -m benchmarks.growth", description=__doc__)
+    asked.formatter_class = argparse.RawDescriptionHelpFormatter
+    asked.add_argument("--simulated", default="256,1024,4096", help="numbers of simulated ranks")
+    asked.add_argument("--per", type=int, default=8, help="simulated ranks on a machine (default 8)")
+    chosen = asked.parse_args()
+    most, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    header = ("ranks", *(f"{name}: s, requests, kB a rank" for name in PARTS))
+    rows: list[tuple[str, ...]] = []
+    for size in map(int, chosen.simulated.split(",")):
+        found = simulate(size, chosen.per)
+        each = [
+            f"{one['seconds']:.2f}, {one['requests'] / size:.1f}, {one['bytes'] / size / 1e3:.2f}"
+            for one in found.values()
+        ]
+        rows.append((str(size), *each))
+        print(json.dumps({"ranks": size, **found}), file=sys.stderr, flush=True)
+    print(format_table(header, rows, width=200))
+    del most
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
