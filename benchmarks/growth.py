@@ -1,5 +1,6 @@
 """What grows with the ranks of a world, at rank 0 and on the slowest rank: `python -m benchmarks.growth`.
 
+    --real 2,4,8,16,32           runs of a tiny model on so many ranks of this machine
     --simulated 256,1024,4096    ranks that speak only unipar's protocol: threads in a few processes, --per a machine
 
 Each simulated rank has a connection to rank 0's store of its own, and its part in the roll call, a decision, the links,
@@ -12,8 +13,10 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import resource
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -29,6 +32,7 @@ from typing import Any, Final, final
 import torch
 import torch.distributed as dist
 
+from tests.support.tiny import CONFIG
 from unipar.checkpoint.store_exchange import StoreExchange
 from unipar.distributed.machines import WorldMachines
 from unipar.distributed.meeting.roll_call import Presence, call_roll, decide_together
@@ -36,7 +40,9 @@ from unipar.distributed.meeting.session import Session
 from unipar.distributed.meeting.watch import MachineWatch
 from unipar.distributed.place import Place
 from unipar.launcher.machines.ledgers import exchange_ledgers
+from unipar.results.run import Report
 from unipar.run_folder.layout import ledger_path
+from unipar.run_folder.ledger import Ledger
 from unipar.training.stopping import StepAgreement
 from unipar.utils.table import format_table
 
@@ -166,17 +172,39 @@ def simulate(size: int, per: int) -> dict[str, dict[str, float]]:
     }
 
 
+def start_real(size: int) -> tuple[str, ...]:
+    """Return, of a run of a tiny model on so many ranks: seconds to the first step and in all, kB of its folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder) / "x.json"
+        own = {**CONFIG, "task": {"use": "tests.support.tiny:Tiny"}, "parallel": {"data": size}, "batch": {"total": 64}}
+        config.write_text(json.dumps({**own, "log": {"every": 1}, "out": f"{folder}/run"}), encoding="utf-8")
+        began, since = time.perf_counter(), time.time()
+        command = [sys.executable, "-m", "unipar", "run", str(config)]
+        subprocess.run(command, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        whole = time.perf_counter() - began
+        rows = list(Ledger.read(ledger_path(Path(folder) / "run", 0)))
+        first = next(row["time"] for row in rows if row["event"] == "step") - since
+        ledgers = sum(path.stat().st_size for path in (Path(folder) / "run").glob("rank-*.jsonl"))
+        logs = sum(path.stat().st_size for path in (Path(folder) / "run").glob("rank-*.log"))
+        peak = max(Report.read(Path(folder) / "run").peak_rss) / 2**20
+    return str(size), f"{first:.1f}", f"{whole:.1f}", f"{ledgers / 1e3:.1f}", f"{logs / 1e3:.1f}", f"{peak:.0f}"
+
+
 def main() -> int:
     asked = argparse.ArgumentParser(prog="python -m benchmarks.growth", description=__doc__)
     asked.formatter_class = argparse.RawDescriptionHelpFormatter
     asked.add_argument("--simulated", default="256,1024,4096", help="numbers of simulated ranks")
+    asked.add_argument("--real", default="2,4,8,16,32", help="numbers of real ranks; '' for none")
     asked.add_argument("--per", type=int, default=8, help="simulated ranks on a machine (default 8)")
     chosen = asked.parse_args()
-    most, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    if chosen.real:
+        names = ("ranks", "s to the first step", "s in all", "kB of ledgers", "kB of logs", "MiB, largest rank")
+        print(format_table(names, [start_real(int(size)) for size in chosen.real.split(",")], width=100), flush=True)
     header = ("ranks", *(f"{name}: s, requests, kB a rank" for name in PARTS))
     rows: list[tuple[str, ...]] = []
-    for size in map(int, chosen.simulated.split(",")):
+    for size in map(int, filter(None, chosen.simulated.split(","))):
         found = simulate(size, chosen.per)
         each = [
             f"{one['seconds']:.2f}, {one['requests'] / size:.1f}, {one['bytes'] / size / 1e3:.2f}"
@@ -184,8 +212,8 @@ def main() -> int:
         ]
         rows.append((str(size), *each))
         print(json.dumps({"ranks": size, **found}), file=sys.stderr, flush=True)
-    print(format_table(header, rows, width=200))
-    del most
+    if rows:
+        print(format_table(header, rows, width=200))
     return 0
 
 
