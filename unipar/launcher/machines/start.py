@@ -18,6 +18,7 @@ from unipar.distributed.meeting.alive_group import find_place
 from unipar.distributed.place import Place
 from unipar.errors import WorkerFailed, WorldMismatch, rebuild
 from unipar.launcher.processes import early
+from unipar.utils.text import count_of
 
 if TYPE_CHECKING:
     from unipar.distributed.machines import WorldMachines
@@ -61,7 +62,11 @@ class CommonStart:
     def meet(self, config: Config) -> int:
         """Find the other ranks; return how often their launcher has started them again."""
         self._config = config
-        return 0 if self._place is None else self._meet().restarts
+        if self._place is None:
+            return 0
+        session = self._meet()
+        _check_numbers(config, session)
+        return session.restarts
 
     def _meet(self) -> Session:
         if self._session is None:
@@ -112,6 +117,24 @@ class CommonStart:
                 lambda texts: json.dumps(_judge([json.loads(text) for text in texts], session.machines)),
                 self._config.launch.meet if self._config is not None else SECONDS_TO_TELL,
             )
+        )
+
+
+def _check_numbers(config: Config, session: Session) -> None:
+    """Raise WorldMismatch if the launcher has started ranks on other machines than the config says."""
+    wanted, machines = config.machines, session.machines
+    if wanted is None or wanted.nodes == 1:
+        return
+    most = max(len(machine.ranks) for machine in machines.all)
+    if len(machines.all) != wanted.nodes:
+        told = f"machines.nodes: {wanted.nodes}, and {session.place.launcher} has started ranks on "
+        raise WorldMismatch(
+            f"{told}{machines.describe_number()} ({machines}): start it on {wanted.nodes}, or change machines.nodes"
+        )
+    if isinstance(wanted.per, int) and most != wanted.per:
+        raise WorldMismatch(
+            f"machines.per: {wanted.per}, and {session.place.launcher} has started {count_of(most, 'rank')} on a machine "
+            f"({machines}): start {wanted.per} on each, or change machines.per"
         )
 
 
