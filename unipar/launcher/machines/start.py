@@ -133,8 +133,8 @@ def _check_numbers(config: Config, session: Session) -> None:
         )
     if isinstance(wanted.per, int) and most != wanted.per:
         raise WorldMismatch(
-            f"machines.per: {wanted.per}, and {session.place.launcher} has started {count_of(most, 'rank')} on a machine "
-            f"({machines}): start {wanted.per} on each, or change machines.per"
+            f"machines.per: {wanted.per}, and {session.place.launcher} has started {count_of(most, 'rank')} on a "
+            f"machine ({machines}): start {wanted.per} on each, or change machines.per"
         )
 
 
