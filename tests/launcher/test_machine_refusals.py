@@ -64,8 +64,8 @@ def put_nothing(machine: Machine) -> None: ...
         pytest.param(
             put_nothing, put_nothing, ["--set", "machines.folder=shared", "--out", "/tmp/mine"],
             "node2 (10.213.7.2): machines.folder: shared, and /tmp/mine is not the folder that rank 0 has made on "
-            "node1 (10.213.7.1): name a folder on a file system that all machines mount (out: ..., or --out DIR), or say "
-            "machines.folder: own, so that each machine writes to its own disk",
+            "node1 (10.213.7.1): name a folder on a file system that all machines mount (out: ..., or --out DIR), or "
+            "say machines.folder: own, so that each machine writes to its own disk",
             marks=pytest.mark.sweep),
         (put_nothing, put_run, ["--out", "/tmp/taken"],
          "node2 (10.213.7.2): out: /tmp/taken already exists; name another folder (out: another/folder, or --out DIR), "
