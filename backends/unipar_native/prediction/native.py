@@ -73,6 +73,7 @@ def predict_native(
             f"native/{shard}", [not_planned_yet("model.compile: model under FSDP2, which divides what is compiled,")]
         )
     over = config.parallel.shard_over or ranks
+    assert over != "machine"  # a plan gives a number
     model = ShardedModel.of(
         timeline,
         over,

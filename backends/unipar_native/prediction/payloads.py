@@ -98,12 +98,19 @@ def averages(timeline: StepTimeline, config: Config, ranks: int) -> tuple[Payloa
 
 
 def sent_by_fsdp2(
-    model: ShardedModel, copies: int, *, axis: str = "data", axis_of_copies: str = "data", passes: int = 1
+    model: ShardedModel,
+    copies: int,
+    *,
+    axis: str = "data",
+    axis_of_copies: str = "data",
+    stride: int | None = None,
+    passes: int = 1,
 ) -> Iterator[Payload]:
     """Yield what FSDP2 sends in a step: parameters gathered and gradients summed up, of each group that has some.
 
     `axis`: name of the ranks over which the model is sharded. `copies`: number of such shardings, averaged along
-    `axis_of_copies`. `passes`: times that a microbatch goes through the rank, each of which gathers the rest.
+    `axis_of_copies`, in which they are `stride` ranks apart (None: as many as a copy has). `passes`: times that a
+    microbatch goes through the rank, each of which gathers the rest.
     """
     ranks, times = model.ranks, 1 if model.once else model.timeline.microbatches
     gathers = [model.gathered[g] for g in (*model.order, *model.gathered_again)]
@@ -114,7 +121,8 @@ def sent_by_fsdp2(
         yield Payload(axis, "all_gather", times * sum(gathers), times * len(gathers), ranks)
         yield Payload(axis, "reduce_scatter", times * sum(reduces), times * len(reduces), ranks)
     if copies > 1:
-        yield Payload(axis_of_copies, "all_reduce", times * sum(reduces) // ranks, times * len(reduces), copies)
+        size, calls = times * sum(reduces) // ranks, times * len(reduces)
+        yield Payload(axis_of_copies, "all_reduce", size, calls, copies, stride or ranks)
 
 
 def norm_of_fsdp2(model: ShardedModel, *, fp64: bool) -> tuple[Payload, ...]:
