@@ -125,9 +125,14 @@ def sent_by_fsdp2(
         yield Payload(axis_of_copies, "all_reduce", size, calls, copies, stride or ranks)
 
 
-def norm_of_fsdp2(model: ShardedModel, *, fp64: bool) -> tuple[Payload, ...]:
-    """Return what the norm of all gradients sends: the norm of each in one call, or in fp64 the sum of squares."""
+def norm_of_fsdp2(model: ShardedModel, copies: int, *, fp64: bool) -> tuple[Payload, ...]:
+    """Return what the norm of all gradients sends: the norm of each in one call, or in fp64 the sum of squares.
+
+    Norms are summed up over the ranks that split a copy, squares over all ranks.
+    """
     if model.ranks == 1:
         return ()
-    size = FP64_NORM_BYTES if fp64 else NORM_BYTES * sum(p.trained for p in model.timeline.parameters)
+    if fp64:
+        return (Payload("data", "all_reduce", FP64_NORM_BYTES, 1, model.ranks * copies),)
+    size = NORM_BYTES * sum(p.trained for p in model.timeline.parameters)
     return (Payload("data", "all_reduce", size, 1, model.ranks),)
