@@ -157,6 +157,8 @@ def _explanations(plan: PlannedCells, columns: Mapping[str, Shown]) -> Iterator[
         )
     if "sent" in columns:
         yield "sent: bytes of a rank's collectives in a step, as compare counts them"
+    if "between machines" in columns:
+        yield "between machines: those of collectives whose ranks are on several machines"
     if "host" in columns:
         yield (
             "host: bytes of a rank that are offloaded to the host's memory, pinned ones rounded up as torch does; the "
