@@ -211,10 +211,10 @@ SENT_REMARK: Final = Remark(
 """Remark on the table of bytes sent by axis."""
 
 ACROSS_REMARK: Final = Remark(
-    column="between machines",
+    column="sent",
     text="between machines: those of them in calls whose ranks are on several machines, with the whole tensor as well",
 )
-"""Remark on the column of bytes between machines."""
+"""Remark on that column of it that has bytes between machines."""
 
 
 def describe_memory_columns(accounts: Sequence[MemoryAccount]) -> list[Remark]:
