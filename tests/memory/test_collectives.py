@@ -339,37 +339,6 @@ def test_without_axes_the_table_is_as_before() -> None:
     assert not [line for line in plain.table(80).splitlines() if line.startswith("sent")]
 
 
-def on_two_machines() -> Comparison:
-    """The cell without axes, of which one rank sends 1 MiB to the other machine."""
-    single, plain, _ = hybrid().rows
-    memory = [account.model_copy(update={"sent_across": account.rank * 2**20}) for account in plain.memory]
-    return replace(hybrid(), machines=2, rows=[single, replace(plain, memory=memory)])
-
-
-def test_the_table_shows_bytes_between_machines() -> None:
-    """Beside those of the data, of the rank that has most."""
-    lines = on_two_machines().table(120).splitlines()
-    at = next(i for i, line in enumerate(lines) if line.startswith("sent "))
-    assert lines[at : at + 3] == [
-        "sent               data  between machines",
-        "native/nothing  3.0 MiB           1.0 MiB",
-        "",
-    ]
-    between = (
-        "between machines: those of them in calls whose ranks are on several machines, with the whole tensor as well"
-    )
-    assert between in lines
-
-
-def test_the_page_shows_bytes_between_machines(tmp_path: Path) -> None:
-    """In the table by collective."""
-    (tmp_path / "compare.json").write_text(json.dumps(on_two_machines().to_json()), encoding="utf-8")
-    text = render_comparison(ComparisonPageData.read(tmp_path))
-    sent = text[text.index("What a step sends") :].partition("</section>")[0]
-    assert '<th scope="col">between machines</th>' in sent
-    assert "Between machines: those of them in calls whose ranks are on several machines" in sent
-
-
 def test_the_page_shows_what_each_rank_sends_along_each_axis(tmp_path: Path) -> None:
     """Ranks that send the same share a row."""
     (tmp_path / "compare.json").write_text(json.dumps(hybrid().to_json()), encoding="utf-8")

@@ -320,9 +320,8 @@ class CellPlanner:
 
     def _ranks_of_machine(self, ranks: int) -> int | None:
         """Return how many ranks a machine has in a world of so many; None if nothing says that."""
-        if self.per is not None:
-            return self.per
-        return self.config.ranks_of_machine(ranks) if self.machine is None else self.machine.ranks
+        named = None if self.machine is None else self.machine.ranks
+        return self.per or named or self.config.ranks_of_machine(ranks)
 
     def _runtime(self, ranks: int) -> Sequence[Term]:
         return tuple(_runtime_terms(ranks)) if self.device == "cuda" else ()

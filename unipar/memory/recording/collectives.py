@@ -42,7 +42,7 @@ _COLLECTIVE_OF_PREFIX: Final = {
 
 
 class _Group(NamedTuple):
-    """What is known of a process group."""
+    """Axis of a process group, and whether it is on several machines."""
 
     axis: str | None
     """Axis along which it lies; None: it is one rank."""
@@ -90,7 +90,7 @@ class CollectiveCounter(TorchDispatchMode):
         return out
 
     def _group(self, schema: Any, args: Any, kwargs: Any) -> _Group:
-        """Return what is known of a call's group."""
+        """Return axis and machines of a call's group."""
         given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
         group: Any = next((given[name] for name in _GROUP_ARGUMENTS if name in given), None)
         try:
