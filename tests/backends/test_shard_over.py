@@ -9,6 +9,7 @@ import pytest
 
 from tests.conformance import tasks
 from tests.support.placed_inside import Placed, train_placed
+from unipar.backend.checks import settle
 from unipar.training.fake_run.parts import TaskTraces
 
 pytestmark = pytest.mark.forked
@@ -54,7 +55,7 @@ def test_bytes_are_those_planned(name: str, said: Said) -> None:
     """By axis and collective, of the rank that sends most, and between machines."""
     job, ranks = JOBS[name], said[name]
     per = 2 if "b" in job.machines else 4
-    sizes = job.config.batch.settle(job.config.parallel.data)
+    sizes = settle(job.config, 4).sizes
     traces = TaskTraces(job.config, sizes.micro, tasks.Grouped())
     sent = traces.predict(job.config, 4, sizes, device="cpu", per=per).sent
     by: Counter[tuple[str, str]] = Counter()

@@ -10,6 +10,7 @@ from typing_extensions import override
 import unipar
 from tests.support.tiny import Tiny
 from unipar.memory.recording.collectives import CollectiveCounter, Traffic
+from unipar.training.run import TrainingRun
 
 COUNTED = 4
 
@@ -28,6 +29,7 @@ class Counted(Tiny):
 
     @override
     def train(self, run: unipar.Run) -> None:
+        assert isinstance(run, TrainingRun)
         traffic: Traffic = Counter()
         world = run.world
         counter = CollectiveCounter(traffic, world.mesh, world.machines)

@@ -164,8 +164,7 @@ def predict_cell(config: Config, cell: Cell, ranks: int, device: PlannedDevice) 
     from unipar.training.fake_run.parts import TaskTraces
 
     sizes = config.batch.settle(ranks // cell.axes.ranks)
-    per = config.ranks_of_machine(ranks) or ranks
-    return TaskTraces(config, sizes.micro).predict(config, ranks, sizes, device=device, per=per)
+    return TaskTraces(config, sizes.micro).predict(config, ranks, sizes, device=device, per=ranks)
 
 
 @dataclass(frozen=True)
