@@ -192,6 +192,7 @@ class Native(Backend):
             return {"DataParallel": {"device_ids": data_parallel_devices(config)}}
         if (axes := config.parallel.axes).ranks > 1:
             over = config.parallel.shard_over or "all of them"
+            over = "those on a machine" if over == "machine" else over
             ways = "each holds a copy" if config.parallel.shard == "nothing" else f"a copy is sharded over {over}"
             settings = fsdp_settings(config) | {"mesh": f"ranks that hold the same cuts of the same blocks: {ways}"}
             if config.parallel.shard == "nothing":
@@ -284,8 +285,9 @@ def fsdp_settings(config: Config) -> dict[str, Any]:
     mixed = {"param_dtype": "bfloat16", "reduce_dtype": "float32"} if config.train.precision == "bf16-master" else None
     once = config.parallel.shard == "optimizer"
     over = config.parallel.shard_over
+    ranks = "the ranks of a machine" if over == "machine" else f"{over} ranks"
     return {
-        "mesh": "all ranks" if over is None else f"2-D: copies x {over} ranks that shard one copy",
+        "mesh": "all ranks" if over is None else f"2-D: copies x {ranks} that shard one copy",
         "reshard_after_forward": config.parallel.shard == "parameters",
         "reshard_after_backward": "after the last microbatch" if once else True,
         "requires_gradient_sync": "in the last microbatch" if once else True,

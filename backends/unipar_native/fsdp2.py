@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from typing import Any, final
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from typing_extensions import override
 from unipar.backend import Holding, Part
 from unipar.backend.file_values import FileValues, file_values
 from unipar.config import Config
+from unipar.distributed.copies import copies_by_machine
 from unipar.distributed.world import World
 from unipar.engines.forward import ForwardCall
 from unipar.engines.gradients import clip_gradients
@@ -106,7 +107,8 @@ class FSDP2Engine(ShardedEngine):
         settings: dict[str, Any] = {"mp_policy": policy, "reshard_after_forward": shard == "parameters"}
         if config.model.offload == "parameters":
             settings["offload_policy"] = CPUOffloadPolicy()
-        shell = _shard_model(part, world, _create_mesh(world, config.parallel.shard_over), settings)
+        mesh = _create_mesh(world, config.parallel.shard_over)
+        shell = _shard_model(part, world, mesh, settings)
         if mixed:
             cast_buffers(part.module, torch.bfloat16)
         super().__init__(part, config, world)
@@ -114,7 +116,7 @@ class FSDP2Engine(ShardedEngine):
         shell.autocast, shell.cast = self.call.autocast, self.call.cast
         self.call = self.wrapped = shell
         self.divisor = float(world.size)
-        self.copies = world.size // (config.parallel.shard_over or world.size)
+        self.copies = world.size // mesh.size(mesh.ndim - 1)
 
 
 def fsdp_groups(state: Any) -> Sequence[Any]:
@@ -152,11 +154,16 @@ def _group_holdings(group: Any, names: Mapping[int, str]) -> Iterator[Holding]:
         yield Holding("communication", "all-reduce", group._all_reduce_state.all_reduce_input)
 
 
-def _create_mesh(world: World, over: int | None) -> DeviceMesh:
-    """Return a mesh of all ranks, or a 2-D mesh whose rows of `over` ranks shard one copy of the model each."""
-    if over is None or over == world.size:
-        return init_device_mesh(world.device.type, (world.size,))
+def _create_mesh(world: World, over: int | Literal["machine"] | None) -> DeviceMesh:
+    """Return a mesh of all ranks, or a 2-D mesh whose rows of ranks shard one copy of the model each.
+
+    Rows are neighbours, `over` of them, or the ranks of each machine, wherever these are.
+    """
     names = ("copies", "shards")
+    if over == "machine" and (rows := copies_by_machine(world.mesh, world.machines).rows)[1:]:
+        return DeviceMesh(world.device.type, torch.tensor(rows), mesh_dim_names=names)
+    if over in (None, "machine", world.size):
+        return init_device_mesh(world.device.type, (world.size,))
     return init_device_mesh(world.device.type, (world.size // over, over), mesh_dim_names=names)
 
 

@@ -58,6 +58,9 @@ class Case:
 
     sizes: tuple[int, ...] = SIZES
     tolerance: Tolerance = FP32
+    machines: str = ""
+    """Machine of each rank, as if there were several: `abab` are two, whose ranks come in turn."""
+
     hop: int | None = None
     """After this step the state moves into a new engine."""
 
@@ -124,6 +127,7 @@ def _compiled(what: str) -> dict[str, Any]:
 
 
 _TWO_COPIES = {"parallel": {"shard_over": 2}}
+_BY_MACHINE = {"parallel": {"shard_over": "machine"}}
 _CELLS_WITH_COPIES = ("native/optimizer", "native/gradients", "native/parameters")
 _FIND_UNUSED = {"native": {"find_unused": True}, "accelerate": {"find_unused": True}}
 
@@ -209,6 +213,8 @@ CASES = {
         Case("two copies", tasks.Grouped, more=_TWO_COPIES, train=_COSINE, hop=3, sizes=(4,), cells=_CELLS_WITH_COPIES),
         Case("two copies, fp64 norm", tasks.Grouped, more=_TWO_COPIES | {"eval": {"every": 2}}, train=_EXACT,
              sizes=(4,), cells=_CELLS_WITH_COPIES),
+        Case("two machines", tasks.Grouped, more=_BY_MACHINE, machines="abab", train=_COSINE, hop=3, sizes=(4,),
+             cells=_CELLS_WITH_COPIES),
         *_cases_of_several_parts(),
         Case("fp64", tasks.Grouped, precision="fp64", tolerance=FP64),
         Case("bf16-mixed", tasks.Plain, precision="bf16-mixed", tolerance=BF16),

@@ -21,6 +21,7 @@ from tests.conformance.cases import CASES, Case, blocks_for
 from unipar.backend import Piece, Read, Region, registry
 from unipar.backend.checks import settle
 from unipar.config import Cell
+from unipar.distributed.machines import WorldMachines
 from unipar.distributed.place import Place
 from unipar.distributed.world import World
 from unipar.errors import UniparError
@@ -83,6 +84,8 @@ def run_case_or_error(case: Case, cell: Cell, world: World, folder: Path, heartb
 def _run_case(case: Case, cell: Cell, world: World, folder: Path, heartbeat: HeartbeatWriter) -> dict[str, Any]:
     config = case.config(cell, world.size)
     settled, backend = settle(config, world.size), registry.find_backend(cell.backend)
+    machines = case.machines or "a" * world.size
+    world.machines = WorldMachines.of_ranks(machines, machines, [""] * world.size)
     with Ledger(ledger_path(folder, world.rank)) as ledger:
         trackers = TrackerWriter((), folder, world.rank)
         made = build_run(settled, backend, case.task(), world, ledger=ledger, heartbeat=heartbeat, trackers=trackers)

@@ -134,4 +134,4 @@ def test_what_needs_four_ranks_is_played_once() -> None:
     """Among native's cells, to which it belongs."""
     native = backend_cells.cells_of_backend(registry.find_backend("native"))
     played = [name for cell in native for name in select_cases(cell, 4, whole=False)]
-    assert sorted(played) == ["one parameter", "two copies", "two copies, fp64 norm"]
+    assert sorted(played) == ["one parameter", "two copies", "two copies, fp64 norm", "two machines"]

@@ -15,12 +15,15 @@ from pathlib import Path
 
 import pytest
 
+import unipar
 from tests.support.machine_faults import drill
 from tests.support.machine_launches import Job, reason_not_here
 from tests.support.machine_runs import Started
 from tests.support.machines.slurm import slurm_over
 from tests.support.machines.start import machines, reason_no_machines, reason_no_ssh
+from tests.support.matrix import CONFIG
 from tests.support.slurm import reason_no_cluster
+from unipar.config.source import load_config_file
 from unipar.results.run import Report
 
 pytestmark = pytest.mark.skipif(bool(reason_no_machines()), reason=reason_no_machines())
@@ -39,6 +42,10 @@ CELLS = [
 
 LOSS = 3.385748267173767
 """After 12 steps with batches of 8 samples, as on one machine."""
+
+
+LOSSES_OF_COUNTED = [5.17612361907959, 4.3037495613098145, 5.804447174072266, 3.1965365409851074]
+"""At steps 1, 6, 11 and 12 in one process."""
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +86,27 @@ def test_machines_that_share_nothing(
         expect_equal(run)
         ends = sorted(path.name for path in run.folder_on(job.machines[0]).iterdir() if path.name.endswith(".jsonl"))
         assert ends == [f"rank-{rank}.jsonl" for rank in range(sum(ranks))]
+
+
+@pytest.mark.sweep
+def test_copies_on_machines_with_ranks_in_turn(job: Job, tmp_path: Path) -> None:
+    """Ranks 0, 2, 4 and 6 split a copy on one machine: the losses of one process, and the bytes of the plan."""
+    if why := reason_not_here("mpirun cyclic", (4, 4)):
+        pytest.skip(why)
+    text = CONFIG.replace("tiny.py:Tiny", "counted.py:Counted") + "parallel: {shard_over: machine}\n"
+    config = tmp_path / "x.yaml"
+    config.write_text(text, "utf-8")
+    eight = dataclasses.replace(job, ranks=(4, 4))
+    with Started(eight, "mpirun cyclic", "native/parameters", tmp_path / "run", config=text) as run:
+        outcome = run.wait()
+        said = "".join(run.said_on(machine) for machine in job.machines)
+    assert outcome.code == 0, outcome.said
+    assert [loss for _, loss in outcome.losses] == pytest.approx(LOSSES_OF_COUNTED, rel=1e-6)
+    (row,) = unipar.plan(load_config_file(config, ["machines.per=4"]), cells=["native/parameters"], worlds=[8]).rows
+    found = sorted(re.findall(r"rank (\d) on (node\d): (\d+), (\d+) across", said))
+    sent, across = str(row.sent_bytes), str(row.sent_across)
+    assert found == [(str(rank), f"node{1 + rank % 2}", sent, across) for rank in range(8)]
+    assert (sent, across) == ("3300", "252")
 
 
 def test_a_shared_run_folder(job: Job, shared: Path, tmp_path: Path) -> None:

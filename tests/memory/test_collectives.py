@@ -355,9 +355,10 @@ def test_the_page_shows_what_each_rank_sends_along_each_axis(tmp_path: Path) -> 
 def test_accounts_of_earlier_versions_have_no_axes(tmp_path: Path) -> None:
     """Their files are read, and the page shows their bytes by collective."""
     old = sending(0, {"data": {"all_reduce": 7}}).model_dump(mode="json")
-    del old["sent_along"]
+    del old["sent_along"], old["sent_across"]
     (tmp_path / "rank-0.memory.json").write_text(json.dumps(old), encoding="utf-8")
     assert (read_account(tmp_path, 0).sent, read_account(tmp_path, 0).sent_along) == ({"all_reduce": 7}, {})
+    assert read_account(tmp_path, 0).sent_across == 0
 
 
 def test_the_page_shows_it_with_the_method(tmp_path: Path) -> None:

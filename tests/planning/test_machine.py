@@ -84,6 +84,8 @@ def test_the_link_of_a_group() -> None:
     assert machine.way(Axes(tensor=8), "data", 8, 64).bandwidth == 40e9  # one of eight rings
     assert machine.way(Axes(tensor=2, pipeline=4), "pipeline", 4, 32).bandwidth == 40e9
     assert machine.way(Axes(tensor=4), "data", 2, 8) == machine.within
+    assert machine.way(Axes(), "data", 2, 16, stride=4) == machine.within
+    assert machine.way(Axes(), "data", 2, 16, stride=8).bandwidth == 40e9  # copies on two machines
     assert [hops(n) for n in (1, 2, 8, 9, 1024)] == [0, 1, 3, 4, 10]
 
 

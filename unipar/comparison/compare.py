@@ -152,7 +152,9 @@ def compare_cells(
             ran = [at for row in now.rows if row.outcome == "ran" and (at := selected[row.cell][1]) is not None]
             if ran and config.compare.memory and not now.interrupted:
                 board.show(now, f"{count_of(len(ran), 'cell')} to be planned")
-                now = replace(now, forecast=make_forecast(settled, ran, asked.ref, server, each))
+                now = replace(
+                    now, forecast=make_forecast(settled, ran, asked.ref, server, each, per=asked.ranks_here(ranks))
+                )
         why = keep(now)
         return replace(now, unkept=why) if why else _write_page(folder, now)
 

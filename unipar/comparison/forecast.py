@@ -7,7 +7,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -56,8 +56,13 @@ def make_forecast(
     server: SharedForkServer,
     threads: str,
     most_seconds: float = MOST_SECONDS,
+    *,
+    per: int | None = None,
 ) -> Forecast:
-    """Return the predictions for these cells; if there are none, a forecast that says why. No error is raised."""
+    """Return the predictions for these cells; if there are none, a forecast that says why. No error is raised.
+
+    `per`: ranks of a machine, of several; None: all ranks of the compared world are on this one.
+    """
     size, source = device_memory(compared)
     asked = Forecast(
         device="cpu" if compared.device == "cpu" else "cuda",
@@ -67,6 +72,7 @@ def make_forecast(
         memory=size,
         memory_from=source,
         headroom=compared.config.batch.headroom,
+        per=per or compared.ranks,
     )
     try:
         with tempfile.TemporaryDirectory(prefix="unipar-plan-") as place:
@@ -183,11 +189,13 @@ class Forecaster:
         for payload in row.sent:
             of = sent.setdefault(payload.axis, {})
             of[payload.collective] = of.get(payload.collective, 0) + payload.size
+        across = sum(payload.across for payload in row.sent)
         here = _world_of(row.peak, row.late, at.ranks, at.sizes)
         return CellForecast(
             cell=name,
             phases=tuple(_phases(row)),
             sent=sent,
+            sent_across=across,
             worlds=tuple(sorted([here, *self._other_worlds(planner, at)], key=lambda world: world.ranks)),
             ways=row.ways,
         )
@@ -199,7 +207,7 @@ class Forecaster:
         for traces in self._traces.values():
             if isinstance(traces, UniparError):
                 continue
-            planner = CellPlanner(self.compared.config, traces, self._device, self._limits, None)
+            planner = CellPlanner(self.compared.config, traces, self._device, self._limits, None, self.asked.per)
             found |= dict.fromkeys(planner.notes(()))
         return tuple(found)
 
@@ -225,7 +233,7 @@ class Forecaster:
         if isinstance(traces, UniparError):
             raise traces
         base = self.compared.config.changed({"train.precision": precision})
-        return CellPlanner(base, traces, self._device, self._limits, None)
+        return CellPlanner(base, traces, self._device, self._limits, None, self.asked.per)
 
     def _other_worlds(self, planner: CellPlanner, at: SettledConfig) -> Iterator[ForecastWorld]:
         """Yield a cell's peak on other numbers of ranks; nothing for a cell of one process."""
@@ -241,9 +249,7 @@ class Forecaster:
 
     def _world(self, planner: CellPlanner, at: SettledConfig, ranks: int) -> ForecastWorld:
         for batch in self._batches:
-            scaled = CellPlanner(
-                planner.config.model_copy(update={"batch": batch}), planner.traces, self._device, self._limits, None
-            )
+            scaled = replace(planner, config=planner.config.model_copy(update={"batch": batch}))
             try:
                 moved, sizes = scaled.settle(at.cell, ranks)
             except ConfigError:

@@ -6,10 +6,14 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Final
 
 from unipar.comparison.cell_world import CellWorld
 from unipar.errors import Stopped, UniparError
 from unipar.memory.account import MemoryAccount
+
+_FIELDS: Final = ("sent", "sent_along", "sent_across", "sent_by")
+"""Fields of an account on what a step sends."""
 
 
 def has_library_traffic(run: CellWorld) -> bool:
@@ -33,6 +37,6 @@ def with_library_traffic(run: CellWorld, accounts: Sequence[MemoryAccount], thre
         why = f"its communication is incomplete: {capabilities.records} could not be read ({str(e).splitlines()[0]})"
         return [account.model_copy(update={"notes": (*account.notes, why)}) for account in accounts]
     return [
-        account.model_copy(update={"sent": more.sent, "sent_along": more.sent_along, "sent_by": more.sent_by})
+        account.model_copy(update={field: getattr(more, field) for field in _FIELDS})
         for account, more in zip(accounts, recorded, strict=True)
     ]

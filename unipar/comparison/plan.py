@@ -164,7 +164,7 @@ def predict_cell(config: Config, cell: Cell, ranks: int, device: PlannedDevice) 
     from unipar.training.fake_run.parts import TaskTraces
 
     sizes = config.batch.settle(ranks // cell.axes.ranks)
-    return TaskTraces(config, sizes.micro).predict(config, ranks, sizes, device=device)
+    return TaskTraces(config, sizes.micro).predict(config, ranks, sizes, device=device, per=ranks)
 
 
 @dataclass(frozen=True)
@@ -176,6 +176,8 @@ class CellPlanner:
     device: PlannedDevice
     limits: PlanLimits
     machine: Machine | None
+    per: int | None = None
+    """Ranks of a machine; None: as `machine` says, or the config's `machines`."""
 
     @property
     def traced(self) -> TracedTask:
@@ -260,7 +262,8 @@ class CellPlanner:
 
     def predict(self, config: Config, ranks: int, sizes: BatchSizes) -> _Forecast:
         """Return the memory and the speed of a config in its cell."""
-        memory = self.traces.predict(config, ranks, sizes, device=self.device, runtime=self._runtime(ranks))
+        per, runtime = self._ranks_of_machine(ranks), self._runtime(ranks)
+        memory = self.traces.predict(config, ranks, sizes, device=self.device, runtime=runtime, per=per)
         speed = None
         if self.machine is not None and (ranks == 1 or memory.sent) and not memory.offloaded:
             speed = self._speed(config, ranks, sizes, memory)
@@ -311,7 +314,13 @@ class CellPlanner:
         return (largest, self.predict(config, ranks, sizes.with_micro(largest))) if largest else None
 
     def _needed(self, config: Config, ranks: int, sizes: BatchSizes) -> int:
-        return self.traces.predict_needed(config, ranks, sizes, device=self.device, runtime=self._runtime(ranks))
+        per, runtime = self._ranks_of_machine(ranks), self._runtime(ranks)
+        return self.traces.predict_needed(config, ranks, sizes, device=self.device, runtime=runtime, per=per)
+
+    def _ranks_of_machine(self, ranks: int) -> int | None:
+        """Return how many ranks a machine has in a world of so many; None if nothing says that."""
+        named = None if self.machine is None else self.machine.ranks
+        return self.per or named or self.config.ranks_of_machine(ranks)
 
     def _runtime(self, ranks: int) -> Sequence[Term]:
         return tuple(_runtime_terms(ranks)) if self.device == "cuda" else ()

@@ -168,6 +168,14 @@ class Config(Section):
     machines: Machines | None = None
     """Several machines: how many, and the job system that starts the run there; null: this machine."""
 
+    def ranks_of_machine(self, ranks: int) -> int | None:
+        """Return how many of so many ranks a machine has, by `machines.per` or `machines.nodes`; None: neither says."""
+        if self.machines is None:
+            return None
+        if self.machines.per != "auto":
+            return self.machines.per
+        return -(-ranks // self.machines.nodes) if self.machines.nodes > 1 else None
+
     options: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Settings of each backend, by its name; all are checked, those of `backend` are used."""
 

@@ -52,6 +52,12 @@ class WorldMachines:
         return cls((WorldMachine(socket.gethostname(), "", tuple(range(size))),))
 
     @classmethod
+    def filled(cls, size: int, per: int) -> Self:
+        """Return the machines of a planned world, with so many ranks each, one machine filled after another."""
+        firsts = enumerate(range(0, size, per), 1)
+        return cls(tuple(WorldMachine(f"machine {n}", "", tuple(range(at, min(at + per, size)))) for n, at in firsts))
+
+    @classmethod
     def of_ranks(cls, keys: Sequence[str], names: Sequence[str], addresses: Sequence[str]) -> Self:
         """Return the machines of a world from each rank's machine key, host name and address."""
         ranks: dict[str, list[int]] = {}
@@ -84,6 +90,10 @@ class WorldMachines:
     def of(self, rank: int) -> WorldMachine:
         """Return the machine that a rank is on."""
         return self.all[self._index_by_rank[rank]]
+
+    def between(self, ranks: Iterable[int]) -> bool:
+        """Return whether these ranks are on several machines."""
+        return len({self._index_by_rank[rank] for rank in ranks}) > 1
 
     def leads(self, rank: int) -> bool:
         """Return whether a rank is the first one on its machine."""

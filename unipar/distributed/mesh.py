@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -29,10 +31,17 @@ class Mesh:
         """Return the mesh of so many ranks; the data has the ranks that the other axes leave."""
         data = ranks // (tensor * pipeline * context)
         sizes = {"pipeline": pipeline, "data": data, "context": context, "tensor": tensor}
-        seat: dict[str, int] = {}
-        for name in reversed(MESH_AXES):
-            rank, seat[name] = divmod(rank, sizes[name])
-        return cls(sizes, {name: seat[name] for name in MESH_AXES})
+        return cls(sizes, _seat(rank, sizes))
+
+    def seat_of(self, rank: int) -> Mapping[str, int]:
+        """Return the seat of another rank along each axis."""
+        return _seat(rank, self.sizes)
+
+    def line(self, rank: int, axes: Collection[str]) -> list[int]:
+        """Return the ranks whose seats differ from those of `rank` along these axes alone, ascending; it is one."""
+        seat = self.seat_of(rank)
+        seats = [range(self.sizes[name]) if name in axes else (seat[name],) for name in MESH_AXES]
+        return [self.rank_at(**dict(zip(MESH_AXES, each, strict=True))) for each in product(*seats)]
 
     def rank_at(self, **seat: int) -> int:
         """Return the rank with these seats; along an axis that is left out, this rank's own seat."""
@@ -48,8 +57,7 @@ class Mesh:
 
     def axes_among(self, ranks: Iterable[int]) -> tuple[str, ...]:
         """Return the axes along which these ranks have different seats."""
-        tensor, pipeline, context = (self.sizes[name] for name in ("tensor", "pipeline", "context"))
-        seats = [Mesh.of(r, self.ranks, tensor=tensor, pipeline=pipeline, context=context).seat for r in ranks]
+        seats = [self.seat_of(rank) for rank in ranks]
         return tuple(name for name in MESH_AXES if len({seat[name] for seat in seats}) > 1)
 
     @property
@@ -57,6 +65,13 @@ class Mesh:
         """Whether this rank counts among those that train on the same samples: in the last stage, first otherwise."""
         first = self.seat["tensor"] == 0 and self.seat["context"] == 0
         return first and self.seat["pipeline"] == self.sizes["pipeline"] - 1
+
+
+def _seat(rank: int, sizes: Mapping[str, int]) -> Mapping[str, int]:
+    seat: dict[str, int] = {}
+    for name in reversed(MESH_AXES):
+        rank, seat[name] = divmod(rank, sizes[name])
+    return {name: seat[name] for name in MESH_AXES}
 
 
 class MeshGroups:
@@ -99,10 +114,20 @@ class MeshGroups:
         whole = self._device_mesh((sizes["pipeline"], copies, shards, sizes["tensor"]), names)
         return whole["copies", "shards"]
 
-    def _device_mesh(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-        key = (*names, *shape)
+    def copies_of_ranks(self, shape: tuple[int, ...], ranks: Sequence[int]) -> DeviceMesh:
+        """Return a 2-D mesh as `copies_and_shards` does, from the ranks by stage, copy, shard and seat in `tensor`."""
+        return self._device_mesh(shape, ("pipeline", "copies", "shards", "tensor"), ranks)["copies", "shards"]
+
+    def _device_mesh(
+        self, shape: tuple[int, ...], names: tuple[str, ...], ranks: Sequence[int] | None = None
+    ) -> DeviceMesh:
+        key = (*names, *shape, *(ranks or ()))
         if key not in self._meshes:
-            made = self._meshes[key] = init_device_mesh(self.device_type, shape, mesh_dim_names=names)
+            if ranks is None:
+                made = init_device_mesh(self.device_type, shape, mesh_dim_names=names)
+            else:
+                made = DeviceMesh(self.device_type, torch.tensor(ranks).view(shape), mesh_dim_names=names)
+            self._meshes[key] = made
             for name in names:
                 axis = "data" if name in ("copies", "shards") else name
                 group: Any = made.get_group(name)

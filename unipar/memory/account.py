@@ -132,6 +132,9 @@ class MemoryAccount(Section):
     sent_along: dict[str, dict[str, int]] = Field(default_factory=dict)
     """The same bytes by axis of the mesh (`SENT_AXES`), then collective; empty in files of earlier versions."""
 
+    sent_across: int = 0
+    """Those of them that calls send in groups whose ranks are on several machines."""
+
     sent_by: str = ""
     """Description of how `sent` was recorded; empty if it was not."""
 

@@ -60,7 +60,7 @@ def estimate_kept_bytes(config: Config, ranks: int, model: ModelSize) -> dict[Ca
     """Return the bytes that the largest of so many ranks keeps from step to step, by category.
 
     Buckets and the like are left out. Stages of a pipeline are taken to have equal blocks, and `tensor` to split all
-    matrices of the blocks.
+    matrices of the blocks; all ranks to be on one machine, unless the config's `machines` say otherwise.
     """
     precision, optimizer = config.train.precision, config.train.optimizer
     weight = {"fp64": 8, "bf16-master": 2}.get(precision, 4)
@@ -74,7 +74,10 @@ def estimate_kept_bytes(config: Config, ranks: int, model: ModelSize) -> dict[Ca
     }
     axes = config.parallel.axes
     data = ranks // axes.ranks
-    among = (config.parallel.shard_over or data) * axes.context  # ranks that split a sequence hold the same parameters
+    over = config.parallel.shard_over or data
+    if over == "machine":
+        over = max(1, (config.ranks_of_machine(ranks) or ranks) // axes.ranks)
+    among = over * axes.context  # ranks that split a sequence hold the same parameters
     parameters, level = model.on_largest_rank(axes), SHARDS.index(config.parallel.shard)
     return {
         category: parameters * number // (among if level >= SHARDS.index(_SHARDED_FROM[category]) else 1)

@@ -76,6 +76,8 @@ def _columns(plan: PlannedCells) -> Mapping[str, Shown]:
             columns[place] = _size_offloaded(place)
     if any(row.sent for row in planned):
         columns["sent"] = lambda row: format_size(row.sent_bytes) if row.sent else "-"
+    if any(row.sent_across for row in planned):
+        columns["between machines"] = lambda row: format_size(row.sent_across) if row.sent_across else "-"
     if plan.machine:
         columns["step"] = lambda row: format_duration(row.speed.seconds) if row.speed else "-"
         columns[f"{plan.units}/s"] = lambda row: format_rate(row.speed.rate) if row.speed else "-"
@@ -155,6 +157,8 @@ def _explanations(plan: PlannedCells, columns: Mapping[str, Shown]) -> Iterator[
         )
     if "sent" in columns:
         yield "sent: bytes of a rank's collectives in a step, as compare counts them"
+    if "between machines" in columns:
+        yield "between machines: those of collectives whose ranks are on several machines"
     if "host" in columns:
         yield (
             "host: bytes of a rank that are offloaded to the host's memory, pinned ones rounded up as torch does; the "

@@ -69,6 +69,11 @@ class PlannedCell:
         """Bytes that a rank sends in a step."""
         return sum(payload.size for payload in self.sent)
 
+    @property
+    def sent_across(self) -> int:
+        """Bytes of them in groups that have ranks on several machines."""
+        return sum(payload.across for payload in self.sent)
+
     def offloaded_to(self, place: MemoryPlace) -> int:
         """Return the bytes that a rank keeps in a place other than its device."""
         return sum(outside.size for outside in self.offloaded if outside.place == place)

@@ -107,7 +107,7 @@ def predict_speed(
 
 def seconds_of(payload: Payload, machine: Machine, axes: Axes, ranks: int) -> float:
     """Return the seconds of a payload's calls: latencies along a tree, bytes over a ring's slowest link."""
-    link = machine.way(axes, payload.axis, payload.ranks, ranks)
+    link = machine.way(axes, payload.axis, payload.ranks, ranks, payload.stride)
     bandwidth = link.bandwidth * link.shares.get(payload.collective, 1.0)
     moved = payload.size * bytes_on_the_way(payload.collective, payload.ranks)
     return payload.calls * link.latency * hops(payload.ranks) + moved / bandwidth

@@ -17,6 +17,7 @@ from unipar.results.agreement import Agreement, loss_tolerance, measure_agreemen
 from unipar.results.forecast.difference import describe_forecast
 from unipar.results.forecast.records import Forecast
 from unipar.results.memory_tables import (
+    ACROSS_REMARK,
     RSS,
     SENT_REMARK,
     describe_memory_columns,
@@ -25,6 +26,7 @@ from unipar.results.memory_tables import (
     format_memory_tables,
     format_sent_table,
     largest_peak_bytes,
+    sends_across,
     sent_axes,
 )
 from unipar.results.row import OUTCOME_PREFIXES, CellResult, cell_result_from_json, cell_result_to_json, format_spread
@@ -296,7 +298,9 @@ class Comparison(TurnResults):
             lines += describe_memory_columns([account for row in self.rows for account in row.memory])
             lines += table_remarks(*describe_peak_ranges([(row.cell, row.memory) for row in self.rows if row.memory]))
             lines += table_remarks(*describe_setup_peaks([(row.cell, row.memory) for row in self.rows if row.memory]))
-            lines += [SENT_REMARK] if sent_axes(account for row in self.rows for account in row.memory) else []
+            known = [account for row in self.rows for account in row.memory]
+            lines += [SENT_REMARK] if sent_axes(known) or sends_across(known) else []
+            lines += [ACROSS_REMARK] if sends_across(known) else []
         elif any(row.outcome == "ran" for row in self.rows):
             lines.append(RSS)
         lines += table_remarks(*describe_forecast(self.forecast, self.rows))

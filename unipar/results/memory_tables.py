@@ -177,21 +177,30 @@ def bytes_along(account: MemoryAccount, axis: str) -> int:
 
 
 def format_sent_table(cells: Sequence[tuple[str, int, Sequence[MemoryAccount]]], width: int) -> list[str]:
-    """Return the lines of a table of bytes sent by axis, or nothing if no cell has axes beside the data's.
+    """Return the lines of a table of bytes sent by axis and between machines; nothing where there is only the data's.
 
     `cells`: name, number of ranks and accounts of each.
     """
-    axes = sent_axes(account for *_, accounts in cells for account in accounts)
+    known = [account for *_, accounts in cells for account in accounts]
+    axes, across = sent_axes(known), sends_across(known)
+    if across:
+        axes = axes or ["data"]
     if not axes:
         return []
-    rows = [(cell, *(_sent_text(accounts, axis) for axis in axes)) for cell, ranks, accounts in cells if ranks > 1]
-    blocks = format_table_rows(("sent", *axes), rows, right=range(1, len(axes) + 1), width=width, fold=True)
+    rows: list[tuple[str, ...]] = []
+    for cell, ranks, accounts in cells:
+        if ranks > 1:
+            most = [max(bytes_along(account, axis) for account in accounts) for axis in axes]
+            most += [max(account.sent_across for account in accounts)] * across
+            rows.append((cell, *(format_size(size) if size else "-" for size in most)))
+    columns = ("sent", *axes, *(("between machines",) if across else ()))
+    blocks = format_table_rows(columns, rows, right=range(1, len(columns)), width=width, fold=True)
     return ["", *(line for block in blocks for line in block)]
 
 
-def _sent_text(accounts: Sequence[MemoryAccount], axis: str) -> str:
-    size = max(bytes_along(account, axis) for account in accounts)
-    return format_size(size) if size else "-"
+def sends_across(accounts: Iterable[MemoryAccount]) -> bool:
+    """Return whether any of these ranks sends in groups on several machines."""
+    return any(account.sent_across for account in accounts)
 
 
 SENT_REMARK: Final = Remark(
@@ -200,6 +209,12 @@ SENT_REMARK: Final = Remark(
     "with its whole tensor",
 )
 """Remark on the table of bytes sent by axis."""
+
+ACROSS_REMARK: Final = Remark(
+    column="sent",
+    text="between machines: those of them in calls whose ranks are on several machines, with the whole tensor as well",
+)
+"""Remark on that column of it that has bytes between machines."""
 
 
 def describe_memory_columns(accounts: Sequence[MemoryAccount]) -> list[Remark]:

@@ -18,6 +18,7 @@ from typing_extensions import override
 from unipar.backend import Fn, Holding, LossFn, Mark, Micro, Part, Region
 from unipar.backend.precision import batch_dtype
 from unipar.config import Config
+from unipar.distributed.copies import copies_by_machine
 from unipar.distributed.mesh import Mesh
 from unipar.distributed.world import World
 from unipar.engines.batch import cast_floats, map_tensors, to_device
@@ -190,8 +191,12 @@ class MeshEngine(ShardedEngine):
         mesh = None
         if ranks > 1 and self.axes.schedule != "zerobubble":
             over = config.parallel.shard_over or world.shares
-            shards = 1 if config.parallel.shard == "nothing" else over * self.axes.context
-            mesh = world.groups.copies_and_shards(shards)
+            if config.parallel.shard == "nothing":
+                mesh = world.groups.copies_and_shards(1)
+            elif over == "machine":
+                mesh = world.groups.copies_of_ranks(*copies_by_machine(world.mesh, world.machines))
+            else:
+                mesh = world.groups.copies_and_shards(over * self.axes.context)
         return Placement(frozenset(self._shapes) - needed, self._parts, self.mesh.seat["tensor"], mesh, settings)
 
     def _groups_of_owners(self, world: World) -> Mapping[tuple[int, ...], dist.ProcessGroup]:

@@ -46,7 +46,14 @@ def predict_mesh(
     shards = _ranks_of_a_copy(config, mesh)
     alike = [mesh.rank_at(data=d, context=c) for d in range(mesh.sizes["data"]) for c in range(mesh.sizes["context"])]
     traffic = [
-        Payload("pipeline", "all_reduce", padded_elements(p, shards) // shards * p.element_size, 1, p.stages)
+        Payload(
+            "pipeline",
+            "all_reduce",
+            padded_elements(p, shards) // shards * p.element_size,
+            1,
+            p.stages,
+            stride=(axes.pipeline - 1) // (p.stages - 1),  # which stages have it is not known here: first and last
+        )
         for p in timeline.parameters
         if p.trained and p.stages > 1
     ]
@@ -76,6 +83,7 @@ def predict_mesh(
         len(alike) // shards,
         axis=_axis(mesh, alike[:shards]),
         axis_of_copies=_axis(mesh, alike[::shards]),
+        stride=max(1, shards // mesh.sizes["context"]),
         passes=axes.pieces,
     )
     return Prediction(tuple(predict_sharded(model, norm_in_fp64=fp64)), tuple(traffic), built)
@@ -100,7 +108,9 @@ def _ranks_of_a_copy(config: Config, mesh: Mesh) -> int:
     """Return over how many ranks of data and context FSDP2 shards one copy of a rank's part."""
     if config.parallel.shard == "nothing":
         return 1
-    return (config.parallel.shard_over or mesh.sizes["data"]) * mesh.sizes["context"]
+    over = config.parallel.shard_over or mesh.sizes["data"]
+    assert over != "machine"  # a plan gives a number
+    return over * mesh.sizes["context"]
 
 
 def _axis(mesh: Mesh, ranks: range | list[int]) -> str:

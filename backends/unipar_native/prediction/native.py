@@ -73,6 +73,7 @@ def predict_native(
             f"native/{shard}", [not_planned_yet("model.compile: model under FSDP2, which divides what is compiled,")]
         )
     over = config.parallel.shard_over or ranks
+    assert over != "machine"  # a plan gives a number
     model = ShardedModel.of(
         timeline,
         over,
@@ -85,7 +86,8 @@ def predict_native(
         in_copies=over < ranks,
     )
     fp64 = clips_in_fp64(config)
-    sent = (*sent_by_fsdp2(model, ranks // over), *norm_of_fsdp2(model, fp64=fp64))
+    copies = ranks // over
+    sent = (*sent_by_fsdp2(model, copies), *norm_of_fsdp2(model, copies, fp64=fp64))
     built = tuple(built_sharded(model)) if device == "cpu" else ()  # else that is the host's memory
     return Prediction(tuple(predict_sharded(model, norm_in_fp64=fp64)), sent, built)
 

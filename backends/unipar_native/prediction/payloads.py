@@ -98,12 +98,19 @@ def averages(timeline: StepTimeline, config: Config, ranks: int) -> tuple[Payloa
 
 
 def sent_by_fsdp2(
-    model: ShardedModel, copies: int, *, axis: str = "data", axis_of_copies: str = "data", passes: int = 1
+    model: ShardedModel,
+    copies: int,
+    *,
+    axis: str = "data",
+    axis_of_copies: str = "data",
+    stride: int | None = None,
+    passes: int = 1,
 ) -> Iterator[Payload]:
     """Yield what FSDP2 sends in a step: parameters gathered and gradients summed up, of each group that has some.
 
     `axis`: name of the ranks over which the model is sharded. `copies`: number of such shardings, averaged along
-    `axis_of_copies`. `passes`: times that a microbatch goes through the rank, each of which gathers the rest.
+    `axis_of_copies`, in which they are `stride` ranks apart (None: as many as a copy has). `passes`: times that a
+    microbatch goes through the rank, each of which gathers the rest.
     """
     ranks, times = model.ranks, 1 if model.once else model.timeline.microbatches
     gathers = [model.gathered[g] for g in (*model.order, *model.gathered_again)]
@@ -114,12 +121,18 @@ def sent_by_fsdp2(
         yield Payload(axis, "all_gather", times * sum(gathers), times * len(gathers), ranks)
         yield Payload(axis, "reduce_scatter", times * sum(reduces), times * len(reduces), ranks)
     if copies > 1:
-        yield Payload(axis_of_copies, "all_reduce", times * sum(reduces) // ranks, times * len(reduces), copies)
+        size, calls = times * sum(reduces) // ranks, times * len(reduces)
+        yield Payload(axis_of_copies, "all_reduce", size, calls, copies, stride or ranks)
 
 
-def norm_of_fsdp2(model: ShardedModel, *, fp64: bool) -> tuple[Payload, ...]:
-    """Return what the norm of all gradients sends: the norm of each in one call, or in fp64 the sum of squares."""
+def norm_of_fsdp2(model: ShardedModel, copies: int, *, fp64: bool) -> tuple[Payload, ...]:
+    """Return what the norm of all gradients sends: the norm of each in one call, or in fp64 the sum of squares.
+
+    Norms are summed up over the ranks that split a copy, squares over all ranks.
+    """
     if model.ranks == 1:
         return ()
-    size = FP64_NORM_BYTES if fp64 else NORM_BYTES * sum(p.trained for p in model.timeline.parameters)
+    if fp64:
+        return (Payload("data", "all_reduce", FP64_NORM_BYTES, 1, model.ranks * copies),)
+    size = NORM_BYTES * sum(p.trained for p in model.timeline.parameters)
     return (Payload("data", "all_reduce", size, 1, model.ranks),)

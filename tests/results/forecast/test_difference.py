@@ -82,6 +82,16 @@ def test_payloads_are_compared_to_the_byte(
     assert (found.same_payload, list(found.differing_payloads())) == (same, differing)
 
 
+@pytest.mark.parametrize(("across", "same"), [(100, True), (0, False)])
+def test_bytes_between_machines_are_compared(across: int, same: bool) -> None:
+    """Those of the rank that has most of them."""
+    row = replace(SAME, memory=[account(), account(1, sent_across=100)])
+    cell = planned(1_600).model_copy(update={"sent_across": across})
+    (found,) = forecast_differences(Forecast(cells=(cell,)), [row])
+    assert found.same_payload is same
+    assert list(found.differing_payloads()) == ([] if same else [("between machines", 0, 100)])
+
+
 def test_which_cells_are_compared() -> None:
     """Those that ran, and were planned and measured."""
     alone, full = [account(sent_along={})], [account(), account(1)]

@@ -252,6 +252,12 @@ class Payload:
     ranks: int
     """Number of ranks of the group."""
 
+    stride: int = 1
+    """Distance between two neighbours of the group among the ranks along the axis."""
+
+    across: int = 0
+    """Bytes in groups that have ranks on several machines: all of `size`, or none."""
+
 
 OverlapWindow = Literal["last backward", "backward", "step"]
 """Part of a step during which a library sends: backward of its last microbatch, of all, or forward and backward."""

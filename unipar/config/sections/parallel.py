@@ -21,8 +21,9 @@ class Parallel(Section):
     shard: Shard = "nothing"
     """State that those ranks split among themselves instead of each holding a copy."""
 
-    shard_over: Annotated[int, Field(ge=2)] | None = None
-    """Number of neighbouring ranks that split one copy; the other ranks hold further copies. null: all ranks."""
+    shard_over: Annotated[int, Field(ge=2)] | Literal["machine"] | None = None
+    """Number of neighbouring ranks that split one copy; the other ranks hold further copies. machine: the ranks of each
+    machine, whatever their numbers. null: all ranks."""
 
     tensor: PositiveInt = 1
     """Ranks that split the matrices of each block, and train on the same samples."""
@@ -63,7 +64,7 @@ class Parallel(Section):
                 f"{count_of(ranks, 'rank')} cannot be divided into {self.axes} ({self.axes.ranks} ranks each): "
                 f"start a multiple of {self.axes.ranks} ranks, or change the sizes"
             )
-        if self.shard_over is not None and data % self.shard_over:
+        if isinstance(self.shard_over, int) and data % self.shard_over:
             raise ConfigError(
                 f"parallel.shard_over ({self.shard_over}) does not divide the number of ranks ({data}): give a "
                 "divisor of it, or leave shard_over out, so that all ranks split one copy"

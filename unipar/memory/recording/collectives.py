@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, Final, final
+from typing import Any, Final, NamedTuple, final
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
+from unipar.distributed.machines import WorldMachines
 from unipar.distributed.mesh import Mesh
 from unipar.memory.account import ALL_RANKS, UNKNOWN_AXIS
 
@@ -40,6 +41,16 @@ _COLLECTIVE_OF_PREFIX: Final = {
 """Collective by the prefix of its operators' names, underscores removed; barriers are absent: they carry no payload."""
 
 
+class _Group(NamedTuple):
+    """Axis of a process group, and whether it is on several machines."""
+
+    axis: str | None
+    """Axis along which it lies; None: it is one rank."""
+
+    across: bool
+    """Whether it has ranks on several machines."""
+
+
 @final
 class CollectiveCounter(TorchDispatchMode):
     """Dispatch mode that adds up payload bytes by axis of the mesh and collective.
@@ -48,13 +59,16 @@ class CollectiveCounter(TorchDispatchMode):
     of one rank send nothing, and do not count. Autograd's threads inherit the mode, so calls in a backward count.
     """
 
-    def __init__(self, traffic: Traffic, mesh: Mesh) -> None:
+    def __init__(self, traffic: Traffic, mesh: Mesh, machines: WorldMachines | None = None) -> None:
         super().__init__()
-        self._traffic, self._mesh = traffic, mesh
+        self._traffic, self._mesh, self._machines = traffic, mesh, machines
         self.calls: Counter[tuple[str, str]] = Counter()
         """Number of calls by axis and collective."""
 
-        self._axis_of_group: dict[str, str | None] = {}
+        self.across = 0
+        """Bytes of calls whose group has ranks on several machines."""
+
+        self._groups: dict[str, _Group] = {}
 
     @classmethod
     @override
@@ -68,13 +82,15 @@ class CollectiveCounter(TorchDispatchMode):
             return NotImplemented  # DTensor calls the collectives on plain tensors, which are counted then
         out = func(*args, **(kwargs or {}))
         kind = collective_of(func._schema.name)
-        if kind is not None and (axis := self._axis(func._schema, args, kwargs or {})) is not None:
-            self._traffic[axis, kind] += payload_of_call(args, out)
-            self.calls[axis, kind] += 1
+        if kind is not None and (group := self._group(func._schema, args, kwargs or {})).axis is not None:
+            size = payload_of_call(args, out)
+            self._traffic[group.axis, kind] += size
+            self.across += size if group.across else 0
+            self.calls[group.axis, kind] += 1
         return out
 
-    def _axis(self, schema: Any, args: Any, kwargs: Any) -> str | None:
-        """Return the axis along which a call's group lies, or None if the group is one rank."""
+    def _group(self, schema: Any, args: Any, kwargs: Any) -> _Group:
+        """Return axis and machines of a call's group."""
         given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
         group: Any = next((given[name] for name in _GROUP_ARGUMENTS if name in given), None)
         try:
@@ -83,11 +99,13 @@ class CollectiveCounter(TorchDispatchMode):
             elif isinstance(group, str):
                 group = _group_by_name(group)
             name: str = group.group_name
-            if name not in self._axis_of_group:
-                self._axis_of_group[name] = axis_of_ranks(self._mesh, dist.get_process_group_ranks(group))
-            return self._axis_of_group[name]
+            if name not in self._groups:
+                ranks = dist.get_process_group_ranks(group)
+                across = self._machines is not None and self._machines.between(ranks)
+                self._groups[name] = _Group(axis_of_ranks(self._mesh, ranks), across)
+            return self._groups[name]
         except Exception:  # a group that torch does not know; its bytes count all the same
-            return UNKNOWN_AXIS
+            return _Group(UNKNOWN_AXIS, across=False)
 
 
 _group_by_name: Final[Callable[[str], Any]] = vars(distributed_c10d)["_resolve_process_group"]

@@ -67,6 +67,7 @@ class MemoryRecorder:
         self._notes: list[str] = []
         self._steps: list[RecordedStep] = []
         self._traffic: Traffic = Counter()
+        self._across = 0
         self._around: ExitStack | None = None
         self._holdings: Callable[[], Iterable[Holding]] = tuple
 
@@ -194,9 +195,10 @@ class MemoryRecorder:
     def _sending(self) -> Generator[None]:
         with (
             self._backend.sends(self._world) if self._recorded else nullcontext({}) as by_library,
-            CollectiveCounter(self._traffic, self._world.mesh),
+            CollectiveCounter(self._traffic, self._world.mesh, self._world.machines) as counter,
         ):
             yield
+        self._across += counter.across + (sum(by_library.values()) if self._world.machines.several else 0)
         axis = axis_of_ranks(self._world.mesh, list(range(self._world.size))) or UNKNOWN_AXIS
         self._traffic.update({(axis, kind): size for kind, size in by_library.items()})
 
@@ -207,7 +209,7 @@ class MemoryRecorder:
         for (axis, kind), size in self._traffic.items():
             sent[kind] += size
             along.setdefault(axis, {})[kind] = size
-        return {"sent": dict(sent), "sent_along": along, "sent_by": self._sent_by}
+        return {"sent": dict(sent), "sent_along": along, "sent_across": self._across, "sent_by": self._sent_by}
 
     @property
     def _sent_by(self) -> str:

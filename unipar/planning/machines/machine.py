@@ -94,12 +94,12 @@ class Machine(Section):
         """Return the operations a second in a precision; None if no peak is known."""
         return getattr(self.flops, CLASS_OF_PRECISION[precision])
 
-    def way(self, axes: Axes, axis: str, ranks: int, world: int) -> Link:
-        """Return the slowest link in a group of so many ranks along an axis of a world.
+    def way(self, axes: Axes, axis: str, ranks: int, world: int, stride: int = 1) -> Link:
+        """Return the slowest link in a group of so many ranks along an axis of a world, `stride` from one another.
 
         A group's share of the way between machines is that of its ranks among all ranks of a machine.
         """
-        apart = _distance(axes, axis, world)
+        apart = _distance(axes, axis, world) * stride
         together = min(ranks, max(1, self.ranks // apart))
         if together >= ranks or world <= self.ranks:
             return self.within

@@ -46,6 +46,9 @@ class MeasuredStep:
     sent: Payloads | None
     """Payload of one step; None if it was not recorded."""
 
+    across: int = 0
+    """Bytes of it in groups on several machines, of the rank that has most of them."""
+
     @property
     def peak(self) -> int:
         """Bytes in the fullest phase."""
@@ -66,6 +69,7 @@ def measured_step(accounts: Sequence[MemoryAccount]) -> MeasuredStep | None:
         max(peaks) - own,
         {category: size for category, size in full.held.items() if category not in NOT_PLANNED},
         account.sent_along if account.sent_by or len(accounts) == 1 else None,
+        max(each.sent_across for each in accounts),
     )
 
 
@@ -95,7 +99,8 @@ class ForecastDifference:
         """Whether the predicted payload is the measured one to the byte; None if one of them is not known."""
         if self.measured.sent is None or (not _flat(self.planned.sent) and _flat(self.measured.sent)):
             return None
-        return _flat(self.planned.sent) == _flat(self.measured.sent)
+        across = self.planned.sent_across == self.measured.across
+        return across and _flat(self.planned.sent) == _flat(self.measured.sent)
 
     @property
     def planned_bytes_sent(self) -> int:
@@ -113,6 +118,8 @@ class ForecastDifference:
         for name in sorted({*planned, *measured}):
             if (one := planned.get(name, 0)) != (other := measured.get(name, 0)):
                 yield " ".join(name), one, other
+        if self.planned.sent_across != self.measured.across:
+            yield "between machines", self.planned.sent_across, self.measured.across
 
 
 def _flat(sent: Payloads) -> dict[tuple[str, str], int]:

@@ -60,6 +60,9 @@ class CellForecast(Section):
     sent: dict[str, dict[str, int]] = Field(default_factory=dict)
     """Payload bytes of one step in the compared world, by axis of the mesh, then collective."""
 
+    sent_across: int = 0
+    """Those of them in groups that have ranks on several machines."""
+
     worlds: tuple[ForecastWorld, ...] = ()
     """The compared world and others, by ascending number of ranks."""
 
@@ -86,6 +89,9 @@ class Forecast(Section):
     device: Literal["cpu", "cuda"] = "cpu"
     ranks: int = 0
     """Ranks of the compared world."""
+
+    per: int | None = None
+    """Ranks of a machine in the compared world; None in files of earlier versions."""
 
     samples: int = 0
     """Samples of a step in the compared world."""

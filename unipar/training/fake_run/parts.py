@@ -12,6 +12,7 @@ from torch import nn
 
 from unipar.backend import Backend, Part, registry
 from unipar.backend.precision import autocast_dtype
+from unipar.backend.prediction.machines import count_across, settle_shard_over
 from unipar.backend.prediction.rank_part import RankPart
 from unipar.backend.prediction.terms import TEMPORARIES_OF_UPDATE, predict_whole
 from unipar.backend.prediction.timeline import Payload, PredictedPhase, Prediction, StepTimeline, Term
@@ -130,19 +131,35 @@ class TaskTraces:
         return self._parts[key]
 
     def predict(
-        self, config: Config, ranks: int, sizes: BatchSizes, *, device: str, runtime: Sequence[Term] = ()
+        self,
+        config: Config,
+        ranks: int,
+        sizes: BatchSizes,
+        *,
+        device: str,
+        runtime: Sequence[Term] = (),
+        per: int | None = None,
     ) -> PredictedStep:
         """Return a step of the fullest of so many ranks; raise Unsupported for what is not planned yet.
 
-        `device`: cpu or cuda. `runtime`: what a process holds beside the backend's terms.
+        `device`: cpu or cuda. `runtime`: what a process holds beside the backend's terms. `per`: ranks of a machine;
+        None: it is not known.
         """
-        steps = self.predict_ranks(config, ranks, sizes, device=device, runtime=runtime)
+        steps = self.predict_ranks(config, ranks, sizes, device=device, runtime=runtime, per=per)
         return max(steps, key=lambda step: step.needed)
 
     def predict_ranks(
-        self, config: Config, ranks: int, sizes: BatchSizes, *, device: str, runtime: Sequence[Term] = ()
+        self,
+        config: Config,
+        ranks: int,
+        sizes: BatchSizes,
+        *,
+        device: str,
+        runtime: Sequence[Term] = (),
+        per: int | None = None,
     ) -> list[PredictedStep]:
         """Return a step of each of so many ranks that holds or does something else."""
+        config = settle_shard_over(config, ranks, per)
         found: list[PredictedStep] = []
         for number, traced in enumerate(self.of(config, sizes.micro)):
             part = self._key_of_part(number, sizes)
@@ -180,15 +197,24 @@ class TaskTraces:
             phases = [_fullest(peak for peak in phases if peak.phase == phase) for phase in every]
             traffic = tuple(each.of_step(sizes.micro, sizes.accumulate) for each in traced.sent)
             outside = tuple(predict_offloaded(timeline, prediction))
-            found.append(PredictedStep(tuple(phases), (*prediction.sent, *traffic), traced, late, outside))
+            sent = count_across((*prediction.sent, *traffic), config, ranks, per)
+            found.append(PredictedStep(tuple(phases), sent, traced, late, outside))
         return found
 
     def predict_needed(
-        self, config: Config, ranks: int, sizes: BatchSizes, *, device: str, runtime: Sequence[Term] = ()
+        self,
+        config: Config,
+        ranks: int,
+        sizes: BatchSizes,
+        *,
+        device: str,
+        runtime: Sequence[Term] = (),
+        per: int | None = None,
     ) -> int:
         """Return the bytes that the fullest of so many ranks needs, sooner than `predict` does."""
+        config = settle_shard_over(config, ranks, per)
         if config.parallel.axes.pipeline > 1:
-            return self.predict(config, ranks, sizes, device=device, runtime=runtime).needed
+            return self.predict(config, ranks, sizes, device=device, runtime=runtime, per=per).needed
         most = 0
         for number, traced in enumerate(self.of(config, sizes.micro)):
             part = self._key_of_part(number, sizes)
@@ -340,9 +366,14 @@ def _no_optimizer(model: nn.Module) -> Any:
 
 
 def predict_peaks_by_micro(settled: SettledConfig, traces: TaskTraces, micros: Iterable[int]) -> Mapping[int, int]:
-    """Return the bytes that a rank needs for microbatches of these sizes, with the total batch kept."""
+    """Return the bytes that a rank needs for microbatches of these sizes, with the total batch kept.
+
+    All ranks are on this machine, unless the config's `machines` say otherwise.
+    """
     device = "cpu" if settled.device == "cpu" else "cuda"
+    config, ranks = settled.config, settled.ranks
+    per = config.ranks_of_machine(ranks) or ranks
     return {
-        micro: traces.predict_needed(settled.config, settled.ranks, settled.sizes.with_micro(micro), device=device)
+        micro: traces.predict_needed(config, ranks, settled.sizes.with_micro(micro), device=device, per=per)
         for micro in micros
     }

@@ -14,7 +14,7 @@ from unipar.report.data.comparison import CellPageData, ComparisonPageData
 from unipar.report.data.headline import CATEGORY_LABELS, baseline_with_memory, category_differences, cells_to_rank
 from unipar.report.html.elements import colour_key, escape, html_figure, html_section, html_table, paragraph
 from unipar.report.pages.memory.library_defaults import library_default_note
-from unipar.results.memory_tables import bytes_along, describe_setup_peaks, sent_axes
+from unipar.results.memory_tables import bytes_along, describe_setup_peaks, sends_across, sent_axes
 from unipar.utils.text import format_size
 
 _NO_VALUE = "–"
@@ -175,15 +175,22 @@ def communication_section(page: ComparisonPageData) -> str:
         return ""
     known = [(c.cell, max(c.memory, key=lambda a: sum(a.sent.values()))) for c in page.measured_cells if c.memory]
     rows = [[cell, *(format_size(a.sent[k]) if k in a.sent else _NO_VALUE for k in kinds)] for cell, a in known]
+    columns, between = ["cell", *kinds], ""
+    if sends_across(a for c in page.measured_cells for a in c.memory):
+        columns.append("between machines")
+        for row, (_, account) in zip(rows, known, strict=True):
+            row.append(format_size(account.sent_across) if account.sent_across else _NO_VALUE)
+        between = " Between machines: those of them in calls whose ranks are on several machines, the whole tensor too."
     ways = {a.sent_by: [cell for cell, b in known if b.sent and b.sent_by == a.sent_by] for _, a in known if a.sent_by}
     return html_section(
         "sent",
         "What a step sends",
-        html_table(["cell", *kinds], rows, "Payload bytes of one step by collective"),
+        html_table(columns, rows, "Payload bytes of one step by collective"),
         _sent_by_axis(page),
         paragraph(
             "Each call counts with its whole tensor: the larger of what a rank gives and what it gets; a tensor that "
-            "goes from one rank to another counts where it is sent. By collective: of the rank that sends most.",
+            "goes from one rank to another counts where it is sent. By collective: of the rank that sends most."
+            + between,
             "note",
         ),
         *(paragraph(f"{', '.join(cells)}: by {way}.", "note") for way, cells in ways.items()),
