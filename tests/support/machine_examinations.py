@@ -1,4 +1,4 @@
-"""`unipar doctor --across` over machines of namespaces: what rank 0 prints, and what each machine's command exits with."""
+"""`unipar doctor --across` over machines of namespaces: what is printed, and how each command ends."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from unipar.distributed.addresses import resolve_host
 from unipar.distributed.launchers import place_from_environment
 from unipar.distributed.machine_checks import MachineCheck
 from unipar.distributed.meeting.roll_call import decide_together
-from unipar.errors import WorldMismatch
+from unipar.errors import UniparError, WorldMismatch
 from unipar.launcher.preflight.facts import (
     ConfigFacts,
     MachineFacts,
@@ -50,7 +50,7 @@ _SECONDS_TO_LEAVE: Final = 10.0
 
 def place_under_launcher() -> Place | None:
     """Return this process's place in a world over several machines; None if no launcher started it."""
-    place = place_from_environment(registry.list_launchers(), folder=Path.cwd())
+    place = place_from_environment(registry.list_launchers())
     if place is not None and not place.several_machines:
         raise WorldMismatch(
             f"doctor --across compares machines, and {place.launcher} has started ranks on this one alone: have it "
@@ -99,7 +99,16 @@ class _Examiner:
         self.session = session_of(place, meet, _SECONDS_OF_STORE, self._chosen)
 
     def examine(self) -> dict[str, Any]:
-        """Return all that this machine finds, as plain values; the first ranks of all machines do this together."""
+        """Return all that this machine finds, or why it could not look, as plain values.
+
+        The first ranks of all machines do this together.
+        """
+        try:
+            return self._examine()
+        except Exception as e:  # the others are to be told, whatever it is
+            return {"error": str(e) if isinstance(e, UniparError) else f"{type(e).__name__}: {e}"}
+
+    def _examine(self) -> dict[str, Any]:
         from unipar.distributed.meeting.session import interface_for
 
         interface = interface_for(self.session, self._chosen)
@@ -162,6 +171,14 @@ def _all_true(texts: list[str]) -> str:
 def _judge_told(session: Session, told: Sequence[dict[str, Any]]) -> Examination:
     """Return what all machines' findings mean; those of ranks that do not speak for a machine are empty."""
     machines = session.machines.all
+    broken = [(machine, told[machine.ranks[0]].get("error")) for machine in machines]
+    checks = [
+        MachineCheck("examination", "fail", f"{machine}: {error}", "see to that first, and start it again")
+        for machine, error in broken
+        if error
+    ]
+    if checks:
+        return Examination(session.place.launcher, tuple(map(str, machines)), tuple(checks))
     times = Counter(machine.name for machine in machines)
     examined: list[ExaminedMachine] = []
     for machine in machines:
@@ -186,7 +203,7 @@ def _judge_meeting_point(place: Place) -> Sequence[MachineCheck]:
     port = place.address[1]
     first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text("ascii").split())
     if not first <= port <= last:
-        return [MachineCheck("meeting point", "ok", f"port {port} of rank 0's machine is free")]
+        return [MachineCheck("meeting point", "ok", f"port {port} was free")]
     found = f"port {port} is one that the system gives to any connection ({first} to {last})"
     remedy = f"choose one below {first} (MASTER_PORT, --master-port): it may be taken when the run starts"
     return [MachineCheck("meeting point", "warn", found, remedy)]

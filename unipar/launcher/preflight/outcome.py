@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from typing import Any, Final, Self
 
 from unipar.distributed.machine_checks import MachineCheck
@@ -46,9 +47,10 @@ class Examination:
     def table(self) -> str:
         """Return what differs or fails, each with its remedy, and in a few words what does not; 80 columns."""
         rows: list[tuple[str, ...]] = []
-        for check in [*self._having("fail"), *self._having("warn")]:
+        wrong = [*self._having("fail"), *self._having("warn")]
+        for check, following in zip_longest(wrong, wrong[1:]):
             rows.append((check.status, check.name, check.found))
-            if check.remedy:
+            if following is None or (check.name, check.remedy) != (following.name, following.remedy):
                 rows.append(("", "", f"-> {check.remedy}"))
         rows.append(("ok", "the rest" if rows else "all", "; ".join(check.found for check in self._having("ok"))))
         shown, more = ", ".join(self.machines[:_MOST_NAMES]), len(self.machines) - _MOST_NAMES
