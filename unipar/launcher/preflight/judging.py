@@ -332,7 +332,7 @@ def _folder_problems(folders: Mapping[str, FolderFacts]) -> Iterator[MachineChec
         if not folder.writable:
             found = f"{name} cannot write to {folder.base}" + (f" ({folder.why_no_lock})" if folder.why_no_lock else "")
             yield MachineCheck(
-                "run folder", "fail", found, "name another (out: ..., or --out DIR), or change its owner"
+                "run folder", "fail", found, "name another folder (out: ..., or --out DIR), or change its owner"
             )
         if folder.free < _LEAST_FREE:
             found = f"{name} has {format_size(folder.free)} free in {folder.base}"
