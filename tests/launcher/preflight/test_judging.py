@@ -284,7 +284,6 @@ OPEN_PORTS = "open the ports of net.ipv4.ip_local_port_range between the machine
             ("warn", "open files", "node2: at most 256", "ulimit -n 4096"),
         ),
     ],
-    ids=lambda value: value[1] if isinstance(value, tuple) else "",
 )
 def test_one_machine_differs(other: ExaminedMachine, expected: tuple[str, str, str, str]) -> None:
     """One line for it, with its remedy."""

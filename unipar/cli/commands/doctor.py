@@ -10,12 +10,15 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from unipar.cli.commands.options import JsonOption, OutOption
 from unipar.distributed.machine_checks import MachineCheck, check_machine
+
+if TYPE_CHECKING:
+    from unipar.launcher.preflight.outcome import Examination
 
 
 def run_doctor(
@@ -78,10 +81,12 @@ def examine_machines(file: Path | None, out: str | None, *, as_json: bool) -> No
     place = place_under_launcher()
     if place is None:
         raise ConfigError(NO_LAUNCHER)
-    outcome = examine_across(place, file, out)
-    if place.rank == 0:
+
+    def show(outcome: Examination) -> None:
         typer.echo(json.dumps(outcome.to_json(), indent=2) if as_json else outcome.table())
-    sys.stdout.flush()
+        sys.stdout.flush()
+
+    outcome = examine_across(place, file, out, show)
     sys.stderr.flush()
     os._exit(0 if outcome.ok else 1)  # threads of the network libraries may abort an ordinary end
 

@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from unipar.backend import registry
 from unipar.distributed.addresses import resolve_host
 from unipar.distributed.launchers import place_from_environment
 from unipar.distributed.machine_checks import MachineCheck
-from unipar.distributed.meeting.roll_call import decide_together
+from unipar.distributed.meeting.roll_call import decide_together, wait_for_key
 from unipar.errors import UniparError, WorldMismatch
 from unipar.launcher.preflight.facts import (
     ConfigFacts,
@@ -59,8 +59,13 @@ def place_under_launcher() -> Place | None:
     return place
 
 
-def examine_across(place: Place, file: Path | None, out: str | None = None) -> Examination:
-    """Return what rank 0 finds about all machines; with a config, about the run's code, device and folder as well."""
+def examine_across(
+    place: Place, file: Path | None, out: str | None, show: Callable[[Examination], None]
+) -> Examination:
+    """Return what rank 0 finds about all machines; with a config, about the run's code, device and folder as well.
+
+    Rank 0 calls `show` before any rank returns: the first one that exits with an error may have the launcher end all.
+    """
     source, config = read_config_facts(file, out) if file is not None else (None, None)
     with ExitStack() as stack:
         examiner = _Examiner(place, source, config, stack)
@@ -74,13 +79,16 @@ def examine_across(place: Place, file: Path | None, out: str | None = None) -> E
             lambda texts: json.dumps(_judge_told(session, [json.loads(text) for text in texts]).to_json()),
             _SECONDS_FOR_ALL,
         )
+        outcome = Examination.from_json(json.loads(told))
+        if rank == 0:
+            show(outcome)
         _leave(session.store, rank, place.size)
-    return Examination.from_json(json.loads(told))
+    return outcome
 
 
 @final
 class _Examiner:
-    """What one machine does in an examination, by its first rank."""
+    """Part of one machine in an examination, played by its first rank."""
 
     def __init__(
         self, place: Place, source: CheckedSource | None, config: ConfigFacts | None, stack: ExitStack
@@ -210,10 +218,12 @@ def _judge_meeting_point(place: Place) -> Sequence[MachineCheck]:
 
 
 def _leave(store: dist.Store, rank: int, size: int) -> None:
-    """Return when all ranks have read the outcome: the store ends with rank 0."""
+    """Return when rank 0 has shown the outcome, and on rank 0 when all know that: the store ends with it."""
+    until = time.monotonic() + _SECONDS_TO_LEAVE
     if rank:
+        wait_for_key(store, "shown", until, "rank 0 has ended before it could print what it found")
         store.add("left", 1)
         return
-    until = time.monotonic() + _SECONDS_TO_LEAVE
+    store.set("shown", "")
     while store.add("left", 0) < size - 1 and time.monotonic() < until:
         time.sleep(0.01)

@@ -29,7 +29,7 @@ _INSTRUCTIONS: Final = ("avx", "avx2", "avx512f", "amx_tile", "asimd", "sve")
 
 @dataclass(frozen=True)
 class ConfigFacts:
-    """What a config means on a machine."""
+    """Meaning of a config on a machine."""
 
     error: str = ""
     """Why it cannot be read, or names what is not there; empty: it is all right."""

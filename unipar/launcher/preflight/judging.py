@@ -1,4 +1,4 @@
-"""What the facts of all machines mean for a run: a check for each thing that can differ or fail, with its remedy."""
+"""Judgement of all machines' facts: a check for each thing that can differ or fail, with its remedy."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ _SECONDS_OF_TRAFFIC: Final = 2.0
 
 @dataclass(frozen=True)
 class NetworkFacts:
-    """What a machine has measured together with the others."""
+    """Measurements that a machine has made together with the others."""
 
     ports: dict[str, str] = field(default_factory=dict[str, str])
     """Outcome of a connection to each neighbour, by its number: `open`, `no answer`, `refused` or another reason."""

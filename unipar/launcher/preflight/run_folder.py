@@ -25,7 +25,7 @@ _SECONDS_FOR_MARK = 60.0
 
 @dataclass(frozen=True)
 class FolderFacts:
-    """What a machine sees of the run folder."""
+    """Run folder as one machine sees it."""
 
     out: str
     """Its path here, absolute."""
