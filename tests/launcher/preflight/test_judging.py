@@ -350,10 +350,10 @@ def test_many_machines_are_few_words() -> None:
     )
 
 
-def test_neighbours_are_a_ring() -> None:
-    """Each connects to the next machine and to the one before, so that each pair is tried both ways."""
-    assert [neighbours(index, 4) for index in range(4)] == [[1, 3], [0, 2], [1, 3], [0, 2]]
-    assert [neighbours(index, 2) for index in range(2)] == [[1], [0]]
+def test_neighbours() -> None:
+    """Every other machine, and of many the next one and the one before, so that each pair is tried both ways."""
+    assert [neighbours(index, 3) for index in range(3)] == [[1, 2], [0, 2], [0, 1]]
+    assert [neighbours(index, 17) for index in (0, 1, 16)] == [[1, 16], [0, 2], [0, 15]]
 
 
 def test_the_table_in_the_docs() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 from collections.abc import Generator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -29,6 +31,12 @@ SECONDS_TO_ANSWER: Final = 60.0
 
 SECONDS_TO_REDUCE: Final = 30.0
 """Timeout of the all-reduce, and of the connections that it needs."""
+
+SECONDS_TO_END: Final = 3 * SECONDS_TO_REDUCE
+"""Seconds after which an all-reduce is given up: where packets are dropped, its library may wait for longer."""
+
+_MOST_IN_FULL: Final = 16
+"""Largest number of machines of which each pair is tried."""
 
 _CLOCK_QUESTIONS: Final = 5
 _MOST_BYTES: Final = 64 * 2**20
@@ -64,8 +72,9 @@ class NetworkFacts:
 
 
 def neighbours(index: int, number: int) -> list[int]:
-    """Return the machines beside one in a ring of so many: the next, and the one before."""
-    return sorted({(index + 1) % number, (index - 1) % number} - {index})
+    """Return the machines to which one tries to connect: all others, of many those beside it in a ring."""
+    reached = range(number) if number <= _MOST_IN_FULL else ((index + 1) % number, (index - 1) % number)
+    return sorted({*reached} - {index})
 
 
 @contextmanager
@@ -80,12 +89,16 @@ def open_port(session: Session, key: str) -> Generator[None]:
 def try_ports(session: Session, key: str) -> dict[str, str]:
     """Return what came of a connection to the open port of each neighbour."""
     machines = session.machines.all
-    index, found = session.machines.index_of(session.place.rank), dict[str, str]()
-    for other in neighbours(index, len(machines)):
+    index = session.machines.index_of(session.place.rank)
+
+    def outcome(other: int) -> str:
         late = f"{machines[index]} waited {SECONDS_TO_ANSWER:g} s for {machines[other]} to open a port"
-        port = int(wait_for_key(session.store, f"{key}/{other}", time.monotonic() + SECONDS_TO_ANSWER, late))
-        found[str(other)] = _try_port(machines[other].address, port)
-    return found
+        told = wait_for_key(session.store, f"{key}/{other}", time.monotonic() + SECONDS_TO_ANSWER, late)
+        return _try_port(machines[other].address, int(told))
+
+    others = neighbours(index, len(machines))
+    with ThreadPoolExecutor(len(others)) as pool:
+        return {str(other): found for other, found in zip(others, pool.map(outcome, others), strict=True)}
 
 
 def _try_port(address: str, port: int) -> str:
@@ -133,7 +146,26 @@ def _tell_time(store: dist.Store, questions: int, until: float) -> None:
 
 
 def measure_all_reduce(store: dist.Store, index: int, number: int, interface: str | None) -> tuple[float, float, int]:
-    """Return seconds for one byte, bytes that each machine sends a second, and the largest size; leaves the group."""
+    """Return seconds for one byte, bytes that each machine sends a second, and the largest size.
+
+    Raise RuntimeError if there is no way between two machines. Then a thread may be left, which waits for them.
+    """
+    result = Future[tuple[float, float, int]]()
+
+    def measure() -> None:
+        try:
+            result.set_result(_measure_in_group(store, index, number, interface))
+        except Exception as e:  # whatever it is, who waits is to know
+            result.set_exception(e)
+
+    threading.Thread(target=measure, name="all-reduce", daemon=True).start()
+    try:
+        return result.result(SECONDS_TO_END)
+    except TimeoutError:
+        raise RuntimeError(f"no end within {SECONDS_TO_END:g} s") from None
+
+
+def _measure_in_group(store: dist.Store, index: int, number: int, interface: str | None) -> tuple[float, float, int]:
     import torch.distributed as dist
 
     if interface is not None:
@@ -142,10 +174,7 @@ def measure_all_reduce(store: dist.Store, index: int, number: int, interface: st
         dist.init_process_group(
             "gloo", store=store, rank=index, world_size=number, timeout=timedelta(seconds=SECONDS_TO_REDUCE)
         )
-    try:
-        return _measure(number)
-    finally:
-        dist.destroy_process_group()
+    return _measure(number)  # the group ends with the process: where another machine has failed, leaving it may hang
 
 
 def _measure(number: int) -> tuple[float, float, int]:
