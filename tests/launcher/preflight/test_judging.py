@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 
 from unipar.distributed.machine_checks import MachineCheck
+from unipar.distributed.machines import WorldMachines
+from unipar.distributed.place import Place
+from unipar.launcher.preflight.examination import judge_findings, judge_meeting_point
 from unipar.launcher.preflight.facts import ConfigFacts, MachineFacts
 from unipar.launcher.preflight.judging import ExaminedMachine, judge_machines
 from unipar.launcher.preflight.network import NetworkFacts, neighbours
@@ -339,6 +342,45 @@ def test_a_folder_that_should_be_shared() -> None:
             "mount it there as well, or say machines.folder: own",
         )
     ]
+
+
+def test_links_that_are_all_slow() -> None:
+    """They agree, and are a warning all the same."""
+    nodes = [with_facts(node, speed=100) for node in (NODE1, NODE2)]
+    assert [check[:3] for check in wrong(*nodes)] == [("warn", "link speed", "100 Mbit/s (eth0) on node1 and node2")]
+
+
+@pytest.mark.parametrize(
+    ("port", "hosted", "expected"),
+    [
+        (29400, False, [("ok", "port 29400 was free")]),
+        (60000, False, [("warn", "port 60000 is one that the system gives to any connection (32768 to 60999)")]),
+        (60000, True, []),
+    ],
+)
+def test_the_port_of_the_meeting_point(
+    port: int, hosted: bool, expected: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that the system may give away is free now, and perhaps not when the run starts; an agent keeps its own."""
+    monkeypatch.setattr(Path, "read_text", lambda *_: "32768\t60999\n")  # pyright: ignore[reportUnknownLambdaType]
+    address = ("10.0.0.1", port)
+    place = Place(rank=0, size=2, local_rank=0, local_size=1, launcher="srun", address=address, hosted=hosted)
+    assert [(check.status, check.found) for check in judge_meeting_point(place)] == expected
+
+
+def test_a_machine_that_could_not_look() -> None:
+    """Nothing is compared then: it is the one thing to see to."""
+    machines = WorldMachines.from_json([["node1", "10.0.0.1", [0]], ["node2", "10.0.0.2", [1, 2]]])
+    place = Place(rank=0, size=3, local_rank=0, local_size=1, launcher="srun")
+    told = [{}, {"error": "OSError: no /proc"}, {}]
+    assert judge_findings(place, machines, told).checks == (
+        MachineCheck(
+            "examination",
+            "fail",
+            "node2 (10.0.0.2): OSError: no /proc",
+            "see to that first, and start it again",
+        ),
+    )
 
 
 def test_many_machines_are_few_words() -> None:

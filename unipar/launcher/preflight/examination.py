@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from unipar.backend.checks import CheckedSource
-    from unipar.distributed.meeting.session import Session
+    from unipar.distributed.machines import WorldMachines
     from unipar.distributed.place import Place
 
 _SECONDS_TO_MEET: Final = 600.0
@@ -76,7 +76,9 @@ def examine_across(
             place.size,
             "examined",
             json.dumps(examiner.examine() if session.machines.leads(rank) else {}),
-            lambda texts: json.dumps(_judge_told(session, [json.loads(text) for text in texts]).to_json()),
+            lambda texts: json.dumps(
+                judge_findings(place, session.machines, [json.loads(text) for text in texts]).to_json()
+            ),
             _SECONDS_FOR_ALL,
         )
         outcome = Examination.from_json(json.loads(told))
@@ -176,9 +178,9 @@ def _all_true(texts: list[str]) -> str:
     return json.dumps({name: all(row[name] for row in rows) for name in rows[0]})
 
 
-def _judge_told(session: Session, told: Sequence[dict[str, Any]]) -> Examination:
+def judge_findings(place: Place, world: WorldMachines, told: Sequence[dict[str, Any]]) -> Examination:
     """Return what all machines' findings mean; those of ranks that do not speak for a machine are empty."""
-    machines = session.machines.all
+    machines = world.all
     broken = [(machine, told[machine.ranks[0]].get("error")) for machine in machines]
     checks = [
         MachineCheck("examination", "fail", f"{machine}: {error}", "see to that first, and start it again")
@@ -186,7 +188,7 @@ def _judge_told(session: Session, told: Sequence[dict[str, Any]]) -> Examination
         if error
     ]
     if checks:
-        return Examination(session.place.launcher, tuple(map(str, machines)), tuple(checks))
+        return Examination(place.launcher, tuple(map(str, machines)), tuple(checks))
     times = Counter(machine.name for machine in machines)
     examined: list[ExaminedMachine] = []
     for machine in machines:
@@ -200,11 +202,11 @@ def _judge_told(session: Session, told: Sequence[dict[str, Any]]) -> Examination
                 None if found["folder"] is None else FolderFacts(**found["folder"]),
             )
         )
-    checks = [*judge_machines(examined), *_judge_meeting_point(session.place)]
-    return Examination(session.place.launcher, tuple(map(str, machines)), tuple(checks))
+    checks = [*judge_machines(examined), *judge_meeting_point(place)]
+    return Examination(place.launcher, tuple(map(str, machines)), tuple(checks))
 
 
-def _judge_meeting_point(place: Place) -> Sequence[MachineCheck]:
+def judge_meeting_point(place: Place) -> Sequence[MachineCheck]:
     """Return the check of the port at which the ranks have met: it was free, but may not be so for the next run."""
     if place.address is None or place.hosted:
         return []
