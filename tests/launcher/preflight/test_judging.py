@@ -370,7 +370,7 @@ def test_the_port_of_the_meeting_point(
 
 def test_a_machine_that_could_not_look() -> None:
     """Nothing is compared then: it is the one thing to see to."""
-    machines = WorldMachines.from_json([["node1", "10.0.0.1", [0]], ["node2", "10.0.0.2", [1, 2]]])
+    machines = WorldMachines.of_ranks("abb", ["node1", "node2", "node2"], ["10.0.0.1", "10.0.0.2", "10.0.0.2"])
     place = Place(rank=0, size=3, local_rank=0, local_size=1, launcher="srun")
     told = [{}, {"error": "OSError: no /proc"}, {}]
     assert judge_findings(place, machines, told).checks == (
