@@ -7,6 +7,7 @@ import os
 import socket
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -222,3 +223,36 @@ def test_launchers_say_what_they_open(monkeypatch: pytest.MonkeyPatch) -> None:
         "launcher srun": "found: it listens on every interface for its tasks' output; Slurm's daemons do at their own "
         f"ports{private}",
     }
+
+
+def test_across_without_a_launcher(unipar: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says how to start it under each."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    told = unipar("doctor", "--across")
+    assert told.code == 2
+    assert told.err.splitlines()[0] == (
+        "unipar: doctor --across compares machines, and no launcher started this process. Start it as a run:"
+    )
+    launchers = ("torchrun", "accelerate launch", "deepspeed", "horovodrun", "mpirun", "srun")
+    assert [name for name in launchers if f"\n  {name} -" not in told.err] == []
+
+
+def test_across_on_one_machine(unipar: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is nothing to compare."""
+    world = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in {**world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    told = unipar("doctor", "--across")
+    assert (told.code, told.err) == (
+        3,
+        "unipar: doctor --across compares machines, and whoever set RANK and WORLD_SIZE has started ranks on this one "
+        "alone: have it start one on each machine, or look at this machine with `unipar doctor`\n",
+    )
+
+
+def test_a_config_is_for_across(unipar: Any) -> None:
+    """One machine is looked at by `unipar check`."""
+    told = unipar("doctor", "x.yaml")
+    assert told.code == 2
+    assert "FILE and --out are for --across, which compares machines" in told.err

@@ -74,9 +74,9 @@ def test_its_steps(here: Path) -> None:
 module load CUDA/12
 export PYTHONUNBUFFERED=1 OMP_NUM_THREADS="${{OMP_NUM_THREADS:-1}}"
 
-# One process on each machine first: the same versions everywhere, and a way from each to the others.
+# One process on each machine first: the same versions and files everywhere, and a way from each to the others.
 srun --export=ALL --kill-on-bad-exit=1 --nodes=2 --ntasks=2 --ntasks-per-node=1 \\
-  {PYTHON} -m unipar doctor --across || exit $?
+  {PYTHON} -m unipar doctor --across {file} --out {here}/runs/x || exit $?
 
 # A task for each rank; a signal stops all of them at the same step boundary.
 srun --export=ALL --kill-on-bad-exit=1 --unbuffered --label \\

@@ -10,24 +10,85 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from unipar.cli.commands.options import JsonOption
+from unipar.cli.commands.options import JsonOption, OutOption
 from unipar.distributed.machine_checks import MachineCheck, check_machine
 
+if TYPE_CHECKING:
+    from unipar.launcher.preflight.outcome import Examination
 
-def run_doctor(*, as_json: JsonOption = False) -> None:
-    """Check this machine: torch, GPUs, backends, tools, limits.
+
+def run_doctor(
+    file: Annotated[
+        Path | None, typer.Argument(metavar="FILE", help="With --across: the config to be run.", show_default=False)
+    ] = None,
+    out: OutOption = None,
+    *,
+    across: Annotated[bool, typer.Option("--across", help="Compare all machines of a launcher.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Check this machine, or with --across all machines of a launcher.
 
     Prints the status of each check, and a remedy where it is not ok; exit 1 where a check fails.
 
     \b
     unipar doctor
     unipar doctor --json
+
+    With --across, started as a run would be, rank 0 prints one table of what differs between the machines or fails:
+    versions, processors, GPUs, clocks, network, limits. With FILE also the task's code, the config, its backend and
+    device, and the run folder. One process on each machine is enough; every machine runs the line under its launcher,
+    but for those where one says --hostfile, -H or srun.
+
+    \b
+    torchrun --nnodes 2 --node-rank K --master-addr HOST --master-port 29500 -m unipar doctor --across train.yaml
+    accelerate launch --multi_gpu --num_machines 2 --num_processes 2 --machine_rank K --main_process_ip HOST
+      --main_process_port 29500 -m unipar doctor --across train.yaml
+    deepspeed --hostfile hosts --num_gpus 1 --module unipar doctor --across train.yaml
+    horovodrun -np 2 -H a:1,b:1 python -m unipar doctor --across train.yaml
+    mpirun -np 2 -H a,b -x MASTER_ADDR=a -x MASTER_PORT=29500 python -m unipar doctor --across train.yaml
+    srun --nodes 2 --ntasks-per-node 1 python -m unipar doctor --across train.yaml
     """
+    if across:
+        examine_machines(file, out, as_json=as_json)
+    if file is not None or out is not None:
+        raise typer.BadParameter("FILE and --out are for --across, which compares machines; `unipar check` is for one")
     if not examine_machine(as_json=as_json):
         raise typer.Exit(1)
+
+
+NO_LAUNCHER = """doctor --across compares machines, and no launcher started this process. Start it as a run:
+  torchrun --nnodes 2 --node-rank K --master-addr HOST --master-port 29500 -m unipar doctor --across
+  accelerate launch --multi_gpu --num_machines 2 --num_processes 2 --machine_rank K
+    --main_process_ip HOST --main_process_port 29500 -m unipar doctor --across
+      (these on each machine, with its number K; HOST is that of K = 0)
+  deepspeed --hostfile hosts --num_gpus 1 --module unipar doctor --across
+  horovodrun -np 2 -H a:1,b:1 python -m unipar doctor --across
+  mpirun -np 2 -H a,b -x MASTER_ADDR=a -x MASTER_PORT=29500 python -m unipar doctor --across
+  srun --nodes 2 --ntasks-per-node 1 python -m unipar doctor --across
+      (these once)"""
+"""Error of `--across` without a launcher."""
+
+
+def examine_machines(file: Path | None, out: str | None, *, as_json: bool) -> NoReturn:
+    """Compare all machines of a launcher; rank 0 prints what came of it, and all exit with the same code."""
+    from unipar.errors import ConfigError
+    from unipar.launcher.preflight.examination import examine_across, place_under_launcher
+
+    place = place_under_launcher()
+    if place is None:
+        raise ConfigError(NO_LAUNCHER)
+
+    def show(outcome: Examination) -> None:
+        typer.echo(json.dumps(outcome.to_json(), indent=2) if as_json else outcome.table())
+        sys.stdout.flush()
+
+    outcome = examine_across(place, file, out, show)
+    sys.stderr.flush()
+    os._exit(0 if outcome.ok else 1)  # threads of the network libraries may abort an ordinary end
 
 
 TORCH_PROBE_SECONDS = 120.0

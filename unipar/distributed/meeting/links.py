@@ -71,7 +71,7 @@ class Links:
         above, below = rank_above(session, rank), ranks_below(session, rank)
         word = secrets.token_hex(8)
         with ExitStack() as failed:
-            listener = failed.enter_context(_listen(session)) if below else None
+            listener = failed.enter_context(listen_for_ranks(session)) if below else None
             if listener is not None:
                 store.set(f"{key}/{rank}", f"{listener.getsockname()[1]} {word}")
             if above is not None:
@@ -210,7 +210,8 @@ def ranks_below(session: Session, rank: int) -> list[int]:
     return [*machines.of(rank).ranks[1:], *(machine.ranks[0] for machine in machines.all[first : first + FAN_OUT])]
 
 
-def _listen(session: Session) -> socket.socket:
+def listen_for_ranks(session: Session) -> socket.socket:
+    """Return a socket at a port that the system chose, at the address by which others know this machine."""
     address = session.machines.of(session.place.rank).address or "127.0.0.1"
     family = socket.AF_INET6 if is_ipv6(address) else socket.AF_INET
     try:

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from unipar.distributed.meeting.session import Session
     from unipar.launcher.preparation.prepared_run import PreparedRun
 
-_MARK_PREFIX: Final = ".seen-"
+MARK_PREFIX: Final = ".seen-"
+"""Begin of the name of a file that tells whether two machines see the same folder."""
+
 _SECONDS_TO_LOOK: Final = 2.0
 """Seconds in which rank 0's mark must be seen, where it is not known whether the folder is shared."""
 
@@ -54,7 +56,7 @@ def run_folder_on_all_machines(plan: PreparedRun, session: Session) -> Generator
             session.store, rank, session.place.size, name, json.dumps(mine), _judge_folders, patience
         )
         if rank == 0:
-            for mark in placed.out.glob(f"{_MARK_PREFIX}*"):
+            for mark in placed.out.glob(f"{MARK_PREFIX}*"):
                 mark.unlink(missing_ok=True)
         yield replace(placed, apart=tuple(json.loads(apart)))
 
@@ -82,7 +84,7 @@ def _create(plan: PreparedRun, session: Session, name: str, stack: ExitStack) ->
         out, attempts = placed.out.resolve(), attempts_path(placed.out)
         token = secrets.token_hex(8)
         with folder.explain_write_errors(out):
-            (out / f"{_MARK_PREFIX}{token}").touch()
+            (out / f"{MARK_PREFIX}{token}").touch()
         told = {"out": str(out), "token": token, **{name: (out / name).read_text("utf-8") for name in folder.RUN_FILES}}
         told["attempts"] = attempts.read_text("utf-8") if attempts.exists() else ""
         return placed
@@ -97,7 +99,7 @@ def _find_or_mirror(
     theirs = Path(told["out"])
     settings = plan.config.machines
     wanted = settings.folder if settings is not None else "auto"
-    if wanted != "own" and _is_seen(theirs / f"{_MARK_PREFIX}{told['token']}", wanted):
+    if wanted != "own" and is_mark_seen(theirs / f"{MARK_PREFIX}{told['token']}", wanted):
         return plan.in_folder(theirs), False
     if wanted == "shared":
         raise WorldMismatch(
@@ -118,7 +120,7 @@ def _find_or_mirror(
         session.store.set(key, json.dumps(made))
 
 
-def _is_seen(mark: Path, wanted: str) -> bool:
+def is_mark_seen(mark: Path, wanted: str) -> bool:
     """Return whether a file is there; its folder is listed, as a network file system may show a new file late."""
     until = time.monotonic() + (_SECONDS_IF_SHARED if wanted == "shared" else _SECONDS_TO_LOOK)
     while True:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from unipar.distributed.machines import WorldMachines
     from unipar.distributed.meeting.session import Session
     from unipar.launcher.preparation.prepared_run import PreparedRun
+    from unipar.task.reference import TaskRef
 
 SECONDS_TO_TELL: Final = 30.0
 """Seconds that a rank whose config is wrong waits for others, to tell them."""
@@ -140,28 +141,32 @@ def _check_numbers(config: Config, session: Session) -> None:
 
 def _description(plan: PreparedRun) -> dict[str, Any]:
     """Return what must be the same on all ranks, and what is decided by rank 0."""
-    whole = plan.config.model_dump(mode="json")
-    sections = {name: _digest(json.dumps(value)) for name, value in whole.items() if name not in _NOT_COMPARED}
     versions = library_versions(plan.backend.requires)
     versions["python"] = versions["python"].rpartition(".")[0]
     decided = {"resume": plan.config.resume, "finished": plan.finished, "goes_on": plan.goes_on}
-    return {"versions": versions, "sections": sections, "code": _code_digests(plan), "decided": decided}
+    sections = section_digests(plan.config.model_dump(mode="json"))
+    return {"versions": versions, "sections": sections, "code": code_digests(plan.ref), "decided": decided}
 
 
-def _code_digests(plan: PreparedRun) -> dict[str, str]:
-    """Return a digest of each file of the task's code, by its name."""
-    if plan.ref is None:
+def section_digests(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return a digest of each section of a config, as plain values, that must be the same on all machines."""
+    return {name: _digest(json.dumps(value)) for name, value in config.items() if name not in _NOT_COMPARED}
+
+
+def code_digests(ref: TaskRef | None) -> dict[str, str]:
+    """Return a digest of each file of a task's code, by its name."""
+    if ref is None:
         return {}
     files: dict[str, str] = {}
-    for location in filter(None, [plan.ref.task, *plan.ref.functions.values()]):
+    for location in filter(None, [ref.task, *ref.functions.values()]):
         file = location.file
         if file is None and location.module is not None:
             spec = importlib.util.find_spec(location.module)
             file = spec.origin if spec is not None else None
         if file is not None and Path(file).is_file():
             files[Path(file).name] = _digest(Path(file).read_bytes())
-    if plan.ref.carried:
-        files["the code in the prompt"] = _digest(plan.ref.carried)
+    if ref.carried:
+        files["the code in the prompt"] = _digest(ref.carried)
     return files
 
 

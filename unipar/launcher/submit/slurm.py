@@ -45,7 +45,7 @@ class SlurmOptions(Section):
     """Names of variables with secrets, such as WANDB_API_KEY: Slurm passes their values on, no file holds them."""
 
     check: bool = True
-    """Whether `unipar doctor --across` looks at all machines before the ranks start."""
+    """Whether `unipar doctor --across` looks at all machines before the ranks start, where there are several."""
 
     python: str | None = None
     """Interpreter on the machines; null: the one that submits."""
@@ -68,7 +68,7 @@ code=$?
 """
 
 _CHECK = """
-# One process on each machine first: the same versions everywhere, and a way from each to the others.
+# One process on each machine first: the same versions and files everywhere, and a way from each to the others.
 srun {srun} --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 \\
   {doctor} || exit $?
 """
@@ -103,13 +103,15 @@ class Slurm(JobSystem[SlurmOptions]):
         restarts, cpus = config.launch.restarts, chosen.cpus
         python = [chosen.python or sys.executable, "-m", "unipar"]
         srun = "--export=ALL --kill-on-bad-exit=1" + (f" --cpus-per-task={cpus}" if cpus else "")
-        doctor = shlex.join([*python, "doctor", "--across"])
+        doctor = shlex.join([*python, "doctor", "--across", str(job.file), "--out", str(job.out)])
         return {
             "run.sbatch": _SCRIPT.format(
                 directives="\n".join(f"#SBATCH {word}" for word in self._directives(job)),
                 before="".join(f"\n{line}" for line in job.machines.before),
                 threads=cpus or 1,
-                check=_CHECK.format(srun=srun, nodes=job.nodes, doctor=doctor) if chosen.check else "",
+                check=_CHECK.format(srun=srun, nodes=job.nodes, doctor=doctor)
+                if chosen.check and job.nodes > 1
+                else "",
                 srun=srun,
                 run=shlex.join([*python, *job.words(str(job.file), str(job.out))]),
                 requeue=_REQUEUE.format(restarts=restarts) if restarts else "",
