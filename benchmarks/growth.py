@@ -21,11 +21,14 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from queue import Empty
 from types import SimpleNamespace
 from typing import Any, Final, final
 
@@ -130,12 +133,32 @@ def _agree_to_stop(agreement: StepAgreement, rank: int, together: Callable[[], A
         together()
 
 
+def _simulate_or_exit(rank: int, *given: Any) -> dict[str, Any]:
+    """Return what simulate_rank returns; an error ends the process, as other ranks wait for this one."""
+    try:
+        return simulate_rank(rank, *given)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+
+
 def _process(ranks: Sequence[int], size: int, per: int, port: int, folder: Path, barrier: Any, results: Any) -> None:
     own = threading.Barrier(len(ranks), action=barrier.wait)
     threading.stack_size(256 * 1024)
     with ThreadPoolExecutor(len(ranks)) as pool:
-        waits = [pool.submit(simulate_rank, r, size, per, port, folder, own.wait) for r in ranks]
+        waits = [pool.submit(_simulate_or_exit, r, size, per, port, folder, own.wait) for r in ranks]
         results.put([(rank, one.result()) for rank, one in zip(ranks, waits, strict=True)])
+
+
+def _next_result(results: Any, started: Sequence[Any]) -> list[tuple[int, dict[str, Any]]]:
+    """Return the rows of a process; raise RuntimeError if one has ended with an error."""
+    while True:
+        with suppress(Empty):
+            return results.get(timeout=1.0)
+        if any(process.exitcode for process in started):
+            for process in started:
+                process.kill()
+            raise RuntimeError("a simulated rank has failed; its error is above")
 
 
 def simulate(size: int, per: int) -> dict[str, dict[str, float]]:
@@ -158,7 +181,7 @@ def simulate(size: int, per: int) -> dict[str, dict[str, float]]:
         ]
         for process in started:
             process.start()
-        rows = dict(row for _ in started for row in results.get(timeout=2 * PATIENCE))
+        rows = dict(row for _ in started for row in _next_result(results, started))
         for process in started:
             process.join()
     del server

@@ -96,7 +96,7 @@ def test_no_key_is_left_out(source: ConfigSource) -> None:
         "train.optimizer.lr train.optimizer.weight_decay train.optimizer.decay train.optimizer.fused",
         "train.optimizer.foreach train.optimizer.betas train.optimizer.eps train.lr_scale.rule train.lr_scale.at_batch",
         "train.schedule.name train.schedule.warmup train.clip train.precision train.seed train.parts eval.every",
-        "eval.batches log.every log.to log.memory launch.heartbeat launch.timeout launch.grace launch.fork",
+        "eval.batches log.every log.to log.memory launch.heartbeat launch.timeout launch.meet launch.grace launch.fork",
         "launch.deadline launch.restarts checkpoint resume",
         "options.native.find_unused options.native.bucket_mb options.native.wrapper options.native.vocabulary",
         "options.native.attention options.native.proof compare.cells",
