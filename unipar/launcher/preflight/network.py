@@ -32,7 +32,7 @@ SECONDS_TO_ANSWER: Final = 60.0
 SECONDS_TO_REDUCE: Final = 30.0
 """Timeout of the all-reduce, and of the connections that it needs."""
 
-SECONDS_TO_END: Final = 3 * SECONDS_TO_REDUCE
+SECONDS_TO_GIVE_UP: Final = 3 * SECONDS_TO_REDUCE
 """Seconds after which an all-reduce is given up: where packets are dropped, its library may wait for longer."""
 
 _MOST_IN_FULL: Final = 16
@@ -160,9 +160,9 @@ def measure_all_reduce(store: dist.Store, index: int, number: int, interface: st
 
     threading.Thread(target=measure, name="all-reduce", daemon=True).start()
     try:
-        return result.result(SECONDS_TO_END)
+        return result.result(SECONDS_TO_GIVE_UP)
     except TimeoutError:
-        raise RuntimeError(f"no end within {SECONDS_TO_END:g} s") from None
+        raise RuntimeError(f"no end within {SECONDS_TO_GIVE_UP:g} s") from None
 
 
 def _measure_in_group(store: dist.Store, index: int, number: int, interface: str | None) -> tuple[float, float, int]:
