@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+LARGE_WORLD = 64
+"""Ranks of the largest world in which each rank looks at what every other one has written to the store."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Place:

@@ -12,11 +12,8 @@ from torch import Tensor
 
 from unipar.distributed.machines import WorldMachines
 from unipar.distributed.mesh import Mesh, MeshGroups
-from unipar.distributed.place import Place
+from unipar.distributed.place import LARGE_WORLD, Place
 from unipar.errors import TaskError, WorldMismatch
-
-LARGE_WORLD = 64
-"""Ranks of the largest world in which each rank looks at what every other one has written to the store."""
 
 
 class World:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol, final
 
-from unipar.distributed.world import LARGE_WORLD
+from unipar.distributed.place import LARGE_WORLD
 from unipar.errors import Stopped, TaskError
 
 if TYPE_CHECKING:
