@@ -1,4 +1,4 @@
-"""What grows with the ranks of a world, at rank 0 and on the slowest rank: `python -m benchmarks.growth`.
+"""Growth with the ranks of a world, at rank 0 and on the slowest rank: `python -m benchmarks.growth`.
 
     --real 2,4,8,16,32           runs of a tiny model on so many ranks of this machine
     --simulated 256,1024,4096    ranks that speak only unipar's protocol: threads in a few processes, --per a machine
@@ -169,15 +169,14 @@ def simulate(size: int, per: int) -> dict[str, dict[str, float]]:
         "127.0.0.1", port, None, True, timedelta(seconds=PATIENCE), wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )  # fmt: skip
+    number = min(PROCESSES, size - 1)
+    shares = [range(1), *(range(1 + i, size, number) for i in range(number))]  # rank 0 has a process of its own
     context = multiprocessing.get_context("spawn")
-    number = min(PROCESSES, size)
-    barrier, results = context.Barrier(number), context.Queue()
+    barrier, results = context.Barrier(len(shares)), context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         started = [
-            context.Process(
-                target=_process, args=(range(i, size, number), size, per, port, Path(folder), barrier, results)
-            )
-            for i in range(number)
+            context.Process(target=_process, args=(share, size, per, port, Path(folder), barrier, results))
+            for share in shares
         ]
         for process in started:
             process.start()

@@ -409,29 +409,6 @@ def test_the_table_in_the_docs() -> None:
     assert max(map(len, table.splitlines())) <= 80
 
 
-def test_a_remedy_that_several_lines_share_is_said_once() -> None:
-    """Below the last of them."""
-    closed = (MachineCheck("ports", "fail", f"{n} is closed", "open it") for n in (1, 2))
-    outcome = Examination("srun", ("a", "b"), (*closed, MachineCheck("CPU", "ok", "CPU")))
-    assert outcome.table() == (
-        "2 machines, started by srun: a, b\n"
-        "      what      found\n"
-        "fail  ports     1 is closed\n"
-        "fail  ports     2 is closed\n"
-        "                -> open it\n"
-        "ok    the rest  CPU\n"
-        "not ready to run: 2 failures"
-    )
-    assert not outcome.ok
-
-
-def test_warnings_do_not_fail() -> None:
-    """The last line says so."""
-    outcome = Examination("srun", ("a", "b"), (MachineCheck("clock", "warn", "b is behind", "set it"),))
-    assert outcome.ok
-    assert outcome.table().splitlines()[-1] == "ready to run, with 1 warning"
-
-
 def test_facts_travel_as_json() -> None:
     """What a machine writes is what rank 0 reads."""
     facts = replace(FACTS, limits=[MachineCheck("open files", "warn", "at most 256", "ulimit -n 4096")])

@@ -91,8 +91,8 @@ def _await_letters(store: dist.Store, size: int, session: str, mine: Presence, p
         numbered = store.add(_LETTERS, 0)
         coming += range(seen + 1, numbered + 1)
         seen = numbered
-        there = [number for number in coming if store.check([f"{_LETTERS}/{number}"])]
-        if not there:
+        letters = _read_letters(store, coming)
+        if not letters:
             if time.monotonic() > until:
                 sentence = _missing_sentence(size, confirmed, {0: mine, **came}, patience)
                 store.set(f"begin/{session}", _packed({"error": sentence}))
@@ -101,17 +101,30 @@ def _await_letters(store: dist.Store, size: int, session: str, mine: Presence, p
             pause = min(2 * pause, _LONGEST_PAUSE)
             continue
         pause = 0.002
-        for number in there:
-            coming.remove(number)
-            letter: dict[str, Any] = json.loads(store.get(f"{_LETTERS}/{number}"))
+        for letter in letters:
             rank = int(letter["rank"])
             if letter.get("session") == session:
                 confirmed.add(rank)
             elif "word" in letter:  # or one of an earlier attempt: nobody waits for that answer
                 came[rank] = Presence(**letter["presence"])
                 confirmed.discard(rank)
-                store.set(f"answer/{letter['word']}", session)
+        if words := [f"answer/{letter['word']}" for letter in letters if "word" in letter]:
+            store.multi_set(words, [session] * len(words))  # pyright: ignore[reportAttributeAccessIssue] - not in stubs
     return came
+
+
+def _read_letters(store: dist.Store, coming: list[int]) -> list[dict[str, Any]]:
+    """Return the letters of these numbers that are there, and take them from the list: all in two requests, if all are.
+
+    A number whose letter is not there yet is that of a rank that is about to write it, or was killed before it did.
+    """
+    keys = {number: f"{_LETTERS}/{number}" for number in coming}
+    if not keys:
+        return []
+    if not store.check(list(keys.values())):
+        keys = {number: key for number, key in keys.items() if store.check([key])}
+    coming[:] = [number for number in coming if number not in keys]
+    return [json.loads(text) for text in store.multi_get(list(keys.values()))] if keys else []
 
 
 def _missing_sentence(size: int, confirmed: set[int], came: dict[int, Presence], patience: float) -> str:
