@@ -12,10 +12,10 @@ import pytest
 from unipar.distributed.machine_checks import MachineCheck
 from unipar.distributed.machines import WorldMachines
 from unipar.distributed.place import Place
-from unipar.launcher.preflight.examination import judge_findings, judge_meeting_point
+from unipar.launcher.preflight.examination import judge_findings
 from unipar.launcher.preflight.facts import ConfigFacts, MachineFacts
 from unipar.launcher.preflight.judging import ExaminedMachine, judge_machines
-from unipar.launcher.preflight.network import NetworkFacts, neighbours
+from unipar.launcher.preflight.network import NetworkFacts
 from unipar.launcher.preflight.outcome import Examination
 from unipar.launcher.preflight.run_folder import FolderFacts
 
@@ -350,24 +350,6 @@ def test_links_that_are_all_slow() -> None:
     assert [check[:3] for check in wrong(*nodes)] == [("warn", "link speed", "100 Mbit/s (eth0) on node1 and node2")]
 
 
-@pytest.mark.parametrize(
-    ("port", "hosted", "expected"),
-    [
-        (29400, False, [("ok", "port 29400 was free")]),
-        (60000, False, [("warn", "port 60000 is one that the system gives to any connection (32768 to 60999)")]),
-        (60000, True, []),
-    ],
-)
-def test_the_port_of_the_meeting_point(
-    port: int, hosted: bool, expected: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One that the system may give away is free now, and perhaps not when the run starts; an agent keeps its own."""
-    monkeypatch.setattr(Path, "read_text", lambda *_: "32768\t60999\n")  # pyright: ignore[reportUnknownLambdaType]
-    address = ("10.0.0.1", port)
-    place = Place(rank=0, size=2, local_rank=0, local_size=1, launcher="srun", address=address, hosted=hosted)
-    assert [(check.status, check.found) for check in judge_meeting_point(place)] == expected
-
-
 def test_a_machine_that_could_not_look() -> None:
     """Nothing is compared then: it is the one thing to see to."""
     machines = WorldMachines.of_ranks("abb", ["node1", "node2", "node2"], ["10.0.0.1", "10.0.0.2", "10.0.0.2"])
@@ -390,12 +372,6 @@ def test_many_machines_are_few_words() -> None:
     assert wrong(NODE1, *others, odd)[0][2] == (
         "largest packet (MTU): 1500 bytes (eth0) on node1, node2, node3 and 97 more; 9000 bytes (eth0) on node101"
     )
-
-
-def test_neighbours() -> None:
-    """Every other machine, and of many the next one and the one before, so that each pair is tried both ways."""
-    assert [neighbours(index, 3) for index in range(3)] == [[1, 2], [0, 2], [0, 1]]
-    assert [neighbours(index, 17) for index in (0, 1, 16)] == [[1, 16], [0, 2], [0, 15]]
 
 
 def test_the_table_in_the_docs() -> None:

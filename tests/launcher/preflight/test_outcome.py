@@ -1,8 +1,13 @@
-"""The table of an examination: remedies, and the line that ends it."""
+"""What an examination looks at, and its table: remedies, and the line that ends it."""
 
 from __future__ import annotations
 
+import pytest
+
 from unipar.distributed.machine_checks import MachineCheck
+from unipar.distributed.place import Place
+from unipar.launcher.preflight.examination import judge_meeting_point
+from unipar.launcher.preflight.network import neighbours
 from unipar.launcher.preflight.outcome import Examination
 
 
@@ -27,3 +32,27 @@ def test_warnings_do_not_fail() -> None:
     outcome = Examination("srun", ("a", "b"), (MachineCheck("clock", "warn", "b is behind", "set it"),))
     assert outcome.ok
     assert outcome.table().splitlines()[-1] == "ready to run, with 1 warning"
+
+
+def test_neighbours() -> None:
+    """Every other machine, and of many the next one and the one before, so that each pair is tried both ways."""
+    assert [neighbours(index, 3) for index in range(3)] == [[1, 2], [0, 2], [0, 1]]
+    assert [neighbours(index, 17) for index in (0, 1, 16)] == [[1, 16], [0, 2], [0, 15]]
+
+
+@pytest.mark.parametrize(
+    ("port", "hosted", "expected"),
+    [
+        (29400, False, [("ok", "port 29400 was free")]),
+        (60000, False, [("warn", "port 60000 is one that the system gives to any connection (32768 to 60999)")]),
+        (60000, True, []),
+    ],
+)
+def test_the_port_of_the_meeting_point(
+    port: int, hosted: bool, expected: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that the system may give away is free now, and perhaps not when the run starts; an agent keeps its own."""
+    monkeypatch.setattr(Path, "read_text", lambda *_: "32768\t60999\n")  # pyright: ignore[reportUnknownLambdaType]
+    address = ("10.0.0.1", port)
+    place = Place(rank=0, size=2, local_rank=0, local_size=1, launcher="srun", address=address, hosted=hosted)
+    assert [(check.status, check.found) for check in judge_meeting_point(place)] == expected
