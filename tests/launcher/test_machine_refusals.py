@@ -58,9 +58,9 @@ def put_nothing(machine: Machine) -> None: ...
         (put_nothing, put_nothing, ["--set", "machines.nodes=3"],
          f"machines.nodes: 3, and whoever set RANK and WORLD_SIZE has started ranks on 2 machines ({NODES}): start it "
          "on 3, or change machines.nodes"),
-        (put_nothing, put_nothing, ["--set", "machines.nodes=2", "--set", "machines.per=2"],
+        pytest.param(put_nothing, put_nothing, ["--set", "machines.nodes=2", "--set", "machines.per=2"],
          f"machines.per: 2, and whoever set RANK and WORLD_SIZE has started 1 rank on a machine ({NODES}): start 2 on "
-         "each, or change machines.per"),
+         "each, or change machines.per", marks=pytest.mark.sweep),
         pytest.param(
             put_nothing, put_nothing, ["--set", "machines.folder=shared", "--out", "/tmp/mine"],
             "node2 (10.213.7.2): machines.folder: shared, and /tmp/mine is not the folder that rank 0 has made on "

@@ -34,7 +34,7 @@ CELLS = [
     ("accelerate launch", "accelerate", (1, 1)),
     ("deepspeed", "deepspeed", (1, 1)),
     ("horovodrun", "horovod", (1, 1)),
-    ("mpirun", "native", (1, 1)),
+    pytest.param("mpirun", "native", (1, 1), marks=pytest.mark.sweep),
     ("mpirun cyclic", "horovod", (2, 2)),
     ("srun", "deepspeed", (1, 1)),
     pytest.param("srun cyclic", "native", (2, 2), marks=pytest.mark.sweep),
