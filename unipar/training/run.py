@@ -23,16 +23,10 @@ from unipar.run_folder.ledger import Ledger
 from unipar.task import Run, Share, Task
 from unipar.task.run import Position, StepOutcome
 from unipar.tracking.writer import TrackerWriter
-from unipar.training.evaluation import Evaluation, refuse_unsynced_evaluation
+from unipar.training.evaluating.evaluation import Evaluation, refuse_unsynced_evaluation
 from unipar.training.feeds import RunFeeds, refuse_shared_stream
-from unipar.training.parts import (
-    ActivePart,
-    TrainedPart,
-    combine_recorded_parts,
-    iterate_pieces,
-    refuse_other_loss,
-    restore_parts,
-)
+from unipar.training.part_choice import PartChoice
+from unipar.training.parts import ActivePart, TrainedPart, combine_recorded_parts, iterate_pieces, restore_parts
 from unipar.training.shares import ShareMaker
 from unipar.training.step_log import StepLog
 from unipar.training.stopping import StateKeeper, StopAgreement, require_keeper
@@ -65,10 +59,7 @@ class TrainingRun(Run):
         self.task, self._parts, self.world, self.config, self.sizes = task, parts, world, config, sizes
         self.rank, self.size, self.device = world.rank, world.size, world.device
         self.done = 0
-        self._members = {name: ActivePart(part, parts) for name, part in parts.items()}
-        self._first = next(iter(self._members.values()))
-        self._active: ActivePart | None = None
-        self._evaluating = False
+        self._choice = PartChoice(parts, task, config)
         self.heartbeat, self.work = heartbeat, work
         self._log = StepLog(ledger, trackers, config.log.every, config.train.lr_scale.factor(sizes.total), work)
         self._mark = heartbeat.set_phase
@@ -178,7 +169,7 @@ class TrainingRun(Run):
     @property
     def engine(self) -> Engine:
         """Engine of the model, or of its first part."""
-        return self._first.trained.engine
+        return self._choice.first.trained.engine
 
     @override
     def pieces(self) -> Iterator[Piece]:
@@ -190,15 +181,7 @@ class TrainingRun(Run):
 
     @override
     def frozen(self, part: str) -> Callable[[Fn, Any], Any]:
-        other = self._member(part)
-        if self._active is None:
-            raise TaskError(f"run.frozen({part!r}) was called outside of a loss and metrics: call it in one of them")
-        if other is self._active:
-            raise TaskError(
-                f"run.frozen({part!r}) was called in that part's own loss: use the loss's first argument, its model"
-            )
-        engine = other.trained.engine
-        return engine.evaluate if self._evaluating else engine.call_frozen
+        return self._choice.frozen(part)
 
     # Methods for the loop
 
@@ -214,19 +197,16 @@ class TrainingRun(Run):
     def step(self, share: Share, part: str | None = None, loss: Fn | None = None) -> StepOutcome:
         if not isinstance(share, Share):  # pyright: ignore[reportUnnecessaryIsInstance] - the user's code
             raise TaskError(f"run.step takes a Share, as run.batches() and run.over() yield; it got {share!r}")
-        active = self._select_part(part, loss)
+        active = self._choice.select(part, loss, self._parts_stepped)
         trained = active.trained
         number = self.done + 1
         self.heartbeat.step = number
         self._loss = loss or self.task.loss
         steps = self._steps or self.steps
         rate = schedule_factor(self._schedule, self.done - trained.skipped, steps)
-        self._active, self._seeds = active, active.seeds
-        try:
-            with active:
-                out = self.work.run_step(trained.engine, self._seeded_loss, share.micros, rate, self._mark, self._loss)
-        finally:
-            self._active = None
+        self._seeds = active.seeds
+        with self._choice.active(active), active:
+            out = self.work.run_step(trained.engine, self._seeded_loss, share.micros, rate, self._mark, self._loss)
         trained.add_step(number, out, rate)
         if not self._parts_stepped:
             self._log.count(share)
@@ -238,35 +218,10 @@ class TrainingRun(Run):
         if self._sync_every and (number % self._sync_every == 0 or number == steps):
             trained.engine.take_mean()
         self._parts_stepped.append(active)
-        if len(self._members) == 1:  # with several, the share ends when the loop asks for the next one
+        if self._choice.alone:  # with several, the share ends when the loop asks for the next one
             self._end_share()
         self._mark("between")
         return StepOutcome(number, reported)
-
-    def _select_part(self, part: str | None, loss: Fn | None) -> ActivePart:
-        """Return the part that a call of `run.step` means."""
-        refuse_other_loss(loss, self.task.loss, self.config)
-        if part is None:
-            if len(self._members) == 1:
-                return self._first
-            raise TaskError(
-                f"run.step was called without part=: model() returned {', '.join(self._parts)}; call run.step(share, "
-                f"part={next(iter(self._parts))!r}, loss=...)"
-            )
-        chosen = self._member(part)
-        if loss is None and chosen is not self._first:
-            own = self._first.trained.name
-            raise TaskError(f"run.step(part={part!r}) has no loss: the task's own is for {own!r}; give loss=")
-        if chosen in self._parts_stepped:
-            raise TaskError(
-                f"the loop called run.step(part={part!r}) twice for one share; call it at most once for each part"
-            )
-        return chosen
-
-    def _member(self, part: str) -> ActivePart:
-        if part not in self._members:
-            raise TaskError(f"there is no part {part!r}; model() returned {', '.join(self._parts)}")
-        return self._members[part]
 
     @override
     def evaluate(self) -> dict[str, float]:
@@ -277,11 +232,8 @@ class TrainingRun(Run):
             self._evaluation = Evaluation(self.task, engines, self.world, self.config, self.sizes, self._mark)
             refuse_shared_stream(self.feed.source, self._evaluation.source)
         self._mark("evaluate")
-        self._active, self._evaluating = self._first, True
-        try:
+        with self._choice.active(self._choice.first, evaluating=True):
             means = self._evaluation()
-        finally:
-            self._active, self._evaluating = None, False
         self._log.write_values("eval", self.done, means)
         if self._checkpoints is not None:
             self._checkpoints.after_evaluation(self.done, means)
@@ -363,7 +315,7 @@ class TrainingRun(Run):
             yield self.work.make_share(partial(self._maker.make, read, feed, before))
             self._end_share()
             if self.done != before + 1:
-                times = "once" if len(self._members) == 1 else "at most once for each part, and for at least one part"
+                times = "once" if self._choice.alone else "at most once for each part, and for at least one part"
                 taken = f"the loop called run.step {self.done - before} times for one share"
                 raise TaskError(f"{taken}; call it {times}, with that share")
             if every and self.done % every == 0:

@@ -1,0 +1,1 @@
+"""Evaluation of a run on its validation data."""
