@@ -16,7 +16,7 @@ ATEN: Any = torch.ops.aten
 Settings = tuple[tuple[int, ...], tuple[int, ...], int, int]
 """Shapes of input and weight, stride and padding."""
 
-LARGE_WEIGHT: Settings = (2, 128, 2, 2), (128, 128, 3, 3), 1, 1
+LARGE_WEIGHT: Settings = (2, 128, 3, 3), (128, 128, 3, 3), 1, 1
 LARGE_INPUT: Settings = (4, 64, 14, 14), (64, 64, 3, 3), 1, 1
 FIRST: Settings = (4, 3, 32, 32), (64, 3, 7, 7), 2, 3
 ONE_SMALL: Settings = (1, 64, 4, 4), (64, 64, 3, 3), 1, 1
@@ -54,9 +54,9 @@ def test_copies_are_those_that_are_measured(settings: Settings, backward: bool) 
 @pytest.mark.parametrize(
     ("settings", "dtype", "backward", "expected"),
     [
-        (LARGE_WEIGHT, torch.float32, False, [4 * (1_024 + 147_456), 4 * 1_024]),
-        (LARGE_WEIGHT, torch.float32, True, [4 * (1_024 + 1_024), 4 * 147_456]),
-        (LARGE_WEIGHT, torch.bfloat16, True, [2 * (1_024 + 1_024) + 4 * 147_456, 2 * 147_456]),
+        (LARGE_WEIGHT, torch.float32, False, [4 * (2_304 + 147_456), 4 * 2_304]),
+        (LARGE_WEIGHT, torch.float32, True, [4 * (2_304 + 2_304), 4 * 147_456]),
+        (LARGE_WEIGHT, torch.bfloat16, True, [2 * (2_304 + 2_304) + 4 * 147_456, 2 * 147_456]),
         (LARGE_WEIGHT, torch.float64, True, []),
         (ONE_SMALL, torch.float32, False, []),
         (FIRST, torch.float32, False, [4 * (12_288 + 9_408), 4 * 65_536]),

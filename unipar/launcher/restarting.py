@@ -69,23 +69,22 @@ class Restarts:
             return False
         self.made += 1
         pause = pause_before(self.made)
-        plan = self.plan.next_attempt(self.script, error)
-        first, *_ = str(error).splitlines()
-        self.shown.say(first)
-        kept = relative_path(plan.out / f"attempt-{count_attempts(plan.out)}")
-        self.shown.say(f"restart {self.made} of {of} in {pause:g} s: {plan.describe_start()}; logs so far: {kept}")
-        self._wait(pause)
+        with SignalReceiver() as signals:
+            plan = self.plan.next_attempt(self.script, error)
+            first, *_ = str(error).splitlines()
+            self.shown.say(first)
+            kept = relative_path(plan.out / f"attempt-{count_attempts(plan.out)}")
+            self.shown.say(f"restart {self.made} of {of} in {pause:g} s: {plan.describe_start()}; logs so far: {kept}")
+            self._wait(pause, signals)
         self.shown.begin_attempt()
         self.plan = plan
         return True
 
-    def _wait(self, seconds: float) -> None:
-        """Wait so long; a signal stops the run."""
+    def _wait(self, seconds: float, signals: SignalReceiver) -> None:
+        """Wait so long; a signal, which may have come before, stops the run."""
         until = time.monotonic() + seconds
-        run = self.plan.out.resolve()
-        with SignalReceiver() as signals:
-            while (left := until - time.monotonic()) > 0:
-                select.select([signals], [], [], min(left, self.shown.every))
-                if signals.received_signals:
-                    raise make_stopped_error(run, self.plan.size, signals.received_signals[0].name)
-                self.shown.tick()
+        while (left := until - time.monotonic()) > 0:
+            select.select([signals], [], [], min(left, self.shown.every))
+            if signals.received_signals:
+                raise make_stopped_error(self.plan.out.resolve(), self.plan.size, signals.received_signals[0].name)
+            self.shown.tick()
