@@ -23,7 +23,6 @@ from unipar.backend import registry
 from unipar.config import Config
 from unipar.config.settled import read_settled
 from unipar.distributed.place import Place
-from unipar.engines.learning_rate import schedule_factor
 from unipar.launcher.processes.group import CONTROL_MESSAGE_BYTES
 from unipar.launcher.processes.worker import exit_on_error
 from unipar.model.optimizer import parameter_groups
@@ -112,7 +111,7 @@ class Quickstart:
     def schedule(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
         """Return the config's schedule."""
         return torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: schedule_factor(self.config.train.schedule, step, self.steps)
+            optimizer, lambda step: self.config.train.schedule.factor(step, self.steps)
         )
 
     def sampled(self) -> tuple[DataLoader[Any], DistributedSampler[Any]]:

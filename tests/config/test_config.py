@@ -11,7 +11,8 @@ from unipar.backend import checks
 from unipar.backend.cells import cell_of, config_in_cell, expand_cell_patterns, require_cell
 from unipar.config import BatchSizes, Cell, Config
 from unipar.config.sections.batch import Batch
-from unipar.config.sections.optimizer import SGD, Adam, AdamW, Clip, Constant, Cosine, Linear, LrScale
+from unipar.config.sections.optimizer import SGD, Adam, AdamW, Clip, LrScale
+from unipar.config.sections.schedule import Constant, Cosine, Linear
 from unipar.config.sections.train import Train
 from unipar.config.source import load_given_config
 from unipar.errors import BackendNotFound, ConfigError, Unsupported

@@ -60,7 +60,8 @@ def said(changes: dict[str, Any], where: dict[str, str] | None = None) -> str:
         ),
         (
             {"train/schedule": {"end": 0.1}},
-            "train.schedule.end: there is no such key; it is a key of linear and cosine, and this is constant",
+            "train.schedule.end: there is no such key; it is a key of linear, cosine, polynomial, wsd and one-cycle, "
+            "and this is constant",
         ),
         ({"train/clip": {"max": 1.0, "nrm": "fp64"}}, "train.clip.nrm: there is no such key; did you mean 'norm'?"),
         # a key that is missing
@@ -166,8 +167,8 @@ def said(changes: dict[str, Any], where: dict[str, str] | None = None) -> str:
         ({"train/optimizer": {"name": None}}, "train.optimizer.name: wanted sgd, adam or adamw, got null"),
         (
             {"train/schedule": "cosine"},
-            "train.schedule: wanted a section {name: ..., ...} whose name is constant, linear or cosine, got 'cosine'; "
-            "write {name: cosine}",
+            "train.schedule: wanted a section {name: ..., ...} whose name is constant, linear, cosine, polynomial, "
+            "step, wsd or one-cycle, got 'cosine'; write {name: cosine}",
         ),
         (
             {"train/optimizer": 3},

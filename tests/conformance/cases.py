@@ -15,6 +15,7 @@ import unipar
 from tests.conformance import tasks
 from tests.conformance.gan import Gan
 from tests.conformance.marks import MARKS
+from tests.conformance.rates import Paced
 from unipar.backend import cells as backend_cells
 from unipar.backend import registry
 from unipar.backend.cells import config_in_cell, is_single_process
@@ -165,6 +166,8 @@ CASES = {
         Case("one microbatch", tasks.Plain, accumulate=1),
         Case("four microbatches", tasks.Plain, accumulate=4),
         Case("schedule", tasks.Plain, train=_COSINE),
+        Case("warm-up, stable, decay", tasks.Plain, train={"schedule": {"name": "wsd", "warmup": 2, "decay": 3}}),
+        Case("a schedule of its own", Paced, sizes=(2,)),
         Case("no clip, sgd", tasks.Plain, train={"clip": None, "optimizer": _SGD}),
         Case("adam, no decay on thin ones", tasks.Plain,
              train={"optimizer": {"name": "adam", "lr": 1e-2, "weight_decay": 0.1, "eps": 1e-6, "decay": "matrices"}}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -83,7 +84,7 @@ def train_by_hand(case: Case, size: int) -> Result:
         norm = torch.nn.utils.clip_grad_norm_(trained, clip.max if clip else math.inf)
         assert clip is None or norm > clip.max, "the clip does not bite"
         for group, lr in zip(optimizer.param_groups, base, strict=True):
-            group["lr"] = lr * factor_of(config, step, steps)
+            group["lr"] = lr * (task.schedule if task.defines("schedule") else partial(factor_of, config))(step, steps)
         optimizer.step()
         optimizer.zero_grad()
         result.losses.append(total)
@@ -122,6 +123,8 @@ def factor_of(config: Config, step: int, steps: int) -> float:
         return 1.0
     if step < schedule.warmup:
         return (step + 1) / schedule.warmup
+    if schedule.name == "wsd":
+        return min(1.0, (steps - 1 - step) / schedule.decay)
     gone = (step - schedule.warmup) / (steps - 1 - schedule.warmup)
     return schedule.end + (1 - schedule.end) * (1 + math.cos(math.pi * gone)) / 2
 

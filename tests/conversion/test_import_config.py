@@ -240,8 +240,7 @@ def test_deepspeed_climbs_two_steps_later() -> None:
     import torch
     from deepspeed.runtime.lr_schedules import WarmupLR
 
-    from unipar.config.sections.optimizer import Constant
-    from unipar.engines.learning_rate import schedule_factor
+    from unipar.config.sections.schedule import Constant
 
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     theirs = WarmupLR(optimizer, warmup_num_steps=4, warmup_type="linear")
@@ -249,7 +248,7 @@ def test_deepspeed_climbs_two_steps_later() -> None:
     for _ in range(8):
         rates.append(optimizer.param_groups[0]["lr"])
         theirs.step()
-    ours = [schedule_factor(Constant(warmup=4), step, 8) for step in range(6)]
+    ours = [Constant(warmup=4).factor(step, 8) for step in range(6)]
     assert rates == pytest.approx([0.0, 0.0, *ours])
 
 

@@ -12,8 +12,9 @@ from typing_extensions import override
 
 import unipar
 from unipar.config import Config
-from unipar.config.sections.optimizer import Constant, Cosine, Linear, optimizer_arguments
-from unipar.engines.learning_rate import BaseRates, schedule_factor
+from unipar.config.sections.optimizer import optimizer_arguments
+from unipar.config.sections.schedule import Constant, Cosine, Linear
+from unipar.engines.learning_rate import BaseRates
 from unipar.errors import TaskError
 from unipar.model.optimizer import OptimizerFactory, ParameterGroup, parameter_groups
 
@@ -216,15 +217,15 @@ def test_keys_of_an_optimizer_that_is_not_made(key: str, value: Any, shown: str)
 def test_schedules() -> None:
     """Warm-up rises to the full rate; linear and cosine reach `end` at the last of ten steps."""
     cosine, linear = Cosine(warmup=2, end=0.1), Linear(warmup=2)
-    assert [schedule_factor(cosine, s, 10) for s in (0, 1, 2)] == [0.5, 1.0, 1.0]
-    assert schedule_factor(cosine, 9, 10) == pytest.approx(0.1, abs=1e-15)
-    assert [round(schedule_factor(linear, s, 10), 6) for s in (2, 3, 9)] == [1.0, 0.857143, 0.0]
-    assert [schedule_factor(Constant(warmup=4), s, 10) for s in (0, 3, 9)] == [0.25, 1.0, 1.0]
+    assert [cosine.factor(s, 10) for s in (0, 1, 2)] == [0.5, 1.0, 1.0]
+    assert cosine.factor(9, 10) == pytest.approx(0.1, abs=1e-15)
+    assert [round(linear.factor(s, 10), 6) for s in (2, 3, 9)] == [1.0, 0.857143, 0.0]
+    assert [Constant(warmup=4).factor(s, 10) for s in (0, 3, 9)] == [0.25, 1.0, 1.0]
 
 
 def test_a_schedule_whose_warm_up_is_the_whole_run() -> None:
     """A warm-up as long as the run does not divide by zero."""
-    assert [schedule_factor(Cosine(warmup=3), s, 3) for s in range(3)] == [
+    assert [Cosine(warmup=3).factor(s, 3) for s in range(3)] == [
         pytest.approx(1 / 3),
         pytest.approx(2 / 3),
         1.0,

@@ -15,7 +15,8 @@ from string import Template
 from typing import TYPE_CHECKING, Any
 
 from unipar.config import BatchSizes, Config
-from unipar.config.sections.optimizer import SGD, Adam, Constant, optimizer_arguments
+from unipar.config.sections.optimizer import SGD, Adam, optimizer_arguments
+from unipar.config.sections.schedule import Constant, OneCycle, Polynomial, Steps, WarmupStableDecay
 from unipar.errors import Unsupported
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ def shared_flags(outline: Outline) -> dict[str, bool]:
         "cuda": outline.cuda,
         "clip": config.train.clipping is not None,
         "scheduled": has_schedule(config),
-        "cosine": config.train.schedule.name == "cosine",
+        "cosine": uses_math(config),
         "master": precision == "bf16-master",
         "moves": outline.cuda or precision in _BATCH_DTYPES,
         "weighs": "weight" in gives,
@@ -267,22 +268,56 @@ _NOTE = '''def note(row: dict[str, Any]) -> None:
 '''
 
 
+def uses_math(config: Config) -> bool:
+    """Return whether the function of the learning rate calls Python's math."""
+    return any("math." in line for line in _rate_code(config))
+
+
 def _rate_code(config: Config) -> Iterator[str]:
     schedule = config.train.schedule
     yield "def rate(step: int) -> float:"
     yield '    """Return the factor on the learning rate at `step`, counted from 0."""'
+    if isinstance(schedule, Steps):
+        falls = f"step // {schedule.every}" if schedule.every else f"sum(step >= at for at in {list(schedule.at)})"
+        rise = "min(1.0, (step + 1) / WARMUP) * " if schedule.warmup else ""
+        yield f"    return {rise}{float(schedule.by)!r} ** ({falls})"
+        yield ""
+        return
     if schedule.warmup:
         yield "    if step < WARMUP:"
         yield "        return (step + 1) / WARMUP"
     if isinstance(schedule, Constant):
         yield "    return 1.0"
+        yield ""
+        return
+    since, last = ("(step - WARMUP)", "STEPS - 1 - WARMUP") if schedule.warmup else ("step", "STEPS - 1")
+    shape, end = "linear", float(schedule.end)
+    if isinstance(schedule, OneCycle):
+        shape, begin = schedule.shape, float(schedule.begin)
+        yield f"    top = {schedule.rise!r} * STEPS - 1.0"
+        yield "    if step <= top:"
+        yield "        progress = step / top"
+        yield f"        return 1.0 - {1.0 - begin!r} * {_REMAINING[shape]}"
+        yield "    progress = (step - top) / (STEPS - 1 - top)"
+    elif isinstance(schedule, WarmupStableDecay):
+        shape, decay = schedule.shape, schedule.decay
+        yield f"    progress = max(0.0, (step - (STEPS - 1) + {decay}) / {decay})"
     else:
-        since, last = ("(step - WARMUP)", "STEPS - 1 - WARMUP") if schedule.warmup else ("step", "STEPS - 1")
+        shape = schedule.name
         yield f"    progress = {since} / max(1, {last})"
-        left = "1.0 - progress" if schedule.name == "linear" else "0.5 * (1.0 + math.cos(math.pi * progress))"
-        over = f"{schedule.end!r} + {1.0 - schedule.end!r} * " if schedule.end else ""
-        yield f"    return {over}max(0.0, {left})"
+    left = _REMAINING["linear"] if isinstance(schedule, Polynomial) else _REMAINING[shape]
+    power = f" ** {float(schedule.power)!r}" if isinstance(schedule, Polynomial) else ""
+    over = f"{end!r} + {1.0 - end!r} * " if end else ""
+    yield f"    return {over}{left}{power}"
     yield ""
+
+
+_REMAINING = {
+    "linear": "max(0.0, 1.0 - progress)",
+    "cosine": "max(0.0, 0.5 * (1.0 + math.cos(math.pi * progress)))",
+    "sqrt": "max(0.0, 1.0 - math.sqrt(progress))",
+}
+"""Code of what is left of a decay, by its shape."""
 
 
 def _batches(outline: Outline) -> Iterator[str]:

@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 
 from unipar.config.config import Config
 from unipar.config.sections.section import Section
-from unipar.utils.text import did_you_mean, join_with_or, show_value
+from unipar.utils.text import did_you_mean, join_with_and, join_with_or, show_value
 
 KeyOrigins = Mapping[str, str]
 """Origin of each dotted key: "line 12", "--set"."""
@@ -239,7 +239,7 @@ def _suggest_key(m: _Mistake, model: type[BaseModel], prefix: str) -> str:
     if question := did_you_mean(word, m.owner.section.model_fields):
         return question
     if rivals := [r.tag for r in m.rivals if r.tag and r.section and word in r.section.model_fields]:
-        return f"; it is a key of {' and '.join(rivals)}, and this is {m.owner.tag}"
+        return f"; it is a key of {join_with_and(rivals)}, and this is {m.owner.tag}"
     if other := next((k for k in path if k.rpartition(".")[2] == word), None):
         return f"; did you mean {other!r}?"
     file = "a config" if model is Config else "such a file"

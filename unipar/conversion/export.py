@@ -174,6 +174,11 @@ def _make_outline(source: ConfigSource) -> tuple[Outline, dict[str, str]]:
             f"{ref.task.shown}: optimizer() creates the task's own optimizer, but a script creates the config's: "
             "export a task without optimizer(), and create yours in train.py"
         )
+    if task.defines("schedule"):
+        raise TaskError(
+            f"{ref.task.shown}: schedule() is the task's own, but a script computes the config's: export a task "
+            "without schedule(), and write yours into rate() of train.py"
+        )
     _check_bases(type(task), file)
     from_loader = {name: value for name, value in depth.data.items() if name not in config.data.model_fields_set}
     config = config.model_copy(update={"data": config.data.model_copy(update=from_loader)})

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, final
 
 from torch.optim import Optimizer
 
-from unipar.config.sections.optimizer import Constant, Schedule
+from unipar.config.sections.schedule import Constant, Schedule
+from unipar.distributed.world import World
+from unipar.errors import ConfigError, TaskError
 
 
 class BaseRates:
@@ -29,12 +34,55 @@ def current_rates(optimizer: Any) -> list[float]:
     return [float(group["lr"]) for group in optimizer.param_groups]
 
 
-def schedule_factor(schedule: Schedule, step: int, steps: int) -> float:
-    """Return the factor of the learning rate at optimizer step `step` (from 0) of `steps`."""
-    if step < schedule.warmup:
-        return (step + 1) / schedule.warmup
-    if isinstance(schedule, Constant):
-        return 1.0
-    progress = (step - schedule.warmup) / max(1, steps - 1 - schedule.warmup)
-    decay = 1.0 - progress if schedule.name == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
-    return schedule.end + (1.0 - schedule.end) * max(0.0, decay)
+OwnSchedule = Callable[[int, int], float]
+"""Schedule of a task: `Task.schedule(step, steps)`."""
+
+
+@final
+class RateSchedule:
+    """Learning rate's factor at each optimizer step: that of the config, or of the task's own schedule."""
+
+    def __init__(self, schedule: Schedule, own: OwnSchedule | None = None) -> None:
+        if own is not None and schedule != Constant():
+            raise TaskError(
+                f"train.schedule (name: {schedule.name}, warmup: {schedule.warmup}) has no effect, as the task has a "
+                "schedule() of its own: leave one of them out"
+            )
+        self._factor: Callable[[int, int], float] = schedule.factor if own is None else partial(_checked, own)
+        self.own = own is not None
+        """Whether the task has a schedule of its own."""
+
+        self._schedule = schedule
+
+    def factor(self, step: int, steps: int) -> float:
+        """Return the factor of the learning rate at optimizer step `step` (from 0) of `steps`."""
+        return self._factor(step, steps)
+
+    def check(self, steps: int, world: World) -> None:
+        """Raise an error if the schedule does not fit into so many steps, or if ranks have other rates than rank 0."""
+        if (misfit := self._schedule.misfit(steps)) is not None:
+            raise ConfigError(f"train.{misfit}")
+        if not self.own:
+            return
+        looked_at = sorted({0, steps - 1, *range(0, steps, max(1, steps // 32))})
+        mine = json.dumps([self._factor(step, steps) for step in looked_at])
+
+        def sentence(first: str) -> str:
+            theirs: list[float] = json.loads(first)
+            step = next(i for i, (a, b) in enumerate(zip(theirs, json.loads(mine), strict=True)) if a != b)
+            return (
+                f"schedule({looked_at[step]}, {steps}) returned {json.loads(mine)[step]:g} on rank {world.rank} and "
+                f"{theirs[step]:g} on rank 0: it must depend on step and steps alone"
+            )
+
+        world.agree("schedule", mine, sentence)
+
+
+def _checked(own: OwnSchedule, step: int, steps: int) -> float:
+    value: Any = own(step, steps)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+        raise TaskError(
+            f"schedule({step}, {steps}) returned {value!r}; return the factor of the learning rate, a number that is "
+            "not negative: 1.0 is train.optimizer.lr"
+        )
+    return float(value)

@@ -65,6 +65,13 @@ class Task(ABC):
         """Return your own optimizer over these groups (parameters, rate, decay); None for that of `train.optimizer`."""
         return None
 
+    def schedule(self, step: int, steps: int) -> float:
+        """Return the factor of the learning rate at optimizer step `step` (from 0) of `steps`, instead of the config's.
+
+        The same on every rank: it may depend on step and steps alone.
+        """
+        return 1.0
+
     def blocks(self, model: nn.Module) -> Sequence[str] | None:
         """Return the names of the repeated blocks; None to let unipar find them."""
         return None

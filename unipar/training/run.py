@@ -15,7 +15,7 @@ from unipar.data.feed import MicrobatchFeed
 from unipar.data.order import MicrobatchPlan
 from unipar.data.stream_feed import StreamFeed
 from unipar.distributed.world import World
-from unipar.engines.learning_rate import schedule_factor
+from unipar.engines.learning_rate import RateSchedule
 from unipar.errors import Stopped, TaskError
 from unipar.profiling.observer import StepObserver
 from unipar.run_folder.heartbeat import HeartbeatWriter
@@ -66,7 +66,7 @@ class TrainingRun(Run):
         self._loss: Fn = task.loss
         self._seed = config.train.seed
         self._loss_seed = mix_into(MIX_START, self._seed, 3)
-        self._schedule = config.train.schedule
+        self._rates = RateSchedule(config.train.schedule, task.schedule if task.defines("schedule") else None)
         self._sync_every, self._scales = config.train.sync_every, config.train.precision == "fp16"
         self._maker = ShareMaker(task, world)
         self._stop_agreement = StopAgreement(world, config.train.sync_every or 1)
@@ -203,7 +203,7 @@ class TrainingRun(Run):
         self.heartbeat.step = number
         self._loss = loss or self.task.loss
         steps = self._steps or self.steps
-        rate = schedule_factor(self._schedule, self.done - trained.skipped, steps)
+        rate = self._rates.factor(self.done - trained.skipped, steps)
         self._seeds = active.seeds
         with self._choice.active(active), active:
             out = self.work.run_step(trained.engine, self._seeded_loss, share.micros, rate, self._mark, self._loss)
@@ -303,6 +303,7 @@ class TrainingRun(Run):
 
     def _shares(self, feed: MicrobatchFeed | StreamFeed) -> Iterator[Share]:
         every = self.config.eval.every
+        self._rates.check(self.steps, self.world)
         ready = feed.batches(self.done)
         while self.done < self.steps:
             before = self.done

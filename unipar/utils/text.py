@@ -114,6 +114,11 @@ def join_with_or(words: Sequence[str]) -> str:
     return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
+def join_with_and(words: Sequence[str]) -> str:
+    """Return "a, b and c"."""
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
 def closest(word: str, words: Iterable[str]) -> str | None:
     """Return the one of `words` that is most like a misspelt word, or None if none is close."""
     return next(iter(difflib.get_close_matches(word, list(words), 1)), None)

@@ -1,11 +1,12 @@
-"""Config sections of optimizers, schedules, scaling of the learning rate, and clipping."""
+"""Config sections of optimizers, scaling of the learning rate, and clipping."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Discriminator, Field, PositiveFloat, PositiveInt, Tag, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, Tag, model_validator
 
+from unipar.config.sections.schedule import by_name
 from unipar.config.sections.section import Section
 
 
@@ -76,16 +77,8 @@ class AdamW(_Moments):
     """Adam with weight decay that is separate from the gradient."""
 
 
-def _by_name(default: str) -> Discriminator:
-    def which(value: object) -> str:
-        name: object = value.get("name", default) if isinstance(value, dict) else getattr(value, "name", default)
-        return str(name)
-
-    return Discriminator(which)
-
-
 Optimizer = Annotated[
-    Annotated[SGD, Tag("sgd")] | Annotated[Adam, Tag("adam")] | Annotated[AdamW, Tag("adamw")], _by_name("adamw")
+    Annotated[SGD, Tag("sgd")] | Annotated[Adam, Tag("adam")] | Annotated[AdamW, Tag("adamw")], by_name("adamw")
 ]
 
 
@@ -131,44 +124,6 @@ class LrScale(Section):
             return 1.0
         ratio = total / self.at_batch
         return ratio if self.rule == "linear" else ratio**0.5
-
-
-class _Schedule(Section):
-    warmup: Annotated[int, Field(ge=0)] = 0
-    """Optimizer steps over which the learning rate rises to its full value."""
-
-
-class Constant(_Schedule):
-    """Config section `train.schedule` with name: constant."""
-
-    name: Literal["constant"] = "constant"
-    """The full learning rate after warm-up."""
-
-
-class Linear(_Schedule):
-    """Config section `train.schedule` with name: linear."""
-
-    name: Literal["linear"] = "linear"
-    """A straight line down to `end` at the last step."""
-
-    end: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of the full learning rate at the last step."""
-
-
-class Cosine(_Schedule):
-    """Config section `train.schedule` with name: cosine."""
-
-    name: Literal["cosine"] = "cosine"
-    """Half a cosine down to `end` at the last step."""
-
-    end: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of the full learning rate at the last step."""
-
-
-Schedule = Annotated[
-    Annotated[Constant, Tag("constant")] | Annotated[Linear, Tag("linear")] | Annotated[Cosine, Tag("cosine")],
-    _by_name("constant"),
-]
 
 
 class Clip(Section):

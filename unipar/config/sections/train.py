@@ -7,7 +7,8 @@ from typing import Annotated, Self
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from unipar.config.sections.cell import Precision
-from unipar.config.sections.optimizer import AdamW, Clip, Constant, LrScale, Optimizer, Schedule
+from unipar.config.sections.optimizer import AdamW, Clip, LrScale, Optimizer
+from unipar.config.sections.schedule import Constant, Schedule
 from unipar.config.sections.section import Section
 
 
@@ -37,7 +38,7 @@ class Train(Section):
     """Scaling of the learning rate with the total batch."""
 
     schedule: Schedule = Constant()
-    """constant, linear or cosine; counted in optimizer steps in every backend."""
+    """constant, linear, cosine, polynomial, step, wsd or one-cycle; counted in optimizer steps in every backend."""
 
     clip: PositiveFloat | Clip | None = None
     """The largest gradient norm, or {max: 1.0, norm: fp64}."""
@@ -72,12 +73,8 @@ class Train(Section):
 
     @model_validator(mode="after")
     def _full_rate(self) -> Self:
-        warmup = self.schedule.warmup
-        if self.steps is not None and warmup > self.steps:
-            raise ValueError(
-                f"schedule.warmup ({warmup}) is more than steps ({self.steps}), so the rate would never reach its full "
-                "value; give a shorter warmup (train.schedule.warmup: 0), or more steps"
-            )
+        if self.steps is not None and (misfit := self.schedule.misfit(self.steps)) is not None:
+            raise ValueError(misfit)
         return self
 
     @property

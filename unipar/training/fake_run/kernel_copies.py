@@ -1,7 +1,7 @@
 """Copies that kernels of the CPU make for themselves: oneDNN's convolutions have tensors in a format of their own.
 
-Processors without AVX-512 have no such kernel for the weight's gradient where the input is smaller than the kernel (2 x 2
-under 3 x 3): what the matrix product there holds for each thread is not counted.
+Processors without AVX-512 have no such kernel for the weight's gradient where the input is smaller than the kernel
+(2 x 2 under 3 x 3): what the matrix product there holds for each thread is not counted.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from unipar.backend.export import (
     Outline,
     read_template,
     render_template,
+    uses_math,
 )
 from unipar.errors import Unsupported
 from unipar_native.mesh.probe import kind_of_block
@@ -123,7 +124,7 @@ def pieces_of_script(outline: Outline) -> Pieces:
         "vocabulary": vocabulary is not None,
         "context": context,
         "inside": context or attends,
-        "maths": attends or outline.config.train.schedule.name == "cosine",
+        "maths": attends or uses_math(outline.config),
         "hiddennamed": isinstance(place, str),
         "hiddenlater": place not in (None, 0),
     }

@@ -20,7 +20,6 @@ from unipar.config import Config
 from unipar.data.feed import MicrobatchFeed
 from unipar.distributed.world import World
 from unipar.engines.gradients import clip_gradients
-from unipar.engines.learning_rate import schedule_factor
 from unipar.engines.placement import broadcast_model
 from unipar.engines.wrapper import WrapperEngine
 
@@ -158,7 +157,7 @@ class SchedulePerProcess(Healthy):
         self.done += 1
         assert self.config.train.steps is not None
         ahead = self.done * self.world.size - 1
-        self.rates.set(self.optimizer, schedule_factor(self.config.train.schedule, ahead, self.config.train.steps))
+        self.rates.set(self.optimizer, self.config.train.schedule.factor(ahead, self.config.train.steps))
         super().update()
 
 

@@ -1,0 +1,249 @@
+"""Config sections of schedules: the learning rate's factor at each optimizer step."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from typing import Annotated, Literal, Self
+
+from pydantic import Discriminator, Field, PositiveFloat, PositiveInt, Tag, model_validator
+from typing_extensions import override
+
+from unipar.config.sections.section import Section
+
+_Share = Annotated[float, Field(ge=0, le=1)]
+_PositiveShare = Annotated[float, Field(gt=0, le=1)]
+Decay = Literal["linear", "cosine", "sqrt"]
+
+
+def by_name(default: str) -> Discriminator:
+    """Return the discriminator of a union of sections that are told apart by `name`."""
+
+    def which(value: object) -> str:
+        name: object = value.get("name", default) if isinstance(value, dict) else getattr(value, "name", default)
+        return str(name)
+
+    return Discriminator(which)
+
+
+def remaining_share(shape: Decay, progress: float) -> float:
+    """Return the share that is left of a decay from 1 to 0 after this share of its steps."""
+    if shape == "linear":
+        return max(0.0, 1.0 - progress)
+    if shape == "cosine":
+        return max(0.0, 0.5 * (1.0 + math.cos(math.pi * progress)))
+    return max(0.0, 1.0 - math.sqrt(progress))
+
+
+class _Schedule(Section):
+    warmup: Annotated[int, Field(ge=0)] = 0
+    """Optimizer steps over which the learning rate rises to its full value."""
+
+    def factor(self, step: int, steps: int) -> float:
+        """Return the factor of the learning rate at optimizer step `step` (from 0) of `steps`."""
+        if step < self.warmup:
+            return (step + 1) / self.warmup
+        return self._after_warmup(step - self.warmup, max(1, steps - 1 - self.warmup))
+
+    @abstractmethod
+    def _after_warmup(self, since: int, last: int) -> float:
+        """Return the factor so many steps behind the warm-up; `last`: that of the last step."""
+
+    def misfit(self, steps: int) -> str | None:
+        """Return a sentence if the schedule does not fit into so many steps."""
+        if self.warmup > steps:
+            return (
+                f"schedule.warmup ({self.warmup}) is more than steps ({steps}), so the rate would never reach its full "
+                "value; give a shorter warmup (train.schedule.warmup: 0), or more steps"
+            )
+        return None
+
+
+class Constant(_Schedule):
+    """Config section `train.schedule` with name: constant."""
+
+    name: Literal["constant"] = "constant"
+    """The full learning rate after warm-up."""
+
+    @override
+    def _after_warmup(self, since: int, last: int) -> float:
+        return 1.0
+
+
+class Linear(_Schedule):
+    """Config section `train.schedule` with name: linear."""
+
+    name: Literal["linear"] = "linear"
+    """A straight line down to `end` at the last step."""
+
+    end: _Share = 0.0
+    """Share of the full learning rate at the last step."""
+
+    @override
+    def _after_warmup(self, since: int, last: int) -> float:
+        return self.end + (1.0 - self.end) * remaining_share("linear", since / last)
+
+
+class Cosine(_Schedule):
+    """Config section `train.schedule` with name: cosine."""
+
+    name: Literal["cosine"] = "cosine"
+    """Half a cosine down to `end` at the last step."""
+
+    end: _Share = 0.0
+    """Share of the full learning rate at the last step."""
+
+    @override
+    def _after_warmup(self, since: int, last: int) -> float:
+        return self.end + (1.0 - self.end) * remaining_share("cosine", since / last)
+
+
+class Polynomial(_Schedule):
+    """Config section `train.schedule` with name: polynomial."""
+
+    name: Literal["polynomial"] = "polynomial"
+    """A power of what is left of the steps, down to `end` at the last step."""
+
+    power: PositiveFloat = 2.0
+    """Exponent; 1 is a straight line."""
+
+    end: _Share = 0.0
+    """Share of the full learning rate at the last step."""
+
+    @override
+    def _after_warmup(self, since: int, last: int) -> float:
+        return self.end + (1.0 - self.end) * max(0.0, 1.0 - since / last) ** self.power
+
+
+class Steps(_Schedule):
+    """Config section `train.schedule` with name: step."""
+
+    name: Literal["step"] = "step"
+    """The learning rate is multiplied by `by` after every so many steps, or after some."""
+
+    every: PositiveInt | None = None
+    """Optimizer steps from one fall of the rate to the next, counted from the run's first step."""
+
+    at: Annotated[tuple[PositiveInt, ...], Field(strict=False)] = ()
+    """Steps after which the rate falls, instead of `every`: [3000, 6000]."""
+
+    by: _PositiveShare = 0.1
+    """Factor of each fall."""
+
+    @override
+    def factor(self, step: int, steps: int) -> float:
+        falls = step // self.every if self.every is not None else sum(step >= at for at in self.at)
+        rise = (step + 1) / self.warmup if step < self.warmup else 1.0
+        return rise * self.by**falls
+
+    @override
+    def _after_warmup(self, since: int, last: int) -> float:
+        raise AssertionError("factor() counts falls from the first step")
+
+    @model_validator(mode="after")
+    def _one_count(self) -> Self:
+        if (self.every is None) == (not self.at):
+            raise ValueError("schedule step needs one of every (steps between falls) and at (a list of steps)")
+        if list(self.at) != sorted(set(self.at)):
+            raise ValueError(f"at must be ascending, each step once; got {list(self.at)}")
+        return self
+
+    @override
+    def misfit(self, steps: int) -> str | None:
+        if self.at and self.at[-1] >= steps:
+            return (
+                f"schedule.at: the rate would fall after step {self.at[-1]}, and there are {steps} steps; leave that "
+                "one out, or give more steps"
+            )
+        if self.every is not None and self.every >= steps:
+            return (
+                f"schedule.every ({self.every}) is not less than steps ({steps}), so the rate would never fall; give a "
+                "smaller one, or schedule.name: constant"
+            )
+        return super().misfit(steps)
+
+
+class WarmupStableDecay(_Schedule):
+    """Config section `train.schedule` with name: wsd (warm-up, stable, decay)."""
+
+    name: Literal["wsd"] = "wsd"
+    """The full learning rate after warm-up, and a decay over the last steps."""
+
+    decay: PositiveInt
+    """Optimizer steps at the end over which the rate falls."""
+
+    shape: Decay = "linear"
+    """Curve of the decay: linear, cosine, or sqrt (one minus the root of its progress)."""
+
+    end: _Share = 0.0
+    """Share of the full learning rate at the last step."""
+
+    @override
+    def _after_warmup(self, since: int, last: int) -> float:
+        progress = max(0.0, (since - last + self.decay) / self.decay)
+        return self.end + (1.0 - self.end) * remaining_share(self.shape, progress)
+
+    @override
+    def misfit(self, steps: int) -> str | None:
+        if self.warmup + self.decay > steps:
+            return (
+                f"schedule.warmup ({self.warmup}) and schedule.decay ({self.decay}) are more than steps ({steps}) "
+                "together; give fewer steps of each, or more steps"
+            )
+        return None
+
+
+class OneCycle(_Schedule):
+    """Config section `train.schedule` with name: one-cycle."""
+
+    name: Literal["one-cycle"] = "one-cycle"
+    """A rise from `begin` to the full learning rate, then a fall to `end`; momentum does not change."""
+
+    rise: Annotated[float, Field(gt=0, lt=1)] = 0.3
+    """Share of the steps in which the rate rises."""
+
+    begin: _PositiveShare = 0.04
+    """Share of the full learning rate at the first step."""
+
+    end: _Share = 4e-6
+    """Share of the full learning rate at the last step."""
+
+    shape: Literal["linear", "cosine"] = "cosine"
+    """Curve of rise and fall."""
+
+    @override
+    def _after_warmup(self, since: int, last: int) -> float:
+        top = self.rise * (last + 1) - 1.0
+        if since <= top:
+            return 1.0 - (1.0 - self.begin) * remaining_share(self.shape, since / top)
+        return self.end + (1.0 - self.end) * remaining_share(self.shape, (since - top) / (last - top))
+
+    @model_validator(mode="after")
+    def _rises_by_itself(self) -> Self:
+        if self.warmup:
+            raise ValueError(
+                f"warmup ({self.warmup}) and one-cycle exclude each other: it rises by itself, over the share `rise` "
+                "of the steps; leave warmup out"
+            )
+        return self
+
+    @override
+    def misfit(self, steps: int) -> str | None:
+        if self.rise * steps < 2:
+            return (
+                f"schedule.rise ({self.rise:g}) is less than 2 of {steps} steps, in which the rate would rise; give a "
+                "larger share, or more steps"
+            )
+        return None
+
+
+Schedule = Annotated[
+    Annotated[Constant, Tag("constant")]
+    | Annotated[Linear, Tag("linear")]
+    | Annotated[Cosine, Tag("cosine")]
+    | Annotated[Polynomial, Tag("polynomial")]
+    | Annotated[Steps, Tag("step")]
+    | Annotated[WarmupStableDecay, Tag("wsd")]
+    | Annotated[OneCycle, Tag("one-cycle")],
+    by_name("constant"),
+]
