@@ -255,12 +255,11 @@ def test_the_command_of_an_mpijobs_launcher(here: Path) -> None:
     command = command_of(objects(here, "mpijob", more="machines: {nodes: 2, per: 1, before: [export A=b]}\n"), here)
     (here / "out").mkdir()
     (here / "hostfile").write_text("x-worker-0 slots=1\nx-worker-1 slots=1\n", "utf-8")
-    variables = {
-        "OMPI_MCA_orte_default_hostfile": f"{here}/hostfile",
-        "OMPI_MCA_mca_base_env_list": "PATH;PYTHONPATH;OMP_NUM_THREADS",  # the image's own, in a pod
-    }
+    variables = {"OMPI_MCA_orte_default_hostfile": f"{here}/hostfile"}
     with pods(here, "mpijob", ssh=True) as made:
         env = {**environment(), "TMPDIR": "/tmp", "HOME": "/root", **variables}
+        image = "".join(f"export {name}={env[name]}\n" for name in ("PYTHONPATH", "OMP_NUM_THREADS"))
+        made[1].path("/root/.bashrc").write_text(image, "utf-8")  # ssh hands on no variables, an image has its own
         done = made[0].run(command, env=env, at=str(here))
     assert done.returncode == 0, done.stdout + done.stderr
     assert Report.read(here / "out/x").size == 2
