@@ -71,10 +71,11 @@ def test_compare(commands: Commands) -> None:
 
 
 def test_scale(commands: Commands) -> None:
-    """A world on one machine, and one over both."""
+    """A world on one machine, and two over both: one with the same batch, one with the same share of a rank."""
     said, _ = commands.run("scale", "--world", "1,2", "--cells", "native/nothing")
     assert "2 machines (ranks on machines), each: " in said
-    assert [(world["ranks"], world["machines"]) for world in commands.result("scale")["worlds"]] == [(1, 1), (2, 2)]
+    worlds = [(world["ranks"], world["machines"]) for world in commands.result("scale")["worlds"]]
+    assert worlds == [(1, 1), (2, 2), (2, 2)]
 
 
 def test_verify(commands: Commands) -> None:
