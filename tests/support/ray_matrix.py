@@ -33,7 +33,7 @@ from tests.support.world import ROOT
 from unipar.results.run import Report
 from unipar.run_folder.attempts import read_attempts
 
-PATIENCE = 240.0
+PATIENCE = 600.0
 RESTART = "killed"
 """Name of the job in which a rank is killed."""
 
