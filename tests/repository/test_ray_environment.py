@@ -23,7 +23,11 @@ def test_it_is_made_once(tmp_path: Path) -> None:
 def test_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One on top of another environment is made again, which takes room; without, it stays as it was."""
     (tmp_path / "ready").write_text("/elsewhere", "utf-8")
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1e8))
+
+    def full(place: Path) -> SimpleNamespace:
+        return SimpleNamespace(free=1e8)
+
+    monkeypatch.setattr(shutil, "disk_usage", full)
     with pytest.raises(NoRay) as e:
         make_environment(tmp_path)
     assert str(e.value) == f"Ray takes 0.6 GB, and {ROOT} has 0.1 GB free: make room"

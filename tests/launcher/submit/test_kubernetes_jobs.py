@@ -33,8 +33,8 @@ FIRST_POD: dict[ObjectKind, str] = {
 }
 """Name by which pods find the first one."""
 
-WHY_NO_MPI = reason_no_machines() or reason_no_ssh()
-WHY_NO_MPI = WHY_NO_MPI or ("" if shutil.which("mpirun") else "no mpirun; on Debian: apt-get install openmpi-bin")
+NO_MPIRUN = "" if shutil.which("mpirun") else "no mpirun; on Debian: apt-get install openmpi-bin"
+WHY_NO_MPI = reason_no_machines() or reason_no_ssh() or NO_MPIRUN
 IMAGE = "machines.kubernetes.image=registry.example/mine:1"
 FULL = """
 machines:
