@@ -15,6 +15,27 @@ AUTO = "auto"
 _T = TypeVar("_T")
 
 
+@dataclass(frozen=True)
+class Answer:
+    """Value of one unipar key that the file leaves to the script."""
+
+    value: Any
+    why: str
+    given: bool
+    """Whether the user gave it by `--args`, rather than a default."""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Values of unipar keys that the file leaves to the script."""
+
+    by_key: Mapping[str, Answer]
+    precision: str | None = None
+    """`bf16` or `fp16`, if `--args` say so; the cell decides what it means."""
+
+    precision_why: str = ""
+
+
 @dataclass
 class ForeignConfigReader:
     """State of converting one file: the resulting config, and messages on keys that were left out or are wrong."""
@@ -33,6 +54,12 @@ class ForeignConfigReader:
     """Keys of the file to be left out, given by `--leave`."""
 
     world: int | None = None
+    answers: Answers | None = None
+    """Values of what the file leaves open; None: ask for each of them."""
+
+    assumed: list[str] = field(default_factory=list[str])
+    """Keys that were filled by a default, each with its value."""
+
     config: dict[str, Any] = field(default_factory=dict[str, Any])
     """Resulting unipar config, by dotted key."""
 
@@ -73,9 +100,32 @@ class ForeignConfigReader:
         """Record that a key is left out because training does not depend on it."""
         self.left_out.append(f"{theirs}: {why}")
 
+    def assume(self, ours: str) -> bool:
+        """Fill the unipar key `ours`, and those below it, from the answers; return False if none of them knows it."""
+        known = self.answers.by_key if self.answers else {}
+        wanted = ("train.steps", "train.epochs") if ours == "train.steps" else (ours,)
+        found = {k: a for k, a in known.items() if any(k == w or k.startswith(f"{w}.") for w in wanted)}
+        for key, answer in found.items():
+            if key in self.config or self.answered(key):
+                continue
+            if answer.value is not None:
+                self.put(key, answer.value, answer.why)
+            if not answer.given:
+                self.assumed.append(f"{key}: {show_value(answer.value)}")
+        return bool(found)
+
+    def assume_default(self, key: str, value: Any, why: str) -> bool:
+        """Put a value that the reader itself assumes; return False if nothing is to be assumed."""
+        if self.answers is None:
+            return False
+        if not self.answered(key):
+            self.put(key, value, f"assumed: {why}")
+            self.assumed.append(f"{key}: {show_value(value)}")
+        return True
+
     def ask(self, theirs: str, ours: str, example: str) -> None:
-        """Ask for the unipar key `ours` by `--set`, because the file leaves its value open."""
-        if not self.answered(ours):
+        """Ask for the unipar key `ours` by `--set`, if the file leaves its value open and no answer is known."""
+        if not self.answered(ours) and not self.assume(ours):
             self.wrong.append(f"{self.place(theirs)}: give it with --set {ours}={example}")
 
     def place(self, theirs: str) -> str:
