@@ -164,7 +164,7 @@ class TrainingArguments:
             ratio = ratio or warmup
             if "train.steps" not in found:
                 self.wrong.append(
-                    f"{self.source}: warmup_ratio: {ratio} of an unknown number of steps; give max_steps, or warmup_steps"
+                    f"{self.source}: warmup_ratio: {ratio} of unknown steps; give max_steps, or warmup_steps"
                 )
                 return
             warmup = math.ceil(found["train.steps"].value * ratio)
@@ -200,9 +200,7 @@ class TrainingArguments:
     def _leave_out_others(self) -> None:
         for name, value in self.given.items():
             if name in _CHANGES_NUMBERS and value not in (None, False, {}, _CHANGES_NUMBERS[name]):
-                self.wrong.append(
-                    f"{self.source}: {name}: {show_value(value)} changes training, and unipar has no such key; take it out"
-                )
+                self.wrong.append(f"{self.source}: {name}: {show_value(value)} has no key of unipar; take it out")
             elif name not in _READ:
                 self.left_out.append(f"{self.source}: {name}: no setting of training in unipar")
 

@@ -48,9 +48,7 @@ def import_(
     ] = None,
     args: Annotated[
         str | None,
-        typer.Option(
-            "--args", metavar="ARGS", help="The Trainer's arguments: a .json or .yaml file, or '--seed 1 ...'."
-        ),
+        typer.Option("--args", metavar="ARGS", help="Trainer's arguments: .json, .yaml, or '--seed 1 ...'."),
     ] = None,
     *,
     strict: Annotated[bool, typer.Option("--strict", help="Ask for what FILE leaves open; assume nothing.")] = False,
