@@ -22,6 +22,7 @@ LAUNCHER_YAML_KEYS = {
     "rdzv_backend": _LAUNCHER_MATTER,
     "same_network": _LAUNCHER_MATTER,
     "main_training_function": _LAUNCHER_MATTER,
+    "downcast_bf16": "it is for TPUs",
     "debug": "unipar always names the rank that fails",
     "compute_environment": "this machine",
     "enable_cpu_affinity": "unipar binds no process to a core",
@@ -30,7 +31,6 @@ LAUNCHER_YAML_KEYS = {
 REFUSED_YAML_KEYS = {
     "fp8_config": "unipar has no fp8",
     "megatron_lm_config": "unipar has no Megatron-LM",
-    "downcast_bf16": "it is for TPUs",
     "tpu_name": "unipar has no TPUs",
     "tpu_zone": "unipar has no TPUs",
     "tpu_use_cluster": "unipar has no TPUs",
@@ -197,11 +197,17 @@ def _read_fsdp(keys: ForeignSection) -> None:
     value = keys.data.pop("fsdp_reshard_after_forward", True) if value is None else value
     strategy = str(value).lower() if isinstance(value, bool) else str(value)
     shard = _SHARD_OF_STRATEGY.get(strategy if strategy in _SHARD_OF_STRATEGY else strategy.upper())
+    if strategy.upper() in ("HYBRID_SHARD", "4"):
+        shard = "parameters"
+        if reading.config.get("machines.nodes"):
+            reading.put("parallel.shard_over", "machine", strategy)
     shard = shard or _SHARD_OF_STRATEGY.get(strategy.lower())
     if shard is None:
         reading.refuse("fsdp_config.fsdp_sharding_strategy", f"{strategy} is not carried", "parallel.shard")
         shard = "parameters"
     _put_cell(reading, shard, "FSDP2")
+    if "parallel.shard_over" in reading.config:
+        reading.put("backend", "native", "FSDP2 itself, which splits each copy over some ranks")
     policy = keys.take("fsdp_auto_wrap_policy", str, "TRANSFORMER_BASED_WRAP")
     if policy == "NO_WRAP":
         reading.put("model.blocks", "none", "NO_WRAP")

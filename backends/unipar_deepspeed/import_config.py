@@ -51,6 +51,8 @@ def read_all_but_batch(keys: ForeignSection) -> None:
     for key in [key for key in keys.data if key.startswith(("//", "#", "_comment"))]:
         keys.omit({key: "it is a comment"})
     keys.omit(OMITTED_DS_KEYS)
+    if reading.answers is not None:
+        keys.omit({"autotuning": "it acts only under `deepspeed --autotuning`"})
     keys.refuse(REFUSED_DS_KEYS)
     for key, (value, why) in FIXED_DS_VALUES.items():
         keys.expect(key, value, why)
@@ -320,6 +322,9 @@ def read_zero(keys: ForeignSection) -> None:
                 reading.wrong.append(f"zero_optimization.{short} and {name} are one key, with two values; leave one")
     section.omit(dict.fromkeys(ZERO_SPEED, SPEED))
     section.omit(dict.fromkeys(ZERO_FILES, "it is about files, not about training"))
+    for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_params", "offload_param")):
+        if section.take(old, bool, default=False):
+            section.data.setdefault(new, {"device": "cpu"})
     section.refuse(ZERO_REFUSED, unless=(None, False, {}, 1, 0))
     _read_sizes(section, stage)
     for name in OFFLOAD_KEYS:
@@ -340,6 +345,8 @@ def _read_sizes(section: ForeignSection, stage: int) -> None:
             section.omit({theirs: SCALED_TO_MODEL})
         elif ours not in SIZES_OF_STAGE[stage]:
             section.omit({theirs: OTHER_STAGE})
+        elif section.data[theirs] in (0, "0") and ours in ("reduce", "gather", "live"):
+            section.omit({theirs: f"0 elements are too few; {SCALED_TO_MODEL}"})
         else:
             section.reading.put(f"options.deepspeed.{ours}", int(section.take(theirs, float, 0.0)), theirs)
 
@@ -381,6 +388,9 @@ def read_offload(section: ForeignSection, name: str) -> None:
     if device == "none":
         return
     where = {"cpu": "cpu", "nvme": "disk"}.get(device)
+    if name == "offload_param" and reading.config.get("parallel.shard", "parameters") != "parameters":
+        reading.omit(section.name(name), "parameters are split, and so offloaded, at stage 3 alone")
+        return
     if where is None:
         reading.refuse(section.name(name), f"{device} is not among none, cpu and nvme")
         return

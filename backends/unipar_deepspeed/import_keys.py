@@ -88,7 +88,6 @@ ZERO_REFUSED = {
     "zero_quantized_nontrainable_weights": "ZeRO++ rounds weights, which changes the numbers",
     "zero_quantized_gradients": "ZeRO++ rounds gradients, which changes the numbers",
     "zenflow": "unipar has no such mode",
-    "cpu_offload": "an old key; say offload_optimizer",
     "cpu_offload_param": "an old key; say offload_param",
     "cpu_offload_use_pin_memory": "an old key; say offload_optimizer",
     "leaf_module": "unipar splits the model's blocks (model.blocks)",

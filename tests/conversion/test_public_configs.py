@@ -1,4 +1,4 @@
-"""Import of public configs of other libraries: each of their shapes is carried, or is refused by a sentence known here."""
+"""Import of public configs of other libraries: each shape is carried, or refused by a sentence known here."""
 
 from __future__ import annotations
 
