@@ -71,6 +71,9 @@ def read(reading: ForeignConfigReader, data: Mapping[str, Any]) -> None:
         _read_fsdp(fsdp)
     else:
         reading.put("backend", "accelerate")
+    for other, section in (("DEEPSPEED", deepspeed), ("FSDP", fsdp)):
+        if kind != other:
+            section.leave_rest(f"it has no effect under distributed_type: {kind}")
     _read_dynamo(dynamo)
     _read_parallelism(keys.below("parallelism_config"))
     if kind != "DEEPSPEED":
@@ -126,7 +129,9 @@ def _read_precision(keys: ForeignSection, kind: str) -> None:
 def _read_parallelism(keys: ForeignSection) -> None:
     """Carry the sizes of the mesh: ranks that hold copies, that split them, and that split matrices or sequences."""
     reading = keys.reading
-    keys.data = {key.removeprefix("parallelism_config_"): value for key, value in keys.data.items()}
+    short = {key.removeprefix("parallelism_config_"): value for key, value in keys.data.items()}
+    reading.read.update(map(keys.name, keys.data))
+    keys.data = short
     sizes = {name: keys.take(f"{name}_size", int, 1) for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")}
     sizes = {name: max(1, size) for name, size in sizes.items()}
     if sizes["sp"] > 1:
@@ -193,6 +198,7 @@ _SHARD_OF_STRATEGY = {
 
 def _read_fsdp(keys: ForeignSection) -> None:
     reading = keys.reading
+    reading.read.update(map(keys.name, ("fsdp_sharding_strategy", "fsdp_reshard_after_forward")))
     value = keys.data.pop("fsdp_sharding_strategy", None)
     value = keys.data.pop("fsdp_reshard_after_forward", True) if value is None else value
     strategy = str(value).lower() if isinstance(value, bool) else str(value)
@@ -215,8 +221,8 @@ def _read_fsdp(keys: ForeignSection) -> None:
         reading.omit("fsdp_config.fsdp_auto_wrap_policy", f"{policy}: unipar shards by blocks (model.blocks)")
     elif policy != "TRANSFORMER_BASED_WRAP":
         reading.refuse("fsdp_config.fsdp_auto_wrap_policy", f"{policy}: unipar shards by blocks", "model.blocks")
-    classes = keys.data.pop("fsdp_transformer_layer_cls_to_wrap", None)
-    if classes:
+    if "fsdp_transformer_layer_cls_to_wrap" in keys:
+        classes = keys.data.pop("fsdp_transformer_layer_cls_to_wrap")
         reading.omit(
             "fsdp_config.fsdp_transformer_layer_cls_to_wrap",
             f"{classes}: unipar finds repeated blocks by itself, or by their names (model.blocks)",

@@ -9,7 +9,7 @@ from unipar.backend.foreign import AUTO, ForeignConfigReader, ForeignSection
 from unipar.config import SHARDS
 from unipar.distributed import gpus
 from unipar.utils.text import show_value
-from unipar_deepspeed.import_keys import (
+from unipar_deepspeed.import_sections.keys import (
     CARRIED_DS_KEYS,
     FIXED_DS_VALUES,
     OMITTED_DS_KEYS,
@@ -23,6 +23,8 @@ from unipar_deepspeed.import_keys import (
     ZERO_REFUSED,
     ZERO_SPEED,
 )
+from unipar_deepspeed.import_sections.model import read_compile, read_tensor
+from unipar_deepspeed.import_sections.precision import read_precision
 from unipar_deepspeed.options import DS_KEY_OF_SIZE, SIZES_OF_STAGE
 
 KNOWN = frozenset({*OMITTED_DS_KEYS, *REFUSED_DS_KEYS, *FIXED_DS_VALUES, *CARRIED_DS_KEYS})
@@ -46,8 +48,8 @@ def read_all_but_batch(keys: ForeignSection) -> None:
     read_zero(keys)
     if keys.take("dataloader_drop_last", bool, default=False):
         reading.put("data.ragged", "drop", "dataloader_drop_last")
-    _read_compile(keys)
-    _read_tensor(keys)
+    read_compile(keys)
+    read_tensor(keys)
     for key in [key for key in keys.data if key.startswith(("//", "#", "_comment"))]:
         keys.omit({key: "it is a comment"})
     keys.omit(OMITTED_DS_KEYS)
@@ -59,48 +61,11 @@ def read_all_but_batch(keys: ForeignSection) -> None:
     keys.end(KNOWN)
 
 
-def _read_compile(keys: ForeignSection) -> None:
-    """Carry the section `compile`, which in DeepSpeed compiles the model as one."""
-    if "compile" not in keys:
-        return
-    section = keys.below("compile")
-    backend = section.take("backend", str, "inductor")
-    off = section.take("disable", bool, default=False) or not section.take("enabled", bool, default=True)
-    section.omit({"kwargs": "torch.compile uses its own choice", "deepcompile": "torch.compile alone is used"})
-    section.end(("backend", "disable", "enabled", "kwargs", "deepcompile"))
-    if off:
-        keys.reading.omit("compile", "it is off")
-    elif backend == "inductor":
-        keys.reading.put("model.compile", "model", "compile")
-    else:
-        keys.reading.put("model.compile", {"what": "model", "backend": backend}, "compile")
-
-
-def _read_tensor(keys: ForeignSection) -> None:
-    """Carry the size of `tensor_parallel`: so many ranks train on the same samples."""
-    section = keys.below("tensor_parallel")
-    size = section.take("autotp_size", int, keys.take("autotp_size", int, 1)) or 1
-    section.omit(
-        dict.fromkeys(
-            ("preset_model", "partition_config", "tp_overlap_comm", "keep_module_on_host", "injection_policy_tuple"),
-            "unipar finds how matrices are split itself",
-        )
-    )
-    section.end(("autotp_size",))
-    reading = keys.reading
-    if size > 1:
-        reading.put("parallel.tensor", size, "tensor_parallel.autotp_size")
-        data: Any = reading.config.get("parallel.data")
-        if reading.world and data == reading.world:
-            if reading.world % size:
-                reading.wrong.append(f"tensor_parallel.autotp_size: {size} does not divide {reading.world} ranks")
-            reading.put("parallel.data", max(1, reading.world // size), f"{reading.world} ranks / {size}")
-
-
 def read_batch(keys: ForeignSection) -> None:
     """Carry the three batch sizes: two of them give the third, and all three give the number of ranks."""
     reading = keys.reading
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    reading.read.update(map(keys.name, names))
     given = {name: keys.take(name, int, 0) for name in names if keys.data.get(name) not in (None, AUTO)}
     autos = [name for name in names if keys.data.pop(name, None) == AUTO]
     total, micro, accumulate = (given.get(name, 0) for name in names)
@@ -155,7 +120,7 @@ def read_optimizer(keys: ForeignSection) -> None:
     names = {"adam": "adam", "adamw": "adamw", "sgd": "sgd"}
     name = names.get(kind.lower())
     if name is None:
-        section.data.clear()
+        section.leave_rest("its type is refused")
         reading.refuse("optimizer.type", f"{kind or 'nothing'} is not among sgd, adam and adamw", "train.optimizer")
         return
     section.omit({"legacy_fusion": "it is about speed"})
@@ -165,7 +130,8 @@ def read_optimizer(keys: ForeignSection) -> None:
     note = ""
     if name == "adam" and params.take("adam_w_mode", bool, default=True):
         name, note = "adamw", "DeepSpeed's Adam is AdamW unless adam_w_mode is false"
-    params.data.pop("adam_w_mode", None)
+    if "adam_w_mode" in params:
+        params.take("adam_w_mode", bool, default=True)
     reading.put("train.optimizer.name", name, note)
     _read_optimizer_params(params, name, torch_adam=torch_adam)
 
@@ -210,7 +176,7 @@ def read_scheduler(keys: ForeignSection) -> None:
     section = keys.below("scheduler")
     kind = section.take("type", str, "")
     if kind not in _SCHEDULE_OF_TYPE:
-        section.data.clear()
+        section.leave_rest("its type is refused")
         known = ", ".join(_SCHEDULE_OF_TYPE)
         reading.refuse("scheduler.type", f"{kind or 'nothing'} is not among {known}", "train.schedule")
         return
@@ -244,7 +210,7 @@ def _read_schedule_ends(params: ForeignSection, kind: str) -> None:
     if kind != "WarmupCosineLR":
         params.expect("warmup_min_lr", 0, "unipar's warm-up begins at 0")
         if "train.optimizer.lr" in reading.config and params.data.get("warmup_max_lr") == AUTO:
-            del params.data["warmup_max_lr"]  # the Trainer fills both with one rate
+            params.omit({"warmup_max_lr": "the Trainer fills it with the optimizer's rate"})
         if not params.open("warmup_max_lr", "train.optimizer.lr", "3.0e-4"):
             default = 1e-3 if kind == "WarmupDecayLR" else 0.0
             if top := params.take("warmup_max_lr", float, default):
@@ -257,51 +223,6 @@ def _read_schedule_ends(params: ForeignSection, kind: str) -> None:
         if steps and not reading.answered("train.epochs"):
             reading.put("train.steps", steps, "scheduler.params.total_num_steps")
     params.expect("last_batch_iteration", -1, "a run begins at its first step")
-
-
-def read_precision(keys: ForeignSection) -> None:
-    """Carry the sections `bf16` and `fp16`."""
-    reading = keys.reading
-    chosen: list[str] = []
-    open_answers = reading.answers
-    autos = [name for name in ("bf16", "bfloat16", "fp16") if AUTO in _enabled(keys, name)]
-    for name, meaning in (("bf16", "bf16-master"), ("bfloat16", "bf16-master"), ("fp16", "fp16")):
-        if name not in keys:
-            continue
-        section = keys.below(name)
-        if section.data.get("enabled") == AUTO and open_answers is not None:
-            section.data["enabled"] = open_answers.precision == name.replace("bfloat16", "bf16")
-        if section.open("enabled", "train.precision", meaning):
-            section.data.clear()
-            continue
-        if not section.take("enabled", bool, default=False):
-            section.data.clear()
-            continue
-        chosen.append(name)
-        note = f"{name}.enabled"
-        reading.put("train.precision", meaning, f"{note}: autocast over fp32" if meaning == "fp16" else note)
-        scaling = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
-        section.omit(dict.fromkeys(scaling, "the loss is scaled by unipar's rule"))
-        section.expect("auto_cast", False, "unipar casts a batch's floating-point tensors")
-        mixed = "masters and moments are fp32 in unipar"
-        section.refuse(dict.fromkeys((f"{name}_master_weights_and_grads", f"{name}_optimizer_states"), mixed))
-        section.omit(dict.fromkeys(("opt_level", "fp16_scale_tolerance", "amp"), "DeepSpeed itself ignores it"))
-        section.omit({"check_overflow": "unipar checks every loss", "consecutive_hysteresis": "it is about scaling"})
-        section.refuse({"immediate_grad_update": "unipar reduces by its own rule"}, unless=(True, False))
-        section.end(("enabled", "auto_cast", *scaling))
-    if not chosen and open_answers is not None and "train.precision" not in reading.config:
-        wanted = open_answers.precision
-        if wanted:
-            reading.put("train.precision", "bf16-master" if wanted == "bf16" else "fp16", open_answers.precision_why)
-        elif autos:
-            reading.assume_default("train.precision", "fp32", "bf16 and fp16 are off by default in the Trainer")
-    if len(chosen) > 1:
-        reading.wrong.append(f"{chosen[0]} and {chosen[1]} are both enabled; leave one of them")
-
-
-def _enabled(keys: ForeignSection, name: str) -> tuple[Any, ...]:
-    section: Any = keys.data.get(name)
-    return (section.get("enabled"),) if isinstance(section, dict) else ()
 
 
 def read_zero(keys: ForeignSection) -> None:
@@ -318,6 +239,7 @@ def read_zero(keys: ForeignSection) -> None:
     for short, name in ZERO_ALIASES.items():
         if short in section:
             value = section.data.pop(short)
+            reading.read.add(section.name(short))
             if section.data.setdefault(name, value) != value:
                 reading.wrong.append(f"zero_optimization.{short} and {name} are one key, with two values; leave one")
     section.omit(dict.fromkeys(ZERO_SPEED, SPEED))
@@ -384,7 +306,7 @@ def read_offload(section: ForeignSection, name: str) -> None:
     reading, inner = section.reading, section.below(name)
     device = inner.take("device", str, "none")
     folder = inner.take("nvme_path", str, "")
-    inner.data.clear()  # the rest is about speed
+    inner.leave_rest(SPEED)
     if device == "none":
         return
     where = {"cpu": "cpu", "nvme": "disk"}.get(device)

@@ -68,6 +68,9 @@ class ForeignConfigReader:
 
     left_out: list[str] = field(default_factory=list[str])
     wrong: list[str] = field(default_factory=list[str])
+    read: set[str] = field(default_factory=set[str])
+    """Keys of the file whose values were read."""
+
     used: set[str] = field(default_factory=set[str])
     """Keys of `leave` that the file has."""
 
@@ -153,6 +156,7 @@ class ForeignSection:
 
     def take(self, key: str, kind: type[_T], default: _T) -> _T:
         """Remove a key and return its value; record an error and return the default if it has another type."""
+        self.reading.read.add(self.name(key))
         value: Any = self.data.pop(key, None)
         if value is None:
             return default
@@ -170,6 +174,7 @@ class ForeignSection:
         """Return whether the value is `auto`; if so, remove the key and ask for the unipar key `ours`."""
         if self.data.get(key) != AUTO:
             return False
+        self.reading.read.add(self.name(key))
         del self.data[key]
         self.reading.ask(f'{self.name(key)}: "auto"', ours, example)
         return True
@@ -186,18 +191,28 @@ class ForeignSection:
                 self.reading.omit(self.name(key), why)
 
     def refuse(self, keys: Mapping[str, str], *, unless: tuple[Any, ...] = (None, False, {}, [], "")) -> None:
-        """Refuse the keys that have an effect, each with its reason; drop those that are off or among `unless`."""
+        """Refuse the keys that have an effect, each with its reason; leave out those that are off or among `unless`."""
         for key, why in keys.items():
             if key in self.data:
                 value = self.data.pop(key)
                 off = isinstance(value, dict) and value.get("enabled") is False
                 if not off and not any(value is u or (type(value) is type(u) and value == u) for u in unless):
                     self.reading.refuse(self.name(key), why)
+                else:
+                    self.reading.omit(self.name(key), f"{show_value(value)} has no effect")
 
     def expect(self, key: str, value: Any, why: str) -> None:
-        """Refuse a key whose value is neither `value`, which unipar does anyway, nor `auto`."""
-        if key in self.data and self.data.pop(key) not in (value, AUTO):
+        """Refuse a key whose value is neither `value`, which unipar does anyway, nor `auto`; leave it out otherwise."""
+        if key not in self.data:
+            return
+        if self.data.pop(key) in (value, AUTO):
+            self.reading.omit(self.name(key), why)
+        else:
             self.reading.refuse(self.name(key), why)
+
+    def leave_rest(self, why: str) -> None:
+        """Leave out all keys that remain, with one reason."""
+        self.omit(dict.fromkeys(list(self.data), why))
 
     def end(self, known: Iterable[str]) -> None:
         """Record each remaining key as unknown."""

@@ -36,6 +36,9 @@ class ImportedConfig:
     left_out: tuple[str, ...]
     """Keys of the file on which training does not depend, each with the reason."""
 
+    read: frozenset[str] = frozenset()
+    """Keys of the file whose values were read."""
+
     assumed: tuple[str, ...] = ()
     """Keys that neither the file nor its reader gave, with the Trainer's defaults that they have now."""
 
@@ -87,9 +90,9 @@ def import_library_config(
         raise Unsupported(str(source.cell), reasons)
     if isinstance(config.parallel.data, int):
         config.batch.settle(config.parallel.data)
-    return ImportedConfig(
-        _config_text(file, backend, reading, tree), config, tuple(reading.left_out), tuple(reading.assumed)
-    )
+    text = _config_text(file, backend, reading, tree)
+    left_out, assumed = tuple(reading.left_out), tuple(reading.assumed)
+    return ImportedConfig(text, config, left_out, read=frozenset(reading.read), assumed=assumed)
 
 
 def _add_given_answers(reading: ForeignConfigReader, answers: Answers) -> None:
