@@ -134,8 +134,10 @@ def _read_parallelism(keys: ForeignSection) -> None:
     keys.data = short
     sizes = {name: keys.take(f"{name}_size", int, 1) for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")}
     sizes = {name: max(1, size) for name, size in sizes.items()}
-    if sizes["sp"] > 1:
-        reading.refuse("parallelism_config.sp_size", f"{sizes['sp']}: unipar splits sequences by cp_size alone")
+    if sizes["sp"] > 1 and sizes["cp"] > 1:
+        reading.refuse(
+            "parallelism_config.sp_size", f"{sizes['sp']} beside a cp_size of {sizes['cp']}: give one of them"
+        )
     keys.omit(
         dict.fromkeys(
             (
@@ -149,17 +151,25 @@ def _read_parallelism(keys: ForeignSection) -> None:
     if all(size == 1 for size in sizes.values()):
         return
     split, copies = sizes["dp_shard"], sizes["dp_replicate"]
-    _put_data_ranks(reading, split * copies, sizes["tp"] * sizes["cp"])
+    _put_data_ranks(reading, split * copies, sizes["tp"] * sizes["cp"] * sizes["sp"])
     if split > 1:
         reading.put("parallel.shard", "parameters", "parallelism_config.dp_shard_size")
     if split > 1 and copies > 1:
         reading.put("parallel.shard_over", split, "parallelism_config.dp_shard_size")
         reading.put("backend", "native", "FSDP2 itself, which splits each copy over some ranks")
-    for theirs, ours in (("tp", "tensor"), ("cp", "context")):
+    for theirs, ours in (("tp", "tensor"), ("cp", "context"), ("sp", "context")):
         if sizes[theirs] > 1:
             reading.put(f"parallel.{ours}", sizes[theirs], f"parallelism_config.{theirs}_size")
-    if sizes["tp"] * sizes["cp"] > 1:
+    if sizes["tp"] * sizes["cp"] * sizes["sp"] > 1:
         reading.put("backend", "native", "one mesh of all axes")
+        for key in [key for key in reading.config if key.startswith("options.")]:
+            reading.omit(
+                reading.notes.get(key) or key, f"{reading.config.pop(key)}: it is an option of another library"
+            )
+    if sizes["cp"] * sizes["sp"] > 1 and reading.config.get("train.precision") == "bf16-master":
+        mixed = "fp32 weights, computed in bf16: bf16-master does not go with a split of sequences"
+        if not reading.assume_default("train.precision", "bf16-mixed", mixed):
+            reading.refuse("mixed_precision", "bf16-master does not go with a split of sequences", "train.precision")
 
 
 def _put_data_ranks(reading: ForeignConfigReader, data: int, others: int) -> None:
@@ -271,6 +281,7 @@ _DEEPSPEED_OMITTED = {
     "deepspeed_moe_layer_cls_names": "unipar splits the model's blocks (model.blocks)",
     "offload_optimizer_nvme_path": "it is about files, not about training",
     "offload_param_nvme_path": "it is about files, not about training",
+    "seq_parallel_communication_data_type": "unipar sends what it computes",
 }
 
 
