@@ -135,9 +135,7 @@ def _read_parallelism(keys: ForeignSection) -> None:
     sizes = {name: keys.take(f"{name}_size", int, 1) for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")}
     sizes = {name: max(1, size) for name, size in sizes.items()}
     if sizes["sp"] > 1 and sizes["cp"] > 1:
-        reading.refuse(
-            "parallelism_config.sp_size", f"{sizes['sp']} beside a cp_size of {sizes['cp']}: give one of them"
-        )
+        reading.refuse("parallelism_config.sp_size", f"{sizes['sp']} beside cp_size {sizes['cp']}: give one of them")
     keys.omit(
         dict.fromkeys(
             (
@@ -163,9 +161,7 @@ def _read_parallelism(keys: ForeignSection) -> None:
     if sizes["tp"] * sizes["cp"] * sizes["sp"] > 1:
         reading.put("backend", "native", "one mesh of all axes")
         for key in [key for key in reading.config if key.startswith("options.")]:
-            reading.omit(
-                reading.notes.get(key) or key, f"{reading.config.pop(key)}: it is an option of another library"
-            )
+            reading.omit(reading.notes.get(key) or key, f"{reading.config.pop(key)}: an option of another library")
     if sizes["cp"] * sizes["sp"] > 1 and reading.config.get("train.precision") == "bf16-master":
         mixed = "fp32 weights, computed in bf16: bf16-master does not go with a split of sequences"
         if not reading.assume_default("train.precision", "bf16-mixed", mixed):

@@ -116,7 +116,12 @@ def _add_given_answers(reading: ForeignConfigReader, answers: Answers) -> None:
 
 
 def write_imported_config(imported: ImportedConfig, out: Path, *, overwrite: bool = False) -> None:
-    """Write the config to `out`, as a whole or not at all; never follow a symbolic link."""
+    """Write the config to `out`, as `write_config` does."""
+    write_config(imported.text, out, overwrite=overwrite)
+
+
+def write_config(text: str, out: Path, *, overwrite: bool = False) -> None:
+    """Write a config's text to `out`, as a whole or not at all; never follow a symbolic link."""
     if out.is_symlink():
         raise OutExists(f"-o {out}: it is a link; name the file itself")
     if out.exists() and (out.is_dir() or not overwrite):
@@ -124,7 +129,7 @@ def write_imported_config(imported: ImportedConfig, out: Path, *, overwrite: boo
         raise OutExists(f"-o {out}: it already exists; {way}")
     try:
         with whole(out) as partial:
-            partial.write_text(imported.text, encoding="utf-8")
+            partial.write_text(text, encoding="utf-8")
             partial.chmod(0o644)
     except OSError as e:
         raise ConfigError(f"-o {out}: it cannot be written ({e.strerror}); name another file") from None
