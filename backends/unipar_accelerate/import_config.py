@@ -162,10 +162,10 @@ def _read_parallelism(keys: ForeignSection) -> None:
         reading.put("backend", "native", "one mesh of all axes")
         for key in [key for key in reading.config if key.startswith("options.")]:
             reading.omit(reading.notes.get(key) or key, f"{reading.config.pop(key)}: an option of another library")
-    if sizes["cp"] * sizes["sp"] > 1 and reading.config.get("train.precision") == "bf16-master":
-        mixed = "fp32 weights, computed in bf16: bf16-master does not go with a split of sequences"
+    if sizes["tp"] * sizes["cp"] * sizes["sp"] > 1 and reading.config.get("train.precision") == "bf16-master":
+        mixed = "fp32 weights, computed in bf16: bf16-master does not go with tp, cp and sp"
         if not reading.assume_default("train.precision", "bf16-mixed", mixed):
-            reading.refuse("mixed_precision", "bf16-master does not go with a split of sequences", "train.precision")
+            reading.refuse("mixed_precision", "bf16-master does not go with tp, cp and sp", "train.precision")
 
 
 def _put_data_ranks(reading: ForeignConfigReader, data: int, others: int) -> None:

@@ -211,7 +211,7 @@ def _read_schedule_ends(params: ForeignSection, kind: str) -> None:
         params.expect("warmup_min_lr", 0, "unipar's warm-up begins at 0")
         if "train.optimizer.lr" in reading.config and params.data.get("warmup_max_lr") == AUTO:
             params.omit({"warmup_max_lr": "the Trainer fills it with the optimizer's rate"})
-        if not params.open("warmup_max_lr", "train.optimizer.lr", "3.0e-4"):
+        elif not params.open("warmup_max_lr", "train.optimizer.lr", "3.0e-4"):
             default = 1e-3 if kind == "WarmupDecayLR" else 0.0
             if top := params.take("warmup_max_lr", float, default):
                 reading.put("train.optimizer.lr", top, "scheduler.params.warmup_max_lr, which overrides optimizer's")

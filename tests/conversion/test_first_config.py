@@ -48,7 +48,7 @@ def test_what_the_class_needs(tmp_path: Path) -> None:
     (tmp_path / "configs").mkdir()
     out = write_first_config(tmp_path / "train.py", tmp_path / "configs/a.yaml")
     lines = out.read_text("utf-8").splitlines()
-    assert "  use: ../train.py:Net" in lines
+    assert '  use: "../train.py:Net"' in lines
     assert "  # args: {width: ...}    # Net needs this: give values, and take the first # away" in lines
 
 

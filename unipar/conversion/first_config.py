@@ -62,7 +62,7 @@ def first_config_text(script: Path, found: list[FoundTask], out: Path) -> str:
     ]
     lines = [
         "# yaml-language-server: $schema=unipar.schema.json",
-        f"# First config for {script.name}, made by `unipar init`. Change what does not fit: docs/config.md has every key.",
+        f"# First config for {script.name}, made by `unipar init`. docs/config.md has every key.",
         "",
         "task:",
         f"  use: {yaml_value(f'{where}:{task.name}')}",
@@ -109,9 +109,7 @@ def _find_script(path: Path) -> Path:
         if having
         else (f"no script with a task among {count_of(len(scripts), 'Python file')}")
     )
-    raise ConfigError(
-        f"{path}: a folder with {why}; name one script: unipar init {having[0] if having else 'train.py'}"
-    )
+    raise ConfigError(f"{path}: a folder with {why}; name one script, such as {having[0] if having else 'train.py'}")
 
 
 def _has_task(script: Path) -> bool:
