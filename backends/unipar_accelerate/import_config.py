@@ -12,6 +12,7 @@ from unipar.backend.foreign import AUTO, ForeignConfigReader, ForeignSection
 from unipar.config import SHARDS
 from unipar.config.config_file import read_config_text
 from unipar.errors import ConfigError
+from unipar.utils.text import count_of
 
 _LAUNCHER_MATTER = "for the launcher; unipar starts processes itself, or joins those of a launcher"
 LAUNCHER_YAML_KEYS = {
@@ -21,15 +22,15 @@ LAUNCHER_YAML_KEYS = {
     "rdzv_backend": _LAUNCHER_MATTER,
     "same_network": _LAUNCHER_MATTER,
     "main_training_function": _LAUNCHER_MATTER,
+    "downcast_bf16": "it is for TPUs",
     "debug": "unipar always names the rank that fails",
     "compute_environment": "this machine",
+    "enable_cpu_affinity": "unipar binds no process to a core",
+    "mpirun_config": "start the script with mpirun itself",
 }
 REFUSED_YAML_KEYS = {
     "fp8_config": "unipar has no fp8",
     "megatron_lm_config": "unipar has no Megatron-LM",
-    "parallelism_config": "say parallel.tensor (tp_size), parallel.context (cp_size), parallel.data",
-    "mpirun_config": "start the script with mpirun itself",
-    "downcast_bf16": "it is for TPUs",
     "tpu_name": "unipar has no TPUs",
     "tpu_zone": "unipar has no TPUs",
     "tpu_use_cluster": "unipar has no TPUs",
@@ -38,11 +39,10 @@ REFUSED_YAML_KEYS = {
     "tpu_env": "unipar has no TPUs",
     "command_file": "unipar has no TPUs",
     "commands": "unipar has no TPUs",
-    "enable_cpu_affinity": "unipar binds no process to a core",
 }
 CARRIED_YAML_KEYS = (
     *("distributed_type", "num_processes", "num_machines", "mixed_precision", "use_cpu", "gpu_ids"),
-    *("fsdp_config", "deepspeed_config", "dynamo_config"),
+    *("fsdp_config", "deepspeed_config", "dynamo_config", "parallelism_config"),
 )
 KNOWN = frozenset({*LAUNCHER_YAML_KEYS, *REFUSED_YAML_KEYS, *CARRIED_YAML_KEYS})
 _DISTRIBUTED_TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED")
@@ -54,6 +54,8 @@ def read(reading: ForeignConfigReader, data: Mapping[str, Any]) -> None:
     keys = reading.section(data)
     if data.get("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
         reading.refuse("compute_environment", f"{data['compute_environment']} is not this machine")
+    if keys.data.get("distributed_type") is False:  # NO without quotation marks is false in YAML
+        keys.data["distributed_type"] = "NO"
     kind = keys.take("distributed_type", str, "")
     if kind not in _DISTRIBUTED_TYPES:
         reading.refuse(
@@ -69,10 +71,19 @@ def read(reading: ForeignConfigReader, data: Mapping[str, Any]) -> None:
         _read_fsdp(fsdp)
     else:
         reading.put("backend", "accelerate")
+    for other, section in (("DEEPSPEED", deepspeed), ("FSDP", fsdp)):
+        if kind != other:
+            section.leave_rest(f"it has no effect under distributed_type: {kind}")
     _read_dynamo(dynamo)
+    _read_parallelism(keys.below("parallelism_config"))
     if kind != "DEEPSPEED":
         reading.ask("batch, which your script says", "batch", "'{total: 32, micro: 4}'")
         reading.ask("the optimizer, which your script makes", "train.optimizer", "'{name: adamw, lr: 3.0e-4}'")
+        if not reading.answered("train.optimizer"):
+            reading.assume("train.clip")
+    if "train.precision" not in reading.config and reading.answers and (wanted := reading.answers.precision):
+        meaning = "bf16-master" if wanted == "bf16" and kind in ("FSDP", "DEEPSPEED") else _PRECISIONS[wanted]
+        reading.put("train.precision", meaning, reading.answers.precision_why)
     keys.omit(LAUNCHER_YAML_KEYS)
     keys.refuse(REFUSED_YAML_KEYS, unless=(None, False, {}, [], "", "no"))
     keys.end(KNOWN)
@@ -81,11 +92,17 @@ def read(reading: ForeignConfigReader, data: Mapping[str, Any]) -> None:
 def _read_world(keys: ForeignSection, kind: str) -> None:
     reading = keys.reading
     machines = keys.take("num_machines", int, 1)
-    if machines > 1:
-        reading.refuse("num_machines", f"{machines} machines; unipar starts processes on one")
     number = keys.take("num_processes", int, 1 if kind == "NO" else 0)
     if reading.world and number not in (0, reading.world):
-        reading.wrong.append(f"num_processes: {number}, but --world says {reading.world}; give one of them")
+        reading.omit("num_processes", f"{number}, but --world says {reading.world}")
+    if machines > 1:
+        ranks = reading.world or number
+        if ranks % machines:
+            reading.wrong.append(
+                f"num_processes: {count_of(ranks, 'rank')} cannot be divided among {machines} machines; give a "
+                f"multiple of {machines} with --world"
+            )
+        reading.put("machines.nodes", machines, "num_machines; start it with `unipar submit`, or a launcher")
     if number := reading.world or max(number, 0):
         reading.put("parallel.data", number)
         reading.world = number
@@ -109,6 +126,64 @@ def _read_precision(keys: ForeignSection, kind: str) -> None:
         reading.put("train.precision", _PRECISIONS[mixed])
 
 
+def _read_parallelism(keys: ForeignSection) -> None:
+    """Carry the sizes of the mesh: ranks that hold copies, that split them, and that split matrices or sequences."""
+    reading = keys.reading
+    short = {key.removeprefix("parallelism_config_"): value for key, value in keys.data.items()}
+    reading.read.update(map(keys.name, keys.data))
+    keys.data = short
+    sizes = {name: keys.take(f"{name}_size", int, 1) for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")}
+    sizes = {name: max(1, size) for name, size in sizes.items()}
+    if sizes["sp"] > 1 and sizes["cp"] > 1:
+        reading.refuse("parallelism_config.sp_size", f"{sizes['sp']} beside cp_size {sizes['cp']}: give one of them")
+    keys.omit(
+        dict.fromkeys(
+            (
+                *("cp_backend", "cp_comm_strategy", "sp_backend", "sp_seq_length", "sp_seq_length_is_variable"),
+                *("sp_attn_implementation", "cp_handler", "tp_handler", "sp_handler"),
+            ),
+            "unipar has one way",
+        )
+    )
+    keys.end(f"{name}_size" for name in sizes)
+    if all(size == 1 for size in sizes.values()):
+        return
+    split, copies = sizes["dp_shard"], sizes["dp_replicate"]
+    _put_data_ranks(reading, split * copies, sizes["tp"] * sizes["cp"] * sizes["sp"])
+    if split > 1:
+        reading.put("parallel.shard", "parameters", "parallelism_config.dp_shard_size")
+    if split > 1 and copies > 1:
+        reading.put("parallel.shard_over", split, "parallelism_config.dp_shard_size")
+        reading.put("backend", "native", "FSDP2 itself, which splits each copy over some ranks")
+    for theirs, ours in (("tp", "tensor"), ("cp", "context"), ("sp", "context")):
+        if sizes[theirs] > 1:
+            reading.put(f"parallel.{ours}", sizes[theirs], f"parallelism_config.{theirs}_size")
+    if sizes["tp"] * sizes["cp"] * sizes["sp"] > 1:
+        reading.put("backend", "native", "one mesh of all axes")
+        for key in [key for key in reading.config if key.startswith("options.")]:
+            reading.omit(reading.notes.get(key) or key, f"{reading.config.pop(key)}: an option of another library")
+    if sizes["tp"] * sizes["cp"] * sizes["sp"] > 1 and reading.config.get("train.precision") == "bf16-master":
+        mixed = "fp32 weights, computed in bf16: bf16-master does not go with tp, cp and sp"
+        if not reading.assume_default("train.precision", "bf16-mixed", mixed):
+            reading.refuse("mixed_precision", "bf16-master does not go with tp, cp and sp", "train.precision")
+
+
+def _put_data_ranks(reading: ForeignConfigReader, data: int, others: int) -> None:
+    if reading.world and reading.world % others:
+        reading.wrong.append(
+            f"parallelism_config: {others} ranks for tp and cp do not divide {count_of(reading.world, 'rank')}; "
+            f"give a multiple of {others} with --world"
+        )
+    elif reading.world and data not in (1, reading.world // others):
+        reading.wrong.append(
+            f"parallelism_config: {data} x {others} = {data * others} is not the number of ranks, {reading.world}; "
+            f"give --world {data * others}"
+        )
+    else:
+        ranks = reading.world // others if reading.world else data
+        reading.put("parallel.data", ranks, "parallelism_config")
+
+
 _FSDP_OMITTED = {
     "fsdp_state_dict_type": "it is about files, not about training",
     "fsdp_cpu_ram_efficient_loading": "unipar always fills the model from one rank",
@@ -129,22 +204,31 @@ _SHARD_OF_STRATEGY = {
 
 def _read_fsdp(keys: ForeignSection) -> None:
     reading = keys.reading
+    reading.read.update(map(keys.name, ("fsdp_sharding_strategy", "fsdp_reshard_after_forward")))
     value = keys.data.pop("fsdp_sharding_strategy", None)
     value = keys.data.pop("fsdp_reshard_after_forward", True) if value is None else value
     strategy = str(value).lower() if isinstance(value, bool) else str(value)
     shard = _SHARD_OF_STRATEGY.get(strategy if strategy in _SHARD_OF_STRATEGY else strategy.upper())
+    if strategy.upper() in ("HYBRID_SHARD", "4"):
+        shard = "parameters"
+        if reading.config.get("machines.nodes"):
+            reading.put("parallel.shard_over", "machine", strategy)
     shard = shard or _SHARD_OF_STRATEGY.get(strategy.lower())
     if shard is None:
         reading.refuse("fsdp_config.fsdp_sharding_strategy", f"{strategy} is not carried", "parallel.shard")
         shard = "parameters"
     _put_cell(reading, shard, "FSDP2")
+    if "parallel.shard_over" in reading.config:
+        reading.put("backend", "native", "FSDP2 itself, which splits each copy over some ranks")
     policy = keys.take("fsdp_auto_wrap_policy", str, "TRANSFORMER_BASED_WRAP")
     if policy == "NO_WRAP":
         reading.put("model.blocks", "none", "NO_WRAP")
+    elif policy == "SIZE_BASED_WRAP" and reading.answers is not None:
+        reading.omit("fsdp_config.fsdp_auto_wrap_policy", f"{policy}: unipar shards by blocks (model.blocks)")
     elif policy != "TRANSFORMER_BASED_WRAP":
         reading.refuse("fsdp_config.fsdp_auto_wrap_policy", f"{policy}: unipar shards by blocks", "model.blocks")
-    classes = keys.data.pop("fsdp_transformer_layer_cls_to_wrap", None)
-    if classes:
+    if "fsdp_transformer_layer_cls_to_wrap" in keys:
+        classes = keys.data.pop("fsdp_transformer_layer_cls_to_wrap")
         reading.omit(
             "fsdp_config.fsdp_transformer_layer_cls_to_wrap",
             f"{classes}: unipar finds repeated blocks by itself, or by their names (model.blocks)",
@@ -154,8 +238,8 @@ def _read_fsdp(keys: ForeignSection) -> None:
     if keys.take("fsdp_offload_params", bool, default=False):
         reading.put("model.offload", "parameters", "fsdp_config.fsdp_offload_params")
     number = keys.take("fsdp_min_num_params", int, 0)
-    if number and policy == "TRANSFORMER_BASED_WRAP":
-        reading.omit("fsdp_config.fsdp_min_num_params", "it is for SIZE_BASED_WRAP")
+    if number:
+        reading.omit("fsdp_config.fsdp_min_num_params", "unipar shards by blocks (model.blocks)")
     keys.omit(_FSDP_OMITTED)
     keys.end(
         (
@@ -193,6 +277,7 @@ _DEEPSPEED_OMITTED = {
     "deepspeed_moe_layer_cls_names": "unipar splits the model's blocks (model.blocks)",
     "offload_optimizer_nvme_path": "it is about files, not about training",
     "offload_param_nvme_path": "it is about files, not about training",
+    "seq_parallel_communication_data_type": "unipar sends what it computes",
 }
 
 

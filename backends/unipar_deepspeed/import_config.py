@@ -9,98 +9,25 @@ from unipar.backend.foreign import AUTO, ForeignConfigReader, ForeignSection
 from unipar.config import SHARDS
 from unipar.distributed import gpus
 from unipar.utils.text import show_value
+from unipar_deepspeed.import_sections.keys import (
+    CARRIED_DS_KEYS,
+    FIXED_DS_VALUES,
+    OMITTED_DS_KEYS,
+    OTHER_STAGE,
+    REFUSED_DS_KEYS,
+    SCALED_TO_MODEL,
+    SPEED,
+    ZERO_ALIASES,
+    ZERO_CARRIED,
+    ZERO_FILES,
+    ZERO_REFUSED,
+    ZERO_SPEED,
+)
+from unipar_deepspeed.import_sections.model import read_compile, read_tensor
+from unipar_deepspeed.import_sections.precision import read_precision
 from unipar_deepspeed.options import DS_KEY_OF_SIZE, SIZES_OF_STAGE
 
-OMITTED_DS_KEYS = {
-    "steps_per_print": "unipar logs every log.every steps",
-    "wall_clock_breakdown": "unipar always times each phase",
-    "dump_state": "it is about printing",
-    "memory_breakdown": "it is about printing",
-    "log_level": "it is about printing",
-    "flops_profiler": "it is about measuring",
-    "comms_logger": "it is about logging",
-    "timers": "it is about measuring",
-    "tensorboard": "say log.to: [tensorboard]",
-    "wandb": "say log.to",
-    "csv_monitor": "the run folder holds JSON lines",
-    "comet": "say log.to",
-    "checkpoint": "it is about files, not about training",
-    "zero_allow_untested_optimizer": "unipar always sets it",
-    "disable_python_gc": "it is about speed",
-    "activation_checkpointing": "it is for deepspeed.checkpointing, which your model calls itself",
-    "aio": "it is about speed",
-}
-REFUSED_DS_KEYS = {
-    "autotuning": "unipar does not tune settings",
-    "elasticity": "a run of unipar keeps its number of ranks",
-    "amp": "NVIDIA's apex is not used; say bf16 or fp16",
-    "progressive_layer_drop": "unipar does not change the model",
-    "eigenvalue": "unipar does not quantize",
-    "quantize_training": "unipar does not quantize",
-    "compression_training": "unipar does not change the model",
-    "weight_quantization": "unipar does not quantize",
-    "curriculum_learning": "unipar decides the order of samples by data.shuffle alone",
-    "data_efficiency": "unipar decides the order of samples by data.shuffle alone",
-    "hybrid_engine": "unipar trains, and does not generate",
-    "tensor_parallel": "say parallel.tensor; unipar finds how matrices are split itself",
-    "autotp_size": "say parallel.tensor; unipar finds how matrices are split itself",
-    "pipeline": "unipar splits data and state, not yet layers",
-    "expert_parallel": "unipar splits data and state, not experts",
-    "sequence_parallel_size": "unipar splits data and state, not sequences",
-    "data_parallel_size": "say parallel.data",
-    "sparse_attention": "attention is the model's own",
-    "sparse_gradients": "unipar reduces whole gradients",
-    "compile": "say model.compile",
-    "zenflow": "unipar has no such mode",
-    "torch_autocast": "its gradients travel in bf16, which unipar's bf16-mixed does not; say train.precision",
-    "data_types": "unipar sets dtypes by train.precision",
-    "communication_data_type": "unipar sets dtypes by train.precision",
-    "seq_parallel_communication_data_type": "unipar sets dtypes by train.precision",
-    "zero_force_ds_cpu_optimizer": "the optimizer is PyTorch's",
-    "managed_gradient_accumulation": "unipar sets the boundary itself",
-    "vocabulary_size": "unipar does not need it",
-    "datastates_ckpt": "checkpoints are unipar's own",
-}
-FIXED_DS_VALUES: Mapping[str, tuple[Any, str]] = {
-    "prescale_gradients": (False, "unipar divides as one process would"),
-    "gradient_predivide_factor": (1.0, "unipar divides as one process would"),
-    "gradient_allreduce_op": ("mean", "unipar always takes the mean"),
-    "disable_allgather": (False, "unipar has no such mode"),
-    "use_data_before_expert_parallelism": (False, "unipar has no experts"),
-}
-CARRIED_DS_KEYS = (
-    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
-    *("optimizer", "scheduler", "fp16", "bf16", "bfloat16", "zero_optimization", "dataloader_drop_last"),
-)
 KNOWN = frozenset({*OMITTED_DS_KEYS, *REFUSED_DS_KEYS, *FIXED_DS_VALUES, *CARRIED_DS_KEYS})
-
-_SPEED = "it is about speed"
-_OTHER_STAGE = "it has no effect at this stage"
-_SCALED_TO_MODEL = "unipar scales it to the model"
-_ZERO_CARRIED = ("stage", "overlap_comm", "contiguous_gradients")
-_ZERO_SPEED = (
-    *("reduce_scatter", "stage3_model_persistence_threshold", "allgather_partitions", "sub_group_size"),
-    *("round_robin_gradients", "use_multi_rank_bucket_allreduce", "stage3_module_granularity_threshold"),
-    *("stage3_use_all_reduce_for_fetch_params", "stage3_allgather_sequential", "memory_efficient_linear"),
-    *("log_trace_cache_warnings", "enable_sanity_checks", "parameter_alignment"),
-)
-_ZERO_FILES = (
-    *("stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save"),
-    *("load_from_fp32_weights", "elastic_checkpoint", "pipeline_loading_checkpoint"),
-)
-_ZERO_REFUSED = {
-    "zero_hpz_partition_size": "ZeRO++ is not supported",
-    "zero_quantized_weights": "ZeRO++ rounds weights, which changes the numbers",
-    "zero_quantized_nontrainable_weights": "ZeRO++ rounds weights, which changes the numbers",
-    "zero_quantized_gradients": "ZeRO++ rounds gradients, which changes the numbers",
-    "zenflow": "unipar has no such mode",
-    "cpu_offload": "an old key; say offload_optimizer",
-    "cpu_offload_param": "an old key; say offload_param",
-    "cpu_offload_use_pin_memory": "an old key; say offload_optimizer",
-    "leaf_module": "unipar splits the model's blocks (model.blocks)",
-    "legacy_stage1": "unipar has the new stage 1 only",
-    "save_muon_momentum_buffer_in_memory": "unipar has sgd, adam and adamw",
-}
 
 
 def read(reading: ForeignConfigReader, data: Mapping[str, Any]) -> None:
@@ -121,7 +48,13 @@ def read_all_but_batch(keys: ForeignSection) -> None:
     read_zero(keys)
     if keys.take("dataloader_drop_last", bool, default=False):
         reading.put("data.ragged", "drop", "dataloader_drop_last")
+    read_compile(keys)
+    read_tensor(keys)
+    for key in [key for key in keys.data if key.startswith(("//", "#", "_comment"))]:
+        keys.omit({key: "it is a comment"})
     keys.omit(OMITTED_DS_KEYS)
+    if reading.answers is not None:
+        keys.omit({"autotuning": "it acts only under `deepspeed --autotuning`"})
     keys.refuse(REFUSED_DS_KEYS)
     for key, (value, why) in FIXED_DS_VALUES.items():
         keys.expect(key, value, why)
@@ -132,6 +65,7 @@ def read_batch(keys: ForeignSection) -> None:
     """Carry the three batch sizes: two of them give the third, and all three give the number of ranks."""
     reading = keys.reading
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    reading.read.update(map(keys.name, names))
     given = {name: keys.take(name, int, 0) for name in names if keys.data.get(name) not in (None, AUTO)}
     autos = [name for name in names if keys.data.pop(name, None) == AUTO]
     total, micro, accumulate = (given.get(name, 0) for name in names)
@@ -186,7 +120,7 @@ def read_optimizer(keys: ForeignSection) -> None:
     names = {"adam": "adam", "adamw": "adamw", "sgd": "sgd"}
     name = names.get(kind.lower())
     if name is None:
-        section.data.clear()
+        section.leave_rest("its type is refused")
         reading.refuse("optimizer.type", f"{kind or 'nothing'} is not among sgd, adam and adamw", "train.optimizer")
         return
     section.omit({"legacy_fusion": "it is about speed"})
@@ -196,7 +130,8 @@ def read_optimizer(keys: ForeignSection) -> None:
     note = ""
     if name == "adam" and params.take("adam_w_mode", bool, default=True):
         name, note = "adamw", "DeepSpeed's Adam is AdamW unless adam_w_mode is false"
-    params.data.pop("adam_w_mode", None)
+    if "adam_w_mode" in params:
+        params.take("adam_w_mode", bool, default=True)
     reading.put("train.optimizer.name", name, note)
     _read_optimizer_params(params, name, torch_adam=torch_adam)
 
@@ -241,7 +176,7 @@ def read_scheduler(keys: ForeignSection) -> None:
     section = keys.below("scheduler")
     kind = section.take("type", str, "")
     if kind not in _SCHEDULE_OF_TYPE:
-        section.data.clear()
+        section.leave_rest("its type is refused")
         known = ", ".join(_SCHEDULE_OF_TYPE)
         reading.refuse("scheduler.type", f"{kind or 'nothing'} is not among {known}", "train.schedule")
         return
@@ -251,7 +186,10 @@ def read_scheduler(keys: ForeignSection) -> None:
     if not params.open("warmup_num_steps", "train.schedule.warmup", "100"):
         warmup = max(2, params.take("warmup_num_steps", int, 1000))  # DeepSpeed's least is 2
     shape = params.take("warmup_type", str, "log")
-    if shape != "linear" and warmup:
+    if shape != "linear" and warmup and reading.answers is not None:
+        if not reading.answered("train.schedule"):
+            reading.assumed.append(f"train.schedule.warmup: a straight line, where the file's rises as {shape}")
+    elif shape != "linear" and warmup:
         default = "DeepSpeed's default, " if shape == "log" else ""
         reading.refuse(
             "scheduler.params.warmup_type",
@@ -259,7 +197,8 @@ def read_scheduler(keys: ForeignSection) -> None:
             "train.schedule",
         )
     reading.put("train.schedule.name", _SCHEDULE_OF_TYPE[kind])
-    reading.put("train.schedule.warmup", warmup, _WARMUP_NOTE)
+    if "train.schedule.warmup" not in reading.config:
+        reading.put("train.schedule.warmup", warmup, _WARMUP_NOTE)
     _read_schedule_ends(params, kind)
     params.end(
         ("warmup_num_steps", "warmup_type", "warmup_min_lr", "warmup_max_lr", "total_num_steps", "cos_min_ratio")
@@ -270,7 +209,9 @@ def _read_schedule_ends(params: ForeignSection, kind: str) -> None:
     reading = params.reading
     if kind != "WarmupCosineLR":
         params.expect("warmup_min_lr", 0, "unipar's warm-up begins at 0")
-        if not params.open("warmup_max_lr", "train.optimizer.lr", "3.0e-4"):
+        if "train.optimizer.lr" in reading.config and params.data.get("warmup_max_lr") == AUTO:
+            params.omit({"warmup_max_lr": "the Trainer fills it with the optimizer's rate"})
+        elif not params.open("warmup_max_lr", "train.optimizer.lr", "3.0e-4"):
             default = 1e-3 if kind == "WarmupDecayLR" else 0.0
             if top := params.take("warmup_max_lr", float, default):
                 reading.put("train.optimizer.lr", top, "scheduler.params.warmup_max_lr, which overrides optimizer's")
@@ -284,35 +225,6 @@ def _read_schedule_ends(params: ForeignSection, kind: str) -> None:
     params.expect("last_batch_iteration", -1, "a run begins at its first step")
 
 
-def read_precision(keys: ForeignSection) -> None:
-    """Carry the sections `bf16` and `fp16`."""
-    reading = keys.reading
-    chosen: list[str] = []
-    for name, meaning in (("bf16", "bf16-master"), ("bfloat16", "bf16-master"), ("fp16", "fp16")):
-        if name not in keys:
-            continue
-        section = keys.below(name)
-        if section.open("enabled", "train.precision", meaning):
-            section.data.clear()
-            continue
-        if not section.take("enabled", bool, default=False):
-            section.data.clear()
-            continue
-        chosen.append(name)
-        note = f"{name}.enabled"
-        reading.put("train.precision", meaning, f"{note}: autocast over fp32" if meaning == "fp16" else note)
-        scaling = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
-        section.omit(dict.fromkeys(scaling, "the loss is scaled by unipar's rule"))
-        section.expect("auto_cast", False, "unipar casts a batch's floating-point tensors")
-        mixed = "masters and moments are fp32 in unipar"
-        section.refuse(dict.fromkeys((f"{name}_master_weights_and_grads", f"{name}_optimizer_states"), mixed))
-        section.omit({"check_overflow": "unipar checks every loss", "consecutive_hysteresis": "it is about scaling"})
-        section.refuse({"immediate_grad_update": "unipar reduces by its own rule"}, unless=(True, False))
-        section.end(("enabled", "auto_cast", *scaling))
-    if len(chosen) > 1:
-        reading.wrong.append(f"{chosen[0]} and {chosen[1]} are both enabled; leave one of them")
-
-
 def read_zero(keys: ForeignSection) -> None:
     """Carry the section `zero_optimization`."""
     if "zero_optimization" not in keys:
@@ -324,9 +236,18 @@ def read_zero(keys: ForeignSection) -> None:
         reading.wrong.append(f"zero_optimization.stage: {stage} is not one of 0, 1, 2 and 3")
         stage = 0
     reading.put("parallel.shard", SHARDS[stage], f"ZeRO stage {stage}")
-    section.omit(dict.fromkeys(_ZERO_SPEED, _SPEED))
-    section.omit(dict.fromkeys(_ZERO_FILES, "it is about files, not about training"))
-    section.refuse(_ZERO_REFUSED, unless=(None, False, {}, 1, 0))
+    for short, name in ZERO_ALIASES.items():
+        if short in section:
+            value = section.data.pop(short)
+            reading.read.add(section.name(short))
+            if section.data.setdefault(name, value) != value:
+                reading.wrong.append(f"zero_optimization.{short} and {name} are one key, with two values; leave one")
+    section.omit(dict.fromkeys(ZERO_SPEED, SPEED))
+    section.omit(dict.fromkeys(ZERO_FILES, "it is about files, not about training"))
+    for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_params", "offload_param")):
+        if section.take(old, bool, default=False):
+            section.data.setdefault(new, {"device": "cpu"})
+    section.refuse(ZERO_REFUSED, unless=(None, False, {}, 1, 0))
     _read_sizes(section, stage)
     for name in OFFLOAD_KEYS:
         read_offload(section, name)
@@ -334,7 +255,7 @@ def read_zero(keys: ForeignSection) -> None:
     section.expect("ignore_unused_parameters", True, "unipar allows parameters that the loss does not use")
     section.expect("compute_grad_norm", True, "unipar logs the norm")
     section.expect("override_module_apply", True, "unipar fills the model itself")
-    section.end((*_ZERO_CARRIED, *OFFLOAD_KEYS, *DS_KEY_OF_SIZE.values(), *_ZERO_SPEED, *_ZERO_FILES, *_ZERO_REFUSED))
+    section.end((*ZERO_CARRIED, *OFFLOAD_KEYS, *DS_KEY_OF_SIZE.values(), *ZERO_SPEED, *ZERO_FILES, *ZERO_REFUSED))
 
 
 def _read_sizes(section: ForeignSection, stage: int) -> None:
@@ -343,9 +264,11 @@ def _read_sizes(section: ForeignSection, stage: int) -> None:
         if theirs not in section:
             continue
         if section.data[theirs] == AUTO:
-            section.omit({theirs: _SCALED_TO_MODEL})
+            section.omit({theirs: SCALED_TO_MODEL})
         elif ours not in SIZES_OF_STAGE[stage]:
-            section.omit({theirs: _OTHER_STAGE})
+            section.omit({theirs: OTHER_STAGE})
+        elif section.data[theirs] in (0, "0") and ours in ("reduce", "gather", "live"):
+            section.omit({theirs: f"0 elements are too few; {SCALED_TO_MODEL}"})
         else:
             section.reading.put(f"options.deepspeed.{ours}", int(section.take(theirs, float, 0.0)), theirs)
 
@@ -363,7 +286,7 @@ def _read_gradient_settings(section: ForeignSection, stage: int) -> None:
         if theirs not in section:
             continue
         if section.data[theirs] == AUTO or stage == 0:
-            section.omit({theirs: "DeepSpeed decides" if stage else _OTHER_STAGE})
+            section.omit({theirs: "DeepSpeed decides" if stage else OTHER_STAGE})
         elif (wanted := section.take(theirs, bool, default=usual)) == usual:
             reading.omit(section.name(theirs), f"{show_value(wanted)} is what DeepSpeed does at this stage by itself")
         elif idle:
@@ -383,13 +306,18 @@ def read_offload(section: ForeignSection, name: str) -> None:
     reading, inner = section.reading, section.below(name)
     device = inner.take("device", str, "none")
     folder = inner.take("nvme_path", str, "")
-    inner.data.clear()  # the rest is about speed
+    inner.leave_rest(SPEED)
     if device == "none":
         return
     where = {"cpu": "cpu", "nvme": "disk"}.get(device)
+    if name == "offload_param" and reading.config.get("parallel.shard", "parameters") != "parameters":
+        reading.omit(section.name(name), "parameters are split, and so offloaded, at stage 3 alone")
+        return
     if where is None:
         reading.refuse(section.name(name), f"{device} is not among none, cpu and nvme")
         return
     reading.put(f"options.deepspeed.{OFFLOAD_KEYS[name]}", where)
+    if not gpus.count_visible_gpus():
+        reading.put("device", "cuda", "what is offloaded leaves a GPU; this machine has none")
     if where == "disk" and folder:
         reading.put("options.deepspeed.offload_to", folder)

@@ -37,6 +37,7 @@ COMMANDS = (
         "report",
         "verify",
         "check",
+        "init",
         "explain",
         "plan",
         "export",

@@ -296,7 +296,7 @@ def test_its_deepspeed(tmp_path: Path) -> None:
         ),
         (
             YAML.replace("num_machines: 1", "num_machines: 4"),
-            "num_machines (line 4): 4 machines; unipar starts processes",
+            "num_processes: 2 ranks cannot be divided among 4 machines; give a multiple of 4 with --world",
         ),
         (YAML.replace("bf16\n", "fp8\n", 1), "mixed_precision (line 7): fp8 is not among no, fp16, bf16"),
         (

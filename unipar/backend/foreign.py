@@ -15,6 +15,27 @@ AUTO = "auto"
 _T = TypeVar("_T")
 
 
+@dataclass(frozen=True)
+class Answer:
+    """Value of one unipar key that the file leaves to the script."""
+
+    value: Any
+    why: str
+    given: bool
+    """Whether the user gave it by `--args`, rather than a default."""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Values of unipar keys that the file leaves to the script."""
+
+    by_key: Mapping[str, Answer]
+    precision: str | None = None
+    """`bf16` or `fp16`, if `--args` say so; the cell decides what it means."""
+
+    precision_why: str = ""
+
+
 @dataclass
 class ForeignConfigReader:
     """State of converting one file: the resulting config, and messages on keys that were left out or are wrong."""
@@ -33,6 +54,12 @@ class ForeignConfigReader:
     """Keys of the file to be left out, given by `--leave`."""
 
     world: int | None = None
+    answers: Answers | None = None
+    """Values of what the file leaves open; None: ask for each of them."""
+
+    assumed: list[str] = field(default_factory=list[str])
+    """Keys that were filled by a default, each with its value."""
+
     config: dict[str, Any] = field(default_factory=dict[str, Any])
     """Resulting unipar config, by dotted key."""
 
@@ -41,6 +68,9 @@ class ForeignConfigReader:
 
     left_out: list[str] = field(default_factory=list[str])
     wrong: list[str] = field(default_factory=list[str])
+    read: set[str] = field(default_factory=set[str])
+    """Keys of the file whose values were read."""
+
     used: set[str] = field(default_factory=set[str])
     """Keys of `leave` that the file has."""
 
@@ -73,9 +103,32 @@ class ForeignConfigReader:
         """Record that a key is left out because training does not depend on it."""
         self.left_out.append(f"{theirs}: {why}")
 
+    def assume(self, ours: str) -> bool:
+        """Fill the unipar key `ours`, and those below it, from the answers; return False if none of them knows it."""
+        known = self.answers.by_key if self.answers else {}
+        wanted = ("train.steps", "train.epochs") if ours == "train.steps" else (ours,)
+        found = {k: a for k, a in known.items() if any(k == w or k.startswith(f"{w}.") for w in wanted)}
+        for key, answer in found.items():
+            if key in self.config or self.answered(key):
+                continue
+            if answer.value is not None:
+                self.put(key, answer.value, answer.why)
+            if not answer.given:
+                self.assumed.append(f"{key}: {show_value(answer.value)}")
+        return bool(found)
+
+    def assume_default(self, key: str, value: Any, why: str) -> bool:
+        """Put a value that the reader itself assumes; return False if nothing is to be assumed."""
+        if self.answers is None:
+            return False
+        if not self.answered(key):
+            self.put(key, value, f"assumed: {why}")
+            self.assumed.append(f"{key}: {show_value(value)}")
+        return True
+
     def ask(self, theirs: str, ours: str, example: str) -> None:
-        """Ask for the unipar key `ours` by `--set`, because the file leaves its value open."""
-        if not self.answered(ours):
+        """Ask for the unipar key `ours` by `--set`, if the file leaves its value open and no answer is known."""
+        if not self.answered(ours) and not self.assume(ours):
             self.wrong.append(f"{self.place(theirs)}: give it with --set {ours}={example}")
 
     def place(self, theirs: str) -> str:
@@ -103,6 +156,7 @@ class ForeignSection:
 
     def take(self, key: str, kind: type[_T], default: _T) -> _T:
         """Remove a key and return its value; record an error and return the default if it has another type."""
+        self.reading.read.add(self.name(key))
         value: Any = self.data.pop(key, None)
         if value is None:
             return default
@@ -120,6 +174,7 @@ class ForeignSection:
         """Return whether the value is `auto`; if so, remove the key and ask for the unipar key `ours`."""
         if self.data.get(key) != AUTO:
             return False
+        self.reading.read.add(self.name(key))
         del self.data[key]
         self.reading.ask(f'{self.name(key)}: "auto"', ours, example)
         return True
@@ -136,18 +191,28 @@ class ForeignSection:
                 self.reading.omit(self.name(key), why)
 
     def refuse(self, keys: Mapping[str, str], *, unless: tuple[Any, ...] = (None, False, {}, [], "")) -> None:
-        """Refuse the keys that have an effect, each with its reason; drop those that are off or among `unless`."""
+        """Refuse the keys that have an effect, each with its reason; leave out those that are off or among `unless`."""
         for key, why in keys.items():
             if key in self.data:
                 value = self.data.pop(key)
                 off = isinstance(value, dict) and value.get("enabled") is False
                 if not off and not any(value is u or (type(value) is type(u) and value == u) for u in unless):
                     self.reading.refuse(self.name(key), why)
+                else:
+                    self.reading.omit(self.name(key), f"{show_value(value)} has no effect")
 
     def expect(self, key: str, value: Any, why: str) -> None:
-        """Refuse a key whose value is neither `value`, which unipar does anyway, nor `auto`."""
-        if key in self.data and self.data.pop(key) not in (value, AUTO):
+        """Refuse a key whose value is neither `value`, which unipar does anyway, nor `auto`; leave it out otherwise."""
+        if key not in self.data:
+            return
+        if self.data.pop(key) in (value, AUTO):
+            self.reading.omit(self.name(key), why)
+        else:
             self.reading.refuse(self.name(key), why)
+
+    def leave_rest(self, why: str) -> None:
+        """Leave out all keys that remain, with one reason."""
+        self.omit(dict.fromkeys(list(self.data), why))
 
     def end(self, known: Iterable[str]) -> None:
         """Record each remaining key as unknown."""

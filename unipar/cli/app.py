@@ -38,6 +38,7 @@ COMMANDS = {
     "verify": "verify:verify",
     "checkpoint": "checkpoint.group:build_group",
     "check": "config.check:check_run",
+    "init": "config.init:init",
     "explain": "config.explain:explain",
     "plan": "config.plan:plan",
     "export": "convert:export",

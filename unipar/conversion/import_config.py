@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from unipar.backend import Backend, checks, registry
 from unipar.backend.checks import given_source
-from unipar.backend.foreign import ForeignConfigReader, import_error
+from unipar.backend.foreign import Answers, ForeignConfigReader, import_error
 from unipar.config import Config, safe_yaml
 from unipar.config.config_file import read_config_text
 from unipar.config.source import parse_set_argument
 from unipar.config.yaml_edit import yaml_value
+from unipar.conversion.training_arguments import read_arguments
 from unipar.errors import ConfigError, OutExists, Unsupported
 from unipar.utils.files import whole
+from unipar.utils.text import show_value
 
 _LENGTH_QUESTION = "how long to train, which the file does not say"
 _COMMENT_COLUMN = 48
@@ -34,34 +36,92 @@ class ImportedConfig:
     left_out: tuple[str, ...]
     """Keys of the file on which training does not depend, each with the reason."""
 
+    read: frozenset[str] = frozenset()
+    """Keys of the file whose values were read."""
+
+    assumed: tuple[str, ...] = ()
+    """Keys that neither the file nor its reader gave, with the Trainer's defaults that they have now."""
+
 
 def import_library_config(
-    file: Path, sets: Sequence[str] = (), *, world: int | None = None, leave: Sequence[str] = ()
+    file: Path,
+    sets: Sequence[str] = (),
+    *,
+    world: int | None = None,
+    leave: Sequence[str] = (),
+    args: str | None = None,
+    strict: bool = False,
 ) -> ImportedConfig:
-    """Return the config made from `file`; raise ConfigError that names every key that cannot be carried."""
+    """Return the config made from `file`; raise ConfigError that names every key that cannot be carried.
+
+    What the file leaves to the script is taken from `args` or assumed, and asked for if `strict`.
+    """
     data, lines = _read_library_config(file)
     overrides = dict(parse_set_argument(text) for text in sets)
     reading = ForeignConfigReader(str(file), file.resolve().parent, lines, overrides, frozenset(leave), world)
     backend = _find_reader(file, data)
+    arguments = read_arguments(args)
+    answers = arguments.answers()
+    if strict:
+        answers = replace(answers, by_key={k: a for k, a in answers.by_key.items() if a.given})
+    reading.answers = None if strict and args is None else answers
     backend.read_foreign(reading, data)
+    _add_given_answers(reading, answers)
+    reading.wrong += arguments.wrong
+    reading.left_out += arguments.left_out
     if not any(reading.answered(key) or key in reading.config for key in ("train.steps", "train.epochs")):
         reading.ask(_LENGTH_QUESTION, "train.steps", "1000")
+    if reading.assumed:
+        for key in ("train.schedule", "train.seed"):
+            reading.assume(key)
     reading.wrong += [f"--leave {key}: the file has no such key" for key in sorted(reading.leave - reading.used)]
     if reading.wrong:
         raise import_error(reading)
     tree = _nest_keys(reading)
     source = given_source(tree)
+    reasons = list(checks.list_refusals(source.backend, source.config, source.cell))
+    if reasons and not reading.answered("device") and "device" not in reading.config:
+        reading.put("device", "cuda", "the file is for GPUs, and this machine has none")
+        on_gpu = given_source(_nest_keys(reading))
+        if not list(checks.list_refusals(on_gpu.backend, on_gpu.config, on_gpu.cell)):
+            tree, source, reasons = _nest_keys(reading), on_gpu, []
     config = source.config
-    reasons = list(checks.list_refusals(source.backend, config, source.cell))
     if reasons:
         raise Unsupported(str(source.cell), reasons)
     if isinstance(config.parallel.data, int):
         config.batch.settle(config.parallel.data)
-    return ImportedConfig(_config_text(file, backend, reading, tree), config, tuple(reading.left_out))
+    text = _config_text(file, backend, reading, tree)
+    left_out, assumed = tuple(reading.left_out), tuple(reading.assumed)
+    return ImportedConfig(text, config, left_out, read=frozenset(reading.read), assumed=assumed)
+
+
+def _add_given_answers(reading: ForeignConfigReader, answers: Answers) -> None:
+    """Add what `--args` say beyond the file; where both say something else, that is a mistake."""
+    length = ("train.steps", "train.epochs")
+    for key, answer in answers.by_key.items():
+        if not answer.given or reading.answered(key):
+            continue
+        if key in reading.config:
+            if reading.config[key] != answer.value and reading.notes.get(key) != answer.why:
+                reading.wrong.append(
+                    f"{key}: the file says {show_value(reading.config[key])}, {answer.why} is "
+                    f"{show_value(answer.value)}; choose with --set {key}=..."
+                )
+        elif key.startswith("batch.") and "batch.total" in reading.config:
+            reading.omit(answer.why, "the file says train_batch_size")
+        elif key in length and any(reading.answered(k) or k in reading.config for k in length):
+            reading.omit(answer.why, "the length of training is said already")
+        elif answer.value is not None:
+            reading.put(key, answer.value, answer.why)
 
 
 def write_imported_config(imported: ImportedConfig, out: Path, *, overwrite: bool = False) -> None:
-    """Write the config to `out`, as a whole or not at all; never follow a symbolic link."""
+    """Write the config to `out`, as `write_config` does."""
+    write_config(imported.text, out, overwrite=overwrite)
+
+
+def write_config(text: str, out: Path, *, overwrite: bool = False) -> None:
+    """Write a config's text to `out`, as a whole or not at all; never follow a symbolic link."""
     if out.is_symlink():
         raise OutExists(f"-o {out}: it is a link; name the file itself")
     if out.exists() and (out.is_dir() or not overwrite):
@@ -69,7 +129,7 @@ def write_imported_config(imported: ImportedConfig, out: Path, *, overwrite: boo
         raise OutExists(f"-o {out}: it already exists; {way}")
     try:
         with whole(out) as partial:
-            partial.write_text(imported.text, encoding="utf-8")
+            partial.write_text(text, encoding="utf-8")
             partial.chmod(0o644)
     except OSError as e:
         raise ConfigError(f"-o {out}: it cannot be written ({e.strerror}); name another file") from None
@@ -142,6 +202,7 @@ def _config_text(file: Path, backend: Backend, reading: ForeignConfigReader, tre
         "# For an editor that knows the keys: unipar schema --write unipar.schema.json",
         *(["#", "# Left out:"] if reading.left_out else []),
         *(f"#   {note}" for note in reading.left_out),
+        *(["#", "# Not in the file, and assumed: see the remarks below."] if reading.assumed else []),
         "",
     ]
     if "task" not in tree:

@@ -46,22 +46,32 @@ def import_(
     leave: Annotated[
         list[str] | None, typer.Option("--leave", metavar="KEY", help="Ignore a key of FILE. Repeat it for more.")
     ] = None,
+    args: Annotated[
+        str | None,
+        typer.Option("--args", metavar="ARGS", help="Trainer's arguments: .json, .yaml, or '--seed 1 ...'."),
+    ] = None,
     *,
+    strict: Annotated[bool, typer.Option("--strict", help="Ask for what FILE leaves open; assume nothing.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
 ) -> None:
     """Write a config of unipar from the config of another library.
 
-    A key that cannot be converted is refused, with the reason. An "auto" that FILE does not determine is asked for.
+    A key that cannot be converted is refused, with the reason. What FILE leaves to the script is taken from --args, or
+    else from the defaults of Hugging Face's Trainer, and told.
 
     \b
+    unipar import ds_config.json --args "--learning_rate 2e-5 --num_train_epochs 1" -o train.yaml
     unipar import ds_config.json --set train.steps=1000 -o train.yaml
     unipar import accelerate.yaml --set train.epochs=3 --set batch.total=32 --set 'train.optimizer={lr: 3.0e-4}'
     """
     from unipar.conversion.import_config import import_library_config, write_imported_config
 
-    imported = import_library_config(file, sets or (), world=world, leave=leave or ())
+    imported = import_library_config(file, sets or (), world=world, leave=leave or (), args=args, strict=strict)
+    assumed = [f"assumed: {note}" for note in imported.assumed]
     if out is None:
         typer.echo(imported.text, nl=False)
+        for line in assumed:
+            typer.echo(line, err=True)
         return
     write_imported_config(imported, out, overwrite=overwrite)
-    typer.echo("\n".join([f"written: {out}", *(f"left out: {note}" for note in imported.left_out)]))
+    typer.echo("\n".join([f"written: {out}", *assumed, *(f"left out: {note}" for note in imported.left_out)]))

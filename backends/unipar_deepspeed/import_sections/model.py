@@ -1,0 +1,45 @@
+"""Import of sections on the model: compilation, and matrices split over ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from unipar.backend.foreign import ForeignSection
+
+
+def read_compile(keys: ForeignSection) -> None:
+    """Carry the section `compile`, which in DeepSpeed compiles the model as one."""
+    if "compile" not in keys:
+        return
+    section = keys.below("compile")
+    backend = section.take("backend", str, "inductor")
+    off = section.take("disable", bool, default=False) or not section.take("enabled", bool, default=True)
+    section.omit({"kwargs": "torch.compile uses its own choice", "deepcompile": "torch.compile alone is used"})
+    section.end(("backend", "disable", "enabled", "kwargs", "deepcompile"))
+    if off:
+        keys.reading.omit("compile", "it is off")
+    elif backend == "inductor":
+        keys.reading.put("model.compile", "model", "compile")
+    else:
+        keys.reading.put("model.compile", {"what": "model", "backend": backend}, "compile")
+
+
+def read_tensor(keys: ForeignSection) -> None:
+    """Carry the size of `tensor_parallel`: so many ranks train on the same samples."""
+    section = keys.below("tensor_parallel")
+    size = section.take("autotp_size", int, keys.take("autotp_size", int, 1)) or 1
+    section.omit(
+        dict.fromkeys(
+            ("preset_model", "partition_config", "tp_overlap_comm", "keep_module_on_host", "injection_policy_tuple"),
+            "unipar finds how matrices are split itself",
+        )
+    )
+    section.end(("autotp_size",))
+    reading = keys.reading
+    if size > 1:
+        reading.put("parallel.tensor", size, "tensor_parallel.autotp_size")
+        data: Any = reading.config.get("parallel.data")
+        if reading.world and data == reading.world:
+            if reading.world % size:
+                reading.wrong.append(f"tensor_parallel.autotp_size: {size} does not divide {reading.world} ranks")
+            reading.put("parallel.data", max(1, reading.world // size), f"{reading.world} ranks / {size}")

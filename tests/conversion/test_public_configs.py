@@ -1,0 +1,82 @@
+"""Import of public configs of other libraries: each shape is carried, or refused by a sentence known here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.public_configs import read_shapes, set_aside
+from tests.support.world import ROOT
+from unipar.backend.checks import read_source
+from unipar.cli.commands.config.check import check_config
+from unipar.conversion.import_config import ImportedConfig, import_library_config
+from unipar.distributed import gpus
+from unipar.errors import UniparError
+
+BESIDE: dict[str, Any] = {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 2}}
+"""What a ds_config.json is that an accelerate.yaml names."""
+
+TASK = f"task: {{use: {ROOT}/examples/char_gpt.py:CharGPT}}"
+
+HERE = ("machines.nodes=1",)
+"""Settings under which `unipar check` judges a run over several machines on this one."""
+
+REFUSED: dict[str, str] = {
+    "deepspeedai/DeepSpeedExamples:compression/gpt2/config/ds_config_W8A8_Qgroup64_fp32.json": (
+        "compression_training: unipar does not change the model; leave it out with --leave compression_training"
+    ),
+}
+"""Files that are not carried, with a part of the sentence that says why."""
+
+
+def bring(folder: Path, kind: str, data: dict[str, Any]) -> ImportedConfig:
+    file = folder / ("ds_config.json" if kind == "ds" else "accelerate.yaml")
+    file.write_text(json.dumps(data), encoding="utf-8")
+    if isinstance(named := data.get("deepspeed_config", {}).get("deepspeed_config_file"), str):
+        (folder / named).parent.mkdir(parents=True, exist_ok=True)
+        (folder / named).write_text(json.dumps(BESIDE), encoding="utf-8")
+    return import_library_config(file)
+
+
+def untold(made: ImportedConfig, data: dict[str, Any], above: str = "") -> Iterator[str]:
+    """Yield each key of the file that was neither read nor left out with a remark."""
+    told = made.read | {note.partition(": ")[0] for note in made.left_out}
+    for key, value in data.items():
+        name = f"{above}{key}"
+        if name in told - made.read:
+            continue
+        if isinstance(value, dict) and value:
+            yield from untold(made, value, f"{name}.")
+        elif name not in told:
+            yield f"{name} is dropped silently"
+
+
+def refusals(folder: Path, *, aside: bool) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for number, (source, kind, data) in enumerate(read_shapes()):
+        if set_aside(source) == aside:
+            (at := folder / str(number)).mkdir()
+            try:
+                made = bring(at, kind, data)
+                if silent := list(untold(made, data)):
+                    found[source] = "; ".join(silent)
+                (at / "train.yaml").write_text(f"{TASK}\n{made.text}", encoding="utf-8")
+                assert "good" in check_config(read_source(at / "train.yaml", HERE if made.config.machines else ()))
+            except UniparError as e:
+                found[source] = str(e).replace(str(at), "")
+    return found
+
+
+@pytest.mark.parametrize("aside", [False, True])
+def test_public_files(*, aside: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every key is carried, or told, and `unipar check` accepts the result; what unipar has not is refused."""
+    monkeypatch.setattr(gpus, "count_visible_gpus", lambda: 64)
+    found = refusals(tmp_path, aside=aside)
+    known = {source: part for source, part in REFUSED.items() if set_aside(source) == aside}
+    assert found.keys() == known.keys()
+    for source, part in known.items():
+        assert part in found[source]

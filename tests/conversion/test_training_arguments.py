@@ -1,0 +1,187 @@
+"""Arguments of a Trainer beside a library's config: what they fill, and what is assumed without them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.imports import LEAST, STEPS, YAML, ds, said, yaml
+from unipar.conversion.training_arguments import DEFAULTS
+from unipar.errors import ConfigError
+
+AUTO: dict[str, Any] = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "bf16": {"enabled": "auto"},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+    },
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {
+            "warmup_min_lr": "auto",
+            "warmup_max_lr": "auto",
+            "warmup_num_steps": "auto",
+            "total_num_steps": "auto",
+        },
+    },
+    "zero_optimization": {"stage": 2},
+}
+
+
+def test_the_defaults_of_the_trainer() -> None:
+    """They are those of the installed transformers."""
+    transformers = pytest.importorskip("transformers")
+    fields = transformers.TrainingArguments.__dataclass_fields__
+    theirs = {name: fields[name].default for name in DEFAULTS if name != "optim"}
+    assert theirs == {name: value for name, value in DEFAULTS.items() if name != "optim"}
+
+
+def test_everything_assumed(tmp_path: Path) -> None:
+    """Each "auto" gets the Trainer's default, with a comment in the file, and is told."""
+    made = ds(tmp_path, AUTO, strict=False)
+    assert said(made) == {
+        "backend": "deepspeed",
+        "parallel": {"shard": "gradients"},
+        "batch": {"micro": 8, "accumulate": 1},
+        "train": {
+            "clip": 1.0,
+            "optimizer": {"name": "adamw", "lr": 5e-5, "weight_decay": 0.0, "betas": [0.9, 0.999], "eps": 1e-8},
+            "schedule": {"name": "linear", "warmup": 0},
+            "epochs": 3,
+            "precision": "fp32",
+            "seed": 42,
+        },
+    }
+    assert (
+        "    lr: 5e-05                                   # assumed: learning_rate is 5e-05 by default in the Trainer"
+        in made.text.splitlines()
+    )
+    assert "train.optimizer.lr: 5e-05" in made.assumed
+    assert "train.precision: 'fp32'" in made.assumed
+
+
+@pytest.mark.parametrize("form", ["json", "yaml", "line"])
+def test_arguments_given(form: str, tmp_path: Path) -> None:
+    """A file of either kind, or a command line, fills the same keys."""
+    given: dict[str, Any] = {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 4,
+        "learning_rate": 2e-5,
+        "max_steps": 200,
+        "warmup_ratio": 0.1,
+        "bf16": True,
+        "output_dir": "out",
+    }
+    args = str(tmp_path / f"args.{form}")
+    if form == "line":
+        args = " ".join(f"--{name} {value}" for name, value in given.items() if name != "bf16") + " --bf16"
+    else:
+        Path(args).write_text(json.dumps(given), encoding="utf-8")
+    made = ds(tmp_path, AUTO, strict=False, args=args)
+    result = said(made)
+    assert result["batch"] == {"micro": 2, "accumulate": 4}
+    assert (result["train"]["steps"], result["train"]["precision"]) == (200, "bf16-master")
+    assert result["train"]["optimizer"]["lr"] == 2e-5
+    assert result["train"]["schedule"] == {"name": "linear", "warmup": 20}
+    source = "--args" if form == "line" else f"args.{form}"
+    assert f"{source}: output_dir: no setting of training in unipar" in made.left_out
+    assert not any(key.startswith(("batch.", "train.optimizer.lr", "train.steps")) for key in made.assumed)
+
+
+def test_of_an_accelerate_yaml(tmp_path: Path) -> None:
+    """What its script would say is assumed; --world takes precedence over the file, with a remark."""
+    made = yaml(tmp_path, YAML, strict=False, world=4)
+    result = said(made)
+    assert (result["parallel"], result["batch"]) == ({"data": 4}, {"micro": 8, "accumulate": 1})
+    assert (result["train"]["clip"], result["train"]["epochs"]) == (1.0, 3)
+    assert "num_processes: 2, but --world says 4" in made.left_out
+
+
+@pytest.mark.parametrize(
+    ("args", "wrong"),
+    [
+        (
+            "--learning_rate 1e-5",
+            "train.optimizer.lr: the file says 0.0003, --args: learning_rate is 1e-05; choose "
+            "with --set train.optimizer.lr=...",
+        ),
+        ("--learning_rate fast", "--args: learning_rate: 'fast' is not a number; give one"),
+        ("--per_device_train_batch_size 0", "--args: per_device_train_batch_size: 0.0 is not a whole number above 0"),
+        ("--optim lion_8bit", "--args: optim: lion_8bit is not among adamw_torch"),
+        ("--lr_scheduler_type inverse_sqrt", "--args: lr_scheduler_type: inverse_sqrt is not among linear, cosine"),
+        (
+            "--num_train_epochs 1.5",
+            "--args: num_train_epochs: 1.5 is no whole number of epochs",
+        ),
+        ("--warmup_ratio 0.1", "--args: warmup_ratio: 0.1 of unknown steps; give max_steps, or warmup_steps"),
+        ("--label_smoothing_factor 0.1", "--args: label_smoothing_factor: '0.1' has no key of unipar; take it out"),
+        ("--bf16 maybe", "--args: bf16: 'maybe' is neither true nor false; give one of them"),
+        (
+            "arguments",
+            "--args arguments: give a .json or .yaml file of training arguments, or the",
+        ),
+        ("--run_name 'x", "--args: No closing quotation; close every quotation mark"),
+    ],
+)
+def test_arguments_refused(args: str, wrong: str, tmp_path: Path) -> None:
+    """Which argument, and the way out."""
+    with pytest.raises(ConfigError) as e:
+        ds(tmp_path, LEAST, STEPS, strict=False, args=args)
+    assert wrong in str(e.value)
+
+
+def test_keys_that_deepspeed_takes_under_two_names(tmp_path: Path) -> None:
+    """The short name means the same; two values for one key are refused."""
+    zero = {"stage": 3, "max_live_parameters": 5_000_000}
+    made = ds(tmp_path, {**LEAST, "zero_optimization": zero}, STEPS)
+    assert said(made)["options"] == {"deepspeed": {"live": 5_000_000}}
+    with pytest.raises(ConfigError, match="max_live_parameters and stage3_max_live_parameters are one key, with two"):
+        ds(tmp_path, {**LEAST, "zero_optimization": {**zero, "stage3_max_live_parameters": 7}}, STEPS)
+
+
+@pytest.mark.parametrize(
+    ("change", "path", "value"),
+    [
+        ({"compile": {"disable": False, "backend": "inductor"}}, ("model", "compile"), "model"),
+        ({"compile": {"backend": "eager"}}, ("model", "compile"), {"what": "model", "backend": "eager"}),
+        ({"compile": {"disable": True}}, ("model",), None),
+        ({"tensor_parallel": {"autotp_size": 2}}, ("parallel",), {"data": 2, "tensor": 2}),
+    ],
+)
+def test_newer_sections(change: dict[str, Any], path: tuple[str, ...], value: Any, tmp_path: Path) -> None:
+    """Compilation, and matrices split over ranks."""
+    found: Any = said(ds(tmp_path, {**LEAST, **change}, STEPS, world=4))
+    for name in path:
+        found = (found or {}).get(name)
+    assert found == value
+
+
+def test_a_mesh_on_several_machines(tmp_path: Path) -> None:
+    """Copies, shards and matrices divide the ranks of all machines."""
+    text = YAML.replace("MULTI_GPU", "FSDP").replace("num_processes: 2", "num_processes: 16")
+    text = text.replace("num_machines: 1", "num_machines: 2") + (
+        "parallelism_config: {parallelism_config_dp_replicate_size: 2, parallelism_config_dp_shard_size: 4, "
+        "parallelism_config_tp_size: 2}\n"
+    )
+    result = said(yaml(tmp_path, text, strict=False))
+    assert result["machines"] == {"nodes": 2}
+    assert (result["backend"], result["parallel"]["data"], result["parallel"]["tensor"]) == ("native", 8, 2)
+    wrong = "parallelism_config: 8 x 2 = 16 is not the number of ranks, 32; give --world 16"
+    with pytest.raises(ConfigError, match=wrong):
+        yaml(tmp_path, text, strict=False, world=32)
+
+
+def test_a_config_for_gpus_on_a_machine_without_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is offloaded leaves a GPU, so the config says so."""
+    monkeypatch.setattr("unipar.distributed.gpus.count_visible_gpus", lambda: 0)
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}}
+    made = ds(tmp_path, {**LEAST, "zero_optimization": zero}, STEPS)
+    assert said(made)["device"] == "cuda"
+    assert "zero_optimization.offload_optimizer.pin_memory: it is about speed" in made.left_out

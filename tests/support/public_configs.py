@@ -1,0 +1,36 @@
+"""Shapes of public DeepSpeed and Accelerate configs: keys and values, and the file that has them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_FILE = Path(__file__).parents[1] / "conversion/public_configs.jsonl"
+SEED = "20261125"
+"""Seed by which a third of the files was set aside before any of them was imported."""
+
+
+def set_aside(source: str) -> bool:
+    """Return whether a file belongs to the third that was opened once, at the end."""
+    digest = hashlib.sha256(f"{SEED} {source}".encode()).hexdigest()
+    return int(digest, 16) % 3 == 0
+
+
+def read_shapes() -> list[tuple[str, str, dict[str, Any]]]:
+    """Return the source, the kind (`ds` or `accelerate`) and the mapping of each file."""
+    rows = [json.loads(line) for line in _FILE.read_text(encoding="utf-8").splitlines()]
+    return [(row["from"], row["kind"], _nest(row["keys"])) for row in rows]
+
+
+def _nest(flat: Mapping[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for path, value in flat.items():
+        *above, last = path.split("/")
+        into = tree
+        for name in above:
+            into = into.setdefault(name, {})
+        into[last] = value
+    return tree

@@ -1,0 +1,36 @@
+"""`unipar init`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def init(
+    script: Annotated[
+        Path, typer.Argument(metavar="SCRIPT", help="A script with a task, or a folder with one.", show_default=False)
+    ] = Path(),
+    out: Annotated[Path | None, typer.Option("-o", "--out", metavar="FILE", help="Instead of SCRIPT's .yaml.")] = None,
+    *,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
+) -> None:
+    """Write a first config beside a script.
+
+    The class with your model, data and loss is found in the script's text, which is not run.
+
+    \b
+    unipar init train.py
+    """
+    from unipar.conversion.first_config import write_first_config
+
+    written = write_first_config(script, out, overwrite=overwrite)
+    commands = (
+        ("check", "would it start?"),
+        ("run", "train"),
+        ("compare", "the same training in every cell, as a table"),
+    )
+    width = max(len(name) for name, _ in commands)
+    rows = [f"  unipar {name} {written}{' ' * (width - len(name))}  # {what}" for name, what in commands]
+    typer.echo("\n".join([f"written: {written}", "next:", *rows]))
