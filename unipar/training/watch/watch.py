@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import Any, Final, Protocol, final
 
 import torch
 import torch.distributed as dist
@@ -23,13 +23,24 @@ from unipar.training.watch.digests import digest_tensor
 from unipar.training.watch.updates import UpdateObserver
 from unipar.utils.text import first_few
 
-if TYPE_CHECKING:
-    from unipar.training.parts import TrainedPart
-
 _TOLERANCE: Final = 0.01
 """Share by which a norm may differ from the one that is reported: libraries add it up in bf16, or after rounding."""
 
 _WAY_OUT: Final = "`unipar verify` on this config compares the cell with one process and names the place"
+
+
+class WatchedPart(Protocol):
+    """One part of a run's model, as the watch sees it."""
+
+    name: str
+    engine: Engine
+    config: Config
+    error_suffix: str
+    rates: tuple[float, ...]
+    """Base learning rate of each of the optimizer's groups."""
+
+    dtypes: Mapping[str, torch.dtype]
+    """Dtype in which each trained weight was made."""
 
 
 @final
@@ -66,7 +77,7 @@ class StateWatch:
         self._engines: dict[str, _WatchedEngine] = {}
         """Engine of each part."""
 
-    def around_step(self, part: TrainedPart, number: int) -> AbstractContextManager[Any]:
+    def around_step(self, part: WatchedPart, number: int) -> AbstractContextManager[Any]:
         """Return the context manager for a part's step `number`; it does nothing if the step is not watched."""
         if self.every is None:
             return nullcontext()
@@ -84,7 +95,7 @@ class StateWatch:
         return self._observer
 
     def check(
-        self, part: TrainedPart, number: int, out: Step, factor: float, share: Share, plans: Sequence[MicrobatchPlan]
+        self, part: WatchedPart, number: int, out: Step, factor: float, share: Share, plans: Sequence[MicrobatchPlan]
     ) -> None:
         """Raise Inconsistent on all ranks if one of them finds a fault in the step; all ranks call it together."""
         observer, self._observer = self._observer, None
@@ -102,7 +113,7 @@ class StateWatch:
 
     # Checks on this rank
 
-    def _check_dtypes(self, part: TrainedPart, pieces: Sequence[Piece]) -> None:
+    def _check_dtypes(self, part: WatchedPart, pieces: Sequence[Piece]) -> None:
         for piece in pieces:
             created, dtype = part.dtypes.get(piece.name), piece.tensor.dtype
             if created is None or not dtype.is_floating_point or not piece.shape or piece.kind == "buffer":
@@ -117,7 +128,7 @@ class StateWatch:
                 )
                 return
 
-    def _check_rates(self, part: TrainedPart, observer: UpdateObserver, factor: float) -> None:
+    def _check_rates(self, part: WatchedPart, observer: UpdateObserver, factor: float) -> None:
         expected = [base * factor for base in part.rates]
         in_order = len(observer.rates) == len(expected)
         for i, rate in enumerate(observer.rates):
@@ -130,7 +141,7 @@ class StateWatch:
                 )
                 return
 
-    def _check_updates(self, part: TrainedPart, observer: UpdateObserver) -> None:
+    def _check_updates(self, part: WatchedPart, observer: UpdateObserver) -> None:
         watched = self._engines[part.name]
         if not observer.updated:
             if watched.updates:
@@ -151,7 +162,7 @@ class StateWatch:
     # Checks of all ranks together
 
     def _check_sums(
-        self, part: TrainedPart, out: Step, observer: UpdateObserver, share: Share, plans: Sequence[MicrobatchPlan]
+        self, part: WatchedPart, out: Step, observer: UpdateObserver, share: Share, plans: Sequence[MicrobatchPlan]
     ) -> None:
         """Check the norm of what the optimizer got, and the samples, which have to be added up over the ranks."""
         world = self._world
@@ -187,7 +198,7 @@ class StateWatch:
                 )
                 return
 
-    def _check_norm(self, part: TrainedPart, reported: float, got: float) -> None:
+    def _check_norm(self, part: WatchedPart, reported: float, got: float) -> None:
         if self._world.rank or not math.isfinite(reported):
             return
         clip = part.config.train.clipping
@@ -199,7 +210,7 @@ class StateWatch:
                 f"{reported:.4g}{limit}: they were scaled, clipped or reduced in another way than the norm says"
             )
 
-    def _check_copies(self, part: TrainedPart) -> None:
+    def _check_copies(self, part: WatchedPart) -> None:
         copies = self._engines[part.name].copies
         for unequal in copies.find_unequal(part.engine.held_weights(), digest_tensor)[:1]:
             self._faults.append(
@@ -207,7 +218,7 @@ class StateWatch:
                 "gradients were not reduced over all ranks, or something changes weights on one rank alone"
             )
 
-    def _raise_together(self, part: TrainedPart, number: int) -> None:
+    def _raise_together(self, part: WatchedPart, number: int) -> None:
         world = self._world
         flag = torch.tensor(float(bool(self._faults)), device=world.device)
         if not world.sum(flag).item():
