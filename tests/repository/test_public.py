@@ -18,6 +18,7 @@ NAMES = {
     "Config",
     "ConfigError",
     "Hung",
+    "Inconsistent",
     "NonFinite",
     "OutExists",
     "OutOfMemory",
