@@ -25,7 +25,7 @@ WORKERS := $(shell [ "$$(nproc)" -gt 1 ] && echo 2 || echo 0)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo verify test lint style bench layout route memory mesh bubble pairs conformance chaos matrix machines sweeps compiled versions gpu gpu-wheels setup horovod clean
+.PHONY: help demo verify test lint style bench layout route memory mesh bubble pairs conformance chaos matrix machines ray sweeps compiled versions gpu gpu-wheels setup horovod clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
@@ -87,6 +87,9 @@ matrix: setup $(DONE)/tests ## every launcher with every backend, really started
 
 machines: setup $(DONE)/tests ## every launcher with every backend over two machines that share nothing (ARGS=--help); root
 	$(IN_VENV) $(BIN)/python -m tests.support.machine_matrix $(ARGS)
+
+ray: setup $(DONE)/tests ## Ray jobs of every backend over two machines, and a restart: 0.6 GB in build/, once; root
+	$(IN_VENV) $(BIN)/python -m tests.support.ray_matrix $(ARGS)
 
 sweeps: setup $(DONE)/tests ## what `make test` plays examples of: launchers, scripts, tasks, pages
 	@$(PYTEST) -m sweep $(ARGS)

@@ -17,6 +17,7 @@ from benchmarks.mesh_time import benchmark_mesh
 from benchmarks.peers import benchmark_peers
 from benchmarks.start import benchmark_second_step, benchmark_ten_starts
 from benchmarks.timing import interval
+from benchmarks.watch import benchmark_watch
 from benchmarks.worlds import run_world
 from unipar.backend.installed import machine_summary
 from unipar.comparison.rounds import rotate_order
@@ -169,6 +170,7 @@ def main(parts: list[str]) -> int:
         "off": benchmark_meter_off,
         "run": benchmark_second_step,
         "cells": benchmark_ten_starts,
+        "watch": benchmark_watch,
         "peers": benchmark_peers,
         "mesh": benchmark_mesh,
         "checkpoint": benchmark_checkpoint_write,

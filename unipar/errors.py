@@ -14,6 +14,7 @@
     - Hung               a process made no progress while the others waited for it
   + OutOfMemory          a rank ran out of memory: where, what used most of it, what would have fit  (exit 1)
   + NonFinite            the loss became NaN or infinite: which step, which rank                     (exit 1)
+  + Inconsistent         train.watch found that ranks or the optimizer do not do what they should   (exit 1)
   + Stopped              a signal ended the run at a step boundary                                   (exit 130)
 """
 
@@ -114,6 +115,10 @@ class NonFinite(UniparError):
     """Error for a loss that became NaN or infinite."""
 
 
+class Inconsistent(UniparError):
+    """Error for a run whose ranks or optimizer do not do what they should, as `train.watch` found."""
+
+
 class Stopped(UniparError):
     """Error for a run that a signal ended at a step boundary."""
 
@@ -134,6 +139,7 @@ def rebuild(kind: str, message: str) -> UniparError | None:
         Hung,
         OutOfMemory,
         NonFinite,
+        Inconsistent,
         Stopped,
     )
     by_name = {c.__name__: c for c in plain}

@@ -189,6 +189,10 @@ class ZeroEngine(OptimizerEngine):
             yield from buffer_pieces(self.model.named_buffers())
 
     @override
+    def held_weights(self) -> Iterator[Piece]:
+        return self.holder.held_weights()
+
+    @override
     def unsaved_values(self) -> Iterator[str]:
         return self.holder.unsaved_values()
 

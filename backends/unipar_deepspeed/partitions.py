@@ -153,6 +153,18 @@ class ZeroPartitions:
             if steps and p.requires_grad and self.world.rank == 0:
                 yield Piece(name, "step", (), Region(0, 1), torch.as_tensor(steps[0], dtype=torch.float32))
 
+    def held_weights(self) -> Iterator[Piece]:
+        """Yield each region of a weight that this rank computes with: in the model's precision, whole below stage 3."""
+        for name, p in self.model.named_parameters():
+            where, tensor = Region(0, p.numel()), p.data
+            if self.stage == 3:
+                size = p.ds_tensor.ds_numel
+                start = min(self.world.share * size, p.ds_numel)
+                where = Region(start, min(start + size, p.ds_numel) - start)
+                tensor = p.ds_tensor.data.view(-1)[: where.length]
+            for region, local in self._regions_of(name, where, tensor):
+                yield Piece(name, "weight", self.whole_shape(name, p), region, local)
+
     def whole_shape(self, name: str, p: Any) -> tuple[int, ...]:
         """Return the shape of the whole parameter."""
         if self.split is not None and name in self.split.cuts:

@@ -94,6 +94,7 @@ class Case:
         # eps: single elements whose gradient is near zero are else moved by rounding noise, a lr at a time
         optimizer = {"name": "adamw", "lr": 1e-2, "weight_decay": 0.1, "eps": 1e-6}
         train: dict[str, Any] = {"optimizer": optimizer, "clip": 0.3, "precision": self.precision} | dict(self.train)
+        train.setdefault("watch", {"every": 3})
         if "epochs" not in train:
             train["steps"] = STEPS
         options = {k: dict(v) for k, v in self.options.items()}

@@ -25,6 +25,7 @@ from unipar.distributed.addresses import (
 )
 from unipar.distributed.machines import WorldMachine, WorldMachines, name_ranks
 from unipar.distributed.meeting import links as links_module
+from unipar.distributed.meeting import rendezvous
 from unipar.distributed.meeting.links import Links, rank_above, ranks_below
 from unipar.distributed.meeting.roll_call import Presence, RollCall, call_roll, decide_together, wait_for_key
 from unipar.distributed.meeting.session import Session
@@ -65,6 +66,21 @@ def roll(
         return call_roll(own_connection(store), rank, size, mine or presence(rank), patience, lambda _: "10.0.0.99")
     except WorldMismatch as e:
         return str(e)
+
+
+def test_the_port_is_another_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes the connection and says nothing, for which torch waits without a limit."""
+    monkeypatch.setattr(rendezvous, "_FOR_AN_ANSWER", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        place = Place(rank=1, size=2, local_rank=0, local_size=1, launcher="x", address=("127.0.0.1", port))
+        with pytest.raises(WorldMismatch) as e:
+            rendezvous.open_store(place, timedelta(seconds=0.1))
+    assert str(e.value) == (
+        f"rank 1 on {socket.gethostname()} is connected to 127.0.0.1:{port}, but what listens there has not answered "
+        "within 0.1 s (launch.meet): it is not rank 0 but another program; give the launcher another port, or set "
+        "MASTER_ADDR and MASTER_PORT yourself"
+    )
 
 
 def test_all_learn_who_is_where(store: dist.Store) -> None:

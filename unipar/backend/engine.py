@@ -177,6 +177,13 @@ class Engine(ABC):
     def pieces(self) -> Iterator[Piece]:
         """Yield the state that this rank holds, without a collective."""
 
+    def held_weights(self) -> Iterator[Piece]:
+        """Yield each region of a weight that this rank computes with, without a collective.
+
+        Unlike `pieces` also those of which other ranks have copies: `train.watch` asks whether the copies are equal.
+        """
+        return (piece for piece in self.pieces() if piece.kind == "weight")
+
     def unsaved_values(self) -> Iterator[str]:
         """Yield a sentence for each value of the optimizer's state that `pieces` leaves out."""
         yield from ()
@@ -250,6 +257,10 @@ class DelegatingEngine(Engine):
     @override
     def pieces(self) -> Iterator[Piece]:
         return self.inner.pieces()
+
+    @override
+    def held_weights(self) -> Iterator[Piece]:
+        return self.inner.held_weights()
 
     @override
     def unsaved_values(self) -> Iterator[str]:

@@ -188,6 +188,14 @@ class WrapperEngine(OptimizerEngine):
 
     @override
     @final
+    def held_weights(self) -> Iterator[Piece]:
+        self.before_state_access()
+        for name, p in self.local_parameters():
+            for where, local in self.local_regions(name, p):
+                yield Piece(name, "weight", self.whole_shape(name, p), where, local)
+
+    @override
+    @final
     def unsaved_values(self) -> Iterator[str]:
         state: Any = self.base.state
         for name, p in self.local_parameters():

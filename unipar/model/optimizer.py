@@ -104,10 +104,14 @@ class OptimizerFactory:
         self.made = ""
         """Name of the class of the optimizer that was made last; empty before."""
 
+        self.rates: tuple[float, ...] = ()
+        """Base learning rate of each of its groups."""
+
     def __call__(self, module: nn.Module, *, split: bool | None = None) -> Optimizer:
         """Return the optimizer; `split`: parameters are split over ranks. None: as DTensors are."""
         optimizer = self._make(module, split=split)
         self.made = type(optimizer).__name__
+        self.rates = tuple(float(group["lr"]) for group in optimizer.param_groups)
         return optimizer
 
     def _make(self, module: nn.Module, *, split: bool | None) -> Optimizer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,19 @@ from unipar.model.state_names import StateNames, state_names
 
 _MAX_PENDING_LOSSES = 64
 """Number of losses that are kept one by one before they are copied into the window."""
+
+
+class OfOptimizer(NamedTuple):
+    """Optimizer of a part as it was made, before a library has put its own in its place."""
+
+    name: str
+    """Name of its class."""
+
+    rates: tuple[float, ...]
+    """Base learning rate of each of its groups."""
+
+    dtypes: Mapping[str, torch.dtype]
+    """Dtype of each trained weight before a library has changed the module."""
 
 
 @final
@@ -35,7 +48,7 @@ class TrainedPart:
         alone: bool,
         tied: Sequence[Sequence[str]] = (),
         names: StateNames | None = None,
-        optimizer: str = "",
+        made: OfOptimizer | None = None,
     ) -> None:
         self.name, self.module, self.engine, self.world = part.name, part.module, engine, world
         self.config = config
@@ -61,8 +74,8 @@ class TrainedPart:
         self.state_names = names or state_names(part.module)
         """Names that are trained, and those that state dicts leave out, as the model's author has made it."""
 
-        self.optimizer = optimizer
-        """Name of the optimizer's class, before a library has put its own in its place."""
+        made = made or OfOptimizer("", (), {})
+        self.optimizer, self.rates, self.dtypes = made
 
         self._born_groups = self._plain_groups()
         self._pending_losses: list[Tensor] = []

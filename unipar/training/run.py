@@ -30,6 +30,7 @@ from unipar.training.parts import ActivePart, TrainedPart, combine_recorded_part
 from unipar.training.shares import ShareMaker
 from unipar.training.step_log import StepLog
 from unipar.training.stopping import StateKeeper, StopAgreement, require_keeper
+from unipar.training.watch.watch import StateWatch
 from unipar.utils.seeding import MIX_START, mix_into, seed_torch
 
 if TYPE_CHECKING:
@@ -69,6 +70,10 @@ class TrainingRun(Run):
         self._rates = RateSchedule(config.train.schedule, task.schedule if task.defines("schedule") else None)
         self._sync_every, self._scales = config.train.sync_every, config.train.precision == "fp16"
         self._maker = ShareMaker(task, world)
+        self.watch = StateWatch(world, config, ledger, own_optimizer=task.defines("optimizer"))
+        self._plans: Sequence[MicrobatchPlan] = ()
+        """This rank's plans of the current share."""
+
         self._stop_agreement = StopAgreement(world, config.train.sync_every or 1)
         self.feeds = RunFeeds(self, task.collate if task.defines("collate") else None)
         self._steps = config.train.steps
@@ -205,7 +210,7 @@ class TrainingRun(Run):
         steps = self._steps or self.steps
         rate = self._rates.factor(self.done - trained.skipped, steps)
         self._seeds = active.seeds
-        with self._choice.active(active), active:
+        with self._choice.active(active), active, self.watch.around_step(trained, number):
             out = self.work.run_step(trained.engine, self._seeded_loss, share.micros, rate, self._mark, self._loss)
         trained.add_step(number, out, rate)
         if not self._parts_stepped:
@@ -217,6 +222,7 @@ class TrainingRun(Run):
             self.note("skipped", step=number)
         if self._sync_every and (number % self._sync_every == 0 or number == steps):
             trained.engine.take_mean()
+        self.watch.check(trained, number, out, rate, share, self._plans)
         self._parts_stepped.append(active)
         if self._choice.alone:  # with several, the share ends when the loop asks for the next one
             self._end_share()
@@ -311,6 +317,7 @@ class TrainingRun(Run):
             self.heartbeat.step = before + 1
             self._mark("data")
             read = next(ready)
+            self._plans = [plan for _, plan in read]
             if self._batch_observer is not None:
                 self._batch_observer(read)
             yield self.work.make_share(partial(self._maker.make, read, feed, before))

@@ -38,10 +38,11 @@ from unipar.run_folder.ledger import Ledger
 from unipar.task import Task
 from unipar.tracking.writer import TrackerWriter
 from unipar.training.out_of_memory import explain_out_of_memory
-from unipar.training.parts import TrainedPart, tied_names
+from unipar.training.parts import OfOptimizer, TrainedPart, tied_names
 from unipar.training.run import TrainingRun
 from unipar.training.shares import first_microbatch
 from unipar.training.stopping import stop_on_signals, stop_reason
+from unipar.training.watch.watch import watched_dtypes
 from unipar.utils.malloc import is_malloc_set_by_environment, keep_freed_memory
 from unipar.utils.procfs import anonymous_memory, peak_resident_bytes
 
@@ -252,6 +253,7 @@ def build_run(
         names = state_names(module)
         if config.parallel.axes.ranks > 1:
             in_blocks.update(_count_in_blocks(module, blocks))
+        dtypes = watched_dtypes(module.named_parameters())
         apply_transforms(module, blocks, own)
         factory = OptimizerFactory(groups, own, world.device, own=own_optimizer)
         part = Part(
@@ -267,9 +269,8 @@ def build_run(
         with _explain_import_error(backend):
             engine = (build or backend.build)(part, own, world)
             alone = len(modules) == 1
-            parts[name] = TrainedPart(
-                part, engine, own, world, alone=alone, tied=tied, names=names, optimizer=factory.made
-            )
+            made = OfOptimizer(factory.made, factory.rates, dtypes)
+            parts[name] = TrainedPart(part, engine, own, world, alone=alone, tied=tied, names=names, made=made)
     if len(parts) > 1:
         for part in parts.values():  # some libraries fix in the first forward which parameters take gradients
             part.engine.evaluate(_compute_nothing, None)

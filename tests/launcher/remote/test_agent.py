@@ -1,6 +1,6 @@
 """Workers that an agent starts for a command elsewhere: here both are on one machine, and share no folder.
 
-Comparisons over real machines are in tests/launcher/test_machines.py.
+Comparisons over real machines are in test_across.py.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import os
 import shutil
-import socket
-import subprocess
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,13 +15,26 @@ import pytest
 import yaml
 
 from tests.support.kubernetes_schemas import why_invalid
-from tests.support.launchers import environment, in_private_network
+from tests.support.launchers import environment
+from tests.support.machines.machine import Machine
+from tests.support.machines.start import machines, reason_no_machines, reason_no_ssh
 from tests.support.submissions import submission, text_of, write_config
 from unipar.errors import Unsupported
 from unipar.launcher.submit.kubernetes_objects import ObjectKind, longest_name
 from unipar.results.run import Report
 
 KINDS: tuple[ObjectKind, ...] = get_args(ObjectKind)
+FIRST_POD: dict[ObjectKind, str] = {
+    "trainjob": "x-node-0-0.x",
+    "jobset": "x-node-0-0.x",
+    "job": "x-0.x",
+    "pytorchjob": "x-master-0",
+    "mpijob": "x-worker-0",
+}
+"""Name by which pods find the first one."""
+
+NO_MPIRUN = "" if shutil.which("mpirun") else "no mpirun; on Debian: apt-get install openmpi-bin"
+WHY_NO_MPI = reason_no_machines() or reason_no_ssh() or NO_MPIRUN
 IMAGE = "machines.kubernetes.image=registry.example/mine:1"
 FULL = """
 machines:
@@ -189,7 +202,7 @@ def command_of(made: list[dict[str, Any]], here: Path) -> list[str]:
     return ["bash", "-c", text]
 
 
-def operator_variables(kind: ObjectKind, index: int, port: int) -> dict[str, str]:
+def operator_variables(kind: ObjectKind, index: int) -> dict[str, str]:
     """What the operator, or Kubernetes, sets in a pod."""
     if kind in ("job", "jobset"):
         return {"JOB_COMPLETION_INDEX": str(index)}
@@ -197,67 +210,56 @@ def operator_variables(kind: ObjectKind, index: int, port: int) -> dict[str, str
         "PET_NNODES": "2",
         "PET_NPROC_PER_NODE": "1",
         "PET_NODE_RANK": str(index),
-        "PET_MASTER_ADDR": "127.0.0.1",
-        "PET_MASTER_PORT": str(port),
+        "PET_MASTER_ADDR": FIRST_POD[kind],
+        "PET_MASTER_PORT": "23456" if kind == "pytorchjob" else "29400",
     }
 
 
-def in_a_pod(command: list[str], index: int) -> list[str]:
-    """The command with a host name and a process table of its own, as a pod has; the network is this machine's."""
-    named = f'hostname pod-{index}; exec "$0" "$@"'
-    return [*("unshare", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"), "sh", "-c", named, *command]
-
-
-def reason_no_pods() -> str:
-    """Why no process can have them here; empty: it can."""
-    if os.getuid() != 0 or shutil.which("unshare") is None:
-        return "a host name and a process table of one's own need root, and util-linux's unshare"
-    return ""
+@contextmanager
+def pods(here: Path, kind: ObjectKind, *, ssh: bool = False) -> Generator[list[Machine]]:
+    """Two machines that mount the folder, as pods that find the first one by the name that it has in the cluster."""
+    with machines(2, here / "pods", share=[here], ssh=ssh) as made:
+        for machine in made:
+            with (machine.folder / "hosts").open("a", encoding="utf-8") as hosts:
+                hosts.write(f"{made[0].address} {FIRST_POD[kind]}\n{made[1].address} x-worker-1\n")
+        yield list(made)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(bool(reason_no_pods()), reason=reason_no_pods())
+@pytest.mark.skipif(bool(reason_no_machines()), reason=reason_no_machines())
 @pytest.mark.parametrize("kind", ["trainjob", "pytorchjob", "job", "jobset"])
 def test_the_command_of_its_pods(here: Path, kind: ObjectKind) -> None:
-    """Two pods as two processes, with the variables of their operator; the first pod's name is this machine's."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    made = objects(here, kind, more="machines: {nodes: 2, per: 1, before: [export SAID=yes]}\n")
-    command = command_of(made, here)
-    for name in ("x-node-0-0.x", "x-0.x"):
-        command[2] = command[2].replace(f"--master-addr {name}", "--master-addr localhost")
-    command[2] = command[2].replace("29400", str(port))
+    """As it is written, on two machines, with the variables of their operator."""
+    command = command_of(objects(here, kind, more="machines: {nodes: 2, per: 1, before: [export SAID=yes]}\n"), here)
     (here / "out").mkdir()
-    pods = [
-        subprocess.Popen(
-            in_a_pod(command, index),
-            env={**environment(here), **operator_variables(kind, index, port)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for index in range(2)
-    ]
-    said = [pod.communicate(timeout=120)[0] for pod in pods]
-    assert [pod.returncode for pod in pods] == [0, 0], "".join(said)
+    with pods(here, kind) as made:
+        started = [
+            machine.start(
+                command,
+                here / f"{machine.name}.log",
+                env={**environment(), "TMPDIR": "/tmp", "HOME": "/root", **operator_variables(kind, index)},
+                at=str(here),
+            )
+            for index, machine in enumerate(made)
+        ]
+        codes = [pod.wait(timeout=180) for pod in started]
+    assert codes == [0, 0], "".join(path.read_text("utf-8") for path in here.glob("node*.log"))
     report = Report.read(here / "out/x")
     assert (report.size, report.steps) == (2, 12)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun; on Debian: apt-get install openmpi-bin")
+@pytest.mark.skipif(bool(WHY_NO_MPI), reason=WHY_NO_MPI)
 def test_the_command_of_an_mpijobs_launcher(here: Path) -> None:
-    """Two ranks, with the lines before, whatever the operator's host file says: here there is none."""
-    made = objects(here, "mpijob", more="machines: {nodes: 2, per: 1, before: [export OMP_NUM_THREADS=1]}\n")
-    command = command_of(made, here)
+    """A rank on each of two machines, which are in the operator's host file, with the lines before."""
+    command = command_of(objects(here, "mpijob", more="machines: {nodes: 2, per: 1, before: [export A=b]}\n"), here)
     (here / "out").mkdir()
-    done = subprocess.run(
-        in_private_network(command),
-        env={**environment(here), "OMPI_MCA_rmaps_base_oversubscribe": "1", "OMPI_MCA_oob_tcp_if_include": "lo"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+    (here / "hostfile").write_text("x-worker-0 slots=1\nx-worker-1 slots=1\n", "utf-8")
+    variables = {"OMPI_MCA_orte_default_hostfile": f"{here}/hostfile"}
+    with pods(here, "mpijob", ssh=True) as made:
+        env = {**environment(), "TMPDIR": "/tmp", "HOME": "/root", **variables}
+        image = "".join(f"export {name}={env[name]}\n" for name in ("PYTHONPATH", "OMP_NUM_THREADS"))
+        made[1].path("/root/.bashrc").write_text(image, "utf-8")  # ssh hands on no variables, an image has its own
+        done = made[0].run(command, env=env, at=str(here))
+    assert done.returncode == 0, done.stdout + done.stderr
     assert Report.read(here / "out/x").size == 2

@@ -22,6 +22,13 @@ class PartTrain(Section):
     """Gradient clipping of this part; null: train.clip."""
 
 
+class Watch(Section):
+    """Config section `train.watch`: a guard in ordinary runs."""
+
+    every: PositiveInt = 100
+    """Steps from one check to the next; the second step is checked too."""
+
+
 class Train(Section):
     """Config section `train`."""
 
@@ -49,6 +56,10 @@ class Train(Section):
     sync_every: PositiveInt | None = None
     """Steps after which parameters and moments are averaged over ranks, each of which steps by itself in between;
     null: gradients are summed over ranks in every step."""
+
+    watch: Watch | None = None
+    """Check in one step of every so many that copies of weights are equal, and norm, rate, samples, updates and dtypes
+    are what they should be; the first fault ends the run with a sentence."""
 
     precision: Precision = "fp32"
     """bf16-mixed computes in bf16 on fp32 parameters; bf16-master keeps bf16 parameters with fp32 masters."""

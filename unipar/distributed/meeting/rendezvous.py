@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -21,6 +22,9 @@ from unipar.distributed.addresses import (
 from unipar.distributed.place import Place
 from unipar.errors import WorldMismatch
 from unipar.utils.files import write_file_atomically
+
+_FOR_AN_ANSWER = 2.0
+"""Seconds after which a store that is reached has answered, beyond those in which it can be reached."""
 
 _MEETING_KEY = "unipar/meeting"
 """Scope and key under which rank 0 says its address in a launcher's server."""
@@ -74,16 +78,36 @@ def _serve(host: str, port: int, place: Place, listener: int, patience: timedelt
 
 
 def _connect(place: Place, host: str, port: int, patience: timedelta) -> dist.Store:
-    try:
-        return dist.TCPStore(host, port, place.size, False, patience, wait_for_workers=False)
-    except RuntimeError as e:
+    """Return a connection to rank 0's store; a program that took the port and says nothing is no reason to wait."""
+    found: list[dist.Store | RuntimeError] = []
+
+    def connect() -> None:
+        try:
+            found.append(dist.TCPStore(host, port, place.size, False, patience, wait_for_workers=False))
+        except RuntimeError as e:
+            found.append(e)
+
+    # In a thread, as torch waits for the first answer without a limit.
+    thread = threading.Thread(target=connect, name="unipar-connect", daemon=True)
+    thread.start()
+    thread.join(patience.total_seconds() + _FOR_AN_ANSWER)
+    if not found:
+        limit = "launch.meet" if place.several_machines else "launch.timeout"
+        raise WorldMismatch(
+            f"rank {place.rank} on {socket.gethostname()} is connected to {with_port(host, port)}, but what listens "
+            f"there has not answered within {patience.total_seconds():g} s ({limit}): it is not rank 0 but another "
+            "program; give the launcher another port, or set MASTER_ADDR and MASTER_PORT yourself"
+        )
+    if isinstance(store := found[0], RuntimeError):
         if not place.several_machines:
-            raise
+            raise store
         raise WorldMismatch(
             f"rank {place.rank} on {socket.gethostname()} could not connect to {with_port(host, port)}, where rank 0 "
             f"listens, within {patience.total_seconds():g} s (launch.meet): was the launcher started on rank 0's "
-            f"machine, and is there a way to it (a firewall, another network)? ({str(e).partition(chr(10))[0][:200]})"
+            f"machine, and is there a way to it (a firewall, another network)? "
+            f"({str(store).partition(chr(10))[0][:200]})"
         ) from None
+    return store
 
 
 def _listening_socket(host: str, port: int) -> socket.socket:
