@@ -13,6 +13,7 @@ from tests.support.public_configs import read_shapes, set_aside
 from tests.support.world import ROOT
 from unipar.backend.checks import read_source
 from unipar.cli.commands.config.check import check_config
+from unipar.config import SHARDS
 from unipar.conversion.import_config import ImportedConfig, import_library_config
 from unipar.distributed import gpus
 from unipar.errors import UniparError
@@ -55,6 +56,21 @@ def untold(made: ImportedConfig, data: dict[str, Any], above: str = "") -> Itera
             yield f"{name} is dropped silently"
 
 
+def check_values(made: ImportedConfig, data: dict[str, Any]) -> None:
+    """Rate, decay, ZeRO's stage and clip are the file's numbers, or the Trainer's where it says "auto"."""
+    train, params = made.config.train, data.get("optimizer", {}).get("params", {})
+    top = data.get("scheduler", {}).get("params", {}).get("warmup_max_lr")
+    for told in (params.get("lr"), top):
+        if told == "auto" or (isinstance(told, float) and told == (top or told)):
+            assert train.optimizer.lr == (5e-5 if told == "auto" else told)
+    if isinstance(decay := params.get("weight_decay"), int | float):
+        assert train.optimizer.weight_decay == decay
+    if isinstance(clip := data.get("gradient_clipping"), int | float):
+        assert train.clip == (clip or None)
+    if "stage" in data.get("zero_optimization", {}):
+        assert made.config.parallel.shard == SHARDS[data["zero_optimization"]["stage"]]
+
+
 def refusals(folder: Path, *, aside: bool) -> dict[str, str]:
     found: dict[str, str] = {}
     for number, (source, kind, data) in enumerate(read_shapes()):
@@ -62,6 +78,7 @@ def refusals(folder: Path, *, aside: bool) -> dict[str, str]:
             (at := folder / str(number)).mkdir()
             try:
                 made = bring(at, kind, data)
+                check_values(made, data if kind == "ds" else {})
                 if silent := list(untold(made, data)):
                     found[source] = "; ".join(silent)
                 (at / "train.yaml").write_text(f"{TASK}\n{made.text}", encoding="utf-8")

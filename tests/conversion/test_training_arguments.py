@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.imports import LEAST, STEPS, YAML, ds, said, yaml
+from unipar.cli.commands.convert import import_
 from unipar.conversion.training_arguments import DEFAULTS
 from unipar.errors import ConfigError
 
@@ -37,10 +40,31 @@ AUTO: dict[str, Any] = {
 
 def test_the_defaults_of_the_trainer() -> None:
     """They are those of the installed transformers."""
-    transformers = pytest.importorskip("transformers")
-    fields = transformers.TrainingArguments.__dataclass_fields__
-    theirs = {name: fields[name].default for name in DEFAULTS if name != "optim"}
+    package = find_spec("transformers")  # read as text: importing it takes seconds
+    assert package is not None
+    assert package.origin is not None
+    tree = ast.parse(Path(package.origin).with_name("training_args.py").read_text("utf-8"))
+    theirs: dict[str, Any] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(node.value, ast.Call):
+            for given in node.value.keywords:
+                if given.arg == "default" and node.target.id in DEFAULTS and isinstance(given.value, ast.Constant):
+                    theirs[node.target.id] = given.value.value
     assert theirs == {name: value for name, value in DEFAULTS.items() if name != "optim"}
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is assumed is told on the terminal, beside the file or on stderr; under --strict nothing is."""
+    file = tmp_path / "ds_config.json"
+    file.write_text(json.dumps(LEAST), encoding="utf-8")
+    import_(file, out=tmp_path / "train.yaml")
+    assert "assumed: train.epochs: 3" in capsys.readouterr().out.splitlines()
+    import_(file)
+    told = capsys.readouterr()
+    assert "assumed: train.epochs: 3" in told.err.splitlines()
+    assert "assumed: train.epochs: 3" not in told.out.splitlines()
+    with pytest.raises(ConfigError, match="how long to train, which the file does not say: give it with --set"):
+        import_(file, strict=True)
 
 
 def test_everything_assumed(tmp_path: Path) -> None:

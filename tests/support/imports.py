@@ -32,16 +32,16 @@ downcast_bf16: 'no'
 ASKED = ("batch.total=32", "train.optimizer={name: sgd, lr: 0.1}", STEPS)
 
 
-def ds(folder: Path, text: dict[str, Any] | str, *sets: str, **more: Any) -> ImportedConfig:
+def ds(folder: Path, text: dict[str, Any] | str, *sets: str, strict: bool = True, **more: Any) -> ImportedConfig:
     file = folder / "ds_config.json"
     file.write_text(text if isinstance(text, str) else json.dumps(text, indent=1), encoding="utf-8")
-    return import_library_config(file, sets, **{"strict": True, **more})
+    return import_library_config(file, sets, strict=strict, **more)
 
 
-def yaml(folder: Path, text: str, *sets: str, **more: Any) -> ImportedConfig:
+def yaml(folder: Path, text: str, *sets: str, strict: bool = True, **more: Any) -> ImportedConfig:
     file = folder / "accelerate.yaml"
     file.write_text(text, encoding="utf-8")
-    return import_library_config(file, sets, **{"strict": True, **more})
+    return import_library_config(file, sets, strict=strict, **more)
 
 
 def said(made: ImportedConfig) -> dict[str, Any]:
