@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, final
 
 import deepspeed
@@ -155,7 +155,8 @@ class ZeroPartitions:
 
     def held_weights(self) -> Iterator[Piece]:
         """Yield each region of a weight that this rank computes with: in the model's precision, whole below stage 3."""
-        for name, p in self.model.named_parameters():
+        named: Iterable[tuple[str, Any]] = self.model.named_parameters()
+        for name, p in named:
             where, tensor = Region(0, p.numel()), p.data
             if self.stage == 3:
                 size = p.ds_tensor.ds_numel
