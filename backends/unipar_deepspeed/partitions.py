@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, final
 
 import deepspeed
@@ -155,16 +155,17 @@ class ZeroPartitions:
 
     def held_weights(self) -> Iterator[Piece]:
         """Yield each region of a weight that this rank computes with: in the model's precision, whole below stage 3."""
-        named: Iterable[tuple[str, Any]] = self.model.named_parameters()
-        for name, p in named:
-            where, tensor = Region(0, p.numel()), p.data
-            if self.stage == 3:
-                size = p.ds_tensor.ds_numel
-                start = min(self.world.share * size, p.ds_numel)
-                where = Region(start, min(start + size, p.ds_numel) - start)
-                tensor = p.ds_tensor.data.view(-1)[: where.length]
-            for region, local in self._regions_of(name, where, tensor):
+        for name, p in self.model.named_parameters():
+            for region, local in self._regions_of(name, *self._held_range(p)):
                 yield Piece(name, "weight", self.whole_shape(name, p), region, local)
+
+    def _held_range(self, p: Any) -> tuple[Region, Tensor]:
+        if self.stage < 3:
+            return Region(0, p.numel()), p.data
+        size = p.ds_tensor.ds_numel
+        start = min(self.world.share * size, p.ds_numel)
+        where = Region(start, min(start + size, p.ds_numel) - start)
+        return where, p.ds_tensor.data.view(-1)[: where.length]
 
     def whole_shape(self, name: str, p: Any) -> tuple[int, ...]:
         """Return the shape of the whole parameter."""
