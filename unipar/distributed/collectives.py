@@ -41,7 +41,7 @@ class PendingCollective:
 
 @dataclass(frozen=True)
 class CollectiveRecord:
-    """What a rank's flight recorder tells when the rank hangs."""
+    """Collectives of one rank, from its flight recorder."""
 
     pending: PendingCollective | None
     """The oldest collective that has not ended."""
