@@ -222,8 +222,12 @@ class ZeroEngine(OptimizerEngine):
 
 def join(config: Config, place: Place) -> World:
     """Create unipar's process group, and start DeepSpeed on it."""
+    return start_deepspeed(meet(config, place))
+
+
+def start_deepspeed(world: World) -> World:
+    """Start DeepSpeed on the world's process group."""
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    world = meet(config, place)
     world.set_variables(LOCAL_RANK=world.local_rank_for_libraries)  # DeepSpeed requires it, and uses that GPU
     world.restore_variables("MASTER_ADDR", "MASTER_PORT")
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiles for a minute, leaves files in /dev/shm

@@ -17,8 +17,10 @@ from tests.corpus.cases import CASES, Case
 from tests.support.forks import ROOT, Forks
 from unipar.backend import registry
 from unipar.results.verdicts import Finding, Verdict
+from unipar.verification import session
 from unipar.verification.diagnosis import faults
 from unipar.verification.diagnosis.case import Fault, FaultCase
+from unipar.verification.judgement.record import RunRecord
 
 BACKEND = ROOT / "tests" / "corpus" / "backend"
 
@@ -31,6 +33,11 @@ TRAIN: dict[str, Any] = {
     "schedule": {"name": "cosine", "warmup": 4},
     "clip": 0.3,
 }
+
+OF_TASK: dict[str, dict[str, Any]] = {
+    "AdamTexts": {"optimizer": {"name": "adam", "lr": 1e-2, "weight_decay": 0.1, "decay": "matrices"}},
+}
+"""Keys of `train` with which a task is verified, if they are not those of all."""
 
 
 @dataclass(frozen=True)
@@ -82,23 +89,29 @@ def _verify_task(forks: Forks, folder: Path, task: str, names: list[str]) -> dic
         "device": "cpu",
         "parallel": {"data": 2},
         "batch": {"total": 16, "micro": 4},
-        "train": TRAIN,
+        "train": TRAIN | OF_TASK.get(task, {}),
         "out": str(folder / "out"),
     }
     file = folder / "corpus.yaml"
     file.write_text(json.dumps(config), "utf-8")
     diagnoses: dict[str, Callable[[], Fault | None]] = {}
-    classify = faults.classify_fault
+    classify, classify_masks = faults.classify_fault, session.classify_masks
 
     def keep(case: FaultCase) -> Fault | None:
         diagnoses[str(case.settled.cell)] = partial(classify, case)
         return classify(case)
+
+    def keep_masks(run: RunRecord, replay: RunRecord) -> Fault:
+        by_cell = {cell: partial(classify_masks, run, replay) for cell in cells if cell not in diagnoses}
+        diagnoses.update(by_cell)  # the only cells that go on to dropout agreed without it
+        return classify_masks(run, replay)
 
     with pytest.MonkeyPatch.context() as patch, forks.instead():
         patch.syspath_prepend(BACKEND)
         patch.setenv("PYTHONPATH", os.pathsep.join([str(BACKEND), str(ROOT)]))
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setattr(faults, "classify_fault", keep)
+        patch.setattr(session, "classify_masks", keep_masks)
         registry.find_backend.cache_clear()
         verdicts = unipar.verify(str(file), cells=[*healthy, *cells], steps=STEPS)
     registry.find_backend.cache_clear()
