@@ -155,6 +155,7 @@ CASES: dict[str, Case] = {
         "microbatches that count alike",
         "?",
         "faults._classify_equal_weights",
+        always=True,
     ),
     "clip-inverted": Case(
         "deepspeedai/DeepSpeed!5150",
@@ -163,6 +164,7 @@ CASES: dict[str, Case] = {
         "not clipped",
         "?",
         "updates.classify_clip",
+        always=True,
     ),
     "clip-scaled": Case(
         "Lightning-AI/pytorch-lightning#9330",
@@ -199,6 +201,7 @@ CASES: dict[str, Case] = {
         "another weight decay",
         "?",
         "updates.classify_decay",
+        always=True,
     ),
     "bf16-weights": Case(
         "huggingface/accelerate#3979",
@@ -213,6 +216,7 @@ CASES: dict[str, Case] = {
         "other initial weights",
         "?",
         "copies.classify_start",
+        always=True,
     ),
     "muon-as-sgd": Case(
         "deepspeedai/DeepSpeed#8441",

@@ -18,7 +18,7 @@ from tests.support.forks import ROOT, Forks
 from unipar.backend import registry
 from unipar.results.verdicts import Finding, Verdict
 from unipar.verification import session
-from unipar.verification.diagnosis import faults
+from unipar.verification.diagnosis import faults, mesh_faults
 from unipar.verification.diagnosis.case import Fault, FaultCase
 from unipar.verification.judgement.record import RunRecord
 
@@ -95,16 +95,16 @@ def _verify_task(forks: Forks, folder: Path, task: str, names: list[str]) -> dic
     file = folder / "corpus.yaml"
     file.write_text(json.dumps(config), "utf-8")
     diagnoses: dict[str, Callable[[], Fault | None]] = {}
-    classify, classify_masks = faults.classify_fault, session.classify_masks
+    classify = faults.classify_fault
 
     def keep(case: FaultCase) -> Fault | None:
         diagnoses[str(case.settled.cell)] = partial(classify, case)
         return classify(case)
 
     def keep_masks(run: RunRecord, replay: RunRecord) -> Fault:
-        by_cell = {cell: partial(classify_masks, run, replay) for cell in cells if cell not in diagnoses}
-        diagnoses.update(by_cell)  # the only cells that go on to dropout agreed without it
-        return classify_masks(run, replay)
+        again = partial(_classify_masks, run, replay)
+        diagnoses.update({cell: again for cell in cells if cell not in diagnoses})  # the others are not run with it
+        return again()
 
     with pytest.MonkeyPatch.context() as patch, forks.instead():
         patch.syspath_prepend(BACKEND)
@@ -118,3 +118,7 @@ def _verify_task(forks: Forks, folder: Path, task: str, names: list[str]) -> dic
     rows = {row.cell: row for row in verdicts.rows}
     assert {cell: rows[cell].outcome for cell in healthy} == dict.fromkeys(healthy, "agrees")
     return {name: Verified(rows[cell], diagnoses.get(cell, lambda: None)) for cell, name in cells.items()}
+
+
+def _classify_masks(run: RunRecord, replay: RunRecord) -> Fault:
+    return mesh_faults.classify_masks(run, replay)

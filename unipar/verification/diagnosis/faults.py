@@ -41,6 +41,7 @@ def classify_fault(case: FaultCase) -> Fault | None:
         # gradients cannot be computed from the state of an optimizer that the task makes
         return (
             _classify_missing_update(case, at)
+            or copies.classify_kept_dtype(case)
             or _classify_whole_tensor_optimizer(case, at)
             or updates.classify_update(case, at)
         )

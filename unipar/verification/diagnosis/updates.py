@@ -9,7 +9,6 @@ import numpy as np
 from unipar.config.sections.optimizer import AdamW
 from unipar.utils.text import count_of, first_few
 from unipar.verification.diagnosis.case import Fault, FaultCase, run_gradient, whole_gradient
-from unipar.verification.diagnosis.copies import classify_kept_dtype
 from unipar.verification.judgement.record import SketchVector
 
 LEAST_LOSS_SCALE = 16.0
@@ -44,8 +43,10 @@ def classify_scaled_norm(case: FaultCase, step: int) -> Fault | None:
     if not (math.isfinite(norm) and right > 0 and norm >= LEAST_LOSS_SCALE * right):
         return None
     power = math.log2(norm / right)
-    if abs(power - round(power)) > 1e-3:
-        return None
+    found, whole = run_gradient(case, step), whole_gradient(case, step)
+    factors = [_factor(found[name], right) for name, right in whole.items() if name in found]
+    if abs(power - round(power)) > 1e-3 or not factors or not case.is_near(float(np.median(factors)), 1.0):
+        return None  # a gradient that is too large itself is something else
     clip = case.config.train.clipping
     then = (
         "" if clip is None else f", so that a clip to {clip.max:g} leaves a norm of {clip.max / 2 ** round(power):.2g}"
@@ -144,8 +145,6 @@ def classify_update(case: FaultCase, step: int) -> Fault | None:
     assert first is not None
     if first.what in ("loss", "norm", "ranks' norms") or "backward" in case.module_differences:
         return None
-    if (found := classify_kept_dtype(case)) is not None:
-        return found
     if case.optimizer_uses_whole_tensors is None and (found := classify_decay(case, step)) is not None:
         return found
     kinds = list(dict.fromkeys(kind for _, kind in case.judgement.differing)) or [first.what]
