@@ -193,6 +193,14 @@ class ZeroEngine(OptimizerEngine):
         return self.holder.held_weights()
 
     @override
+    def full_weights(self) -> Iterator[Piece]:
+        return self.holder.full_weights()
+
+    @override
+    def use_full_weights(self) -> None:
+        self.holder.use_masters()
+
+    @override
     def unsaved_values(self) -> Iterator[str]:
         return self.holder.unsaved_values()
 
@@ -222,12 +230,8 @@ class ZeroEngine(OptimizerEngine):
 
 def join(config: Config, place: Place) -> World:
     """Create unipar's process group, and start DeepSpeed on it."""
-    return start_deepspeed(meet(config, place))
-
-
-def start_deepspeed(world: World) -> World:
-    """Start DeepSpeed on the world's process group."""
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    world = meet(config, place)
     world.set_variables(LOCAL_RANK=world.local_rank_for_libraries)  # DeepSpeed requires it, and uses that GPU
     world.restore_variables("MASTER_ADDR", "MASTER_PORT")
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiles for a minute, leaves files in /dev/shm

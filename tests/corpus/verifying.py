@@ -116,7 +116,8 @@ def _verify_task(forks: Forks, folder: Path, task: str, names: list[str]) -> dic
         verdicts = unipar.verify(str(file), cells=[*healthy, *cells], steps=STEPS)
     registry.find_backend.cache_clear()
     rows = {row.cell: row for row in verdicts.rows}
-    assert {cell: rows[cell].outcome for cell in healthy} == dict.fromkeys(healthy, "agrees")
+    wrong = {cell: rows[cell] for cell in healthy if rows[cell].outcome != "agrees"}
+    assert not wrong, wrong
     return {name: Verified(rows[cell], diagnoses.get(cell, lambda: None)) for cell, name in cells.items()}
 
 

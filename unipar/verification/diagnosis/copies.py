@@ -68,7 +68,7 @@ def classify_kept_dtype(case: FaultCase) -> Fault | None:
         return Fault(
             f"{what} kept in {dtype}",
             f"after step {case.run.steps}, every number of the {what} is one that {dtype} has, and in one process they "
-            f"are not: what they gain in a step is rounded away ({case.config.train.precision} keeps them in fp32)",
+            f"are not: with train.precision {case.config.train.precision} they must be kept in full",
         )
     return None
 

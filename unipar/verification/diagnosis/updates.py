@@ -70,8 +70,8 @@ def classify_norm_of_groups(case: FaultCase, step: int) -> Fault | None:
     for what, several in (("group", groups), ("parameter", [[name] for names in groups for name in names])):
         norms = [math.hypot(*(lengths[name] for name in names)) for names in several if names]
         wanted = [clip_factor(case, own) / clip_factor(case, norm) for own in norms]
-        if len(norms) < 2 or max(wanted) - min(wanted) <= 10 * case.near * max(wanted):
-            continue  # too few, or all clipped alike
+        if len(norms) < 2 or all(case.is_near(factor, 1.0) for factor in wanted):
+            continue
         if all(
             case.is_near(_factor(found[name], whole[name]), factor)
             for names, factor in zip(filter(None, several), wanted, strict=True)

@@ -8,7 +8,7 @@ import deepspeed
 from torch import nn
 from torch.optim import Optimizer
 from unipar_deepspeed import backend as deepspeed_backend
-from unipar_deepspeed.engine import ZeroEngine, start_deepspeed
+from unipar_deepspeed.engine import ZeroEngine
 
 from unipar.backend import Engine, Part
 from unipar.config import Config
@@ -28,5 +28,7 @@ def deepspeed_adam(part: Part, config: Config, world: World) -> Engine:
         asked = settings | {"optimizer": {"type": "Adam", "params": params}}
         return deepspeed.initialize(model=model, model_parameters=groups, config=asked, dist_init_required=False)[0]
 
-    start_deepspeed(world)
+    world.set_variables(LOCAL_RANK=world.local_rank_for_libraries)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled first
+    deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
     return ZeroEngine(part, config, world, deepspeed_backend, start)
