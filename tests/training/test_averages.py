@@ -33,7 +33,7 @@ def train(cell: str, ranks: int, steps: int, out: Path, start: Path | None, **ch
             "task": GPT,
             "device": "cpu",
             "parallel": {"data": ranks},
-            "batch": {"total": 8},
+            "batch": {"total": 12},
             "train": {
                 "steps": steps,
                 "optimizer": {"name": "adamw", "lr": 0.01},
