@@ -21,7 +21,7 @@ def deepspeed_adam(part: Part, config: Config, world: World) -> Engine:
     def start(model: nn.Module, optimizer: Optimizer, settings: dict[str, Any]) -> Any:
         defaults = optimizer.defaults
         params = {key: defaults[key] for key in ("lr", "betas", "eps", "weight_decay")} | {"torch_adam": True}
-        groups = [
+        groups: Any = [
             {"params": group["params"], "lr": group["lr"], "weight_decay": group["weight_decay"]}
             for group in optimizer.param_groups
         ]
