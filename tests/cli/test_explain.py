@@ -99,7 +99,8 @@ def test_no_key_is_left_out(source: ConfigSource) -> None:
         "eval.every eval.batches log.every log.to log.memory launch.heartbeat launch.timeout launch.meet launch.grace",
         "launch.fork launch.deadline launch.restarts checkpoint resume",
         "options.native.find_unused options.native.bucket_mb options.native.wrapper options.native.vocabulary",
-        "options.native.attention options.native.proof compare.cells",
+        "options.native.attention options.native.proof options.native.static_graph options.native.hook compare.cells",
+        "options.native.powersgd_rank options.native.powersgd_start",
         "compare.repeat compare.memory out machines",
     }
     assert keys == {key for line in leaves for key in line.split()}
