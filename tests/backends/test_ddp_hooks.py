@@ -10,7 +10,7 @@ from tests.conformance.cases import Tolerance
 from tests.support.settings import Rows, assert_agrees, run_rows
 from unipar.backend import checks, registry
 from unipar.config import Config
-from unipar.config.sections.cell import Cell
+from unipar.config.sections.cell import Cell, Shard
 from unipar.errors import Unsupported
 
 pytestmark = pytest.mark.forked
@@ -93,7 +93,7 @@ def test_thin_matrices(played: dict[str, list[dict[str, Any]]]) -> None:
         ),
     ],
 )
-def test_where_it_cannot(shard: str, native: dict[str, Any], sections: dict[str, Any], reason: str) -> None:
+def test_where_it_cannot(shard: Shard, native: dict[str, Any], sections: dict[str, Any], reason: str) -> None:
     """A sentence with the key, the reason and the way out."""
     config = Config.model_validate(
         {
