@@ -55,6 +55,10 @@ class Eval(Section):
     batches: PositiveInt | None = None
     """Number of batches of `batch.total` samples that an evaluation reads; null: all."""
 
+    check: bool = True
+    """Whether a run's first evaluation checks that the numbers which the task's metrics() returns are means: those of a
+    batch must be the means of its halves'."""
+
 
 class Log(Section):
     """Config section `log`."""
