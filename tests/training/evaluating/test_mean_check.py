@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import namedtuple
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,7 @@ _WAY_OUT = (
     "something else than samples, unipar.gathered(predictions, targets, score=function) or a torchmetrics Metric if "
     "it is none, or set eval.check: false"
 )
-REFUSED = [
+REFUSED: list[tuple[Callable[[Any, Any], Any], str]] = [
     (lambda m, b: {"peak": b[0].max()},
      "metrics()['peak'] is no mean: the first batch gives 2 (weight 2), and its halves 1 (1) and 2 (1), of which the "
      "mean is 1.5"),
@@ -61,7 +60,7 @@ def test_without_the_check_it_is_averaged(tmp_path: Path) -> None:
         assert run.evaluate() == {"peak": 6.0}
 
 
-ACCEPTED = {
+ACCEPTED: dict[str, Callable[[Any, Any], Any]] = {
     "a mean": lambda m, b: {"x": b[0].mean()},
     "a mean with its weight": lambda m, b: {"x": ((b[0] * b[0]).sum() / b[0].sum(), b[0].sum())},
     "one that draws random numbers": lambda m, b: {"x": (b[0] * torch.rand(len(b[0]), 1)).max()},
@@ -78,7 +77,7 @@ def test_what_is_accepted(tmp_path: Path, name: str) -> None:
 
 def test_only_the_first_evaluation_pays(tmp_path: Path) -> None:
     """Two calls more in the first one, and none in the second."""
-    task = Measured(lambda m, b: {"x": b[0].mean()})
+    task = Measured(ACCEPTED["a mean"])
     with running(task, tmp_path) as run:
         run.evaluate()
         assert task.calls == 7

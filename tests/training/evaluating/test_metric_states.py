@@ -14,7 +14,14 @@ from typing_extensions import override
 
 from unipar.data.order import SampleKey
 from unipar.errors import TaskError
-from unipar.training.evaluating.metric_states import RankStates, kept_states, list_lengths, merge_into, states_of
+from unipar.training.evaluating.metric_states import (
+    RankStates,
+    list_lengths,
+    merge_into,
+    restore_states,
+    save_states,
+    states_of,
+)
 
 
 def _ranks(make: Any, batches: list[tuple[int, Any]]) -> list[RankStates]:
@@ -113,8 +120,10 @@ def test_what_does_not_count_is_undone() -> None:
     total, rows = Averaged(), CatMetric()
     total.update(X)
     rows.update(X)
-    with kept_states([total, rows]):
+    saved = save_states([total, rows])
+    for _ in range(2):
         total.update(X)
         rows.update(X)
+        restore_states(saved)
     assert float(total.compute()) == 21.0
     assert rows.compute().tolist() == X.tolist()

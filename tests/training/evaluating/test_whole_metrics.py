@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,7 @@ def test_rows_need_not_be_as_many_as_samples(tmp_path: Path) -> None:
 
     def metrics(task: Any, model: Any, batch: Any) -> dict[str, Any]:
         tokens = torch.cat([torch.full((3 + int(i) % 2,), float(i)) for i in batch[0]])
-        return {"last": unipar.gathered(tokens, score=lambda t: t[-1] + len(t))}
+        return {"last": unipar.gathered(tokens, score=_last_and_count)}
 
     assert _evaluated(tmp_path, metrics) == {"last": 45.0}
 
@@ -114,7 +114,19 @@ def _bad_score(*columns: Any) -> float:
     raise ValueError("only one class present")
 
 
-REFUSED = {
+def _itself(column: Any) -> Any:
+    return column
+
+
+def _nothing(column: Any) -> None:
+    return None
+
+
+def _last_and_count(column: Tensor) -> Tensor:
+    return column[-1] + len(column)
+
+
+REFUSED: dict[str, Callable[[Any, Any, Any], Any]] = {
     "metrics()['x']: gathered() got columns of 2 and 1 rows; give each as many": lambda t, m, b: {
         "x": unipar.gathered(b[0], b[0][:1], score=_two)
     },
@@ -132,10 +144,10 @@ REFUSED = {
         "x": unipar.gathered(b[0], score=_bad_score)
     },
     "metrics()['x'] came to values of the shape (10, 1); return one number, or a mapping of names to numbers": (
-        lambda t, m, b: {"x": unipar.gathered(b[0], score=lambda x: x)}
+        lambda t, m, b: {"x": unipar.gathered(b[0], score=_itself)}
     ),
     "metrics()['x'] came to None; return one number, or a mapping of names to numbers": lambda t, m, b: {
-        "x": unipar.gathered(b[0], score=lambda x: None)
+        "x": unipar.gathered(b[0], score=_nothing)
     },
     "metrics()['x'] is another Metric object than in the batch before: make it once, in the task's __init__, so that "
     "it holds all batches": lambda t, m, b: {"x": MeanMetric()},

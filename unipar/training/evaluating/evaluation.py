@@ -151,6 +151,7 @@ class Evaluation:
 
     def _metrics(self, model: nn.Module, batch: Any) -> tuple[int, Any]:
         """Return this rank's number and what the task's `metrics` gives: of a pipeline's, all get the last stage's."""
+        self.whole.before_call()
         return self.world.rank, self.whole.take(self.task.metrics(model, batch))
 
     def _weight(self, batch: Any, samples: int) -> float:

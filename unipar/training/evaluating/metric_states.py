@@ -51,23 +51,31 @@ def stateful_modules(metric: nn.Module) -> Iterable[tuple[str, Any]]:
             yield path, module
 
 
-@contextmanager
-def kept_states(metrics: Iterable[Any]) -> Generator[None]:
-    """Context manager: what the body adds to these metrics does not count."""
-    saved = [(module, _copy_of(module)) for metric in metrics for _, module in stateful_modules(metric)]
-    yield
+SavedStates = Sequence[tuple[Any, Mapping[str, Any]]]
+"""Modules of metrics, and copies of their states."""
+
+
+def save_states(metrics: Iterable[Any]) -> SavedStates:
+    """Return copies of the states of these metrics."""
+    return [(module, _copy_of(module)) for metric in metrics for _, module in stateful_modules(metric)]
+
+
+def restore_states(saved: SavedStates) -> None:
+    """Put states back, once or several times: updates change tensors in place."""
     for module, values in saved:
         for name, value in values.items():
-            setattr(module, name, value)
+            setattr(module, name, _copied(value))
 
 
 def _copy_of(module: Any) -> dict[str, Any]:
-    values = {name: _copied(getattr(module, name)) for name in module._defaults}
-    return values | {name: getattr(module, name) for name in ("_update_count", "_computed") if hasattr(module, name)}
+    names = (*module._defaults, "_update_count", "_computed")
+    return {name: _copied(getattr(module, name)) for name in names if hasattr(module, name)}
 
 
 def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else list(value)
+    if isinstance(value, Tensor):
+        return value.clone()
+    return list(value) if isinstance(value, list) else value
 
 
 def list_lengths(metric: nn.Module) -> dict[tuple[str, str], int]:

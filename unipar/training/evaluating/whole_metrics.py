@@ -17,10 +17,12 @@ from unipar.errors import TaskError
 from unipar.task.gathered import Gathered, Score
 from unipar.training.evaluating.metric_states import (
     RankStates,
+    SavedStates,
     is_metric,
-    kept_states,
     list_lengths,
     merge_into,
+    restore_states,
+    save_states,
     single_metrics,
     states_of,
     without_own_sync,
@@ -55,6 +57,12 @@ class WholeMetrics:
         self._scores: dict[str, Score] = {}
         self._samples = 0
         self._key: SampleKey | None = None
+        self._before: tuple[Sequence[Any], SavedStates] = (), ()
+        """Metrics that were known before this batch, and their states."""
+
+        self._calls = 0
+        """Calls of `metrics` for this batch: a rank that has several stages of a pipeline runs it for each."""
+
         self.is_answer = True
         """Whether this rank's rows and states are those of the model: in a pipeline only the last stage's are."""
 
@@ -69,17 +77,30 @@ class WholeMetrics:
     @contextmanager
     def batch(self, key: SampleKey | None, samples: int) -> Generator[None]:
         """Context manager around a batch that begins with this sample; None: the batch does not count."""
-        self._key = key
-        if key is not None:
-            self._samples += samples
-            yield
-            return
         known = list(self._metrics.values())
-        with kept_states(known):
-            yield
+        self._key, self._calls, self._before = key, 0, (known, save_states(known))
+        yield
+        if key is None:
+            self._undo()
+        else:
+            self._samples += samples
+
+    def before_call(self) -> None:
+        """Forget an earlier call of `metrics` for the same batch: the last one is the model's."""
+        if self._calls:
+            self._undo()
+        self._calls += 1
+
+    def _undo(self) -> None:
+        known, saved = self._before
+        restore_states(saved)
         for metric in self._metrics.values():
             if not any(metric is other for other in known):
                 metric.reset()
+        for rows in self._rows.values():
+            rows[:] = [row for row in rows if row.key != self._key]
+        for ends in (ends for states in self._ends.values() for ends in states.values()):
+            ends[:] = [end for end in ends if end[0] != self._key]
 
     def take(self, given: Any) -> Any:
         """Return what `metrics` gave of the batch, with a `WholeKind` in the place of what is no mean."""
