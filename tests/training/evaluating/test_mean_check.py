@@ -85,7 +85,9 @@ def test_only_the_first_evaluation_pays(tmp_path: Path) -> None:
     assert task.calls == 12
 
 
-Point = namedtuple("Point", "x y")
+class Point(NamedTuple):
+    x: Tensor
+    y: Tensor | None
 
 
 @dataclass
