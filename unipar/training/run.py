@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
@@ -241,7 +242,7 @@ class TrainingRun(Run):
             self._evaluation = Evaluation(self.task, engines, self.world, self.config, self.sizes, self._mark)
             refuse_shared_stream(self.feed.source, self._evaluation.source)
         self._mark("evaluate")
-        with self._choice.active(self._choice.first, evaluating=True):
+        with self._choice.active(self._choice.first, evaluating=True), self.averaged():
             means = self._evaluation()
         self._log.write_values("eval", self.done, means)
         if self._checkpoints is not None:
@@ -250,6 +251,14 @@ class TrainingRun(Run):
             self.early_stop.after_evaluation(self.done, means)
         self._mark("between")
         return means
+
+    @override
+    @contextmanager
+    def averaged(self) -> Generator[None]:
+        with ExitStack() as parts:
+            for part in self._parts.values():
+                parts.enter_context(part.engine.averages_in_place())
+            yield
 
     @override
     def log(self, **named: float | Tensor) -> None:
