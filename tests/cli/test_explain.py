@@ -239,9 +239,9 @@ def test_plain_text(source: ConfigSource) -> None:
     lines = explain_config(source).plain().splitlines()
     assert lines[0] == "x.yaml"
     assert lines[1].split() == ["key", "value", "from"]
-    assert "batch.accumulate              2" in "\n".join(lines)
-    assert "train.optimizer.betas         [0.9, 0.999]" in "\n".join(lines)
-    assert "train.steps                   null" in "\n".join(lines)
+    assert "batch.accumulate               2" in "\n".join(lines)
+    assert "train.optimizer.betas          [0.9, 0.999]" in "\n".join(lines)
+    assert "train.steps                    null" in "\n".join(lines)
     assert "dtypes" in lines
 
 
