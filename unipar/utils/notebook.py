@@ -49,9 +49,9 @@ class ShownAsPage(ABC):
     def table(self, width: int = 80) -> str:
         """Return the results as text."""
 
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """Print the table for a notebook or IPython."""
-        printer.text(self.table())
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        """Return the table for a notebook or IPython, which prefer a dataclass's own repr to `_repr_pretty_` of a base."""
+        return {"text/plain": self.table()}
 
     def _repr_html_(self) -> str | None:
         """Return the page in a frame, or None if there is none, so that the table is shown."""
