@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
@@ -238,13 +239,21 @@ class TrainingRun(Run):
             self._evaluation = Evaluation(self.task, engines, self.world, self.config, self.sizes, self._mark)
             refuse_shared_stream(self.feed.source, self._evaluation.source)
         self._mark("evaluate")
-        with self._choice.active(self._choice.first, evaluating=True):
+        with self._choice.active(self._choice.first, evaluating=True), self.averaged():
             means = self._evaluation()
         self._log.write_values("eval", self.done, means)
         if self._checkpoints is not None:
             self._checkpoints.after_evaluation(self.done, means)
         self._mark("between")
         return means
+
+    @override
+    @contextmanager
+    def averaged(self) -> Generator[None]:
+        with ExitStack() as parts:
+            for part in self._parts.values():
+                parts.enter_context(part.engine.averages_in_place())
+            yield
 
     @override
     def log(self, **named: float | Tensor) -> None:
