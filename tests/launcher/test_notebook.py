@@ -242,7 +242,7 @@ def test_compare_in_a_cell(forking: Kernel) -> None:
         "'compare': {'repeat': 1, 'memory': False}})\nprint([(row.cell, row.outcome) for row in found.rows])\nfound"
     )
     assert (said.error, said.stdout) == ("", "[('single', 'ran'), ('native/parameters', 'ran')]\n")
-    assert_shown(said, folder_of(forking) / "d/compare/report.html", "all 1 cell agrees with one process")
+    assert_shown(said, folder_of(forking) / "d/compare/report.html", "\npage: d/compare/report.html")
 
 
 def test_verify_in_a_cell(forking: Kernel) -> None:

@@ -50,7 +50,7 @@ class ShownAsPage(ABC):
         """Return the results as text."""
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
-        """Return the table for a notebook or IPython, which prefer a dataclass's own repr to `_repr_pretty_` of a base."""
+        """Return the table: IPython prefers a dataclass's own repr to a `_repr_pretty_` of its base."""
         return {"text/plain": self.table()}
 
     def _repr_html_(self) -> str | None:
