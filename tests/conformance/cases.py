@@ -16,6 +16,7 @@ from tests.conformance import tasks
 from tests.conformance.gan import Gan
 from tests.conformance.marks import MARKS
 from tests.conformance.rates import Paced
+from tests.conformance.scores import Scored
 from unipar.backend import cells as backend_cells
 from unipar.backend import registry
 from unipar.backend.cells import config_in_cell, is_single_process
@@ -201,6 +202,7 @@ CASES = {
         Case("dropout", lambda: tasks.Plain(dropout=0.3), micro=True),
         Case("random transforms", tasks.Transformed),
         Case("data workers", tasks.Loaded, sizes=(2,)),
+        Case("scores of all samples", Scored, more={"eval": {"every": 2}}),
         Case("evaluation in the middle", tasks.Plain, more={"eval": {"every": 2, "batches": 2}}),
         Case("a stream", tasks.Streamed, sizes=(2,)),
         Case("weights from a file", tasks.Plain, sizes=(2,),
@@ -249,7 +251,8 @@ CASES = {
 MAIN_CASES = (
     "four microbatches", "two groups", "ragged last batch", "token weights, ragged", "method in the loss", "unused",
     "several parts",
-    "batch norm", "evaluation in the middle", "state out and in", "averaged", "bf16-mixed", "bf16-master",
+    "batch norm", "evaluation in the middle", "scores of all samples",
+    "state out and in", "averaged", "bf16-mixed", "bf16-master",
     "not a number",
     "bits, one microbatch", "bits, four microbatches", "weights from a file", "blocks recomputed",
 )  # fmt: skip
@@ -268,7 +271,8 @@ MESH_CELLS = (
 
 MESH_CASES = (
     "four microbatches", "two groups", "tied weights", "ragged last batch", "token weights, ragged", "unused",
-    "dropout", "evaluation in the middle", "state out and in", "averaged", "averaged every second step",
+    "dropout", "evaluation in the middle", "scores of all samples",
+    "state out and in", "averaged", "averaged every second step",
     "blocks recomputed", "bf16-mixed", "fp64", "not a number",
 )  # fmt: skip
 """Cases that `make test` plays in one of the first three of them, in the smallest world; a few also in the others."""

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from tests.conformance import gan
 from tests.conformance.cases import FILE, Case, dtype_of
+from tests.conformance.scores import Scored
 from unipar.config import Cell, Config
 from unipar.data.feed import SeededDataset
 from unipar.data.order import SampleOrder, split_batch
@@ -152,7 +153,7 @@ def _evaluated(task: Any, model: Any) -> dict[str, float]:
     modes = [(m, m.training) for m in model.modules()]
     model.eval()
     with torch.no_grad():
-        found = task.metrics(model, batch)
+        found = task.by_scikit_learn(model, batch) if isinstance(task, Scored) else task.metrics(model, batch)
     for m, training in modes:
         m.training = training
     return {name: float(value[0] if isinstance(value, tuple) else value) for name, value in found.items()}
