@@ -17,6 +17,8 @@ from unipar.conversion.import_config import import_library_config
 from unipar.results.run import Report
 
 PAGES = ("ddp", "accelerate", "fabric", "deepspeed", "hf-trainer")
+TORCHTUNE = ROOT / "build/torchtune"
+"""Folder into which `make torchtune` puts what the page about it needs."""
 
 
 def block(page: str, language: str) -> str:
@@ -38,17 +40,26 @@ def _start(page: str, folder: Path, forks: Forks) -> list[subprocess.CompletedPr
     """Return what the program before printed in two ranks, as a launcher would start them; Fabric starts its own."""
     environment = {"DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(folder)}
     if page != "fabric":
-        return forks.ranks(["before.py"], folder, environment)
+        path = {"PYTHONPATH": os.environ.get("PYTHONPATH", str(ROOT))}
+        return forks.ranks(["before.py"], folder, environment | path)
     command = [sys.executable, "before.py"]
     told = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     return [subprocess.run(command, cwd=folder, env=told, capture_output=True, text=True, check=False, timeout=120)]
 
 
 @pytest.mark.parametrize(
-    "page", ["ddp", *(pytest.param(page, marks=pytest.mark.sweep) for page in PAGES if page != "ddp")]
+    "page",
+    [
+        "ddp",
+        *(pytest.param(page, marks=pytest.mark.sweep) for page in PAGES if page != "ddp"),
+        pytest.param("torchtune", marks=pytest.mark.slow),
+    ],
 )
-def test_the_same_losses(page: str, tmp_path: Path, forks: Forks) -> None:
-    """Before and after, step by step."""
+def test_the_same_losses(page: str, tmp_path: Path, forks: Forks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before and after, step by step; torchtune is found in a folder of its own."""
+    if page == "torchtune":
+        assert TORCHTUNE.is_dir(), "make torchtune"
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(TORCHTUNE)]))
     before, after = sides(block(page, "diff"))
     (tmp_path / "before.py").write_text(before, encoding="utf-8")
     (tmp_path / "train.py").write_text(after, encoding="utf-8")
