@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from tests.conformance import gan
 from tests.conformance.cases import FILE, Case, dtype_of
 from unipar.config import Cell, Config
-from unipar.data.feed import SeededDataset
+from unipar.data.dataset import SeededDataset
 from unipar.data.order import SampleOrder, split_batch
 from unipar.utils.seeding import mix_seed, seed_all
 

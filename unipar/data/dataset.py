@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, final
 
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
+from typing_extensions import override
 
 from unipar.config import BatchSizes, Config
 from unipar.config.config import Data
+from unipar.data.order import SampleKey
 from unipar.distributed.world import World
 from unipar.errors import ConfigError, TaskError
+from unipar.utils.seeding import mix_seed, seed_all
 
 Collate = Callable[[list[Any]], Any]
 
@@ -56,6 +59,11 @@ def training_data_source(
 ) -> DataSource:
     """Return the source for what data() returned; raise if a key of the config's `data` has no effect on it."""
     source = data_source_of(given, collate, default, config, sizes)
+    if source.streams and sizes.tokens is not None:
+        raise ConfigError(
+            f"batch.tokens: {sizes.total}: data() returned a stream, and batches of tokens are planned by the length "
+            "of every sample before the first step: return a map-style dataset, or give batch.total"
+        )
     keys_given = config.data.model_fields_set
     if source.streams and "shuffle" in keys_given and config.data.shuffle:
         raise ConfigError(
@@ -94,6 +102,11 @@ def _source_from_loader(
         sampling = "a batch_sampler of its own" if loader.batch_sampler is not None else "batch_size=None"
         raise TaskError(
             f"the DataLoader has {sampling}; unipar decides which samples are a batch: give batch_size instead"
+        )
+    if sizes.tokens is not None and loader.batch_size != 1:
+        raise TaskError(
+            f"the DataLoader's batch_size is {loader.batch_size}, and batch.tokens ({sizes.total}) says how many "
+            "samples are a batch: leave batch_size out"
         )
     if loader.batch_size not in (1, sizes.total, sizes.micro):
         raise TaskError(
@@ -142,3 +155,16 @@ def check_same_sample_count(samples: int, world: World) -> None:
             "of it, and unipar divides it"
         ),
     )
+
+
+@final
+class SeededDataset(Dataset[Any]):
+    """Dataset read by (epoch, index); each sample has random numbers that depend only on seed, epoch and index."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self.dataset, self.seed = dataset, seed
+
+    @override
+    def __getitem__(self, key: SampleKey) -> Any:
+        seed_all(mix_seed(self.seed, 2, *key), cuda=False)
+        return self.dataset[key[1]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, final
 
@@ -14,14 +15,15 @@ from unipar.checkpoint.saved_state import SavedState
 from unipar.checkpoint.store_exchange import StoreExchange
 from unipar.data.dataset import DataSource, check_same_sample_count, training_data_source
 from unipar.data.feed import MicrobatchFeed
+from unipar.data.lengths import SampleLengths, measure_lengths
 from unipar.data.order import DataPosition
 from unipar.data.stream import STREAM_PROMISES
 from unipar.data.stream_feed import StreamFeed, StreamPlace
 from unipar.data.stream_reader import ReadingOn, ReadPart, has_state
 from unipar.errors import CheckpointError, TaskError
-from unipar.run_folder.heartbeat import READING_ON
+from unipar.run_folder.heartbeat import MEASURING, READING_ON
 from unipar.utils.address import Location
-from unipar.utils.text import format_duration
+from unipar.utils.text import count_of, format_duration
 
 if TYPE_CHECKING:
     from unipar.config import BatchSizes, Config
@@ -132,7 +134,8 @@ def _feed_from_beginning(live: FedRun, data: Any, collate: Callable[[list[Any]],
         check_same_sample_count(source.length, live.world)
     pin, seed = live.world.device.type == "cuda", live.config.train.seed
     if not source.streams:
-        return MicrobatchFeed(source, live.sizes, live.world.share, seed, pin=pin)
+        lengths = _measured(live, source)
+        return MicrobatchFeed(source, live.sizes, live.world.share, seed, pin=pin, lengths=lengths)
     live.note("data", said=f"a stream: {STREAM_PROMISES[source.settings.stream]}")
     return StreamFeed(
         source,
@@ -143,6 +146,34 @@ def _feed_from_beginning(live: FedRun, data: Any, collate: Callable[[list[Any]],
         gives_places=live.config.checkpoint is not None,
         reading_on=_ReadingOnNotice(live),
     )
+
+
+def _measured(live: FedRun, source: DataSource) -> SampleLengths | None:
+    """Return the lengths of all samples, of which each rank measures a part; None without `batch.tokens`."""
+    if live.sizes.tokens is None:
+        return None
+    world, began = live.world, time.monotonic()
+
+    def report(done: int, of: int) -> None:
+        live.mark("data")
+        live.heartbeat.set_work(MEASURING, done, of)
+
+    def add_up(lengths: Tensor) -> Tensor:
+        live.mark("waiting")
+        return world.sum(lengths.to(world.device)).cpu()
+
+    given = live.task, source.dataset, live.config.train.seed, live.sizes
+    lengths = measure_lengths(*given, share=(world.rank, world.size), add_up=add_up, report=report)
+    assert lengths is not None
+    live.heartbeat.set_work("")
+    live.mark("data")
+    took = format_duration(time.monotonic() - began)
+    live.note(
+        "data",
+        said=f"{count_of(len(lengths.of), 'sample')} of {sum(lengths.of):,} tokens, the longest of {lengths.longest:,}, "
+        f"measured in {took}",
+    )
+    return lengths
 
 
 @final

@@ -230,7 +230,8 @@ def build_run(
     config, sizes = settled.config, settled.sizes
     if config.eval.every and not task.defines("validation"):
         raise TaskError("eval.every is given and the task has no validation(): give it a dataset, or leave eval out")
-    config = config.changed({"batch.total": sizes.total})
+    if sizes.tokens is None:
+        config = config.changed({"batch.total": sizes.total})
     world.lay(**config.parallel.axes.sizes)
     _prepare_once_per_machine(task, world)
     base = anonymous_memory()

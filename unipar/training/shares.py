@@ -12,6 +12,7 @@ from unipar.backend import Micro
 from unipar.config import BatchSizes, Config
 from unipar.data.dataset import training_data_source
 from unipar.data.feed import MicrobatchFeed
+from unipar.data.lengths import measure_lengths
 from unipar.data.order import MicrobatchPlan
 from unipar.data.stream_feed import StreamFeed
 from unipar.distributed.world import World
@@ -33,8 +34,9 @@ class ShareMaker:
         """Return the share of the next step from microbatches that `feed` has read, when `done` steps are done."""
         samples = feed.samples(done)
         if not self._weighs:
-            return self._on_device(((batch, plan.weight) for batch, plan in read), samples)
-        weights = [self._weight(batch, len(plan.keys)) if plan.weight else 0.0 for batch, plan in read]
+            tokens = float(read[0][1].of_tokens) or None
+            return self._on_device(((batch, plan.weight) for batch, plan in read), samples, tokens)
+        weights = [self._weight(batch, plan.tokens or len(plan.keys)) if plan.weight else 0.0 for batch, plan in read]
         total = torch.tensor(sum(weights), dtype=torch.float64, device=self._world.device)
         whole = self._world.sum_shares(total).item()
         if not whole > 0:
@@ -79,7 +81,8 @@ def read_first_microbatch(task: Task, data: Any, config: Config, sizes: BatchSiz
     source = training_data_source(data, collate, task.collate, config, sizes)
     if source.streams:
         return source.collate(list(islice(iter(source.dataset), sizes.micro)))
-    feed = MicrobatchFeed(source, sizes, 0, config.train.seed)
+    lengths = measure_lengths(task, source.dataset, config.train.seed, sizes)
+    feed = MicrobatchFeed(source, sizes, 0, config.train.seed, lengths=lengths)
     batch = feed.read(next(feed.plans(0))[0].keys)
     weight = task.weight(batch)
     if weight is not None and float(weight) == 0:
@@ -91,7 +94,8 @@ def first_microbatches(task: Task, config: Config, sizes: BatchSizes, number: in
     """Return the first microbatches of a map-style dataset, of all ranks; fewer if the first epoch has fewer."""
     collate = task.collate if task.defines("collate") else None
     source = training_data_source(task.data(), collate, task.collate, config, sizes)
-    feed = MicrobatchFeed(source, sizes, None, config.train.seed)
+    lengths = measure_lengths(task, source.dataset, config.train.seed, sizes)
+    feed = MicrobatchFeed(source, sizes, None, config.train.seed, lengths=lengths)
     steps = islice(feed.plans(0), max(1, feed.order.per_epoch))
     plans = islice((plan for step in steps for plan in step), number)
     return [feed.read(plan.keys) for plan in plans]

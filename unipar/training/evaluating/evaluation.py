@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, final
 
 import torch
@@ -12,13 +14,14 @@ from torch.utils.data import DataLoader
 from unipar.backend import Engine, Mark
 from unipar.config import BatchSizes, Config
 from unipar.data.data_worker import with_worker_start
-from unipar.data.dataset import data_source_of
-from unipar.data.feed import SeededDataset
+from unipar.data.dataset import SeededDataset, data_source_of
+from unipar.data.lengths import SampleLengths, measure_lengths
 from unipar.data.order import SampleKey
 from unipar.data.stream import WholeStream, wrap_in_workers
+from unipar.data.token_order import consecutive_microbatches
 from unipar.distributed.world import World
 from unipar.engines.batch import to_device
-from unipar.errors import TaskError
+from unipar.errors import ConfigError, TaskError
 from unipar.task import Task
 from unipar.utils.seeding import mix_seed, seed_all
 
@@ -59,10 +62,24 @@ class Evaluation:
         collate = task.collate if task.defines("collate") else None
         self.source = data_source_of(data, collate, task.collate, config, sizes)
         self.most = config.eval.batches * sizes.total if config.eval.batches is not None else None
-        if not self.source.streams:
-            if len(self.source) == 0:
-                raise TaskError(_NO_SAMPLES)
-            self.most = min(len(self.source), self.most or len(self.source))
+        """Samples, or tokens, that are read; None: all."""
+
+        self._lengths: SampleLengths | None = None
+        if self.source.streams:
+            if sizes.tokens is not None:
+                raise ConfigError(
+                    f"batch.tokens: {sizes.total}: validation() returned a stream, and batches of tokens are planned "
+                    "by the length of every sample: return a map-style dataset, or give batch.total"
+                )
+            return
+        if len(self.source) == 0:
+            raise TaskError(_NO_SAMPLES)
+        share, given = (world.rank, world.size), (task, self.source.dataset, self.seed, sizes)
+
+        def add_up(lengths: Tensor) -> Tensor:
+            return world.sum(lengths.to(world.device)).cpu()
+
+        self._lengths = measure_lengths(*given, of="validation()", share=share, add_up=add_up)
         self.sums: dict[str, list[float]] = {}
 
     def __call__(self) -> dict[str, float]:
@@ -80,14 +97,12 @@ class Evaluation:
         return self._means()
 
     def _map_style_batches(self) -> Iterator[tuple[Any, int]]:
-        """Yield this rank's batches and their numbers of samples.
+        """Yield this rank's batches and their numbers of samples, or of tokens.
 
         Number 0 marks a batch that is run and not added: other ranks still have one, and collectives need every rank.
         """
-        assert self.most is not None
-        size, rank, micro = self.world.shares, self.world.share, self.sizes.micro
-        keys = [(0, i) for i in range(self.most)]
-        chunks: list[list[SampleKey]] = [keys[i : i + micro] for i in range(0, self.most, micro)]
+        size, rank = self.world.shares, self.world.share
+        chunks = self._chunks()
         rounds = -(-len(chunks) // size)
         mine = [chunks[i] if i < len(chunks) else chunks[0] for i in range(rank, rounds * size, size)]
         loader: DataLoader[Any] = DataLoader(
@@ -98,7 +113,26 @@ class Evaluation:
             **with_worker_start(self.source.loader_arguments),
         )
         for i, batch in enumerate(loader):
-            yield batch, len(mine[i]) if rank + i * size < len(chunks) else 0
+            yield batch, self._units(mine[i]) if rank + i * size < len(chunks) else 0
+
+    def _chunks(self) -> list[list[SampleKey]]:
+        """Return the samples of each batch, in the order of the data."""
+        most, micro, samples = self.most, self.sizes.micro, len(self.source)
+        if self._lengths is None:
+            parts = (
+                range(samples)[: most or samples][i : i + micro] for i in range(0, min(samples, most or samples), micro)
+            )
+        else:
+            assert self.sizes.tokens is not None
+            lengths = self._lengths.of
+            if most is not None:
+                lengths = lengths[: bisect_right(list(accumulate(lengths)), most)]
+            parts = consecutive_microbatches(lengths, micro, packed=self.sizes.tokens.packed)
+        return [[(0, i) for i in part] for part in parts]
+
+    def _units(self, keys: Sequence[SampleKey]) -> int:
+        """Return how many units these samples count for, where the task has no weight of its own."""
+        return len(keys) if self._lengths is None else self._lengths.tokens([i for _, i in keys])
 
     def _stream_batches(self) -> Iterator[tuple[Any, int]]:
         """Yield this rank's batches of a stream, which every rank reads as a whole, and their numbers of samples."""
@@ -115,9 +149,9 @@ class Evaluation:
     def _metrics(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
         return self.task.metrics(model, batch)
 
-    def _weight(self, batch: Any, samples: int) -> float:
+    def _weight(self, batch: Any, units: int) -> float:
         weight = self.task.weight(batch)
-        return float(samples if weight is None else weight)
+        return float(units if weight is None else weight)
 
     def _add(self, metrics: Any, weight: float | None) -> None:
         if not isinstance(metrics, Mapping):

@@ -18,6 +18,7 @@ from unipar.config import Config
 from unipar.config.sections.checkpoint import Checkpoint
 from unipar.data.dataset import data_source_of
 from unipar.data.feed import MicrobatchFeed
+from unipar.data.lengths import measure_lengths
 from unipar.distributed.place import Place
 from unipar.distributed.world import World
 from unipar.errors import TaskError, UniparError, Unsupported
@@ -177,7 +178,8 @@ def _feed_of_all_shares(task: Task, config: Config, shares: int) -> MicrobatchFe
     """Return a feed of the microbatches of all shares, in the order in which a replay takes them."""
     sizes = config.batch.settle(shares)
     source = data_source_of(task.data(), task.collate if task.defines("collate") else None, task.collate, config, sizes)
-    return MicrobatchFeed(source, sizes, None, config.train.seed)
+    lengths = measure_lengths(task, source.dataset, config.train.seed, sizes)
+    return MicrobatchFeed(source, sizes, None, config.train.seed, lengths=lengths)
 
 
 def _train_steps(task: Task, live: TrainingRun, steps: int) -> None:

@@ -16,6 +16,7 @@ from unipar.config import Config, Precision
 from unipar.config.settled import SettledConfig
 from unipar.data.dataset import data_source_of
 from unipar.data.feed import MicrobatchFeed
+from unipar.data.lengths import measure_lengths
 from unipar.data.order import SampleKey
 from unipar.distributed.world import World
 from unipar.engines.batch import to_device
@@ -80,7 +81,8 @@ def probe_task(task: Task, settled: SettledConfig, world: World) -> dict[str, An
     config, sizes = settled.config, settled.sizes
     collate = task.collate if task.defines("collate") else None
     source = data_source_of(task.data(), collate, task.collate, config, sizes)
-    feed = MicrobatchFeed(source, sizes, 0, config.train.seed)
+    lengths = measure_lengths(task, source.dataset, config.train.seed, sizes)
+    feed = MicrobatchFeed(source, sizes, 0, config.train.seed, lengths=lengths)
     keys = next(feed.plans(0))[0].keys
     batch = feed.read(keys)
     modules = create_parts(task.model, config, world)
