@@ -80,6 +80,7 @@ def export_script(source: ConfigSource, to: str, out: Path | None = None, *, ove
             "with --set batch.micro=N; `unipar explain FILE` shows the one of an earlier run, and `unipar plan FILE "
             "--memory SIZE` what to expect"
         )
+    source.config.batch.require_samples("a script reads batches of a fixed number of samples")
     cell = Cell(backend.name, source.config.parallel.shard)
     own = cells.cell_of(source.config)
     source = in_cell(source, own if own.backend == backend.name else cell, "--to")

@@ -168,11 +168,8 @@ def _measured(live: FedRun, source: DataSource) -> SampleLengths | None:
     live.heartbeat.set_work("")
     live.mark("data")
     took = format_duration(time.monotonic() - began)
-    live.note(
-        "data",
-        said=f"{count_of(len(lengths.of), 'sample')} of {sum(lengths.of):,} tokens, the longest of {lengths.longest:,}, "
-        f"measured in {took}",
-    )
+    samples, tokens = count_of(len(lengths.of), "sample"), f"{sum(lengths.of):,} tokens"
+    live.note("data", said=f"{samples} of {tokens}, the longest of {lengths.longest:,}, measured in {took}")
     return lengths
 
 

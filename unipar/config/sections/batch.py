@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
@@ -171,6 +171,27 @@ class Batch(Section):
             text = ", ".join(f"{k}: {v}" for k, v in given.items()) or "none"
             raise ValueError(f"two of total, micro and accumulate are needed (or total alone); given: {text}")
         return self
+
+    def derived_keys(self, sizes: BatchSizes) -> Iterator[tuple[str, int, str]]:
+        """Yield the sizes that the config does not give, as key, value and reason."""
+        micro, accumulate, ranks = self.micro, self.accumulate, sizes.ranks
+        if self.size is None:
+            yield (
+                "batch.total",
+                sizes.total,
+                f"micro x accumulate x data = {sizes.micro} x {sizes.accumulate} x {ranks}",
+            )
+            return
+        if micro is None and accumulate is None:
+            yield "batch.accumulate", 1, f"{'total' if sizes.tokens is None else 'tokens'} alone means 1"
+        if sizes.tokens is not None:  # the number of microbatches follows from the lengths of samples
+            return
+        if micro is None:
+            why = f"total / (accumulate x data) = {sizes.total} / ({sizes.accumulate} x {ranks})"
+            yield "batch.micro", sizes.micro, why
+        elif accumulate is None:
+            why = f"total / (micro x data) = {sizes.total} / ({sizes.micro} x {ranks})"
+            yield "batch.accumulate", sizes.accumulate, why
 
     def settle(self, ranks: int) -> BatchSizes:
         """Return the sizes for a number of ranks; raise ConfigError, which shows the arithmetic, if they do not fit."""

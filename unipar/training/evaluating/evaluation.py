@@ -79,7 +79,10 @@ class Evaluation:
         def add_up(lengths: Tensor) -> Tensor:
             return world.sum(lengths.to(world.device)).cpu()
 
-        self._lengths = measure_lengths(*given, of="validation()", share=share, add_up=add_up)
+        def report(done: int, of: int) -> None:
+            mark("evaluate")
+
+        self._lengths = measure_lengths(*given, of="validation()", share=share, add_up=add_up, report=report)
         self.sums: dict[str, list[float]] = {}
 
     def __call__(self) -> dict[str, float]:
@@ -117,11 +120,10 @@ class Evaluation:
 
     def _chunks(self) -> list[list[SampleKey]]:
         """Return the samples of each batch, in the order of the data."""
-        most, micro, samples = self.most, self.sizes.micro, len(self.source)
+        most, micro = self.most, self.sizes.micro
         if self._lengths is None:
-            parts = (
-                range(samples)[: most or samples][i : i + micro] for i in range(0, min(samples, most or samples), micro)
-            )
+            samples = range(len(self.source))[:most]
+            parts = (samples[i : i + micro] for i in range(0, len(samples), micro))
         else:
             assert self.sizes.tokens is not None
             lengths = self._lengths.of
