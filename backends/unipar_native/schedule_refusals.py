@@ -18,7 +18,7 @@ def refusals_of_torch_schedules(config: Config) -> Iterator[str]:
         )
     if config.batch.tokens is not None:
         yield (
-            f"{name} needs microbatches of one shape, and those of batch.tokens ({config.batch.tokens}) have any length: "
+            f"{name} needs microbatches of one shape; those of batch.tokens ({config.batch.tokens}) have any length: "
             "give batch.total, or take schedule 1f1b or gpipe"
         )
         return

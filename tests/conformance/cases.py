@@ -14,6 +14,7 @@ import torch
 import unipar
 from tests.conformance import tasks
 from tests.conformance.gan import Gan
+from tests.conformance.lengths import Counted, LateTokens
 from tests.conformance.marks import MARKS
 from tests.conformance.rates import Paced
 from unipar.backend import cells as backend_cells
@@ -101,7 +102,8 @@ class Case:
         made: dict[str, Any] = {"device": "cpu", "batch": batch, "train": train, "log": {"every": 2}}
         made |= {"launch": {"heartbeat": 15.0, "timeout": 20.0}, "options": options} | dict(self.more)
         # 64 samples fill all batches, so that nothing is left out
-        if cell.axes.pieces > 1 and "ragged" not in self.name and self.task is not tasks.Streamed:
+        free = "ragged" in self.name or "tokens" in made["batch"] or self.task is tasks.Streamed
+        if cell.axes.pieces > 1 and not free:
             made["data"] = {"ragged": "drop"} | made.get("data", {})
         made["parallel"] = {"data": size, "shard": cell.shard} | made.get("parallel", {})
         return config_in_cell(Config.model_validate(made), cell)
@@ -128,6 +130,7 @@ def _compiled(what: str) -> dict[str, Any]:
     return {"model": {"compile": {"what": what, "backend": "aot_eager"}}, "eval": {"every": 2}}
 
 
+_TOKENS: dict[str, Any] = {"batch": {"tokens": 70, "longest": 8, "micro": 20}}
 _TWO_COPIES = {"parallel": {"shard_over": 2}}
 _BY_MACHINE = {"parallel": {"shard_over": "machine"}}
 _CELLS_WITH_COPIES = ("native/optimizer", "native/gradients", "native/parameters")
@@ -180,6 +183,8 @@ CASES = {
         Case("ragged dropped", lambda: tasks.Plain(count=37), train={"epochs": 3}, more={"data": {"ragged": "drop"}}),
         Case("token weights", tasks.Tokens, accumulate=4),
         Case("token weights, ragged", lambda: tasks.Tokens(count=35), train={"epochs": 2}),
+        Case("batches by tokens", Counted, more=_TOKENS | {"eval": {"every": 2, "batches": 2}}),
+        Case("batches by tokens, two on each rank", LateTokens, more={"batch": {"tokens": 60, "accumulate": 2}}),
         Case("method in the loss", tasks.Reaching),
         Case("block read in the loss", tasks.BlockReading),
         Case("three forwards", tasks.Thrice),
@@ -238,7 +243,7 @@ MAIN_CASES = (
 )  # fmt: skip
 SHORT_CASES = ("four microbatches", "token weights, ragged", "several parts", "state out and in", "bf16-master")
 
-EVERYWHERE = ("four microbatches", "state out and in")
+EVERYWHERE = ("four microbatches", "state out and in", "batches by tokens")
 BITS = ("bits, one microbatch", "bits, four microbatches")
 
 MESH_CELLS = (

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from tests.conformance import gan
 from tests.conformance.cases import FILE, Case, dtype_of
+from tests.conformance.lengths import fill_batches
 from unipar.config import Cell, Config
 from unipar.data.dataset import SeededDataset
 from unipar.data.order import SampleOrder, split_batch
@@ -57,22 +58,26 @@ def train_by_hand(case: Case, size: int) -> Result:
         dataset = list(dataset)
     collate = task.collate
     seen = SeededDataset(dataset, config.train.seed)
-    order = SampleOrder(
-        len(dataset), config.batch.total or 0, config.train.seed, shuffle=not streamed, ragged=config.data.ragged
-    )
-    steps = config.train.steps or (config.train.epochs or 0) * order.per_epoch
     sizes = config.batch.settle(size)
+    if sizes.tokens is None:
+        order = SampleOrder(
+            len(dataset), sizes.total, config.train.seed, shuffle=not streamed, ragged=config.data.ragged
+        )
+        batches, steps = order.batches(0), config.train.steps or (config.train.epochs or 0) * order.per_epoch
+    else:
+        batches = fill_batches(lambda i: task.length(dataset[i]), len(dataset), sizes.total, config.train.seed)
+        steps = config.train.steps or 0
     result = Result()
-    for step, (epoch, indices) in zip(range(steps), order.batches(0), strict=False):
+    for step, (epoch, indices) in zip(range(steps), batches, strict=False):
         parts = [indices]
         if case.micro:
             parts = [mine or indices[:1] for micro in split_batch(indices, sizes.accumulate, size) for mine in micro]
-        batches = [collate([seen[epoch, i] for i in part]) for part in parts]
+        read = [collate([seen[epoch, i] for i in part]) for part in parts]
         weights = [
-            float(len(part) if (w := task.weight(b)) is None else w) for part, b in zip(parts, batches, strict=True)
+            float(len(part) if (w := task.weight(b)) is None else w) for part, b in zip(parts, read, strict=True)
         ]
         total = 0.0
-        for i, (batch, weight) in enumerate(zip(batches, weights, strict=True)):
+        for i, (batch, weight) in enumerate(zip(read, weights, strict=True)):
             seed_all(mix_seed(config.train.seed, 3, step, i))
             loss = task.loss(model, _cast(batch, dtype_of(case))) * (weight / sum(weights))
             loss.backward()
