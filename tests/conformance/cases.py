@@ -241,7 +241,10 @@ MAIN_CASES = (
     "batch norm", "evaluation in the middle", "state out and in", "bf16-mixed", "bf16-master", "not a number",
     "bits, one microbatch", "bits, four microbatches", "weights from a file", "blocks recomputed",
 )  # fmt: skip
-SHORT_CASES = ("four microbatches", "token weights, ragged", "several parts", "state out and in", "bf16-master")
+SHORT_CASES = (
+    "four microbatches", "token weights, ragged", "several parts", "state out and in", "bf16-master",
+    "batches by tokens",
+)  # fmt: skip
 
 EVERYWHERE = ("four microbatches", "state out and in", "batches by tokens")
 BITS = ("bits, one microbatch", "bits, four microbatches")
@@ -257,7 +260,7 @@ MESH_CELLS = (
 MESH_CASES = (
     "four microbatches", "two groups", "tied weights", "ragged last batch", "token weights, ragged", "unused",
     "dropout", "evaluation in the middle", "state out and in", "blocks recomputed", "bf16-mixed", "fp64",
-    "not a number",
+    "not a number", "batches by tokens", "batches by tokens, two on each rank",
 )  # fmt: skip
 """Cases that `make test` plays in one of the first three of them, in the smallest world; a few also in the others."""
 
