@@ -105,6 +105,10 @@ class MicrobatchFeed:
         """Return the size of the global batch of the next step, when `step` steps are done."""
         return self.order.size(step)
 
+    def units(self, keys: Sequence[SampleKey]) -> int:
+        """Return how many units these samples count for, where the task has no weight of its own."""
+        return len(keys) if self._lengths is None else self._lengths.tokens([i for _, i in keys])
+
     def read(self, keys: list[SampleKey]) -> Any:
         """Return the batch that collate makes of these samples."""
         return self.source.collate([self._dataset[key] for key in keys])

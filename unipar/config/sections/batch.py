@@ -172,6 +172,16 @@ class Batch(Section):
             raise ValueError(f"two of total, micro and accumulate are needed (or total alone); given: {text}")
         return self
 
+    def on_other_ranks(self, before: int, now: int) -> Batch:
+        """Return the batch that has as many microbatches in all on `now` ranks as this one on `before`, under `tokens`.
+
+        Those of at most `micro` tokens follow from the lengths of samples.
+        """
+        assert self.tokens is not None
+        if self.micro is not None:
+            return self
+        return self.model_copy(update={"accumulate": -(-(self.accumulate or 1) * before // now)})
+
     def derived_keys(self, sizes: BatchSizes) -> Iterator[tuple[str, int, str]]:
         """Yield the sizes that the config does not give, as key, value and reason."""
         micro, accumulate, ranks = self.micro, self.accumulate, sizes.ranks

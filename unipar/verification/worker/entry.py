@@ -176,7 +176,8 @@ def _gradient_shares(recorder: RunRecorder) -> list[dict[str, Any]]:
 
 def _feed_of_all_shares(task: Task, config: Config, shares: int) -> MicrobatchFeed:
     """Return a feed of the microbatches of all shares, in the order in which a replay takes them."""
-    sizes = config.batch.settle(shares)
+    batch = config.batch  # of one process
+    sizes = (batch if batch.tokens is None else batch.on_other_ranks(1, shares)).settle(shares)
     source = data_source_of(task.data(), task.collate if task.defines("collate") else None, task.collate, config, sizes)
     lengths = measure_lengths(task, source.dataset, config.train.seed, sizes)
     return MicrobatchFeed(source, sizes, None, config.train.seed, lengths=lengths)

@@ -115,8 +115,9 @@ def _compare_losses(loss_of: _TaskLoss, feed: MicrobatchFeed, keys: list[SampleK
     if not loss_of.equal(first, drawn):
         return {"draws": True}
     half = len(keys) // 2
-    parts = [feed.read(keys[:half]), feed.read(keys[half:])] if half else []
-    weights = [loss_of.weight(part, n) for part, n in zip(parts, (half, len(keys) - half), strict=False)]
+    halves = [keys[:half], keys[half:]] if half else []
+    parts = [feed.read(mine) for mine in halves]
+    weights = [loss_of.weight(part, feed.units(mine)) for part, mine in zip(parts, halves, strict=True)]
     if not sum(weights) > 0:
         return {}
     losses = [loss_of(part, 0) if weight else 0.0 for part, weight in zip(parts, weights, strict=True)]
@@ -175,10 +176,10 @@ class _TaskLoss:
         """Return whether two losses are equal up to rounding."""
         return abs(one - other) <= self._tolerance * max(1.0, abs(one))
 
-    def weight(self, batch: Any, samples: int) -> float:
-        """Return the weight of a batch of so many samples."""
+    def weight(self, batch: Any, units: int) -> float:
+        """Return the weight of a batch of so many samples, or tokens."""
         weight = self._task.weight(batch)
-        return float(samples if weight is None else weight)
+        return float(units if weight is None else weight)
 
 
 def _uses_batch_statistics(module: nn.Module) -> bool:
