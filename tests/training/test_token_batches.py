@@ -1,0 +1,92 @@
+"""Runs whose batches are counted in tokens: the same in another world after a checkpoint, and what they refuse."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typing_extensions import override
+
+import unipar
+from tests.conformance.lengths import Counted
+from tests.support.ledgers import step_losses
+from tests.support.running import running
+from tests.support.world import ROOT
+from unipar.config import Config
+from unipar.errors import ConfigError
+from unipar.run_folder.layout import ledger_path
+from unipar.run_folder.ledger import Ledger
+from unipar.training.task_facts import gather_task_facts
+
+pytestmark = pytest.mark.forked
+
+TASK = {"use": f"{ROOT}/tests/conformance/lengths.py:Counted"}
+BATCH = {"tokens": 70, "longest": 8, "micro": 20}
+
+
+def _config(out: Path, ranks: int, batch: Any = BATCH, **more: Any) -> Config:
+    made = {
+        "task": TASK,
+        "device": "cpu",
+        "parallel": {"data": ranks},
+        "batch": batch,
+        "train": {"steps": 8, "optimizer": {"name": "adamw", "lr": 0.01, "eps": 1e-6}},
+        "checkpoint": {"every": 5},
+        "log": {"every": 1},
+        "out": str(out),
+    }
+    return Config.model_validate(made | more)
+
+
+def _column(run: Path, name: str) -> list[Any]:
+    return [row[name] for row in Ledger.read(ledger_path(run, 0)) if row["event"] == "step"]
+
+
+@pytest.mark.parametrize("batch", [BATCH, {"tokens": 70, "accumulate": 2}])
+def test_a_run_goes_on_in_another_world(tmp_path: Path, batch: dict[str, Any]) -> None:
+    """After five of eight steps on two ranks, which end within the second epoch, one rank does the other three."""
+    whole, rest = tmp_path / "whole", tmp_path / "rest"
+    unipar.launch(_config(whole, 2, batch), quiet=True)
+    start = str(whole / "checkpoints" / "step-00000005")
+    unipar.launch(_config(rest, 1, batch, resume=start), quiet=True)
+    assert _column(rest, "samples") == _column(whole, "samples")[5:]
+    assert len(set(_column(whole, "samples"))) > 1
+    assert step_losses(rest) == pytest.approx(step_losses(whole)[5:], abs=1e-6)
+    assert len(step_losses(rest)) == 3
+
+
+def test_lengths_are_measured_once(tmp_path: Path) -> None:
+    """The ledger says how many tokens there are, and steps have tokens a second."""
+    with running(Counted(), tmp_path, batch=BATCH) as run:
+        run.task.train(run)
+    rows = list(Ledger.read(ledger_path(tmp_path, 0)))
+    said = next(row["said"] for row in rows if row["event"] == "data")
+    assert said.startswith("64 samples of 295 tokens, the longest of 8, measured in ")
+    assert all(row["tokens_per_second"] > row["samples_per_second"] for row in rows if row["event"] == "step")
+
+
+class _Ends(Counted):
+    """One epoch at most."""
+
+    @override
+    def validation(self) -> Any:
+        return [(torch.ones(9, dtype=torch.int64), 8), (torch.ones(12, dtype=torch.int64), 11)]
+
+
+def test_a_sample_of_the_validation_is_too_long(tmp_path: Path) -> None:
+    """It is refused by its index before the first evaluation."""
+    with pytest.raises(ConfigError) as e, running(_Ends(), tmp_path, batch=BATCH) as run:
+        run.evaluate()
+    assert str(e.value) == (
+        "batch.longest: 8: sample 1 of validation() has 11 tokens, more than that; cut or leave out such samples in "
+        "the dataset, or raise batch.longest to the longest one's 11"
+    )
+
+
+def test_facts_count_the_steps_of_all_epochs() -> None:
+    """Epochs of shuffled samples have different numbers of batches."""
+    config = _config(Path("out"), 1, train={"epochs": 4})
+    facts = gather_task_facts(config, config.batch.settle(1))
+    assert (facts.samples, facts.per_epoch, facts.steps) == (64, 5, 20)
