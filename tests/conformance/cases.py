@@ -14,7 +14,7 @@ import torch
 import unipar
 from tests.conformance import tasks
 from tests.conformance.gan import Gan
-from tests.conformance.lengths import Counted, LateTokens
+from tests.conformance.lengths import Counted, LateTokens, Picked
 from tests.conformance.marks import MARKS
 from tests.conformance.rates import Paced
 from unipar.backend import cells as backend_cells
@@ -185,6 +185,9 @@ CASES = {
         Case("token weights, ragged", lambda: tasks.Tokens(count=35), train={"epochs": 2}),
         Case("batches by tokens", Counted, more=_TOKENS | {"eval": {"every": 2, "batches": 2}}),
         Case("batches by tokens, two on each rank", LateTokens, more={"batch": {"tokens": 60, "accumulate": 2}}),
+        Case("batches by tokens, a sampler of its own", Picked, more=_TOKENS, sizes=(2,)),
+        Case("batches by tokens, packed", Counted, sizes=(2,),
+             more={"batch": {"tokens": 60, "micro": 16, "rows": "packed"}}),
         Case("method in the loss", tasks.Reaching),
         Case("block read in the loss", tasks.BlockReading),
         Case("three forwards", tasks.Thrice),

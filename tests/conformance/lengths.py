@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, WeightedRandomSampler
 from typing_extensions import override
 
-from tests.conformance.tasks import Batch, Plain, to_float32, token_mean
-from unipar.data.order import shuffled_indices
+from tests.conformance.tasks import Batch, Plain, Sentences, to_float32, token_mean
 
 
 class Counted(Plain):
@@ -50,18 +50,27 @@ class LateTokens(Counted):
         return (batch.lengths - 1).sum()
 
 
+class Picked(Counted):
+    """Samples that a sampler of its own picks, some several times, by a generator of its own."""
+
+    @override
+    def data(self) -> Any:
+        often = [1.0 + i % 3 for i in range(self.count)]
+        sampler = WeightedRandomSampler(often, 40, generator=torch.Generator().manual_seed(3))
+        return DataLoader(Sentences(self.count), sampler=sampler, collate_fn=self.collate)
+
+
 def fill_batches(
-    length: Callable[[int], int], samples: int, tokens: int, seed: int, *, drop: bool = False
+    length: Callable[[int], int], order: Callable[[int], list[int]], tokens: int
 ) -> Iterator[tuple[int, list[int]]]:
     """Yield (epoch, indices) of global batches of at most so many tokens."""
-    epoch, longest = 0, max(map(length, range(samples)))
+    epoch = 0
     while True:
         batch: list[int] = []
-        for i in shuffled_indices(samples, seed, epoch, shuffle=True):
+        for i in order(epoch):
             if sum(map(length, batch)) + length(i) > tokens:
                 yield epoch, batch
                 batch = []
             batch.append(i)
-        if not drop or sum(map(length, batch)) + longest > tokens:
-            yield epoch, batch
+        yield epoch, batch
         epoch += 1

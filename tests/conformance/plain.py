@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ from tests.conformance.cases import FILE, Case, dtype_of
 from tests.conformance.lengths import fill_batches
 from unipar.config import Cell, Config
 from unipar.data.dataset import SeededDataset
-from unipar.data.order import SampleOrder, split_batch
+from unipar.data.order import SampleOrder, shuffled_indices, split_batch
 from unipar.utils.seeding import mix_seed, seed_all
 
 ONE = Cell("native")
@@ -65,7 +66,7 @@ def train_by_hand(case: Case, size: int) -> Result:
         )
         batches, steps = order.batches(0), config.train.steps or (config.train.epochs or 0) * order.per_epoch
     else:
-        batches = fill_batches(lambda i: task.length(dataset[i]), len(dataset), sizes.total, config.train.seed)
+        batches = fill_batches(lambda i: task.length(dataset[i]), _order_of(data, config.train.seed), sizes.total)
         steps = config.train.steps or 0
     result = Result()
     for step, (epoch, indices) in zip(range(steps), batches, strict=False):
@@ -98,6 +99,14 @@ def train_by_hand(case: Case, size: int) -> Result:
             result.evals.append(_evaluated(task, model))
     result.params = {n: p.detach().flatten() for n, p in model.named_parameters()}
     return result
+
+
+def _order_of(data: Any, seed: int) -> Callable[[int], list[int]]:
+    """The order of each epoch, asked for one after another: that of the loader's sampler, or shuffled."""
+    if isinstance(data, DataLoader):
+        sampler: Any = data.sampler
+        return lambda epoch: list(sampler)
+    return lambda epoch: shuffled_indices(len(data), seed, epoch, shuffle=True)
 
 
 def _groups(config: Config, task: Any, model: Any, trained: list[Any]) -> Any:

@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, WeightedRandomSampler
 from typing_extensions import override
 
 import unipar
 from tests.conformance.lengths import Counted
 from tests.support.ledgers import step_losses
-from tests.support.running import running
+from tests.support.running import Line, running
 from tests.support.world import ROOT
 from unipar.config import Config
-from unipar.errors import ConfigError
+from unipar.errors import CheckpointError, ConfigError, TaskError
 from unipar.run_folder.layout import ledger_path
 from unipar.run_folder.ledger import Ledger
 from unipar.training.task_facts import gather_task_facts
@@ -90,3 +91,61 @@ def test_facts_count_the_steps_of_all_epochs() -> None:
     config = _config(Path("out"), 1, train={"epochs": 4})
     facts = gather_task_facts(config, config.batch.settle(1))
     assert (facts.samples, facts.per_epoch, facts.steps) == (64, 5, 20)
+
+
+class _Sampled(Line):
+    """Line whose samples a sampler of its own picks."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    @override
+    def data(self) -> Any:
+        sampler = WeightedRandomSampler([1.0] * 10, 7, generator=torch.Generator().manual_seed(self.seed))
+        return DataLoader(super().data(), sampler=sampler)
+
+
+def test_a_sampler_goes_on(tmp_path: Path) -> None:
+    """A run that goes on in the middle of the second epoch has the losses of one that was not stopped."""
+    checkpoint, whole = {"checkpoint": {"every": 3}, "log": {"every": 1}}, tmp_path / "whole"
+    with running(_Sampled(1), _made(whole), **checkpoint, train=_STEPS) as run:
+        run.task.train(run)
+    resume = str(whole / "checkpoints" / "step-00000003")
+    with running(_Sampled(1), _made(tmp_path / "rest"), **checkpoint, train=_STEPS, resume=resume) as run:
+        run.task.train(run)
+    assert step_losses(tmp_path / "rest") == step_losses(whole)[3:]
+    assert len(step_losses(whole)) == 5
+    for task, which in (
+        (_Sampled(2), "the DataLoader's sampler gives another order"),
+        (Line(), "the DataLoader had a sampler of its own, and has none now"),
+    ):
+        with pytest.raises(CheckpointError) as e, running(task, _made(tmp_path / which[:30]), resume=resume):
+            pass
+        assert str(e.value) == (
+            f"checkpoint {resume}: {which} in epoch 2, of which 4 samples were read: go on with the same sampler, drawn "
+            "from the global generators, or begin a run with these weights (model.weights)"
+        )
+
+
+_STEPS = {"steps": 5, "optimizer": {"name": "sgd", "lr": 1e-3}}
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
+def test_a_sampler_in_the_validation_is_refused(tmp_path: Path) -> None:
+    """An evaluation reads every sample once."""
+
+    class Evaluated(Line):
+        @override
+        def validation(self) -> Any:
+            return _Sampled(0).data()
+
+    with pytest.raises(TaskError) as e, running(Evaluated(), tmp_path) as run:
+        run.evaluate()
+    assert str(e.value) == (
+        "validation() returned a DataLoader with a sampler of its own (WeightedRandomSampler); an evaluation reads "
+        "every sample once: leave it out"
+    )

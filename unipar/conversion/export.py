@@ -163,6 +163,11 @@ def _make_outline(source: ConfigSource) -> tuple[Outline, dict[str, str]]:
             f"{ref.task.shown}: data() returns a stream, and a script supports map-style datasets only: export a task "
             "whose data() returns one"
         )
+    if depth.sampler:
+        raise TaskError(
+            f"{ref.task.shown}: data() returns a DataLoader with a sampler of its own ({depth.sampler}), and a script "
+            "draws the order by the seed: export a task without it, and put yours into the loader of train.py"
+        )
     assert depth.per_epoch is not None
     task = load_task(config)
     if task.defines("train"):

@@ -29,6 +29,9 @@ class DataSource:
     loader_arguments: dict[str, Any]
     """Further arguments of the user's DataLoader, passed on to the one that unipar makes."""
 
+    sampler: Any = None
+    """The DataLoader's own sampler, which gives the order of an epoch; None: unipar draws it."""
+
     @property
     def streams(self) -> bool:
         """True if samples come one after another instead of by index."""
@@ -116,12 +119,15 @@ def _source_from_loader(
     sampler: Any = loader.sampler
     whole: Any = loader.dataset
     streams = _is_stream(whole)
+    own_order: Any = None
     shuffle = _is_random_sampler(sampler) and not sampler.replacement and len(sampler) == len(whole)
     if not shuffle and not streams and type(sampler) is not SequentialSampler:
-        raise TaskError(
-            f"the DataLoader has a sampler of its own ({type(loader.sampler).__name__}); unipar decides which rank "
-            "reads which sample: leave it out, and set data.shuffle"
-        )
+        if "shuffle" in config.data.model_fields_set:
+            raise ConfigError(
+                f"data.shuffle: {str(config.data.shuffle).lower()}: the DataLoader has a sampler of its own "
+                f"({type(sampler).__name__}), which gives the order; leave the key out, or the sampler"
+            )
+        own_order = sampler
     own = getattr(sampler, "generator", None) if type(sampler) is RandomSampler else None  # torchdata makes one always
     if loader.generator is not None or own is not None:
         raise TaskError("the DataLoader has a generator of its own; the order follows from train.seed: leave it out")
@@ -136,7 +142,7 @@ def _source_from_loader(
     arguments = {name: getattr(loader, name) for name in names}
     if settings.workers and loader.prefetch_factor is not None:
         arguments["prefetch_factor"] = loader.prefetch_factor
-    return DataSource(loader.dataset, collate or loader.collate_fn, settings, arguments)
+    return DataSource(loader.dataset, collate or loader.collate_fn, settings, arguments, own_order)
 
 
 def _is_random_sampler(sampler: Any) -> bool:

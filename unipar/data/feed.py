@@ -12,6 +12,7 @@ from unipar.data.data_worker import with_worker_start
 from unipar.data.dataset import DataSource, SeededDataset
 from unipar.data.lengths import MeasuredDataset, SampleLengths
 from unipar.data.order import DataPosition, MicrobatchPlan, SampleKey, SampleOrder, split_batch
+from unipar.data.sampler_order import Agree, SamplerOrder
 from unipar.data.token_order import TokenOrder, split_by_tokens
 from unipar.errors import TaskError
 
@@ -29,22 +30,32 @@ class MicrobatchFeed:
         *,
         pin: bool = False,
         lengths: SampleLengths | None = None,
+        agree: Agree | None = None,
     ) -> None:
         """Create the feed of one rank; with rank None, of all ranks one after another, for a single process.
 
-        `lengths`: of all samples, if the batch is counted in tokens.
+        `lengths`: of all samples, if the batch is counted in tokens. `agree`: compares the order of a sampler with that
+        of rank 0; None: it is not compared.
         """
         self.source, self.sizes, self.rank, self.seed, self.pin = source, sizes, rank, seed, pin
         self._lengths = lengths
         self._dataset: Dataset[Any] = SeededDataset(source.dataset, seed)
         settings = source.settings
+        self.sampler: SamplerOrder | None = None
+        """Order of the user's own sampler; None: unipar draws the order."""
+
+        if source.sampler is not None:
+            self.sampler = SamplerOrder(source.sampler, len(source), seed, agree)
         self.order: SampleOrder | TokenOrder
         if sizes.tokens is None:
-            self.order = SampleOrder(len(source), sizes.total, seed, settings.shuffle, settings.ragged)
+            count = len(source) if self.sampler is None else self.sampler.count
+            self.order = SampleOrder(count, sizes.total, seed, settings.shuffle, settings.ragged, given=self.sampler)
         else:
             assert lengths is not None, "a batch of tokens is planned by the lengths of samples"
             self._dataset = MeasuredDataset(self._dataset, lengths)
-            self.order = TokenOrder(lengths, sizes.total, seed, shuffle=settings.shuffle, ragged=settings.ragged)
+            self.order = TokenOrder(
+                lengths, sizes.total, seed, shuffle=settings.shuffle, ragged=settings.ragged, given=self.sampler
+            )
 
     def steps(self, epochs: int) -> int:
         """Return the number of optimizer steps in so many epochs."""
@@ -77,10 +88,12 @@ class MicrobatchFeed:
     def _plan(self, part: Sequence[int], epoch: int, batch: Sequence[int]) -> MicrobatchPlan:
         """Return the plan of a part of a global batch; of an empty one, a real sample that does not count."""
         if self._lengths is None:
-            return MicrobatchPlan([(epoch, i) for i in part or batch[:1]], len(part) / len(batch))
+            keys = [(epoch, i) for i in part or batch[:1]]
+            return MicrobatchPlan(keys, len(part) / len(batch), repeats=self.sampler is not None)
         tokens, whole = self._lengths.tokens(part), self._lengths.tokens(batch)
         shortest = min(batch, key=self._lengths.of.__getitem__)
-        return MicrobatchPlan([(epoch, i) for i in part or [shortest]], tokens / whole, tokens, whole)
+        keys = [(epoch, i) for i in part or [shortest]]
+        return MicrobatchPlan(keys, tokens / whole, tokens, whole, repeats=self.sampler is not None)
 
     def batches(self, start: int) -> Iterator[list[tuple[Any, MicrobatchPlan]]]:
         """Yield each step's microbatches with their plans, from step `start` on, without end."""

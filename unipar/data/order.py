@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -38,6 +38,9 @@ class SampleOrder:
     ragged: str
     begin: DataPosition = START
     """Place from which batches of `total` are read; before it they may have had another size."""
+
+    given: Callable[[int], list[int]] | None = None
+    """Function that gives the indices of an epoch, if it is not drawn here."""
 
     def __post_init__(self) -> None:
         rest = self.samples - self.begin.sample
@@ -93,6 +96,8 @@ class SampleOrder:
 
     def permutation(self, epoch: int) -> list[int]:
         """Return the indices of all samples in the order of this epoch."""
+        if self.given is not None:
+            return self.given(epoch)
         return shuffled_indices(self.samples, self.seed, epoch, shuffle=self.shuffle)
 
     def batches(self, start: int) -> Iterator[tuple[int, list[int]]]:
@@ -138,3 +143,6 @@ class MicrobatchPlan:
 
     of_tokens: int = 0
     """Tokens of the global batch, if it is counted in tokens."""
+
+    repeats: bool = False
+    """Whether the order may have a sample more than once, as a sampler with replacement gives it."""

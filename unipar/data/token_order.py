@@ -5,12 +5,14 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from itertools import accumulate
 from typing import final
 
 from unipar.config import BatchSizes
 from unipar.data.lengths import SampleLengths
 from unipar.data.order import START, DataPosition, shuffled_indices
+from unipar.data.sampler_order import SamplerOrder
 from unipar.errors import ConfigError, TaskError
 
 _KEPT_EPOCHS = 4
@@ -33,8 +35,13 @@ class TokenOrder:
         shuffle: bool,
         ragged: str,
         begin: DataPosition = START,
+        given: SamplerOrder | None = None,
     ) -> None:
+        """`given`: order of a sampler of the user's; None: it is drawn here."""
         self.lengths, self.tokens, self.seed, self.shuffle, self.ragged = lengths, tokens, seed, shuffle, ragged
+        self.given, self.samples = given, len(lengths.of) if given is None else given.count
+        """Number of samples of an epoch."""
+
         self.begin = begin
         """Place from which batches of this budget are read; before it they may have had another size."""
 
@@ -58,12 +65,9 @@ class TokenOrder:
 
     def go_on_from(self, begin: DataPosition) -> TokenOrder:
         """Return the order that is read from this place on."""
-        return TokenOrder(self.lengths, self.tokens, self.seed, shuffle=self.shuffle, ragged=self.ragged, begin=begin)
-
-    @property
-    def samples(self) -> int:
-        """Number of samples of the data."""
-        return len(self.lengths.of)
+        moved = copy(self)
+        moved.begin = begin
+        return moved
 
     @property
     def per_epoch(self) -> int:
@@ -72,6 +76,8 @@ class TokenOrder:
 
     def permutation(self, epoch: int) -> list[int]:
         """Return the indices of all samples in the order of this epoch."""
+        if self.given is not None:
+            return self.given(epoch)
         return shuffled_indices(self.samples, self.seed, epoch, shuffle=self.shuffle)
 
     def position(self, step: int) -> DataPosition:

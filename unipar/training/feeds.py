@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, final
 
 from torch import Tensor
@@ -135,7 +136,8 @@ def _feed_from_beginning(live: FedRun, data: Any, collate: Callable[[list[Any]],
     pin, seed = live.world.device.type == "cuda", live.config.train.seed
     if not source.streams:
         lengths = _measured(live, source)
-        return MicrobatchFeed(source, live.sizes, live.world.share, seed, pin=pin, lengths=lengths)
+        agree = partial(live.world.agree, "order")
+        return MicrobatchFeed(source, live.sizes, live.world.share, seed, pin=pin, lengths=lengths, agree=agree)
     live.note("data", said=f"a stream: {STREAM_PROMISES[source.settings.stream]}")
     return StreamFeed(
         source,
@@ -215,6 +217,8 @@ def describe_stream_place(live: FedRun, done: int) -> tuple[dict[str, Any], dict
     if live.feeds.brought:
         described["loader"] = True
     if not isinstance(feed, StreamFeed):
+        if feed.sampler is not None:
+            described["order"] = feed.sampler.digest(place.epoch)
         return described, {}
     world, own = live.world, feed.stream_place()
     saves = world.rank == 0 if feed.whole else world.leads
@@ -266,6 +270,7 @@ def place_feed(live: FedRun, feed: Feed, saved_in: CheckpointContents, said: Col
     refuse_other_data(feed, saved, path, of_loader=was_in_loader(saved, live.task))
     begin = DataPosition(step, int(saved["epoch"]), int(saved["sample"]))
     if not isinstance(feed, StreamFeed):
+        _refuse_other_order(feed, saved, path)
         feed.go_on_from(begin)
         return
     stream: Mapping[str, Any] | None = saved.get("stream")
@@ -326,6 +331,22 @@ def _leave_out_rest(live: FedRun, reads: str, epoch: int, why: str, said: Collec
             f"saved, or begin epoch {epoch + 2} with --set data.stream={reads}"
         )
     live.note("data", said=f"{why}: the rest of epoch {epoch + 1} is left out")
+
+
+def _refuse_other_order(feed: MicrobatchFeed, saved: Mapping[str, Any], path: Location) -> None:
+    """Raise CheckpointError if the samples of the epoch come in another order than they did."""
+    before, now = saved.get("order"), None
+    if feed.sampler is not None:
+        now = feed.sampler.digest(int(saved["epoch"]))
+    if before != now and saved["sample"]:
+        which = "the DataLoader had a sampler of its own, and has none now"
+        if now is not None:
+            which = "the DataLoader's sampler gives another order" if before else "the DataLoader had no sampler"
+        raise CheckpointError(
+            f"checkpoint {path}: {which} in epoch {int(saved['epoch']) + 1}, of which {saved['sample']:,} samples were "
+            "read: go on with the same sampler, drawn from the global generators, or begin a run with these weights "
+            "(model.weights)"
+        )
 
 
 def refuse_other_data(feed: Feed, saved: Mapping[str, Any], path: Location, *, of_loader: bool = False) -> None:

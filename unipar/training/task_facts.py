@@ -48,6 +48,9 @@ class TaskFacts:
     loader_arguments: tuple[str, ...]
     """Names of further DataLoader arguments that differ from their defaults."""
 
+    sampler: str
+    """Class of the DataLoader's own sampler, which gives the order; empty if unipar draws it."""
+
     checkpoint: int | None
     """Bytes of tensors in a checkpoint; None without a section `checkpoint`, or if the optimizer cannot be tried."""
 
@@ -63,6 +66,7 @@ def load_task(config: Config) -> Task:
 def gather_task_facts(config: Config, sizes: BatchSizes) -> TaskFacts:
     """Create the task's model (on meta, if possible) and its data, and return facts about them."""
     from unipar.data.dataset import data_source_of, training_data_source
+    from unipar.data.feed import MicrobatchFeed
     from unipar.data.lengths import measure_lengths
     from unipar.data.order import SampleOrder
     from unipar.data.stream import STREAM_PROMISES
@@ -83,13 +87,12 @@ def gather_task_facts(config: Config, sizes: BatchSizes) -> TaskFacts:
         per_epoch = None
         steps = None
         if samples is not None and settings.stream == "whole":
-            seed, shuffle, ragged = config.train.seed, settings.shuffle, settings.ragged
-            lengths = None if source.streams else measure_lengths(task, source.dataset, seed, sizes)
-            order = (
-                SampleOrder(samples, sizes.total, seed, shuffle, ragged)
-                if lengths is None
-                else TokenOrder(lengths, sizes.total, seed, shuffle=shuffle, ragged=ragged)
-            )
+            order: SampleOrder | TokenOrder
+            if source.streams:
+                order = SampleOrder(samples, sizes.total, config.train.seed, settings.shuffle, settings.ragged)
+            else:
+                lengths = measure_lengths(task, source.dataset, config.train.seed, sizes)
+                order = MicrobatchFeed(source, sizes, 0, config.train.seed, lengths=lengths).order
             per_epoch = order.per_epoch
             steps = order.steps(config.train.epochs or 1)
     counts = [(p.numel(), p.requires_grad) for module in modules.values() for p in module.parameters()]
@@ -108,6 +111,7 @@ def gather_task_facts(config: Config, sizes: BatchSizes) -> TaskFacts:
         loader_arguments=tuple(
             name for name, value in source.loader_arguments.items() if value != _LOADER_DEFAULTS.get(name)
         ),
+        sampler="" if source.sampler is None else type(source.sampler).__name__,
         checkpoint=None if config.checkpoint is None else checkpoint_bytes(task, modules, config),
     )
 

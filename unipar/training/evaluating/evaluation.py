@@ -64,6 +64,11 @@ class Evaluation:
         self.most = config.eval.batches * sizes.total if config.eval.batches is not None else None
         """Samples, or tokens, that are read; None: all."""
 
+        if self.source.sampler is not None:
+            raise TaskError(
+                f"validation() returned a DataLoader with a sampler of its own ({type(self.source.sampler).__name__}); "
+                "an evaluation reads every sample once: leave it out"
+            )
         self._lengths: SampleLengths | None = None
         if self.source.streams:
             if sizes.tokens is not None:
