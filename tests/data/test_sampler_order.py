@@ -74,7 +74,7 @@ def test_epochs_are_drawn_in_order_and_once() -> None:
     ],
 )
 def test_a_run_that_goes_on_draws_the_same(sampler: Any) -> None:
-    """The order depends on seed and epoch alone, also with a generator of the sampler's own; generators are put back."""
+    """The order depends on seed and epoch alone, also by a generator of the sampler's own; the others are put back."""
     torch.manual_seed(5)
     random.seed(5)
     first = _order(sampler())
