@@ -70,6 +70,10 @@ def test_a_batch_of_samples_is_counted_in_samples() -> None:
             "longest",
         ),
         ({"total": 8, "longest": 4}, "longest: 4 has no effect without tokens; leave it out, or give tokens"),
+        (
+            {"total": 8, "try_largest": True},
+            "try_largest: true has no effect without tokens: microbatches of samples are of one size; leave it out",
+        ),
         ({"total": 8, "rows": "packed"}, "rows: packed has no effect without tokens; leave it out, or give tokens"),
     ],
 )

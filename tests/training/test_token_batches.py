@@ -15,8 +15,9 @@ from tests.conformance.lengths import Counted
 from tests.support.ledgers import step_losses
 from tests.support.running import Line, running
 from tests.support.world import ROOT
-from unipar.config import Config
-from unipar.errors import CheckpointError, ConfigError, TaskError
+from unipar.backend.cells import config_in_cell
+from unipar.config import Cell, Config
+from unipar.errors import CheckpointError, ConfigError, OutOfMemory, TaskError
 from unipar.run_folder.layout import ledger_path
 from unipar.run_folder.ledger import Ledger
 from unipar.training.task_facts import gather_task_facts
@@ -148,4 +149,115 @@ def test_a_sampler_in_the_validation_is_refused(tmp_path: Path) -> None:
     assert str(e.value) == (
         "validation() returned a DataLoader with a sampler of its own (WeightedRandomSampler); an evaluation reads "
         "every sample once: leave it out"
+    )
+
+
+class _Widths(Counted):
+    """Notes the samples and tokens of each batch that the loss gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[int, int]] = []
+
+    @override
+    def loss(self, model: Any, batch: Any) -> Any:
+        self.seen.append((len(batch.lengths), int(batch.lengths.max())))
+        return super().loss(model, batch)
+
+
+@pytest.mark.parametrize(
+    ("batch", "tried", "said"),
+    [
+        (
+            BATCH,
+            [(2, 8), (4, 5), (4, 5), (2, 8)],
+            "the largest microbatches, 2 x 8 tokens and 4 x 5 tokens, were tried before the first step",
+        ),
+        (
+            {"tokens": 70},
+            [(1, 8), (16, 8), (1, 8)],
+            "the largest microbatches, 1 x 8 tokens and 16 x 8 tokens, were tried before the first step",
+        ),
+    ],
+)
+def test_the_largest_microbatches_come_first(
+    tmp_path: Path, batch: dict[str, Any], tried: list[tuple[int, int]], said: str
+) -> None:
+    """They are tried on a model of their own: the run has the bits that it has without them."""
+    task, plain = _Widths(), _Widths()
+    with running(plain, _made(tmp_path / "plain"), batch=batch, log={"every": 1}) as run:
+        run.task.train(run)
+    with running(task, _made(tmp_path / "tried"), batch=batch | {"try_largest": True}, log={"every": 1}) as run:
+        run.task.train(run)
+    assert task.seen[: len(tried)] == tried
+    assert task.seen[len(tried) :] == plain.seen
+    assert step_losses(tmp_path / "tried") == step_losses(tmp_path / "plain")
+    rows = list(Ledger.read(ledger_path(tmp_path / "tried", 0)))
+    assert said in [row.get("said") for row in rows]
+    assert [row["event"] for row in rows].count("start") == 1
+
+
+class _Full(_Widths):
+    """As if memory ended at batches of sixteen tokens."""
+
+    @override
+    def loss(self, model: Any, batch: Any) -> Any:
+        if batch.lengths.numel() * int(batch.lengths.max()) > 16:
+            raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return super().loss(model, batch)
+
+
+def test_a_lack_of_memory_shows_before_the_first_step(tmp_path: Path) -> None:
+    """The error has the sizes, and the keys to change."""
+    with (
+        pytest.raises(OutOfMemory) as e,
+        running(_Full(), tmp_path, batch=BATCH | {"try_largest": True}) as run,
+    ):
+        run.task.train(run)
+    assert str(e.value) == (
+        "batch.try_largest: rank 0 has no memory for the largest microbatches of the run, 2 x 8 tokens and 4 x 5 "
+        "tokens (CUDA out of memory. Tried to allocate 2.00 GiB): lower batch.micro, or cut samples to a smaller batch.longest"
+    )
+    assert not any(row["event"] == "step" for row in Ledger.read(ledger_path(tmp_path, 0)))
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "deepspeed/parameters",
+        pytest.param("native/parameters", marks=pytest.mark.sweep),
+        pytest.param("native/nothing", marks=pytest.mark.sweep),
+        pytest.param("horovod/nothing", marks=pytest.mark.sweep),
+        pytest.param("accelerate/gradients", marks=pytest.mark.sweep),
+        pytest.param("native/nothing+tensor2", marks=pytest.mark.sweep),
+    ],
+)
+def test_a_model_that_is_thrown_away_leaves_nothing(tmp_path: Path, cell: str) -> None:
+    """In each library a run has the same losses with and without one before it."""
+    losses: list[Any] = []
+    for tries in (False, True):
+        out = tmp_path / str(tries)
+        config = config_in_cell(_config(out, 2, BATCH | {"try_largest": tries}, checkpoint=None), Cell.parse(cell))
+        unipar.launch(config, quiet=True)
+        losses.append(step_losses(out))
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 8
+
+
+def test_parts_have_no_loss_to_try(tmp_path: Path) -> None:
+    """Which loss a part takes is known to the task's loop alone."""
+
+    class Parts(Counted):
+        @override
+        def model(self) -> Any:
+            return {"one": super().model(), "other": super().model()}
+
+    with (
+        pytest.raises(TaskError) as e,
+        running(Parts(), tmp_path, batch=BATCH | {"try_largest": True}),
+    ):
+        pass
+    assert str(e.value) == (
+        "batch.try_largest: true: model() returned several parts (one, other), and which loss each takes is known to "
+        "the task's loop alone; leave it out"
     )

@@ -38,7 +38,9 @@ class MicrobatchFeed:
         of rank 0; None: it is not compared.
         """
         self.source, self.sizes, self.rank, self.seed, self.pin = source, sizes, rank, seed, pin
-        self._lengths = lengths
+        self.lengths = lengths
+        """Lengths of all samples, if the batch is counted in tokens."""
+
         self._dataset: Dataset[Any] = SeededDataset(source.dataset, seed)
         settings = source.settings
         self.sampler: SamplerOrder | None = None
@@ -81,17 +83,17 @@ class MicrobatchFeed:
             yield [self._plan(part, epoch, batch) for part in mine]
 
     def _split(self, batch: Sequence[int]) -> Sequence[Sequence[Sequence[int]]]:
-        if self._lengths is None:
+        if self.lengths is None:
             return split_batch(batch, self.sizes.accumulate, self.sizes.ranks)
-        return split_by_tokens(batch, self._lengths.of, self.sizes)
+        return split_by_tokens(batch, self.lengths.of, self.sizes)
 
     def _plan(self, part: Sequence[int], epoch: int, batch: Sequence[int]) -> MicrobatchPlan:
         """Return the plan of a part of a global batch; of an empty one, a real sample that does not count."""
-        if self._lengths is None:
+        if self.lengths is None:
             keys = [(epoch, i) for i in part or batch[:1]]
             return MicrobatchPlan(keys, len(part) / len(batch), repeats=self.sampler is not None)
-        tokens, whole = self._lengths.tokens(part), self._lengths.tokens(batch)
-        shortest = min(batch, key=self._lengths.of.__getitem__)
+        tokens, whole = self.lengths.tokens(part), self.lengths.tokens(batch)
+        shortest = min(batch, key=self.lengths.of.__getitem__)
         keys = [(epoch, i) for i in part or [shortest]]
         return MicrobatchPlan(keys, tokens / whole, tokens, whole, repeats=self.sampler is not None)
 
@@ -120,7 +122,7 @@ class MicrobatchFeed:
 
     def units(self, keys: Sequence[SampleKey]) -> int:
         """Return how many units these samples count for, where the task has no weight of its own."""
-        return len(keys) if self._lengths is None else self._lengths.tokens([i for _, i in keys])
+        return len(keys) if self.lengths is None else self.lengths.tokens([i for _, i in keys])
 
     def read(self, keys: list[SampleKey]) -> Any:
         """Return the batch that collate makes of these samples."""

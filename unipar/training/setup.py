@@ -49,6 +49,7 @@ from unipar.utils.procfs import anonymous_memory, peak_resident_bytes
 if TYPE_CHECKING:
     from torch import nn
 
+    from unipar.data.feed import MicrobatchFeed
     from unipar.memory.recording.step_log import StepMemory
     from unipar.model.safetensors_files import SafetensorsFiles
     from unipar.training.resuming import ChosenCheckpoint
@@ -87,17 +88,12 @@ def open_run(
         watcher = _make_step_memory(config, backend, world, run, heartbeat, ledger)
         told = config.model_dump(mode="json")
         trackers = TrackerWriter(config.log.to, run, place.rank, told, ledger.note, after=after)
+        resumes, build = chosen is not None, partial(build_run, settled, backend, task, world, heartbeat=heartbeat)
         with explain_out_of_memory(run, place.rank):
-            live = build_run(
-                settled,
-                backend,
-                task,
-                world,
-                ledger=ledger,
-                heartbeat=heartbeat,
-                trackers=trackers,
-                resumes=chosen is not None,
-            )
+            tried = _try_largest(build, world, ledger, trackers) if config.batch.try_largest else None
+            live = build(ledger=ledger, trackers=trackers, resumes=resumes)
+        if tried is not None:
+            live.use_feed(tried)
         if place.rank == 0 and (found := launched.get("micro")) is not None:
             ledger.note("micro", **found)
         _keep_state(live, run, launched, chosen)
@@ -120,6 +116,29 @@ def open_run(
             part.engine.close()
         world.close()
         failed.pop_all()
+
+
+def _try_largest(
+    build: Callable[..., TrainingRun], world: World, ledger: Ledger, trackers: TrackerWriter
+) -> MicrobatchFeed:
+    """Try the largest microbatches on a model that is thrown away, note it, and return the feed that has measured."""
+    from unipar.training.warm_up.largest import try_largest
+
+    with Ledger(Path(os.devnull)) as unread:
+        live = build(ledger=unread, trackers=trackers)
+        feed, said = try_largest(live)
+        for part in live.parts.values():
+            part.engine.close()
+        del live, part
+    gc.collect()
+    if world.device.type == "cuda":
+        import torch
+
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(world.device)
+    if world.rank == 0:
+        ledger.note("data", said=said)
+    return feed
 
 
 def _choose_checkpoint(

@@ -91,6 +91,9 @@ class Batch(Section):
     """Rows of a microbatch under `tokens`, in which `micro` counts. padded: each as long as the longest sample of the
     microbatch; packed: samples laid one after another by the task's collate."""
 
+    try_largest: bool = False
+    """Whether the largest microbatches under `tokens` are tried before the first step, on a model of their own."""
+
     micro: PositiveInt | Literal["auto"] | None = None
     """Samples in one forward pass on one rank; auto: the most that fit in memory, found by trial before the run. Under
     `tokens`: tokens with padding, at most."""
@@ -155,6 +158,10 @@ class Batch(Section):
             raise ValueError(f"longest: {self.longest} has no effect without tokens; leave it out, or give tokens")
         if self.rows == "packed":
             raise ValueError("rows: packed has no effect without tokens; leave it out, or give tokens")
+        if self.try_largest:
+            raise ValueError(
+                "try_largest: true has no effect without tokens: microbatches of samples are of one size; leave it out"
+            )
         if self.is_auto:
             if self.total is None:
                 raise ValueError(
