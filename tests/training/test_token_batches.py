@@ -216,7 +216,8 @@ def test_a_lack_of_memory_shows_before_the_first_step(tmp_path: Path) -> None:
         run.task.train(run)
     assert str(e.value) == (
         "batch.try_largest: rank 0 has no memory for the largest microbatches of the run, 2 x 8 tokens and 4 x 5 "
-        "tokens (CUDA out of memory. Tried to allocate 2.00 GiB): lower batch.micro, or cut samples to a smaller batch.longest"
+        "tokens (CUDA out of memory. Tried to allocate 2.00 GiB): lower batch.micro, or cut samples to a smaller "
+        "batch.longest"
     )
     assert not any(row["event"] == "step" for row in Ledger.read(ledger_path(tmp_path, 0)))
 
