@@ -22,7 +22,7 @@ class Counted(Plain):
 
     @override
     def collate(self, samples: list[Any]) -> Batch:
-        longest = max(length for _, length in samples)
+        longest = max(2, *(length for _, length in samples))  # two ranks of `context` cut what is two tokens wide
         return Batch(torch.stack([t[: longest + 1] for t, _ in samples]), torch.tensor([n for _, n in samples]))
 
     @override

@@ -367,7 +367,8 @@ class Comparison(TurnResults):
     def from_json(cls, data: dict[str, Any], **changed: Any) -> Self:
         """Return the comparison of a file's mapping, with some fields `changed`."""
         rows = [cell_result_from_json(cell) for cell in data["cells"]]
-        data = {"unwatched": "", "machines": 1, "ranks": max((len(row.peak_rss) for row in rows), default=0), **data}
+        ranks = max((len(row.peak_rss) for row in rows), default=0)
+        data = {"unwatched": "", "machines": 1, "unit": "samples", "ranks": ranks, **data}
         stored = {f.name: data[f.name] for f in fields(cls) if f.name not in _FIELDS_NOT_STORED}
         planned = data.get("forecast")
         forecast = None if planned is None else Forecast.model_validate(planned, strict=False)
