@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from unipar.launcher.launch import join, launch
     from unipar.results.run import Report
     from unipar.task import Run, Task
+    from unipar.task.gathered import gathered
     from unipar.tracking.tracker import Tracker
     from unipar.verification.verify import verify
 
@@ -60,6 +61,7 @@ __all__ = [
     "WorldMismatch",
     "__version__",
     "compare",
+    "gathered",
     "join",
     "launch",
     "plan",
@@ -75,6 +77,7 @@ _HOMES = {
     "Task": "task",
     "Tracker": "tracking.tracker",
     "compare": "comparison.compare",
+    "gathered": "task.gathered",
     "join": "launcher.launch",
     "launch": "launcher.launch",
     "plan": "comparison.plan",

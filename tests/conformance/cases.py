@@ -17,6 +17,7 @@ from tests.conformance.gan import Gan
 from tests.conformance.lengths import Counted, LateTokens, Picked
 from tests.conformance.marks import MARKS
 from tests.conformance.rates import Paced
+from tests.conformance.scores import Scored
 from unipar.backend import cells as backend_cells
 from unipar.backend import registry
 from unipar.backend.cells import config_in_cell, is_single_process
@@ -82,6 +83,10 @@ class Case:
     """Played in cells with axes of the mesh too: not if its loss counts its own calls, as there are more of them."""
 
     @property
+    def averaged(self) -> bool:
+        return "ema" in self.train
+
+    @property
     def several(self) -> bool:
         return self.name.startswith("several parts")
 
@@ -131,6 +136,7 @@ def _compiled(what: str) -> dict[str, Any]:
 
 
 _TOKENS: dict[str, Any] = {"batch": {"tokens": 70, "longest": 8, "micro": 20}}
+_AVERAGED = {"ema": {"decay": 0.8, "warmup": 3}}
 _TWO_COPIES = {"parallel": {"shard_over": 2}}
 _BY_MACHINE = {"parallel": {"shard_over": "machine"}}
 _CELLS_WITH_COPIES = ("native/optimizer", "native/gradients", "native/parameters")
@@ -161,6 +167,7 @@ def _cases_of_several_parts() -> list[Case]:
         Case("several parts, fp64", Gan, precision="fp64", tolerance=FP64, sizes=(2,), **gan),
         Case("several parts, bf16-mixed", Gan, precision="bf16-mixed", tolerance=BF16, sizes=(2,), **gan),
         Case("several parts, bf16-master", Gan, precision="bf16-master", tolerance=BF16, sizes=(2,), **gan),
+        Case("several parts, averaged", Gan, hop=3, sizes=(2,), train=gan["train"] | _AVERAGED),
     ]
 
 
@@ -203,12 +210,23 @@ CASES = {
         Case("dropout", lambda: tasks.Plain(dropout=0.3), micro=True),
         Case("random transforms", tasks.Transformed),
         Case("data workers", tasks.Loaded, sizes=(2,)),
+        Case("scores of all samples", Scored, more={"eval": {"every": 2}}),
         Case("evaluation in the middle", tasks.Plain, more={"eval": {"every": 2, "batches": 2}}),
         Case("a stream", tasks.Streamed, sizes=(2,)),
         Case("weights from a file", tasks.Plain, sizes=(2,),
              more={"model": {"weights": {"file": str(FILE), "only": ["embed.*", "head.*"]}}}),
         Case("convolution", tasks.Regression, train={"optimizer": {"name": "adamw", "lr": 3e-3}}),
         Case("state out and in", tasks.Grouped, train=_COSINE, hop=3),
+        Case("averaged", tasks.Grouped, train=_COSINE | _AVERAGED, hop=3, more={"eval": {"every": 2}}),
+        Case("averaged every second step", lambda: tasks.Plain(tied=True), sizes=(2,), more={"eval": {"every": 2}},
+             train={"ema": {"decay": 0.6, "every": 2}}),
+        Case("averaged, batch norm", tasks.Normed, micro=True, sizes=(2,), train=_AVERAGED),
+        Case("averaged beside a frozen teacher", tasks.Distilled, sizes=(2,), train=_AVERAGED,
+             more={"eval": {"every": 2}}),
+        Case("averaged, fp64", tasks.Grouped, precision="fp64", tolerance=FP64, sizes=(2,), train=_AVERAGED),
+        Case("averaged, bf16-mixed", tasks.Plain, precision="bf16-mixed", tolerance=BF16, sizes=(2,), train=_AVERAGED),
+        Case("averaged, bf16-master", tasks.Grouped, precision="bf16-master", tolerance=BF16, sizes=(2,), hop=3,
+             train=_AVERAGED),
         Case("state out and in, bf16-master", tasks.Grouped, precision="bf16-master", hop=3, tolerance=BF16,
              sizes=(2,)),
         Case("blocks recomputed", lambda: tasks.Plain(dropout=0.3), micro=True,
@@ -241,7 +259,9 @@ CASES = {
 MAIN_CASES = (
     "four microbatches", "two groups", "ragged last batch", "token weights, ragged", "method in the loss", "unused",
     "several parts",
-    "batch norm", "evaluation in the middle", "state out and in", "bf16-mixed", "bf16-master", "not a number",
+    "batch norm", "evaluation in the middle", "scores of all samples",
+    "state out and in", "averaged", "bf16-mixed", "bf16-master",
+    "not a number",
     "bits, one microbatch", "bits, four microbatches", "weights from a file", "blocks recomputed",
 )  # fmt: skip
 SHORT_CASES = (
@@ -249,7 +269,7 @@ SHORT_CASES = (
     "batches by tokens",
 )  # fmt: skip
 
-EVERYWHERE = ("four microbatches", "state out and in", "batches by tokens")
+EVERYWHERE = ("four microbatches", "state out and in", "averaged", "batches by tokens")
 BITS = ("bits, one microbatch", "bits, four microbatches")
 
 MESH_CELLS = (
@@ -262,8 +282,10 @@ MESH_CELLS = (
 
 MESH_CASES = (
     "four microbatches", "two groups", "tied weights", "ragged last batch", "token weights, ragged", "unused",
-    "dropout", "evaluation in the middle", "state out and in", "blocks recomputed", "bf16-mixed", "fp64",
-    "not a number", "batches by tokens", "batches by tokens, two on each rank",
+    "dropout", "evaluation in the middle", "scores of all samples",
+    "state out and in", "averaged", "averaged every second step",
+    "blocks recomputed", "bf16-mixed", "fp64", "not a number",
+    "batches by tokens", "batches by tokens, two on each rank",
 )  # fmt: skip
 """Cases that `make test` plays in one of the first three of them, in the smallest world; a few also in the others."""
 

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from tests.conformance import gan
 from tests.conformance.cases import FILE, Case, dtype_of
 from tests.conformance.lengths import fill_batches
+from tests.conformance.scores import Scored
 from unipar.config import Cell, Config
 from unipar.data.dataset import SeededDataset
 from unipar.data.order import SampleOrder, shuffled_indices, split_batch
@@ -32,6 +33,8 @@ class Result:
     evals: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
     parts: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
     """Of each of several parts, the losses of its steps."""
+
+    averages: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
 
 
 def train_by_hand(case: Case, size: int) -> Result:
@@ -69,6 +72,7 @@ def train_by_hand(case: Case, size: int) -> Result:
         batches = fill_batches(lambda i: task.length(dataset[i]), _order_of(data, config.train.seed), sizes.total)
         steps = config.train.steps or 0
     result = Result()
+    averages = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
     for step, (epoch, indices) in zip(range(steps), batches, strict=False):
         parts = [indices]
         if case.micro:
@@ -95,8 +99,16 @@ def train_by_hand(case: Case, size: int) -> Result:
         optimizer.zero_grad()
         result.losses.append(total)
         result.norms.append(float(norm))
+        if config.train.ema is not None and (step + 1) % config.train.ema.every == 0:
+            k = (step + 1) // config.train.ema.every
+            decay = min(config.train.ema.decay, k / (k + config.train.ema.warmup))
+            averages = {n: decay * a + (1 - decay) * model.get_parameter(n).detach() for n, a in averages.items()}
         if config.eval.every and (step + 1) % config.eval.every == 0:
+            kept = {n: model.get_parameter(n).detach().clone() for n in averages}
+            _set_weights(model, averages if config.train.ema is not None else kept)
             result.evals.append(_evaluated(task, model))
+            _set_weights(model, kept)
+    result.averages = {n: a.flatten() for n, a in averages.items()} if config.train.ema is not None else {}
     result.params = {n: p.detach().flatten() for n, p in model.named_parameters()}
     return result
 
@@ -107,6 +119,11 @@ def _order_of(data: Any, seed: int) -> Callable[[int], list[int]]:
         sampler: Any = data.sampler
         return lambda epoch: list(sampler)
     return lambda epoch: shuffled_indices(len(data), seed, epoch, shuffle=True)
+
+
+def _set_weights(model: Any, values: dict[str, Tensor]) -> None:
+    for name, value in values.items():
+        model.get_parameter(name).data.copy_(value)
 
 
 def _groups(config: Config, task: Any, model: Any, trained: list[Any]) -> Any:
@@ -150,7 +167,7 @@ def _evaluated(task: Any, model: Any) -> dict[str, float]:
     modes = [(m, m.training) for m in model.modules()]
     model.eval()
     with torch.no_grad():
-        found = task.metrics(model, batch)
+        found = task.by_scikit_learn(model, batch) if isinstance(task, Scored) else task.metrics(model, batch)
     for m, training in modes:
         m.training = training
     return {name: float(value[0] if isinstance(value, tuple) else value) for name, value in found.items()}

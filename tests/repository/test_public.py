@@ -35,6 +35,7 @@ NAMES = {
     "WorldMismatch",
     "__version__",
     "compare",
+    "gathered",
     "join",
     "launch",
     "plan",

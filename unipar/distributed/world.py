@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,8 @@ from unipar.distributed.machines import WorldMachines
 from unipar.distributed.mesh import Mesh, MeshGroups
 from unipar.distributed.place import LARGE_WORLD, Place
 from unipar.errors import TaskError, WorldMismatch
+
+_Told = TypeVar("_Told")
 
 
 class World:
@@ -79,6 +82,22 @@ class World:
     def sum_shares(self, tensor: Tensor) -> Tensor:
         """Return the tensor, summed in place over the parts of the batch: ranks that have the same part count once."""
         return self.sum(tensor if self.leads else tensor.zero_())
+
+    def gather_objects(self, mine: Any, root: int) -> list[Any]:
+        """Return each rank's object on rank `root`, and nothing on the others; all ranks call this."""
+        if self.size == 1:
+            return [mine]
+        ranks: list[Any] | None = [None] * self.size if self.rank == root else None
+        dist.gather_object(mine, ranks, dst=root)
+        return ranks or []
+
+    def tell_objects(self, value: _Told, root: int) -> _Told:
+        """Return the object of rank `root`; all ranks call this."""
+        if self.size == 1:
+            return value
+        told: list[Any] = [value]
+        dist.broadcast_object_list(told, root)
+        return told[0]
 
     def key(self, name: str) -> str:
         """Return a new key of the store; ranks that have called this equally often get the same key."""

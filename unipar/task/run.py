@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, final
 
@@ -126,6 +127,13 @@ class Run(ABC):
     @abstractmethod
     def evaluate(self) -> dict[str, float]:
         """Return the metrics over the task's validation data, equal on every rank; of several parts, for the first."""
+
+    @abstractmethod
+    def averaged(self) -> AbstractContextManager[None]:
+        """Context manager: all parts have the averages of `train.ema` inside, as in `evaluate`; nothing without it.
+
+        All ranks enter it together, between steps; no step is taken and nothing saved inside.
+        """
 
     @abstractmethod
     def log(self, **named: float | Tensor) -> None:

@@ -62,7 +62,10 @@ class Task(ABC):
         return None
 
     def metrics(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
-        """Return means over the batch by name, or (mean, weight); unipar averages them over batches and ranks."""
+        """Return means over the batch by name, or (mean, weight); unipar averages them over batches and ranks.
+
+        For what is no mean: `unipar.gathered(predictions, targets, score=function)`, or a Metric of torchmetrics.
+        """
         return {"loss": self.loss(model, batch)}
 
     def groups(self, model: nn.Module) -> Iterable[Mapping[str, Any]] | None:

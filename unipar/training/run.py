@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
@@ -23,6 +24,7 @@ from unipar.run_folder.ledger import Ledger
 from unipar.task import Run, Share, Task
 from unipar.task.run import Position, StepOutcome
 from unipar.tracking.writer import TrackerWriter
+from unipar.training.evaluating.early_stop import EarlyStop
 from unipar.training.evaluating.evaluation import Evaluation, refuse_unsynced_evaluation
 from unipar.training.feeds import RunFeeds, refuse_shared_stream
 from unipar.training.part_choice import PartChoice
@@ -84,6 +86,8 @@ class TrainingRun(Run):
 
         self._cuda = self.device.type == "cuda"
         self._evaluation: Evaluation | None = None
+        rule = config.eval.stop
+        self.early_stop = None if rule is None else EarlyStop(rule, world, self.note)
         self._boundary_hook: Callable[[int], None] | None = None
         self._batch_observer: BatchObserver | None = None
         self._checkpoints: StateKeeper | None = None
@@ -238,13 +242,23 @@ class TrainingRun(Run):
             self._evaluation = Evaluation(self.task, engines, self.world, self.config, self.sizes, self._mark)
             refuse_shared_stream(self.feed.source, self._evaluation.source)
         self._mark("evaluate")
-        with self._choice.active(self._choice.first, evaluating=True):
+        with self._choice.active(self._choice.first, evaluating=True), self.averaged():
             means = self._evaluation()
         self._log.write_values("eval", self.done, means)
         if self._checkpoints is not None:
             self._checkpoints.after_evaluation(self.done, means)
+        if self.early_stop is not None:
+            self.early_stop.after_evaluation(self.done, means)
         self._mark("between")
         return means
+
+    @override
+    @contextmanager
+    def averaged(self) -> Generator[None]:
+        with ExitStack() as parts:
+            for part in self._parts.values():
+                parts.enter_context(part.engine.averages_in_place())
+            yield
 
     @override
     def log(self, **named: float | Tensor) -> None:
@@ -292,9 +306,13 @@ class TrainingRun(Run):
         """Run what belongs between two steps: the hook, the check for a stop signal, the start of memory recording."""
         if self._boundary_hook is not None:
             self._boundary_hook(done)
-        if done < self.steps:
+        if done < self.steps and not self._ends_early:
             self._stop_or_save(done)
             self._log.before_step(done + 1, self.steps)
+
+    @property
+    def _ends_early(self) -> bool:
+        return self.early_stop is not None and self.early_stop.is_reached
 
     def _stop_or_save(self, done: int) -> None:
         """Raise Stopped if the ranks have agreed to stop here, once the state is saved; else save it if that is due."""
@@ -311,7 +329,7 @@ class TrainingRun(Run):
         every = self.config.eval.every
         self._rates.check(self.steps, self.world)
         ready = feed.batches(self.done)
-        while self.done < self.steps:
+        while self.done < self.steps and not self._ends_early:
             before = self.done
             self._pass_boundary(before)
             self.heartbeat.step = before + 1

@@ -21,6 +21,7 @@ from unipar.config import Config
 from unipar.config.settled import SettledConfig
 from unipar.distributed.place import Place
 from unipar.distributed.world import World, leave_current_world
+from unipar.engines.averages.engine import with_averages
 from unipar.errors import BackendNotInstalled, Stopped, TaskError
 from unipar.model.blocks import find_blocks
 from unipar.model.create import combine_parts, create_parts, refuse_devices_by_hand
@@ -112,10 +113,14 @@ def open_run(
         if at_end is not None:
             at_end(world)
         world.barrier()  # no rank reads ledgers before all of them are complete
-        for part in live.parts.values():
-            part.engine.close()
+        _close_engines(live)
         world.close()
         failed.pop_all()
+
+
+def _close_engines(live: TrainingRun) -> None:
+    for part in live.parts.values():
+        part.engine.close()
 
 
 def _try_largest(
@@ -127,9 +132,8 @@ def _try_largest(
     with Ledger(Path(os.devnull)) as unread:
         live = build(ledger=unread, trackers=trackers)
         feed, said = try_largest(live)
-        for part in live.parts.values():
-            part.engine.close()
-        del live, part
+        _close_engines(live)
+        del live
     gc.collect()
     if world.device.type == "cuda":
         import torch
@@ -287,7 +291,7 @@ def build_run(
             cuts=task.cuts(config.parallel.axes.stages),
         )
         with _explain_import_error(backend):
-            engine = (build or backend.build)(part, own, world)
+            engine = with_averages((build or backend.build)(part, own, world), own.train.ema)
             alone = len(modules) == 1
             made = OfOptimizer(factory.made, factory.rates, dtypes)
             parts[name] = TrainedPart(part, engine, own, world, alone=alone, tied=tied, names=names, made=made)

@@ -1,4 +1,4 @@
-"""Evaluation: means of a task's metrics over its validation data, summed over batches and ranks."""
+"""Evaluation: a task's metrics over its validation data: means, and what is computed from all batches and ranks."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ from unipar.distributed.world import World
 from unipar.engines.batch import to_device
 from unipar.errors import ConfigError, TaskError
 from unipar.task import Task
+from unipar.training.evaluating.mean_check import differs, names_that_differ, refuse_no_mean, split_in_halves
+from unipar.training.evaluating.whole_metrics import WholeKind, WholeMetrics
 from unipar.utils.seeding import mix_seed, seed_all
 
 _NO_SAMPLES = "validation() has no samples"
@@ -70,42 +72,71 @@ class Evaluation:
                 "an evaluation reads every sample once: leave it out"
             )
         self._lengths: SampleLengths | None = None
-        if self.source.streams:
-            if sizes.tokens is not None:
-                raise ConfigError(
-                    f"batch.tokens: {sizes.total}: validation() returned a stream, and batches of tokens are planned "
-                    "by the length of every sample: return a map-style dataset, or give batch.total"
-                )
-            return
-        if len(self.source) == 0:
-            raise TaskError(_NO_SAMPLES)
-        share, given = (world.rank, world.size), (task, self.source.dataset, self.seed, sizes)
-
-        def add_up(lengths: Tensor) -> Tensor:
-            return world.sum(lengths.to(world.device)).cpu()
-
-        def report(done: int, of: int) -> None:
-            mark("evaluate")
-
-        self._lengths = measure_lengths(*given, of="validation()", share=share, add_up=add_up, report=report)
+        if not self.source.streams:
+            if len(self.source) == 0:
+                raise TaskError(_NO_SAMPLES)
+            self._lengths = self._measured()
+        elif sizes.tokens is not None:
+            raise ConfigError(
+                f"batch.tokens: {sizes.total}: validation() returned a stream, and batches of tokens are planned "
+                "by the length of every sample: return a map-style dataset, or give batch.total"
+            )
         self.sums: dict[str, list[float]] = {}
+        self.whole = WholeMetrics(world)
+        self._kinds: dict[str, WholeKind] = {}
+        self._checks = config.eval.check and task.defines("metrics")
+        """Whether the next evaluation checks that numbers are means."""
+
+        self._precision = config.train.precision
 
     def __call__(self) -> dict[str, float]:
-        """Return the mean of each metric; every rank calls it."""
+        """Return each metric; every rank calls it."""
         for engine in self.engines:
             engine.share_buffers()
-        self.sums = {}
-        for i, (batch, samples) in enumerate(
+        self.sums, self._kinds = {}, {}
+        self.whole.begin(getattr(self.task, "__dict__", {}))
+        for i, (batch, samples, key) in enumerate(
             self._stream_batches() if self.source.streams else self._map_style_batches()
         ):
             self.mark("evaluate")  # one mark a batch: the watchdog sees that the rank does not hang
-            seed_all(mix_seed(self.seed, 4, self.world.share + i * self.world.shares))
-            metrics = self.engine.evaluate(self._metrics, to_device(batch, self.device))
-            self._add(metrics, self._weight(batch, samples) if samples else None)
-        return self._means()
+            number = self.world.share + i * self.world.shares
+            given = self._run(batch, number, key if samples else None, samples)
+            pairs = self._pairs(given, batch, samples, key[1])
+            self._add(pairs)
+            if self._checks:
+                self._checks = False
+                self._check_means(batch, number, samples, key[1], pairs)
+        return self._results()
 
-    def _map_style_batches(self) -> Iterator[tuple[Any, int]]:
-        """Yield this rank's batches and their numbers of samples, or of tokens.
+    def _run(self, batch: Any, number: int, key: SampleKey | None, samples: int) -> Any:
+        """Return what `metrics` gives for a batch; with no key it does not count."""
+        seed_all(mix_seed(self.seed, 4, number))
+        with self.whole.batch(key, samples):
+            rank, given = self.engine.evaluate(self._metrics, to_device(batch, self.device))
+        self.whole.is_answer = rank == self.world.rank
+        return given
+
+    def _check_means(
+        self, batch: Any, number: int, samples: int, at: int, whole: Mapping[str, tuple[float, float]]
+    ) -> None:
+        """Raise TaskError if a number of the first batch is no mean; all ranks call it together."""
+        halves = split_in_halves(batch, samples)
+        sizes = (samples // 2, samples - samples // 2) if halves else (0, 0)
+        first, second = (
+            self._pairs(self._run(half, number, None, 0), half, size, begin)
+            for half, size, begin in zip(halves or (batch, batch), sizes, (at, at + sizes[0]), strict=True)
+        )
+        found = names_that_differ(whole, first, second, self._precision) if halves else []
+        flag = torch.tensor(float(len(found)), dtype=torch.float64, device=self.device)
+        if not float(self.world.sum(flag)):
+            return
+        again = self._pairs(self._run(batch, -1 - number, None, 0), batch, samples, at)
+        for name in found:
+            if not differs(whole, again, name, self._precision):
+                raise refuse_no_mean(name, whole, first, second)
+
+    def _map_style_batches(self) -> Iterator[tuple[Any, int, SampleKey]]:
+        """Yield this rank's batches, their numbers of samples, and their first sample.
 
         Number 0 marks a batch that is run and not added: other ranks still have one, and collectives need every rank.
         """
@@ -121,7 +152,7 @@ class Evaluation:
             **with_worker_start(self.source.loader_arguments),
         )
         for i, batch in enumerate(loader):
-            yield batch, self._units(mine[i]) if rank + i * size < len(chunks) else 0
+            yield batch, len(mine[i]) if rank + i * size < len(chunks) else 0, mine[i][0]
 
     def _chunks(self) -> list[list[SampleKey]]:
         """Return the samples of each batch, in the order of the data."""
@@ -137,12 +168,21 @@ class Evaluation:
             parts = consecutive_microbatches(lengths, micro, packed=self.sizes.tokens.packed)
         return [[(0, i) for i in part] for part in parts]
 
-    def _units(self, keys: Sequence[SampleKey]) -> int:
-        """Return how many units these samples count for, where the task has no weight of its own."""
-        return len(keys) if self._lengths is None else self._lengths.tokens([i for _, i in keys])
+    def _measured(self) -> SampleLengths | None:
+        """Return the lengths of the samples, of which each rank measures a part; None without `batch.tokens`."""
+        world, given = self.world, (self.task, self.source.dataset, self.seed, self.sizes)
 
-    def _stream_batches(self) -> Iterator[tuple[Any, int]]:
-        """Yield this rank's batches of a stream, which every rank reads as a whole, and their numbers of samples."""
+        def add_up(lengths: Tensor) -> Tensor:
+            return world.sum(lengths.to(world.device)).cpu()
+
+        def report(done: int, of: int) -> None:
+            self.mark("evaluate")
+
+        share = (world.rank, world.size)
+        return measure_lengths(*given, of="validation()", share=share, add_up=add_up, report=report)
+
+    def _stream_batches(self) -> Iterator[tuple[Any, int, SampleKey]]:
+        """Yield the same of a stream, which every rank reads as a whole."""
         size, micro = self.world.shares, self.sizes.micro
         rounds = BatchSizes(total=micro * size, micro=micro, accumulate=1, ranks=size)
         for portion in wrap_in_workers(
@@ -151,34 +191,49 @@ class Evaluation:
             if portion.fault:
                 raise TaskError(portion.fault.replace("data()", "validation()"))
             ((batch, plan),) = portion.micros
-            yield batch, len(plan.keys) if plan.weight else 0
+            yield batch, len(plan.keys) if plan.weight else 0, plan.keys[0]
 
-    def _metrics(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
-        return self.task.metrics(model, batch)
+    def _metrics(self, model: nn.Module, batch: Any) -> tuple[int, Any]:
+        """Return this rank's number and what the task's `metrics` gives: of a pipeline's, all get the last stage's."""
+        self.whole.before_call()
+        return self.world.rank, self.whole.take(self.task.metrics(model, batch))
 
-    def _weight(self, batch: Any, units: int) -> float:
+    def _weight(self, batch: Any, samples: int, at: int) -> float:
+        """Return the weight of a batch: the task's, or its samples, or their tokens; `at`: its first sample."""
         weight = self.task.weight(batch)
-        return float(units if weight is None else weight)
+        if weight is not None:
+            return float(weight)
+        return float(samples if self._lengths is None else self._lengths.tokens(range(at, at + samples)))
 
-    def _add(self, metrics: Any, weight: float | None) -> None:
-        if not isinstance(metrics, Mapping):
+    def _pairs(self, given: Any, batch: Any, samples: int, at: int) -> dict[str, tuple[float, float]]:
+        """Return each number with its weight: 0 in a batch without samples, which is not counted."""
+        if not isinstance(given, Mapping):
             raise TaskError(
-                f"metrics() returned {metrics!r}; return a mapping of names to means or to pairs (mean, weight)"
+                f"metrics() returned {given!r}; return a mapping of names to means or to pairs (mean, weight)"
             )
-        for name, value in metrics.items():
-            pair: tuple[Any, Any] = value if isinstance(value, tuple) else (value, weight)
-            mean, own = pair
-            total = self.sums.setdefault(str(name), [0.0, 0.0])
-            if weight is None or not float(own):
+        usual = self._weight(batch, samples, at) if samples else 0.0
+        pairs: dict[str, tuple[float, float]] = {}
+        for name, value in given.items():
+            if isinstance(value, WholeKind):
+                self._kinds[str(name)] = value
                 continue
+            mean, own = value if isinstance(value, tuple) else (value, usual)
+            own = float(own) if samples else 0.0
             if isinstance(mean, Tensor) and mean.numel() != 1:
                 raise TaskError(f"metrics()[{name!r}] has the shape {tuple(mean.shape)}; return one number")
-            total[0] += float(mean) * float(own)
-            total[1] += float(own)
+            pairs[str(name)] = (float(mean) if own else 0.0, own)
+        return pairs
+
+    def _add(self, pairs: Mapping[str, tuple[float, float]]) -> None:
+        for name, (mean, weight) in pairs.items():
+            total = self.sums.setdefault(name, [0.0, 0.0])
+            total[0] += mean * weight
+            total[1] += weight
 
     def _agree(self, names: list[str]) -> None:
         """Raise TaskError if ranks have different metrics: sums of different names would be added to one another."""
-        mine, rank = ", ".join(names), self.world.rank
+        kinds, rank = self._kinds, self.world.rank
+        mine = ", ".join(f"{name} ({kinds[name].value})" if name in kinds else name for name in names)
         self.world.agree(
             "metrics",
             mine,
@@ -188,11 +243,12 @@ class Evaluation:
             ),
         )
 
-    def _means(self) -> dict[str, float]:
-        names = sorted(self.sums)
-        self._agree(names)
+    def _results(self) -> dict[str, float]:
+        whole, names = sorted(self._kinds), sorted(self.sums)
+        self._agree(sorted({*whole, *names}))
         rows = torch.tensor([self.sums[n] for n in names], dtype=torch.float64, device=self.device)
         if names:
             self.world.sum(rows)
-        pairs = zip(names, rows.tolist(), strict=True)
-        return {name: total / weight if weight else float("nan") for name, (total, weight) in pairs}
+        sums = zip(names, rows.tolist(), strict=True)
+        means = {name: total / weight if weight else float("nan") for name, (total, weight) in sums}
+        return means | self.whole.finish(whole)

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from unipar.backend.engine import KIND_OF_AVERAGES
+from unipar.utils.text import count_of
 from unipar.verification.diagnosis import mesh_faults
 from unipar.verification.diagnosis.case import Fault, FaultCase, run_gradient, share_gradients, whole_gradient
 from unipar.verification.diagnosis.gradients import GradientMix, find_unmoved_parameters, fit_gradient_mix
@@ -27,6 +29,8 @@ def classify_fault(case: FaultCase) -> Fault | None:
         return _classify_samples(case, at)
     if first.what == "rate":
         return _classify_rate(case, at)
+    if first.what == KIND_OF_AVERAGES:
+        return _classify_averages(case, at)
     if case.settled.cell.axes.ranks > 1 and (found := mesh_faults.classify_before_update(case, at)) is not None:
         return found
     if "forward" in case.module_differences:
@@ -91,6 +95,17 @@ def _classify_rate(case: FaultCase, step: int) -> Fault:
             "a rate off by a factor", f"the rate is {ratios.pop():g} times the right one, in every step so far"
         )
     return Fault("another rate", f"the rate of step {step} is {own[0]:.6g} instead of {right[0]:.6g}")
+
+
+def _classify_averages(case: FaultCase, step: int) -> Fault:
+    """Return the fault of averages that differ first: in its tensors' order a weight comes before its average."""
+    names = [name for name, kind in case.judgement.differing if kind == KIND_OF_AVERAGES]
+    return Fault(
+        "averages of other values",
+        f"the averages of train.ema differ after step {step}, of {count_of(len(names), 'weight')} ({names[0]} first), "
+        "although weights and the optimizer's state are the same: the engine does not average the values that its "
+        "optimizer updates (Engine.full_weights)",
+    )
 
 
 def _equal(one: Sequence[float], other: Sequence[float]) -> bool:
