@@ -38,7 +38,7 @@ from unipar.run_folder.layout import checkpoint_folder, heartbeat_path, ledger_p
 from unipar.run_folder.ledger import Ledger
 from unipar.task import Task
 from unipar.tracking.writer import TrackerWriter
-from unipar.training.out_of_memory import explain_out_of_memory
+from unipar.training.out_of_memory import explain_out_of_memory, is_out_of_memory
 from unipar.training.parts import OfOptimizer, TrainedPart, tied_names
 from unipar.training.run import TrainingRun
 from unipar.training.shares import first_microbatch
@@ -131,7 +131,7 @@ def _try_largest(
 
     with Ledger(Path(os.devnull)) as unread:
         live = build(ledger=unread, trackers=trackers)
-        feed, said = try_largest(live)
+        feed, said = try_largest(live, is_out_of_memory)
         _close_engines(live)
         del live
     gc.collect()

@@ -2,26 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from unipar.backend import Micro
+from unipar.backend import Engine, Micro
 from unipar.data.feed import MicrobatchFeed
 from unipar.data.order import MicrobatchPlan, SampleKey
 from unipar.data.token_order import padded_tokens
+from unipar.distributed.world import World
 from unipar.engines.batch import to_device
 from unipar.errors import OutOfMemory, TaskError
-from unipar.training.out_of_memory import is_out_of_memory
+from unipar.task import Task
 from unipar.utils.text import format_size
 
-if TYPE_CHECKING:
-    from unipar.training.run import TrainingRun
+
+class TriedRun(Protocol):
+    """Part of a run in training that is needed to try microbatches."""
+
+    task: Task
+    world: World
+    device: torch.device
+    rank: int
+
+    @property
+    def parts(self) -> Mapping[str, object]:
+        """Parts that are trained, by name."""
+        ...
+
+    @property
+    def engine(self) -> Engine:
+        """Engine of the model."""
+        ...
+
+    @property
+    def feed(self) -> object:
+        """Feed of this rank."""
+        ...
+
+    def mark(self, phase: str) -> None:
+        """Set the phase of the heartbeat."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -63,10 +89,11 @@ def find_largest(feed: MicrobatchFeed) -> LargestMicrobatches:
     return LargestMicrobatches(fullest.keys, [(0, i) for i in ordered[:count]], rounds)
 
 
-def try_largest(live: TrainingRun) -> tuple[MicrobatchFeed, str]:
+def try_largest(live: TriedRun, is_lack: Callable[[BaseException], bool]) -> tuple[MicrobatchFeed, str]:
     """Do steps on the largest microbatches in a run that is thrown away; return its feed, and a sentence on them.
 
-    All ranks work on the same samples at the same time. Raise OutOfMemory, with the sizes, if they do not fit.
+    All ranks work on the same samples at the same time. Raise OutOfMemory, with the sizes, if they do not fit;
+    `is_lack`: whether an error means that.
     """
     if len(live.parts) > 1:
         raise TaskError(
@@ -97,7 +124,7 @@ def try_largest(live: TrainingRun) -> tuple[MicrobatchFeed, str]:
         if live.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(live.device)
     except Exception as e:
-        if not is_out_of_memory(e):
+        if not is_lack(e):
             raise
         raise OutOfMemory(
             f"batch.try_largest: rank {live.rank} has no memory for the largest microbatches of the run, {said} "
