@@ -69,7 +69,7 @@ class LargestMicrobatches:
         return [[self.longest], [self.fullest], [self.longest]]
 
 
-def find_largest(feed: MicrobatchFeed) -> LargestMicrobatches:
+def find_largest_microbatches(feed: MicrobatchFeed) -> LargestMicrobatches:
     """Return the largest microbatches of a feed whose batches are counted in tokens."""
     limits, lengths = feed.sizes.tokens, feed.lengths
     assert limits is not None
@@ -106,7 +106,7 @@ def try_largest(live: TriedRun, is_lack: Callable[[BaseException], bool]) -> tup
         )
     feed, engine, shares = live.feed, live.engine, live.world.shares
     assert isinstance(feed, MicrobatchFeed)  # a stream is refused under batch.tokens
-    found = find_largest(feed)
+    found = find_largest_microbatches(feed)
     said = f"{_described(found.longest, feed)} and {_described(found.fullest, feed)}"
 
     def loss(model: nn.Module, batch: Any, number: int) -> Tensor:
