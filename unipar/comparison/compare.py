@@ -82,6 +82,8 @@ def compare(
         raise ConfigError(f"--world: {world}: wanted a whole number above 0, or several: 1,2,4")
     sizes = parse_world_sizes(world) if isinstance(world, Sequence) else []
     asked = CompareRequest.of(config, overrides, task, "compare starts a world for each cell")
+    if sizes:
+        asked.source.config.batch.require_samples("worlds of several sizes are compared by the samples of a step")
     tried = ("single", *(tuple(cells) or asked.source.config.compare.cells))
     if sizes:
         asked = asked.settle_micro(tried, sizes)
@@ -119,6 +121,7 @@ def compare_cells(
         out=str(folder),
         precision=config.train.precision,
         samples=settled.sizes.total,
+        unit=settled.sizes.unit,
         ranks=ranks,
         machines=asked.machines_of(ranks),
         warmup=asked.turns.warmup,

@@ -49,6 +49,7 @@ def scale(
     """
     sizes = parse_world_sizes(worlds)
     asked = CompareRequest.of(config, overrides, task, "scale starts a world for each size")
+    asked.source.config.batch.require_samples("scale compares worlds by the samples of a step")
     asked = asked.settle_micro(tuple(cells) or (str(asked.source.cell),), sizes)
     with asked.on_machines(sizes[-1]) as asked:
         return _scale_worlds(asked, sizes, cells, overwrite=overwrite)

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, Self, TextIO
 from unipar.model.weight_file import describe_loaded_weights
 from unipar.run_folder.attempts import count_attempts
 from unipar.run_folder.checkpoint_lines import describe_checkpoint_event
-from unipar.run_folder.heartbeat import READING_ON, Heartbeat, LongWork, read_heartbeat
+from unipar.run_folder.heartbeat import MEASURING, READING_ON, Heartbeat, LongWork, read_heartbeat
 from unipar.run_folder.layout import heartbeat_path, ledger_path, stdout_path
 from unipar.utils.files import relative_path
 from unipar.utils.terminal import Terminal
@@ -212,7 +212,8 @@ class Progress:
         if beat is None:
             return
         work = beat.work
-        if work is not None and (work.name == READING_ON or beat.phase in ("start", "save")):  # training waits for it
+        awaited = beat.phase in ("start", "save")  # training waits for it
+        if work is not None and (awaited or work.name in (READING_ON, MEASURING)):
             self._err.move_bar(description=work.name, completed=work.done, total=work.total, says=_format_work(work))
             return
         if beat.step < 1:
@@ -247,11 +248,13 @@ class Progress:
 def _describe_work(work: LongWork) -> str:
     if work.name == READING_ON:
         return f"data: read on past {work.done:,} of {work.total:,} samples"
+    if work.name == MEASURING:
+        return f"data: measured the lengths of {work.done:,} of {work.total:,} samples"
     return f"{work.name}: {_format_work(work)}"
 
 
 def _format_work(work: LongWork) -> str:
-    if work.name == READING_ON:
+    if work.name in (READING_ON, MEASURING):
         return f"{work.done:,}/{work.total:,} samples"
     return f"{format_size(work.done)} of {format_size(work.total)}" if work.total else ""
 
