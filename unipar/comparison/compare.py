@@ -23,7 +23,7 @@ from unipar.config.source import Given
 from unipar.errors import ConfigError, Unsupported
 from unipar.launcher.cells import select_cells
 from unipar.launcher.processes.signals import sigterm_as_interrupt
-from unipar.report.build import PAGE_FILE_NAME, try_write_page, write_html
+from unipar.report.build import try_write_page, write_html
 from unipar.report.data.comparison import ComparisonPageData
 from unipar.report.data.headline import comparison_headline
 from unipar.report.pages import comparison, scaling
@@ -32,6 +32,7 @@ from unipar.results.live_table import LiveTable
 from unipar.results.row import REUSED, CellResult
 from unipar.results.scaling import ScaledCell, Scaling
 from unipar.run_folder.folder import check_folder_content, explain_write_errors, lock_folder
+from unipar.run_folder.layout import PAGE_FILE_NAME
 from unipar.task import Task
 from unipar.utils.text import count_of
 

@@ -21,13 +21,14 @@ from unipar.config.source import Given
 from unipar.errors import ConfigError, Unsupported
 from unipar.launcher.cells import result_of_check
 from unipar.launcher.processes.signals import sigterm_as_interrupt
-from unipar.report.build import PAGE_FILE_NAME, try_write_page, write_html
+from unipar.report.build import try_write_page, write_html
 from unipar.report.pages.scaling import render_scaling
 from unipar.results.files import ORIGINAL_CONFIG_FOLDER
 from unipar.results.live_table import LiveTable
 from unipar.results.row import CellResult
 from unipar.results.scaling import SCALING_KINDS, ScaledCell, Scaling, ScalingKind
 from unipar.run_folder import folder
+from unipar.run_folder.layout import PAGE_FILE_NAME
 from unipar.task import Task
 
 SCALE_JSON, SCALE_CSV = "scale.json", "scale.csv"

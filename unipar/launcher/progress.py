@@ -98,7 +98,7 @@ class Progress:
         return 0.1 if self._err.draws else 0.5
 
     def __enter__(self) -> Self:
-        self.say(f"run folder: {relative_path(self._run)}")
+        self._say_progress(f"run folder: {relative_path(self._run)}")
         if not self._quiet and self._err.can_draw:
             self._err.draw_bar("starting", redirect_stdout=self._out.can_draw)
         return self
@@ -109,7 +109,7 @@ class Progress:
             self._write_rank_output(unfinished)
         self._err.stop()
         if kind is None and not self._quiet and self._rows:
-            self.say(self._summary())
+            self._say_progress(self._summary())
         for tail in (self._ledger, self._stdout_tail):
             if tail is not None:
                 tail.close()
@@ -154,13 +154,18 @@ class Progress:
         if not self._quiet:
             self._err.line(text)
 
+    def _say_progress(self, text: str) -> None:
+        """Show a line that the next one may replace, unless the run is quiet."""
+        if not self._quiet:
+            self._err.progress_line(text)
+
     def _show_event(self, row: Mapping[str, Any]) -> None:
         if row["event"] == "continued" and row["attempt"] == self._awaited:
             self._awaited = 0
         if self._awaited:
             return
         if row["event"] == "start":
-            self.say(f"{row['cell']}, {count_of(row['size'], 'rank')}, {row['parameters']:,} parameters")
+            self._say_progress(f"{row['cell']}, {count_of(row['size'], 'rank')}, {row['parameters']:,} parameters")
         elif row["event"] == "weights":
             self.say(f"weights: {describe_loaded_weights(row)}")
         elif row["event"] == "work":
@@ -173,17 +178,17 @@ class Progress:
             self.say(row["said"])
         elif row["event"] in ("resumed", "checkpoint", "checkpoint failed"):
             for line in describe_checkpoint_event(row):
-                self.say(line)
+                (self.say if row["event"] == "checkpoint failed" else self._say_progress)(line)
         elif row["event"] == "step":
             self._rows = [*self._rows[:1], row]
             self._steps = row.get("of", self._steps)
             if not self._err.draws and self._line_is_due(row["step"]):
                 rate = _format_rate(row) if row["seconds"] else ""
                 step = self._step_of_total(row["step"])
-                self.say(f"step {step}  loss {row['loss']:.4f}  {rate}{_format_memory(row)}")
+                self._say_progress(f"step {step}  loss {row['loss']:.4f}  {rate}{_format_memory(row)}")
         elif row["event"] == "eval":
             named = "  ".join(f"{k} {format_number(v)}" for k, v in row.items() if k not in ("event", "time", "step"))
-            self.say(f"step {self._step_of_total(row['step'])}  evaluated: {named}")
+            self._say_progress(f"step {self._step_of_total(row['step'])}  evaluated: {named}")
 
     def _line_is_due(self, step: int) -> bool:
         last, when = self._shown
@@ -201,7 +206,7 @@ class Progress:
             self._work_shown = now
         elif now - self._work_shown >= SECONDS_BETWEEN_LINES:
             self._work_shown = now
-            self.say(_describe_work(work))
+            self._say_progress(_describe_work(work))
 
     def _update_bar(self, beat: Heartbeat | None) -> None:
         if beat is None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import textwrap
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from statistics import median
 from typing import Any, Self
 
@@ -33,12 +34,14 @@ from unipar.results.row import OUTCOME_PREFIXES, CellResult, cell_result_from_js
 from unipar.results.same_training import TrainingMarks, describe_training_difference
 from unipar.results.step_work.figures import CellWork, StepFigures, flops_of_step, step_figures
 from unipar.results.step_work.table import describe_work_columns, format_work_table
+from unipar.run_folder.layout import PAGE_FILE_NAME
+from unipar.utils.notebook import ShownAsPage
 from unipar.utils.table import Remark, format_table_rows, table_remarks
 from unipar.utils.text import count_of, format_size
 
 
 @dataclass(frozen=True, kw_only=True)
-class TurnResults(ABC):
+class TurnResults(ShownAsPage):
     """Results of worlds that trained in turns, a row for each."""
 
     name: str
@@ -112,6 +115,12 @@ class TurnResults(ABC):
     def __str__(self) -> str:
         return self.table()
 
+    @property
+    @override
+    def page(self) -> Path:
+        return Path(self.out) / PAGE_FILE_NAME
+
+    @override
     def table(self, width: int = 80) -> str:
         """Return the table as text, with the remarks below."""
         blocks, extra = self.blocks(width), self.extra_tables(width)
