@@ -1,13 +1,15 @@
-"""Examples with models of transformers: each trains in a small form and learns."""
+"""Examples with models of transformers and peft, and with a teacher: each trains in a small form and learns."""
 
 from __future__ import annotations
 
 import importlib
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
@@ -92,3 +94,27 @@ def test_a_text_sees_itself_alone() -> None:
             for first in ([5, 6, 0], [7, 8, 0])
         )
     assert torch.equal(one, other)
+
+
+def test_an_adapter_over_the_language_model() -> None:
+    """It goes on from what the Llama has learned; peft loads it over the Llama, and its loss is that of the run."""
+    run("causal_lm", **SHORT, **{"task.args": SIZES, "train.steps": 30, "eval.every": None})
+    sizes = SIZES | {"rank": 4, "base": exported("causal_lm", 30, "hf")}
+    report = run("lora", **SHORT, **{"task.args": sizes, "train.steps": 30, "eval.every": 30})
+    assert dict(report.losses)[1] < 5.9
+    llama: Any = AutoModelForCausalLM.from_pretrained(sizes["base"])
+    tuned = PeftModel.from_pretrained(deepcopy(llama), exported("lora", 30, "peft"))
+    before, after = told(importlib.import_module("lora").Lora(**sizes), llama, tuned)
+    assert report.evals[-1][1]["loss"] == pytest.approx(after, rel=1e-4)
+    assert before > after + 0.02
+
+
+def test_a_student_learns_from_a_frozen_teacher() -> None:
+    """The teacher learns in the first steps alone and is then the same to the last bit; the student comes near it."""
+    report = run("distillation", **{"train.steps": 96, "checkpoint.every": 48, "log.every": 8,
+                                    "task.args": {"channels": 4, "teacher": 16, "teacher_steps": 48}})  # fmt: skip
+    assert report.parts["teacher"][-1][0] == 48
+    assert report.parts["student"][0][0] == 49
+    accuracy = dict(report.evals)[96]
+    assert accuracy["teacher"] == dict(report.evals)[48]["teacher"] > 0.85
+    assert accuracy["student"] > dict(report.evals)[48]["student"] + 0.4
