@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any, Literal, final
 
@@ -88,6 +88,29 @@ class ShardedEngine(WrapperEngine):
                 yield Holding("communication", "reduce-scatter", reduced.reduce_scatter_input)
 
     @override
+    @contextmanager
+    def all_parameters(self) -> Generator[None]:
+        self.run_forward(_compute_nothing, None)  # in the first forward FSDP2 settles which module is the root
+        self.before_state_access()
+        groups = [group for module in self._groups for group in fsdp_groups(_state_of(module))]
+        before = [group.post_forward_mesh_info for group in groups]
+        for group in groups:
+            group.post_forward_mesh_info = None  # no forward releases what is gathered
+        for module in self._groups:
+            module.unshard()
+        try:
+            yield
+        finally:
+            for group, mesh in zip(groups, before, strict=True):
+                group.post_forward_mesh_info = mesh
+            self.before_state_access()
+
+    @override
+    def whole_bytes(self) -> int:
+        groups = [group for module in self._groups for group in fsdp_groups(_state_of(module))]
+        return sum(_gathered_bytes(p) for group in groups for p in group.fsdp_params)
+
+    @override
     def before_state_access(self) -> None:
         for module in self._groups:
             module.reshard()  # a forward may have left parameters gathered, but the optimizer updates the shards
@@ -117,6 +140,19 @@ class FSDP2Engine(ShardedEngine):
         self.call = self.wrapped = shell
         self.divisor = float(world.size)
         self.copies = world.size // mesh.size(mesh.ndim - 1)
+
+
+def _compute_nothing(model: nn.Module, given: None) -> None:
+    """Compute nothing: the function of a forward for FSDP2's own set-up alone."""
+
+
+def _gathered_bytes(p: Any) -> int:
+    """Return the bytes of a whole parameter of FSDP2, in the dtype in which it is gathered."""
+    return p.sharded_param.numel() * (p.param_dtype or p.sharded_param.dtype).itemsize
+
+
+def _state_of(module: Any) -> Any:
+    return module._get_fsdp_state()
 
 
 def fsdp_groups(state: Any) -> Sequence[Any]:

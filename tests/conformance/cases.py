@@ -14,6 +14,7 @@ import torch
 import unipar
 from tests.conformance import tasks
 from tests.conformance.gan import Gan
+from tests.conformance.generation import Generating
 from tests.conformance.marks import MARKS
 from tests.conformance.rates import Paced
 from tests.conformance.scores import Scored
@@ -197,6 +198,7 @@ CASES = {
         Case("random transforms", tasks.Transformed),
         Case("data workers", tasks.Loaded, sizes=(2,)),
         Case("scores of all samples", Scored, more={"eval": {"every": 2}}),
+        Case("generation by the whole model", Generating),
         Case("evaluation in the middle", tasks.Plain, more={"eval": {"every": 2, "batches": 2}}),
         Case("a stream", tasks.Streamed, sizes=(2,)),
         Case("weights from a file", tasks.Plain, sizes=(2,),

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from tests.conformance import gan
 from tests.conformance.cases import FILE, Case, dtype_of
+from tests.conformance.generation import Generating
 from tests.conformance.scores import Scored
 from unipar.config import Cell, Config
 from unipar.data.feed import SeededDataset
@@ -92,6 +93,9 @@ def train_by_hand(case: Case, size: int) -> Result:
         result.norms.append(float(norm))
         if config.eval.every and (step + 1) % config.eval.every == 0:
             result.evals.append(_evaluated(task, model))
+    if isinstance(task, Generating):
+        model.eval()
+        result.evals.append(task.generated(model))
     result.params = {n: p.detach().flatten() for n, p in model.named_parameters()}
     return result
 

@@ -65,6 +65,8 @@ def test_agrees(hall: CellRunner, cell: Cell, size: int, case: str) -> None:
     if near.params is not None:
         apart = {n: float((t.double() - one.params[n].double()).abs().max()) for n, t in got.params.items()}
         assert max(apart.values()) <= near.params, apart
+    if wanted.task is Generating:
+        assert got.evals == [one.evals] * size
     if wanted.more.get("eval"):
         assert len(got.evals[0]) == len(one.evals) == 3
         for rank in got.evals:

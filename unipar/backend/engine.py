@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from typing_extensions import override
 
 from unipar.backend.prediction.timeline import Category as Category
+from unipar.errors import TaskError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -170,6 +172,17 @@ class Engine(ABC):
         Gradients flow through the call to `given`; every module keeps its own train or eval mode.
         """
 
+    def whole(self) -> AbstractContextManager[nn.Module]:
+        """Context manager: the user's model with all its parameters, in evaluation mode and without gradients.
+
+        All ranks enter and leave it together; in between each may call the model as often as it likes.
+        """
+        raise TaskError(f"run.whole(): {type(self).__name__} cannot gather a model; evaluate by metrics() instead")
+
+    def whole_bytes(self) -> int:
+        """Return how many bytes `whole` takes on this rank, besides what it holds."""
+        return 0
+
     def before_state_access(self) -> None:  # noqa: B027 - a neutral hook
         """Move parameters to their place between steps; called before state is read or `requires_grad` changes."""
 
@@ -249,6 +262,14 @@ class DelegatingEngine(Engine):
     @override
     def call_frozen(self, fn: Fn, given: Any) -> Any:
         return self.inner.call_frozen(fn, given)
+
+    @override
+    def whole(self) -> AbstractContextManager[nn.Module]:
+        return self.inner.whole()
+
+    @override
+    def whole_bytes(self) -> int:
+        return self.inner.whole_bytes()
 
     @override
     def before_state_access(self) -> None:

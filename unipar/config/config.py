@@ -46,6 +46,19 @@ class Data(Section):
     rank reads the part that shard(index, count) gives; own: the dataset splits itself by rank and worker."""
 
 
+class EarlyStopRule(Section):
+    """Config section `eval.stop`."""
+
+    metric: str = "loss"
+    """Name of a metric of the evaluation."""
+
+    mode: Literal["min", "max"] = "min"
+    """Whether a smaller or a larger value is an improvement."""
+
+    patience: PositiveInt = 3
+    """Number of evaluations one after another without an improvement after which the run ends."""
+
+
 class Eval(Section):
     """Config section `eval`."""
 
@@ -58,6 +71,15 @@ class Eval(Section):
     check: bool = True
     """Whether a run's first evaluation checks that the numbers which the task's metrics() returns are means: those of a
     batch must be the means of its halves'."""
+
+    stop: EarlyStopRule | None = None
+    """When the run ends before its last step, for a metric that no longer improves; null: never."""
+
+    @model_validator(mode="after")
+    def _stop_is_decided(self) -> Self:
+        if self.stop is not None and self.every is None:
+            raise ValueError("stop is decided after evaluations, and there are none; give every, or leave stop out")
+        return self
 
 
 class Log(Section):

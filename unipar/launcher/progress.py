@@ -169,6 +169,8 @@ class Progress:
             self.say(f"{row['what']}: {row['why']}")
         elif row["event"] in ("data", "tracker", "memory", "read on"):
             self.say(f"{'data' if row['event'] == 'read on' else row['event']}: {row['said']}")
+        elif row["event"] == "early stop":
+            self.say(row["said"])
         elif row["event"] in ("resumed", "checkpoint", "checkpoint failed"):
             for line in describe_checkpoint_event(row):
                 self.say(line)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, final
 
@@ -121,6 +122,13 @@ class Run(ABC):
         """Return a function that calls another part inside a loss: `run.frozen("critic")(fn, x)` is fn(critic, x).
 
         The parameters of that part get no gradients in this step; gradients flow through it to `x`.
+        """
+
+    @abstractmethod
+    def whole(self, part: str | None = None) -> AbstractContextManager[nn.Module]:
+        """Context manager: the model, or a part, with all its parameters on every rank, for `generate` and the like.
+
+        In evaluation mode, without gradients. All ranks enter and leave it together, between two steps.
         """
 
     @abstractmethod

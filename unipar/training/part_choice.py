@@ -59,6 +59,11 @@ class PartChoice:
             )
         return chosen
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a part takes a step, or is evaluated, now."""
+        return self._active is not None
+
     @contextmanager
     def active(self, part: ActivePart, *, evaluating: bool = False) -> Generator[None]:
         """Context manager: this part takes a step, or is evaluated, so that a loss or metrics may call others."""

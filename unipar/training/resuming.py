@@ -142,6 +142,8 @@ def restore_run(live: TrainingRun, chosen: ChosenCheckpoint) -> None:
     live.heartbeat.set_work("")
     placed = partial(place_feed, live, saved_in=chosen.checkpoint, said=chosen.said)
     live.go_on_from(chosen.step, placed, of_loader=of_loader)
+    if live.early_stop is not None:
+        live.early_stop.go_on_from(state.get("early_stop"))
     counted = live.config.train.steps or (not of_loader and live.task.defines("data"))
     if counted and live.done >= live.steps and not (chosen.own and live.done == live.steps):
         raise CheckpointError(describe_nothing_left(chosen.path, live.done, live.steps))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
@@ -23,7 +24,9 @@ from unipar.run_folder.ledger import Ledger
 from unipar.task import Run, Share, Task
 from unipar.task.run import Position, StepOutcome
 from unipar.tracking.writer import TrackerWriter
+from unipar.training.evaluating.early_stop import EarlyStop
 from unipar.training.evaluating.evaluation import Evaluation, refuse_unsynced_evaluation
+from unipar.training.evaluating.whole_model import WholeModel
 from unipar.training.feeds import RunFeeds, refuse_shared_stream
 from unipar.training.part_choice import PartChoice
 from unipar.training.parts import ActivePart, TrainedPart, combine_recorded_parts, iterate_pieces, restore_parts
@@ -82,8 +85,11 @@ class TrainingRun(Run):
         self._due = False
         """Whether the current share is logged."""
 
+        self._whole = WholeModel(self._choice)
         self._cuda = self.device.type == "cuda"
         self._evaluation: Evaluation | None = None
+        rule = config.eval.stop
+        self.early_stop = None if rule is None else EarlyStop(rule, world, self.note)
         self._boundary_hook: Callable[[int], None] | None = None
         self._batch_observer: BatchObserver | None = None
         self._checkpoints: StateKeeper | None = None
@@ -138,6 +144,7 @@ class TrainingRun(Run):
 
     @override
     def save(self) -> None:
+        self._whole.refuse("run.save()")
         keeper = require_keeper(self._checkpoints, self.done, self._sync_every, idle=not self._parts_stepped)
         keeper.save(self.done)
 
@@ -202,6 +209,7 @@ class TrainingRun(Run):
     def step(self, share: Share, part: str | None = None, loss: Fn | None = None) -> StepOutcome:
         if not isinstance(share, Share):  # pyright: ignore[reportUnnecessaryIsInstance] - the user's code
             raise TaskError(f"run.step takes a Share, as run.batches() and run.over() yield; it got {share!r}")
+        self._whole.refuse("run.step()")
         active = self._choice.select(part, loss, self._parts_stepped)
         trained = active.trained
         number = self.done + 1
@@ -231,6 +239,7 @@ class TrainingRun(Run):
 
     @override
     def evaluate(self) -> dict[str, float]:
+        self._whole.refuse("run.evaluate()")
         if self._sync_every and self.done != self.steps:
             refuse_unsynced_evaluation(self.done, self._sync_every)
         if self._evaluation is None:
@@ -243,8 +252,14 @@ class TrainingRun(Run):
         self._log.write_values("eval", self.done, means)
         if self._checkpoints is not None:
             self._checkpoints.after_evaluation(self.done, means)
+        if self.early_stop is not None:
+            self.early_stop.after_evaluation(self.done, means)
         self._mark("between")
         return means
+
+    @override
+    def whole(self, part: str | None = None) -> AbstractContextManager[nn.Module]:
+        return self._whole.gather(part, self)
 
     @override
     def log(self, **named: float | Tensor) -> None:
@@ -292,9 +307,13 @@ class TrainingRun(Run):
         """Run what belongs between two steps: the hook, the check for a stop signal, the start of memory recording."""
         if self._boundary_hook is not None:
             self._boundary_hook(done)
-        if done < self.steps:
+        if done < self.steps and not self._ends_early:
             self._stop_or_save(done)
             self._log.before_step(done + 1, self.steps)
+
+    @property
+    def _ends_early(self) -> bool:
+        return self.early_stop is not None and self.early_stop.is_reached
 
     def _stop_or_save(self, done: int) -> None:
         """Raise Stopped if the ranks have agreed to stop here, once the state is saved; else save it if that is due."""
@@ -311,8 +330,9 @@ class TrainingRun(Run):
         every = self.config.eval.every
         self._rates.check(self.steps, self.world)
         ready = feed.batches(self.done)
-        while self.done < self.steps:
+        while self.done < self.steps and not self._ends_early:
             before = self.done
+            self._whole.refuse("the next share of run.batches() or run.over()")
             self._pass_boundary(before)
             self.heartbeat.step = before + 1
             self._mark("data")

@@ -265,6 +265,7 @@ class RunCheckpoints:
             "metrics": {name: value if math.isfinite(value) else None for name, value in self._metrics.items()},
             "evaluated": self._evaluated,
             "best": [list(pair) for pair in self._best],
+            "early_stop": None if live.early_stop is None else live.early_stop.state(),
             "task": task,
         }
 

@@ -31,6 +31,7 @@ _NEITHER_SAVES_NOR_STOPS: Final = {
     "resume": None,
     "launch.deadline": None,
     "launch.restarts": 0,
+    "eval.stop": None,
 }
 """Keys of runs that are compared with others."""
 
