@@ -7,6 +7,7 @@ import torch
 
 from tests.conformance.cases import CASES, OURS, SIZES, blocks_for, select_cases
 from tests.conformance.conftest import CellRunner
+from tests.conformance.generation import Generating
 from tests.conformance.local import train_locally_by_hand
 from tests.conformance.marks import FSDP2
 from unipar.backend import cells as backend_cells
