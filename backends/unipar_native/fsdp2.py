@@ -33,6 +33,9 @@ from unipar.engines.state import local_part, local_regions
 from unipar.engines.wrapper import WrapperEngine
 from unipar.errors import TaskError
 
+_SPLIT_MARK = "_is_fsdp_managed_module"
+"""Attribute of FSDP2's by which other libraries know that a module's parameters are split."""
+
 _READ_OUTSIDE_BLOCK = (
     "the loss reads a parameter of a block outside that block's forward, where it is sharded: "
     "read it in the block's own forward, or set model.blocks: none"
@@ -98,9 +101,14 @@ class ShardedEngine(WrapperEngine):
             group.post_forward_mesh_info = None  # no forward releases what is gathered
         for module in self._groups:
             module.unshard()
+        marked = [m for m in self.wrapped.modules() if vars(m).get(_SPLIT_MARK)]
+        for module in marked:
+            setattr(module, _SPLIT_MARK, False)  # libraries that see it keep ranks in step: generate waits for others
         try:
             yield
         finally:
+            for module in marked:
+                setattr(module, _SPLIT_MARK, True)
             for group, mesh in zip(groups, before, strict=True):
                 group.post_forward_mesh_info = mesh
             self.before_state_access()
