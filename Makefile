@@ -25,7 +25,7 @@ WORKERS := $(shell [ "$$(nproc)" -gt 1 ] && echo 2 || echo 0)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo verify test lint style bench layout route memory mesh bubble pairs conformance chaos matrix machines ray sweeps compiled versions gpu gpu-wheels setup horovod clean
+.PHONY: help demo verify test lint style bench layout route memory mesh bubble pairs conformance chaos matrix machines ray sweeps compiled versions docs gpu gpu-wheels setup horovod clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
@@ -39,7 +39,7 @@ verify: setup ## every cell compared with one process on two examples, bitwise w
 	$(BIN)/unipar verify configs/digits.yaml --overwrite
 
 # pyright runs on the second core while tests run; its errors are printed at once, its last line again at the end.
-test: style ## lint, and every test that needs no GPU
+test: style $(DONE)/docs ## lint, and every test that needs no GPU
 	@typed=$$(mktemp); \
 	( $(IN_VENV) $(BIN)/pyright > "$$typed" 2>&1 || { cat "$$typed"; exit 1; } ) & types=$$!; \
 	trap 'kill $$types 2> /dev/null; rm -f "$$typed"; exit 130' INT TERM; \
@@ -100,6 +100,9 @@ compiled: setup $(DONE)/tests ## what DeepSpeed compiles on first use, its CPU A
 versions: setup $(DONE)/tests ## a part of the suite under the oldest and the newest torch: gigabytes, once
 	$(IN_VENV) $(BIN)/python -m tests.support.versions $(ARGS)
 
+docs: $(DONE)/docs ## these docs as a site in build/site, with search and the API; links are checked
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS) && echo "the docs: build/site/index.html"
+
 # Not .venv: a machine with a GPU has a torch of its own, and often no network.
 gpu: ## everything that needs a GPU, on torch of this machine: one table and runs/gpu/gpu.json; without one it says so
 	@$(GPU_PYTHON) -m benchmarks.gpu $(ARGS)
@@ -139,6 +142,11 @@ $(DONE)/horovod: $(DONE)/packages
 $(DONE)/tests: $(DONE)/packages
 	@echo "set-up: tools for tests and lint, and the other trackers"
 	@$(PIP) --group test --group lint --no-build-isolation -e '.[wandb,mlflow,remote]'
+	@touch $@
+
+$(DONE)/docs: $(DONE)/packages
+	@echo "set-up: what the docs are made with"
+	@$(PIP) --group docs
 	@touch $@
 
 $(DONE)/bench: $(DONE)/packages

@@ -143,6 +143,7 @@ def _simulate_or_exit(rank: int, *given: Any) -> dict[str, Any]:
 
 
 def _process(ranks: Sequence[int], size: int, per: int, port: int, folder: Path, barrier: Any, results: Any) -> None:
+    sys.setswitchinterval(1.0)  # hundreds of threads that each ask for the interpreter every 5 ms do nothing else
     own = threading.Barrier(len(ranks), action=barrier.wait)
     threading.stack_size(256 * 1024)
     with ThreadPoolExecutor(len(ranks)) as pool:

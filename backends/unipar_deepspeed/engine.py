@@ -205,6 +205,14 @@ class ZeroEngine(OptimizerEngine):
         return self.holder.held_weights()
 
     @override
+    def full_weights(self) -> Iterator[Piece]:
+        return self.holder.full_weights()
+
+    @override
+    def use_full_weights(self) -> None:
+        self.holder.use_masters()
+
+    @override
     def unsaved_values(self) -> Iterator[str]:
         return self.holder.unsaved_values()
 

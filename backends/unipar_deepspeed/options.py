@@ -204,6 +204,12 @@ def _offload_refusals(config: Config, options: DeepSpeedOptions, stage: int) -> 
     clip = config.train.clipping
     if optimizer != "none" and clip is not None and clip.norm == "fp64":
         yield "train.clip: the fp64 norm is not supported for offloaded gradients; leave norm out"
+    if disk and config.train.ema is not None:
+        yield (
+            f"train.ema is not available with {'offload_optimizer' if optimizer == 'disk' else 'offload_parameters'}: "
+            "disk: DeepSpeed reads weights into buffers that it uses again, so that averages cannot take their place; "
+            "say cpu, or leave train.ema out"
+        )
     if optimizer == "disk" and config.train.precision == "bf16-master":
         yield (
             "train.precision: bf16-master is not supported with offload_optimizer: disk, as the masters are on the "

@@ -159,6 +159,29 @@ class ZeroPartitions:
             for region, local in self._regions_of(name, *self._held_range(p)):
                 yield Piece(name, "weight", self.whole_shape(name, p), region, local)
 
+    def full_weights(self) -> Iterator[Piece]:
+        """Yield each region of a trained weight that this rank keeps in full precision."""
+        for name, p in self.model.named_parameters():
+            if p.requires_grad:
+                for region, local in self.regions(name, p, "weight"):
+                    yield Piece(name, "weight", self.whole_shape(name, p), region, local.detach())
+
+    @torch.no_grad()
+    def use_masters(self) -> None:
+        """Copy what is kept in full precision into the parameters that are computed with, as the end of a step does."""
+        if self.stage == 0:
+            for p in self.model.parameters():
+                if (master := self.master.get(id(p))) is not None:
+                    p.copy_(master)
+        elif self.stage < 3:
+            self.zero.update_lp_params()
+        else:
+            self.zero._partition_all_parameters()
+            for number in range(len(self.zero.fp16_groups)):
+                self.zero._reassign_or_swap_out_partitioned_parameters(number)
+            if kept_whole := self.zero.persistent_parameters:
+                kept_whole[0].all_gather(kept_whole)
+
     def _held_range(self, p: Any) -> tuple[Region, Tensor]:
         if self.stage < 3:
             return Region(0, p.numel()), p.data

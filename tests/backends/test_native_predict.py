@@ -49,6 +49,11 @@ def test_as_torch_does(tmp_path: Path) -> None:
         Case(tied, "native/parameters", 3, precision="bf16-master", staged=True),
         Case(tied, "native/optimizer", 3, precision="bf16-master", microbatches=2),
         Case(late, "native/parameters", 64, staged=True),
+        Case(frozen, "native/parameters", 3, staged=True, ema=True),
+        Case(tied, "native/gradients", 8, microbatches=2, ema=True),
+        Case(tied, "native/optimizer", 3, ema=True),
+        Case(tied, "native/optimizer", 3, precision="bf16-master", ema=True),
+        Case(frozen, "native/nothing", 2, ema=True),
         Case(large, "native/nothing", 2, wide=12, options={"bucket_mb": 1}),
         Case(large, "native/nothing", 2, wide=12, options={"bucket_mb": 1, "find_unused": True}),
     ]

@@ -83,6 +83,10 @@ class Case:
     """Played in cells with axes of the mesh too: not if its loss counts its own calls, as there are more of them."""
 
     @property
+    def averaged(self) -> bool:
+        return "ema" in self.train
+
+    @property
     def several(self) -> bool:
         return self.name.startswith("several parts")
 
@@ -130,6 +134,7 @@ def _compiled(what: str) -> dict[str, Any]:
     return {"model": {"compile": {"what": what, "backend": "aot_eager"}}, "eval": {"every": 2}}
 
 
+_AVERAGED = {"ema": {"decay": 0.8, "warmup": 3}}
 _TWO_COPIES = {"parallel": {"shard_over": 2}}
 _BY_MACHINE = {"parallel": {"shard_over": "machine"}}
 _CELLS_WITH_COPIES = ("native/optimizer", "native/gradients", "native/parameters")
@@ -160,6 +165,7 @@ def _cases_of_several_parts() -> list[Case]:
         Case("several parts, fp64", Gan, precision="fp64", tolerance=FP64, sizes=(2,), **gan),
         Case("several parts, bf16-mixed", Gan, precision="bf16-mixed", tolerance=BF16, sizes=(2,), **gan),
         Case("several parts, bf16-master", Gan, precision="bf16-master", tolerance=BF16, sizes=(2,), **gan),
+        Case("several parts, averaged", Gan, hop=3, sizes=(2,), train=gan["train"] | _AVERAGED),
     ]
 
 
@@ -205,6 +211,16 @@ CASES = {
              more={"model": {"weights": {"file": str(FILE), "only": ["embed.*", "head.*"]}}}),
         Case("convolution", tasks.Regression, train={"optimizer": {"name": "adamw", "lr": 3e-3}}),
         Case("state out and in", tasks.Grouped, train=_COSINE, hop=3),
+        Case("averaged", tasks.Grouped, train=_COSINE | _AVERAGED, hop=3, more={"eval": {"every": 2}}),
+        Case("averaged every second step", lambda: tasks.Plain(tied=True), sizes=(2,), more={"eval": {"every": 2}},
+             train={"ema": {"decay": 0.6, "every": 2}}),
+        Case("averaged, batch norm", tasks.Normed, micro=True, sizes=(2,), train=_AVERAGED),
+        Case("averaged beside a frozen teacher", tasks.Distilled, sizes=(2,), train=_AVERAGED,
+             more={"eval": {"every": 2}}),
+        Case("averaged, fp64", tasks.Grouped, precision="fp64", tolerance=FP64, sizes=(2,), train=_AVERAGED),
+        Case("averaged, bf16-mixed", tasks.Plain, precision="bf16-mixed", tolerance=BF16, sizes=(2,), train=_AVERAGED),
+        Case("averaged, bf16-master", tasks.Grouped, precision="bf16-master", tolerance=BF16, sizes=(2,), hop=3,
+             train=_AVERAGED),
         Case("state out and in, bf16-master", tasks.Grouped, precision="bf16-master", hop=3, tolerance=BF16,
              sizes=(2,)),
         Case("blocks recomputed", lambda: tasks.Plain(dropout=0.3), micro=True,
@@ -238,12 +254,13 @@ MAIN_CASES = (
     "four microbatches", "two groups", "ragged last batch", "token weights, ragged", "method in the loss", "unused",
     "several parts",
     "batch norm", "evaluation in the middle", "scores of all samples",
-    "state out and in", "bf16-mixed", "bf16-master", "not a number",
+    "state out and in", "averaged", "bf16-mixed", "bf16-master",
+    "not a number",
     "bits, one microbatch", "bits, four microbatches", "weights from a file", "blocks recomputed",
 )  # fmt: skip
 SHORT_CASES = ("four microbatches", "token weights, ragged", "several parts", "state out and in", "bf16-master")
 
-EVERYWHERE = ("four microbatches", "state out and in")
+EVERYWHERE = ("four microbatches", "state out and in", "averaged")
 BITS = ("bits, one microbatch", "bits, four microbatches")
 
 MESH_CELLS = (
@@ -257,8 +274,8 @@ MESH_CELLS = (
 MESH_CASES = (
     "four microbatches", "two groups", "tied weights", "ragged last batch", "token weights, ragged", "unused",
     "dropout", "evaluation in the middle", "scores of all samples",
-    "state out and in", "blocks recomputed", "bf16-mixed", "fp64",
-    "not a number",
+    "state out and in", "averaged", "averaged every second step",
+    "blocks recomputed", "bf16-mixed", "fp64", "not a number",
 )  # fmt: skip
 """Cases that `make test` plays in one of the first three of them, in the smallest world; a few also in the others."""
 

@@ -37,6 +37,11 @@ class CaseResult:
     params: dict[str, torch.Tensor]
     evals: list[list[dict[str, float]]]
     parts: dict[str, list[float]]
+    averages: dict[str, torch.Tensor]
+    """Whole averages of `train.ema`."""
+
+    unequal_averages: list[str]
+    """Names of averages that are not those of one process, which averages the weights of each step, bit for bit."""
 
 
 class CellRunner:
@@ -72,6 +77,8 @@ class CellRunner:
             {n: t for (n, kind), t in whole.items() if kind == "weight"},
             [rank["evals"] for rank in ranks],
             {n: _summed([rank["parts"][n] for rank in ranks]) for n in ranks[0]["parts"]},
+            {n: t for (n, kind), t in whole.items() if kind == "average"},
+            ranks[0]["unequal averages"],
         )
 
     def _play(self, cell: Cell, size: int, names: list[str]) -> None:

@@ -21,7 +21,7 @@ from tests.conformance.cases import CASES, Case, blocks_for
 from tests.conformance.generation import Generating
 from unipar.backend import Piece, Read, Region, registry
 from unipar.backend.checks import settle
-from unipar.config import Cell
+from unipar.config import Cell, Config
 from unipar.distributed.machines import WorldMachines
 from unipar.distributed.place import Place
 from unipar.distributed.world import World
@@ -93,8 +93,12 @@ def _run_case(case: Case, cell: Cell, world: World, folder: Path, heartbeat: Hea
         made.record(made.steps)
         kept: dict[str, Any] = {"loss": []}
 
+        by_hand = AveragesByHand(config)
+
         def hop(done: int) -> None:
+            by_hand.add(made)
             if done == case.hop:
+                counters = {name: part.engine.counters() for name, part in made.parts.items()}
                 state = _gather_pieces(made.pieces())
                 kept.update(made.recorded_steps())
                 _close(made)
@@ -102,14 +106,18 @@ def _run_case(case: Case, cell: Cell, world: World, folder: Path, heartbeat: Hea
                     settled, backend, case.task(), world, ledger=ledger, heartbeat=heartbeat, trackers=trackers
                 )
                 new.restore(state)
+                for name, part in new.parts.items():
+                    part.engine.restore_counters(counters[name])
                 for part, other in zip(made.parts.values(), new.parts.values(), strict=True):
                     part.module, part.engine = other.module, other.engine
+                vars(made)["_evaluation"] = None  # it keeps the engines that it evaluates
 
         made.at_boundary(hop)
         made.task.train(made)
         made.finish()
         now = made.recorded_steps()
         pieces = [(p.name, p.kind, p.shape, tuple(p.where), p.tensor.detach().flatten().clone()) for p in made.pieces()]
+        unequal = by_hand.unequal(made)
         _close(made)
     told = ("event", "time", "step")
     evals = [{k: v for k, v in row.items() if k not in told} for row in _evals(folder, world.rank)]
@@ -118,7 +126,44 @@ def _run_case(case: Case, cell: Cell, world: World, folder: Path, heartbeat: Hea
     assert kept["loss"] == now["loss"][: len(kept["loss"])]
     ledger_path(folder, world.rank).unlink()
     parts = {name: row["loss"] for name, row in now.get("parts", {}).items()}
-    return {"loss": now["loss"], "norm": now["norm"], "parts": parts, "pieces": pieces, "evals": evals}
+    result = {"loss": now["loss"], "norm": now["norm"], "parts": parts, "pieces": pieces, "evals": evals}
+    return result | {"unequal averages": unequal}
+
+
+class AveragesByHand:
+    """Averages in one process: of whole weights, as all ranks together have them after each step."""
+
+    def __init__(self, config: Config) -> None:
+        self._ema = config.train.ema
+        self._steps: dict[str, int] = {}
+        self._averages: dict[str, Tensor] = {}
+
+    def add(self, made: TrainingRun) -> None:
+        """Update the averages of the parts that have taken a step; before the first step, begin as the weights are."""
+        if self._ema is None:
+            return
+        state = _gather_pieces(made.pieces())
+        weights = {n: t for (n, kind), t in state.whole.items() if kind == "weight" and state.has(n, "average")}
+        for part, trained in made.parts.items():
+            prefix = f"{part}." if len(made.parts) > 1 else ""
+            mine = {n: t for n, t in weights.items() if n.startswith(prefix)}
+            steps = self._steps.setdefault(part, -1)
+            if steps < 0:
+                self._averages |= {n: t.clone() for n, t in mine.items()}
+                self._steps[part] = 0
+                continue
+            now = self._steps[part] = int(trained.engine.counters()["ema steps"])
+            if now > steps and now % self._ema.every == 0:
+                k = now // self._ema.every
+                decay = min(self._ema.decay, k / (k + self._ema.warmup))
+                before = self._averages
+                self._averages = before | {n: before[n] + (1 - decay) * (t - before[n]) for n, t in mine.items()}
+
+    def unequal(self, made: TrainingRun) -> list[str]:
+        """Return the names of the run's averages that are not these, bit for bit; names in one of both alone, too."""
+        found = {n: t for (n, kind), t in _gather_pieces(made.pieces()).whole.items() if kind == "average"}
+        missing = sorted(found.keys() ^ self._averages.keys())
+        return missing + [n for n, t in self._averages.items() if n in found and not torch.equal(t, found[n])]
 
 
 def _close(made: TrainingRun) -> None:
@@ -175,7 +220,11 @@ class CombinedState(Read):
 
     @override
     def kinds(self, name: str) -> set[str]:
-        return {k for n, k in self.whole if n == name and k != "buffer"}
+        return {k for n, k in self.whole if n == name and k not in ("buffer", "average")}
+
+    @override
+    def has(self, name: str, kind: str) -> bool:
+        return (name, kind) in self.whole
 
     @override
     def shape(self, name: str, kind: str) -> tuple[int, ...]:

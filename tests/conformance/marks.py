@@ -44,7 +44,7 @@ FIXED_SHAPES = ("native/*+interleaved", "native/*+zerobubble")
 AXES = (*PIPELINES, "native/*+tensor*", "native/*+context*")
 
 MARKS = (
-    Mark("never", PIPELINES, ("three forwards", "frozen teacher"), "TaskError",
+    Mark("never", PIPELINES, ("three forwards", "frozen teacher", "averaged beside a frozen teacher"), "TaskError",
          "a stage runs its blocks once in each loss"),
     Mark("never", PIPELINES, ("shared lists",), "TaskError",
          "what a block leaves for the loss to read is on that block's stage"),
@@ -83,10 +83,10 @@ MARKS = (
          "TaskError", "DDP must be told to search for unused parameters: options.NAME.find_unused"),
     Mark("never", ("native/nothing+dp",), ("*",), "Unsupported",
          "nn.DataParallel is for CUDA devices, and the suite plays on the CPU; tests/backends/test_gpu.py has it"),
-    Mark("never", ZERO, ("fp64", "several parts, fp64"), "Unsupported", "ZeRO's masters are fp32"),
+    Mark("never", ZERO, ("fp64", "several parts, fp64", "averaged, fp64"), "Unsupported", "ZeRO's masters are fp32"),
     Mark("never", ("single", "native/nothing", "horovod/*", "accelerate/nothing"),
          ("bf16-master", "bf16-master, float inputs", "state out and in, bf16-master",
-          "several parts, bf16-master"), "Unsupported",
+          "several parts, bf16-master", "averaged, bf16-master"), "Unsupported",
          "one copy of the parameters: no fp32 master beside bf16 ones"),
     Mark("notimpl", ("deepspeed/*+tensor*",), ("*bf16-master*",), "Unsupported",
          "the proof compares with an fp32 model, and DeepSpeed keeps bf16 parameters"),

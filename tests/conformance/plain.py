@@ -33,6 +33,8 @@ class Result:
     parts: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
     """Of each of several parts, the losses of its steps."""
 
+    averages: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+
 
 def train_by_hand(case: Case, size: int) -> Result:
     """The whole global batch in one forward; or, where a case asks, microbatch by microbatch."""
@@ -65,6 +67,7 @@ def train_by_hand(case: Case, size: int) -> Result:
     steps = config.train.steps or (config.train.epochs or 0) * order.per_epoch
     sizes = config.batch.settle(size)
     result = Result()
+    averages = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
     for step, (epoch, indices) in zip(range(steps), order.batches(0), strict=False):
         parts = [indices]
         if case.micro:
@@ -91,13 +94,26 @@ def train_by_hand(case: Case, size: int) -> Result:
         optimizer.zero_grad()
         result.losses.append(total)
         result.norms.append(float(norm))
+        if config.train.ema is not None and (step + 1) % config.train.ema.every == 0:
+            k = (step + 1) // config.train.ema.every
+            decay = min(config.train.ema.decay, k / (k + config.train.ema.warmup))
+            averages = {n: decay * a + (1 - decay) * model.get_parameter(n).detach() for n, a in averages.items()}
         if config.eval.every and (step + 1) % config.eval.every == 0:
+            kept = {n: model.get_parameter(n).detach().clone() for n in averages}
+            _set_weights(model, averages if config.train.ema is not None else kept)
             result.evals.append(_evaluated(task, model))
+            _set_weights(model, kept)
+    result.averages = {n: a.flatten() for n, a in averages.items()} if config.train.ema is not None else {}
     if isinstance(task, Generating):
         model.eval()
         result.evals.append(task.generated(model))
     result.params = {n: p.detach().flatten() for n, p in model.named_parameters()}
     return result
+
+
+def _set_weights(model: Any, values: dict[str, Tensor]) -> None:
+    for name, value in values.items():
+        model.get_parameter(name).data.copy_(value)
 
 
 def _groups(config: Config, task: Any, model: Any, trained: list[Any]) -> Any:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 import torch
 
-from tests.conformance.cases import CASES, OURS, SIZES, blocks_for, select_cases
-from tests.conformance.conftest import CellRunner
+from tests.conformance.cases import CASES, OURS, SIZES, Case, blocks_for, select_cases
+from tests.conformance.conftest import CaseResult, CellRunner
 from tests.conformance.generation import Generating
 from tests.conformance.local import train_locally_by_hand
 from tests.conformance.marks import FSDP2
+from tests.conformance.plain import Result
 from unipar.backend import cells as backend_cells
 from unipar.backend import registry
 from unipar.backend.cells import is_single_process
@@ -68,11 +71,36 @@ def test_agrees(hall: CellRunner, cell: Cell, size: int, case: str) -> None:
         assert max(apart.values()) <= near.params, apart
     if wanted.task is Generating:
         assert got.evals == [one.evals] * size
+    if wanted.averaged:
+        _check_averages(wanted, got, one)
     if wanted.more.get("eval"):
         assert len(got.evals[0]) == len(one.evals) == 3
         for rank in got.evals:
             for mine, theirs in zip(rank, one.evals, strict=True):
                 assert mine == pytest.approx(theirs, abs=5e-6)
+
+
+def _check_averages(wanted: Case, got: CaseResult, one: Result) -> None:
+    """Averages are those of one process over this cell's weights to the last bit, and near those of one process.
+
+    The weights themselves would not pass for their averages.
+    """
+    assert got.unequal_averages == []
+    if wanted.several:
+        return
+    assert set(got.averages) == set(one.averages)
+    if wanted.tolerance.params is not None:
+        for name, average in one.averages.items():
+            assert float((got.averages[name] - average).abs().max()) <= wanted.tolerance.params, name
+            assert float((got.params[name] - average).abs().max()) > 10 * wanted.tolerance.params, name
+        return
+    off, apart = (_distance(tensors, one.averages) for tensors in (got.averages, got.params))
+    assert off <= 0.2 * apart, (off, apart)
+
+
+def _distance(tensors: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> float:
+    """Return the length of the difference of all tensors together."""
+    return sum(float((tensors[n].double() - t.double()).square().sum()) for n, t in others.items()) ** 0.5
 
 
 @pytest.mark.slow

@@ -164,6 +164,14 @@ def test_a_script_is_clean(to: str, tmp_path: Path) -> None:
             "native/parameters: parallel.shard_over: a script does not carry it; leave it out "
             "(--set parallel.shard_over=null)",
         ),
+        *(
+            (
+                "torchrun",
+                {"train.ema": ema},
+                "native/nothing: train.ema: a script does not carry it; leave it out (--set train.ema=null)",
+            )
+            for ema in ({}, {"decay": 0.5})
+        ),
         (
             "horovod",
             {"parallel.shard": "parameters"},

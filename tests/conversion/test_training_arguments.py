@@ -119,6 +119,44 @@ def test_arguments_given(form: str, tmp_path: Path) -> None:
     assert not any(key.startswith(("batch.", "train.optimizer.lr", "train.steps")) for key in made.assumed)
 
 
+@pytest.mark.parametrize(
+    ("given", "schedule"),
+    [
+        ({"lr_scheduler_type": "polynomial"}, {"name": "polynomial", "warmup": 5, "power": 1.0, "end": 0.001}),
+        (
+            {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"power": 3, "lr_end": 2e-5}},
+            {"name": "polynomial", "warmup": 5, "power": 3.0, "end": 0.2},
+        ),
+        (
+            {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": '{"min_lr": 1e-5}'},
+            {"name": "cosine", "warmup": 5, "end": 0.1},
+        ),
+        (
+            {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.3}},
+            {"name": "cosine", "warmup": 5, "end": 0.3},
+        ),
+        (
+            {
+                "lr_scheduler_type": "warmup_stable_decay",
+                "lr_scheduler_kwargs": {"num_decay_steps": 20, "decay_type": "1-sqrt", "min_lr_ratio": 0.05},
+            },
+            {"name": "wsd", "warmup": 5, "decay": 20, "shape": "sqrt", "end": 0.05},
+        ),
+        (
+            {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_decay_steps": 20}},
+            {"name": "wsd", "warmup": 5, "decay": 20, "shape": "cosine", "end": 0.0},
+        ),
+    ],
+)
+def test_schedules_with_details(given: dict[str, Any], schedule: dict[str, Any], tmp_path: Path) -> None:
+    """Their own numbers, or the defaults of transformers; a rate at the end becomes a share of the full one."""
+    file = tmp_path / "args.json"
+    arguments = {"learning_rate": 1e-4, "max_steps": 100, "warmup_steps": 5, **given}
+    file.write_text(json.dumps(arguments), encoding="utf-8")
+    made = yaml(tmp_path, YAML, strict=False, args=str(file))
+    assert said(made)["train"]["schedule"] == pytest.approx(schedule)
+
+
 def test_of_an_accelerate_yaml(tmp_path: Path) -> None:
     """What its script would say is assumed; --world takes precedence over the file, with a remark."""
     made = yaml(tmp_path, YAML, strict=False, world=4)
@@ -140,6 +178,23 @@ def test_of_an_accelerate_yaml(tmp_path: Path) -> None:
         ("--per_device_train_batch_size 0", "--args: per_device_train_batch_size: 0.0 is not a whole number above 0"),
         ("--optim lion_8bit", "--args: optim: lion_8bit is not among adamw_torch"),
         ("--lr_scheduler_type inverse_sqrt", "--args: lr_scheduler_type: inverse_sqrt is not among linear, cosine"),
+        (
+            "--lr_scheduler_type cosine_with_min_lr",
+            "--args: lr_scheduler_kwargs: cosine_with_min_lr needs min_lr or min_lr_rate; give one",
+        ),
+        (
+            "--lr_scheduler_type warmup_stable_decay",
+            "--args: lr_scheduler_kwargs: warmup_stable_decay needs num_decay_steps, and a decay_type among linear, "
+            "cosine, 1-sqrt; give them",
+        ),
+        (
+            """--lr_scheduler_type cosine --lr_scheduler_kwargs '{"num_cycles": 2}'""",
+            "--args: lr_scheduler_kwargs: num_cycles: 2 has no key of unipar for cosine; take it out",
+        ),
+        (
+            "--lr_scheduler_kwargs power=2",
+            """--args: lr_scheduler_kwargs: 'power=2' is no mapping; give JSON, such as '{"power": 2}'""",
+        ),
         (
             "--num_train_epochs 1.5",
             "--args: num_train_epochs: 1.5 is no whole number of epochs",

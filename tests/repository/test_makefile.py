@@ -85,6 +85,7 @@ def test_no_python(system: Path) -> None:
         "sweeps",
         "conformance",
         "versions",
+        "docs",
         "ray",
         "gpu",
         "gpu-wheels",

@@ -4,43 +4,17 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.support.forks import Forks
 from tests.support.launchers import environment, in_private_network
+from tests.support.transcript import check_shown, masked
 
 ROOT = Path(__file__).parents[2]
 README, PAGE = ((ROOT / name).read_text("utf-8") for name in ("README.md", "docs/runs.md"))
-
-MASKS = (
-    r"[\d,.]+ samples/s",
-    r"[\d.e+]+ [kMGTP]FLOP/s",
-    r"\d+(\.\d+)? (s|ms)\b|\d+:\d\d(:\d\d)?|\d+ min \d\d s",
-    r"\d+(\.\d+)? (B|KiB|MiB|GiB)\b",
-)
-
-
-def masked(text: str) -> list[str]:
-    """The lines without times and sizes, and without what torch's launcher and sockets remark."""
-    for pattern in MASKS:
-        text = re.sub(pattern, "#", text)
-    lines = [re.sub(" +", " ", line).strip() for line in text.splitlines()]
-    return [line for line in lines if line and not re.match(r"\[?[WI]\d{4} ", line)]
-
-
-def check_shown(shown: Sequence[str], printed: Sequence[str]) -> None:
-    """`...` stands for any lines; what a launcher's ranks print twice is shown once."""
-    if "..." not in shown:
-        assert list(printed) == list(shown)
-        return
-    gap = list(shown).index("...")
-    begin, end = list(shown[:gap]), list(shown[gap + 1 :])
-    assert list(printed[:gap]) == begin
-    assert list(printed[-len(end) :]) == end
-    assert len(printed) > len(shown)
 
 
 def transcript() -> list[tuple[str, list[str]]]:

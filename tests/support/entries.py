@@ -309,6 +309,40 @@ def never_reduces(place: Place, run: Path, control: Control) -> None:
     world.sum(torch.ones(4))
 
 
+def _in_group(place: Place, run: Path) -> None:
+    """Meet in a real group, sum once, and come to step 3."""
+    import torch
+    import torch.distributed as dist
+
+    from unipar.backend.joining import meet
+    from unipar.config import Config
+
+    meet(Config.model_validate({"device": "cpu", "batch": {"total": 4}, "train": {"steps": 1}}), place)
+    dist.all_reduce(torch.ones(2))
+    _beating(place, run, 3, "backward")
+
+
+def misses_a_sum(place: Place, run: Path, control: Control) -> None:
+    """A real group whose rank 1 does not come to a sum."""
+    _in_group(place, run)
+    import torch
+    import torch.distributed as dist
+
+    if place.rank == 1:
+        time.sleep(FOREVER)
+    dist.all_reduce(torch.ones(3, 5))
+
+
+def sum_in_two_groups(place: Place, run: Path, control: Control) -> None:
+    """A real group whose ranks take their sums in different orders, and so both wait."""
+    _in_group(place, run)
+    import torch
+    import torch.distributed as dist
+
+    groups = [dist.new_group([0, 1], group_desc=name) for name in ("rows", "columns")]
+    dist.all_reduce(torch.ones(4 + place.rank), group=groups[place.rank])
+
+
 def unknown(place: Place, run: Path, control: Control) -> None:
     class Odd(UniparError): ...
 

@@ -27,6 +27,7 @@ from unipar.config import Cell, Config
 from unipar.config.source import load_given_config
 from unipar.distributed.place import Place
 from unipar.distributed.world import World
+from unipar.engines.averages.engine import with_averages
 from unipar.memory.recording.collectives import CollectiveCounter, Traffic
 from unipar.memory.recording.holdings import find_storages
 from unipar.model.optimizer import OptimizerFactory, parameter_groups
@@ -56,6 +57,7 @@ class Case:
     """Factor of all widths."""
 
     options: dict[str, Any] | None = None
+    ema: bool = False
 
     @property
     def config(self) -> Config:
@@ -66,7 +68,12 @@ class Case:
             "parallel": {"data": self.ranks, "shard_over": self.shard_over},
             "batch": {"total": self.ranks * MICRO * self.microbatches, "micro": MICRO},
             "model": {"blocks": self.blocks},
-            "train": {"steps": 3, "precision": self.precision, "optimizer": {"decay": self.decay}},
+            "train": {
+                "steps": 3,
+                "precision": self.precision,
+                "optimizer": {"decay": self.decay},
+                "ema": {} if self.ema else None,
+            },
             "options": {"native": self.options or {}},
         }
         return cells.config_in_cell(load_given_config(given).config, Cell.parse(self.cell))
@@ -96,7 +103,7 @@ def run(place: Place, folder: Path, control: socket.socket | None) -> None:
 
 def compare(case: Case) -> Iterator[str]:
     """Yield a sentence for each number of bytes or calls that is not the planned one."""
-    traced = _traced(case.seed, case.wide, case.precision, case.blocks, case.decay)
+    traced = _traced(case.seed, case.wide, case.precision, case.blocks, case.decay, ema=case.ema)
     timeline: StepTimeline = replace(traced.timeline, microbatches=case.microbatches)
     device = "cpu" if case.staged else "cuda"
     prediction = registry.find_backend("native").predict(case.config, timeline, case.ranks, device=device)
@@ -122,10 +129,10 @@ def compare(case: Case) -> Iterator[str]:
 
 
 @cache
-def _traced(seed: int, wide: int, precision: str, blocks: str, decay: str) -> Any:
+def _traced(seed: int, wide: int, precision: str, blocks: str, decay: str, *, ema: bool) -> Any:
     from unipar.training.fake_run.trace import trace_task
 
-    return trace_task(Case(seed, "native/nothing", 1, 1, precision, blocks, decay, wide=wide).config, MICRO)
+    return trace_task(Case(seed, "native/nothing", 1, 1, precision, blocks, decay, wide=wide, ema=ema).config, MICRO)
 
 
 def _planned_at(at: int, prediction: Prediction) -> dict[str, int]:
@@ -187,8 +194,9 @@ def _train(case: Case, blocks: Sequence[str], rank: int) -> Found:
     model = task.model()
     groups = parameter_groups(model, config, given=None, own_optimizer=False)
     factory = OptimizerFactory(groups, config, world.device, own=None)
-    engine: Any = registry.find_backend("native").build(Part("model", model, factory, blocks), config, world)
-    spans = StepSpans(engine.call, [model.get_submodule(name) for name in blocks])
+    inner: Any = registry.find_backend("native").build(Part("model", model, factory, blocks), config, world)
+    engine = with_averages(inner, config.train.ema)
+    spans = StepSpans(inner.call, [model.get_submodule(name) for name in blocks])
     micros = [Micro(tuple(t[:MICRO] for t in task.data().tensors), 1.0)] * case.microbatches
     held: dict[str, dict[str, int]] = {}
     traffic, counter = Traffic(), CollectiveCounter(Traffic(), world.mesh)
@@ -209,9 +217,9 @@ def _train(case: Case, blocks: Sequence[str], rank: int) -> Found:
         with spans.record() as seen:
             engine.step(loss, micros, 1.0, spans.mark)
     owners = None
-    if isinstance(engine.optimizer, ZeroRedundancyOptimizer):
+    if isinstance(inner.optimizer, ZeroRedundancyOptimizer):
         names = {id(p): name for name, p in model.named_parameters()}
-        optimizer: Any = engine.optimizer
+        optimizer: Any = inner.optimizer
         shares = optimizer._partition_parameters()
         owners = [sorted(names[id(p)] for group in share for p in group["params"]) for share in shares]
     world.close_without_peers()

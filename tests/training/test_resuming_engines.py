@@ -15,6 +15,7 @@ from tests.support.running import Line, running
 from tests.support.world import ROOT
 from unipar.backend.cells import config_in_cell
 from unipar.config import Cell, Config
+from unipar.config.sections.train import Ema
 
 pytestmark = pytest.mark.forked
 
@@ -23,6 +24,7 @@ GPT = {"use": f"{ROOT}/examples/char_gpt.py:CharGPT", "args": {"layers": 2, "wid
 GAN = {"use": f"{ROOT}/tests/conformance/gan.py:Gan"}
 STREAM = {**GPT, "use": f"{ROOT}/tests/support/stateful_streams.py:StreamedGPT"}
 MASTERS = {"train.precision": "bf16-master"}
+AVERAGED = {"train.ema": Ema(decay=0.9, every=2, warmup=1)}
 HALF, STEPS = 3, 6
 
 
@@ -40,6 +42,8 @@ def saved_hashes(folder: Path, step: int) -> dict[str, str]:
         pytest.param("native/optimizer", 2, MASTERS, marks=SWEEP, id="masters of each rank's part"),
         pytest.param("deepspeed/parameters", 2, MASTERS, marks=SWEEP, id="masters of ZeRO-3"),
         pytest.param("accelerate/parameters", 2, MASTERS, marks=SWEEP, id="masters of Accelerate"),
+        pytest.param("deepspeed/parameters", 2, AVERAGED, marks=SWEEP, id="averages of ZeRO-3"),
+        pytest.param("native/parameters", 2, MASTERS | AVERAGED, id="averages of FSDP2's masters"),
         pytest.param("native/nothing", 2, {"train.sync_every": 3}, marks=SWEEP, id="ranks apart for three steps"),
         pytest.param("native/parameters", 4, {"parallel.shard_over": 2}, marks=SWEEP, id="two copies of two shards"),
         pytest.param("deepspeed/gradients+library", 2, {}, marks=SWEEP, id="sizes of the library"),

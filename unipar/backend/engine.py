@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from typing_extensions import override
 
@@ -111,13 +111,17 @@ class Region(NamedTuple):
         return flat.as_strided((self.runs, self.length), steps, flat.storage_offset() + self.start)
 
 
+KIND_OF_AVERAGES: Final = "average"
+"""Kind of the pieces that are moving averages of weights (`train.ema`)."""
+
+
 @dataclass(frozen=True)
 class Piece:
     """Region of one tensor of the state that this rank holds."""
 
     name: str
     kind: str
-    """`weight`, `buffer`, or the optimizer's own key."""
+    """`weight`, `buffer`, `average`, or the optimizer's own key."""
 
     shape: tuple[int, ...]
     where: Region
@@ -148,6 +152,10 @@ class Read(Protocol):
     def kinds(self, name: str) -> set[str]:
         """Return what is saved for a parameter: `weight` and the optimizer's keys."""
         ...
+
+    def has(self, name: str, kind: str) -> bool:
+        """Return whether such a tensor is saved, of any kind, averages too."""
+        return kind in self.kinds(name)
 
     def shape(self, name: str, kind: str) -> tuple[int, ...]:
         """Return the shape of a tensor of the state as a whole."""
@@ -196,6 +204,24 @@ class Engine(ABC):
         Unlike `pieces` also those of which other ranks have copies: `train.watch` asks whether the copies are equal.
         """
         return (piece for piece in self.pieces() if piece.kind == "weight")
+
+    def full_weights(self) -> Iterator[Piece]:
+        """Yield each region of a trained weight that this rank keeps as its optimizer updates it, masters if there are.
+
+        Like `held_weights` without a collective, and with regions of which other ranks have copies. Whoever writes into
+        the tensors calls `use_full_weights` then.
+        """
+        raise TaskError(
+            f"train.ema is not available here: {type(self).__name__} does not show the weights that its optimizer "
+            "updates (Engine.full_weights); leave train.ema out, or use another backend"
+        )
+
+    def use_full_weights(self) -> None:  # noqa: B027 - a neutral hook
+        """Compute with the values that were written into the tensors of `full_weights`: cast and send them."""
+
+    def averages_in_place(self) -> AbstractContextManager[None]:
+        """Context manager: the model has the moving averages of its weights inside, if there are any (`train.ema`)."""
+        return nullcontext()
 
     def unsaved_values(self) -> Iterator[str]:
         """Yield a sentence for each value of the optimizer's state that `pieces` leaves out."""
@@ -282,6 +308,18 @@ class DelegatingEngine(Engine):
     @override
     def held_weights(self) -> Iterator[Piece]:
         return self.inner.held_weights()
+
+    @override
+    def full_weights(self) -> Iterator[Piece]:
+        return self.inner.full_weights()
+
+    @override
+    def use_full_weights(self) -> None:
+        self.inner.use_full_weights()
+
+    @override
+    def averages_in_place(self) -> AbstractContextManager[None]:
+        return self.inner.averages_in_place()
 
     @override
     def unsaved_values(self) -> Iterator[str]:

@@ -28,7 +28,7 @@ FIXED = (
 FREE = ("model.weights", "model.blocks", "model.offload")
 """Keys within FIXED that do not change what is trained: where parameters lie, and what the first run began from."""
 
-TOLD = ("train.optimizer", "train.clip", "train.parts", "train.sync_every", "train.lr_scale")
+TOLD = ("train.optimizer", "train.clip", "train.parts", "train.ema", "train.sync_every", "train.lr_scale")
 """Keys that may change and are told, for they change what is computed."""
 
 

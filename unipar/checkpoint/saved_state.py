@@ -11,6 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from unipar.backend import Read, Region
+from unipar.backend.engine import KIND_OF_AVERAGES
 from unipar.checkpoint.format.manifest import Manifest, StoredPiece, StoredTensor
 from unipar.checkpoint.format.names import ITEM_BYTES, normal_region
 from unipar.checkpoint.format.shard_file import ShardReader
@@ -62,8 +63,12 @@ class SavedState(Read):
     @override
     def kinds(self, name: str) -> set[str]:
         """Return what is saved for a parameter: `weight` and the optimizer's keys."""
-        found = self._kinds.get(name, set()) - {"buffer"}
+        found = self._kinds.get(name, set()) - {"buffer", KIND_OF_AVERAGES}
         return found & {"weight"} if name.startswith(self.weights_only) else found
+
+    @override
+    def has(self, name: str, kind: str) -> bool:
+        return (name, kind) in self.manifest.tensors
 
     @override
     def shape(self, name: str, kind: str) -> tuple[int, ...]:

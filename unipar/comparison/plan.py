@@ -283,7 +283,7 @@ class CellPlanner:
         flops = activations.flops[0] + activations.flops[1] * sizes.micro
         again = activations.recomputed[0] + activations.recomputed[1] * sizes.micro
         held = next(phase.held for phase in step.phases if phase.phase == "update")
-        rewritten = held.get("parameters", 0) + held.get("masters", 0) + held.get("optimizer", 0)
+        rewritten = sum(held.get(category, 0) for category in ("parameters", "masters", "optimizer", "averages"))
         work = StepWork(
             flops=flops * micros,
             model_flops=(flops - again) * micros,

@@ -125,9 +125,10 @@ def _unsupported_keys(section: BaseModel, fields: Any, prefix: str = "") -> Iter
         key, value = f"{prefix}{name}", getattr(section, name)
         if key in _EXPORTED_KEYS or key in _IGNORED_KEYS:
             continue
-        if isinstance(value, BaseModel):
+        default = field.get_default(call_default_factory=True)
+        if isinstance(value, BaseModel) and default is not None:
             yield from _unsupported_keys(value, type(value).model_fields, f"{key}.")
-        elif value != (default := field.get_default(call_default_factory=True)):
+        elif value != default:  # also a section that is null by default, whatever is in it
             yield key, default
 
 

@@ -53,13 +53,24 @@ _SCHEDULES = {
     "cosine": "cosine",
     "constant": "constant",
     "constant_with_warmup": "constant",
+    "polynomial": "polynomial",
+    "cosine_with_min_lr": "cosine",
+    "warmup_stable_decay": "wsd",
 }
+_SCHEDULE_DETAILS = {
+    "polynomial": ("lr_end", "power"),
+    "cosine_with_min_lr": ("min_lr", "min_lr_rate"),
+    "warmup_stable_decay": ("num_decay_steps", "decay_type", "min_lr_ratio"),
+}
+"""Names in `lr_scheduler_kwargs` that are carried, by schedule."""
+
+_DECAY_SHAPES = {"linear": "linear", "cosine": "cosine", "1-sqrt": "sqrt"}
 _READ = frozenset(
     {
         *DEFAULTS,
         *_OURS,
         *("max_steps", "warmup_ratio", "bf16", "fp16", "gradient_checkpointing", "torch_compile"),
-        *("dataloader_drop_last", "optim"),
+        *("dataloader_drop_last", "optim", "lr_scheduler_kwargs"),
     }
 )
 _CHANGES_NUMBERS = {
@@ -67,7 +78,6 @@ _CHANGES_NUMBERS = {
     "neftune_noise_alpha": None,
     "group_by_length": False,
     "optim_args": None,
-    "lr_scheduler_kwargs": None,
     "optim_target_modules": None,
     "length_column_name": "length",
 }
@@ -172,6 +182,57 @@ class TrainingArguments:
             warmup = 0
         name = "warmup_ratio" if ratio else "warmup_steps"
         self._put(found, "train.schedule.warmup", name, int(warmup))
+        self._add_schedule_details(found, word)
+
+    def _add_schedule_details(self, found: dict[str, Answer], word: str) -> None:
+        """Carry `lr_scheduler_kwargs`, or the defaults of transformers for those that are not given."""
+        details, known = self._schedule_kwargs(), _SCHEDULE_DETAILS.get(word, ())
+        for name, value in details.items():
+            if name not in known:
+                self.wrong.append(
+                    f"{self.source}: lr_scheduler_kwargs: {name}: {show_value(value)} has no key of unipar for "
+                    f"{word}; take it out"
+                )
+        lr = found["train.optimizer.lr"].value
+
+        def put(key: str, value: Any) -> None:
+            self._put(found, f"train.schedule.{key}", "lr_scheduler_kwargs" if details else "lr_scheduler_type", value)
+
+        if word == "polynomial":
+            put("power", float(details.get("power", 1.0)))
+            put("end", float(details.get("lr_end", 1e-7)) / lr)
+        elif word == "cosine_with_min_lr":
+            rate = details.get("min_lr_rate", None if (least := details.get("min_lr")) is None else float(least) / lr)
+            if rate is None:
+                self.wrong.append(f"{self.source}: lr_scheduler_kwargs: {word} needs min_lr or min_lr_rate; give one")
+                return
+            put("end", float(rate))
+        elif word == "warmup_stable_decay":
+            steps, shape = details.get("num_decay_steps"), str(details.get("decay_type", "cosine"))
+            if steps is None or shape not in _DECAY_SHAPES:
+                self.wrong.append(
+                    f"{self.source}: lr_scheduler_kwargs: {word} needs num_decay_steps, and a decay_type among "
+                    f"{', '.join(_DECAY_SHAPES)}; give them"
+                )
+                return
+            put("decay", int(steps))
+            put("shape", _DECAY_SHAPES[shape])
+            put("end", float(details.get("min_lr_ratio", 0.0)))
+
+    def _schedule_kwargs(self) -> dict[str, Any]:
+        given: Any = self.given.get("lr_scheduler_kwargs") or {}
+        if isinstance(given, str):  # as on a command line
+            try:
+                given = json.loads(given)
+            except json.JSONDecodeError:
+                given = None
+        if isinstance(given, dict):
+            return {str(name): value for name, value in given.items()}
+        self.wrong.append(
+            f"{self.source}: lr_scheduler_kwargs: {show_value(self.given['lr_scheduler_kwargs'])} is no mapping; give "
+            """JSON, such as '{"power": 2}'"""
+        )
+        return {}
 
     def _number(self, name: str) -> Any:
         value = self.given.get(name, DEFAULTS.get(name))

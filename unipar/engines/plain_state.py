@@ -7,6 +7,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from unipar.backend.engine import KIND_OF_AVERAGES
+
 _DTYPES: dict[type, torch.dtype] = {int: torch.int64, float: torch.float64, bool: torch.bool, type(None): torch.uint8}
 _WORDS = {"int": int, "float": float, "bool": bool, "none": type(None)}
 _TYPES = {kind: word for word, kind in _WORDS.items()}
@@ -20,7 +22,7 @@ def encode_plain(key: str, value: Any) -> tuple[str, Tensor] | None:
     return f"{word} {key}", torch.tensor(value or 0, dtype=_DTYPES[type(value)])
 
 
-KINDS_OF_MODEL: Final = frozenset({"weight", "buffer", "task", "stream"})
+KINDS_OF_MODEL: Final = frozenset({"weight", "buffer", "task", "stream", KIND_OF_AVERAGES})
 """Kinds of pieces that are not an optimizer's: a tensor of its state that is called so could not be told from them."""
 
 

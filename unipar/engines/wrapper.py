@@ -207,6 +207,16 @@ class WrapperEngine(OptimizerEngine):
 
     @override
     @final
+    def full_weights(self) -> Iterator[Piece]:
+        self.before_state_access()
+        mine = {id(p) for p in self.trained}
+        for name, p in self.local_parameters():
+            if id(p) in mine:
+                for where, local in self.local_regions(name, p.detach()):
+                    yield Piece(name, "weight", self.whole_shape(name, p), where, local)
+
+    @override
+    @final
     def unsaved_values(self) -> Iterator[str]:
         state: Any = self.base.state
         for name, p in self.local_parameters():

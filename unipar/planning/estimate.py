@@ -18,6 +18,7 @@ _SHARDED_FROM: Final[dict[Category, Shard]] = {
     "gradients": "gradients",
     "masters": "optimizer",
     "optimizer": "optimizer",
+    "averages": "optimizer",
 }
 """Lowest value of `parallel.shard` at which a rank keeps only its share of a category."""
 
@@ -71,6 +72,7 @@ def estimate_kept_bytes(config: Config, ranks: int, model: ModelSize) -> dict[Ca
         "masters": 4 if precision == "bf16-master" else 0,
         "gradients": weight,
         "optimizer": moments * state,
+        "averages": 0 if config.train.ema is None else state,
     }
     axes = config.parallel.axes
     data = ranks // axes.ranks

@@ -18,6 +18,7 @@ _CATEGORIES: Final[dict[str, tuple[Category, ...]]] = {
     "param": ("parameters", "masters", "buffers"),
     "grad": ("gradients",),
     "optim": ("optimizer",),
+    "ema": ("averages",),
     "comm": ("communication",),
     "activ": ("activations",),
     "temp": ("temporaries",),
@@ -69,6 +70,8 @@ def _columns(plan: PlannedCells) -> Mapping[str, Shown]:
         "in": lambda row: row.peak.phase,
         **{name: size_of(categories) for name, categories in _CATEGORIES.items() if name != "runtime"},
     }
+    if not any("averages" in row.peak.held for row in planned):
+        del columns["ema"]
     if plan.device != "cpu":
         columns["runtime"] = size_of(_CATEGORIES["runtime"])
     for place in OUTSIDE_DEVICE:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+from unipar.backend import Category
 from unipar.config import Cell
 from unipar.memory.account import SENT_AXES, MemoryAccount, PhasePeak
 from unipar.memory.cuda_total import total_on_cuda
@@ -12,17 +13,18 @@ from unipar.memory.sources.malloc_build import METER_ENVIRONMENT
 from unipar.utils.table import Remark, format_table_rows, table_remarks
 from unipar.utils.text import format_size
 
-_CATEGORIES_BY_COLUMN: Final = {
+_CATEGORIES_BY_COLUMN: Final[dict[str, tuple[Category, ...]]] = {
     "param": ("parameters", "masters"),
     "grad": ("gradients",),
     "optim": ("optimizer",),
+    "ema": ("averages",),
     "comm": ("communication",),
     "activ": ("activations",),
     "temp": ("temporaries",),
     "rest": ("buffers", "library", "runtime"),
     "?": ("unattributed",),
 }
-"""Categories in each column of the table."""
+"""Categories in each column of the table; `ema` is left out where no cell has averages."""
 
 _COUNTING_NOTES: Final = {
     "malloc": "every block counted",
@@ -112,8 +114,10 @@ def format_memory_tables(cells: Sequence[tuple[str, int, Sequence[MemoryAccount]
         for block in format_table_rows(header, rows, right=range(2, len(header)), width=width, fold=True)
         for line in block
     ]
-    parts = [("MiB", *_CATEGORIES_BY_COLUMN), *(_category_row(cell, accounts) for cell, _, accounts in cells)]
-    right = range(1, len(_CATEGORIES_BY_COLUMN) + 1)
+    averages = any("averages" in largest_account(accounts).peak.held for *_, accounts in cells)
+    columns = {name: group for name, group in _CATEGORIES_BY_COLUMN.items() if name != "ema" or averages}
+    parts = [("MiB", *columns), *(_category_row(cell, accounts, columns.values()) for cell, _, accounts in cells)]
+    right = range(1, len(columns) + 1)
     by_category = format_table_rows(parts[0], parts[1:], right=right, width=width, fold=True)
     return [*lines, "", *(line for block in by_category for line in block)]
 
@@ -150,11 +154,11 @@ def _size_or_dash(number: int | None) -> str:
     return "-" if number is None else format_size(number)
 
 
-def _category_row(cell: str, accounts: Sequence[MemoryAccount]) -> tuple[str, ...]:
+def _category_row(
+    cell: str, accounts: Sequence[MemoryAccount], columns: Iterable[tuple[Category, ...]]
+) -> tuple[str, ...]:
     held = largest_account(accounts).peak.held
-    sums = (
-        sum(size for category, size in held.items() if category in group) for group in _CATEGORIES_BY_COLUMN.values()
-    )
+    sums = (sum(size for category, size in held.items() if category in group) for group in columns)
     return (cell, *(format_mib(total) if total else "-" for total in sums))
 
 

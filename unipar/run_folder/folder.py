@@ -227,7 +227,7 @@ def begin_next_attempt(
     write_run_files(out, config, launch)
 
 
-_FILES_OF_AN_ATTEMPT = ("error.json", "rank-*.error.json", "rank-*.log", "rank-*.stack")
+_FILES_OF_AN_ATTEMPT = ("error.json", "rank-*.error.json", "rank-*.log", "rank-*.stack", "rank-*.collectives.json")
 """Files that each attempt has for itself."""
 
 

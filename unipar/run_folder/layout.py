@@ -42,6 +42,11 @@ def stack_path(run: Path, rank: int) -> Path:
     return run / f"rank-{rank}.stack"
 
 
+def collectives_path(run: Path, rank: int) -> Path:
+    """Return the path of what torch's flight recorder knew of a rank's collectives when the rank hung."""
+    return run / f"rank-{rank}.collectives.json"
+
+
 def log_path(run: Path, rank: int) -> Path:
     """Return the path of a rank's log."""
     return run / f"rank-{rank}.log"

@@ -136,6 +136,13 @@ class Run(ABC):
         """Return the metrics over the task's validation data, equal on every rank; of several parts, for the first."""
 
     @abstractmethod
+    def averaged(self) -> AbstractContextManager[None]:
+        """Context manager: all parts have the averages of `train.ema` inside, as in `evaluate`; nothing without it.
+
+        All ranks enter it together, between steps; no step is taken and nothing saved inside.
+        """
+
+    @abstractmethod
     def log(self, **named: float | Tensor) -> None:
         """Write named values of this rank into its ledger; rank 0's go to the trackers too."""
 

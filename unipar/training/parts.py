@@ -346,5 +346,9 @@ class _PartRead(Read):
         return self._read.kinds(f"{self._part}.{name}")
 
     @override
+    def has(self, name: str, kind: str) -> bool:
+        return self._read.has(f"{self._part}.{name}", kind)
+
+    @override
     def shape(self, name: str, kind: str) -> tuple[int, ...]:
         return self._read.shape(f"{self._part}.{name}", kind)

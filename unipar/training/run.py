@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
@@ -247,7 +247,7 @@ class TrainingRun(Run):
             self._evaluation = Evaluation(self.task, engines, self.world, self.config, self.sizes, self._mark)
             refuse_shared_stream(self.feed.source, self._evaluation.source)
         self._mark("evaluate")
-        with self._choice.active(self._choice.first, evaluating=True):
+        with self._choice.active(self._choice.first, evaluating=True), self.averaged():
             means = self._evaluation()
         self._log.write_values("eval", self.done, means)
         if self._checkpoints is not None:
@@ -256,6 +256,14 @@ class TrainingRun(Run):
             self.early_stop.after_evaluation(self.done, means)
         self._mark("between")
         return means
+
+    @override
+    @contextmanager
+    def averaged(self) -> Generator[None]:
+        with ExitStack() as parts:
+            for part in self._parts.values():
+                parts.enter_context(part.engine.averages_in_place())
+            yield
 
     @override
     def whole(self, part: str | None = None) -> AbstractContextManager[nn.Module]:

@@ -21,6 +21,7 @@ from unipar.config import Config
 from unipar.config.settled import SettledConfig
 from unipar.distributed.place import Place
 from unipar.distributed.world import World, leave_current_world
+from unipar.engines.averages.engine import with_averages
 from unipar.errors import BackendNotInstalled, Stopped, TaskError
 from unipar.model.blocks import find_blocks
 from unipar.model.create import combine_parts, create_parts, refuse_devices_by_hand
@@ -267,7 +268,7 @@ def build_run(
             cuts=task.cuts(config.parallel.axes.stages),
         )
         with _explain_import_error(backend):
-            engine = (build or backend.build)(part, own, world)
+            engine = with_averages((build or backend.build)(part, own, world), own.train.ema)
             alone = len(modules) == 1
             made = OfOptimizer(factory.made, factory.rates, dtypes)
             parts[name] = TrainedPart(part, engine, own, world, alone=alone, tied=tied, names=names, made=made)

@@ -175,13 +175,15 @@ def alternatives(instants: Iterable[Sequence[Term]]) -> Iterator[Term]:
 def merged_states(
     model: ZeroModel, elements: int, numbers: Sequence[int], name: str, *, pins: bool = False
 ) -> Iterator[Term]:
-    """Yield the master copy and the optimizer's tensors of a flat partition with so many elements.
+    """Yield the master copy, averages and the optimizer's tensors of a flat partition with so many elements.
 
     `pins`: the memory of an offloaded master is pinned; that of the optimizer's tensors is not.
     """
     size = elements * MASTER_BYTES
     size = model.pinned(size) if pins and model.offloaded else size
     yield Term("masters", f"{name}, master", size, place=model.home)
+    if model.timeline.averages:
+        yield Term("averages", name, elements * MASTER_BYTES, place=model.home)
     for number, each in enumerate(model.parameters[numbers[0]].states, 1):
         since = model.timeline.at("forward")
         yield Term("optimizer", f"{name} {number}", elements * each, since, place=model.home)

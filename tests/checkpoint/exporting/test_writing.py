@@ -82,6 +82,24 @@ def equal_to_saved(found: dict[str, Tensor], names: set[str], dtype: torch.dtype
         assert torch.equal(t, want.to(dtype) if dtype and want.is_floating_point() else want), name
 
 
+def test_averages_take_the_place_of_weights(tmp_path: Path) -> None:
+    """A weight's average is exported under its name; `--weights raw` takes the weight, and no other word."""
+    averages = {("net.a.weight", "average"): torch.full((3, 4), 0.25), ("net.b.weight", "average"): torch.ones(2, 3)}
+    contents = saved(tmp_path, TENSORS | averages)
+    done = export_checkpoint(contents, tmp_path / "averages", ExportWish())
+    found = load_file(tmp_path / "averages")
+    assert (done.averages, set(found)) == (2, WEIGHTS)
+    assert torch.equal(found["net.a.weight"], torch.full((3, 4), 0.25))
+    assert torch.equal(found["net.b.weight"], torch.ones(2, 3))
+    done = export_checkpoint(contents, tmp_path / "raw", ExportWish(weights="raw"))
+    found = load_file(tmp_path / "raw")
+    assert done.averages == 0
+    assert all(torch.equal(found[name], TENSORS[name, "weight"]) for name in ("net.a.weight", "net.b.weight"))
+    assert refused(contents, tmp_path / "none", weights="avereges") == (
+        "--weights avereges: known are averages and raw; did you mean 'averages'?"
+    )
+
+
 def test_one_file(tmp_path: Path) -> None:
     """Weights and persistent buffers; one name of a tied parameter; nothing of the optimizer or the task."""
     done, out = exported(tmp_path, "safetensors")

@@ -91,6 +91,28 @@ def test_nobody_can_be_named(hung: Callable[..., Hung]) -> None:
     ]
 
 
+def test_the_collective_that_the_others_wait_in(hung: Callable[..., Hung], tmp_path: Path) -> None:
+    """torch's flight recorder knows it, by name, shape, group and number."""
+    error = hung("misses_a_sum")
+    assert error.rank == 1
+    _, _, told = str(error).partition(" in misses_a_sum; ")
+    assert told == (
+        "rank 0 waits in all_reduce of float [3, 5] (collective 2 of group default_pg), which rank 1 has not begun\n"
+        f"  its log: {tmp_path}/rank-1.log"
+    )
+
+
+def test_collectives_of_ranks_that_all_wait(hung: Callable[..., Hung]) -> None:
+    """Where nobody can be named, each rank's own tells what does not fit."""
+    error = hung("sum_in_two_groups")
+    assert error.rank is None
+    first, second = (line.partition(", waits")[2] for line in str(error).splitlines()[1:])
+    assert (first, second) == (
+        " in all_reduce of float [4] (collective 1 of group rows)",
+        " in all_reduce of float [5] (collective 1 of group columns)",
+    )
+
+
 def test_who_kept_another_waiting(hung: Callable[..., Hung], tmp_path: Path) -> None:
     """Before the first step only the peers' patience ends: who gave up is not to blame, nor who still waits."""
     error = hung("waits_in_vain", size=4)

@@ -12,6 +12,9 @@ from unipar.errors import Unsupported
 
 FP64_BYTES: Final = 8
 
+AVERAGED_AT_ONCE: Final = 2**22
+"""Elements of averages that are updated at once: 16 MiB in fp32."""
+
 TEMPORARIES_OF_UPDATE: Final = "the optimizer's own tensors"
 """Name of what an optimizer that is not fused needs beside its states."""
 
@@ -42,9 +45,11 @@ def buffer_terms(timeline: StepTimeline) -> Iterator[Term]:
 
 
 def state_terms(timeline: StepTimeline, p: PredictedParameter, elements: int) -> Iterator[Term]:
-    """Yield the optimizer's tensors for so many elements of a parameter, which the first step has made."""
+    """Yield averages, and the optimizer's tensors that the first step has made, for so many elements of a parameter."""
     for number, each in enumerate(p.states, 1):
         yield Term("optimizer", f"{p.name} {number}", elements * each, timeline.at("forward"))
+    if timeline.averages:
+        yield Term("averages", p.name, elements * p.element_size)
 
 
 def update_terms(
@@ -62,6 +67,17 @@ def update_terms(
     if told is not None and (size := told(tensors, split=split)):
         update, steady = timeline.at("update"), timeline.at("steady")
         yield Term("temporaries", TEMPORARIES_OF_UPDATE, size, update, steady, place)
+
+
+def averaging_terms(timeline: StepTimeline, terms: Iterable[Term]) -> Iterator[Term]:
+    """Yield what an update of averages needs beyond the memory that the update of weights, before it, has freed."""
+    update, steady = timeline.at("update"), timeline.at("steady")
+    needed, freed = 0, 0
+    for term in terms:
+        needed += term.size if term.category == "averages" and term.place == "device" else 0
+        freed += term.size if term.first <= update and term.until == steady and term.place == "device" else 0
+    if (size := min(needed, AVERAGED_AT_ONCE * 4) - freed) > 0:
+        yield Term("temporaries", "distances of weights from their averages", size, update, steady)
 
 
 def clips_in_fp64(config: Config) -> bool:

@@ -13,6 +13,7 @@ Category = Literal[
     "masters",
     "gradients",
     "optimizer",
+    "averages",
     "communication",
     "buffers",
     "activations",
@@ -21,7 +22,7 @@ Category = Literal[
     "runtime",
     "unattributed",
 ]
-"""Purpose of memory. Engines name the first six; the others follow from the allocating code and the lifetime."""
+"""Purpose of memory. Engines name the first seven; the others follow from the allocating code and the lifetime."""
 
 MemoryPlace = Literal["device", "host", "disk"]
 """Place of bytes: in the memory in which the model computes, or offloaded from it. On the CPU that is the host's."""
@@ -164,6 +165,9 @@ class StepTimeline:
 
     temporaries_of_update: TemporariesOfUpdate | None = field(default=None, compare=False)
     """None: the optimizer has no tensors beside its states."""
+
+    averages: bool = False
+    """True if trained weights are averaged (`train.ema`)."""
 
     turn: TurnOfStep | None = None
     """Which microbatch it is, in a pipeline; None: the last, and all of the others have ended."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
+from unipar.backend.engine import KIND_OF_AVERAGES
 from unipar.checkpoint.format.manifest import StoredTensor
 from unipar.checkpoint.protocol.verifying import CheckpointContents
 from unipar.errors import CheckpointError
@@ -31,11 +32,12 @@ def choose_tensors(
     only: Sequence[str] = (),
     trainable: bool = False,
     rename: Sequence[tuple[str, str]] = (),
+    averages: bool = True,
 ) -> list[ChosenTensor]:
     """Return the weights and persistent buffers to be exported, in the order of their names.
 
-    `only`: patterns of names, tied ones included. `trainable`: parameters that were trained. `rename`: beginnings of
-    names, each with what takes its place.
+    `averages`: of weights that have one, their average. `only`: patterns of names, tied ones included. `trainable`:
+    parameters that were trained. `rename`: beginnings of names, each with what takes its place.
     """
     names = {t.name: t for _, t in sorted(contents.manifest.tensors.items()) if t.kind in ("weight", "buffer")}
     if not names:
@@ -55,7 +57,8 @@ def choose_tensors(
         mine = [n for n in (name, *tied.get(name, ())) if not only or any(fnmatchcase(n, p) for p in only)]
         if mine:
             first, *also = (rename_beginning(n, rename) for n in mine)
-            chosen.append(ChosenTensor(first, stored, tuple(also)))
+            average = contents.manifest.tensors.get((name, KIND_OF_AVERAGES)) if averages else None
+            chosen.append(ChosenTensor(first, average or stored, tuple(also)))
     if not chosen:
         raise CheckpointError(
             f"--trainable and --only {first_few(list(only))} have no name in common in {contents.path}: trained are "
@@ -69,7 +72,8 @@ def trained_names(contents: CheckpointContents) -> set[str]:
     """Return the names of the parameters that were trained; raise CheckpointError if the checkpoint does not tell."""
     tensors = contents.manifest.tensors
     trained = set(_named_in_parts(contents.state, "trained"))
-    trained = trained or {name for name, kind in tensors if kind not in ("weight", "buffer", "task", "stream")}
+    of_model = ("weight", "buffer", "task", "stream", KIND_OF_AVERAGES)
+    trained = trained or {name for name, kind in tensors if kind not in of_model}
     trained = {name for name in trained if (name, "weight") in tensors}
     if not trained:
         raise CheckpointError(
@@ -142,7 +146,7 @@ def adapter_tensors(
             left.append(tensor.name)
             continue
         bare = ".".join(steps)
-        named.append(ChosenTensor(bare if steps[0] == "base_model" else f"base_model.model.{bare}", tensor.stored))
+        named.append(replace(tensor, name=bare if steps[0] == "base_model" else f"base_model.model.{bare}", also=()))
     if not any(_adapter_step(tensor.name.split("."), adapter, config) is not None for tensor in chosen):
         trained = first_few([tensor.name for tensor in chosen])
         raise CheckpointError(

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from unipar.backend.engine import KIND_OF_AVERAGES
 from unipar.checkpoint.exporting.config_files import adapter_config, write_library_config
 from unipar.checkpoint.exporting.selection import ChosenTensor, adapter_tensors, choose_tensors
 from unipar.checkpoint.exporting.source import Advance, ExportSource
@@ -37,6 +38,9 @@ FILE_OF_FORMAT = {
 }
 """End of the name that an export gets if none is given, by format; one with a dot is a file, else a folder."""
 
+_WEIGHTS = ("averages", "raw")
+"""Values of `--weights`."""
+
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -47,6 +51,9 @@ class ExportWish:
     to: str = "safetensors"
     only: Sequence[str] = ()
     trainable: bool = False
+    weights: str = "averages"
+    """`averages`: of weights that have a moving average, that; `raw`: the weights themselves."""
+
     rename: Sequence[tuple[str, str]] = ()
     dtype: str | None = None
     size: str = "5GB"
@@ -62,6 +69,9 @@ class Exported:
 
     path: Path
     tensors: int
+    averages: int
+    """Number of tensors that are moving averages of weights."""
+
     bytes: int
     """Bytes of tensors."""
 
@@ -98,8 +108,17 @@ def export_checkpoint(
         raise CheckpointError(f"--to {wish.to}: known are {known}{did_you_mean(wish.to, FILE_OF_FORMAT)}")
     if wish.dtype is not None and wish.dtype not in EXPORT_DTYPES:
         raise CheckpointError(f"--dtype {wish.dtype}: known are {', '.join(EXPORT_DTYPES)}")
+    if wish.weights not in _WEIGHTS:
+        known = " and ".join(_WEIGHTS)
+        raise CheckpointError(f"--weights {wish.weights}: known are {known}{did_you_mean(wish.weights, _WEIGHTS)}")
     largest = parse_size(wish.size)
-    chosen = choose_tensors(contents, only=wish.only, trainable=wish.trainable or wish.to == "peft", rename=wish.rename)
+    chosen = choose_tensors(
+        contents,
+        only=wish.only,
+        trainable=wish.trainable or wish.to == "peft",
+        rename=wish.rename,
+        averages=wish.weights == "averages",
+    )
     left: list[str] = []
     if wish.to == "peft":
         chosen, left = adapter_tensors(chosen, wish.adapter, adapter_config(contents.state, wish.adapter))
@@ -116,7 +135,13 @@ def export_checkpoint(
     if said and wish.to == "hf" and (wish.only or wish.trainable):
         said += "; only a part of its weights is here"
     return Exported(
-        path=out, tensors=len(chosen), bytes=source.total, files=files, config=said, left_out=_left_out(left)
+        path=out,
+        tensors=len(chosen),
+        averages=sum(tensor.stored.kind == KIND_OF_AVERAGES for tensor in chosen),
+        bytes=source.total,
+        files=files,
+        config=said,
+        left_out=_left_out(left),
     )
 
 

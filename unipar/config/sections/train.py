@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from unipar.config.sections.cell import Precision
 from unipar.config.sections.optimizer import AdamW, Clip, LrScale, Optimizer
@@ -27,6 +27,40 @@ class Watch(Section):
 
     every: PositiveInt = 100
     """Steps from one check to the next; the second step is checked too."""
+
+
+class Ema(Section):
+    """Config section `train.ema`: moving averages of the weights, with which a model is evaluated and exported."""
+
+    decay: float = 0.999
+    """Share of an average that stays at each update, above 0 and below 1; the rest comes from the weight."""
+
+    every: int = 1
+    """Optimizer steps from one update of the averages to the next."""
+
+    warmup: NonNegativeInt = 0
+    """Number by which early averages follow the weights: at the k-th update no more than k / (k + warmup) stays."""
+
+    @field_validator("decay")
+    @classmethod
+    def _is_share(cls, decay: float) -> float:
+        if not 0.0 < decay < 1.0:
+            raise ValueError(
+                f"{decay:g} is no share of an average that can stay: write a number above 0 and below 1; with 0.999 it "
+                "is that of about the last 1,000 updates"
+            )
+        return decay
+
+    @field_validator("every")
+    @classmethod
+    def _is_count(cls, every: int) -> int:
+        if every < 1:
+            raise ValueError(f"{every} is no number of steps: write at least 1, which updates after every step")
+        return every
+
+    def decay_at(self, update: int) -> float:
+        """Return the share that stays at an update, counted from 1."""
+        return min(self.decay, update / (update + self.warmup))
 
 
 class Train(Section):
@@ -57,6 +91,10 @@ class Train(Section):
     """Steps after which parameters and moments are averaged over ranks, each of which steps by itself in between;
     null: gradients are summed over ranks in every step."""
 
+    ema: Ema | None = None
+    """Moving averages of the trained weights, each rank's of what it keeps: evaluations and exports take the averages,
+    and checkpoints hold both; null: none."""
+
     watch: Watch | None = None
     """Check in one step of every so many that copies of weights are equal, and norm, rate, samples, updates and dtypes
     are what they should be; the first fault ends the run with a sentence."""
@@ -79,6 +117,15 @@ class Train(Section):
             raise ValueError(
                 f"sync_every ({self.sync_every}) and fp16 exclude each other: loss scaling would make each rank skip "
                 "different steps; use bf16-mixed"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _same_weights(self) -> Self:
+        if self.sync_every is not None and self.ema is not None:
+            raise ValueError(
+                f"sync_every ({self.sync_every}) and ema exclude each other: between two means each rank has its own "
+                "weights, and would have its own averages; leave one of them out"
             )
         return self
 

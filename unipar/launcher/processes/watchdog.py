@@ -11,10 +11,11 @@ from pathlib import Path
 
 from typing_extensions import override
 
+from unipar.distributed.collectives import CollectiveRecord, read_collectives
 from unipar.errors import Hung
 from unipar.launcher.processes.signals import STACK_SIGNAL
 from unipar.run_folder.heartbeat import STEP_PHASES, Heartbeat, read_heartbeat
-from unipar.run_folder.layout import heartbeat_path, log_path, stack_path
+from unipar.run_folder.layout import collectives_path, heartbeat_path, log_path, stack_path
 from unipar.utils.procfs import process_state
 
 UNTIMED_PHASES = ("start", "waiting", "end")
@@ -39,6 +40,10 @@ TIMEOUT_SLACK_SECONDS = 1.0
 
 STACK_DUMP_SECONDS = 1.0
 """Seconds that a rank has to write its stack."""
+
+
+RECORD_SECONDS = 0.5
+"""Seconds beyond these that ranks have to write what they know of their collectives."""
 
 
 _FRAME_PATTERN = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+|\?\?\?) in (?P<function>.+)')
@@ -125,7 +130,7 @@ class HangDetector:
         halted = [rank for rank in beats if process_state(pids[rank]) in ("T", "t")]
         if halted:
             return self._hung_error(halted[0], beats, why, "it is stopped (by SIGSTOP or a debugger)", None)
-        stacks = dump_stacks(self._run, {rank: pids[rank] for rank in beats})
+        stacks, records = dump_stacks(self._run, {rank: pids[rank] for rank in beats})
         least = min(beat.step for beat in beats.values())
         suspects = [rank for rank, beat in beats.items() if beat.step == least]
         outside = [rank for rank in suspects if rank not in stacks or not self._is_waiting(stacks[rank])]
@@ -134,10 +139,11 @@ class HangDetector:
             first = min((_progress_order(beats[rank]) for rank in among), default=None)
             outside = [rank for rank in among if _progress_order(beats[rank]) == first]
         if len(outside) != 1:
-            return self._unknown_rank_error(beats, stacks, why)
+            return self._unknown_rank_error(beats, stacks, records, why)
         rank = outside[0]
         at = stacks.get(rank)
         where = f"it is at {at}" if at else "it does not answer: it hangs in the kernel"
+        where += _describe_wait(rank, records)
         return self._hung_error(rank, beats, why, where, stack_path(self._run, rank) if at else None)
 
     def _is_waiting(self, at: StackFrame) -> bool:
@@ -149,11 +155,18 @@ class HangDetector:
         kept = stack.read_text("utf-8") if stack else ""
         return Hung(text + f"\n  its log: {log}", rank=rank, traceback=kept, log=str(log))
 
-    def _unknown_rank_error(self, beats: Mapping[int, Heartbeat], stacks: Mapping[int, StackFrame], why: str) -> Hung:
-        every = "".join(
-            f"\n  rank {rank}: {_describe_heartbeat(beat)}, at {stacks.get(rank, 'an unknown place')}"
-            for rank, beat in beats.items()
-        )
+    def _unknown_rank_error(
+        self,
+        beats: Mapping[int, Heartbeat],
+        stacks: Mapping[int, StackFrame],
+        records: Mapping[int, CollectiveRecord],
+        why: str,
+    ) -> Hung:
+        every = ""
+        for rank, beat in beats.items():
+            every += f"\n  rank {rank}: {_describe_heartbeat(beat)}, at {stacks.get(rank, 'an unknown place')}"
+            if (record := records.get(rank)) and record.pending:
+                every += f", waits in {record.pending}"
         return Hung(f"{why}; which rank the others wait for is not known{every}")
 
 
@@ -179,9 +192,22 @@ def _describe_silence(seconds: float) -> str:
     return f"no sign of life for {seconds:.0f} s"
 
 
-def dump_stacks(run: Path, pids: Mapping[int, int]) -> dict[int, StackFrame]:
-    """Ask each rank for its stack; return the innermost frame of each rank that answered."""
+def _describe_wait(rank: int, records: Mapping[int, CollectiveRecord]) -> str:
+    """Return in which collective another rank waits for this one; empty if no flight recorder tells."""
+    for other, record in sorted(records.items()):
+        if other == rank or (waited := record.pending) is None:
+            continue
+        own = records.get(rank)
+        absent = own is not None and waited.number > 0 and own.begun.get(waited.group, 0) < waited.number
+        return f"; rank {other} waits in {waited}" + (f", which rank {rank} has not begun" if absent else "")
+    return ""
+
+
+def dump_stacks(run: Path, pids: Mapping[int, int]) -> tuple[dict[int, StackFrame], dict[int, CollectiveRecord]]:
+    """Ask each rank for its stack; return the innermost frame and the collectives of each rank that answered."""
     sizes = {rank: _file_size(stack_path(run, rank)) for rank in pids}
+    for rank in pids:
+        collectives_path(run, rank).unlink(missing_ok=True)
     for pid in pids.values():
         try:
             os.kill(pid, STACK_SIGNAL)
@@ -201,7 +227,11 @@ def dump_stacks(run: Path, pids: Mapping[int, int]) -> dict[int, StackFrame]:
                 if frame is not None:
                     found[rank] = frame
             last[rank] = size
-    return found
+    until = time.monotonic() + RECORD_SECONDS
+    while not all(collectives_path(run, rank).exists() for rank in found) and time.monotonic() < until:
+        time.sleep(0.02)
+    records = {rank: record for rank in pids if (record := read_collectives(collectives_path(run, rank)))}
+    return found, records
 
 
 def _file_size(path: Path) -> int:

@@ -15,12 +15,13 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from unipar.distributed.collectives import record_on_signal
 from unipar.distributed.place import Place
 from unipar.errors import Stopped, UniparError
 from unipar.launcher.processes.signals import STACK_SIGNAL
 from unipar.launcher.processes.worker_arguments import WorkerArguments, die_when_pipe_closes, die_with_parent
 from unipar.run_folder.error_file import write_error
-from unipar.run_folder.layout import stack_path
+from unipar.run_folder.layout import collectives_path, stack_path
 from unipar.task import pickled
 
 if TYPE_CHECKING:
@@ -49,7 +50,8 @@ def run_worker(arguments: WorkerArguments) -> NoReturn:
     _use_temporary_folder(arguments.folder)
     faulthandler.enable()
     stack = stack_path(run, arguments.rank).open("w", encoding="utf-8")
-    faulthandler.register(STACK_SIGNAL, stack)
+    record_on_signal(STACK_SIGNAL, collectives_path(run, arguments.rank))
+    faulthandler.register(STACK_SIGNAL, stack, chain=True)
     try:
         _import_entry(arguments.entry)(_place_of_worker(arguments), run, _control_socket(arguments.control))
     except SystemExit as e:

@@ -14,6 +14,7 @@ CATEGORY_LABELS: dict[Category, str] = {
     "masters": "master copies",
     "gradients": "gradients",
     "optimizer": "optimizer states",
+    "averages": "averages of weights",
     "communication": "communication buffers",
     "buffers": "buffers of the model",
     "activations": "activations",

@@ -15,7 +15,7 @@ from unipar.errors import TaskError
 @final
 @dataclass(frozen=True)
 class StopState:
-    """What the decision depends on, as checkpoints hold it."""
+    """State on which the decision depends; checkpoints hold it."""
 
     metric: str
     mode: str

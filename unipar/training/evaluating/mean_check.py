@@ -22,7 +22,7 @@ Pairs = Mapping[str, tuple[float, float]]
 
 
 class _Unsplittable(Exception):
-    """Control exception: a batch that has something which is not sample by sample."""
+    """Control exception for a batch that has something which is not sample by sample."""
 
 
 def split_in_halves(batch: Any, samples: int) -> tuple[Any, Any] | None:

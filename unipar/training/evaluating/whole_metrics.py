@@ -30,7 +30,7 @@ from unipar.training.evaluating.metric_states import (
 
 
 class WholeKind(enum.Enum):
-    """What stands for a metric that is no mean in what a batch gave: its rows or states stay where they are."""
+    """Substitute for a metric that is no mean in the result of a batch: its rows or states stay where they are."""
 
     GATHERED = "gathered"
     METRIC = "Metric"
@@ -47,7 +47,7 @@ class GatheredRows(NamedTuple):
 
 @final
 class WholeMetrics:
-    """What one rank collects, batch by batch, for metrics that are computed at the end, over all batches and ranks."""
+    """Rows and states of one rank, batch by batch, for metrics that are computed at the end from all ranks."""
 
     def __init__(self, world: World) -> None:
         self._world = world

@@ -14,7 +14,7 @@ from unipar.backend import Backend, Part, registry
 from unipar.backend.precision import autocast_dtype
 from unipar.backend.prediction.machines import count_across, settle_shard_over
 from unipar.backend.prediction.rank_part import RankPart
-from unipar.backend.prediction.terms import TEMPORARIES_OF_UPDATE, predict_whole
+from unipar.backend.prediction.terms import TEMPORARIES_OF_UPDATE, averaging_terms, predict_whole
 from unipar.backend.prediction.timeline import Payload, PredictedPhase, Prediction, StepTimeline, Term
 from unipar.config import BatchSizes, Config
 from unipar.config.sections.cell import Axes
@@ -268,7 +268,8 @@ class TaskTraces:
         key = config.backend, ranks, part, device, *own, tuple(runtime)
         if key not in self._predictions:
             found = registry.find_backend(config.backend).predict(config, timeline, ranks, device=device)
-            self._predictions[key] = replace(found, terms=(*found.terms, *runtime))
+            more = averaging_terms(timeline, found.terms)
+            self._predictions[key] = replace(found, terms=(*found.terms, *more, *runtime))
         return self._predictions[key]
 
     def _trace_parts(self, config: Config, backend: Backend) -> list[TracedTask]:

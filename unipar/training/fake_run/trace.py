@@ -169,6 +169,7 @@ class FakeTask:
                 for name, m in self.model.named_modules()
             ),
             temporaries_of_update=self.optimizer.temporaries,
+            averages=self.config.train.ema is not None,
         )
 
 

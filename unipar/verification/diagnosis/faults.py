@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from unipar.backend.engine import KIND_OF_AVERAGES
+from unipar.utils.text import count_of
 from unipar.verification.diagnosis import mesh_faults
 from unipar.verification.diagnosis.case import Fault, FaultCase, run_gradient, share_gradients, whole_gradient
 from unipar.verification.diagnosis.gradients import GradientMix, find_unmoved_parameters, fit_gradient_mix
@@ -27,15 +29,12 @@ def classify_fault(case: FaultCase) -> Fault | None:
         return _classify_samples(case, at)
     if first.what == "rate":
         return _classify_rate(case, at)
+    if first.what == KIND_OF_AVERAGES:
+        return _classify_averages(case, at)
     if case.settled.cell.axes.ranks > 1 and (found := mesh_faults.classify_before_update(case, at)) is not None:
         return found
     if "forward" in case.module_differences:
-        place = case.module_differences["forward"]
-        return Fault(
-            "another forward",
-            f"the output of {place.module} differs on rank {place.rank}, by {place.off:.1e}, although samples and "
-            f"weights are the same before step {at}",
-        )
+        return _classify_forward(case, at)
     if case.loss_differences:
         return _classify_loss(case, at)
     if case.optimizer_uses_whole_tensors is not None:
@@ -81,22 +80,45 @@ def _classify_rate(case: FaultCase, step: int) -> Fault:
     mine = [rank[0] for rank in case.run.rates]
     own, right = mine[step - 1], wanted[step - 1]
     for times in range(2, len(wanted) + 1):
-        pairs = [(mine[t], wanted[(t + 1) * times - 1]) for t in range(len(mine)) if (t + 1) * times <= len(wanted)]
-        if pairs and all(_equal(a, b) for a, b in pairs):
-            each = " (one for each rank)" if times == case.settled.ranks else ""
-            return Fault(
-                "a rate that runs ahead",
-                f"the rate of step {step} is that of step {step * times}: the schedule moves {times} steps at "
-                f"a time{each}",
-            )
-    ratios = {round(a[0] / b[0], 6) for a, b in zip(mine, wanted, strict=True) if b[0]}
+        for start in range(times):  # of that many steps at a time, the schedule may be at the first or at a later one
+            other = (step - 1) * times + start
+            if other < len(wanted) and all(_equal(mine[t], wanted[t * times + start]) for t in range(step)):
+                each = " (one for each rank)" if times == case.settled.ranks else ""
+                return Fault(
+                    "a rate that runs ahead",
+                    f"the rate of step {step} is that of step {other + 1}: the schedule moves {times} steps at a "
+                    f"time{each}",
+                )
+    ratios = {round(a[0] / b[0], 6) for a, b in zip(mine, wanted, strict=False) if b[0]}
     if len(ratios) == 1:
-        return Fault("a rate off by a factor", f"the rate is {ratios.pop():g} times the right one, at every step")
+        return Fault(
+            "a rate off by a factor", f"the rate is {ratios.pop():g} times the right one, in every step so far"
+        )
     return Fault("another rate", f"the rate of step {step} is {own[0]:.6g} instead of {right[0]:.6g}")
+
+
+def _classify_averages(case: FaultCase, step: int) -> Fault:
+    """Return the fault of averages that differ first: in its tensors' order a weight comes before its average."""
+    names = [name for name, kind in case.judgement.differing if kind == KIND_OF_AVERAGES]
+    return Fault(
+        "averages of other values",
+        f"the averages of train.ema differ after step {step}, of {count_of(len(names), 'weight')} ({names[0]} first), "
+        "although weights and the optimizer's state are the same: the engine does not average the values that its "
+        "optimizer updates (Engine.full_weights)",
+    )
 
 
 def _equal(one: Sequence[float], other: Sequence[float]) -> bool:
     return all(math.isclose(a, b, rel_tol=1e-6) for a, b in zip(one, other, strict=True))
+
+
+def _classify_forward(case: FaultCase, step: int) -> Fault:
+    place = case.module_differences["forward"]
+    return Fault(
+        "another forward",
+        f"the output of {place.module} differs on rank {place.rank}, by {place.off:.1e}, although samples and weights "
+        f"are the same before step {step}",
+    )
 
 
 def _classify_loss(case: FaultCase, step: int) -> Fault:

@@ -12,12 +12,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from unipar.backend import Region
+from unipar.backend.engine import KIND_OF_AVERAGES
 
 SketchVector = NDArray[np.float64]
 """Sketch of a tensor: a short vector whose length approximates the tensor's."""
 
 StateKey = tuple[str, str]
-"""Key of a tensor of the state: its parameter's name, and "weight" or the optimizer's name for it."""
+"""Key of a tensor of the state: its parameter's name, and "weight", "average" or the optimizer's name for it."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ class RunRecord:
     @property
     def moments(self) -> list[str]:
         """Names of the optimizer's states, without step counts."""
-        return sorted({kind for _, kind in self.state} - {"weight", "step"})
+        return sorted({kind for _, kind in self.state} - {"weight", "step", KIND_OF_AVERAGES})
 
 
 def combine_ranks(ranks: list[dict[str, Any]]) -> RunRecord:

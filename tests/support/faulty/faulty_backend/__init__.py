@@ -62,6 +62,9 @@ MESH_FAULTS = (
 RESUME_FAULTS = ("moments-forgotten",)
 """Faults of an engine that is given the state of another."""
 
+AVERAGE_FAULTS = ("stale-averages",)
+"""Faults of an engine whose weights are averaged."""
+
 
 class FaultyOptions(Section):
     fault: str = "none"
@@ -77,7 +80,7 @@ class Faulty(Backend):
         shards=("nothing",),
         variants={
             f: Variant(options={"fault": f}, shards=("nothing",), says=f"with the fault {f}")
-            for f in FAULTS + MESH_FAULTS + RESUME_FAULTS
+            for f in FAULTS + MESH_FAULTS + RESUME_FAULTS + AVERAGE_FAULTS
         },
         axes={"tensor": ("nothing",), "pipeline": ("nothing",), "context": ("nothing",)},
         devices=("cpu",),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, final
 
 import torch
@@ -14,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from typing_extensions import override
 
-from unipar.backend import Engine, Holding, LossFn, Mark, Micro, Part, Read, Region, Step
+from unipar.backend import Engine, Holding, LossFn, Mark, Micro, Part, Piece, Read, Region, Step
 from unipar.backend.engine import DelegatingEngine
 from unipar.config import Config
 from unipar.data.feed import MicrobatchFeed
@@ -346,6 +347,28 @@ class _Weights(Read):
         return self.read.shape(name, kind)
 
 
+@final
+class StaleAverages(DelegatingEngine):
+    """A second copy of the weights, which nothing updates after the third step, is what it shows to be averaged."""
+
+    steps = 0
+
+    def __init__(self, part: Part, config: Config, world: World) -> None:
+        super().__init__(Healthy(part, config, world))
+        self.copies: list[Piece] = []
+
+    @override
+    def step(self, fn: LossFn, micros: Sequence[Micro], factor: float, mark: Mark) -> Step:
+        self.steps += 1
+        return self.inner.step(fn, micros, factor, mark)
+
+    @override
+    def full_weights(self) -> Iterator[Piece]:
+        if self.steps <= 3:
+            self.copies = [replace(p, tensor=p.tensor.clone()) for p in self.inner.full_weights()]
+        yield from self.copies
+
+
 KINDS: dict[str, Callable[[Part, Config, World], Engine]] = {
     "none": Healthy,
     "other-start": OtherStart,
@@ -368,4 +391,5 @@ KINDS: dict[str, Callable[[Part, Config, World], Engine]] = {
     "hidden-buffer": HiddenBuffer,
     "nameless": Nameless,
     "moments-forgotten": MomentsForgotten,
+    "stale-averages": StaleAverages,
 }

@@ -29,6 +29,9 @@ def export(
         str | None, typer.Option("--dtype", metavar="DTYPE", help="fp32, bf16, fp16, fp64 for floating point.")
     ] = None,
     size: Annotated[str, typer.Option("--size", metavar="SIZE", help="Largest file, with --to hf.")] = "5GB",
+    weights: Annotated[
+        str, typer.Option("--weights", metavar="WHICH", help="averages: those of train.ema, if there are any; raw.")
+    ] = "averages",
     adapter: Annotated[str, typer.Option("--adapter", metavar="NAME", help="With --to peft.")] = "default",
     *,
     trainable: Annotated[bool, typer.Option("--trainable", help="Only parameters that were trained.")] = False,
@@ -57,6 +60,7 @@ def export(
         rename=[parse_rename(text) for text in rename or ()],
         dtype=dtype,
         size=size,
+        weights=weights,
         adapter=adapter,
     )
     with progress_bar("verifying") as progress:
@@ -65,6 +69,9 @@ def export(
         done = export_checkpoint(contents, out, wish, progress)
     tensors, files = count_of(done.tensors, "tensor"), count_of(done.files, "file")
     typer.echo(f"{done.path}: {tensors}, {format_size(done.bytes)} in {files}, of step {contents.manifest.step:,}")
+    if done.averages:
+        taken = count_of(done.averages, "weight")
+        typer.echo(f"averages of {taken}, as train.ema has kept them; --weights raw writes the weights themselves")
     if done.config:
         typer.echo(done.config)
     if done.left_out:

@@ -1,0 +1,78 @@
+"""Tasks of the corpus: a small GPT over texts of ragged length, with what the errors of others need."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+from typing_extensions import override
+
+import unipar
+from tests.support.stacked import Block, T, V
+
+WIDTH, IGNORED = 16, -100
+
+
+class Positions(nn.Module):
+    """Sines of the positions, from a table of frequencies that is a buffer, as rotary embeddings have it."""
+
+    inv_freq: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", 1000.0 ** -(torch.arange(WIDTH) / WIDTH), persistent=False)
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        positions = torch.arange(x.shape[1], device=x.device, dtype=self.inv_freq.dtype)
+        return x + torch.sin(positions[:, None] * self.inv_freq)
+
+
+class Texter(nn.Module):
+    """GPT whose head has the weights of its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.positions = nn.Embedding(V, WIDTH), Positions()
+        self.blocks = nn.ModuleList(Block(WIDTH, 0.1, batch_norm=False) for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, V, bias=False)
+        self.head.weight = self.token.weight
+
+    @override
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.positions(self.token(tokens))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class Texts(unipar.Task):
+    """64 texts of 1 to 8 tokens, four batches an epoch: every microbatch has another number of tokens."""
+
+    @override
+    def model(self) -> nn.Module:
+        return Texter()
+
+    @override
+    def cuts(self, stages: int) -> Sequence[str]:
+        return [f"blocks.{stage}" for stage in range(1, stages)]
+
+    @override
+    def data(self) -> TensorDataset:
+        generator = torch.Generator().manual_seed(7)
+        tokens = torch.randint(0, V, (64, T + 1), generator=generator)
+        tokens[:, 2::2] = (tokens[:, 1::2] * 5 + 2) % V
+        lengths = torch.randint(1, T + 1, (64, 1), generator=generator)
+        return TensorDataset(tokens[:, :-1], tokens[:, 1:].masked_fill(torch.arange(T) >= lengths, IGNORED))
+
+    @override
+    def weight(self, batch: tuple[Tensor, Tensor]) -> float:
+        return float((batch[1] != IGNORED).sum())
+
+    @override
+    def loss(self, model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten(), ignore_index=IGNORED)

@@ -1,0 +1,107 @@
+"""Verification of the corpus: all cases of a task at once, and what the diagnosis was given for each."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import unipar
+from tests.corpus.cases import CASES, Case
+from tests.support.forks import ROOT, Forks
+from unipar.backend import registry
+from unipar.results.verdicts import Finding, Verdict
+from unipar.verification.diagnosis import faults
+from unipar.verification.diagnosis.case import Fault, FaultCase
+
+BACKEND = ROOT / "tests" / "corpus" / "backend"
+
+STEPS = 5
+"""Steps that are verified: an epoch has four."""
+
+TRAIN: dict[str, Any] = {
+    "steps": 20,
+    "optimizer": {"name": "adamw", "lr": 1e-2, "weight_decay": 0.1, "decay": "matrices"},
+    "schedule": {"name": "cosine", "warmup": 4},
+    "clip": 0.3,
+}
+
+
+@dataclass(frozen=True)
+class Verified:
+    """Verdict on a case, and its diagnosis, which can be made once more."""
+
+    verdict: Verdict
+    diagnose: Callable[[], Fault | None]
+
+    @property
+    def finding(self) -> Finding:
+        """Finding of the verdict."""
+        assert self.verdict.finding is not None, self.verdict
+        return self.verdict.finding
+
+
+def cell_of(name: str, case: Case) -> str:
+    """Return the cell of a case."""
+    shard, _, axes = case.cell.partition("+")
+    return f"corpus/{shard}+{name}{f'+{axes}' if axes else ''}"
+
+
+def place_of(finding: Finding) -> str:
+    """Return the place that a finding names: step, first modules or else first parameter, and how many more."""
+    modules = [f"{way} {at}" for way, at in (("forward", finding.forward), ("backward", finding.backward)) if at]
+    more = f" and {finding.parameters - 1} more" if finding.parameters > 1 else ""
+    parameter = [f"{finding.parameter}{more}"] if finding.parameter and not modules else []
+    return ", ".join([f"step {finding.step}", *modules, *parameter])
+
+
+def verify_cases(forks: Forks, folder: Path, names: Iterable[str]) -> dict[str, Verified]:
+    """Verify cases, those of one task at once, beside the same engines without an error; return them by name."""
+    by_task: dict[str, list[str]] = {}
+    for name in names:
+        by_task.setdefault(CASES[name].task, []).append(name)
+    verified: dict[str, Verified] = {}
+    for task, several in by_task.items():
+        place = folder / task
+        place.mkdir()
+        verified |= _verify_task(forks, place, task, several)
+    return verified
+
+
+def _verify_task(forks: Forks, folder: Path, task: str, names: list[str]) -> dict[str, Verified]:
+    healthy = list({cell_of("none", CASES[name]): None for name in names})
+    cells = {cell_of(name, CASES[name]): name for name in names}
+    config = {
+        "task": {"use": f"tests.corpus.tasks:{task}"},
+        "device": "cpu",
+        "parallel": {"data": 2},
+        "batch": {"total": 16, "micro": 4},
+        "train": TRAIN,
+        "out": str(folder / "out"),
+    }
+    file = folder / "corpus.yaml"
+    file.write_text(json.dumps(config), "utf-8")
+    diagnoses: dict[str, Callable[[], Fault | None]] = {}
+    classify = faults.classify_fault
+
+    def keep(case: FaultCase) -> Fault | None:
+        diagnoses[str(case.settled.cell)] = partial(classify, case)
+        return classify(case)
+
+    with pytest.MonkeyPatch.context() as patch, forks.instead():
+        patch.syspath_prepend(BACKEND)
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(BACKEND), str(ROOT)]))
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setattr(faults, "classify_fault", keep)
+        registry.find_backend.cache_clear()
+        verdicts = unipar.verify(str(file), cells=[*healthy, *cells], steps=STEPS)
+    registry.find_backend.cache_clear()
+    rows = {row.cell: row for row in verdicts.rows}
+    assert {cell: rows[cell].outcome for cell in healthy} == dict.fromkeys(healthy, "agrees")
+    return {name: Verified(rows[cell], diagnoses.get(cell, lambda: None)) for cell, name in cells.items()}

@@ -1,0 +1,80 @@
+"""Averages of weights in a plan: what each rank keeps of them, and what their update needs for a moment."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import unipar
+from tests.support.short_text import short_text
+from unipar.backend.prediction.terms import averaging_terms
+from unipar.backend.prediction.timeline import Moment, StepTimeline, Term
+
+CONFIG: dict[str, Any] = {"task": short_text(), "device": "cpu", "batch": {"total": 8, "micro": 2}}
+ALL = 4 * 8_128
+"""Bytes of all parameters."""
+
+
+def planned(cell: str, ema: dict[str, Any] | None, precision: str = "fp32") -> Any:
+    ranks = 1 if cell == "single" else 2
+    train = {"steps": 1, "ema": ema, "precision": precision}
+    return unipar.plan({**CONFIG, "train": train}, cells=[cell], worlds=[ranks])
+
+
+def averages(plan: Any) -> list[int]:
+    """Return the bytes of averages in each phase of a step."""
+    (row,) = plan.rows
+    return [phase.held.get("averages", 0) for phase in row.phases if phase.phase != "built"]
+
+
+@pytest.mark.parametrize(
+    ("cell", "size"),
+    [
+        ("single", ALL),
+        ("native/nothing", ALL),
+        ("native/optimizer", ALL),
+        ("native/parameters", ALL // 2),
+        ("native/nothing+tensor2", 19_968),
+        ("horovod/nothing", ALL),
+        ("accelerate/parameters", ALL // 2),
+        ("deepspeed/nothing", ALL),
+        ("deepspeed/gradients", ALL // 2),
+        ("deepspeed/parameters", ALL // 2),
+    ],
+)
+def test_each_rank_keeps_averages_of_what_it_updates(cell: str, size: int) -> None:
+    """In fp32, from the set-up on, whatever the phase; none without `train.ema`."""
+    plan = planned(cell, {})
+    assert averages(plan) == [size] * 4
+    assert averages(planned(cell, None)) == [0] * 4
+    assert "ema" in plan.table(200).splitlines()[0].split()
+    assert "ema" not in planned(cell, None).table(200).splitlines()[0].split()
+
+
+@pytest.mark.parametrize("cell", ["native/parameters", "deepspeed/nothing", "deepspeed/gradients"])
+def test_averages_of_masters(cell: str) -> None:
+    """Under bf16-master they are as large as the fp32 masters."""
+    size = ALL if cell == "deepspeed/nothing" else ALL // 2
+    assert averages(planned(cell, {}, "bf16-master")) == [size] * 4
+
+
+MOMENTS = (Moment("forward", "begin"), Moment("update", "begin"), Moment("steady", "begin"))
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("kept", "freed", "needed"),
+    [(10 * MIB, 0, 10 * MIB), (10 * MIB, 4 * MIB, 6 * MIB), (10 * MIB, 12 * MIB, 0), (90 * MIB, 4 * MIB, 12 * MIB)],
+)
+def test_what_their_update_needs(kept: int, freed: int, needed: int) -> None:
+    """At most 16 MiB at once, of which some has been freed with the gradients."""
+    terms = [
+        Term("averages", "w", kept),
+        Term("averages", "on the host", kept, place="host"),
+        Term("gradients", "w", freed, 0, 2),
+        Term("gradients", "bucket", freed),
+    ]
+    found = [*averaging_terms(StepTimeline((), {}, (), MOMENTS, averages=True), terms)]
+    expected = [Term("temporaries", "distances of weights from their averages", needed, 1, 2)] if needed else []
+    assert found == expected

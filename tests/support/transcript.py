@@ -1,0 +1,127 @@
+"""Pages of docs/ that are played: their files are written, their commands run, and what is printed is compared."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.support.forks import Forks
+
+MEASURED = (
+    r"[\d,.]+ samples/s",
+    r"[\d.e+]+ [kMGTP]FLOP/s",
+    r"\d+(\.\d+)? (s|ms)\b|\d+:\d\d(:\d\d)?|\d+ min \d\d s",
+    r"\d+(\.\d+)? (B|KiB|MiB|GiB)\b",
+)
+"""Figures of a machine: times, speeds and sizes."""
+
+NUMBER = r"\[?\b\d[\d,.]*(\.\.[\d.]+)?(\b|\])"
+"""Any number, and the middle half of times."""
+
+
+def masked(text: str, masks: Sequence[str] = MEASURED) -> list[str]:
+    """Return the lines without what the masks match, and without what torch's launcher and sockets remark."""
+    for pattern in masks:
+        text = re.sub(pattern, "#", text)
+    lines = [re.sub(" +", " ", line).strip() for line in text.splitlines()]
+    return [line for line in lines if line and not re.match(r"\[?[WI]\d{4} ", line)]
+
+
+def check_shown(shown: Sequence[str], printed: Sequence[str]) -> None:
+    """Raise AssertionError if the lines are not those that were printed; `...` stands for one or more lines."""
+    parts: list[list[str]] = [[]]
+    for line in shown:
+        if line == "...":
+            parts.append([])
+        else:
+            parts[-1].append(line)
+    first, *others = parts
+    assert list(printed[: len(first)]) == first
+    rest = list(printed[len(first) :])
+    if not others:
+        assert rest == []
+        return
+    *middle, last = others
+    for part in middle:
+        begin = next((i for i in range(1, len(rest)) if rest[i : i + len(part)] == part), None)
+        assert begin is not None, f"{part} is not in {rest}"
+        rest = rest[begin + len(part) :]
+    assert rest[len(rest) - len(last) :] == last
+    assert len(rest) > len(last)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page."""
+
+    language: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A command of a page, and what the page shows of its output."""
+
+    command: str
+    output: str
+
+    @property
+    def fails(self) -> bool:
+        """Whether the page shows an error of unipar."""
+        return self.output.startswith("unipar: ")
+
+
+def blocks(page: str) -> Iterator[Block]:
+    """Return the fenced blocks of a page, in order."""
+    for language, text in re.findall(r"```(\w+)\n(.*?)```", page, re.DOTALL):
+        yield Block(language, text)
+
+
+def commands(block: Block) -> list[Shown]:
+    """Return the commands of a console block, each with its output; a line that ends with a backslash goes on."""
+    parts = block.text.replace("\\\n", " ").removeprefix("$ ").split("\n$ ")
+    return [Shown(re.sub(" +", " ", first), rest) for first, _, rest in (part.partition("\n") for part in parts)]
+
+
+def change_file(file: Path, diff: str) -> None:
+    """Replace in a file the lines that begin with a minus by those that begin with a plus."""
+    gone, come = ("".join(f"{line[1:]}\n" for line in diff.splitlines() if line[:1] == sign) for sign in "-+")
+    text = file.read_text("utf-8")
+    assert text.count(gone) == 1
+    file.write_text(text.replace(gone, come), encoding="utf-8")
+
+
+def played(page: str, folder: Path, forks: Forks) -> Iterator[tuple[Shown, str]]:
+    """Write the files of a page and run its commands of unipar, in its order; return what each printed.
+
+    A block whose first line is `# NAME` is that file; a block of language `json` is ds_config.json; a diff changes the
+    last file of Python.
+    """
+    script = folder / "train.py"
+    for block in blocks(page):
+        match block.language:
+            case "python" | "yaml":
+                name = block.text.partition("\n")[0].removeprefix("# ")
+                (folder / name).write_text(block.text, encoding="utf-8")
+                script = folder / name if block.language == "python" else script
+            case "json":
+                (folder / "ds_config.json").write_text(block.text, encoding="utf-8")
+            case "diff":
+                change_file(script, block.text)
+            case "console":
+                for shown in commands(block):
+                    done = run_unipar(shown.command, folder, forks)
+                    assert (done.returncode != 0) == shown.fails, (shown.command, done.stderr)
+                    yield shown, done.stderr + done.stdout
+            case _:
+                pass
+
+
+def run_unipar(command: str, folder: Path, forks: Forks) -> subprocess.CompletedProcess[str]:
+    """Return what a command of unipar printed; a # begins a comment."""
+    program, *words = command.partition("  #")[0].split()
+    assert program == "unipar", command
+    return forks.python(["-m", "unipar", *words], folder, memory=words[0] == "compare")
