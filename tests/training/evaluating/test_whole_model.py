@@ -89,9 +89,9 @@ def test_room_is_compared_on_all_ranks() -> None:
     for rank in range(3):
         with pytest.raises(TaskError) as e:
             check_room([3 * gib, gib, 3 * gib], [4 * gib, gib // 2, gib], rank=rank, device="cuda:0")
-        needed, where, free = ("3.0 GiB", 2, "1.0 GiB") if rank == 2 else ("1.0 GiB", 1, "512.0 MiB")
+        needed, where, free = ("3.0 GiB", 2, "1.0 GiB") if rank == 2 else ("1.0 GiB", 1, "512 MiB")
         assert str(e.value) == (
             f"run.whole(): the parameters of the whole model take {needed} besides what rank {where} holds, and {free} "
-            "are free there (cuda:0); evaluate by metrics(), which runs the split model, or generate elsewhere from the "
-            "weights that `unipar checkpoint export` writes"
+            "are free there (cuda:0); evaluate by metrics(), which runs the split model, or generate elsewhere from "
+            "the weights that `unipar checkpoint export` writes"
         )

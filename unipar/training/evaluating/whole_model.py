@@ -23,7 +23,7 @@ WHOLE_CALL = "run.whole()"
 
 
 class WholeRun(Protocol):
-    """What the gathering of a model needs of a run."""
+    """Part of a run that the gathering of a model needs."""
 
     done: int
     world: World
