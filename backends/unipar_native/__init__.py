@@ -177,12 +177,14 @@ class Native(Backend):
             yield from _data_parallel_refusals(config)
         if config.parallel.axes.ranks > 1:
             yield from mesh_refusals(config)
+        yield from _ddp_refusals(config)
 
     @override
     def dtypes(self, config: Config) -> Dtypes:
         if config.train.sync_every is not None:
             return default_dtypes(config.train.precision, reduction="-")
-        return default_dtypes(config.train.precision)
+        hook = options_of(config).hook
+        return default_dtypes(config.train.precision, reduction=None if hook == "none" else hook)
 
     @override
     def native_config(self, config: Config, parameters: int | None = None) -> dict[str, Any]:
@@ -203,7 +205,10 @@ class Native(Backend):
             return {"mesh": str(axes), "fully_shard": settings, **attention, **proof}
         if not uses_ddp(config):
             return {"fully_shard": fsdp_settings(config)}
-        settings = {"DistributedDataParallel": ddp_settings(options_of(config))}
+        options = options_of(config)
+        settings: dict[str, Any] = {"DistributedDataParallel": ddp_settings(options)}
+        if options.hook != "none":
+            settings["communication hook"] = describe_hook(options)
         return settings | (
             {"ZeroRedundancyOptimizer": ZERO_OPTIMIZER_SETTINGS} if config.parallel.shard == "optimizer" else {}
         )
@@ -276,7 +281,8 @@ def uses_ddp(config: Config) -> bool:
 
 def ddp_settings(options: NativeOptions) -> dict[str, Any]:
     """Return DDP's arguments; with find_unused: auto the first step decides whether to search for unused parameters."""
-    settings = {"bucket_cap_mb": options.bucket_mb, "gradient_as_bucket_view": True}
+    settings: dict[str, Any] = {"bucket_cap_mb": options.bucket_mb, "gradient_as_bucket_view": True}
+    settings |= {"static_graph": True} if options.static_graph else {}
     return settings | {"init_sync": False, "find_unused_parameters": options.find_unused}
 
 
@@ -331,6 +337,40 @@ def _data_parallel_refusals(config: Config) -> Iterator[str]:
             f"batch: total {sizes.total} = micro {sizes.micro} x accumulate {sizes.accumulate} leaves some of {wanted} "
             "GPUs without a microbatch; lower batch.micro, or say device: cuda:0"
         )
+
+
+def _ddp_refusals(config: Config) -> Iterator[str]:
+    options, wrapped = options_of(config), uses_ddp(config) and config.parallel.axes.ranks == 1
+    given = [f"hook: {options.hook}"] * (options.hook != "none") + ["static_graph: true"] * options.static_graph
+    if not wrapped or options.wrapper == "dp" or config.train.sync_every is not None:
+        for what in given:
+            yield f"options.native.{what} is not available: it is DDP's, which this cell does not use; leave it out"
+        return
+    if options.static_graph and options.find_unused is True:
+        yield (
+            "options.native.static_graph: true and find_unused: true exclude each other: a graph that is the same in "
+            "every step leaves nothing to search for; leave one of them out"
+        )
+    if options.hook == "bf16" and resources.choose_device(config)[0] == "cpu":
+        yield ("options.native.hook: bf16 is not available: torch's hook asks for NCCL, and the CPU has gloo; use fp16")
+    if options.hook == "powersgd" and config.checkpoint is not None:
+        yield (
+            "options.native.hook: powersgd is not available with checkpoint: the errors that PowerSGD adds to the next "
+            "step's gradients cannot be saved, so that a run would go on otherwise; leave one of them out"
+        )
+    if options.hook == "powersgd" and config.train.precision == "fp16":
+        yield (
+            "options.native.hook: powersgd is not available with precision: fp16: a gradient that overflows would stay "
+            "in PowerSGD's memory of errors, though its step is skipped; use bf16-mixed, or hook: fp16"
+        )
+
+
+def describe_hook(options: NativeOptions) -> str:
+    """Return what DDP's communication hook does, for `unipar explain`."""
+    if options.hook == "powersgd":
+        ranks, start = options.powersgd_rank, options.powersgd_start
+        return f"powerSGD_hook (matrices of {ranks}, from its step {start:,} on)"
+    return f"{options.hook}_compress_hook"
 
 
 def _meet(config: Config, place: Place) -> World:

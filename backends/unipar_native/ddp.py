@@ -20,6 +20,7 @@ from unipar.engines.placement import broadcast_model
 from unipar.engines.wrapper import WrapperEngine
 from unipar.errors import TaskError
 from unipar_native import ddp_settings, options_of
+from unipar_native.ddp_hooks import HALF_DTYPES, held_by, register_hook
 
 
 class LateWrappedEngine(WrapperEngine):
@@ -38,6 +39,13 @@ class LateWrappedEngine(WrapperEngine):
         self.backend = config.backend
         self.names = {id(p): n for n, p in part.module.named_parameters()}
         self.divisor = float(world.size)
+        self.sent_dtype: torch.dtype | None = None
+        """Dtype in which the first step's gradients are sent; None: their own."""
+
+        self.syncs_each = False
+        """Whether microbatches before the last of a step are reduced, too."""
+
+        self.hook_state: Any = None
         self._wrapped_steps = 0
         self._buckets: list[StorageWeakRef] = []
 
@@ -52,7 +60,7 @@ class LateWrappedEngine(WrapperEngine):
     @override
     @final
     def sync(self, micros: int, *, last: bool) -> AbstractContextManager[Any]:
-        return nullcontext() if last or self.find_unused is None else self.no_sync()
+        return nullcontext() if last or self.find_unused is None or self.syncs_each else self.no_sync()
 
     @override
     @final
@@ -73,7 +81,8 @@ class LateWrappedEngine(WrapperEngine):
         for p, ranks in zip(self.trained, used.tolist(), strict=True):
             if ranks:
                 grad = torch.zeros_like(p) if p.grad is None else p.grad
-                p.grad = self.world.sum(grad.div_(self.world.size))
+                sent = grad if self.sent_dtype is None else grad.to(self.sent_dtype)
+                p.grad = self.world.sum(sent.div_(self.world.size)).to(grad.dtype)
         self._unused = bool((used < self.world.size).any())
 
     @override
@@ -86,6 +95,8 @@ class LateWrappedEngine(WrapperEngine):
         super().update()
         if self.find_unused is None:
             self.settle(find_unused=self._unused)
+        elif self._wrapped_steps > 0:
+            self.syncs_each = False
 
     @override
     @final
@@ -95,6 +106,8 @@ class LateWrappedEngine(WrapperEngine):
         for i, bucket in enumerate(self._buckets):
             if (storage := untyped_storage._new_with_weak_ptr(bucket.cdata)) is not None:
                 yield Holding("gradients", f"bucket {i}", _storage_as_tensor(storage))
+        for name, tensor in held_by(self.hook_state):
+            yield Holding("communication", name, tensor)
 
     @final
     def settle(self, *, find_unused: bool) -> None:
@@ -113,8 +126,9 @@ class DDPEngine(LateWrappedEngine):
 
     def __init__(self, part: Part, config: Config, world: World) -> None:
         super().__init__(part, config, world)
-        options = options_of(config)
+        self.options = options = options_of(config)
         self.settings = ddp_settings(options)
+        self.sent_dtype = HALF_DTYPES.get(options.hook)
         if config.parallel.shard == "optimizer":
             # imported here: it costs 6 MB and 0.2 s, and plain DDP does not need it
             from unipar_native.zero_optimizer import split_optimizer
@@ -127,6 +141,8 @@ class DDPEngine(LateWrappedEngine):
     def wrap(self, *, find_unused: bool) -> nn.Module:
         settings: dict[str, Any] = self.settings | {"find_unused_parameters": find_unused}
         self.ddp = DistributedDataParallel(self.call, **settings)
+        self.hook_state = register_hook(self.ddp, self.options)
+        self.syncs_each = self.options.static_graph  # its first backward must reduce, or DDP fails an assertion
         self.ddp.broadcast_buffers = False  # unipar itself shares running statistics before they are used
         return self.ddp
 

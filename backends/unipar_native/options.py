@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import PositiveInt
+from pydantic import Field, PositiveInt
 
 from unipar.config import Config, Section
 
@@ -18,6 +18,20 @@ class NativeOptions(Section):
 
     bucket_mb: PositiveInt = 25
     """DDP's bucket size in MiB: how much gradient is reduced at once."""
+
+    static_graph: bool = False
+    """Whether DDP may count on the same graph in every step: its reductions overlap more, and a parameter that the loss
+    uses several times needs no search. The first step shows which parameters are never used."""
+
+    hook: Literal["none", "fp16", "bf16", "powersgd"] = "none"
+    """How DDP sends gradients: as they are; rounded to half precision; or as products of two thin matrices, whose error
+    is added to the next step's gradient. Losses then agree with one process to fewer digits, which compare shows."""
+
+    powersgd_rank: PositiveInt = 1
+    """Columns of PowerSGD's matrices: more send more, and lose less."""
+
+    powersgd_start: Annotated[int, Field(ge=2)] = 1000
+    """First step in which PowerSGD compresses, counted from DDP's own first, which is the second of the run."""
 
     wrapper: Literal["auto", "dp"] = "auto"
     """auto: DDP or FSDP2, by what is split; dp: nn.DataParallel, one process over all its CUDA devices."""

@@ -99,7 +99,8 @@ def test_no_key_is_left_out(source: ConfigSource) -> None:
         "train.parts eval.every eval.batches eval.check eval.stop log.every log.to log.memory launch.heartbeat",
         "launch.timeout launch.meet launch.grace launch.fork launch.deadline launch.restarts checkpoint resume",
         "options.native.find_unused options.native.bucket_mb options.native.wrapper options.native.vocabulary",
-        "options.native.attention options.native.proof compare.cells",
+        "options.native.attention options.native.proof options.native.static_graph options.native.hook compare.cells",
+        "options.native.powersgd_rank options.native.powersgd_start",
         "compare.repeat compare.memory out machines",
     }
     assert keys == {key for line in leaves for key in line.split()}
@@ -238,9 +239,9 @@ def test_plain_text(source: ConfigSource) -> None:
     lines = explain_config(source).plain().splitlines()
     assert lines[0] == "x.yaml"
     assert lines[1].split() == ["key", "value", "from"]
-    assert "batch.accumulate              2" in "\n".join(lines)
-    assert "train.optimizer.betas         [0.9, 0.999]" in "\n".join(lines)
-    assert "train.steps                   null" in "\n".join(lines)
+    assert "batch.accumulate               2" in "\n".join(lines)
+    assert "train.optimizer.betas          [0.9, 0.999]" in "\n".join(lines)
+    assert "train.steps                    null" in "\n".join(lines)
     assert "dtypes" in lines
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
 from typing_extensions import override
 
@@ -76,3 +77,42 @@ class Texts(unipar.Task):
     @override
     def loss(self, model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
         return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten(), ignore_index=IGNORED)
+
+
+class AdamTexts(Texts):
+    """The same, trained by Adam, whose weight decay is part of the gradient."""
+
+
+@final
+class SmallMuon(Optimizer):
+    """Momentum whose matrices are made orthogonal by Newton-Schulz steps before they are subtracted."""
+
+    def __init__(self, groups: Any) -> None:
+        super().__init__(groups, {"lr": 1e-2, "weight_decay": 0.0})
+
+    @override
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                momentum = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+                momentum.mul_(0.9).add_(p.grad)
+                p.sub_(orthogonal(momentum) if p.dim() == 2 else momentum, alpha=group["lr"])
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    """Return a matrix of the same singular vectors whose singular values are about 1."""
+    x = matrix / (matrix.norm() + 1e-7)
+    for _ in range(4):
+        x = 1.5 * x - 0.5 * x @ x.T @ x
+    return x
+
+
+class MuonTexts(Texts):
+    """The same, trained by an optimizer that needs whole matrices."""
+
+    @override
+    def optimizer(self, groups: Any) -> Optimizer:
+        return SmallMuon(groups)

@@ -44,14 +44,14 @@ def test_a_row_a_cell(tmp_path: Path) -> None:
     assert text == format_comparison_csv(found)
     assert text.splitlines() == [
         "cell,outcome,digits,within,median_step_s,samples_per_s,allocated,resident,predicted_on_cuda,"
-        "measured_on_cuda,reserved,host,parameters,masters,gradients,optimizer,communication,buffers,activations,temporaries,library,runtime,"
-        "unattributed,weight_per_s,step_flops,flops_per_s,mfu,waits_least,waits_most,graph_breaks,recompiles,"
+        "measured_on_cuda,reserved,host,parameters,masters,gradients,optimizer,averages,communication,buffers,activations,"
+        "temporaries,library,runtime,unattributed,weight_per_s,step_flops,flops_per_s,mfu,waits_least,waits_most,graph_breaks,recompiles,"
         "planned_peak,measured_peak,planned_sent,measured_sent",
-        "single,ran,,,0.02,400,,,,,,,,,,,,,,,,,,,,,,,,,,,,,",
-        "native/nothing,ran,all,yes,0.01,800,3000000,3500000,738197504,,,,1000000,0,0,0,0,0,2000000,0,0,0,0,,,,,,,,,"
+        "single,ran,,,0.02,400,,,,,,,,,,,,,,,,,,,,,,,,,,,,,,",
+        "native/nothing,ran,all,yes,0.01,800,3000000,3500000,738197504,,,,1000000,0,0,0,0,0,0,2000000,0,0,0,0,,,,,,,,,"
         "2500000,3000000,700,600",
-        "deepspeed/gradients,ran,1,no,0.01,800,,,,,,,,,,,,,,,,,,,,,,,,,,,,,",
-        "horovod/nothing,absent,,,,,,,,,,,,,,,,,,,,,,,,,,,,,,,,,",
+        "deepspeed/gradients,ran,1,no,0.01,800,,,,,,,,,,,,,,,,,,,,,,,,,,,,,,",
+        "horovod/nothing,absent,,,,,,,,,,,,,,,,,,,,,,,,,,,,,,,,,,",
     ]
 
 
@@ -77,12 +77,12 @@ def test_a_row_a_world() -> None:
     assert format_scaling_csv(scaling(small, full, lost)).splitlines() == [
         "cell,ranks,scaling,samples,micro,accumulate,outcome,digits,within,median_step_s,samples_per_s,speed_up,"
         "efficiency,allocated,resident,predicted_on_cuda,measured_on_cuda,reserved,host,parameters,masters,gradients,"
-        "optimizer,communication,buffers,activations,temporaries,library,runtime,unattributed,weight_per_s,step_flops,"
+        "optimizer,averages,communication,buffers,activations,temporaries,library,runtime,unattributed,weight_per_s,step_flops,"
         "flops_per_s,mfu,waits_least,waits_most,graph_breaks,recompiles",
-        "native/nothing,1,both,8,8,1,ran,,,0.08,100,1,1,,,,,,,,,,,,,,,,,,,8e+09,1e+11,,,,,",
+        "native/nothing,1,both,8,8,1,ran,,,0.08,100,1,1,,,,,,,,,,,,,,,,,,,,8e+09,1e+11,,,,,",
         "native/nothing,2,strong,8,4,1,ran,all,yes,0.05,160,1.6,0.8,186205122,199239481,920649728,,,,"
-        "35707392,0,35707392,71414784,35707392,0,0,5097230,0,2570932,0,1280,8e+09,1.6e+11,,0.1,0.2,,",
-        "native/nothing,4,weak,32,8,1,failed,,,,,,,,,,,,,,,,,,,,,,,,,,,,,,,",
+        "35707392,0,35707392,71414784,0,35707392,0,0,5097230,0,2570932,0,1280,8e+09,1.6e+11,,0.1,0.2,,",
+        "native/nothing,4,weak,32,8,1,failed,,,,,,,,,,,,,,,,,,,,,,,,,,,,,,,,",
     ]
 
 

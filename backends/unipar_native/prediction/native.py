@@ -58,6 +58,8 @@ def predict_native(
         return Prediction(whole, averages(timeline, config, ranks))
     if uses_ddp(config):
         options = options_of(config)
+        if options.hook != "none":
+            raise Unsupported(f"native/{shard}", [not_planned_yet(f"options.native.hook: {options.hook}")])
         reduced = sent_by_ddp(timeline, buckets or DDPBuckets([options.bucket_mb * 2**20], options.find_unused), ranks)
         if shard == "nothing":
             return Prediction((*predict_whole(timeline, buckets=True), *_norm(config, timeline)), reduced)

@@ -24,7 +24,7 @@ def test_an_average_moves_by_a_share_of_the_distance() -> None:
 
 @pytest.mark.parametrize("ends", [(0, 1), (1, 12), (3, 131), (0, 403)])
 def test_a_part_has_the_bits_of_the_whole(ends: tuple[int, int]) -> None:
-    """Wherever a region begins and ends; torch's lerp would round otherwise at the ends of its vectors."""
+    """Wherever a region begins and ends, and if its rows lie apart."""
     average, weight = _random(13, 31, seed=1), _random(13, 31, seed=2)
     part = average.flatten()[slice(*ends)].clone()
     column = average[:, 5:12].clone()

@@ -21,7 +21,7 @@ MOST_ELEMENTS: Final = AVERAGED_AT_ONCE
 def move_towards(pairs: Iterable[Pair], share: float) -> None:
     """Move each average towards its weight by this share of the distance.
 
-    Three operations that each round once: a fused one, such as lerp, rounds otherwise at the ends of its vectors.
+    Three operations, each of which rounds once: what a fused one, such as lerp, rounds depends on how it was compiled.
     """
     for averages, weights in _bundles(pairs):
         apart = [weight - average for average, weight in zip(averages, weights, strict=True)]

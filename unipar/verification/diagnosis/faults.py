@@ -10,7 +10,7 @@ import numpy as np
 
 from unipar.backend.engine import KIND_OF_AVERAGES
 from unipar.utils.text import count_of
-from unipar.verification.diagnosis import mesh_faults
+from unipar.verification.diagnosis import copies, mesh_faults, updates
 from unipar.verification.diagnosis.case import Fault, FaultCase, run_gradient, share_gradients, whole_gradient
 from unipar.verification.diagnosis.gradients import GradientMix, find_unmoved_parameters, fit_gradient_mix
 from unipar.verification.diagnosis.modules import count_loss_ranks
@@ -31,20 +31,33 @@ def classify_fault(case: FaultCase) -> Fault | None:
         return _classify_rate(case, at)
     if first.what == KIND_OF_AVERAGES:
         return _classify_averages(case, at)
+    if (found := copies.classify_start(case)) is not None:
+        return found
     if case.settled.cell.axes.ranks > 1 and (found := mesh_faults.classify_before_update(case, at)) is not None:
         return found
     if "forward" in case.module_differences:
         return _classify_forward(case, at)
     if case.loss_differences:
         return _classify_loss(case, at)
+    if first.what == "ranks' weights":
+        return copies.classify_parted_ranks(case, at)
     if case.optimizer_uses_whole_tensors is not None:
         # gradients cannot be computed from the state of an optimizer that the task makes
-        return _classify_missing_update(case, at) or _classify_whole_tensor_optimizer(case, at)
+        return (
+            _classify_missing_update(case, at)
+            or copies.classify_kept_dtype(case)
+            or _classify_whole_tensor_optimizer(case, at)
+            or updates.classify_update(case, at)
+        )
     return (
         _classify_missing_update(case, at)
+        or copies.classify_kept_dtype(case)
         or _classify_norms(case, at)
+        or updates.classify_scaled_norm(case, at)
+        or updates.classify_norm_of_groups(case, at)
         or _classify_gradient(case, at)
         or mesh_faults.classify_norm(case, at)
+        or updates.classify_update(case, at)
     )
 
 
@@ -176,19 +189,31 @@ def _classify_norms(case: FaultCase, step: int) -> Fault | None:
     if max(norms) - min(norms) <= case.limit * right:
         return None
     shown = ", ".join(f"{n:.5g}" for n in norms)
+    found = _classify_gradient(case, step)
+    if found is not None and found.name in ("not reduced", "a microbatch not reduced"):
+        return found
+    verb = "clip by"
     of_shares: list[float] = case.replay.shares[step - 1]["norms"]
     if all(case.is_near(norm, of_shares[seat.share]) for norm, seat in zip(norms, case.run.seats, strict=True)):
-        found = _classify_gradient(case, step)
-        if found is not None and found.name == "not reduced":
-            return found
         what = "each is the norm of that rank's own share of the batch, before the ranks are added"
     elif case.is_near(math.sqrt(sum(n * n for n in norms)), right):
         what = "their squares add up to the square of the whole norm: each rank uses its own part of the gradient"
+        factor = _fit_factor(case, step) * updates.clip_factor(case, norms[0])
+        if case.is_near(factor, updates.clip_factor(case, right)):
+            verb = "report"
+            what = "their squares add up to the square of the whole norm, by which the gradient was clipped"
     else:
         what = "they should be equal"
     return Fault(
-        "a norm taken per rank", f"in step {step} the ranks clip by the norms {shown} instead of {right:.5g}: {what}"
+        "a norm taken per rank", f"in step {step} the ranks {verb} the norms {shown} instead of {right:.5g}: {what}"
     )
+
+
+def _fit_factor(case: FaultCase, step: int) -> float:
+    """Return the factor between the run's gradient and that of one process; NaN if there is none."""
+    gradient = run_gradient(case, step)
+    mix = fit_gradient_mix(gradient, {(0, 0): whole_gradient(case, step)}, {}, sorted(gradient))
+    return math.nan if mix is None else mix.parts[0, 0]
 
 
 def _classify_gradient(case: FaultCase, step: int) -> Fault | None:
@@ -229,7 +254,7 @@ def _classify_factor(case: FaultCase, factor: float, left: float, step: int) -> 
     if not case.is_near(factor, 1.0):
         fits = [x for known in (by_world, by_micros) for value, x in known.items() if case.is_near(factor, value)]
         if not fits:
-            return Fault("a gradient off by a factor", measured)
+            return updates.classify_clip(case, factor, step) or Fault("a gradient off by a factor", measured)
         names, says = tuple(name for name, _ in fits), f"{measured}: {', or '.join(why for _, why in fits)}"
         return Fault(" or ".join(names), says, names if len(names) > 1 else (), measured)
     for name, (least, most) in ROUNDING_ERROR_RANGES.items():
@@ -245,6 +270,8 @@ def _classify_factor(case: FaultCase, factor: float, left: float, step: int) -> 
 def _classify_uneven_mix(case: FaultCase, values: Any, step: int) -> Fault | None:
     micros, near = case.accumulate, 2 * case.near * float(np.abs(values).max())
     by_micro, by_share = values.mean(1), values.mean(0)
+    if (alike := _classify_equal_weights(case, values, step)) is not None:
+        return alike
     if np.abs(values - by_micro[:, None]).max() <= near:
         gone = [i + 1 for i in range(micros) if abs(by_micro[i]) <= near]
         if gone and len(gone) < micros:
@@ -258,7 +285,34 @@ def _classify_uneven_mix(case: FaultCase, values: Any, step: int) -> Fault | Non
         if sum(abs(x) > near for x in by_share) == 1:
             return Fault("not reduced", f"{rule}: each rank uses only its own samples")
         return Fault("ranks that count differently", rule)
+    spread = np.abs(values - by_micro[:, None]).max(1)
+    alone = [i for i in range(micros) if spread[i] > near and sum(abs(x) > near for x in values[i]) == 1]
+    if alone and all(spread[i] <= near or i in alone for i in range(micros)):
+        which = f"microbatch {', '.join(str(i + 1) for i in alone)} of {micros}"
+        return Fault(
+            "a microbatch not reduced",
+            f"the gradient of step {step} contains {which} of one rank only, and the others of all ranks: it was added "
+            "after the ranks' gradients were",
+        )
     return None
+
+
+def _classify_equal_weights(case: FaultCase, values: Any, step: int) -> Fault | None:
+    """Return the fault of means that count alike, whatever the weights of what they are taken over."""
+    scales = np.array(case.replay.batches[step - 1][0].scales).reshape(values.shape)
+    near, (micros, shares) = 2 * case.near, values.shape
+    if np.abs(values * scales * micros * shares - 1.0).max() <= near:
+        which, count = "microbatch", micros * shares
+    elif np.abs(values * scales.sum(0) * shares - 1.0).max() <= near:
+        which, count = "rank", shares
+    else:
+        return None
+    return Fault(
+        f"{'microbatches' if which == 'microbatch' else 'ranks'} that count alike",
+        f"in the gradient of step {step} the mean of each {which} counts 1/{count}, although their weights are "
+        f"{scales.min():.3g} to {scales.max():.3g} of the batch's: a mean of means is not the mean over all tokens "
+        "(weight(batch) in the task)",
+    )
 
 
 def _is_clipped_per_rank(case: FaultCase, by_share: Any, step: int) -> bool:

@@ -345,6 +345,9 @@ def classify_masks(run: RunRecord, replay: RunRecord) -> Fault:
 
 # Norm
 
+MOST_ROUNDED = 5e-4
+"""Share by which half precision changes a norm at most: the error of one number in fp16."""
+
 
 def classify_norm(case: FaultCase, step: int) -> Fault | None:
     """Return the fault of a norm that is wrong on all ranks alike, while the gradient is right."""
@@ -365,6 +368,8 @@ def classify_norm(case: FaultCase, step: int) -> Fault | None:
             f"{said}: every copy of {first_few(list(often))} counts, on up to {max(often.values())} ranks, and each "
             "parameter must count once",
         )
+    if abs(mine - right) <= MOST_ROUNDED * right:
+        return Fault("a rounded norm", f"{said}: so little is lost by gradients in half precision")
     if mine > right:
         return Fault("a norm that counts copies twice", f"{said}: it counts something more than once")
     return Fault("a norm that leaves something out", f"{said}: it does not count what some ranks hold")

@@ -23,8 +23,8 @@ class Measurement:
     """Measured difference of one quantity, in one step or at the end."""
 
     what: str
-    """Quantity: samples, ranks' samples, sample weight, loss, norm, ranks' norms, rate, ranks' copies, buffer, or a
-    kind of state."""
+    """Quantity: samples, ranks' samples, sample weight, loss, norm, ranks' norms, rate, ranks' copies, ranks' weights,
+    buffer, or a kind of state."""
 
     step: int
     off: float
@@ -116,6 +116,24 @@ def _measure_step(run: RunRecord, tolerance: Tolerance, replay: RunRecord, t: in
             yield Measurement("rate", step, abs(own - wanted), FP64_TOLERANCE * wanted)
     if run.copies:
         yield from _measure_copies(run, tolerance, step)
+    if run.held:
+        yield from _measure_held_weights(run, tolerance, step)
+
+
+def _measure_held_weights(run: RunRecord, tolerance: Tolerance, step: int) -> Iterator[Measurement]:
+    """Yield the largest difference between weights that several ranks hold and train on samples of their own."""
+    worst = Measurement("ranks' weights", step, 0.0, 0.0)
+    for (name, _), copies in run.held[step].items():
+        allowed = SKETCH_FACTOR * tolerance.sketches[step].get((name, "weight"), 0.0)
+        measure = Measurement("ranks' weights", step, spread_of_copies(copies)[0], allowed, name)
+        worst = max(worst, measure, key=lambda m: m.share)
+    yield worst
+
+
+def spread_of_copies(copies: Mapping[int, SketchVector]) -> tuple[float, int, int]:
+    """Return the largest distance of a rank's copy from that of the first rank, and both ranks."""
+    (first, one), *others = sorted(copies.items())
+    return max((float(((mine - one) ** 2).sum() ** 0.5), first, rank) for rank, mine in others)
 
 
 def _measure_copies(run: RunRecord, tolerance: Tolerance, step: int) -> Iterator[Measurement]:

@@ -101,6 +101,10 @@ class RunRecord:
     copies: list[dict[StateKey, dict[int, SketchVector]]]
     """Sketches of each tensor of the state by rank that has the whole of it, by step; only where ranks share work."""
 
+    held: list[dict[StateKey, dict[int, SketchVector]]]
+    """Sketches of each region of a weight that several ranks hold, by name, region and rank: before the first step,
+    then after each; only where ranks train on samples of their own."""
+
     masks: list[list[dict[int, list[str]]]]
     """Fingerprints of dropout's masks in their order, by step, rank and number of the microbatch."""
 
@@ -148,6 +152,7 @@ def combine_ranks(ranks: list[dict[str, Any]]) -> RunRecord:
         traced=[rank["traced"] for rank in ranks],
         seats=seats,
         copies=[_whole_copies(list(copies), state) for copies in zip(*(rank["copies"] for rank in ranks), strict=True)],
+        held=[_shared_regions(list(held)) for held in zip(*(rank["held"] for rank in ranks), strict=True)],
         masks=[[rank["masks"] for rank in step] for step in steps],
         buffers={name: buffer for rank in ranks for name, buffer in rank["buffers"].items()},
         first_buffers={name: buffer for rank in ranks for name, buffer in rank["first_buffers"].items()},
@@ -172,6 +177,7 @@ def join_halves(before: RunRecord, replay: RunRecord, after: RunRecord) -> RunRe
         prefixes=before.prefixes[:first] + after.prefixes,
         states=before.states[:first] + after.states,
         copies=[{} for _ in range(first)] + after.copies if after.copies else [],
+        held=[{} for _ in range(first)] + after.held if after.held else [],
         masks=[[] for _ in range(first)] + after.masks,
     )
 
@@ -205,6 +211,16 @@ def _whole_copies(
             if (name, kind) in state and state[name, kind].numel() == size:
                 copies.setdefault((name, kind), {})[rank] = sketch.numpy()
     return copies
+
+
+def _shared_regions(ranks: list[dict[str, Tensor]]) -> dict[StateKey, dict[int, SketchVector]]:
+    """Return the regions that more than one rank holds."""
+    regions: dict[StateKey, dict[int, SketchVector]] = {}
+    for rank, held in enumerate(ranks):
+        for text, sketch in held.items():
+            name, _, where = text.partition("|")
+            regions.setdefault((name, where), {})[rank] = sketch.numpy()
+    return {key: copies for key, copies in regions.items() if len(copies) > 1}
 
 
 def _join_pieces(pieces: list[Any]) -> dict[StateKey, Tensor]:

@@ -16,6 +16,7 @@ from unipar.backend import Backend, registry
 from unipar.checkpoint.saved_state import SavedState
 from unipar.config import Config
 from unipar.config.sections.checkpoint import Checkpoint
+from unipar.config.settled import SettledConfig
 from unipar.data.dataset import data_source_of
 from unipar.data.feed import MicrobatchFeed
 from unipar.distributed.place import Place
@@ -107,6 +108,7 @@ def _run_job(
             partial(split_sums.sums_in_parts, job.key.tensor, job.key.context),
             shared=settled.cell.axes.ranks > 1,
             masks=job.key.dropout,
+            held=job.kind == "run" and _holds_copies(settled),
         )
         for name, part in live.parts.items():
             part.engine = recorder.record_engine("" if len(live.parts) == 1 else f"{name}.", part.engine)
@@ -143,6 +145,7 @@ def _run_job(
                 for p in recorder.pieces()
             ],
             "copies": recorder.copies,
+            "held": recorder.held,
             "counted": _changed_numbers(before, task, live) if job.saves_in else [],
             "unequal": unequal,
             "first_buffers": first_buffers,
@@ -151,6 +154,11 @@ def _run_job(
         for engine in recorder.engines.values():
             engine.close()
     return result
+
+
+def _holds_copies(settled: SettledConfig) -> bool:
+    """Return whether several ranks hold the same weights after each step, and train on samples of their own."""
+    return settled.ranks > 1 and settled.cell.axes.ranks == 1 and settled.config.train.sync_every is None
 
 
 def _gradient_shares(recorder: RunRecorder) -> list[dict[str, Any]]:

@@ -27,10 +27,12 @@ class RunRecorder:
         *,
         shared: bool = False,
         masks: bool = False,
+        held: bool = False,
     ) -> None:
         """Record steps that run in `arithmetic`.
 
-        `shared`: ranks share the work on the same samples; `masks`: dropout is on.
+        `shared`: ranks share the work on the same samples; `masks`: dropout is on; `held`: each rank's weights are
+        recorded, to be compared with those of other ranks.
         """
         self.engines: dict[str, Engine] = {}
         """Engines by the prefix of their parameter names; "" if there is only one."""
@@ -48,7 +50,11 @@ class RunRecorder:
         """Size and sketch of each parameter, and of its state, that this rank keeps as one tensor, after each step, if
         ranks share work: copies of a whole parameter must stay the same."""
 
+        self.held: list[dict[str, Tensor]] = []
+        """Sketch of each region of a weight with which this rank computes, before the first step and after each."""
+
         self._trace_at, self._arithmetic, self._shared, self._masks = trace_at, arithmetic, shared, masks
+        self._held = held
         self._sketches = TensorSketcher()
 
     def record_engine(self, prefix: str, engine: Engine) -> RecordingEngine:
@@ -58,7 +64,7 @@ class RunRecorder:
 
     def record_initial_state(self) -> None:
         """Record the state before the first step."""
-        self.states.append(self._state())
+        self._record_state()
 
     def pieces(self) -> Iterator[Piece]:
         """Yield this rank's pieces of the state that is compared: parameters and floating-point optimizer states."""
@@ -66,6 +72,21 @@ class RunRecorder:
             for piece in engine.pieces():
                 if piece.kind != "buffer" and piece.tensor.is_floating_point():
                     yield replace(piece, name=prefix + piece.name)
+
+    def _record_state(self) -> None:
+        self.states.append(self._state())
+        if self._held:
+            self.held.append(self._held_weights())
+
+    def _held_weights(self) -> dict[str, Tensor]:
+        sketches: dict[str, Tensor] = {}
+        for prefix, engine in self.engines.items():
+            for piece in engine.held_weights():
+                if piece.tensor.is_floating_point():
+                    name, size = prefix + piece.name, int(torch.Size(piece.shape).numel())
+                    place = "|".join(map(str, piece.where))
+                    sketches[f"{name}|{place}"] = self._sketches.sketch_region(name, size, piece.where, piece.tensor)
+        return sketches
 
     def _state(self) -> dict[str, Tensor]:
         sketches: dict[str, Tensor] = {}
@@ -127,7 +148,7 @@ class RunRecorder:
         rates = engine.learning_rates()
         row = {"loss": float(out.loss), "norm": float(out.norm), "rates": rates, "given": given, "seen": seen}
         self.steps.append({**row, "prefix": prefix, "masks": masks})
-        self.states.append(self._state())
+        self._record_state()
         if self._shared:
             self.copies.append(self._copies())
         return out

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from corpus_backend import gradients, inputs, updates
+from unipar_native.mesh.engine import MeshEngine
+
+from corpus_backend import adam, clipping, gradients, inputs, mesh, updates
 from corpus_backend.healthy import HealthyDDP
 from unipar.backend import Engine, Part
 from unipar.config import Config
@@ -16,6 +18,8 @@ ENGINES: dict[str, Callable[[Part, Config, World], Engine]] = {
     "times-accumulation": gradients.TimesAccumulation,
     "averaged-again": gradients.AveragedAgain,
     "discarded": gradients.Discarded,
+    "reduced-before-last": gradients.ReducedBeforeLast,
+    "mean-of-means": gradients.MeanOfMeans,
     "not-zeroed": gradients.NotZeroed,
     "same-samples": inputs.SameSamples,
     "split-twice": inputs.SplitTwice,
@@ -24,9 +28,29 @@ ENGINES: dict[str, Callable[[Part, Config, World], Engine]] = {
     "rate-ahead": updates.rate_ahead,
     "old-parameters": updates.OldParameters,
     "some-old-parameters": updates.SomeOldParameters,
+    "decay-everything": updates.DecayEverything,
+    "bf16-weights": updates.Bf16Weights,
+    "own-start": updates.OwnStart,
+    "muon-as-sgd": updates.MuonAsSGD,
+    "muon-of-part": updates.MuonOfPart,
+    "adam-is-adamw": adam.deepspeed_adam,
+    "clip-inverted": clipping.ClipInverted,
+    "clip-scaled": clipping.ClipScaled,
+    "clip-per-group": clipping.ClipPerGroup,
+    "replicas-counted": clipping.ReplicasCounted,
+    "norm-of-shard": clipping.norm_of_shard,
+    "bias-of-each-rank": mesh.bias_of_each_rank,
+    "bias-gradient-divided": mesh.bias_gradient_divided,
+    "norm-gradient-parts": mesh.norm_gradient_parts,
+    "norms-drift": mesh.norms_drift,
+    "tied-apart": mesh.tied_apart,
+    "wiped": mesh.wiped,
+    "generator-ahead": mesh.generator_ahead,
 }
 
 
 def build_case(name: str, part: Part, config: Config, world: World) -> Engine:
-    """Return the engine of a case."""
+    """Return the engine of a case; without an error in a cell whose ranks share the work, the native one."""
+    if name == "none" and config.parallel.axes.ranks > 1:
+        return MeshEngine(part, config, world)
     return ENGINES[name](part, config, world)

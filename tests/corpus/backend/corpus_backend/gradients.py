@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, final
 
@@ -9,6 +10,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from corpus_backend.healthy import HealthyByHand, HealthyDDP
+from unipar.backend import LossFn, Micro
+from unipar.engines.gradients import scale_loss
 
 
 @final
@@ -66,9 +69,47 @@ class Discarded(HealthyByHand):
 
 
 @final
+class ReducedBeforeLast(HealthyByHand):
+    """The last microbatch's gradient is added to the accumulator after the accumulator was reduced."""
+
+    last = False
+
+    @override
+    def sync(self, micros: int, *, last: bool) -> AbstractContextManager[Any]:
+        self.last = last
+        return super().sync(micros, last=last)
+
+    @override
+    def backward(self, loss: Tensor) -> None:
+        if self.last:
+            self.average()
+        loss.backward()
+
+    @override
+    def finish_reduction(self) -> None:
+        """Reduce nothing any more."""
+
+
+@final
 class NotZeroed(HealthyDDP):
     """The step does not clear gradients, and the next one adds to them."""
 
     @override
     def update(self) -> None:
         self.base.step()
+
+
+@final
+class MeanOfMeans(HealthyDDP):
+    """Each microbatch's mean over its own tokens counts alike, however many tokens it has."""
+
+    @override
+    def run_microbatches(self, fn: LossFn, micros: Sequence[Micro], divisor: float, mark: Any) -> Tensor:
+        share: Tensor | None = None
+        for i, micro in enumerate(micros, 1):
+            with self.sync(len(micros), last=i == len(micros)):
+                loss = self.forward_loss(fn, micro)
+                mine, share = scale_loss(loss, 1.0 / (len(micros) * self.world.size), divisor, share)
+                self.backward(mine)
+        assert share is not None
+        return share

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from typing_extensions import override
 from unipar_accelerate.engine import AccelerateDDPEngine, hand_world_to_accelerate
 
-from corpus_backend.healthy import HealthyDDP
+from corpus_backend.healthy import HealthyByHand, HealthyDDP
 from unipar.backend import Engine, Part
 from unipar.config import Config
 from unipar.distributed.world import World
@@ -72,3 +72,89 @@ class SomeOldParameters(HealthyDDP):
         for group, params in zip(groups, kept, strict=True):
             group["params"] = params
         self.base.zero_grad()
+
+
+@final
+class DecayEverything(HealthyDDP):
+    """A refactoring has lost the exemption of norms and biases from weight decay."""
+
+    @override
+    def update(self) -> None:
+        kept = [group["weight_decay"] for group in self.base.param_groups]
+        for group in self.base.param_groups:
+            group["weight_decay"] = max(kept)
+        super().update()
+        for group, decay in zip(self.base.param_groups, kept, strict=True):
+            group["weight_decay"] = decay
+
+
+@final
+class Bf16Weights(HealthyDDP):
+    """Weights that were to be kept in fp32 are numbers of bf16 after every step."""
+
+    @override
+    def update(self) -> None:
+        super().update()
+        with torch.no_grad():
+            for p in self.trained:
+                p.copy_(p.to(torch.bfloat16))
+
+
+@final
+class OwnStart(HealthyDDP):
+    """Each rank keeps the weights that its own seed gave it: nothing is broadcast."""
+
+    def __init__(self, part: Part, config: Config, world: World) -> None:
+        super().__init__(part, config, world)
+        if world.rank:
+            generator = torch.Generator().manual_seed(world.rank)
+            with torch.no_grad():
+                for p in self.trained:
+                    p.add_(torch.randn(p.shape, generator=generator), alpha=0.02)
+
+
+@final
+class MuonAsSGD(HealthyDDP):
+    """The library leaves the orthogonalization to a wrapper that this configuration does not have."""
+
+    @override
+    def update(self) -> None:
+        with torch.no_grad():
+            for group in self.base.param_groups:
+                for p in group["params"]:
+                    assert p.grad is not None
+                    p.sub_(p.grad, alpha=group["lr"])
+        self.base.zero_grad()
+
+
+@final
+class MuonOfPart(HealthyByHand):
+    """Each rank has the reduced gradient of its half of a matrix, and orthogonalizes the whole matrix with it."""
+
+    @override
+    def norm(self) -> Tensor:
+        whole = [p.grad.clone() for p in self.trained if p.grad is not None]
+        norm = super().norm()
+        for p, own, reduced in zip(self.trained, self.own, whole, strict=True):
+            assert p.grad is not None
+            p.grad.copy_(own)
+            _half(p.grad, self.world).copy_(_half(reduced, self.world))
+        return norm
+
+    @override
+    def finish_reduction(self) -> None:
+        self.own = [p.grad.clone() for p in self.trained if p.grad is not None]
+        super().finish_reduction()
+
+    @override
+    def update(self) -> None:
+        super().update()
+        with torch.no_grad():
+            for p in self.trained:
+                kept = torch.zeros_like(p)
+                _half(kept, self.world).copy_(_half(p, self.world))
+                p.copy_(self.world.sum(kept))
+
+
+def _half(tensor: Tensor, world: World) -> Tensor:
+    return tensor.view(-1).chunk(world.size)[world.rank]

@@ -1,0 +1,108 @@
+"""Errors of ranks that share the work, put into the native engine after it has proved itself."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from unipar_native.mesh.engine import MeshEngine
+from unipar_native.mesh.tensor import rewrites
+from unipar_native.mesh.tensor.collectives import leave
+
+from unipar.backend import Engine, Part
+from unipar.config import Config
+from unipar.distributed.world import World
+
+
+def bias_of_each_rank(part: Part, config: Config, world: World) -> Engine:
+    """Return an engine whose ranks of tensor each add a row's bias to their part, before the parts are added up."""
+    engine: Any = MeshEngine(part, config, world)
+    group = world.groups.group("tensor")
+
+    def add_up(module: nn.Module, given: Any, out: Tensor) -> Tensor:
+        return leave(out, group)
+
+    for block in part.blocks:
+        for row in ("out", "down"):
+            module: Any = engine.model.get_submodule(f"{block}.{row}")
+            del module.forward
+            module.register_forward_hook(add_up)
+    return engine
+
+
+def bias_gradient_divided(part: Part, config: Config, world: World) -> Engine:
+    """Return an engine whose rows add a bias divided by the ranks, and whose bias gets its gradient through that."""
+    engine: Any = MeshEngine(part, config, world)
+    names = [f"{block}.{row}.bias" for block in part.blocks for row in ("out", "down")]
+
+    def divide() -> None:
+        for name in names:
+            engine.kept[name].grad.div_(world.mesh.sizes["tensor"])
+
+    engine.finish_reduction = divide
+    return engine
+
+
+def norms_drift(part: Part, config: Config, world: World) -> Engine:
+    """Return an engine in which one rank of tensor clips the gradients of norms otherwise than the other."""
+    engine: Any = MeshEngine(part, config, world)
+    names = [name for name in engine.kept if "norm" in name]
+
+    def change() -> None:
+        if world.mesh.seat["tensor"] == 1:
+            for name in names:
+                engine.kept[name].grad.mul_(0.9)
+
+    engine.finish_reduction = change
+    return engine
+
+
+def norm_gradient_parts(part: Part, config: Config, world: World) -> Engine:
+    """Return an engine whose norms keep the gradient of this rank's own positions."""
+    engine: Any = MeshEngine(part, config, world)
+
+    def unsummed(x: Tensor, group: Any) -> Tensor:
+        return x
+
+    patch = mock.patch.object(rewrites, "enter", unsummed)
+    patch.start()
+    engine.close = patch.stop
+    return engine
+
+
+def tied_apart(part: Part, config: Config, world: World) -> Engine:
+    """Return an engine whose first and last stage each keep their own part of the tied weight's gradient."""
+    engine: Any = MeshEngine(part, config, world)
+    engine.finish_reduction = lambda: None
+    return engine
+
+
+def wiped(part: Part, config: Config, world: World) -> Engine:
+    """Return an engine whose stages drop what they have accumulated whenever a microbatch begins."""
+    engine: Any = MeshEngine(part, config, world)
+    run = engine.run_microbatches
+
+    def run_each(fn: Any, micros: Any, divisor: float, mark: Any) -> Tensor:
+        losses: list[Tensor] = []
+        for micro in micros:
+            engine.optimizer.zero_grad()
+            losses.append(run(fn, [micro], divisor, mark))
+        return torch.stack(losses).sum()
+
+    engine.run_microbatches = run_each
+    return engine
+
+
+def generator_ahead(part: Part, config: Config, world: World) -> Engine:
+    """Return an engine whose first rank of tensor has drawn one number more than the other: for a loader's seed."""
+    engine: Any = MeshEngine(part, config, world)
+    if world.mesh.seat["tensor"] == 0:
+        engine.model.token.register_forward_hook(_draw)
+    return engine
+
+
+def _draw(module: nn.Module, given: Any, out: Tensor) -> None:
+    if module.training:
+        torch.rand(())
