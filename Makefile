@@ -25,7 +25,7 @@ WORKERS := $(shell [ "$$(nproc)" -gt 1 ] && echo 2 || echo 0)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo verify test lint style bench layout route memory mesh bubble pairs conformance chaos matrix machines ray sweeps compiled versions docs gpu gpu-wheels setup horovod clean
+.PHONY: help demo verify test lint style bench layout route memory mesh bubble pairs conformance chaos matrix machines ray sweeps compiled versions torchtune docs gpu gpu-wheels setup horovod clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
@@ -99,6 +99,12 @@ compiled: setup $(DONE)/tests ## what DeepSpeed compiles on first use, its CPU A
 
 versions: setup $(DONE)/tests ## a part of the suite under the oldest and the newest torch: gigabytes, once
 	$(IN_VENV) $(BIN)/python -m tests.support.versions $(ARGS)
+
+torchtune: $(DONE)/tests build/torchtune ## both programs of docs/from-torchtune.md on two ranks; torchtune in build/, 0.2 GB, once
+	@$(PYTEST) -m slow tests/repository/test_coming_from.py $(ARGS)
+
+build/torchtune: pyproject.toml
+	@$(PIP) --no-deps --upgrade --target $@ --group torchtune && touch $@
 
 docs: $(DONE)/docs ## these docs as a site in build/site, with search and the API; links are checked
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS) && echo "the docs: build/site/index.html"

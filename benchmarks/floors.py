@@ -9,7 +9,8 @@ FLOORS: list[set[str]] = [
     {"backend", "data"},
     {"engines", "model", "task", "memory", "planning", "profiling", "checkpoint"},
     {"training", "results"},
-    {"launcher", "report", "conversion"},
+    {"report"},
+    {"launcher", "conversion"},
     {"comparison", "verification"},
     {"cli"},
 ]

@@ -24,12 +24,17 @@ def example_page(script: Path) -> str:
 
 
 def relinked(markdown: str, page: str) -> str:
-    """Return a page with its links to the files beside docs/, and theirs into docs/, as links between pages."""
+    """Return a page with its links to the files beside docs/, and theirs into docs/, as links between pages.
+
+    What the site does not have, such as a folder of tests, is named without a link.
+    """
     up = "../" * page.count("/")
     for site, file in PAGES.items():
         markdown = re.sub(rf"\]\((?:\.\./)*{re.escape(file)}(#[^)]*)?\)", rf"]({up}{site}\1)", markdown)
     markdown = re.sub(r"\]\((?:\.\./)*examples/(\w+)\.py\)", rf"]({up}examples/\1.md)", markdown)
-    return markdown.replace("](docs/", "](") if page in PAGES else markdown
+    if page in PAGES:
+        return markdown.replace("](docs/", "](")
+    return re.sub(rf"\[([^\]]+)\]\({'../' * (page.count('/') + 1)}(?!\.\.)[^)]*\)", r"\1", markdown)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:

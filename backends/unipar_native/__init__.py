@@ -332,6 +332,13 @@ def _data_parallel_refusals(config: Config) -> Iterator[str]:
         )
         return
     wanted, sizes = len(data_parallel_devices(config)), config.batch.settle(1)
+    if sizes.tokens is not None:
+        if sizes.tokens.accumulate is not None and sizes.tokens.accumulate < wanted:
+            yield (
+                f"batch.accumulate: {sizes.tokens.accumulate} leaves some of {wanted} GPUs without a microbatch; raise "
+                "it, or say device: cuda:0"
+            )
+        return
     if sizes.accumulate < wanted:
         yield (
             f"batch: total {sizes.total} = micro {sizes.micro} x accumulate {sizes.accumulate} leaves some of {wanted} "

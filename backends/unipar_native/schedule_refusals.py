@@ -16,6 +16,12 @@ def refusals_of_torch_schedules(config: Config) -> Iterator[str]:
             f"{name} needs microbatches of one shape, and data.ragged: weigh makes the last batch of an epoch smaller: "
             "set data.ragged: drop, or take schedule 1f1b or gpipe"
         )
+    if config.batch.tokens is not None:
+        yield (
+            f"{name} needs microbatches of one shape; those of batch.tokens ({config.batch.tokens}) have any length: "
+            "give batch.total, or take schedule 1f1b or gpipe"
+        )
+        return
     if isinstance(config.parallel.data, int):
         count = config.batch.settle(config.parallel.data).accumulate
         rounds = max(1, count // axes.pipeline)

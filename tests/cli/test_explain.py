@@ -90,7 +90,8 @@ def test_no_key_is_left_out(source: ConfigSource) -> None:
     leaves = {
         "task.use task.args.width backend device parallel.data parallel.shard parallel.shard_over",
         "parallel.tensor parallel.pipeline parallel.context parallel.sequence parallel.schedule",
-        "batch.total batch.micro batch.accumulate batch.memory batch.headroom",
+        "batch.total batch.tokens batch.longest batch.rows batch.try_largest batch.micro batch.accumulate",
+        "batch.memory batch.headroom",
         "model.weights model.blocks model.recompute model.compile model.sync_batchnorm model.offload train.sync_every",
         "data.workers data.shuffle data.ragged data.stream train.steps train.epochs train.optimizer.name",
         "train.optimizer.lr train.optimizer.weight_decay train.optimizer.decay train.optimizer.fused",

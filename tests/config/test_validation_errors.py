@@ -53,7 +53,11 @@ def said(changes: dict[str, Any], where: dict[str, str] | None = None) -> str:
             {"train.optimizer.lr": 3},
             "train.optimizer.lr: there is no such key; in a file keys are nested: train: {optimizer: {lr: ...}}",
         ),
-        ({"batch/zebra": 3}, "batch.zebra: there is no such key; batch has total, micro, accumulate, memory, headroom"),
+        (
+            {"batch/zebra": 3},
+            "batch.zebra: there is no such key; batch has total, tokens, longest, rows, try_largest, micro, "
+            "accumulate, memory, headroom",
+        ),
         (
             {"train/optimizer": {"momentum": 0.9}},
             "train.optimizer.momentum: there is no such key; it is a key of sgd, and this is adamw",
@@ -65,7 +69,11 @@ def said(changes: dict[str, Any], where: dict[str, str] | None = None) -> str:
         ),
         ({"train/clip": {"max": 1.0, "nrm": "fp64"}}, "train.clip.nrm: there is no such key; did you mean 'norm'?"),
         # a key that is missing
-        ({"batch": ...}, "batch is missing; wanted a section with the keys total, micro, accumulate, memory, headroom"),
+        (
+            {"batch": ...},
+            "batch is missing; wanted a section with the keys total, tokens, longest, rows, try_largest, micro, "
+            "accumulate, memory, headroom",
+        ),
         ({"task": {}}, "task.use is missing; wanted text"),
         ({"train/clip": {"norm": "fp64"}}, "train.clip.max is missing; wanted a number above 0"),
         ({"train/steps": ...}, "train: give one of steps and epochs, not both"),
@@ -79,7 +87,11 @@ def said(changes: dict[str, Any], where: dict[str, str] | None = None) -> str:
             "train.lr_scale: rule and at_batch go together: {rule: linear, at_batch: 32}, or neither",
         ),
         # a value of the wrong kind
-        ({"batch": 8}, "batch: wanted a section with the keys total, micro, accumulate, memory, headroom, got 8"),
+        (
+            {"batch": 8},
+            "batch: wanted a section with the keys total, tokens, longest, rows, try_largest, micro, "
+            "accumulate, memory, headroom, got 8",
+        ),
         (
             {"model": None},
             "model: wanted a section with the keys weights, blocks, recompute, compile, sync_batchnorm, offload, "

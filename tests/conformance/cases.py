@@ -15,6 +15,7 @@ import unipar
 from tests.conformance import tasks
 from tests.conformance.gan import Gan
 from tests.conformance.generation import Generating
+from tests.conformance.lengths import Counted, LateTokens, Picked
 from tests.conformance.marks import MARKS
 from tests.conformance.rates import Paced
 from tests.conformance.scores import Scored
@@ -107,7 +108,8 @@ class Case:
         made: dict[str, Any] = {"device": "cpu", "batch": batch, "train": train, "log": {"every": 2}}
         made |= {"launch": {"heartbeat": 15.0, "timeout": 20.0}, "options": options} | dict(self.more)
         # 64 samples fill all batches, so that nothing is left out
-        if cell.axes.pieces > 1 and "ragged" not in self.name and self.task is not tasks.Streamed:
+        free = "ragged" in self.name or "tokens" in made["batch"] or self.task is tasks.Streamed
+        if cell.axes.pieces > 1 and not free:
             made["data"] = {"ragged": "drop"} | made.get("data", {})
         made["parallel"] = {"data": size, "shard": cell.shard} | made.get("parallel", {})
         return config_in_cell(Config.model_validate(made), cell)
@@ -134,6 +136,7 @@ def _compiled(what: str) -> dict[str, Any]:
     return {"model": {"compile": {"what": what, "backend": "aot_eager"}}, "eval": {"every": 2}}
 
 
+_TOKENS: dict[str, Any] = {"batch": {"tokens": 70, "longest": 8, "micro": 20}}
 _AVERAGED = {"ema": {"decay": 0.8, "warmup": 3}}
 _TWO_COPIES = {"parallel": {"shard_over": 2}}
 _BY_MACHINE = {"parallel": {"shard_over": "machine"}}
@@ -188,6 +191,11 @@ CASES = {
         Case("ragged dropped", lambda: tasks.Plain(count=37), train={"epochs": 3}, more={"data": {"ragged": "drop"}}),
         Case("token weights", tasks.Tokens, accumulate=4),
         Case("token weights, ragged", lambda: tasks.Tokens(count=35), train={"epochs": 2}),
+        Case("batches by tokens", Counted, more=_TOKENS | {"eval": {"every": 2, "batches": 2}}),
+        Case("batches by tokens, two on each rank", LateTokens, more={"batch": {"tokens": 60, "accumulate": 2}}),
+        Case("batches by tokens, a sampler of its own", Picked, more=_TOKENS, sizes=(2,)),
+        Case("batches by tokens, packed", Counted, sizes=(2,),
+             more={"batch": {"tokens": 60, "micro": 16, "rows": "packed"}}),
         Case("method in the loss", tasks.Reaching),
         Case("block read in the loss", tasks.BlockReading),
         Case("three forwards", tasks.Thrice),
@@ -258,9 +266,12 @@ MAIN_CASES = (
     "not a number",
     "bits, one microbatch", "bits, four microbatches", "weights from a file", "blocks recomputed",
 )  # fmt: skip
-SHORT_CASES = ("four microbatches", "token weights, ragged", "several parts", "state out and in", "bf16-master")
+SHORT_CASES = (
+    "four microbatches", "token weights, ragged", "several parts", "state out and in", "bf16-master",
+    "batches by tokens",
+)  # fmt: skip
 
-EVERYWHERE = ("four microbatches", "state out and in", "averaged")
+EVERYWHERE = ("four microbatches", "state out and in", "averaged", "batches by tokens")
 BITS = ("bits, one microbatch", "bits, four microbatches")
 
 MESH_CELLS = (
@@ -276,6 +287,7 @@ MESH_CASES = (
     "dropout", "evaluation in the middle", "scores of all samples",
     "state out and in", "averaged", "averaged every second step",
     "blocks recomputed", "bf16-mixed", "fp64", "not a number",
+    "batches by tokens", "batches by tokens, two on each rank",
 )  # fmt: skip
 """Cases that `make test` plays in one of the first three of them, in the smallest world; a few also in the others."""
 

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from typing_extensions import override
 
 import unipar
-from unipar.data.feed import SeededDataset
+from unipar.data.dataset import SeededDataset
 from unipar.data.order import SampleOrder, split_batch
 from unipar.utils.seeding import mix_seed, seed_all
 

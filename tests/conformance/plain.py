@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,10 +16,11 @@ from torch.utils.data import DataLoader, IterableDataset
 from tests.conformance import gan
 from tests.conformance.cases import FILE, Case, dtype_of
 from tests.conformance.generation import Generating
+from tests.conformance.lengths import fill_batches
 from tests.conformance.scores import Scored
 from unipar.config import Cell, Config
-from unipar.data.feed import SeededDataset
-from unipar.data.order import SampleOrder, split_batch
+from unipar.data.dataset import SeededDataset
+from unipar.data.order import SampleOrder, shuffled_indices, split_batch
 from unipar.utils.seeding import mix_seed, seed_all
 
 ONE = Cell("native")
@@ -61,23 +63,27 @@ def train_by_hand(case: Case, size: int) -> Result:
         dataset = list(dataset)
     collate = task.collate
     seen = SeededDataset(dataset, config.train.seed)
-    order = SampleOrder(
-        len(dataset), config.batch.total or 0, config.train.seed, shuffle=not streamed, ragged=config.data.ragged
-    )
-    steps = config.train.steps or (config.train.epochs or 0) * order.per_epoch
     sizes = config.batch.settle(size)
+    if sizes.tokens is None:
+        order = SampleOrder(
+            len(dataset), sizes.total, config.train.seed, shuffle=not streamed, ragged=config.data.ragged
+        )
+        batches, steps = order.batches(0), config.train.steps or (config.train.epochs or 0) * order.per_epoch
+    else:
+        batches = fill_batches(lambda i: task.length(dataset[i]), _order_of(data, config.train.seed), sizes.total)
+        steps = config.train.steps or 0
     result = Result()
     averages = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
-    for step, (epoch, indices) in zip(range(steps), order.batches(0), strict=False):
+    for step, (epoch, indices) in zip(range(steps), batches, strict=False):
         parts = [indices]
         if case.micro:
             parts = [mine or indices[:1] for micro in split_batch(indices, sizes.accumulate, size) for mine in micro]
-        batches = [collate([seen[epoch, i] for i in part]) for part in parts]
+        read = [collate([seen[epoch, i] for i in part]) for part in parts]
         weights = [
-            float(len(part) if (w := task.weight(b)) is None else w) for part, b in zip(parts, batches, strict=True)
+            float(len(part) if (w := task.weight(b)) is None else w) for part, b in zip(parts, read, strict=True)
         ]
         total = 0.0
-        for i, (batch, weight) in enumerate(zip(batches, weights, strict=True)):
+        for i, (batch, weight) in enumerate(zip(read, weights, strict=True)):
             seed_all(mix_seed(config.train.seed, 3, step, i))
             loss = task.loss(model, _cast(batch, dtype_of(case))) * (weight / sum(weights))
             loss.backward()
@@ -109,6 +115,14 @@ def train_by_hand(case: Case, size: int) -> Result:
         result.evals.append(task.generated(model))
     result.params = {n: p.detach().flatten() for n, p in model.named_parameters()}
     return result
+
+
+def _order_of(data: Any, seed: int) -> Callable[[int], list[int]]:
+    """The order of each epoch, asked for one after another: that of the loader's sampler, or shuffled."""
+    if isinstance(data, DataLoader):
+        sampler: Any = data.sampler
+        return lambda epoch: list(sampler)
+    return lambda epoch: shuffled_indices(len(data), seed, epoch, shuffle=True)
 
 
 def _set_weights(model: Any, values: dict[str, Tensor]) -> None:

@@ -9,10 +9,8 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    RandomSampler,
     SequentialSampler,
     TensorDataset,
-    WeightedRandomSampler,
     default_collate,
 )
 
@@ -147,17 +145,11 @@ def _collate(samples: list[Any]) -> Any:
     [
         (DataLoader(DATA, batch_size=3),
          "the DataLoader's batch_size is 3; it must be batch.total (4), batch.micro (2) or unset"),
-        (DataLoader(DATA, sampler=RandomSampler(DATA, replacement=True)),
-         "the DataLoader has a sampler of its own (RandomSampler); unipar decides which rank reads which "
-         "sample: leave it out, and set data.shuffle"),
         (DataLoader(DATA, batch_sampler=BatchSampler(SequentialSampler(DATA), 4, drop_last=False)),
          "the DataLoader has a batch_sampler of its own; unipar decides which samples are a batch: give batch_size "
          "instead"),
         (DataLoader(DATA, batch_size=None),
          "the DataLoader has batch_size=None; unipar decides which samples are a batch: give batch_size instead"),
-        (DataLoader(DATA, sampler=WeightedRandomSampler([1.0] * 10, 10)),
-         "the DataLoader has a sampler of its own (WeightedRandomSampler); unipar decides which rank reads which "
-         "sample: leave it out, and set data.shuffle"),
         (DataLoader(DATA, generator=torch.Generator()),
          "the DataLoader has a generator of its own; the order follows from train.seed: leave it out"),
         (7, "data() returned int; it must return a dataset with __getitem__ and __len__, a stream, or a DataLoader"),

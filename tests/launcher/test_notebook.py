@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import os
 import time
 from collections.abc import Generator
@@ -44,11 +45,20 @@ LAST = "(12, 3.385"  # further digits are the processor's
 
 @dataclass
 class Said:
-    """Return what a cell wrote, and the error that it ended with."""
+    """What a cell wrote and showed, and the error that it ended with."""
 
     stdout: str = ""
     stderr: str = ""
     result: str = ""
+    page: str = ""
+    """Result as HTML."""
+
+    live: list[str] = field(default_factory=list[str])
+    """Texts of displays, in their order."""
+
+    displays: set[str] = field(default_factory=set[str])
+    """Displays that these texts are of, each one place in the output."""
+
     error: str = ""
     kinds: set[str] = field(default_factory=set[str])
 
@@ -77,6 +87,10 @@ class Kernel:
                     said.stderr += content["text"]
                 case "execute_result":
                     said.result = content["data"]["text/plain"]
+                    said.page = content["data"].get("text/html", "")
+                case "display_data" | "update_display_data":
+                    said.live.append(content["data"]["text/plain"])
+                    said.displays.add(content["transient"]["display_id"])
                 case "error":
                     said.error = f"{content['ename']}: {content['evalue']}"
                 case "status" if content["execution_state"] == "idle":
@@ -130,15 +144,17 @@ def folder_of(kernel: Kernel) -> Path:
 
 
 def test_a_class_of_a_cell(kernel: Kernel) -> None:
-    """Two ranks train it; progress is plain lines, and the report reads as a table."""
+    """Two ranks train it; progress is one line that changes, and the report is a table, and shows its page."""
     said = kernel.run("report = unipar.launch(CONFIG, task=Mine, overrides={'out': 'a'})\nprint(report.losses)\nreport")
     assert said.error == ""
     assert LAST in said.stdout
-    lines = said.stderr.splitlines()
-    assert lines[:2] == ["run folder: a", "native/nothing, 2 ranks, 5 parameters"]
-    assert lines[2].startswith("step 1/12  loss 7.2072  ")
-    assert lines[-1].startswith("12 steps in ")
-    assert "\x1b" not in said.stderr
+    assert said.live[:2] == ["run folder: a", "native/nothing, 2 ranks, 5 parameters"]
+    assert said.live[2].startswith("step 1/12  loss 7.2072  ")
+    assert said.live[-1].startswith("12 steps in ")
+    assert len(said.displays) == 1
+    assert said.stderr == ""
+    page = (folder_of(kernel) / "a/report.html").read_text("utf-8")
+    assert said.page.startswith(f'<iframe srcdoc="{html.escape(page)}" ')
     assert said.result.startswith("cell        native/nothing, 2 ranks")
     told = (folder_of(kernel) / "a/launch.json").read_text("utf-8")
     assert '"carried": "Mine: ' in told
@@ -149,7 +165,7 @@ def test_functions_of_a_cell(forking: Kernel) -> None:
     made = "made = dict(model=lambda: nn.Linear(4, 1), loss=Mine().loss, data=Mine().data)\n"
     run = "unipar.launch(CONFIG, **made, overrides={'out': 'b', 'parallel.data': 1}, quiet=True).losses[-1]"
     said = forking.run(made + run)
-    assert (said.error, said.stderr) == ("", "")
+    assert (said.error, said.stderr, said.live) == ("", "", [])
     assert said.result.startswith(LAST)
 
 
@@ -223,6 +239,32 @@ def test_compare_in_a_cell(forking: Kernel) -> None:
     """Every cell's ranks are handed the class."""
     said = forking.run(
         "found = unipar.compare(CONFIG, task=Mine, cells=['native/parameters'], overrides={'out': 'd', "
-        "'compare': {'repeat': 1, 'memory': False}})\nprint([(row.cell, row.outcome) for row in found.rows])"
+        "'compare': {'repeat': 1, 'memory': False}})\nprint([(row.cell, row.outcome) for row in found.rows])\nfound"
     )
     assert (said.error, said.stdout) == ("", "[('single', 'ran'), ('native/parameters', 'ran')]\n")
+    assert_shown(said, folder_of(forking) / "d/compare/report.html", "\npage: d/compare/report.html")
+
+
+def test_verify_in_a_cell(forking: Kernel) -> None:
+    """The verdicts are a table, and show their page."""
+    said = forking.run(
+        "unipar.verify(CONFIG, task=Mine, cells=['native/parameters'], steps=2, overrides={'out': 'e'}, overwrite=True)"
+    )
+    assert (said.error, said.stdout) == ("", "")
+    assert_shown(said, folder_of(forking) / "e/verify/report.html", "agrees with one process over 2 steps")
+
+
+def assert_shown(said: Said, page: Path, sentence: str) -> None:
+    """Raise AssertionError unless the result is this page and this sentence, and its progress was one line."""
+    assert said.page.startswith(f'<iframe srcdoc="{html.escape(page.read_text("utf-8"))}" ')
+    assert sentence in said.result
+    assert len(said.displays) == 1
+    assert len(said.live) > 3
+    assert said.stderr == ""
+
+
+def test_a_page_that_is_gone(forking: Kernel) -> None:
+    """Then the result is the table alone."""
+    said = forking.run("(found.page.unlink(), found)[1]")
+    assert (said.error, said.page) == ("", "")
+    assert said.result.startswith("cell ")

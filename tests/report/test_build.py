@@ -12,7 +12,8 @@ from tests.support.comparisons import write_example_comparison
 from tests.support.run_folders import plain
 from tests.support.scalings import two_cells
 from unipar.errors import ReportError
-from unipar.report.build import PAGE_FILE_NAME, write_page, write_pages
+from unipar.report.build import write_page, write_pages
+from unipar.run_folder.layout import PAGE_FILE_NAME
 
 
 @pytest.fixture

@@ -16,7 +16,9 @@ from unipar.config import source
 from unipar.conversion.import_config import import_library_config
 from unipar.results.run import Report
 
-PAGES = ("ddp", "accelerate", "fabric", "deepspeed")
+PAGES = ("ddp", "accelerate", "fabric", "deepspeed", "hf-trainer")
+TORCHTUNE = ROOT / "build/torchtune"
+"""Folder into which `make torchtune` puts what the page about it needs."""
 
 
 def block(page: str, language: str) -> str:
@@ -38,17 +40,26 @@ def _start(page: str, folder: Path, forks: Forks) -> list[subprocess.CompletedPr
     """Return what the program before printed in two ranks, as a launcher would start them; Fabric starts its own."""
     environment = {"DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(folder)}
     if page != "fabric":
-        return forks.ranks(["before.py"], folder, environment)
+        path = {"PYTHONPATH": os.environ.get("PYTHONPATH", str(ROOT))}
+        return forks.ranks(["before.py"], folder, environment | path)
     command = [sys.executable, "before.py"]
     told = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     return [subprocess.run(command, cwd=folder, env=told, capture_output=True, text=True, check=False, timeout=120)]
 
 
 @pytest.mark.parametrize(
-    "page", ["ddp", *(pytest.param(page, marks=pytest.mark.sweep) for page in PAGES if page != "ddp")]
+    "page",
+    [
+        "ddp",
+        *(pytest.param(page, marks=pytest.mark.sweep) for page in PAGES if page != "ddp"),
+        pytest.param("torchtune", marks=pytest.mark.slow),
+    ],
 )
-def test_the_same_losses(page: str, tmp_path: Path, forks: Forks) -> None:
-    """Before and after, step by step."""
+def test_the_same_losses(page: str, tmp_path: Path, forks: Forks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before and after, step by step; torchtune is found in a folder of its own."""
+    if page == "torchtune":
+        assert TORCHTUNE.is_dir(), "make torchtune"
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(TORCHTUNE)]))
     before, after = sides(block(page, "diff"))
     (tmp_path / "before.py").write_text(before, encoding="utf-8")
     (tmp_path / "train.py").write_text(after, encoding="utf-8")
@@ -75,3 +86,29 @@ def test_the_pages_config_is_what_import_writes(tmp_path: Path) -> None:
     page = source.load_config_file(tmp_path / "train.yaml").config
     assert (made.backend, made.parallel, made.train) == (page.backend, page.parallel, page.train)
     assert made.batch.settle(2) == page.batch.settle(2)
+
+
+GPT2 = """    sizes = {"vocab_size": 64, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    sizes |= dict.fromkeys(["resid_pdrop", "embd_pdrop", "attn_pdrop"], 0.0)
+    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+"""
+
+
+@pytest.mark.sweep
+def test_the_trainer_counts_a_token_too_many(tmp_path: Path, forks: Forks) -> None:
+    """With GPT2LMHeadModel its loss is 120/136 of the mean over tokens: the first token of each sequence counts too."""
+    before, after = (
+        re.sub(r"    sizes = .*\n.*\n", GPT2, side).replace(
+            "LlamaConfig, LlamaForCausalLM", "GPT2Config, GPT2LMHeadModel"
+        )
+        for side in sides(block("hf-trainer", "diff"))
+    )
+    (tmp_path / "before.py").write_text(before.replace("max_steps=20", "max_steps=1"), encoding="utf-8")
+    (tmp_path / "train.py").write_text(after, encoding="utf-8")
+    (tmp_path / "train.yaml").write_text(block("hf-trainer", "yaml").replace("steps: 20", "steps: 1"), encoding="utf-8")
+    theirs = _start("hf-trainer", tmp_path, forks)[0]
+    ours = forks.python(["train.py"], tmp_path)
+    assert ours.returncode == 0, ours.stderr
+    (said,) = re.findall(r"^1 ([\d.]+)$", theirs.stdout, re.MULTILINE)
+    ((_, mean),) = Report.read(tmp_path / "runs/train").losses
+    assert float(said) / mean == pytest.approx(120 / 136, rel=1e-6)

@@ -57,6 +57,13 @@ def test_the_navigation_names_every_page() -> None:
     assert sorted(named) == sorted(there | HERE)
 
 
+def test_links_to_the_repository_lead_somewhere() -> None:
+    """Those that leave docs/, which the site names without a link: a file or a folder is there."""
+    for page in sorted((ROOT / "docs").rglob("*.md")):
+        for link in re.findall(r"\]\((\.\./[^)#]*)", page.read_text("utf-8")):
+            assert (page.parent / link).exists(), f"{page}: {link}"
+
+
 def test_the_tutorial_is_first() -> None:
     """After the home page."""
     assert list(named_pages(yaml.safe_load(CONFIG)["nav"]))[:2] == ["index.md", "tutorial.md"]

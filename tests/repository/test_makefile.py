@@ -85,6 +85,7 @@ def test_no_python(system: Path) -> None:
         "sweeps",
         "conformance",
         "versions",
+        "torchtune",
         "docs",
         "ray",
         "gpu",

@@ -8,17 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.forks import Forks
-from tests.support.transcript import MEASURED, NUMBER, check_shown, masked, played
+from tests.support.transcript import check_shown, numberless, played
 
 PAGE = (Path(__file__).parents[2] / "docs/tutorial.md").read_text("utf-8")
 PROOF = "## What each costs\n"
 """Heading after which memory is recorded, in other processes than before."""
-
-
-def numberless(text: str) -> list[str]:
-    """Return the lines without measures, numbers and the sentence on which cell is best, which are a machine's own."""
-    text = re.sub(r"^plan: .*?(?=^page: )", "", text, flags=re.MULTILINE | re.DOTALL)
-    return masked(text, (*MEASURED, r"-?\d[\d.,]*e[+-]\d+", NUMBER))
 
 
 def losses(printed: str) -> dict[str, str]:

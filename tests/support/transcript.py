@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,12 @@ def masked(text: str, masks: Sequence[str] = MEASURED) -> list[str]:
         text = re.sub(pattern, "#", text)
     lines = [re.sub(" +", " ", line).strip() for line in text.splitlines()]
     return [line for line in lines if line and not re.match(r"\[?[WI]\d{4} ", line)]
+
+
+def numberless(text: str) -> list[str]:
+    """Return the lines without measures, numbers and the sentence on which cell is best, which are a machine's own."""
+    text = re.sub(r"^plan: .*?(?=^page: )", "", text, flags=re.MULTILINE | re.DOTALL)
+    return masked(text, (*MEASURED, r"-?\d[\d.,]*e[+-]\d+", NUMBER))
 
 
 def check_shown(shown: Sequence[str], printed: Sequence[str]) -> None:
@@ -121,7 +128,8 @@ def played(page: str, folder: Path, forks: Forks) -> Iterator[tuple[Shown, str]]
 
 
 def run_unipar(command: str, folder: Path, forks: Forks) -> subprocess.CompletedProcess[str]:
-    """Return what a command of unipar printed; a # begins a comment."""
-    program, *words = command.partition("  #")[0].split()
+    """Return what a command of unipar printed; a plan is printed 110 columns wide."""
+    program, *words = shlex.split(command)
     assert program == "unipar", command
-    return forks.python(["-m", "unipar", *words], folder, memory=words[0] == "compare")
+    wide = {"COLUMNS": "110"} if words[0] == "plan" else {}
+    return forks.python(["-m", "unipar", *words], folder, wide, memory=words[0] == "compare")

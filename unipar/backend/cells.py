@@ -113,7 +113,11 @@ def config_in_cell(config: Config, cell: Cell) -> Config:
     elif backend.name in options:
         options[backend.name] = _without_variants(options[backend.name], can.variants.values())
     batch, other = config.batch, one or data != config.parallel.data
-    if other and batch.total is None and isinstance(config.parallel.data, int):
+    if batch.tokens is not None:
+        before = config.parallel.data
+        if isinstance(before, int) and isinstance(data, int):
+            batch = batch.on_other_ranks(before, data)
+    elif other and batch.total is None and isinstance(config.parallel.data, int):
         sizes = batch.settle(config.parallel.data)  # the same microbatches, one after another
         batch = batch.model_copy(update={"total": sizes.total, "accumulate": None})
     elif other and batch.micro is None and isinstance(config.parallel.data, int):

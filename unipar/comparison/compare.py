@@ -23,7 +23,7 @@ from unipar.config.source import Given
 from unipar.errors import ConfigError, Unsupported
 from unipar.launcher.cells import select_cells
 from unipar.launcher.processes.signals import sigterm_as_interrupt
-from unipar.report.build import PAGE_FILE_NAME, try_write_page, write_html
+from unipar.report.build import try_write_page, write_html
 from unipar.report.data.comparison import ComparisonPageData
 from unipar.report.data.headline import comparison_headline
 from unipar.report.pages import comparison, scaling
@@ -32,6 +32,7 @@ from unipar.results.live_table import LiveTable
 from unipar.results.row import REUSED, CellResult
 from unipar.results.scaling import ScaledCell, Scaling
 from unipar.run_folder.folder import check_folder_content, explain_write_errors, lock_folder
+from unipar.run_folder.layout import PAGE_FILE_NAME
 from unipar.task import Task
 from unipar.utils.text import count_of
 
@@ -81,6 +82,8 @@ def compare(
         raise ConfigError(f"--world: {world}: wanted a whole number above 0, or several: 1,2,4")
     sizes = parse_world_sizes(world) if isinstance(world, Sequence) else []
     asked = CompareRequest.of(config, overrides, task, "compare starts a world for each cell")
+    if sizes:
+        asked.source.config.batch.require_samples("worlds of several sizes are compared by the samples of a step")
     tried = ("single", *(tuple(cells) or asked.source.config.compare.cells))
     if sizes:
         asked = asked.settle_micro(tried, sizes)
@@ -118,6 +121,7 @@ def compare_cells(
         out=str(folder),
         precision=config.train.precision,
         samples=settled.sizes.total,
+        unit=settled.sizes.unit,
         ranks=ranks,
         machines=asked.machines_of(ranks),
         warmup=asked.turns.warmup,

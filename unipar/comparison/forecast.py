@@ -64,6 +64,9 @@ def make_forecast(
     `per`: ranks of a machine, of several; None: all ranks of the compared world are on this one.
     """
     size, source = device_memory(compared)
+    if compared.sizes.tokens is not None:
+        problem = f"batch.tokens: {compared.sizes.total}: planning needs microbatches of a fixed number of samples"
+        return Forecast(device="cpu" if compared.device == "cpu" else "cuda", ranks=compared.ranks, problem=problem)
     asked = Forecast(
         device="cpu" if compared.device == "cpu" else "cuda",
         ranks=compared.ranks,

@@ -191,5 +191,7 @@ def parse_world_sizes(worlds: Sequence[int] | str) -> list[int]:
 
 def batch_with_fixed_total(batch: Batch, smallest: int) -> Batch:
     """Return a batch that has the total of the smallest world in every other world."""
+    if batch.size is not None:
+        return batch
     least = batch.settle(smallest)
-    return batch if batch.total is not None else Batch(total=least.total, accumulate=least.accumulate)
+    return Batch(total=least.total, accumulate=least.accumulate)

@@ -21,13 +21,14 @@ from unipar.config.source import Given
 from unipar.errors import ConfigError, Unsupported
 from unipar.launcher.cells import result_of_check
 from unipar.launcher.processes.signals import sigterm_as_interrupt
-from unipar.report.build import PAGE_FILE_NAME, try_write_page, write_html
+from unipar.report.build import try_write_page, write_html
 from unipar.report.pages.scaling import render_scaling
 from unipar.results.files import ORIGINAL_CONFIG_FOLDER
 from unipar.results.live_table import LiveTable
 from unipar.results.row import CellResult
 from unipar.results.scaling import SCALING_KINDS, ScaledCell, Scaling, ScalingKind
 from unipar.run_folder import folder
+from unipar.run_folder.layout import PAGE_FILE_NAME
 from unipar.task import Task
 
 SCALE_JSON, SCALE_CSV = "scale.json", "scale.csv"
@@ -48,6 +49,7 @@ def scale(
     """
     sizes = parse_world_sizes(worlds)
     asked = CompareRequest.of(config, overrides, task, "scale starts a world for each size")
+    asked.source.config.batch.require_samples("scale compares worlds by the samples of a step")
     asked = asked.settle_micro(tuple(cells) or (str(asked.source.cell),), sizes)
     with asked.on_machines(sizes[-1]) as asked:
         return _scale_worlds(asked, sizes, cells, overwrite=overwrite)

@@ -51,7 +51,7 @@ class SettledConfig:
     @classmethod
     def from_json(cls, config: str, data: Mapping[str, Any]) -> Self:
         """Return a settled config from the JSON text of its config and from the data of `to_json`."""
-        sizes = BatchSizes(**data["sizes"])
+        sizes = BatchSizes.from_json(data["sizes"])
         return cls(Config.model_validate_json(config), Cell.parse(data["cell"]), sizes, data["device"])
 
 

@@ -80,6 +80,7 @@ def export_script(source: ConfigSource, to: str, out: Path | None = None, *, ove
             "with --set batch.micro=N; `unipar explain FILE` shows the one of an earlier run, and `unipar plan FILE "
             "--memory SIZE` what to expect"
         )
+    source.config.batch.require_samples("a script reads batches of a fixed number of samples")
     cell = Cell(backend.name, source.config.parallel.shard)
     own = cells.cell_of(source.config)
     source = in_cell(source, own if own.backend == backend.name else cell, "--to")
@@ -162,6 +163,11 @@ def _make_outline(source: ConfigSource) -> tuple[Outline, dict[str, str]]:
         raise TaskError(
             f"{ref.task.shown}: data() returns a stream, and a script supports map-style datasets only: export a task "
             "whose data() returns one"
+        )
+    if depth.sampler:
+        raise TaskError(
+            f"{ref.task.shown}: data() returns a DataLoader with a sampler of its own ({depth.sampler}), and a script "
+            "draws the order by the seed: export a task without it, and put yours into the loader of train.py"
         )
     assert depth.per_epoch is not None
     task = load_task(config)

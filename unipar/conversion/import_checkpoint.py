@@ -217,6 +217,11 @@ def _position(config: Config, source: Path, step: int) -> dict[str, Any]:
     backend, batch, ranks = find_backend(config.backend), config.batch, config.parallel.data
     if is_single_process(cell_of(config, backend), backend):
         ranks = 1
+    if batch.tokens is not None and step:
+        raise CheckpointError(
+            f"{source} has done {step:,} steps, and on how many samples is not known: batch.tokens ({batch.tokens}) "
+            "gives each step another number; import it with the batch.total of that training, and go on with tokens"
+        )
     if ranks == "auto" and batch.total is None and step:
         raise CheckpointError(
             f"{source} has done {step:,} steps, and on how many samples is not known: batch.total is micro x "

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, final
 
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
+from typing_extensions import override
 
 from unipar.config import BatchSizes, Config
 from unipar.config.config import Data
+from unipar.data.order import SampleKey
 from unipar.distributed.world import World
 from unipar.errors import ConfigError, TaskError
+from unipar.utils.seeding import mix_seed, seed_all
 
 Collate = Callable[[list[Any]], Any]
 
@@ -25,6 +28,9 @@ class DataSource:
     settings: Data
     loader_arguments: dict[str, Any]
     """Further arguments of the user's DataLoader, passed on to the one that unipar makes."""
+
+    sampler: Any = None
+    """The DataLoader's own sampler, which gives the order of an epoch; None: unipar draws it."""
 
     @property
     def streams(self) -> bool:
@@ -56,6 +62,11 @@ def training_data_source(
 ) -> DataSource:
     """Return the source for what data() returned; raise if a key of the config's `data` has no effect on it."""
     source = data_source_of(given, collate, default, config, sizes)
+    if source.streams and sizes.tokens is not None:
+        raise ConfigError(
+            f"batch.tokens: {sizes.total}: data() returned a stream, and batches of tokens are planned by the length "
+            "of every sample before the first step: return a map-style dataset, or give batch.total"
+        )
     keys_given = config.data.model_fields_set
     if source.streams and "shuffle" in keys_given and config.data.shuffle:
         raise ConfigError(
@@ -95,6 +106,11 @@ def _source_from_loader(
         raise TaskError(
             f"the DataLoader has {sampling}; unipar decides which samples are a batch: give batch_size instead"
         )
+    if sizes.tokens is not None and loader.batch_size != 1:
+        raise TaskError(
+            f"the DataLoader's batch_size is {loader.batch_size}, and batch.tokens ({sizes.total}) says how many "
+            "samples are a batch: leave batch_size out"
+        )
     if loader.batch_size not in (1, sizes.total, sizes.micro):
         raise TaskError(
             f"the DataLoader's batch_size is {loader.batch_size}; it must be batch.total ({sizes.total}), "
@@ -103,12 +119,15 @@ def _source_from_loader(
     sampler: Any = loader.sampler
     whole: Any = loader.dataset
     streams = _is_stream(whole)
+    own_order: Any = None
     shuffle = _is_random_sampler(sampler) and not sampler.replacement and len(sampler) == len(whole)
     if not shuffle and not streams and type(sampler) is not SequentialSampler:
-        raise TaskError(
-            f"the DataLoader has a sampler of its own ({type(loader.sampler).__name__}); unipar decides which rank "
-            "reads which sample: leave it out, and set data.shuffle"
-        )
+        if "shuffle" in config.data.model_fields_set:
+            raise ConfigError(
+                f"data.shuffle: {str(config.data.shuffle).lower()}: the DataLoader has a sampler of its own "
+                f"({type(sampler).__name__}), which gives the order; leave the key out, or the sampler"
+            )
+        own_order = sampler
     own = getattr(sampler, "generator", None) if type(sampler) is RandomSampler else None  # torchdata makes one always
     if loader.generator is not None or own is not None:
         raise TaskError("the DataLoader has a generator of its own; the order follows from train.seed: leave it out")
@@ -123,7 +142,7 @@ def _source_from_loader(
     arguments = {name: getattr(loader, name) for name in names}
     if settings.workers and loader.prefetch_factor is not None:
         arguments["prefetch_factor"] = loader.prefetch_factor
-    return DataSource(loader.dataset, collate or loader.collate_fn, settings, arguments)
+    return DataSource(loader.dataset, collate or loader.collate_fn, settings, arguments, own_order)
 
 
 def _is_random_sampler(sampler: Any) -> bool:
@@ -142,3 +161,16 @@ def check_same_sample_count(samples: int, world: World) -> None:
             "of it, and unipar divides it"
         ),
     )
+
+
+@final
+class SeededDataset(Dataset[Any]):
+    """Dataset read by (epoch, index); each sample has random numbers that depend only on seed, epoch and index."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self.dataset, self.seed = dataset, seed
+
+    @override
+    def __getitem__(self, key: SampleKey) -> Any:
+        seed_all(mix_seed(self.seed, 2, *key), cuda=False)
+        return self.dataset[key[1]]

@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 from torch.utils.data import DataLoader, Dataset
-from typing_extensions import override
 
 from unipar.config import BatchSizes
 from unipar.data.data_worker import with_worker_start
-from unipar.data.dataset import DataSource
+from unipar.data.dataset import DataSource, SeededDataset
+from unipar.data.lengths import MeasuredDataset, SampleLengths
 from unipar.data.order import DataPosition, MicrobatchPlan, SampleKey, SampleOrder, split_batch
+from unipar.data.sampler_order import Agree, SamplerOrder
+from unipar.data.token_order import TokenOrder, split_by_tokens
 from unipar.errors import TaskError
-from unipar.utils.seeding import mix_seed, seed_all
-
-
-@final
-class SeededDataset(Dataset[Any]):
-    """Dataset read by (epoch, index); each sample has random numbers that depend only on seed, epoch and index."""
-
-    def __init__(self, dataset: Any, seed: int) -> None:
-        self.dataset, self.seed = dataset, seed
-
-    @override
-    def __getitem__(self, key: SampleKey) -> Any:
-        seed_all(mix_seed(self.seed, 2, *key), cuda=False)
-        return self.dataset[key[1]]
 
 
 @final
@@ -35,13 +22,42 @@ class MicrobatchFeed:
     """Microbatches of one rank, in the order of steps."""
 
     def __init__(
-        self, source: DataSource, sizes: BatchSizes, rank: int | None, seed: int, *, pin: bool = False
+        self,
+        source: DataSource,
+        sizes: BatchSizes,
+        rank: int | None,
+        seed: int,
+        *,
+        pin: bool = False,
+        lengths: SampleLengths | None = None,
+        agree: Agree | None = None,
     ) -> None:
-        """Create the feed of one rank; with rank None, of all ranks one after another, for a single process."""
+        """Create the feed of one rank; with rank None, of all ranks one after another, for a single process.
+
+        `lengths`: of all samples, if the batch is counted in tokens. `agree`: compares the order of a sampler with that
+        of rank 0; None: it is not compared.
+        """
         self.source, self.sizes, self.rank, self.seed, self.pin = source, sizes, rank, seed, pin
+        self.lengths = lengths
+        """Lengths of all samples, if the batch is counted in tokens."""
+
+        self._dataset: Dataset[Any] = SeededDataset(source.dataset, seed)
         settings = source.settings
-        self.order = SampleOrder(len(source), sizes.total, seed, settings.shuffle, settings.ragged)
-        self._dataset = SeededDataset(source.dataset, seed)
+        self.sampler: SamplerOrder | None = None
+        """Order of the user's own sampler; None: unipar draws the order."""
+
+        if source.sampler is not None:
+            self.sampler = SamplerOrder(source.sampler, len(source), seed, agree)
+        self.order: SampleOrder | TokenOrder
+        if sizes.tokens is None:
+            count = len(source) if self.sampler is None else self.sampler.count
+            self.order = SampleOrder(count, sizes.total, seed, settings.shuffle, settings.ragged, given=self.sampler)
+        else:
+            assert lengths is not None, "a batch of tokens is planned by the lengths of samples"
+            self._dataset = MeasuredDataset(self._dataset, lengths)
+            self.order = TokenOrder(
+                lengths, sizes.total, seed, shuffle=settings.shuffle, ragged=settings.ragged, given=self.sampler
+            )
 
     def steps(self, epochs: int) -> int:
         """Return the number of optimizer steps in so many epochs."""
@@ -49,8 +65,7 @@ class MicrobatchFeed:
 
     def place(self, step: int) -> tuple[int, int]:
         """Return the epoch and the batch within it of the next step, when `step` steps are done."""
-        _, epoch, sample = self.position(step)
-        return epoch, sample // self.sizes.total
+        return self.order.place(step)
 
     def position(self, step: int) -> DataPosition:
         """Return the place in the data of the next step, when `step` steps are done."""
@@ -58,18 +73,29 @@ class MicrobatchFeed:
 
     def go_on_from(self, begin: DataPosition) -> None:
         """Read from this place on, where another run stopped, perhaps with batches of another size."""
-        self.order = replace(self.order, begin=begin)
+        self.order = self.order.go_on_from(begin)
 
     def plans(self, start: int) -> Iterator[list[MicrobatchPlan]]:
         """Yield the plans of each step's microbatches, from step `start` on, without end."""
-        sizes = self.sizes
         for epoch, batch in self.order.batches(start):
-            step: list[MicrobatchPlan] = []
-            cuts = split_batch(batch, sizes.accumulate, sizes.ranks)
-            for mine in (mine for micro in cuts for mine in (micro if self.rank is None else [micro[self.rank]])):
-                keys = [(epoch, i) for i in mine] or [(epoch, batch[0])]  # a real sample that does not count
-                step.append(MicrobatchPlan(keys, len(mine) / len(batch)))
-            yield step
+            cuts = self._split(batch)
+            mine = [part for micro in cuts for part in (micro if self.rank is None else [micro[self.rank]])]
+            yield [self._plan(part, epoch, batch) for part in mine]
+
+    def _split(self, batch: Sequence[int]) -> Sequence[Sequence[Sequence[int]]]:
+        if self.lengths is None:
+            return split_batch(batch, self.sizes.accumulate, self.sizes.ranks)
+        return split_by_tokens(batch, self.lengths.of, self.sizes)
+
+    def _plan(self, part: Sequence[int], epoch: int, batch: Sequence[int]) -> MicrobatchPlan:
+        """Return the plan of a part of a global batch; of an empty one, a real sample that does not count."""
+        if self.lengths is None:
+            keys = [(epoch, i) for i in part or batch[:1]]
+            return MicrobatchPlan(keys, len(part) / len(batch), repeats=self.sampler is not None)
+        tokens, whole = self.lengths.tokens(part), self.lengths.tokens(batch)
+        shortest = min(batch, key=self.lengths.of.__getitem__)
+        keys = [(epoch, i) for i in part or [shortest]]
+        return MicrobatchPlan(keys, tokens / whole, tokens, whole, repeats=self.sampler is not None)
 
     def batches(self, start: int) -> Iterator[list[tuple[Any, MicrobatchPlan]]]:
         """Yield each step's microbatches with their plans, from step `start` on, without end."""
@@ -92,7 +118,11 @@ class MicrobatchFeed:
 
     def samples(self, step: int) -> int:
         """Return the size of the global batch of the next step, when `step` steps are done."""
-        return min(self.sizes.total, self.order.samples - self.position(step).sample)
+        return self.order.size(step)
+
+    def units(self, keys: Sequence[SampleKey]) -> int:
+        """Return how many units these samples count for, where the task has no weight of its own."""
+        return len(keys) if self.lengths is None else self.lengths.tokens([i for _, i in keys])
 
     def read(self, keys: list[SampleKey]) -> Any:
         """Return the batch that collate makes of these samples."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -38,6 +38,9 @@ class SampleOrder:
     ragged: str
     begin: DataPosition = START
     """Place from which batches of `total` are read; before it they may have had another size."""
+
+    given: Callable[[int], list[int]] | None = None
+    """Function that gives the indices of an epoch, if it is not drawn here."""
 
     def __post_init__(self) -> None:
         rest = self.samples - self.begin.sample
@@ -74,16 +77,28 @@ class SampleOrder:
         epochs, batches = divmod(done - self._first_epoch, self.per_epoch)
         return DataPosition(step, self.begin.epoch + 1 + epochs, batches * self.total)
 
+    def go_on_from(self, begin: DataPosition) -> SampleOrder:
+        """Return the order that is read from this place on."""
+        return replace(self, begin=begin)
+
+    def place(self, step: int) -> tuple[int, int]:
+        """Return the epoch and the batch within it of the next step, when `step` steps are done."""
+        _, epoch, sample = self.position(step)
+        return epoch, sample // self.total
+
+    def size(self, step: int) -> int:
+        """Return the samples of the next step's global batch, when `step` steps are done."""
+        return min(self.total, self.samples - self.position(step).sample)
+
     def steps(self, epochs: int) -> int:
         """Return the number of optimizer steps of a run of so many epochs."""
         return self.begin.step + self._first_epoch + (epochs - 1 - self.begin.epoch) * self.per_epoch
 
     def permutation(self, epoch: int) -> list[int]:
         """Return the indices of all samples in the order of this epoch."""
-        if not self.shuffle:
-            return list(range(self.samples))
-        generator = torch.Generator().manual_seed(mix_seed(self.seed, 1, epoch))
-        return torch.randperm(self.samples, generator=generator).tolist()
+        if self.given is not None:
+            return self.given(epoch)
+        return shuffled_indices(self.samples, self.seed, epoch, shuffle=self.shuffle)
 
     def batches(self, start: int) -> Iterator[tuple[int, list[int]]]:
         """Yield (epoch, indices) of each optimizer step from `start` on, without end."""
@@ -94,6 +109,14 @@ class SampleOrder:
             for at in range(first, self.samples - least + 1, self.total):
                 yield epoch, order[at : at + self.total]
             epoch, first = epoch + 1, 0
+
+
+def shuffled_indices(samples: int, seed: int, epoch: int, *, shuffle: bool) -> list[int]:
+    """Return the indices of all samples in the order of an epoch; in that of the data without `shuffle`."""
+    if not shuffle:
+        return list(range(samples))
+    generator = torch.Generator().manual_seed(mix_seed(seed, 1, epoch))
+    return torch.randperm(samples, generator=generator).tolist()
 
 
 def split_batch(batch: Sequence[int], accumulate: int, ranks: int) -> list[list[Sequence[int]]]:
@@ -113,4 +136,13 @@ class MicrobatchPlan:
 
     keys: list[SampleKey]
     weight: float
-    """Number of samples that count, divided by that of the global batch."""
+    """Number of samples, or tokens, that count, divided by that of the global batch."""
+
+    tokens: int = 0
+    """Tokens of the samples, if the batch is counted in tokens."""
+
+    of_tokens: int = 0
+    """Tokens of the global batch, if it is counted in tokens."""
+
+    repeats: bool = False
+    """Whether the order may have a sample more than once, as a sampler with replacement gives it."""

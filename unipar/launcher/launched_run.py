@@ -30,6 +30,7 @@ from unipar.run_folder.error_file import record_run_error
 from unipar.run_folder.layout import read_launch_file
 from unipar.task import Task
 from unipar.task.importing import is_importing_task, next_earlier_run
+from unipar.utils.notebook import in_notebook
 
 if TYPE_CHECKING:
     from unipar.task import Run
@@ -75,7 +76,18 @@ def run_launch(
         _earlier_launches.append(f"!{type(e).__name__}: {e}")
         raise
     _earlier_launches.append(str(out.resolve()))
+    if in_notebook():
+        _write_page(out)
     return report
+
+
+def _write_page(out: Path) -> None:
+    """Write the run's page, which a notebook shows for its report; that there is none is said, and no error."""
+    from unipar.report.build import try_write_page, write_run_page
+
+    line = try_write_page(lambda: write_run_page(out))
+    if line.startswith("no page"):
+        sys.stderr.write(f"{line}\n")
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, Self, TextIO
 from unipar.model.weight_file import describe_loaded_weights
 from unipar.run_folder.attempts import count_attempts
 from unipar.run_folder.checkpoint_lines import describe_checkpoint_event
-from unipar.run_folder.heartbeat import READING_ON, Heartbeat, LongWork, read_heartbeat
+from unipar.run_folder.heartbeat import MEASURING, READING_ON, Heartbeat, LongWork, read_heartbeat
 from unipar.run_folder.layout import heartbeat_path, ledger_path, stdout_path
 from unipar.utils.files import relative_path
 from unipar.utils.terminal import Terminal
@@ -98,7 +98,7 @@ class Progress:
         return 0.1 if self._err.draws else 0.5
 
     def __enter__(self) -> Self:
-        self.say(f"run folder: {relative_path(self._run)}")
+        self._say_progress(f"run folder: {relative_path(self._run)}")
         if not self._quiet and self._err.can_draw:
             self._err.draw_bar("starting", redirect_stdout=self._out.can_draw)
         return self
@@ -109,7 +109,7 @@ class Progress:
             self._write_rank_output(unfinished)
         self._err.stop()
         if kind is None and not self._quiet and self._rows:
-            self.say(self._summary())
+            self._say_progress(self._summary())
         for tail in (self._ledger, self._stdout_tail):
             if tail is not None:
                 tail.close()
@@ -154,13 +154,18 @@ class Progress:
         if not self._quiet:
             self._err.line(text)
 
+    def _say_progress(self, text: str) -> None:
+        """Show a line that the next one may replace, unless the run is quiet."""
+        if not self._quiet:
+            self._err.progress_line(text)
+
     def _show_event(self, row: Mapping[str, Any]) -> None:
         if row["event"] == "continued" and row["attempt"] == self._awaited:
             self._awaited = 0
         if self._awaited:
             return
         if row["event"] == "start":
-            self.say(f"{row['cell']}, {count_of(row['size'], 'rank')}, {row['parameters']:,} parameters")
+            self._say_progress(f"{row['cell']}, {count_of(row['size'], 'rank')}, {row['parameters']:,} parameters")
         elif row["event"] == "weights":
             self.say(f"weights: {describe_loaded_weights(row)}")
         elif row["event"] == "work":
@@ -173,17 +178,17 @@ class Progress:
             self.say(row["said"])
         elif row["event"] in ("resumed", "checkpoint", "checkpoint failed"):
             for line in describe_checkpoint_event(row):
-                self.say(line)
+                (self.say if row["event"] == "checkpoint failed" else self._say_progress)(line)
         elif row["event"] == "step":
             self._rows = [*self._rows[:1], row]
             self._steps = row.get("of", self._steps)
             if not self._err.draws and self._line_is_due(row["step"]):
                 rate = _format_rate(row) if row["seconds"] else ""
                 step = self._step_of_total(row["step"])
-                self.say(f"step {step}  loss {row['loss']:.4f}  {rate}{_format_memory(row)}")
+                self._say_progress(f"step {step}  loss {row['loss']:.4f}  {rate}{_format_memory(row)}")
         elif row["event"] == "eval":
             named = "  ".join(f"{k} {format_number(v)}" for k, v in row.items() if k not in ("event", "time", "step"))
-            self.say(f"step {self._step_of_total(row['step'])}  evaluated: {named}")
+            self._say_progress(f"step {self._step_of_total(row['step'])}  evaluated: {named}")
 
     def _line_is_due(self, step: int) -> bool:
         last, when = self._shown
@@ -201,13 +206,14 @@ class Progress:
             self._work_shown = now
         elif now - self._work_shown >= SECONDS_BETWEEN_LINES:
             self._work_shown = now
-            self.say(_describe_work(work))
+            self._say_progress(_describe_work(work))
 
     def _update_bar(self, beat: Heartbeat | None) -> None:
         if beat is None:
             return
         work = beat.work
-        if work is not None and (work.name == READING_ON or beat.phase in ("start", "save")):  # training waits for it
+        awaited = beat.phase in ("start", "save")  # training waits for it
+        if work is not None and (awaited or work.name in (READING_ON, MEASURING)):
             self._err.move_bar(description=work.name, completed=work.done, total=work.total, says=_format_work(work))
             return
         if beat.step < 1:
@@ -242,11 +248,13 @@ class Progress:
 def _describe_work(work: LongWork) -> str:
     if work.name == READING_ON:
         return f"data: read on past {work.done:,} of {work.total:,} samples"
+    if work.name == MEASURING:
+        return f"data: measured the lengths of {work.done:,} of {work.total:,} samples"
     return f"{work.name}: {_format_work(work)}"
 
 
 def _format_work(work: LongWork) -> str:
-    if work.name == READING_ON:
+    if work.name in (READING_ON, MEASURING):
         return f"{work.done:,}/{work.total:,} samples"
     return f"{format_size(work.done)} of {format_size(work.total)}" if work.total else ""
 

@@ -100,7 +100,7 @@ class OptimizerFactory:
         if own is not None:
             _refuse_unused_settings(config)
         self._groups, self._wanted, self._device, self._own = groups, config.train.optimizer, device, own
-        self._scale = config.train.lr_scale.factor(config.batch.total or 1)
+        self._scale = config.train.lr_scale.factor(config.batch.size or 1)
         self.made = ""
         """Name of the class of the optimizer that was made last; empty before."""
 

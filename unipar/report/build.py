@@ -16,9 +16,8 @@ from unipar.report.pages import comparison, scaling, verification
 from unipar.report.pages import run as pages_run
 from unipar.results.files import RESULT_FILES, ResultKind, find_result_file, read_mapping
 from unipar.results.scaling import Scaling
+from unipar.run_folder.layout import PAGE_FILE_NAME
 from unipar.utils.files import write_file_atomically
-
-PAGE_FILE_NAME = "report.html"
 
 PAGE_LABELS = {
     "": "the run",
@@ -44,6 +43,11 @@ def write_pages(run: Path, after: Path | None = None, out: Path | None = None) -
 def write_page(run: Path, after: Path | None = None, out: Path | None = None) -> Path:
     """Write the page of `run`, or of `after` compared with `run`, at `out` or beside its results; return its path."""
     return _write_one_page(run, after, out)[0]
+
+
+def write_run_page(run: Path) -> Path:
+    """Write the page of the run in a folder, whatever else is in it; return its path."""
+    return write_html(_render_page("run", run / "rank-0.jsonl"), run / PAGE_FILE_NAME)
 
 
 def _write_one_page(run: Path, after: Path | None, out: Path | None) -> tuple[Path, list[str]]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import textwrap
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from statistics import median
 from typing import Any, Self
 
@@ -33,12 +34,14 @@ from unipar.results.row import OUTCOME_PREFIXES, CellResult, cell_result_from_js
 from unipar.results.same_training import TrainingMarks, describe_training_difference
 from unipar.results.step_work.figures import CellWork, StepFigures, flops_of_step, step_figures
 from unipar.results.step_work.table import describe_work_columns, format_work_table
+from unipar.run_folder.layout import PAGE_FILE_NAME
+from unipar.utils.notebook import ShownAsPage
 from unipar.utils.table import Remark, format_table_rows, table_remarks
 from unipar.utils.text import count_of, format_size
 
 
 @dataclass(frozen=True, kw_only=True)
-class TurnResults(ABC):
+class TurnResults(ShownAsPage):
     """Results of worlds that trained in turns, a row for each."""
 
     name: str
@@ -112,6 +115,12 @@ class TurnResults(ABC):
     def __str__(self) -> str:
         return self.table()
 
+    @property
+    @override
+    def page(self) -> Path:
+        return Path(self.out) / PAGE_FILE_NAME
+
+    @override
     def table(self, width: int = 80) -> str:
         """Return the table as text, with the remarks below."""
         blocks, extra = self.blocks(width), self.extra_tables(width)
@@ -168,7 +177,10 @@ class Comparison(TurnResults):
     """Results of all cells of one comparison; `single`, the reference, is the first row."""
 
     samples: int
-    """Samples in one optimizer step."""
+    """Samples in one optimizer step; tokens at most, if `unit` says so."""
+
+    unit: str = "samples"
+    """Unit in which the batch is counted: samples or tokens."""
 
     ranks: int
     """Ranks of every cell except `single`; 0 if an older file does not say."""
@@ -195,6 +207,19 @@ class Comparison(TurnResults):
     @override
     def training_difference(self, row: CellResult) -> str:
         return describe_training_difference(row.marks, self.marks_of_others(row)) if row.marks is not None else ""
+
+    def rate(self, row: CellResult) -> float | None:
+        """Return samples, or tokens, per second in the median step; None if that is not known."""
+        if not row.timed_seconds:
+            return None
+        if self.unit == "tokens":  # of which each step has another number
+            return self.step_figures()[row.cell].tokens_per_second
+        return self.samples / median(row.timed_seconds)
+
+    def describe_batch(self) -> str:
+        """Return the size of a batch in words."""
+        size = count_of(self.samples, "sample") if self.unit == "samples" else f"{self.samples} tokens"
+        return f"{size} a step"
 
     def describe_ranks(self) -> str:
         """Return the number of ranks in words, and on how many machines they are if on several."""
@@ -254,7 +279,7 @@ class Comparison(TurnResults):
     def blocks(self, width: int) -> list[list[str]]:
         """Return the lines of the header, then of each row; without column x if they would be too wide."""
         last = "allocated" if self._has_memory else "RSS"
-        rows = [("cell", "loss", "step ms", "x", "samples/s", last), *map(self._shown, self.rows)]
+        rows = [("cell", "loss", "step ms", "x", f"{self.unit}/s", last), *map(self._shown, self.rows)]
         blocks = format_table_rows(rows[0], rows[1:], right=(2, 3, 4, 5), width=width)
         if max(len(line) for block in blocks for line in block) <= width:
             return blocks
@@ -268,14 +293,14 @@ class Comparison(TurnResults):
         agrees = "reference" if row is self.reference else str(found or "-")
         if found is not None and not found.within:
             agrees += "!"
-        middle = median(row.timed_seconds)
+        middle, rate = median(row.timed_seconds), self.rate(row)
         factor = f"{middle / median(self.baseline.timed_seconds):.2f}" if self.baseline is not None else "-"
         return (
             row.cell,
             agrees,
             format_spread(row.timed_seconds),
             factor,
-            f"{self.samples / middle:.{1 if self.samples / middle < 100 else 0}f}",
+            "-" if rate is None else f"{rate:.{1 if rate < 100 else 0}f}",
             self._memory_text(row),
         )
 
@@ -351,7 +376,8 @@ class Comparison(TurnResults):
     def from_json(cls, data: dict[str, Any], **changed: Any) -> Self:
         """Return the comparison of a file's mapping, with some fields `changed`."""
         rows = [cell_result_from_json(cell) for cell in data["cells"]]
-        data = {"unwatched": "", "machines": 1, "ranks": max((len(row.peak_rss) for row in rows), default=0), **data}
+        ranks = max((len(row.peak_rss) for row in rows), default=0)
+        data = {"unwatched": "", "machines": 1, "unit": "samples", "ranks": ranks, **data}
         stored = {f.name: data[f.name] for f in fields(cls) if f.name not in _FIELDS_NOT_STORED}
         planned = data.get("forecast")
         forecast = None if planned is None else Forecast.model_validate(planned, strict=False)

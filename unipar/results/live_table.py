@@ -1,4 +1,4 @@
-"""Display of a running comparison or verification on stderr: a live table on a terminal, plain lines elsewhere."""
+"""Display of a running comparison or verification: a live table in a terminal, a line in a notebook, or lines."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class LiveTable:
         """Show the results so far; `line` says what has just changed."""
         since = format_duration(max(time.monotonic() - self._began, 0.1))
         if not self._terminal.draws:
-            self._terminal.line(f"{since:>9}  {line}")
+            self._terminal.progress_line(f"{since:>9}  {line}")
             return
         header, *rows = so_far.blocks(self._terminal.width)
         styles = ["bold", *(_STYLES.get(row.outcome, "") for row in so_far.rows)]

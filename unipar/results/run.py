@@ -11,8 +11,9 @@ from typing import Any, Self
 from typing_extensions import override
 
 from unipar.memory.account import PhasePeak
-from unipar.run_folder.layout import ledger_path
+from unipar.run_folder.layout import PAGE_FILE_NAME, ledger_path
 from unipar.run_folder.ledger import Ledger
+from unipar.utils.notebook import ShownAsPage
 from unipar.utils.table import format_table
 from unipar.utils.text import count_of, format_duration, format_flops, format_number, format_rate, format_size
 
@@ -31,7 +32,7 @@ SPEED_NAMES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class Report(ShownAsPage):
     """Results of a run, finished or not: what its ranks have logged."""
 
     out: Path
@@ -132,10 +133,12 @@ class Report:
     def __str__(self) -> str:
         return self.table()
 
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """Print the table for a notebook or IPython."""
-        printer.text(self.table())
+    @property
+    @override
+    def page(self) -> Path:
+        return self.out / PAGE_FILE_NAME
 
+    @override
     def table(self, width: int = 80) -> str:
         """Return the run in a few lines of text."""
         ranks = "one process" if self.size == 1 else f"{self.size} ranks"

@@ -133,7 +133,7 @@ def _time_cells(found: Comparison, row: CellResult) -> list[str]:
     if not row.timed_seconds or row.outcome != "ran":
         return ["", ""]
     middle = median(row.timed_seconds)
-    return [f"{middle:.6g}", f"{found.samples / middle:.6g}"]
+    return [f"{middle:.6g}", f"{found.samples / middle:.6g}" if found.unit == "samples" else ""]
 
 
 def _work_cells(flops: float | None, one: StepFigures) -> list[str]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 import textwrap
 from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any, Final, Literal, Self
 
 from pydantic import TypeAdapter
 from typing_extensions import override
 
 from unipar.config import Precision
+from unipar.run_folder.layout import PAGE_FILE_NAME
+from unipar.utils.notebook import ShownAsPage
 from unipar.utils.table import format_table_rows
 from unipar.utils.text import count_of
 
@@ -119,7 +122,7 @@ class Verdict:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdicts:
+class Verdicts(ShownAsPage):
     """Verdicts on all cells, and the runs of one process with which they were compared."""
 
     name: str
@@ -219,6 +222,12 @@ class Verdicts:
     def __str__(self) -> str:
         return self.table()
 
+    @property
+    @override
+    def page(self) -> Path:
+        return Path(self.out) / PAGE_FILE_NAME
+
+    @override
     def table(self, width: int = 80) -> str:
         """Return the table as text, with the remarks below."""
         rows = ["\n".join(lines) for lines in self.blocks(width)]

@@ -22,7 +22,10 @@ _ROW = struct.Struct("<qqd")
 READING_ON: Final = "reading on"
 """Work of a rank that reads samples of a stream that were read before, up to the place from which the run goes on."""
 
-LONG_WORKS: Final = ("", "saving", "verifying the checkpoint", "loading the checkpoint", READING_ON)
+MEASURING: Final = "measuring lengths"
+"""Work of a rank that counts the tokens of its part of the samples, before batches of tokens are planned."""
+
+LONG_WORKS: Final = ("", "saving", "verifying the checkpoint", "loading the checkpoint", READING_ON, MEASURING)
 """Works besides training that may last; "" is none."""
 
 _WORK = struct.Struct("<qqq")
@@ -42,7 +45,7 @@ class LongWork:
     """One of LONG_WORKS."""
 
     done: int
-    """Number of bytes, or of samples under READING_ON, that are done."""
+    """Number of bytes, or of samples under READING_ON and MEASURING, that are done."""
 
     total: int
 

@@ -8,6 +8,9 @@ from typing import Any
 
 from unipar.utils.address import Location, parse_location
 
+PAGE_FILE_NAME = "report.html"
+"""Name of the page beside results."""
+
 CHECKPOINTS_OF_RUN = "checkpoints"
 """Name of the folder of checkpoints in a run folder."""
 

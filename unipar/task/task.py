@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from unipar.task.run import Run
 
 
-TASK_FUNCTIONS = ("model", "loss", "data", "weight", "collate", "validation", "metrics", "groups")
+TASK_FUNCTIONS = ("model", "loss", "data", "weight", "collate", "validation", "metrics", "groups", "length")
 """Names of functions that `launch` takes instead of a task; the first three are required."""
 
 
@@ -48,6 +48,14 @@ class Task(ABC):
         from torch.utils.data import default_collate
 
         return default_collate(samples)
+
+    def length(self, sample: Any) -> int:
+        """Return the number of tokens of a sample, as data() gives it; needed under `batch.tokens`.
+
+        The loss is then the mean over tokens, and the weight of a microbatch is their number, unless `weight` says
+        another.
+        """
+        raise TaskError("the task has no length(sample), which says how many tokens a sample has")
 
     def validation(self) -> Any:
         """Return the dataset or stream that `evaluate` reads, or None."""
@@ -156,6 +164,10 @@ class FunctionTask(Task):
         if "metrics" in self.functions:
             return self.functions["metrics"](model, batch)
         return super().metrics(model, batch)
+
+    @override
+    def length(self, sample: Any) -> int:
+        return self.functions["length"](sample) if "length" in self.functions else super().length(sample)
 
     @override
     def groups(self, model: nn.Module) -> Iterable[Mapping[str, Any]] | None:

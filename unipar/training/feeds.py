@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, final
 
 from torch import Tensor
@@ -14,14 +16,15 @@ from unipar.checkpoint.saved_state import SavedState
 from unipar.checkpoint.store_exchange import StoreExchange
 from unipar.data.dataset import DataSource, check_same_sample_count, training_data_source
 from unipar.data.feed import MicrobatchFeed
+from unipar.data.lengths import SampleLengths, measure_lengths
 from unipar.data.order import DataPosition
 from unipar.data.stream import STREAM_PROMISES
 from unipar.data.stream_feed import StreamFeed, StreamPlace
 from unipar.data.stream_reader import ReadingOn, ReadPart, has_state
 from unipar.errors import CheckpointError, TaskError
-from unipar.run_folder.heartbeat import READING_ON
+from unipar.run_folder.heartbeat import MEASURING, READING_ON
 from unipar.utils.address import Location
-from unipar.utils.text import format_duration
+from unipar.utils.text import count_of, format_duration
 
 if TYPE_CHECKING:
     from unipar.config import BatchSizes, Config
@@ -132,7 +135,9 @@ def _feed_from_beginning(live: FedRun, data: Any, collate: Callable[[list[Any]],
         check_same_sample_count(source.length, live.world)
     pin, seed = live.world.device.type == "cuda", live.config.train.seed
     if not source.streams:
-        return MicrobatchFeed(source, live.sizes, live.world.share, seed, pin=pin)
+        lengths = _measured(live, source)
+        agree = partial(live.world.agree, "order")
+        return MicrobatchFeed(source, live.sizes, live.world.share, seed, pin=pin, lengths=lengths, agree=agree)
     live.note("data", said=f"a stream: {STREAM_PROMISES[source.settings.stream]}")
     return StreamFeed(
         source,
@@ -143,6 +148,31 @@ def _feed_from_beginning(live: FedRun, data: Any, collate: Callable[[list[Any]],
         gives_places=live.config.checkpoint is not None,
         reading_on=_ReadingOnNotice(live),
     )
+
+
+def _measured(live: FedRun, source: DataSource) -> SampleLengths | None:
+    """Return the lengths of all samples, of which each rank measures a part; None without `batch.tokens`."""
+    if live.sizes.tokens is None:
+        return None
+    world, began = live.world, time.monotonic()
+
+    def report(done: int, of: int) -> None:
+        live.mark("data")
+        live.heartbeat.set_work(MEASURING, done, of)
+
+    def add_up(lengths: Tensor) -> Tensor:
+        live.mark("waiting")
+        return world.sum(lengths.to(world.device)).cpu()
+
+    given = live.task, source.dataset, live.config.train.seed, live.sizes
+    lengths = measure_lengths(*given, share=(world.rank, world.size), add_up=add_up, report=report)
+    assert lengths is not None
+    live.heartbeat.set_work("")
+    live.mark("data")
+    took = format_duration(time.monotonic() - began)
+    samples, tokens = count_of(len(lengths.of), "sample"), f"{sum(lengths.of):,} tokens"
+    live.note("data", said=f"{samples} of {tokens}, the longest of {lengths.longest:,}, measured in {took}")
+    return lengths
 
 
 @final
@@ -187,6 +217,8 @@ def describe_stream_place(live: FedRun, done: int) -> tuple[dict[str, Any], dict
     if live.feeds.brought:
         described["loader"] = True
     if not isinstance(feed, StreamFeed):
+        if feed.sampler is not None:
+            described["order"] = feed.sampler.digest(place.epoch)
         return described, {}
     world, own = live.world, feed.stream_place()
     saves = world.rank == 0 if feed.whole else world.leads
@@ -238,6 +270,7 @@ def place_feed(live: FedRun, feed: Feed, saved_in: CheckpointContents, said: Col
     refuse_other_data(feed, saved, path, of_loader=was_in_loader(saved, live.task))
     begin = DataPosition(step, int(saved["epoch"]), int(saved["sample"]))
     if not isinstance(feed, StreamFeed):
+        _refuse_other_order(feed, saved, path)
         feed.go_on_from(begin)
         return
     stream: Mapping[str, Any] | None = saved.get("stream")
@@ -298,6 +331,22 @@ def _leave_out_rest(live: FedRun, reads: str, epoch: int, why: str, said: Collec
             f"saved, or begin epoch {epoch + 2} with --set data.stream={reads}"
         )
     live.note("data", said=f"{why}: the rest of epoch {epoch + 1} is left out")
+
+
+def _refuse_other_order(feed: MicrobatchFeed, saved: Mapping[str, Any], path: Location) -> None:
+    """Raise CheckpointError if the samples of the epoch come in another order than they did."""
+    before, now = saved.get("order"), None
+    if feed.sampler is not None:
+        now = feed.sampler.digest(int(saved["epoch"]))
+    if before != now and saved["sample"]:
+        which = "the DataLoader had a sampler of its own, and has none now"
+        if now is not None:
+            which = "the DataLoader's sampler gives another order" if before else "the DataLoader had no sampler"
+        raise CheckpointError(
+            f"checkpoint {path}: {which} in epoch {int(saved['epoch']) + 1}, of which {saved['sample']:,} samples were "
+            "read: go on with the same sampler, drawn from the global generators, or begin a run with these weights "
+            "(model.weights)"
+        )
 
 
 def refuse_other_data(feed: Feed, saved: Mapping[str, Any], path: Location, *, of_loader: bool = False) -> None:

@@ -38,7 +38,7 @@ from unipar.run_folder.layout import checkpoint_folder, heartbeat_path, ledger_p
 from unipar.run_folder.ledger import Ledger
 from unipar.task import Task
 from unipar.tracking.writer import TrackerWriter
-from unipar.training.out_of_memory import explain_out_of_memory
+from unipar.training.out_of_memory import explain_out_of_memory, is_out_of_memory
 from unipar.training.parts import OfOptimizer, TrainedPart, tied_names
 from unipar.training.run import TrainingRun
 from unipar.training.shares import first_microbatch
@@ -50,6 +50,7 @@ from unipar.utils.procfs import anonymous_memory, peak_resident_bytes
 if TYPE_CHECKING:
     from torch import nn
 
+    from unipar.data.feed import MicrobatchFeed
     from unipar.memory.recording.step_log import StepMemory
     from unipar.model.safetensors_files import SafetensorsFiles
     from unipar.training.resuming import ChosenCheckpoint
@@ -88,17 +89,12 @@ def open_run(
         watcher = _make_step_memory(config, backend, world, run, heartbeat, ledger)
         told = config.model_dump(mode="json")
         trackers = TrackerWriter(config.log.to, run, place.rank, told, ledger.note, after=after)
+        resumes, build = chosen is not None, partial(build_run, settled, backend, task, world, heartbeat=heartbeat)
         with explain_out_of_memory(run, place.rank):
-            live = build_run(
-                settled,
-                backend,
-                task,
-                world,
-                ledger=ledger,
-                heartbeat=heartbeat,
-                trackers=trackers,
-                resumes=chosen is not None,
-            )
+            tried = _try_largest(build, world, ledger, trackers) if config.batch.try_largest else None
+            live = build(ledger=ledger, trackers=trackers, resumes=resumes)
+        if tried is not None:
+            live.use_feed(tried)
         if place.rank == 0 and (found := launched.get("micro")) is not None:
             ledger.note("micro", **found)
         _keep_state(live, run, launched, chosen)
@@ -117,10 +113,36 @@ def open_run(
         if at_end is not None:
             at_end(world)
         world.barrier()  # no rank reads ledgers before all of them are complete
-        for part in live.parts.values():
-            part.engine.close()
+        _close_engines(live)
         world.close()
         failed.pop_all()
+
+
+def _close_engines(live: TrainingRun) -> None:
+    for part in live.parts.values():
+        part.engine.close()
+
+
+def _try_largest(
+    build: Callable[..., TrainingRun], world: World, ledger: Ledger, trackers: TrackerWriter
+) -> MicrobatchFeed:
+    """Try the largest microbatches on a model that is thrown away, note it, and return the feed that has measured."""
+    from unipar.training.warm_up.largest import try_largest
+
+    with Ledger(Path(os.devnull)) as unread:
+        live = build(ledger=unread, trackers=trackers)
+        feed, said = try_largest(live, is_out_of_memory)
+        _close_engines(live)
+        del live
+    gc.collect()
+    if world.device.type == "cuda":
+        import torch
+
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(world.device)
+    if world.rank == 0:
+        ledger.note("data", said=said)
+    return feed
 
 
 def _choose_checkpoint(
@@ -231,7 +253,8 @@ def build_run(
     config, sizes = settled.config, settled.sizes
     if config.eval.every and not task.defines("validation"):
         raise TaskError("eval.every is given and the task has no validation(): give it a dataset, or leave eval out")
-    config = config.changed({"batch.total": sizes.total})
+    if sizes.tokens is None:
+        config = config.changed({"batch.total": sizes.total})
     world.lay(**config.parallel.axes.sizes)
     _prepare_once_per_machine(task, world)
     base = anonymous_memory()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import count, islice
 from typing import Any, final
 
@@ -10,10 +11,12 @@ import torch
 
 from unipar.backend import Micro
 from unipar.config import BatchSizes, Config
-from unipar.data.dataset import training_data_source
+from unipar.data.dataset import DataSource, SeededDataset, training_data_source
 from unipar.data.feed import MicrobatchFeed
-from unipar.data.order import MicrobatchPlan
+from unipar.data.lengths import measure_lengths
+from unipar.data.order import MicrobatchPlan, shuffled_indices
 from unipar.data.stream_feed import StreamFeed
+from unipar.data.token_order import padded_tokens
 from unipar.distributed.world import World
 from unipar.engines.batch import to_device
 from unipar.errors import TaskError, UniparError
@@ -33,8 +36,9 @@ class ShareMaker:
         """Return the share of the next step from microbatches that `feed` has read, when `done` steps are done."""
         samples = feed.samples(done)
         if not self._weighs:
-            return self._on_device(((batch, plan.weight) for batch, plan in read), samples)
-        weights = [self._weight(batch, len(plan.keys)) if plan.weight else 0.0 for batch, plan in read]
+            tokens = float(read[0][1].of_tokens) or None
+            return self._on_device(((batch, plan.weight) for batch, plan in read), samples, tokens)
+        weights = [self._weight(batch, plan.tokens or len(plan.keys)) if plan.weight else 0.0 for batch, plan in read]
         total = torch.tensor(sum(weights), dtype=torch.float64, device=self._world.device)
         whole = self._world.sum_shares(total).item()
         if not whole > 0:
@@ -79,7 +83,9 @@ def read_first_microbatch(task: Task, data: Any, config: Config, sizes: BatchSiz
     source = training_data_source(data, collate, task.collate, config, sizes)
     if source.streams:
         return source.collate(list(islice(iter(source.dataset), sizes.micro)))
-    feed = MicrobatchFeed(source, sizes, 0, config.train.seed)
+    if sizes.tokens is not None:
+        return source.collate(_first_samples(task, source, config, sizes))
+    feed = MicrobatchFeed(replace(source, sampler=None), sizes, 0, config.train.seed)  # a sampler is drawn by the run
     batch = feed.read(next(feed.plans(0))[0].keys)
     weight = task.weight(batch)
     if weight is not None and float(weight) == 0:
@@ -87,11 +93,25 @@ def read_first_microbatch(task: Task, data: Any, config: Config, sizes: BatchSiz
     return batch
 
 
+def _first_samples(task: Task, source: DataSource, config: Config, sizes: BatchSizes) -> list[Any]:
+    """Return as many samples as a microbatch of tokens holds, without the lengths of all others."""
+    assert sizes.tokens is not None
+    dataset, samples, lengths = SeededDataset(source.dataset, config.train.seed), list[Any](), list[int]()
+    for i in shuffled_indices(len(source), config.train.seed, 0, shuffle=source.settings.shuffle):
+        sample = dataset[0, i]
+        lengths.append(int(task.length(sample)))
+        if samples and padded_tokens(range(len(lengths)), lengths, packed=sizes.tokens.packed) > sizes.micro:
+            break
+        samples.append(sample)
+    return samples
+
+
 def first_microbatches(task: Task, config: Config, sizes: BatchSizes, number: int) -> list[Any]:
     """Return the first microbatches of a map-style dataset, of all ranks; fewer if the first epoch has fewer."""
     collate = task.collate if task.defines("collate") else None
     source = training_data_source(task.data(), collate, task.collate, config, sizes)
-    feed = MicrobatchFeed(source, sizes, None, config.train.seed)
+    lengths = measure_lengths(task, source.dataset, config.train.seed, sizes)
+    feed = MicrobatchFeed(source, sizes, None, config.train.seed, lengths=lengths)
     steps = islice(feed.plans(0), max(1, feed.order.per_epoch))
     plans = islice((plan for step in steps for plan in step), number)
     return [feed.read(plan.keys) for plan in plans]

@@ -34,7 +34,10 @@ class TaskFacts:
     """Number of samples; unknown (None) for a stream without a length."""
 
     per_epoch: int | None
-    """Number of batches of `batch.total` in an epoch; None if it is known only after the epoch."""
+    """Number of batches in an epoch, under `batch.tokens` in the first; None if it is known only after the epoch."""
+
+    steps: int | None
+    """Optimizer steps of `train.epochs`; None without that key, or if it is known only after the epochs."""
 
     stream_description: str
     """Description of how a stream is read; empty for a map-style dataset."""
@@ -44,6 +47,9 @@ class TaskFacts:
 
     loader_arguments: tuple[str, ...]
     """Names of further DataLoader arguments that differ from their defaults."""
+
+    sampler: str
+    """Class of the DataLoader's own sampler, which gives the order; empty if unipar draws it."""
 
     checkpoint: int | None
     """Bytes of tensors in a checkpoint; None without a section `checkpoint`, or if the optimizer cannot be tried."""
@@ -60,8 +66,11 @@ def load_task(config: Config) -> Task:
 def gather_task_facts(config: Config, sizes: BatchSizes) -> TaskFacts:
     """Create the task's model (on meta, if possible) and its data, and return facts about them."""
     from unipar.data.dataset import data_source_of, training_data_source
+    from unipar.data.feed import MicrobatchFeed
+    from unipar.data.lengths import measure_lengths
     from unipar.data.order import SampleOrder
     from unipar.data.stream import STREAM_PROMISES
+    from unipar.data.token_order import TokenOrder
     from unipar.model.blocks import find_blocks
 
     task = load_task(config)
@@ -76,10 +85,16 @@ def gather_task_facts(config: Config, sizes: BatchSizes) -> TaskFacts:
         settings = source.settings
         samples = source.length
         per_epoch = None
+        steps = None
         if samples is not None and settings.stream == "whole":
-            per_epoch = SampleOrder(
-                samples, sizes.total, config.train.seed, settings.shuffle, settings.ragged
-            ).per_epoch
+            order: SampleOrder | TokenOrder
+            if source.streams:
+                order = SampleOrder(samples, sizes.total, config.train.seed, settings.shuffle, settings.ragged)
+            else:
+                lengths = measure_lengths(task, source.dataset, config.train.seed, sizes)
+                order = MicrobatchFeed(source, sizes, 0, config.train.seed, lengths=lengths).order
+            per_epoch = order.per_epoch
+            steps = order.steps(config.train.epochs or 1)
     counts = [(p.numel(), p.requires_grad) for module in modules.values() for p in module.parameters()]
     blocks = {part: find_blocks(module, config, given=task.blocks(module)) for part, module in modules.items()}
     several = tuple(modules) if len(modules) > 1 else ()
@@ -90,11 +105,13 @@ def gather_task_facts(config: Config, sizes: BatchSizes) -> TaskFacts:
         blocks=tuple(f"{part}.{n}" if several else n for part, names in blocks.items() for n in names),
         samples=samples,
         per_epoch=per_epoch,
+        steps=steps if config.train.epochs is not None else None,
         stream_description=STREAM_PROMISES[settings.stream] if source.streams else "",
         data={name: getattr(of_loader, name) for name in sorted(of_loader.model_fields_set)},
         loader_arguments=tuple(
             name for name, value in source.loader_arguments.items() if value != _LOADER_DEFAULTS.get(name)
         ),
+        sampler="" if source.sampler is None else type(source.sampler).__name__,
         checkpoint=None if config.checkpoint is None else checkpoint_bytes(task, modules, config),
     )
 

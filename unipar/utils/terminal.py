@@ -1,10 +1,13 @@
-"""Live output of a running command: a bar, spinner or block at the end of a terminal; plain lines elsewhere."""
+"""Live output of a running command: a bar, spinner or block in a terminal, a line in a notebook, or plain lines."""
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable
 from typing import Any, TextIO
+
+from unipar.utils.notebook import ReplacedLine, in_notebook
 
 
 class Terminal:
@@ -12,6 +15,7 @@ class Terminal:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
+        self._replaced = ReplacedLine() if stream is sys.stderr and in_notebook() else None
         self._drawn: Any = None  # rich's Progress or Live; rich is imported only where something is drawn
 
     @property
@@ -36,6 +40,13 @@ class Terminal:
         else:
             self._stream.write(f"{text}\n")
             self._stream.flush()
+
+    def progress_line(self, text: str) -> None:
+        """Write a line that the next one makes worthless; in a notebook that one takes its place."""
+        if self._replaced is not None and self._drawn is None:
+            self._replaced.show(text)
+        else:
+            self.line(text)
 
     def draw_bar(self, text: str, *, redirect_stdout: bool) -> None:
         """Draw a line with a text, a bar and a second text (set by `move_bar(says=...)`); `stop` removes the line.

@@ -247,6 +247,11 @@ class RunPlan:
     def _cuts(self) -> list[int]:
         """Return up to two other sizes of a microbatch, smaller ones preferred, because they need no more memory."""
         sizes = self.settled.sizes
+        if (limits := sizes.tokens) is not None:
+            if limits.micro is None:
+                return [sizes.total, 2 * sizes.total]
+            half = limits.micro // 2
+            return [half] * (limits.longest is not None and half >= limits.longest) + [2 * limits.micro]
         others = [m for m in range(1, sizes.total + 1) if sizes.total % m == 0 and m != sizes.micro]
         smaller, larger = [m for m in others if m < sizes.micro][::-1], [m for m in others if m > sizes.micro]
         return sorted((smaller[:2] + larger)[:2])
@@ -262,8 +267,11 @@ def with_bitwise_arithmetic(settled: SettledConfig) -> SettledConfig:
 def with_accumulation(settled: SettledConfig, accumulate: int) -> SettledConfig:
     """Return the config with the same global batch in `accumulate` microbatches of each share."""
     sizes = settled.sizes
+    if sizes.tokens is not None:
+        return settled.changed({"batch.micro": None, "batch.accumulate": accumulate})
     return _with_micro_size(settled, sizes.total, sizes.total // (sizes.ranks * accumulate))
 
 
 def _with_micro_size(settled: SettledConfig, total: int, micro: int) -> SettledConfig:
-    return settled.changed({"batch.total": total, "batch.micro": micro, "batch.accumulate": None})
+    size = {"batch.total": total} if settled.sizes.tokens is None else {}
+    return settled.changed({**size, "batch.micro": micro, "batch.accumulate": None})

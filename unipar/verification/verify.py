@@ -22,11 +22,12 @@ from unipar.launcher.micro_batch.choice import PREFIX, ChosenMicro
 from unipar.launcher.preparation.prepare import Prepared, prepare
 from unipar.launcher.processes.signals import sigterm_as_interrupt
 from unipar.launcher.remote.across import StarterOnMachines, starter_on_machines
-from unipar.report.build import PAGE_FILE_NAME, try_write_page, write_page
+from unipar.report.build import try_write_page, write_page
 from unipar.results.files import ORIGINAL_CONFIG_FOLDER, VERIFY_JSON, original_config_path
 from unipar.results.live_table import LiveTable
 from unipar.results.verdicts import Verdict, Verdicts
 from unipar.run_folder import folder
+from unipar.run_folder.layout import PAGE_FILE_NAME
 from unipar.task import Task
 from unipar.task.reference import TaskRef
 from unipar.utils.address import Location, parse_location

@@ -13,12 +13,13 @@ from unipar.comparison.compare import WORLDS_CSV, WORLDS_JSON, describe_comparis
 from unipar.config import Cell, Config
 from unipar.config.settled import SettledConfig
 from unipar.errors import ReportError, UniparError
-from unipar.report.build import PAGE_FILE_NAME, try_write_page, write_html
+from unipar.report.build import try_write_page, write_html
 from unipar.report.pages.scaling import render_scaling
 from unipar.results.comparison import Comparison
 from unipar.results.files import nested_mapping, original_config_path, parse_comparison, read_mapping
 from unipar.results.row import CellResult
 from unipar.results.scaling import ScaledCell, Scaling
+from unipar.run_folder.layout import PAGE_FILE_NAME
 from unipar.utils.text import count_of
 
 

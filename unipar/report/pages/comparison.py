@@ -47,8 +47,8 @@ from unipar.report.pages.step_work import step_work_section
 from unipar.results.agreement import loss_tolerance
 from unipar.results.files import original_config_path
 from unipar.results.memory_tables import describe_allocator_settings, largest_account
-from unipar.results.row import OUTCOME_PREFIXES
-from unipar.utils.text import count_of, format_duration, format_size
+from unipar.results.row import OUTCOME_PREFIXES, CellResult
+from unipar.utils.text import format_duration, format_size
 
 _NO_VALUE = "–"
 
@@ -83,7 +83,7 @@ def render_comparison(page: ComparisonPageData, before: ComparisonPageData | Non
 def _head(page: ComparisonPageData, before: ComparisonPageData | None, mismatches: Sequence[str]) -> str:
     comparison = page.comparison
     facts = [comparison.describe_ranks()] if comparison.ranks else []
-    facts += [comparison.precision, f"{count_of(comparison.samples, 'sample')} a step"]
+    facts += [comparison.precision, comparison.describe_batch()]
     facts += [f"{page.parameters:,} parameters"] if page.parameters else []
     sure = comparison.reference is not None and any(comparison.agreement(row) is not None for row in comparison.rows)
     kind: BadgeKind = "bad" if comparison.disagreeing_rows else "good" if sure else "open"
@@ -108,7 +108,7 @@ def describe_machine_and_devices(page: ComparisonPageData) -> str:
 
 
 def _cells(page: ComparisonPageData) -> str:
-    head = ["cell", "loss", "median step", "× time", "samples/s"]
+    head = ["cell", "loss", "median step", "× time", f"{page.comparison.unit}/s"]
     cuda, measured = (
         any(a.on is not None for c in page.measured_cells for a in c.memory),
         not _has_cuda_predictions(page),
@@ -130,7 +130,7 @@ def _cells(page: ComparisonPageData) -> str:
                 verdict + (" ✗" if agreement is not None and not agreement.within else ""),
                 format_duration(cell.median_seconds),
                 factor,
-                f"{page.comparison.samples / cell.median_seconds:.1f}",
+                _rate_text(page, row),
                 *memory_cells(row, page.comparison.rank_count(row)),
             ]
         )
@@ -201,12 +201,17 @@ def _losses(page: ComparisonPageData) -> str:
     )
 
 
+def _rate_text(page: ComparisonPageData, row: CellResult) -> str:
+    rate = page.comparison.rate(row)
+    return _NO_VALUE if rate is None else f"{rate:.1f}"
+
+
 def _pareto(page: ComparisonPageData, before: ComparisonPageData | None) -> str:
     cells = [c for c in page.measured_cells if c.timed]
     if not cells:
         return ""
-    rows = [[c.cell, format_size(c.peak), f"{page.comparison.samples / c.median_seconds:.1f}"] for c in cells]
-    table = html_table(["cell", "memory at the peak", "samples/s"], rows, "Throughput and memory")
+    rows = [[c.cell, format_size(c.peak), _rate_text(page, c.row)] for c in cells]
+    table = html_table(["cell", "memory at the peak", f"{page.comparison.unit}/s"], rows, "Throughput and memory")
     aside = f" {one.cell}, one process, is not ranked." if (one := page.comparison.reference) is not None else ""
     compared = before is not None and before.measured_cells
     moved = " A line leads from each cell's place in the earlier comparison." if compared else ""

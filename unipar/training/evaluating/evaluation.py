@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, final
 
 import torch
@@ -12,13 +14,14 @@ from torch.utils.data import DataLoader
 from unipar.backend import Engine, Mark
 from unipar.config import BatchSizes, Config
 from unipar.data.data_worker import with_worker_start
-from unipar.data.dataset import data_source_of
-from unipar.data.feed import SeededDataset
+from unipar.data.dataset import SeededDataset, data_source_of
+from unipar.data.lengths import SampleLengths, measure_lengths
 from unipar.data.order import SampleKey
 from unipar.data.stream import WholeStream, wrap_in_workers
+from unipar.data.token_order import consecutive_microbatches
 from unipar.distributed.world import World
 from unipar.engines.batch import to_device
-from unipar.errors import TaskError
+from unipar.errors import ConfigError, TaskError
 from unipar.task import Task
 from unipar.training.evaluating.mean_check import differs, names_that_differ, refuse_no_mean, split_in_halves
 from unipar.training.evaluating.whole_metrics import WholeKind, WholeMetrics
@@ -61,10 +64,23 @@ class Evaluation:
         collate = task.collate if task.defines("collate") else None
         self.source = data_source_of(data, collate, task.collate, config, sizes)
         self.most = config.eval.batches * sizes.total if config.eval.batches is not None else None
+        """Samples, or tokens, that are read; None: all."""
+
+        if self.source.sampler is not None:
+            raise TaskError(
+                f"validation() returned a DataLoader with a sampler of its own ({type(self.source.sampler).__name__}); "
+                "an evaluation reads every sample once: leave it out"
+            )
+        self._lengths: SampleLengths | None = None
         if not self.source.streams:
             if len(self.source) == 0:
                 raise TaskError(_NO_SAMPLES)
-            self.most = min(len(self.source), self.most or len(self.source))
+            self._lengths = self._measured()
+        elif sizes.tokens is not None:
+            raise ConfigError(
+                f"batch.tokens: {sizes.total}: validation() returned a stream, and batches of tokens are planned "
+                "by the length of every sample: return a map-style dataset, or give batch.total"
+            )
         self.sums: dict[str, list[float]] = {}
         self.whole = WholeMetrics(world)
         self._kinds: dict[str, WholeKind] = {}
@@ -84,11 +100,12 @@ class Evaluation:
         ):
             self.mark("evaluate")  # one mark a batch: the watchdog sees that the rank does not hang
             number = self.world.share + i * self.world.shares
-            pairs = self._pairs(self._run(batch, number, key if samples else None, samples), batch, samples)
+            given = self._run(batch, number, key if samples else None, samples)
+            pairs = self._pairs(given, batch, samples, key[1])
             self._add(pairs)
             if self._checks:
                 self._checks = False
-                self._check_means(batch, number, samples, pairs)
+                self._check_means(batch, number, samples, key[1], pairs)
         return self._results()
 
     def _run(self, batch: Any, number: int, key: SampleKey | None, samples: int) -> Any:
@@ -99,19 +116,21 @@ class Evaluation:
         self.whole.is_answer = rank == self.world.rank
         return given
 
-    def _check_means(self, batch: Any, number: int, samples: int, whole: Mapping[str, tuple[float, float]]) -> None:
+    def _check_means(
+        self, batch: Any, number: int, samples: int, at: int, whole: Mapping[str, tuple[float, float]]
+    ) -> None:
         """Raise TaskError if a number of the first batch is no mean; all ranks call it together."""
         halves = split_in_halves(batch, samples)
         sizes = (samples // 2, samples - samples // 2) if halves else (0, 0)
         first, second = (
-            self._pairs(self._run(half, number, None, 0), half, size)
-            for half, size in zip(halves or (batch, batch), sizes, strict=True)
+            self._pairs(self._run(half, number, None, 0), half, size, begin)
+            for half, size, begin in zip(halves or (batch, batch), sizes, (at, at + sizes[0]), strict=True)
         )
         found = names_that_differ(whole, first, second, self._precision) if halves else []
         flag = torch.tensor(float(len(found)), dtype=torch.float64, device=self.device)
         if not float(self.world.sum(flag)):
             return
-        again = self._pairs(self._run(batch, -1 - number, None, 0), batch, samples)
+        again = self._pairs(self._run(batch, -1 - number, None, 0), batch, samples, at)
         for name in found:
             if not differs(whole, again, name, self._precision):
                 raise refuse_no_mean(name, whole, first, second)
@@ -121,10 +140,8 @@ class Evaluation:
 
         Number 0 marks a batch that is run and not added: other ranks still have one, and collectives need every rank.
         """
-        assert self.most is not None
-        size, rank, micro = self.world.shares, self.world.share, self.sizes.micro
-        keys = [(0, i) for i in range(self.most)]
-        chunks: list[list[SampleKey]] = [keys[i : i + micro] for i in range(0, self.most, micro)]
+        size, rank = self.world.shares, self.world.share
+        chunks = self._chunks()
         rounds = -(-len(chunks) // size)
         mine = [chunks[i] if i < len(chunks) else chunks[0] for i in range(rank, rounds * size, size)]
         loader: DataLoader[Any] = DataLoader(
@@ -136,6 +153,33 @@ class Evaluation:
         )
         for i, batch in enumerate(loader):
             yield batch, len(mine[i]) if rank + i * size < len(chunks) else 0, mine[i][0]
+
+    def _chunks(self) -> list[list[SampleKey]]:
+        """Return the samples of each batch, in the order of the data."""
+        most, micro = self.most, self.sizes.micro
+        if self._lengths is None:
+            samples = range(len(self.source))[:most]
+            parts = (samples[i : i + micro] for i in range(0, len(samples), micro))
+        else:
+            assert self.sizes.tokens is not None
+            lengths = self._lengths.of
+            if most is not None:
+                lengths = lengths[: bisect_right(list(accumulate(lengths)), most)]
+            parts = consecutive_microbatches(lengths, micro, packed=self.sizes.tokens.packed)
+        return [[(0, i) for i in part] for part in parts]
+
+    def _measured(self) -> SampleLengths | None:
+        """Return the lengths of the samples, of which each rank measures a part; None without `batch.tokens`."""
+        world, given = self.world, (self.task, self.source.dataset, self.seed, self.sizes)
+
+        def add_up(lengths: Tensor) -> Tensor:
+            return world.sum(lengths.to(world.device)).cpu()
+
+        def report(done: int, of: int) -> None:
+            self.mark("evaluate")
+
+        share = (world.rank, world.size)
+        return measure_lengths(*given, of="validation()", share=share, add_up=add_up, report=report)
 
     def _stream_batches(self) -> Iterator[tuple[Any, int, SampleKey]]:
         """Yield the same of a stream, which every rank reads as a whole."""
@@ -154,17 +198,20 @@ class Evaluation:
         self.whole.before_call()
         return self.world.rank, self.whole.take(self.task.metrics(model, batch))
 
-    def _weight(self, batch: Any, samples: int) -> float:
+    def _weight(self, batch: Any, samples: int, at: int) -> float:
+        """Return the weight of a batch: the task's, or its samples, or their tokens; `at`: its first sample."""
         weight = self.task.weight(batch)
-        return float(samples if weight is None else weight)
+        if weight is not None:
+            return float(weight)
+        return float(samples if self._lengths is None else self._lengths.tokens(range(at, at + samples)))
 
-    def _pairs(self, given: Any, batch: Any, samples: int) -> dict[str, tuple[float, float]]:
+    def _pairs(self, given: Any, batch: Any, samples: int, at: int) -> dict[str, tuple[float, float]]:
         """Return each number with its weight: 0 in a batch without samples, which is not counted."""
         if not isinstance(given, Mapping):
             raise TaskError(
                 f"metrics() returned {given!r}; return a mapping of names to means or to pairs (mean, weight)"
             )
-        usual = self._weight(batch, samples) if samples else 0.0
+        usual = self._weight(batch, samples, at) if samples else 0.0
         pairs: dict[str, tuple[float, float]] = {}
         for name, value in given.items():
             if isinstance(value, WholeKind):

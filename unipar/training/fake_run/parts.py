@@ -93,6 +93,7 @@ class TaskTraces:
 
         `task`: None for the config's own.
         """
+        config.batch.require_samples("a plan needs microbatches of a fixed number of samples")
         self._fake, self.whole = trace_fake_task(config, micro, task)
         self._parts: dict[object, tuple[TracedTask, ...]] = {}
         self._predictions: dict[object, Prediction] = {}

@@ -172,7 +172,8 @@ class StateWatch:
         marks = [0.0] * world.shares
         if counts:
             keys = [key for plan in plans if plan.weight for key in plan.keys]
-            marks[world.share] = float(hash(tuple(keys)) & ((1 << 52) - 1)) if keys else -1.0
+            once = keys and not any(plan.repeats for plan in plans)
+            marks[world.share] = float(hash(tuple(keys)) & ((1 << 52) - 1)) if once else -1.0
         told = [float(observer.updated), observer.square, samples, scales, *marks]
         updated, square, samples, scales, *marks = world.sum(
             torch.tensor(told, dtype=torch.float64, device=world.device)

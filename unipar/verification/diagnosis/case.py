@@ -73,7 +73,9 @@ class FaultCase:
 
     @property
     def accumulate(self) -> int:
-        """Number of microbatches of each share."""
+        """Number of microbatches of each share, in the step that differs first if it depends on the samples."""
+        if self.settled.sizes.tokens is not None:
+            return len(self.replay.shares[-1]["parts"]) // self.shares
         return self.settled.sizes.accumulate
 
     def groups(self, step: int) -> list[dict[str, Any]]:

@@ -19,6 +19,7 @@ from unipar.config.sections.checkpoint import Checkpoint
 from unipar.config.settled import SettledConfig
 from unipar.data.dataset import data_source_of
 from unipar.data.feed import MicrobatchFeed
+from unipar.data.lengths import measure_lengths
 from unipar.distributed.place import Place
 from unipar.distributed.world import World
 from unipar.errors import TaskError, UniparError, Unsupported
@@ -183,9 +184,11 @@ def _gradient_shares(recorder: RunRecorder) -> list[dict[str, Any]]:
 
 def _feed_of_all_shares(task: Task, config: Config, shares: int) -> MicrobatchFeed:
     """Return a feed of the microbatches of all shares, in the order in which a replay takes them."""
-    sizes = config.batch.settle(shares)
+    batch = config.batch  # of one process
+    sizes = (batch if batch.tokens is None else batch.on_other_ranks(1, shares)).settle(shares)
     source = data_source_of(task.data(), task.collate if task.defines("collate") else None, task.collate, config, sizes)
-    return MicrobatchFeed(source, sizes, None, config.train.seed)
+    lengths = measure_lengths(task, source.dataset, config.train.seed, sizes)
+    return MicrobatchFeed(source, sizes, None, config.train.seed, lengths=lengths)
 
 
 def _train_steps(task: Task, live: TrainingRun, steps: int) -> None:

@@ -16,6 +16,7 @@ from unipar.config import Config, Precision
 from unipar.config.settled import SettledConfig
 from unipar.data.dataset import data_source_of
 from unipar.data.feed import MicrobatchFeed
+from unipar.data.lengths import measure_lengths
 from unipar.data.order import SampleKey
 from unipar.distributed.world import World
 from unipar.engines.batch import to_device
@@ -80,7 +81,8 @@ def probe_task(task: Task, settled: SettledConfig, world: World) -> dict[str, An
     config, sizes = settled.config, settled.sizes
     collate = task.collate if task.defines("collate") else None
     source = data_source_of(task.data(), collate, task.collate, config, sizes)
-    feed = MicrobatchFeed(source, sizes, 0, config.train.seed)
+    lengths = measure_lengths(task, source.dataset, config.train.seed, sizes)
+    feed = MicrobatchFeed(source, sizes, 0, config.train.seed, lengths=lengths)
     keys = next(feed.plans(0))[0].keys
     batch = feed.read(keys)
     modules = create_parts(task.model, config, world)
@@ -113,8 +115,9 @@ def _compare_losses(loss_of: _TaskLoss, feed: MicrobatchFeed, keys: list[SampleK
     if not loss_of.equal(first, drawn):
         return {"draws": True}
     half = len(keys) // 2
-    parts = [feed.read(keys[:half]), feed.read(keys[half:])] if half else []
-    weights = [loss_of.weight(part, n) for part, n in zip(parts, (half, len(keys) - half), strict=False)]
+    halves = [keys[:half], keys[half:]] if half else []
+    parts = [feed.read(mine) for mine in halves]
+    weights = [loss_of.weight(part, feed.units(mine)) for part, mine in zip(parts, halves, strict=True)]
     if not sum(weights) > 0:
         return {}
     losses = [loss_of(part, 0) if weight else 0.0 for part, weight in zip(parts, weights, strict=True)]
@@ -173,10 +176,10 @@ class _TaskLoss:
         """Return whether two losses are equal up to rounding."""
         return abs(one - other) <= self._tolerance * max(1.0, abs(one))
 
-    def weight(self, batch: Any, samples: int) -> float:
-        """Return the weight of a batch of so many samples."""
+    def weight(self, batch: Any, units: int) -> float:
+        """Return the weight of a batch of so many samples, or tokens."""
         weight = self._task.weight(batch)
-        return float(samples if weight is None else weight)
+        return float(units if weight is None else weight)
 
 
 def _uses_batch_statistics(module: nn.Module) -> bool:

@@ -67,6 +67,12 @@ def check_config(source: ConfigSource, *, deep: bool = False, overwrite: bool = 
 def _describe_batch(plan: PreparedRun) -> str:
     """Return the sizes of the batch, or those among which a trial chooses."""
     sizes = plan.settled.sizes
+    if (limits := sizes.tokens) is not None:
+        longest = f", samples of at most {limits.longest}" if limits.longest else ""
+        micro = (
+            f"{limits.accumulate} on each rank" if limits.micro is None else f"of at most {limits.micro} padded tokens"
+        )
+        return f"at most {sizes.total} tokens over data {sizes.ranks}, microbatches: {micro}{longest}"
     if plan.auto is None:
         return f"total {sizes.total} = micro {sizes.micro} x accumulate {sizes.accumulate} x data {sizes.ranks}"
     among = ", ".join(map(str, plan.auto.candidates))
@@ -80,7 +86,8 @@ def _describe_mesh(settled: SettledConfig) -> list[tuple[str, str]]:
     axes, sizes = settled.cell.axes, settled.sizes
     if axes.ranks == 1:
         return []
-    waits = f"; a stage waits {describe_bubble(axes, sizes.accumulate)}" if axes.pipeline > 1 else ""
+    known = axes.pipeline > 1 and sizes.tokens is None
+    waits = f"; a stage waits {describe_bubble(axes, sizes.accumulate)}" if known else ""
     return [("mesh", f"data {sizes.ranks} x {axes}{waits}")]
 
 

@@ -240,7 +240,7 @@ def _resolve_open_values(
 
     settled("parallel.data", sizes.ranks, ranks.why)
     settled("device", *resources.choose_device(config))
-    for key, value, why in _derived_batch_sizes(config, sizes):
+    for key, value, why in config.batch.derived_keys(sizes):
         resolved[key] = ExplainedValue(key, value, f"derived: {why}")
     if config.out is None:
         out = first_free_folder(source.out)
@@ -250,7 +250,9 @@ def _resolve_open_values(
         if config.train.steps is None and depth.per_epoch is not None:
             epochs = config.train.epochs
             why = f"derived: epochs x batches an epoch = {epochs} x {depth.per_epoch}"
-            resolved["train.steps"] = ExplainedValue("train.steps", (epochs or 0) * depth.per_epoch, why)
+            if sizes.tokens is not None:
+                why = f"derived: the batches of {epochs} epochs, of which the first has {depth.per_epoch}"
+            resolved["train.steps"] = ExplainedValue("train.steps", depth.steps, why)
         if config.model.blocks == "auto":
             settled("model.blocks", list(depth.blocks), "auto: found in the model")
         for key, value in ((f"data.{name}", value) for name, value in depth.data.items()):
@@ -267,22 +269,6 @@ def _resolve_open_values(
                 )
                 resolved[key] = ExplainedValue(key, value, by)
     return resolved
-
-
-def _derived_batch_sizes(config: Config, sizes: BatchSizes) -> Iterator[tuple[str, int, str]]:
-    """Yield the batch sizes that the config does not give, as key, value and reason."""
-    batch, n = config.batch, sizes.ranks
-    if batch.total is None:
-        yield "batch.total", sizes.total, f"micro x accumulate x data = {sizes.micro} x {sizes.accumulate} x {n}"
-        return
-    if batch.micro is None:
-        if batch.accumulate is None:
-            yield "batch.accumulate", 1, "total alone means 1"
-        why = f"total / (accumulate x data) = {sizes.total} / ({sizes.accumulate} x {n})"
-        yield "batch.micro", sizes.micro, why
-    elif batch.accumulate is None:
-        why = f"total / (micro x data) = {sizes.total} / ({sizes.micro} x {n})"
-        yield "batch.accumulate", sizes.accumulate, why
 
 
 def _derived_values(
@@ -303,7 +289,8 @@ def _derived_values(
         if config.checkpoint is not None and depth.checkpoint is not None:
             yield _explain_checkpoint(config.checkpoint, depth.checkpoint, out)
         if depth.per_epoch is not None:
-            each = f"the task's data(); {depth.per_epoch:,} batches of {sizes.total} an epoch"
+            of = f"{sizes.total} an epoch" if sizes.tokens is None else f"{sizes.total} tokens in the first epoch"
+            each = f"the task's data(); {depth.per_epoch:,} batches of {of}"
             yield ExplainedValue("samples", depth.samples, each)
 
 
@@ -328,9 +315,10 @@ def _full_learning_rate(config: Config, sizes: BatchSizes) -> ExplainedValue:
     if scale.rule == "none":
         return ExplainedValue("full learning rate", lr, "derived: train.optimizer.lr, not scaled")
     ratio = f"{sizes.total} / {scale.at_batch}"
-    how = f"x batch.total / at_batch = {lr:g} x {ratio}"
+    size = "batch.total" if sizes.tokens is None else "batch.tokens"
+    how = f"x {size} / at_batch = {lr:g} x {ratio}"
     if scale.rule == "sqrt":
-        how = f"x sqrt(batch.total / at_batch) = {lr:g} x sqrt({ratio})"
+        how = f"x sqrt({size} / at_batch) = {lr:g} x sqrt({ratio})"
     return ExplainedValue("full learning rate", lr * scale.factor(sizes.total), f"derived: train.optimizer.lr {how}")
 
 
@@ -366,6 +354,8 @@ def _explain_axes(config: Config, cell: Cell, ranks: int) -> Iterator[ExplainedV
     axes = cell.axes
     sizes = config.batch.settle(ranks // axes.ranks)
     yield ExplainedValue("ranks", ranks, f"derived: data {sizes.ranks} x {axes}")
+    if sizes.tokens is not None:
+        return
     share = f"{sizes.total} / {sizes.ranks}, for {axes.ranks} ranks together: micro {sizes.micro} x {sizes.accumulate}"
     yield ExplainedValue("samples of a step", sizes.share, f"derived: batch.total / data = {share}")
     if axes.pipeline == 1:

@@ -1,0 +1,141 @@
+"""`try_largest`: steps on the largest microbatches of a run, so that a lack of memory shows before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from unipar.backend import Engine, Micro
+from unipar.data.feed import MicrobatchFeed
+from unipar.data.order import MicrobatchPlan, SampleKey
+from unipar.data.token_order import padded_tokens
+from unipar.distributed.world import World
+from unipar.engines.batch import to_device
+from unipar.errors import OutOfMemory, TaskError
+from unipar.task import Task
+from unipar.utils.text import format_size
+
+
+class TriedRun(Protocol):
+    """Part of a run in training that is needed to try microbatches."""
+
+    task: Task
+    world: World
+    device: torch.device
+    rank: int
+
+    @property
+    def parts(self) -> Mapping[str, object]:
+        """Parts that are trained, by name."""
+        ...
+
+    @property
+    def engine(self) -> Engine:
+        """Engine of the model."""
+        ...
+
+    @property
+    def feed(self) -> object:
+        """Feed of this rank."""
+        ...
+
+    def mark(self, phase: str) -> None:
+        """Set the phase of the heartbeat."""
+        ...
+
+
+@dataclass(frozen=True)
+class LargestMicrobatches:
+    """Samples of the largest microbatches, and how many microbatches a rank has in a step at most."""
+
+    fullest: list[SampleKey]
+    """Microbatch of the first epoch that has most tokens, with padding."""
+
+    longest: list[SampleKey]
+    """As many of the longest samples of the data as `batch.micro` holds; without it, the longest one."""
+
+    rounds: int
+
+    def steps(self) -> list[list[list[SampleKey]]]:
+        """Return the microbatches of each step to try: from the second on, states of the optimizer are there."""
+        if self.rounds > 1:
+            return [[self.longest, self.fullest], [self.fullest, self.longest]]
+        return [[self.longest], [self.fullest], [self.longest]]
+
+
+def find_largest_microbatches(feed: MicrobatchFeed) -> LargestMicrobatches:
+    """Return the largest microbatches of a feed whose batches are counted in tokens."""
+    limits, lengths = feed.sizes.tokens, feed.lengths
+    assert limits is not None
+    assert lengths is not None
+    whole = copy(feed)  # of the same order: a sampler is not drawn again
+    whole.rank = None
+    steps = list(islice(whole.plans(0), whole.order.per_epoch))
+
+    def padded(plan: MicrobatchPlan) -> tuple[int, int]:
+        mine = [i for _, i in plan.keys]
+        return padded_tokens(mine, lengths.of, packed=limits.packed), max(lengths.of[i] for i in mine)
+
+    fullest = max((plan for step in steps for plan in step), key=padded)
+    ordered = sorted(range(len(lengths.of)), key=lambda i: -lengths.of[i])
+    count = 1 if limits.micro is None else max(1, limits.micro // lengths.longest)
+    rounds = max(map(len, steps)) // feed.sizes.ranks
+    return LargestMicrobatches(fullest.keys, [(0, i) for i in ordered[:count]], rounds)
+
+
+def try_largest(live: TriedRun, is_lack: Callable[[BaseException], bool]) -> tuple[MicrobatchFeed, str]:
+    """Do steps on the largest microbatches in a run that is thrown away; return its feed, and a sentence on them.
+
+    All ranks work on the same samples at the same time. Raise OutOfMemory, with the sizes, if they do not fit;
+    `is_lack`: whether an error means that.
+    """
+    if len(live.parts) > 1:
+        raise TaskError(
+            f"batch.try_largest: true: model() returned several parts ({', '.join(live.parts)}), and which loss each "
+            "takes is known to the task's loop alone; leave it out"
+        )
+    if not live.task.defines("data"):
+        raise TaskError(
+            "batch.try_largest: true: the task has no data(), and the loader of run.over() is known later; leave it out"
+        )
+    feed, engine, shares = live.feed, live.engine, live.world.shares
+    assert isinstance(feed, MicrobatchFeed)  # a stream is refused under batch.tokens
+    found = find_largest_microbatches(feed)
+    said = f"{_described(found.longest, feed)} and {_described(found.fullest, feed)}"
+
+    def loss(model: nn.Module, batch: Any, number: int) -> Tensor:
+        return live.task.loss(model, batch)
+
+    peak = 0
+    try:
+        for step in found.steps():
+            live.mark("data")
+            micros = [
+                Micro(to_device(feed.read(keys), live.device), 1.0 / (shares * len(step)), number)
+                for number, keys in enumerate(step)
+            ]
+            engine.step(loss, micros, 1.0, live.mark)
+        if live.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(live.device)
+    except Exception as e:
+        if not is_lack(e):
+            raise
+        raise OutOfMemory(
+            f"batch.try_largest: rank {live.rank} has no memory for the largest microbatches of the run, {said} "
+            f"({str(e).partition(chr(10))[0]}): lower batch.micro, or cut samples to a smaller batch.longest"
+        ) from e
+    live.mark("start")
+    used = f", peak {format_size(peak)}" if peak else ""
+    return feed, f"the largest microbatches, {said}, were tried before the first step{used}"
+
+
+def _described(keys: Sequence[SampleKey], feed: MicrobatchFeed) -> str:
+    assert feed.lengths is not None
+    lengths = [feed.lengths.of[i] for _, i in keys]
+    return f"{len(lengths)} x {max(lengths)} tokens"
