@@ -95,23 +95,20 @@ class ShardedEngine(WrapperEngine):
     def all_parameters(self) -> Generator[None]:
         self.run_forward(_compute_nothing, None)  # in the first forward FSDP2 settles which module is the root
         self.before_state_access()
-        groups = [group for module in self._groups for group in fsdp_groups(_state_of(module))]
-        before = [group.post_forward_mesh_info for group in groups]
-        for group in groups:
-            group.post_forward_mesh_info = None  # no forward releases what is gathered
-        for module in self._groups:
-            module.unshard()
         marked = [m for m in self.wrapped.modules() if vars(m).get(_SPLIT_MARK)]
-        for module in marked:
-            setattr(module, _SPLIT_MARK, False)  # libraries that see it keep ranks in step: generate waits for others
-        try:
-            yield
-        finally:
+        with _forwards_unrecorded([group for module in self._groups for group in fsdp_groups(_state_of(module))]):
+            for module in self._groups:
+                module.unshard()
             for module in marked:
-                setattr(module, _SPLIT_MARK, True)
-            for group, mesh in zip(groups, before, strict=True):
-                group.post_forward_mesh_info = mesh
-            self.before_state_access()
+                setattr(
+                    module, _SPLIT_MARK, False
+                )  # libraries that see it keep ranks in step: generate waits for others
+            try:
+                yield
+            finally:
+                for module in marked:
+                    setattr(module, _SPLIT_MARK, True)
+        self.before_state_access()
 
     @override
     def whole_bytes(self) -> int:
@@ -152,6 +149,26 @@ class FSDP2Engine(ShardedEngine):
 
 def _compute_nothing(model: nn.Module, given: None) -> None:
     """Compute nothing: the function of a forward for FSDP2's own set-up alone."""
+
+
+@contextmanager
+def _forwards_unrecorded(groups: Sequence[Any]) -> Generator[None]:
+    """Context manager: forwards release no parameters, and leave no trace in FSDP2's order of forwards.
+
+    By that order the next backward gathers ahead: if one rank ran more forwards than another, they would wait in
+    different collectives.
+    """
+    before = [(group, group.post_forward_mesh_info, list(group._post_forward_indices)) for group in groups]
+    order: list[Any] = groups[0].comm_ctx.post_forward_order if groups else []
+    count = len(order)
+    for group in groups:
+        group.post_forward_mesh_info = None
+    try:
+        yield
+    finally:
+        for group, mesh, indices in before:
+            group.post_forward_mesh_info, group._post_forward_indices = mesh, indices
+        del order[count:]
 
 
 def _gathered_bytes(p: Any) -> int:
