@@ -96,19 +96,17 @@ class ShardedEngine(WrapperEngine):
         self.run_forward(_compute_nothing, None)  # in the first forward FSDP2 settles which module is the root
         self.before_state_access()
         marked = [m for m in self.wrapped.modules() if vars(m).get(_SPLIT_MARK)]
-        with _forwards_unrecorded([group for module in self._groups for group in fsdp_groups(_state_of(module))]):
-            for module in self._groups:
-                module.unshard()
-            for module in marked:
-                setattr(
-                    module, _SPLIT_MARK, False
-                )  # libraries that see it keep ranks in step: generate waits for others
-            try:
-                yield
-            finally:
+        try:
+            with _forwards_unrecorded([group for module in self._groups for group in fsdp_groups(_state_of(module))]):
+                for module in self._groups:
+                    module.unshard()
                 for module in marked:
-                    setattr(module, _SPLIT_MARK, True)
-        self.before_state_access()
+                    setattr(module, _SPLIT_MARK, False)  # by it transformers' generate waits for other ranks
+                yield
+        finally:
+            for module in marked:
+                setattr(module, _SPLIT_MARK, True)
+            self.before_state_access()
 
     @override
     def whole_bytes(self) -> int:

@@ -260,6 +260,7 @@ class TrainingRun(Run):
     @override
     @contextmanager
     def averaged(self) -> Generator[None]:
+        self._whole.refuse("run.averaged()")
         with ExitStack() as parts:
             for part in self._parts.values():
                 parts.enter_context(part.engine.averages_in_place())

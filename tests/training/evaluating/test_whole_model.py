@@ -44,6 +44,7 @@ def test_nothing_else_runs_inside(tmp_path: Path) -> None:
             "run.step()": lambda: run.step(share),
             "run.evaluate()": run.evaluate,
             "run.save()": run.save,
+            "run.averaged()": lambda: run.averaged().__enter__(),
             "run.whole()": lambda: run.whole().__enter__(),
         }
         for name, call in calls.items():
