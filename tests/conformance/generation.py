@@ -36,7 +36,7 @@ class Generating(tasks.Plain):
 
     @override
     def loss(self, model: Any, batch: tasks.Batch) -> Tensor:
-        logits = tasks.to_float32(model(input_ids=batch.tokens[:, :-1]).logits)
+        logits = tasks.to_float32(model(input_ids=batch.tokens[:, :-1], use_cache=False).logits)
         return F.cross_entropy(logits.transpose(1, 2), batch.tokens[:, 1:])
 
     def generated(self, model: Any, prompts: int = len(PROMPTS)) -> list[list[int]]:

@@ -26,7 +26,7 @@ from unipar.task.run import Position, StepOutcome
 from unipar.tracking.writer import TrackerWriter
 from unipar.training.evaluating.early_stop import EarlyStop
 from unipar.training.evaluating.evaluation import Evaluation, refuse_unsynced_evaluation
-from unipar.training.evaluating.whole_model import WholeModel
+from unipar.training.evaluating.whole_model import GatheredModel
 from unipar.training.feeds import RunFeeds, refuse_shared_stream
 from unipar.training.part_choice import PartChoice
 from unipar.training.parts import ActivePart, TrainedPart, combine_recorded_parts, iterate_pieces, restore_parts
@@ -85,7 +85,7 @@ class TrainingRun(Run):
         self._due = False
         """Whether the current share is logged."""
 
-        self._whole = WholeModel(self._choice)
+        self._whole = GatheredModel(self._choice.engine, self._choice.is_busy)
         self._cuda = self.device.type == "cuda"
         self._evaluation: Evaluation | None = None
         rule = config.eval.stop

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, final
 
 import torch
 from torch import nn
 
+from unipar.backend import Engine
 from unipar.config import Config
 from unipar.distributed.world import World
 from unipar.errors import TaskError
 from unipar.training.evaluating.evaluation import refuse_unsynced_evaluation
-from unipar.training.part_choice import PartChoice
 from unipar.utils.procfs import memory_left
 from unipar.utils.text import format_size
 
@@ -44,11 +44,14 @@ class WholeRun(Protocol):
 
 
 @final
-class WholeModel:
-    """Gathering of a run's model, or of one of its parts, between two steps."""
+class GatheredModel:
+    """Gathering of a run's model, or of one of its parts, between two steps.
 
-    def __init__(self, choice: PartChoice) -> None:
-        self._choice, self._is_open = choice, False
+    `engine_of` returns the engine of a part, or of the first; `is_busy`, whether a step or an evaluation is under way.
+    """
+
+    def __init__(self, engine_of: Callable[[str | None], Engine], is_busy: Callable[[], bool]) -> None:
+        self._engine_of, self._is_busy, self._is_open = engine_of, is_busy, False
 
     def refuse(self, call: str) -> None:
         """Raise TaskError if parameters are gathered now: some ranks would wait in collectives for the others."""
@@ -60,7 +63,7 @@ class WholeModel:
     @contextmanager
     def gather(self, part: str | None, run: WholeRun) -> Generator[nn.Module]:
         """Context manager: the model with all its parameters on every rank; all ranks enter and leave it together."""
-        if self._choice.is_busy:
+        if self._is_busy():
             raise TaskError(f"{WHOLE_CALL} was called inside a step or an evaluation: call it between two steps")
         self.refuse(WHOLE_CALL)
         if (axes := run.config.parallel.axes).ranks > 1:
@@ -70,7 +73,7 @@ class WholeModel:
             )
         if (between := run.config.train.sync_every) and run.done != run.steps:
             refuse_unsynced_evaluation(run.done, between, WHOLE_CALL)
-        engine = (self._choice.first if part is None else self._choice.member(part)).trained.engine
+        engine = self._engine_of(part)
         needed = engine.whole_bytes()
         check_room(*_tables(needed, run.world), rank=run.world.rank, device=str(run.world.device))
         run.mark("evaluate")
