@@ -24,7 +24,8 @@ class Generating(tasks.Plain):
         self.found: list[list[int]] = []
         with torch.random.fork_rng():  # generate imports for seconds at its first call: on all ranks at once, here
             tiny = GPT2Config(vocab_size=8, n_positions=4, n_embd=2, n_layer=1, n_head=1, pad_token_id=0)
-            GPT2LMHeadModel(tiny).eval().generate(torch.ones(1, 1, dtype=torch.int64), max_new_tokens=1)
+            first: Any = GPT2LMHeadModel(tiny).eval()  # transformers' types do not let it generate
+            first.generate(torch.ones(1, 1, dtype=torch.int64), max_new_tokens=1)
 
     @override
     def model(self) -> nn.Module:

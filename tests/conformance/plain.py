@@ -31,7 +31,7 @@ class Result:
     losses: list[float] = field(default_factory=list[float])
     norms: list[float] = field(default_factory=list[float])
     params: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    evals: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
+    evals: list[Any] = field(default_factory=list[Any])
     parts: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
     """Of each of several parts, the losses of its steps."""
 
