@@ -137,9 +137,7 @@ def drill(
 ) -> Drill:
     """Start a run over two machines of its own, let it happen to the second, and wait until all has ended."""
     result = Drill(fault, launcher, backend, survives=fault in BEFORE)
-    if why := BEFORE.get(fault) or (
-        "" if launcher in ON_EACH or fault in DURING else "for what starts on each machine"
-    ):
+    if why := _reason_not_here(fault, launcher):
         result.not_here = why
         return result
     common = folder / "shared"
@@ -152,6 +150,15 @@ def drill(
         with slurm_over(made) as variables:
             _drill(result, Job(made, (1, 1), variables), victim, folder, common if shared else None)
     return result
+
+
+def _reason_not_here(fault: str, launcher: str) -> str:
+    """Why it cannot be seen with this launcher here; empty: it can."""
+    if fault in BEFORE and launcher not in ON_EACH:
+        return "for what starts on each machine"
+    if fault == "clock wrong" and launcher == "torchrun c10d":
+        return "its rendezvous takes a machine for dead whose clock is 15 s off; try --launcher 'torchrun static'"
+    return BEFORE.get(fault, "")
 
 
 def _drill(result: Drill, job: Job, victim: Machine, folder: Path, shared: Path | None) -> None:

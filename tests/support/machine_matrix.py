@@ -101,7 +101,7 @@ def main() -> int:
             return int(not _play(chosen, chosen.launcher or LAUNCHERS, chosen.backend or BACKENDS, folder))
         drills = [
             drill(fault, folder / f"{fault}-{launcher}-{backend}".replace(" ", "-"), launcher, backend, chosen.shared)
-            for launcher in chosen.launcher or LAUNCHERS[:1]
+            for launcher in chosen.launcher or ["torchrun static"]
             for backend in chosen.backend or BACKENDS[:1]
             for fault in chosen.fault or FAULTS
         ]

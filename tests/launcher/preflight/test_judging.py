@@ -78,6 +78,7 @@ def test_all_well() -> None:
 
 
 SAME_FILES = "copy the same files to all machines"
+CLOCK_REMEDY = "set it by a time service (timedatectl set-ntp true, or chronyd): times in logs do not compare"
 OPEN_PORTS = "open the ports of net.ipv4.ip_local_port_range between the machines, in both directions"
 
 
@@ -156,8 +157,12 @@ OPEN_PORTS = "open the ports of net.ipv4.ip_local_port_range between the machine
                 "warn",
                 "clock",
                 "node2 is 1 min 30 s behind node1",
-                "set it by a time service (timedatectl set-ntp true, or chronyd): times in logs do not compare",
+                f"{CLOCK_REMEDY}, and torchrun --rdzv-backend c10d takes the other machine for dead and never starts",
             ),
+        ),
+        (
+            with_network(NODE2, ahead=2.0, uncertainty=0.001),
+            ("warn", "clock", "node2 is 2.0 s ahead of node1", CLOCK_REMEDY),
         ),
         (
             with_facts(NODE2, own_address=""),

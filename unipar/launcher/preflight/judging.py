@@ -17,6 +17,9 @@ _MUST_AGREE: Final = ("python", "unipar", "torch", "numpy", "NCCL")
 """Versions that a run compares, too, or on which its ranks depend together; besides the backend's library."""
 
 _MOST_SECONDS_APART: Final = 1.0
+_MOST_SECONDS_OF_C10D: Final = 15.0
+"""Seconds after which torchrun's c10d rendezvous takes a machine for dead, by the clocks of both (its default)."""
+
 _SLOW_LINK: Final = 1000
 """Speed of a link in Mbit/s below which training over it waits for the network."""
 
@@ -190,6 +193,8 @@ def _judge_clocks(machines: Sequence[ExaminedMachine]) -> Iterator[MachineCheck]
             way = "ahead of" if ahead > 0 else "behind"
             found = f"{machine.name} is {format_duration(abs(ahead))} {way} {machines[0].name}"
             remedy = "set it by a time service (timedatectl set-ntp true, or chronyd): times in logs do not compare"
+            if abs(ahead) > _MOST_SECONDS_OF_C10D:
+                remedy += ", and torchrun --rdzv-backend c10d takes the other machine for dead and never starts"
             yield MachineCheck("clock", "warn", found, remedy)
     if not wrong:
         most = max(abs(machine.network.ahead) + machine.network.uncertainty for machine in machines)
