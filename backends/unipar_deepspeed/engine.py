@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, final
 
 import deepspeed
@@ -19,7 +20,7 @@ from unipar.backend.precision import autocast_dtype, batch_dtype
 from unipar.config import SHARDS, Config
 from unipar.distributed.place import Place
 from unipar.distributed.world import World
-from unipar.engines.forward import ForwardCall, OpaqueBatch, eval_mode
+from unipar.engines.forward import ForwardCall, OpaqueBatch, eval_mode, plain_evaluation
 from unipar.engines.gradients import clip_counted, clip_gradients, clip_in_fp64, scale_loss
 from unipar.engines.learning_rate import BaseRates
 from unipar.engines.optimizer import OptimizerEngine
@@ -45,6 +46,7 @@ from unipar_deepspeed.tensor import (
     prove_split,
     use_groups,
 )
+from unipar_deepspeed.whole import all_parameters, parameters_away
 
 InitializeEngine = Callable[[nn.Module, Optimizer, dict[str, Any]], Any]
 """Function that calls `deepspeed.initialize`, itself or through a library that wraps it, and returns the engine."""
@@ -176,6 +178,16 @@ class ZeroEngine(OptimizerEngine):
     def evaluate(self, fn: Fn, batch: Any) -> Any:
         with eval_mode(self.engine):
             return self.engine(fn, OpaqueBatch(batch))
+
+    @override
+    @contextmanager
+    def whole(self) -> Generator[nn.Module]:
+        with all_parameters(self.model), plain_evaluation(self.call) as model:
+            yield model
+
+    @override
+    def whole_bytes(self) -> int:
+        return sum(p.ds_numel * p.element_size() for p in parameters_away(self.model))
 
     @override
     def call_frozen(self, fn: Fn, given: Any) -> Any:

@@ -7,7 +7,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from unipar_native.options import NativeOptions
@@ -18,15 +17,18 @@ HALF_DTYPES: Final = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 def register_hook(ddp: DistributedDataParallel, options: NativeOptions) -> Any:
     """Make DDP send gradients as options.native.hook says; return the hook's state, or None if it has none."""
+    if options.hook == "none":
+        return None
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook  # most runs have no hook
+
     if options.hook == "powersgd":
         state: Any = powerSGD_hook.PowerSGDState(
             None, matrix_approximation_rank=options.powersgd_rank, start_powerSGD_iter=options.powersgd_start
         )
         ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         return state
-    if options.hook != "none":
-        hook: Any = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}[options.hook]
-        ddp.register_comm_hook(None, hook)
+    hook: Any = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}[options.hook]
+    ddp.register_comm_hook(None, hook)
     return None
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any, Literal, final
 
@@ -32,6 +32,9 @@ from unipar.engines.placement import (
 from unipar.engines.state import local_part, local_regions
 from unipar.engines.wrapper import WrapperEngine
 from unipar.errors import TaskError
+
+_SPLIT_MARK = "_is_fsdp_managed_module"
+"""Attribute of FSDP2's by which other libraries know that a module's parameters are split."""
 
 _READ_OUTSIDE_BLOCK = (
     "the loss reads a parameter of a block outside that block's forward, where it is sharded: "
@@ -88,6 +91,29 @@ class ShardedEngine(WrapperEngine):
                 yield Holding("communication", "reduce-scatter", reduced.reduce_scatter_input)
 
     @override
+    @contextmanager
+    def all_parameters(self) -> Generator[None]:
+        self.run_forward(_compute_nothing, None)  # in the first forward FSDP2 settles which module is the root
+        self.before_state_access()
+        marked = [m for m in self.wrapped.modules() if vars(m).get(_SPLIT_MARK)]
+        try:
+            with _forwards_unrecorded([group for module in self._groups for group in fsdp_groups(_state_of(module))]):
+                for module in self._groups:
+                    module.unshard()
+                for module in marked:
+                    setattr(module, _SPLIT_MARK, False)  # by it transformers' generate waits for other ranks
+                yield
+        finally:
+            for module in marked:
+                setattr(module, _SPLIT_MARK, True)
+            self.before_state_access()
+
+    @override
+    def whole_bytes(self) -> int:
+        groups = [group for module in self._groups for group in fsdp_groups(_state_of(module))]
+        return sum(_gathered_bytes(p) for group in groups for p in group.fsdp_params)
+
+    @override
     def before_state_access(self) -> None:
         for module in self._groups:
             module.reshard()  # a forward may have left parameters gathered, but the optimizer updates the shards
@@ -117,6 +143,39 @@ class FSDP2Engine(ShardedEngine):
         self.call = self.wrapped = shell
         self.divisor = float(world.size)
         self.copies = world.size // mesh.size(mesh.ndim - 1)
+
+
+def _compute_nothing(model: nn.Module, given: None) -> None:
+    """Compute nothing: the function of a forward for FSDP2's own set-up alone."""
+
+
+@contextmanager
+def _forwards_unrecorded(groups: Sequence[Any]) -> Generator[None]:
+    """Context manager: forwards release no parameters, and leave no trace in FSDP2's order of forwards.
+
+    By that order the next backward gathers ahead: if one rank ran more forwards than another, they would wait in
+    different collectives.
+    """
+    before = [(group, group.post_forward_mesh_info, list(group._post_forward_indices)) for group in groups]
+    order: list[Any] = groups[0].comm_ctx.post_forward_order if groups else []
+    count = len(order)
+    for group in groups:
+        group.post_forward_mesh_info = None
+    try:
+        yield
+    finally:
+        for group, mesh, indices in before:
+            group.post_forward_mesh_info, group._post_forward_indices = mesh, indices
+        del order[count:]
+
+
+def _gathered_bytes(p: Any) -> int:
+    """Return the bytes of a whole parameter of FSDP2, in the dtype in which it is gathered."""
+    return p.sharded_param.numel() * (p.param_dtype or p.sharded_param.dtype).itemsize
+
+
+def _state_of(module: Any) -> Any:
+    return module._get_fsdp_state()
 
 
 def fsdp_groups(state: Any) -> Sequence[Any]:

@@ -26,7 +26,7 @@ class TextModel(unipar.Task):
     """Language model of transformers, which computes its loss itself, on texts of one length."""
 
     def __init__(self, model: str, config: str, sizes: dict[str, Any], length: int = 64) -> None:
-        self.created, self.length = (model, config, sizes), length
+        self.created, self.words = (model, config, sizes), length
 
     @override
     def model(self) -> nn.Module:
@@ -36,7 +36,7 @@ class TextModel(unipar.Task):
     def data(self) -> Any:
         words = self.created[2]["vocab_size"]
         return TensorDataset(
-            torch.randint(1, words, (SAMPLES, self.length), generator=Generator().manual_seed(0)),
+            torch.randint(1, words, (SAMPLES, self.words), generator=Generator().manual_seed(0)),
         )
 
     @override

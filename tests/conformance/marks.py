@@ -57,6 +57,8 @@ MARKS = (
          "torch does not split the backward of what is compiled"),
     Mark("notyet", ("native/nothing+pipeline2*", "native/nothing+tensor2"), ("scalar parameter",), "TaskError",
          "FSDP2 does not take parameters without dimensions", sizes=(4,)),
+    Mark("never", (*AXES, "deepspeed/*+tensor*"), ("generation by the whole model",), "TaskError",
+         "blocks are split in place, so that no rank can have the whole model"),
     Mark("never", AXES, ("one parameter",), "TaskError", "a mesh splits blocks"),
     Mark("never", AXES, ("several parts", "several parts, *[!r]"), "TaskError", "a mesh splits one model"),
     Mark("never", ("deepspeed/*+tensor*",), ("several parts", "several parts, *[!r4]"), "TaskError",

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from tests.conformance import gan
 from tests.conformance.cases import FILE, Case, dtype_of
+from tests.conformance.generation import Generating
 from tests.conformance.lengths import fill_batches
 from tests.conformance.scores import Scored
 from unipar.config import Cell, Config
@@ -30,7 +31,7 @@ class Result:
     losses: list[float] = field(default_factory=list[float])
     norms: list[float] = field(default_factory=list[float])
     params: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    evals: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
+    evals: list[Any] = field(default_factory=list[Any])
     parts: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
     """Of each of several parts, the losses of its steps."""
 
@@ -109,6 +110,9 @@ def train_by_hand(case: Case, size: int) -> Result:
             result.evals.append(_evaluated(task, model))
             _set_weights(model, kept)
     result.averages = {n: a.flatten() for n, a in averages.items()} if config.train.ema is not None else {}
+    if isinstance(task, Generating):
+        model.eval()
+        result.evals.append(task.generated(model))
     result.params = {n: p.detach().flatten() for n, p in model.named_parameters()}
     return result
 

@@ -9,6 +9,7 @@ import torch
 
 from tests.conformance.cases import CASES, OURS, SIZES, Case, blocks_for, select_cases
 from tests.conformance.conftest import CaseResult, CellRunner
+from tests.conformance.generation import Generating
 from tests.conformance.local import train_locally_by_hand
 from tests.conformance.marks import FSDP2
 from tests.conformance.plain import Result
@@ -68,6 +69,8 @@ def test_agrees(hall: CellRunner, cell: Cell, size: int, case: str) -> None:
     if near.params is not None:
         apart = {n: float((t.double() - one.params[n].double()).abs().max()) for n, t in got.params.items()}
         assert max(apart.values()) <= near.params, apart
+    if wanted.task is Generating:
+        assert got.evals == [one.evals] * size
     if wanted.averaged:
         _check_averages(wanted, got, one)
     if wanted.more.get("eval"):

@@ -21,7 +21,9 @@ STORE = HashStore()
 def world(rank: int) -> World:
     STORE.set_timeout(timedelta(seconds=5))
     place = Place(rank=rank, size=2, local_rank=rank, local_size=2, launcher="unipar")
-    return World(place, torch.device("cpu"), STORE)
+    made = World(place, torch.device("cpu"), STORE)
+    made.close_without_peers()  # it is not the world of this process, which later tests would leave
+    return made
 
 
 @pytest.mark.parametrize(

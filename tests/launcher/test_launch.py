@@ -206,7 +206,8 @@ if __name__ == "__main__":
 """
     done = python(script)
     assert done.stdout.startswith("rank 1 hung in step 4 (forward): no sign of life for 1 s; it is at "), done.stderr
-    assert re.search(r"tests/support/tiny.py:\d+ in loss\n", done.stdout)
+    waits = r"rank 0 waits in all_reduce of float \[5\] \(collective \d+ of group default_pg\)"
+    assert re.search(rf"/tiny.py:\d+ in loss; {waits}, which rank 1 has not begun\n", done.stdout)
 
 
 def test_a_backend_whose_library_is_broken(python: Python, tmp_path: Path) -> None:

@@ -180,6 +180,17 @@ class Engine(ABC):
         Gradients flow through the call to `given`; every module keeps its own train or eval mode.
         """
 
+    def whole(self) -> AbstractContextManager[nn.Module]:
+        """Context manager: the user's model with all its parameters, in evaluation mode and without gradients.
+
+        All ranks enter and leave it together; in between each may call the model as often as it likes.
+        """
+        raise TaskError(f"run.whole(): {type(self).__name__} cannot gather a model; evaluate by metrics() instead")
+
+    def whole_bytes(self) -> int:
+        """Return how many bytes `whole` takes on this rank, besides what it holds."""
+        return 0
+
     def before_state_access(self) -> None:  # noqa: B027 - a neutral hook
         """Move parameters to their place between steps; called before state is read or `requires_grad` changes."""
 
@@ -277,6 +288,14 @@ class DelegatingEngine(Engine):
     @override
     def call_frozen(self, fn: Fn, given: Any) -> Any:
         return self.inner.call_frozen(fn, given)
+
+    @override
+    def whole(self) -> AbstractContextManager[nn.Module]:
+        return self.inner.whole()
+
+    @override
+    def whole_bytes(self) -> int:
+        return self.inner.whole_bytes()
 
     @override
     def before_state_access(self) -> None:

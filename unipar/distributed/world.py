@@ -204,5 +204,5 @@ def is_group_of_unipar() -> bool:
 
 def leave_current_world() -> None:
     """Leave the world that this process is in after an error, if the process continues."""
-    for world in _current_worlds:
+    for world in _current_worlds[::-1]:  # the last one first: it has the process group
         world.close_without_peers()

@@ -51,6 +51,13 @@ class ForwardCall(nn.Module):
 
 
 @contextmanager
+def plain_evaluation(call: ForwardCall) -> Generator[nn.Module]:
+    """Context manager: the user's model in evaluation mode and autocast, to be called without the library's wrapper."""
+    with eval_mode(call), torch.autocast(call.device_type, call.autocast, enabled=call.autocast is not None):
+        yield call.model
+
+
+@contextmanager
 def eval_mode(model: nn.Module) -> Generator[None]:
     """Context manager: evaluation mode without gradients; on exit each module gets its own earlier mode back.
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import prod
 from typing import Any, final
 
@@ -18,7 +18,7 @@ from unipar.backend import Fn, Holding, LossFn, Mark, Micro, Part, Piece, Read, 
 from unipar.backend.precision import autocast_dtype, batch_dtype
 from unipar.config import Config
 from unipar.distributed.world import World
-from unipar.engines.forward import ForwardCall, OpaqueBatch, eval_mode
+from unipar.engines.forward import ForwardCall, OpaqueBatch, eval_mode, plain_evaluation
 from unipar.engines.gradients import clip_gradients, clip_in_fp64, scale_loss
 from unipar.engines.learning_rate import BaseRates
 from unipar.engines.optimizer import OptimizerEngine
@@ -164,6 +164,17 @@ class WrapperEngine(OptimizerEngine):
     def evaluate(self, fn: Fn, batch: Any) -> Any:
         with eval_mode(self.wrapped):
             return self.run_forward(fn, batch)
+
+    @override
+    @final
+    @contextmanager
+    def whole(self) -> Generator[nn.Module]:
+        with self.all_parameters(), plain_evaluation(self.call) as model:
+            yield model
+
+    def all_parameters(self) -> AbstractContextManager[None]:
+        """Context manager: this rank has all parameters, and a forward neither gathers nor releases any."""
+        return nullcontext()
 
     @override
     @final

@@ -125,6 +125,13 @@ class Run(ABC):
         """
 
     @abstractmethod
+    def whole(self, part: str | None = None) -> AbstractContextManager[nn.Module]:
+        """Context manager: the model, or a part, with all its parameters on every rank, for `generate` and the like.
+
+        In evaluation mode, without gradients. All ranks enter and leave it together, between two steps.
+        """
+
+    @abstractmethod
     def evaluate(self) -> dict[str, float]:
         """Return the metrics over the task's validation data, equal on every rank; of several parts, for the first."""
 

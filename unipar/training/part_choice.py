@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, final
 
-from unipar.backend import Fn
+from unipar.backend import Engine, Fn
 from unipar.errors import TaskError
 from unipar.training.parts import ActivePart, TrainedPart, refuse_other_loss
 
@@ -58,6 +58,14 @@ class PartChoice:
                 f"the loop called run.step(part={part!r}) twice for one share; call it at most once for each part"
             )
         return chosen
+
+    def engine(self, part: str | None) -> Engine:
+        """Return the engine of a part, or of the first."""
+        return (self.first if part is None else self.member(part)).trained.engine
+
+    def is_busy(self) -> bool:
+        """Return whether a part takes a step, or is evaluated, now."""
+        return self._active is not None
 
     @contextmanager
     def active(self, part: ActivePart, *, evaluating: bool = False) -> Generator[None]:

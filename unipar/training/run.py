@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
@@ -26,6 +26,7 @@ from unipar.task.run import Position, StepOutcome
 from unipar.tracking.writer import TrackerWriter
 from unipar.training.evaluating.early_stop import EarlyStop
 from unipar.training.evaluating.evaluation import Evaluation, refuse_unsynced_evaluation
+from unipar.training.evaluating.whole_model import GatheredModel
 from unipar.training.feeds import RunFeeds, refuse_shared_stream
 from unipar.training.part_choice import PartChoice
 from unipar.training.parts import ActivePart, TrainedPart, combine_recorded_parts, iterate_pieces, restore_parts
@@ -84,6 +85,7 @@ class TrainingRun(Run):
         self._due = False
         """Whether the current share is logged."""
 
+        self._whole = GatheredModel(self._choice.engine, self._choice.is_busy)
         self._cuda = self.device.type == "cuda"
         self._evaluation: Evaluation | None = None
         rule = config.eval.stop
@@ -142,6 +144,7 @@ class TrainingRun(Run):
 
     @override
     def save(self) -> None:
+        self._whole.refuse("run.save()")
         keeper = require_keeper(self._checkpoints, self.done, self._sync_every, idle=not self._parts_stepped)
         keeper.save(self.done)
 
@@ -206,6 +209,7 @@ class TrainingRun(Run):
     def step(self, share: Share, part: str | None = None, loss: Fn | None = None) -> StepOutcome:
         if not isinstance(share, Share):  # pyright: ignore[reportUnnecessaryIsInstance] - the user's code
             raise TaskError(f"run.step takes a Share, as run.batches() and run.over() yield; it got {share!r}")
+        self._whole.refuse("run.step()")
         active = self._choice.select(part, loss, self._parts_stepped)
         trained = active.trained
         number = self.done + 1
@@ -235,6 +239,7 @@ class TrainingRun(Run):
 
     @override
     def evaluate(self) -> dict[str, float]:
+        self._whole.refuse("run.evaluate()")
         if self._sync_every and self.done != self.steps:
             refuse_unsynced_evaluation(self.done, self._sync_every)
         if self._evaluation is None:
@@ -255,10 +260,15 @@ class TrainingRun(Run):
     @override
     @contextmanager
     def averaged(self) -> Generator[None]:
+        self._whole.refuse("run.averaged()")
         with ExitStack() as parts:
             for part in self._parts.values():
                 parts.enter_context(part.engine.averages_in_place())
             yield
+
+    @override
+    def whole(self, part: str | None = None) -> AbstractContextManager[nn.Module]:
+        return self._whole.gather(part, self)
 
     @override
     def log(self, **named: float | Tensor) -> None:
@@ -331,6 +341,7 @@ class TrainingRun(Run):
         ready = feed.batches(self.done)
         while self.done < self.steps and not self._ends_early:
             before = self.done
+            self._whole.refuse("the next share of run.batches() or run.over()")
             self._pass_boundary(before)
             self.heartbeat.step = before + 1
             self._mark("data")

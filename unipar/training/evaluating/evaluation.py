@@ -30,11 +30,11 @@ from unipar.utils.seeding import mix_seed, seed_all
 _NO_SAMPLES = "validation() has no samples"
 
 
-def refuse_unsynced_evaluation(done: int, every: int) -> None:
+def refuse_unsynced_evaluation(done: int, every: int, call: str = "evaluate()") -> None:
     """Raise TaskError if ranks that step independently (`train.sync_every`) have different models after step `done`."""
     if done % every:
         raise TaskError(
-            f"evaluate() was called after step {done}: with train.sync_every: {every} ranks have the same model only "
+            f"{call} was called after step {done}: with train.sync_every: {every} ranks have the same model only "
             f"after every {every} steps and after the last one; evaluate then"
         )
 
