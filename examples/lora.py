@@ -1,4 +1,4 @@
-"""LoRA by peft over the frozen Llama of causal_lm.py, on docstrings of Python's standard library."""
+"""LoRA by peft over the frozen Llama of causal_lm.py, in bf16, on docstrings of Python's standard library."""
 # pyright: reportImplicitOverride=false
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
+import torch
 from causal_lm import CausalLM
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM as Llama
+from transformers import LlamaConfig
 
 import unipar
 
@@ -32,7 +34,10 @@ class Lora(CausalLM):
         return [text for text in texts if text]
 
     def model(self) -> nn.Module:
-        base: Any = LlamaForCausalLM.from_pretrained(self.base) if self.base else super().model()
+        """Return the Llama in bf16, frozen, with adapters in fp32, as peft makes them."""
+        dtype = {"dtype": torch.bfloat16}
+        sizes = LlamaConfig(**self.sizes)
+        base: Any = Llama.from_pretrained(self.base, **dtype) if self.base else Llama.from_config(sizes, **dtype)
         adapter = LoraConfig(r=self.rank, lora_alpha=2 * self.rank, target_modules="all-linear", task_type="CAUSAL_LM")
         return get_peft_model(base, adapter)
 

