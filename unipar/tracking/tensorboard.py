@@ -48,9 +48,9 @@ class TensorBoard(Tracker):
 
     @override
     def write_image(self, step: int, name: str, file: Path) -> None:
-        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.compat.proto import summary_pb2
 
-        png, made = file.read_bytes(), cast(Any, Summary)
+        png, made = file.read_bytes(), cast(Any, summary_pb2).Summary
         width, height = png_size(png)
         image = made.Image(height=height, width=width, colorspace=3, encoded_image_string=png)
         self._writer.file_writer.add_summary(made(value=[made.Value(tag=name, image=image)]), step)
