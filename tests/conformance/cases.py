@@ -256,7 +256,8 @@ CASES = {
         Case("contrastive, ragged", lambda: OneTower(count=35), train={"epochs": 2}, sizes=(2, 4)),
         Case("contrastive, fp64", Pairs, precision="fp64", tolerance=FP64, sizes=(2,), accumulate=4),
         Case("contrastive, bf16-mixed", Pairs, precision="bf16-mixed", tolerance=BF16, sizes=(2,)),
-        Case("contrastive, bf16-master", Pairs, precision="bf16-master", tolerance=BF16, sizes=(2,)),
+        Case("contrastive, bf16-master", Pairs, precision="bf16-master", tolerance=Tolerance(1.5e-2, 2e-2, None),
+             sizes=(2,)),  # the sum of two losses
         *_cases_of_several_parts(),
         Case("fp64", tasks.Grouped, precision="fp64", tolerance=FP64),
         Case("bf16-mixed", tasks.Plain, precision="bf16-mixed", tolerance=BF16),

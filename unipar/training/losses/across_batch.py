@@ -40,7 +40,8 @@ class _MicroGradients:
     """Loss of the whole global batch."""
 
     columns: Sequence[Tensor | None]
-    """Gradient of each column of features, divided by the microbatch's scale; None for a column that has none."""
+    """Gradient of each column of features, divided by the microbatch's scale; None for one that has none, and of a
+    microbatch that does not count."""
 
     first: Sequence[Tensor] | None
     """Features of the first pass, if they are to be compared with those of the second."""
@@ -118,7 +119,7 @@ class AcrossBatch:
         self._micros = {
             micro.number: _MicroGradients(
                 loss.detach(),
-                [_of_micro(g, leaf, at, micro.scale) for g, leaf in zip(gradients, leaves, strict=True)],
+                [_of_micro(gradient, at, micro.scale) for gradient in gradients],
                 None if self._compared or not micro.scale else columns.columns,
             )
             for micro, columns, at in zip(micros, found, batch.own, strict=True)
@@ -163,24 +164,29 @@ class _Beginning(torch.autograd.Function):
     @staticmethod
     @override
     def forward(ctx: Any, loss: Tensor, gradients: Sequence[Tensor | None], *columns: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.gradients, ctx.dtypes = gradients, [column.dtype for column in columns]
+        ctx.gradients, ctx.like = gradients, [(column.shape, column.dtype) for column in columns]
         return loss.clone()
 
     @staticmethod
     @once_differentiable
     @override
     def backward(ctx: Any, factor: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        known = zip(ctx.gradients, ctx.dtypes, ctx.needs_input_grad[2:], strict=True)
-        return None, None, *((g * factor).to(dtype) if g is not None and needed else None for g, dtype, needed in known)
+        known = zip(ctx.gradients, ctx.like, ctx.needs_input_grad[2:], strict=True)
+        return (
+            None,
+            None,
+            *(_scaled(g, shape, dtype, factor) if needed else None for g, (shape, dtype), needed in known),
+        )
 
 
-def _of_micro(gradient: Tensor | None, leaf: Tensor, at: slice, scale: float) -> Tensor | None:
-    """Return a microbatch's own rows of a gradient, divided by its scale, with which engines multiply; or zeros."""
-    if not leaf.requires_grad:
-        return None
-    if gradient is None or not scale:  # a microbatch that does not count: its one sample, or all of them
-        return leaf.new_zeros(1)
-    return gradient[at] / scale
+def _scaled(gradient: Tensor | None, shape: torch.Size, dtype: torch.dtype, factor: Tensor) -> Tensor:
+    """Return a column's gradient times a factor; zeros if there is none."""
+    return factor.new_zeros(shape, dtype=dtype) if gradient is None else (gradient * factor).to(dtype)
+
+
+def _of_micro(gradient: Tensor | None, at: slice, scale: float) -> Tensor | None:
+    """Return a microbatch's own rows of a gradient, divided by its scale, with which engines multiply."""
+    return None if gradient is None or not scale else gradient[at] / scale
 
 
 def _kinds(found: FeatureColumns) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import final
 
 import torch
@@ -45,7 +46,9 @@ class SampleRows:
         """Return the rows of all ranks in the order of the samples, from this rank's, microbatch by microbatch."""
         if self._world.shares == 1:
             return mine
-        flat = mine.contiguous().view(len(mine), -1).view(torch.uint8)  # bytes: gloo does not take every dtype
+        flat = (
+            mine.contiguous().view(len(mine), prod(mine.shape[1:])).view(torch.uint8)
+        )  # bytes: gloo does not take every dtype
         padded = flat.new_zeros(self._longest, flat.shape[1])
         padded[: len(flat)] = flat
         gathered = flat.new_empty(self._world.shares * self._longest, flat.shape[1])
