@@ -23,7 +23,7 @@ from unipar.distributed.world import World
 from unipar.errors import TaskError
 from unipar.profiling.observer import StepObserver
 from unipar.task import Task
-from unipar.task.features import FeatureColumns, check_across_loss, widen
+from unipar.task.features import FeatureColumns, check_across_loss, widen_features
 from unipar.training.losses.sample_rows import SampleRows
 from unipar.utils.seeding import seed_torch
 
@@ -104,7 +104,7 @@ class AcrossBatch:
         ]
         own = [torch.cat(column) for column in counting]
         with torch.enable_grad():
-            leaves = [widen(batch.gather(column.detach())) for column in own]
+            leaves = [widen_features(batch.gather(column.detach())) for column in own]
             leaves = [leaf.requires_grad_() if leaf.is_floating_point() else leaf for leaf in leaves]
             seed_torch(seed, cuda=self._world.device.type == "cuda")
             loss = check_across_loss(self._task.loss_across(found[0].nest(leaves)))
@@ -197,8 +197,12 @@ def _kinds(found: FeatureColumns) -> str:
 def _require_equal(columns: Sequence[Tensor], first: Sequence[Tensor], number: int) -> None:
     """Raise TaskError if features that are computed again are others: their gradients would not be theirs."""
     for i, (now, before) in enumerate(zip(columns, first, strict=True)):
-        apart = (widen(now.detach()) - widen(before)).double().norm().item() if now.shape == before.shape else 1e300
-        if apart > _LIMIT_OF_DIFFERENCE * max(widen(before).double().norm().item(), 1e-30):
+        apart = (
+            (widen_features(now.detach()) - widen_features(before)).double().norm().item()
+            if now.shape == before.shape
+            else 1e300
+        )
+        if apart > _LIMIT_OF_DIFFERENCE * max(widen_features(before).double().norm().item(), 1e-30):
             raise TaskError(
                 f"features() gave other values when microbatch {number} was computed again, with gradients (tensor "
                 f"{i} of them): it must be the same in both calls; draw random numbers from PyTorch's generators only, "
