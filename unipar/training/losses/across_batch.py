@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any, final
 
 import torch
@@ -34,7 +35,7 @@ _LIMIT_OF_DIFFERENCE = 0.05
 @final
 @dataclass(frozen=True)
 class _MicroGradients:
-    """What a microbatch's backward begins with."""
+    """Loss and gradients with which a microbatch's backward begins."""
 
     loss: Tensor
     """Loss of the whole global batch."""
@@ -190,19 +191,17 @@ def _of_micro(gradient: Tensor | None, at: slice, scale: float) -> Tensor | None
 
 
 def _kinds(found: FeatureColumns) -> str:
-    """Return what features are, but for their number of rows: dtype and shape of a row of each column."""
+    """Return dtype and shape of a row of each column of features."""
     return ", ".join(f"{str(c.dtype).removeprefix('torch.')} {list(c.shape[1:])}" for c in found.columns)
 
 
 def _require_equal(columns: Sequence[Tensor], first: Sequence[Tensor], number: int) -> None:
     """Raise TaskError if features that are computed again are others: their gradients would not be theirs."""
     for i, (now, before) in enumerate(zip(columns, first, strict=True)):
-        apart = (
-            (widen_features(now.detach()) - widen_features(before)).double().norm().item()
-            if now.shape == before.shape
-            else 1e300
-        )
-        if apart > _LIMIT_OF_DIFFERENCE * max(widen_features(before).double().norm().item(), 1e-30):
+        size = widen_features(before).double().norm().item()
+        same_shape = now.shape == before.shape
+        apart = (widen_features(now.detach()) - widen_features(before)).double().norm().item() if same_shape else inf
+        if apart > _LIMIT_OF_DIFFERENCE * max(size, 1e-30):
             raise TaskError(
                 f"features() gave other values when microbatch {number} was computed again, with gradients (tensor "
                 f"{i} of them): it must be the same in both calls; draw random numbers from PyTorch's generators only, "
