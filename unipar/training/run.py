@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
-from torch import Tensor, nn
+from torch import nn
 from typing_extensions import override
 
 from unipar.backend import Engine, Fn, Piece, Read
