@@ -308,7 +308,7 @@ def test_its_deepspeed(tmp_path: Path) -> None:
         ("- 1\n", "line 1: a mapping of keys and values is wanted"),
         (
             "x: 1\n",
-            "none of its keys is known; give a ds_config.json or an accelerate.yaml",
+            "none of its keys is known; give a ds_config.json, an accelerate.yaml or a file of training arguments",
         ),
     ],
 )

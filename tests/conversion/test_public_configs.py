@@ -35,9 +35,10 @@ REFUSED: dict[str, str] = {
 
 
 def bring(folder: Path, kind: str, data: dict[str, Any]) -> ImportedConfig:
-    file = folder / ("ds_config.json" if kind == "ds" else "accelerate.yaml")
+    file = folder / {"ds": "ds_config.json", "accelerate": "accelerate.yaml", "args": "recipe.yaml"}[kind]
     file.write_text(json.dumps(data), encoding="utf-8")
-    if isinstance(named := data.get("deepspeed_config", {}).get("deepspeed_config_file"), str):
+    named = data.get("deepspeed_config", {}).get("deepspeed_config_file") or data.get("deepspeed")
+    if isinstance(named, str) and named.endswith(".json"):
         (folder / named).parent.mkdir(parents=True, exist_ok=True)
         (folder / named).write_text(json.dumps(BESIDE), encoding="utf-8")
     return import_library_config(file)

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.imports import LEAST, STEPS, YAML, ds, said, yaml
 from unipar.cli.commands.convert import import_
-from unipar.conversion.training_arguments import DEFAULTS
+from unipar.conversion.argument_names import TRAINER_DEFAULTS
 from unipar.errors import ConfigError
 
 AUTO: dict[str, Any] = {
@@ -48,9 +48,13 @@ def test_the_defaults_of_the_trainer() -> None:
     for node in ast.walk(tree):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(node.value, ast.Call):
             for given in node.value.keywords:
-                if given.arg == "default" and node.target.id in DEFAULTS and isinstance(given.value, ast.Constant):
+                if (
+                    given.arg == "default"
+                    and node.target.id in TRAINER_DEFAULTS
+                    and isinstance(given.value, ast.Constant)
+                ):
                     theirs[node.target.id] = given.value.value
-    assert theirs == {name: value for name, value in DEFAULTS.items() if name != "optim"}
+    assert theirs == {name: value for name, value in TRAINER_DEFAULTS.items() if name != "optim"}
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

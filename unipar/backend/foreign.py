@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from unipar.errors import ConfigError
 from unipar.utils.text import did_you_mean, show_value
@@ -165,6 +165,8 @@ class ForeignSection:
         number = _as_number(value, kind)
         if number is not None:
             return number
+        if kind is bool and str(value).lower() in ("true", "false"):
+            return cast("_T", str(value).lower() == "true")
         self.reading.wrong.append(
             f"{self.reading.place(self.name(key))}: {show_value(value)} is not {_TYPE_NAMES[kind]}"
         )
@@ -195,7 +197,7 @@ class ForeignSection:
         for key, why in keys.items():
             if key in self.data:
                 value = self.data.pop(key)
-                off = isinstance(value, dict) and value.get("enabled") is False
+                off = isinstance(value, dict) and value.get("enabled") in (False, "false", AUTO)
                 if not off and not any(value is u or (type(value) is type(u) and value == u) for u in unless):
                     self.reading.refuse(self.name(key), why)
                 else:
@@ -209,6 +211,11 @@ class ForeignSection:
             self.reading.omit(self.name(key), why)
         else:
             self.reading.refuse(self.name(key), why)
+
+    def omit_unknown(self, known: Iterable[str], why: str) -> None:
+        """Leave out the keys that remain, except those that look like a known one misspelt."""
+        words = sorted(known)
+        self.omit({key: why for key in self.data if key not in words and not did_you_mean(key, words)})
 
     def leave_rest(self, why: str) -> None:
         """Leave out all keys that remain, with one reason."""
