@@ -62,7 +62,7 @@ def read(reading: ForeignConfigReader, data: Mapping[str, Any]) -> None:
     if keys.data.get("distributed_type") is False:  # NO without quotation marks is false in YAML
         keys.data["distributed_type"] = "NO"
     kind = keys.take("distributed_type", str, "")
-    if kind.startswith("MULTI_") and kind not in _DISTRIBUTED_TYPES and reading.answers is not None:
+    if kind.startswith("MULTI_") and kind not in _DISTRIBUTED_TYPES and not reading.strict:
         reading.assumed.append(f"device: CPU or CUDA, where the file's is {kind.removeprefix('MULTI_')}")
         kind = "MULTI_GPU"
     if kind not in _DISTRIBUTED_TYPES:
@@ -233,7 +233,7 @@ def _read_fsdp(keys: ForeignSection) -> None:
     policy = keys.take("fsdp_auto_wrap_policy", str, "TRANSFORMER_BASED_WRAP")
     if policy == "NO_WRAP":
         reading.put("model.blocks", "none", "NO_WRAP")
-    elif policy == "SIZE_BASED_WRAP" and reading.answers is not None:
+    elif policy == "SIZE_BASED_WRAP" and not reading.strict:
         reading.omit("fsdp_config.fsdp_auto_wrap_policy", f"{policy}: unipar shards by blocks (model.blocks)")
     elif policy != "TRANSFORMER_BASED_WRAP":
         reading.refuse("fsdp_config.fsdp_auto_wrap_policy", f"{policy}: unipar shards by blocks", "model.blocks")
@@ -289,6 +289,10 @@ _DEEPSPEED_OMITTED = {
     "offload_optimizer_nvme_path": "it is about files, not about training",
     "offload_param_nvme_path": "it is about files, not about training",
     "seq_parallel_communication_data_type": "unipar sends what it computes",
+    "bf16_enabled": "mixed_precision says it",
+    "fp16_enabled": "mixed_precision says it",
+    "offload_optimizer_pin_memory": "it is about speed",
+    "offload_param_pin_memory": "it is about speed",
 }
 
 
@@ -313,6 +317,9 @@ def _read_deepspeed(keys: ForeignSection) -> None:
         if device != "none":
             import_config.read_offload(reading.section({name: {"device": device}}, "deepspeed_config."), name)
     keys.omit(_DEEPSPEED_OMITTED)
+    known = ("gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device")
+    if not reading.strict:
+        keys.omit_unknown((*known, *_DEEPSPEED_OMITTED), "not known; Accelerate ignores such keys")
     reading.config.pop("parallel.shard", None)
     _put_cell(reading, shard, "DeepSpeed", "zero")
     keys.end(

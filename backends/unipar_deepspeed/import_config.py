@@ -54,15 +54,15 @@ def read_all_but_batch(keys: ForeignSection) -> None:
     for key in [key for key in keys.data if key.startswith(("//", "#", "_comment"))]:
         keys.omit({key: "it is a comment"})
     keys.omit(OMITTED_DS_KEYS)
-    if reading.answers is not None:
+    if not reading.strict:
         _assume_autocast(keys)
-    if reading.answers is not None:
+    if not reading.strict:
         keys.omit({"autotuning": "it acts only under `deepspeed --autotuning`"})
     keys.refuse(REFUSED_DS_KEYS)
     keys.omit(
         {key: "DeepSpeed reads it in zero_optimization alone, and ignores it here" for key in OF_ZERO if key in keys}
     )
-    if reading.answers is not None:
+    if not reading.strict:
         keys.omit_unknown(KNOWN, "not known; DeepSpeed ignores such keys")
     for key, (value, why) in FIXED_DS_VALUES.items():
         keys.expect(key, value, why)
@@ -208,7 +208,7 @@ def read_scheduler(keys: ForeignSection) -> None:
     if not params.open("warmup_num_steps", "train.schedule.warmup", "100"):
         warmup = max(2, params.take("warmup_num_steps", int, 1000))  # DeepSpeed's least is 2
     shape = params.take("warmup_type", str, "log")
-    if shape != "linear" and warmup and reading.answers is not None:
+    if shape != "linear" and warmup and not reading.strict:
         if not reading.answered("train.schedule"):
             reading.assumed.append(f"train.schedule.warmup: a straight line, where the file's rises as {shape}")
     elif shape != "linear" and warmup:
@@ -273,7 +273,7 @@ def read_zero(keys: ForeignSection) -> None:
     ):
         if section.take(old, bool, default=False):
             section.data.setdefault(new, {"device": "cpu"})
-    if reading.answers is not None:
+    if not reading.strict:
         _assume_plain_zero(section)
     section.refuse(ZERO_REFUSED, unless=(None, False, {}, 1, 0))
     _read_sizes(section, stage)

@@ -57,6 +57,9 @@ class ForeignConfigReader:
     answers: Answers | None = None
     """Values of what the file leaves open; None: ask for each of them."""
 
+    strict: bool = False
+    """Whether nothing is to be assumed."""
+
     assumed: list[str] = field(default_factory=list[str])
     """Keys that were filled by a default, each with its value."""
 
@@ -119,7 +122,7 @@ class ForeignConfigReader:
 
     def assume_default(self, key: str, value: Any, why: str) -> bool:
         """Put a value that the reader itself assumes; return False if nothing is to be assumed."""
-        if self.answers is None:
+        if self.strict:
             return False
         if not self.answered(key):
             self.put(key, value, f"assumed: {why}")

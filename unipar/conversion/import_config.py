@@ -60,6 +60,7 @@ def import_library_config(
     data, lines = _read_library_config(file)
     overrides = dict(parse_set_argument(text) for text in sets)
     reading = ForeignConfigReader(str(file), file.resolve().parent, lines, overrides, frozenset(leave), world)
+    reading.strict = strict
     arguments, whole_file = read_arguments(args), is_trainer_file(data, _best_reader(data)[0])
     if whole_file:
         arguments = arguments_over(data, arguments.given, READ_HERE)

@@ -77,6 +77,9 @@ class TrainingArguments:
     def _refuse(self, name: str, why: str, way: str, ours: str | None = None) -> None:
         self.refused.append(RefusedArgument(self.names.get(name, name), why, way, ours))
 
+    def _assume(self, name: str, why: str, way: str, ours: str) -> None:
+        self.assumed.append(RefusedArgument(self.names.get(name, name), why, way, ours))
+
     def answers(self) -> Answers:
         """Return keys of unipar that these arguments, or the Trainer's defaults, give."""
         found: dict[str, Answer] = {}
@@ -100,7 +103,7 @@ class TrainingArguments:
         if self._flag("group_by_length") or self.given.get("train_sampling_strategy") == "group_by_length":
             name = "group_by_length" if self._flag("group_by_length") else "train_sampling_strategy"
             why = "samples come in a random order, not beside others of their length"
-            self.assumed.append(RefusedArgument(name, why, "take it out", "data.shuffle"))
+            self._assume(name, why, "take it out", "data.shuffle")
         precision = self._precision()
         self._leave_out_others()
         return Answers(found, precision, self.place(precision) if precision else "")
@@ -109,13 +112,13 @@ class TrainingArguments:
         pure = "pure_bf16" if self._flag("pure_bf16") else "bf16" if self.given.get("bf16") == "full" else None
         if pure is not None:
             why = f"{show_value(self.given[pure])}: unipar keeps fp32 weights beside those in bf16"
-            self.assumed.append(RefusedArgument(pure, why, "give bf16 true", "train.precision"))
+            self._assume(pure, why, "give bf16 true", "train.precision")
             return "bf16"
         for name in ("bf16", "fp16"):
             automatic = self.given.get(name) == AUTO and self.given.get("fp16") is not True
             if automatic and name == "bf16":
                 why = "'auto': bf16, as on a GPU that computes in it"
-                self.assumed.append(RefusedArgument(name, why, "give true or false", "train.precision"))
+                self._assume(name, why, "give true or false", "train.precision")
                 return name
             if self._flag(name):
                 return name
@@ -136,7 +139,7 @@ class TrainingArguments:
         name = OPTIMIZER_OF_WORD.get(word)
         if word in ROUNDED_OPTIMIZERS:
             name, why = "adamw", f"{word}: AdamW with states in fp32, not in fewer bits"
-            self.assumed.append(RefusedArgument("optim", why, "give adamw_torch", "train.optimizer.name"))
+            self._assume("optim", why, "give adamw_torch", "train.optimizer.name")
         if name is None:
             why = f"{word} is neither sgd nor a kind of adamw, such as adamw_torch and adamw_bnb_8bit"
             self._refuse("optim", why, "give another one", "train.optimizer.name")

@@ -37,7 +37,7 @@ def read_precision(keys: ForeignSection) -> None:
         section.omit({"check_overflow": "unipar checks every loss", "consecutive_hysteresis": "it is about scaling"})
         section.refuse({"immediate_grad_update": "unipar reduces by its own rule"}, unless=(True, False))
         section.omit({"check_grad_overflow": "unipar checks every loss"})
-        if open_answers is not None:
+        if not reading.strict:
             section.omit_unknown(("enabled", *scaling), "not known; it is about casting, or scaling the loss")
         section.end(("enabled", "auto_cast", *scaling))
     if not chosen and open_answers is not None and "train.precision" not in reading.config:
