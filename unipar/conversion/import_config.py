@@ -15,7 +15,7 @@ from unipar.config import Config, safe_yaml
 from unipar.config.config_file import read_config_text
 from unipar.config.source import parse_set_argument
 from unipar.config.yaml_edit import yaml_value
-from unipar.conversion.trainer_file import READ_HERE, is_trainer_file, read_trainer_file
+from unipar.conversion.trainer_file import READ_HERE, is_trainer_file, library_arguments, read_trainer_file
 from unipar.conversion.training_arguments import TrainingArguments, arguments_over, read_arguments
 from unipar.errors import ConfigError, OutExists, Unsupported
 from unipar.utils.files import whole
@@ -63,7 +63,7 @@ def import_library_config(
     reading.strict = strict
     arguments, whole_file = read_arguments(args), is_trainer_file(data, _best_reader(data)[0])
     if whole_file:
-        arguments = arguments_over(data, arguments.given, READ_HERE)
+        arguments = arguments_over(data, arguments.given, READ_HERE | library_arguments())
     answers = arguments.answers()
     if strict:
         answers = replace(answers, by_key={k: a for k, a in answers.by_key.items() if a.given})

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from unipar.backend import Backend
+from unipar.backend import Backend, registry
 from unipar.backend.foreign import ForeignConfigReader, ForeignSection
 from unipar.conversion.training_arguments import knows_argument
 from unipar.errors import ConfigError
@@ -14,7 +14,7 @@ from unipar.utils.text import show_value
 
 READ_HERE = frozenset(
     {
-        *("deepspeed", "fsdp", "fsdp_config", "fsdp_version", "dist_config", "parallelism_config"),
+        *("fsdp", "fsdp_config", "fsdp_version", "dist_config", "parallelism_config"),
         *("tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree", "sequence_parallel_size"),
         *("dp_shard_size", "dp_replicate_size"),
     }
@@ -45,10 +45,13 @@ def read_trainer_file(
     reading.read.update(name for name in data if knows_argument(name))
     if isinstance(details := data.get("lr_scheduler_kwargs"), dict):
         reading.read.update(f"lr_scheduler_kwargs.{name}" for name in details)
-    keys = reading.section({name: value for name, value in data.items() if name in READ_HERE})
-    named = keys.take("deepspeed", str, "") if not isinstance(keys.data.get("deepspeed"), dict) else ""
-    if named or "deepspeed" in keys:
-        return _read_library_of(keys, named, load, choose)
+    libraries = library_arguments()
+    keys = reading.section({name: value for name, value in data.items() if name in READ_HERE | libraries})
+    for library in libraries & keys.data.keys():
+        if isinstance(given := keys.data[library], dict) and given:
+            return _read_library_of(keys, library, "", load, choose)
+        if named := keys.take(library, str, ""):
+            return _read_library_of(keys, library, named, load, choose)
     mesh = keys.below("dist_config")
     kind = mesh.take("name", str, "").lower()
     mesh.leave_rest("unipar saves and splits in its own way")
@@ -68,13 +71,19 @@ def read_trainer_file(
     return None
 
 
-def _read_library_of(keys: ForeignSection, named: str, load: Load, choose: Choose) -> Backend:
+def library_arguments() -> frozenset[str]:
+    """Return the arguments that name a library's config: the names of the backends that import one."""
+    return frozenset(name for name in registry.backend_names() if registry.find_backend(name).imports)
+
+
+def _read_library_of(keys: ForeignSection, library: str, named: str, load: Load, choose: Choose) -> Backend:
     """Carry the library's config that the arguments name, hold, or mean by a stage such as `zero2_offload`."""
-    reading = keys.reading
-    given: Any = keys.data.pop("deepspeed", None)
-    path = reading.folder / named
-    inner = given if isinstance(given, dict) else load(path) if _is_path(named) else _config_of_stage(reading, named)
-    keys.leave_rest("deepspeed says it")
+    reading, path = keys.reading, keys.reading.folder / named
+    if not named:
+        inner = keys.take(library, dict, {})
+    else:
+        inner = load(path) if _is_path(named) else _config_of_stage(reading, library, named)
+    keys.leave_rest(f"{library} says it")
     backend = choose(path, inner)
     backend.read_foreign(reading, inner)
     return backend
@@ -84,13 +93,13 @@ def _is_path(named: str) -> bool:
     return named.endswith((".json", ".yaml", ".yml"))
 
 
-def _config_of_stage(reading: ForeignConfigReader, named: str) -> Mapping[str, Any]:
+def _config_of_stage(reading: ForeignConfigReader, library: str, named: str) -> Mapping[str, Any]:
     """Return the config that tools keep under a name such as `zero3_offload`."""
     word, _, more = named.partition("_")
     stage = word.removeprefix("zero")
     if stage not in ("0", "1", "2", "3") or more not in ("", "offload"):
         raise ConfigError(
-            f"{reading.label}: deepspeed: {show_value(named)} is neither a .json file nor one of zero0 to zero3; "
+            f"{reading.label}: {library}: {show_value(named)} is neither a .json file nor one of zero0 to zero3; "
             "import the file that it stands for, with --args and this one"
         )
     zero: dict[str, Any] = {"stage": int(stage)}
@@ -172,4 +181,4 @@ def _read_axes(keys: ForeignSection) -> None:
         keys.reading.put("parallel.shard_over", over, "dp_shard_size")
     keys.omit(dict.fromkeys(("dp_shard_size", "dp_replicate_size"), "parallel.shard and parallel.data say it"))
     if isinstance(keys.data.get("parallelism_config"), dict):
-        keys.reading.refuse("parallelism_config", "it is carried from an accelerate.yaml alone", "parallel")
+        keys.reading.refuse("parallelism_config", "it is carried from the launcher's config alone", "parallel")
