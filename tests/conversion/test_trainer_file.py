@@ -159,7 +159,8 @@ def test_arguments_beside_it(tmp_path: Path) -> None:
         ({"warmup_ratio": 1.5}, "warmup_ratio (line 1): 1.5 is not below 1; choose a value with --set train.schedule"),
         ({"lr_scheduler_type": "cosine_with_restarts", "lr_scheduler_kwargs": {"num_cycles": 2}},
          "lr_scheduler_kwargs (line 1): num_cycles: 2: a schedule of unipar does not begin again; choose a value with"),
-        ({"parallelism_config": {"tp_size": 2}}, "parallelism_config (line 1): it is carried from the launcher's config alone"),
+        ({"parallelism_config": {"tp_size": 2}},
+         "parallelism_config (line 1): it is carried from the launcher's config alone"),
     ],
 )  # fmt: skip
 def test_refusals(change: dict[str, Any], sentence: str, tmp_path: Path) -> None:
