@@ -4,7 +4,7 @@
     --simulated 256,1024,4096    ranks that speak only unipar's protocol: threads in a few processes, --per a machine
 
 Each simulated rank has a connection to rank 0's store of its own, and its part in the roll call, the links, a decision,
-the exchange of ledgers, the five rounds of a checkpoint and an agreement to stop; nothing is trained. Requests and bytes
+the exchange of ledgers, the five rounds of a save and an agreement to stop; nothing is trained. Requests and bytes
 are counted where ranks call the store, all of which go to rank 0's machine, and bytes at rank 0's own links.
 """
 
