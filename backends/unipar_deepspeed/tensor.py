@@ -13,7 +13,7 @@ from deepspeed.utils import groups as deepspeed_groups
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from unipar_native.mesh.probe import WholeModel, look_at_model, whole_gradients
-from unipar_native.mesh.proof import refuse_difference, share_whole_model, sketch_regions
+from unipar_native.mesh.proof import refuse_difference, share_whole_model, sketch_regions, trained_and_narrowest_dtypes
 from unipar_native.mesh.state_kept import kept_attributes
 from unipar_native.mesh.tensor.cuts import BlockPlan, ParameterCut
 from unipar_native.mesh.tensor_model import cuts_of_model, plan_blocks
@@ -25,7 +25,7 @@ from unipar.backend.precision import batch_dtype
 from unipar.config import Config
 from unipar.distributed.world import World
 from unipar.engines.batch import cast_floats, to_device
-from unipar.engines.forward import ForwardCall
+from unipar.engines.forward import ForwardCall, OpaqueBatch
 from unipar.errors import TaskError
 from unipar_deepspeed.autotp import matrices_left_whole
 
@@ -211,13 +211,15 @@ def prove_split(
         batch = cast_floats(batch, cast_to)
     batch = to_device(batch, world.device)
     modes = [(module, module.training) for module in call.modules()]
+    autocast, call.autocast = call.autocast, None
     call.eval()
     try:
         with torch.random.fork_rng(), kept_attributes([getattr(part.loss, "__self__", None)]):
-            loss: Tensor = part.loss(part.module, batch)
+            loss: Tensor = call(part.loss, OpaqueBatch(batch))  # in its forward ZeRO-3 gathers what the loss reads
             named = {name: p for name, p in part.module.named_parameters() if p.requires_grad}
             gradients: Any = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
     finally:
+        call.autocast = autocast
         for module, mode in modes:
             module.training = mode
     mine = zip(named.items(), gradients, strict=True)
@@ -225,7 +227,7 @@ def prove_split(
     sketches = sketch_regions(names, _regions_of_parts(split, held))
     sketches = world.sum(sketches.to(world.device)).cpu()
     mean = world.sum(loss.detach().double()) / world.size
-    dtype = next(p.dtype for p in part.module.parameters() if p.is_floating_point())
+    _, dtype = trained_and_narrowest_dtypes(part.module)
     refuse_difference(names, (float(mean), expected_loss), (sketches, expected), dtype, str(config.parallel.axes))
 
 

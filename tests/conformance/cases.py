@@ -13,10 +13,12 @@ import torch
 
 import unipar
 from tests.conformance import tasks
+from tests.conformance.contrastive import OneTower, Pairs
 from tests.conformance.gan import Gan
 from tests.conformance.generation import Generating
 from tests.conformance.lengths import Counted, LateTokens, Picked
 from tests.conformance.marks import MARKS
+from tests.conformance.narrow import Adapted
 from tests.conformance.rates import Paced
 from tests.conformance.scores import Scored
 from unipar.backend import cells as backend_cells
@@ -189,6 +191,7 @@ CASES = {
         Case("two groups", tasks.Grouped, train=_COSINE),
         Case("an optimizer of its own", tasks.Owning, train=_COSINE | {"optimizer": {"lr": 1e-3}}, hop=3, sizes=(2,)),
         Case("frozen teacher", tasks.Distilled, more={"eval": {"every": 2}}),
+        Case("narrow frozen weights", Adapted, hop=3, sizes=(2,)),
         Case("tied weights", lambda: tasks.Plain(tied=True)),
         Case("ragged last batch", lambda: tasks.Plain(count=33), train={"epochs": 2}),
         Case("ragged dropped", lambda: tasks.Plain(count=37), train={"epochs": 3}, more={"data": {"ragged": "drop"}}),
@@ -250,6 +253,13 @@ CASES = {
              sizes=(4,), cells=_CELLS_WITH_COPIES),
         Case("two machines", tasks.Grouped, more=_BY_MACHINE, machines="abab", train=_COSINE, hop=3, sizes=(4,),
              cells=_CELLS_WITH_COPIES),
+        Case("contrastive", Pairs, more={"eval": {"every": 2}}),
+        Case("contrastive, one tower", lambda: OneTower(dropout=0.2), micro=True, hop=3),
+        Case("contrastive, ragged", lambda: OneTower(count=35), train={"epochs": 2}, sizes=(2, 4)),
+        Case("contrastive, fp64", Pairs, precision="fp64", tolerance=FP64, sizes=(2,), accumulate=4),
+        Case("contrastive, bf16-mixed", Pairs, precision="bf16-mixed", tolerance=BF16, sizes=(2,)),
+        Case("contrastive, bf16-master", Pairs, precision="bf16-master", tolerance=Tolerance(1.5e-2, 2e-2, None),
+             sizes=(2,)),  # the sum of two losses
         *_cases_of_several_parts(),
         Case("fp64", tasks.Grouped, precision="fp64", tolerance=FP64),
         Case("bf16-mixed", tasks.Plain, precision="bf16-mixed", tolerance=BF16),
@@ -290,7 +300,7 @@ MESH_CASES = (
     "dropout", "evaluation in the middle", "scores of all samples",
     "state out and in", "averaged", "averaged every second step",
     "blocks recomputed", "bf16-mixed", "fp64", "not a number",
-    "batches by tokens", "batches by tokens, two on each rank",
+    "batches by tokens", "batches by tokens, two on each rank", "contrastive", "contrastive, one tower",
 )  # fmt: skip
 """Cases that `make test` plays in one of the first three of them, in the smallest world; a few also in the others."""
 
