@@ -331,10 +331,12 @@ def test_what_comes_before_a_watch(store: dist.Store) -> None:
     first = MachineWatch(sessions[1], 10.0, "launch.heartbeat", lambda _: None)
     first.fail({"kind": "WorkerFailed", "message": "rank 1 failed"})
     others = [MachineWatch(sessions[r], 10.0, "launch.heartbeat", lambda _: None) for r in (0, 2, 3, 4)]
+    made = [others[0], first, *others[1:]]
     assert [(c := watch.cause()) and c["message"] for watch in others] == ["rank 1 failed"] * 4
     for watch in (first, *others):
         watch.close()
+    assert in_ranks(5, lambda rank: outcome(tree_of(made[rank]))) == ["xxxxx"] * 5
     again = [MachineWatch(one, 10.0, "launch.heartbeat", lambda _: None) for one in sessions]
-    told = in_ranks(5, lambda rank: outcome(tree_of(again[rank])))
-    assert told == ["xxxxx"] * 5
+    told = in_ranks(5, lambda rank: tree_of(again[rank]).decide("more", "y", "".join))
+    assert told == ["yyyyy"] * 5
     leave(again)

@@ -107,7 +107,7 @@ class RankTree:
     def begin_watch(self, launch: str, watch: LinkWatch) -> None:
         """Give a watch all that is told of failures in its launch, what has come before it began as well."""
         with self._watching:
-            self._watch, self._failed = (launch, watch), False
+            self._watch = launch, watch
             early, self._early = self._early, []
             for link, message in early:
                 if message["launch"] == launch:
@@ -119,8 +119,8 @@ class RankTree:
     def end_watch(self, launch: str) -> None:
         """Say at the other ends that this rank is done with a launch: it may leave."""
         self.links.send_to_all({"launch": launch, "over": True})
-        with self._watching:
-            self._watch = None
+        with self._watching, self._changed:
+            self._watch, self._failed = None, False
             self._ended.add(launch)
 
     def fail(self) -> None:
