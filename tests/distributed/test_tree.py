@@ -19,7 +19,7 @@ from unipar.distributed.meeting.links import Links
 from unipar.distributed.meeting.neighbours import Neighbours
 from unipar.distributed.meeting.roll_call import wait_for_key
 from unipar.distributed.meeting.session import Session
-from unipar.distributed.meeting.tree import RankTree
+from unipar.distributed.meeting.tree import RankTree, joined_runs
 from unipar.distributed.meeting.watch import MachineWatch
 from unipar.distributed.place import Place
 from unipar.errors import OutExists, WorldMismatch
@@ -53,7 +53,8 @@ def test_the_tree() -> None:
     assert near[2].ranks_below(2) == (3, *range(34, 66, 2))
     assert near[35].ranks_below(35) == ()
     assert [one.rank_above(rank) for rank, one in near.items()] == [None, 0, 0, 2, 34, 4]
-    assert [one.depth for one in near.values()] == [0, 0, 1, 2, 2, 2]
+    many = WorldMachines(tuple(WorldMachine(f"n{i}", "", (i,)) for i in range(300)))
+    assert [neighbours(rank, many).depth for rank in (0, 1, 16, 17, 272, 273)] == [0, 1, 1, 2, 2, 3]
     assert all(Neighbours.from_json(json.loads(json.dumps(one.to_json()))) == one for one in near.values())
 
 
@@ -205,6 +206,7 @@ def test_what_rank_0_and_first_ranks_tell(store: dist.Store) -> None:
     assert in_ranks(5, lambda rank: trees[rank].tell("a", None if rank else "x")) == ["x"] * 5
     told = in_ranks(5, lambda rank: trees[rank].tell_machine("b", f"of {rank}" if THREE.leads(rank) else None))
     assert told == ["of 0", "of 1", "of 2", "of 0", "of 2"]
+    assert [one._arrived for one in trees] == [{}] * 5  # pyright: ignore[reportPrivateUsage]
     for one in trees:
         one.close()
 
@@ -222,6 +224,7 @@ def test_equal_texts_travel_once(store: dist.Store) -> None:
     trees[2].links.send_up = send_up
     assert in_ranks(5, lambda rank: trees[rank].decide("a", "same", lambda texts: str(len(texts)))) == ["5"] * 5
     assert got == [{"round": "a", "ranks": {"same": [2, 1, 4, 1]}, "lost": ""}]
+    assert joined_runs([4, 1, 2, 2, 0, 1, 7, 2]) == [0, 1, 2, 3, 7, 2]
     for one in trees:
         one.close()
 
@@ -330,6 +333,11 @@ def test_what_comes_before_a_watch(store: dist.Store) -> None:
     sessions = in_ranks(5, lambda rank: session(store, rank))
     first = MachineWatch(sessions[1], 10.0, "launch.heartbeat", lambda _: None)
     first.fail({"kind": "WorkerFailed", "message": "rank 1 failed"})
+    above = sessions[0].tree
+    assert above is not None
+    until = time.monotonic() + PATIENCE
+    while not above._early and time.monotonic() < until:  # pyright: ignore[reportPrivateUsage]
+        time.sleep(0.01)
     others = [MachineWatch(sessions[r], 10.0, "launch.heartbeat", lambda _: None) for r in (0, 2, 3, 4)]
     made = [others[0], first, *others[1:]]
     assert [(c := watch.cause()) and c["message"] for watch in others] == ["rank 1 failed"] * 4

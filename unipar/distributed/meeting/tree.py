@@ -190,7 +190,7 @@ class RankTree:
             lost = lost or message["lost"]
             for text, runs in message["ranks"].items():
                 ranks.setdefault(text, []).extend(runs)
-        return {text: _joined(runs) for text, runs in ranks.items()}, lost
+        return {text: joined_runs(runs) for text, runs in ranks.items()}, lost
 
     def _texts(self, ranks: Mapping[str, Sequence[int]], lost: str, patience: float) -> list[str]:
         """Return the text of each rank; raise WorldMismatch if one has given none."""
@@ -225,9 +225,6 @@ class RankTree:
         key = name, rank
         while True:
             with self._changed:
-                if key not in self._arrived:
-                    left = until - time.monotonic()
-                    self._changed.wait(max(0.0, min(left, _LOOK_SECONDS if waiting is not None else 1.0)))
                 if key in self._arrived:
                     return self._arrived.pop(key)
                 if self._failed:
@@ -235,8 +232,9 @@ class RankTree:
                 watched = self._watch is not None and (self._watch[0], rank) not in self._over
                 if rank in self._lost and not watched:  # else the watch finds the cause
                     raise _LinkLost
-            if time.monotonic() > until:
-                raise TimeoutError
+                if (left := until - time.monotonic()) < 0:
+                    raise TimeoutError
+                self._changed.wait(min(left, _LOOK_SECONDS if waiting is not None else 1.0))
             if waiting is not None:
                 waiting()
 
@@ -252,7 +250,7 @@ class RankTree:
         self.links.close()
 
 
-def _joined(runs: Sequence[int]) -> list[int]:
+def joined_runs(runs: Sequence[int]) -> list[int]:
     """Return runs of ranks, each a first one and a number, in order, with those that follow one another in one."""
     found: list[int] = []
     for first, number in sorted(zip(runs[::2], runs[1::2], strict=True)):
