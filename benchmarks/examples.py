@@ -27,24 +27,28 @@ CELLS = ("*", "native/nothing+tensor2", "native/nothing+pipeline2", "native/noth
 """All cells that split no sample, and three that do, on two ranks."""
 
 _LANGUAGE = {"hidden": 32, "layers": 2, "heads": 2, "context": 32, "words": 512}
-EXAMPLES: dict[str, Mapping[str, Any]] = {
+LARGER = ("gpt_7b", "llama_7b", "llama_70b")
+"""Configs for `unipar plan`."""
+
+SMALL: dict[str, Mapping[str, Any]] = {
     "char_gpt": {"task.args": {"layers": 2, "width": 32, "heads": 2, "context": 32}},
-    "digits": {},
-    "gan": {},
     "causal_lm": {"task.args": _LANGUAGE},
     "lora": {"task.args": _LANGUAGE | {"rank": 4}},
     "vit": {"task.args": {"layers": 2}},
     "diffusion": {"task.args": {"layers": 2}},
     "distillation": {"task.args": {"teacher": 8, "teacher_steps": 2}},
 }
-"""What makes an example small, by the name of its config."""
+"""What makes an example smaller, by the name of its config."""
+
+EXAMPLES = sorted({file.stem for file in (ROOT / "configs").glob("*.yaml")} - {"quickstart", *LARGER})
+"""Names of the configs; the quickstart's is that of char_gpt."""
 
 
 def verified_example(name: str, cells: Sequence[str]) -> Iterator[Row]:
     """Yield the verdicts on an example."""
     config = ROOT / "configs" / f"{name}.yaml"
     with tempfile.TemporaryDirectory(prefix="unipar-examples-") as folder:
-        overrides = {"out": folder, "device": "cpu"} | EXAMPLES[name]
+        overrides = {"out": folder, "device": "cpu"} | dict(SMALL.get(name, {}))
         verdicts = unipar.verify(config, cells=cells, world=2, steps=STEPS, overrides=overrides, overwrite=True)
     if verdicts.interrupted:
         raise KeyboardInterrupt
