@@ -17,6 +17,7 @@ from tests.conformance.gan import Gan
 from tests.conformance.generation import Generating
 from tests.conformance.lengths import Counted, LateTokens, Picked
 from tests.conformance.marks import MARKS
+from tests.conformance.matrix_task import WholeMatrices
 from tests.conformance.rates import Paced
 from tests.conformance.scores import Scored
 from unipar.backend import cells as backend_cells
@@ -128,6 +129,7 @@ def _poison() -> int:
 _SGD = {"name": "sgd", "lr": 0.1, "momentum": 0.9}
 _NOT_FINITE = "the loss is not finite at step 4, first on rank "
 _COSINE = {"schedule": {"name": "cosine", "warmup": 2, "end": 0.1}}
+_MUON = {"optimizer": {"name": "muon", "lr": 1e-2, "weight_decay": 0.1, "adamw": {"eps": 1e-6}}}
 _EXACT = {
     "optimizer": {"name": "adamw", "lr": 1e-2, "weight_decay": 0.1, "eps": 1e-6, "fused": False, "foreach": False},
     "clip": {"max": 0.3, "norm": "fp64"},
@@ -143,6 +145,7 @@ _TOKENS: dict[str, Any] = {"batch": {"tokens": 70, "longest": 8, "micro": 20}}
 _AVERAGED = {"ema": {"decay": 0.8, "warmup": 3}}
 _TWO_COPIES = {"parallel": {"shard_over": 2}}
 _BY_MACHINE = {"parallel": {"shard_over": "machine"}}
+_WHOLE_CELLS = ("single", "native/*", "horovod/*", "accelerate/*")
 _CELLS_WITH_COPIES = ("native/optimizer", "native/gradients", "native/parameters")
 _FIND_UNUSED = {"native": {"find_unused": True}, "accelerate": {"find_unused": True}}
 
@@ -188,6 +191,15 @@ CASES = {
              train={"optimizer": {"name": "adam", "lr": 1e-2, "weight_decay": 0.1, "eps": 1e-6, "decay": "matrices"}}),
         Case("two groups", tasks.Grouped, train=_COSINE),
         Case("an optimizer of its own", tasks.Owning, train=_COSINE | {"optimizer": {"lr": 1e-3}}, hop=3, sizes=(2,)),
+        Case("muon", tasks.Plain, train=_COSINE | _MUON, hop=3, sizes=(1, 2), cells=_WHOLE_CELLS),
+        Case("muon, fp64", tasks.Grouped, precision="fp64", tolerance=FP64, train=_MUON, sizes=(2, 4),
+             cells=_WHOLE_CELLS),
+        Case("muon, bits", tasks.Plain, accumulate=1, sizes=(2,), train=_EXACT | {
+             "optimizer": {**_MUON["optimizer"], "fused": False, "foreach": False}}, cells=_WHOLE_CELLS),
+        Case("muon, two copies", tasks.Grouped, more=_TWO_COPIES, train=_MUON, hop=3, sizes=(4,),
+             cells=_CELLS_WITH_COPIES),
+        Case("whole matrices of its own", WholeMatrices, train=_COSINE | {"optimizer": {"lr": 1e-3}}, hop=3, sizes=(2,),
+             cells=_WHOLE_CELLS),
         Case("frozen teacher", tasks.Distilled, more={"eval": {"every": 2}}),
         Case("tied weights", lambda: tasks.Plain(tied=True)),
         Case("ragged last batch", lambda: tasks.Plain(count=33), train={"epochs": 2}),

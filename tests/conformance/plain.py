@@ -17,6 +17,7 @@ from tests.conformance import gan
 from tests.conformance.cases import FILE, Case, dtype_of
 from tests.conformance.generation import Generating
 from tests.conformance.lengths import fill_batches
+from tests.conformance.matrix_task import MuonByHand
 from tests.conformance.scores import Scored
 from unipar.config import Cell, Config
 from unipar.data.dataset import SeededDataset
@@ -55,7 +56,10 @@ def train_by_hand(case: Case, size: int) -> Result:
             tensor.data = tensor.data.to(dtype_of(case))
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = _groups(config, task, model, trained)
-    optimizer = _own(config, task, groups) if task.defines("optimizer") else optimizer_of(config, groups, trained)
+    if config.train.optimizer.name == "muon":
+        optimizer: torch.optim.Optimizer = MuonByHand(config, model, groups)
+    else:
+        optimizer = _own(config, task, groups) if task.defines("optimizer") else optimizer_of(config, groups, trained)
     base = [g["lr"] for g in optimizer.param_groups]
     data = task.data()
     dataset: Any = data.dataset if isinstance(data, DataLoader) else data

@@ -25,6 +25,9 @@ BITS = {
          "native/optimizer", "deepspeed/optimizer", "deepspeed/gradients", "deepspeed/parameters",
          "accelerate/optimizer+zero", "accelerate/gradients+zero", "accelerate/parameters+zero"],
     ],
+    "muon, bits": [
+        ["native/nothing", "horovod/nothing", "accelerate/nothing", *FSDP2, "native/optimizer"],
+    ],
     "bits, four microbatches": [
         ["native/nothing", "horovod/nothing", "accelerate/nothing", "deepspeed/nothing", "native/optimizer",
          "deepspeed/optimizer", "accelerate/optimizer+zero"],
@@ -165,4 +168,10 @@ def test_what_needs_four_ranks_is_played_once() -> None:
     """Among native's cells, to which it belongs."""
     native = backend_cells.cells_of_backend(registry.find_backend("native"))
     played = [name for cell in native for name in select_cases(cell, 4, whole=False)]
-    assert sorted(played) == ["one parameter", "two copies", "two copies, fp64 norm", "two machines"]
+    assert sorted(played) == [
+        "muon, two copies",
+        "one parameter",
+        "two copies",
+        "two copies, fp64 norm",
+        "two machines",
+    ]
