@@ -145,7 +145,14 @@ _TOKENS: dict[str, Any] = {"batch": {"tokens": 70, "longest": 8, "micro": 20}}
 _AVERAGED = {"ema": {"decay": 0.8, "warmup": 3}}
 _TWO_COPIES = {"parallel": {"shard_over": 2}}
 _BY_MACHINE = {"parallel": {"shard_over": "machine"}}
-_WHOLE_CELLS = ("single", "native/*", "horovod/*", "accelerate/*")
+_WHOLE_CELLS = (
+    "single",
+    "native/*",
+    "horovod/*",
+    "accelerate/nothing",
+    "accelerate/gradients",
+    "accelerate/parameters",
+)
 _CELLS_WITH_COPIES = ("native/optimizer", "native/gradients", "native/parameters")
 _FIND_UNUSED = {"native": {"find_unused": True}, "accelerate": {"find_unused": True}}
 
@@ -302,11 +309,11 @@ MESH_CASES = (
     "dropout", "evaluation in the middle", "scores of all samples",
     "state out and in", "averaged", "averaged every second step",
     "blocks recomputed", "bf16-mixed", "fp64", "not a number",
-    "batches by tokens", "batches by tokens, two on each rank",
+    "batches by tokens", "batches by tokens, two on each rank", "muon",
 )  # fmt: skip
 """Cases that `make test` plays in one of the first three of them, in the smallest world; a few also in the others."""
 
-MESH_EVERYWHERE = (*EVERYWHERE, "token weights, ragged")
+MESH_EVERYWHERE = (*EVERYWHERE, "token weights, ragged", "muon")
 
 SIZES_ONLY_VARIANT = "library"
 """A variant that only sets sizes."""

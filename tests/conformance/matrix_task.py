@@ -44,20 +44,22 @@ class WholeMatrices(tasks.Grouped):
         return Preconditioned(groups, {"eps": 1e-6})
 
 
-class MuonByHand(torch.optim.Optimizer):
-    """Muon as in its paper, in the precision of the weights, over the matrices of the suite's models; AdamW beside it.
+def matrices_of(model: nn.Module) -> list[nn.Parameter]:
+    """The matrices of the suite's models: what has two dimensions in a block."""
+    return [p for name, p in model.named_parameters() if name.startswith("blocks.") and p.ndim == 2]
 
-    Matrices are what lies in a block; each has a rate by its shape. Groups may have rates of their own.
+
+class MuonByHand(torch.optim.Optimizer):
+    """Muon as in its paper, in the precision of the weights, with AdamW beside it.
+
+    Each matrix has a rate by its shape. Groups may have rates of their own.
     """
 
     def __init__(self, config: Config, model: nn.Module, groups: Any) -> None:
         wanted: Any = config.train.optimizer
-        names = {id(p): name for name, p in model.named_parameters()}
         told = {"lr": wanted.lr, "weight_decay": wanted.weight_decay}
         super().__init__([told | group for group in groups or [{"params": list(model.parameters())}]], told)
-        self._whole = {
-            i for i, name in names.items() if ".blocks." in f".{name}" and model.get_parameter(name).ndim == 2
-        }
+        self._whole = {id(p) for p in matrices_of(model)}
         self._momentum: dict[int, Tensor] = {}
         rest = [{**g, "params": [p for p in g["params"] if id(p) not in self._whole]} for g in self.param_groups]
         self._beside = [torch.optim.AdamW([g], eps=wanted.adamw.eps) if g["params"] else None for g in rest]
