@@ -57,12 +57,7 @@ def train_by_hand(case: Case, size: int) -> Result:
             tensor.data = tensor.data.to(dtype_of(case))
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = _groups(config, task, model, trained)
-    if config.train.optimizer.name == "muon":
-        optimizer: torch.optim.Optimizer = MuonByHand(config, model, groups)
-    else:
-        optimizer = (
-            _own(config, task, model, groups) if task.defines("optimizer") else optimizer_of(config, groups, trained)
-        )
+    optimizer = _own(config, task, model, groups) if task.defines("optimizer") else optimizer_of(config, model, groups)
     base = [g["lr"] for g in optimizer.param_groups]
     data = task.data()
     dataset: Any = data.dataset if isinstance(data, DataLoader) else data
@@ -153,9 +148,11 @@ def _own(config: Config, task: Any, model: Any, groups: Any) -> torch.optim.Opti
     return optimizer
 
 
-def optimizer_of(config: Config, groups: Any, trained: list[Any]) -> torch.optim.Optimizer:
+def optimizer_of(config: Config, model: Any, groups: Any = None) -> torch.optim.Optimizer:
     wanted: Any = config.train.optimizer
-    groups = groups or trained
+    if wanted.name == "muon":
+        return MuonByHand(config, model, groups)
+    groups = groups or [p for p in model.parameters() if p.requires_grad]
     if wanted.name == "sgd":
         return torch.optim.SGD(groups, lr=wanted.lr, momentum=wanted.momentum, weight_decay=wanted.weight_decay)
     kind = torch.optim.AdamW if wanted.name == "adamw" else torch.optim.Adam
