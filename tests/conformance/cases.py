@@ -199,12 +199,10 @@ CASES = {
         Case("two groups", tasks.Grouped, train=_COSINE),
         Case("an optimizer of its own", tasks.Owning, train=_COSINE | {"optimizer": {"lr": 1e-3}}, hop=3, sizes=(2,)),
         Case("muon", tasks.Plain, train=_COSINE | _MUON, hop=3, sizes=(1, 2), cells=_WHOLE_CELLS),
-        Case("muon, fp64", tasks.Grouped, precision="fp64", tolerance=FP64, train=_MUON, sizes=(2, 4),
-             cells=_WHOLE_CELLS),
-        Case("muon, bits", tasks.Plain, accumulate=1, sizes=(2,), train=_EXACT | {
-             "optimizer": {**_MUON["optimizer"], "fused": False, "foreach": False}}, cells=_WHOLE_CELLS),
-        Case("muon, two copies", tasks.Grouped, more=_TWO_COPIES, train=_MUON, hop=3, sizes=(4,),
-             cells=_CELLS_WITH_COPIES),
+        Case("muon, fp64", tasks.Grouped, precision="fp64", tolerance=FP64, train=_MUON, sizes=(2,), cells=_WHOLE_CELLS),
+        Case("muon, bits", tasks.Plain, accumulate=1, sizes=(2,), train=_EXACT | {"optimizer": _MUON["optimizer"] | {
+             "fused": False, "foreach": False}}, cells=_WHOLE_CELLS),
+        Case("muon, two copies", tasks.Grouped, more=_TWO_COPIES, train=_MUON, hop=3, sizes=(4,), cells=_CELLS_WITH_COPIES),
         Case("whole matrices of its own", WholeMatrices, train=_COSINE | {"optimizer": {"lr": 1e-3}}, hop=3, sizes=(2,),
              cells=_WHOLE_CELLS),
         Case("frozen teacher", tasks.Distilled, more={"eval": {"every": 2}}),

@@ -129,7 +129,7 @@ def test_closed_by_default(hall: CellRunner) -> None:
 @pytest.mark.parametrize(("name", "cells"), [(n, cells) for n, classes in BITS.items() for cells in classes])
 def test_bits(hall: CellRunner, name: str, cells: list[str]) -> None:
     """At world 2 in fp32, with the norm in fp64 and neither fused nor foreach, a class of cells has one result."""
-    there = [hall.result(Cell.parse(c), 2, name) for c in cells if (Cell.parse(c), 2) in hall.wanted]
+    there = [hall.result(Cell.parse(c), 2, name) for c in cells if name in hall.wanted.get((Cell.parse(c), 2), ())]
     if len(there) < 2:
         pytest.skip("fewer than two cells of this class are played")
     first, *others = there

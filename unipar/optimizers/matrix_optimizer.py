@@ -74,11 +74,11 @@ class MatrixOptimizer(Optimizer):
 
     @final
     def owns(self, p: Tensor) -> bool | None:
-        """Return whether this rank has the optimizer's state of a matrix; None if `p` is no matrix in parts."""
+        """Return whether this rank has the optimizer's state of a matrix, a plain tensor; None if `p` is no DTensor."""
         place = self._place(p) if isinstance(p, DTensor) else None
-        if place is None or place[0].group is None:
+        if place is None:
             return None
-        return dist.get_rank(place[0].group) == place[1]
+        return place[0].group is None or dist.get_rank(place[0].group) == place[1]
 
     def _update_vectors(self) -> None:
         """Update everything that is no matrix, by AdamW."""

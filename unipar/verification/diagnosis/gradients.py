@@ -17,7 +17,7 @@ GradientSketches = Mapping[str, SketchVector]
 
 
 class Accumulation(NamedTuple):
-    """How one kind of state follows from gradients."""
+    """Factors by which one kind of state follows from gradients."""
 
     keeps: float
     """Factor on the old state in an update."""
