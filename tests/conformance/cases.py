@@ -145,7 +145,7 @@ _TOKENS: dict[str, Any] = {"batch": {"tokens": 70, "longest": 8, "micro": 20}}
 _AVERAGED = {"ema": {"decay": 0.8, "warmup": 3}}
 _TWO_COPIES = {"parallel": {"shard_over": 2}}
 _BY_MACHINE = {"parallel": {"shard_over": "machine"}}
-_WHOLE_CELLS = (
+_WHOLE = (
     "single",
     "native/*",
     "horovod/*",
@@ -198,13 +198,13 @@ CASES = {
              train={"optimizer": {"name": "adam", "lr": 1e-2, "weight_decay": 0.1, "eps": 1e-6, "decay": "matrices"}}),
         Case("two groups", tasks.Grouped, train=_COSINE),
         Case("an optimizer of its own", tasks.Owning, train=_COSINE | {"optimizer": {"lr": 1e-3}}, hop=3, sizes=(2,)),
-        Case("muon", tasks.Plain, train=_COSINE | _MUON, hop=3, sizes=(1, 2), cells=_WHOLE_CELLS),
-        Case("muon, fp64", tasks.Grouped, precision="fp64", tolerance=FP64, train=_MUON, sizes=(2,), cells=_WHOLE_CELLS),
+        Case("muon", tasks.Plain, train=_COSINE | _MUON, hop=3, sizes=(1, 2), cells=_WHOLE),
+        Case("muon, fp64", tasks.Grouped, precision="fp64", tolerance=FP64, train=_MUON, sizes=(2,), cells=_WHOLE),
         Case("muon, bits", tasks.Plain, accumulate=1, sizes=(2,), train=_EXACT | {"optimizer": _MUON["optimizer"] | {
-             "fused": False, "foreach": False}}, cells=_WHOLE_CELLS),
-        Case("muon, two copies", tasks.Grouped, more=_TWO_COPIES, train=_MUON, hop=3, sizes=(4,), cells=_CELLS_WITH_COPIES),
+             "fused": False, "foreach": False}}, cells=_WHOLE),
+        Case("muon, copies", tasks.Grouped, more=_TWO_COPIES, train=_MUON, hop=3, sizes=(4,), cells=_CELLS_WITH_COPIES),
         Case("whole matrices of its own", WholeMatrices, train=_COSINE | {"optimizer": {"lr": 1e-3}}, hop=3, sizes=(2,),
-             cells=_WHOLE_CELLS),
+             cells=_WHOLE),
         Case("frozen teacher", tasks.Distilled, more={"eval": {"every": 2}}),
         Case("tied weights", lambda: tasks.Plain(tied=True)),
         Case("ragged last batch", lambda: tasks.Plain(count=33), train={"epochs": 2}),
