@@ -66,7 +66,7 @@ class MuonByHand(torch.optim.Optimizer):
 
     @override
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> float:
         for group, beside in zip(self.param_groups, self._beside, strict=True):
             if beside is not None:
                 beside.param_groups[0]["lr"] = group["lr"]
@@ -77,6 +77,7 @@ class MuonByHand(torch.optim.Optimizer):
                     self._momentum[id(p)] = new = 0.95 * old + 0.05 * p.grad
                     o = _newton_schulz(0.05 * p.grad + 0.95 * new) * 0.2 * max(p.shape) ** 0.5
                     p.copy_(p - group["lr"] * (group["weight_decay"] * p + o))
+        return 0.0
 
 
 def _newton_schulz(m: Tensor) -> Tensor:

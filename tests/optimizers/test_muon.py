@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -26,8 +28,9 @@ def _train(model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
 @pytest.mark.parametrize("rule", ["match_rms_adamw", "original"])
 def test_matrices_go_as_under_torchs_muon(rule: str) -> None:
     """In bf16 matrices are torch.optim.Muon's, but for roundings, and everything else is AdamW's."""
-    model, other = _model(), _model()
-    settings = {"lr": 0.02, "weight_decay": 0.1}
+    model: Any = _model()
+    other = _model()
+    settings: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1}
     ours = Muon(model.parameters(), adjust_lr=rule, ns_precision="bf16", **settings)
     matrices, rest = ([p for p in other.parameters() if (p.ndim == 2) is whole] for whole in (True, False))
     _train(model, ours)
@@ -58,7 +61,7 @@ def test_factor_of_the_rate() -> None:
 
 def test_a_group_can_leave_its_matrices_to_adamw() -> None:
     """`matrices: False` in a group."""
-    model = _model()
+    model: Any = _model()
     optimizer = Muon([{"params": model[0].parameters(), "matrices": False}, {"params": model[2].parameters()}], lr=0.1)
     optimizer.separate([model[0].weight, model[2].weight])
     assert [(g["matrices"], [tuple(p.shape) for p in g["params"]]) for g in optimizer.param_groups] == [
