@@ -20,7 +20,7 @@ from unipar.backend.precision import autocast_dtype, batch_dtype
 from unipar.config import SHARDS, Config
 from unipar.distributed.place import Place
 from unipar.distributed.world import World
-from unipar.engines.forward import ForwardCall, OpaqueBatch, eval_mode, plain_evaluation
+from unipar.engines.forward import ForwardCall, OpaqueBatch, eval_mode, plain_evaluation, unrecorded_forward
 from unipar.engines.gradients import clip_counted, clip_gradients, clip_in_fp64, scale_loss
 from unipar.engines.learning_rate import BaseRates
 from unipar.engines.optimizer import OptimizerEngine
@@ -184,6 +184,11 @@ class ZeroEngine(OptimizerEngine):
     def evaluate(self, fn: Fn, batch: Any) -> Any:
         with eval_mode(self.engine):
             return self.engine(fn, OpaqueBatch(batch))
+
+    @override
+    def forward_only(self, fn: Fn, batch: Any) -> Any:
+        with unrecorded_forward(self.model):
+            return self.call(fn, OpaqueBatch(batch))
 
     @override
     @contextmanager

@@ -109,6 +109,10 @@ class ShardedEngine(WrapperEngine):
             self.before_state_access()
 
     @override
+    def apart_from_backward(self) -> AbstractContextManager[None]:
+        return _order_of_forwards_kept([g for module in self._groups for g in fsdp_groups(_state_of(module))])
+
+    @override
     def whole_bytes(self) -> int:
         groups = [group for module in self._groups for group in fsdp_groups(_state_of(module))]
         return sum(_gathered_bytes(p) for group in groups for p in group.fsdp_params)
@@ -151,22 +155,38 @@ def _compute_nothing(model: nn.Module, given: None) -> None:
 
 @contextmanager
 def _forwards_unrecorded(groups: Sequence[Any]) -> Generator[None]:
-    """Context manager: forwards release no parameters, and leave no trace in FSDP2's order of forwards.
+    """Context manager: forwards release no parameters, and leave no trace in FSDP2's order of forwards."""
+    before = [(group, group.post_forward_mesh_info) for group in groups]
+    for group in groups:
+        group.post_forward_mesh_info = None
+    try:
+        with _order_of_forwards_kept(groups):
+            yield
+    finally:
+        for group, mesh in before:
+            group.post_forward_mesh_info = mesh
+
+
+@contextmanager
+def _order_of_forwards_kept(groups: Sequence[Any]) -> Generator[None]:
+    """Context manager: forwards leave no trace in FSDP2's order of forwards.
 
     By that order the next backward gathers ahead: if one rank ran more forwards than another, they would wait in
     different collectives.
     """
-    before = [(group, group.post_forward_mesh_info, list(group._post_forward_indices)) for group in groups]
-    order: list[Any] = groups[0].comm_ctx.post_forward_order if groups else []
-    count = len(order)
-    for group in groups:
-        group.post_forward_mesh_info = None
+    before = [(group, list(group._post_forward_indices)) for group in groups]
+    count = len(_order_of_forwards(groups))
     try:
         yield
     finally:
-        for group, mesh, indices in before:
-            group.post_forward_mesh_info, group._post_forward_indices = mesh, indices
-        del order[count:]
+        for group, indices in before:
+            group._post_forward_indices = indices
+        del _order_of_forwards(groups)[count:]
+
+
+def _order_of_forwards(groups: Sequence[Any]) -> list[Any]:
+    """Return the order in which all groups ran forward; empty before the first, in which they come to share it."""
+    return getattr(groups[0].comm_ctx, "post_forward_order", []) if groups else []
 
 
 def _gathered_bytes(p: Any) -> int:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,14 @@ import torch
 
 import unipar
 from tests.conformance import tasks
+from tests.conformance.contrastive import OneTower, Pairs
 from tests.conformance.gan import Gan
 from tests.conformance.generation import Generating
 from tests.conformance.lengths import Counted, LateTokens, Picked
-from tests.conformance.marks import MARKS
 from tests.conformance.matrix_task import WholeMatrices
 from tests.conformance.rates import Paced
 from tests.conformance.scores import Scored
-from unipar.backend import cells as backend_cells
-from unipar.backend import registry
-from unipar.backend.cells import config_in_cell, is_single_process
+from unipar.backend.cells import config_in_cell
 from unipar.config import Cell, Config, Precision
 from unipar.data.order import SampleOrder
 
@@ -267,6 +264,13 @@ CASES = {
              sizes=(4,), cells=_CELLS_WITH_COPIES),
         Case("two machines", tasks.Grouped, more=_BY_MACHINE, machines="abab", train=_COSINE, hop=3, sizes=(4,),
              cells=_CELLS_WITH_COPIES),
+        Case("contrastive", Pairs, more={"eval": {"every": 2}}),
+        Case("contrastive, one tower", lambda: OneTower(dropout=0.2), micro=True, hop=3),
+        Case("contrastive, ragged", lambda: OneTower(count=35), train={"epochs": 2}, sizes=(2, 4)),
+        Case("contrastive, fp64", Pairs, precision="fp64", tolerance=FP64, sizes=(2,), accumulate=4),
+        Case("contrastive, bf16-mixed", Pairs, precision="bf16-mixed", tolerance=BF16, sizes=(2,)),
+        Case("contrastive, bf16-master", Pairs, precision="bf16-master", tolerance=Tolerance(1.5e-2, 2e-2, None),
+             sizes=(2,)),  # the sum of two losses
         *_cases_of_several_parts(),
         Case("fp64", tasks.Grouped, precision="fp64", tolerance=FP64),
         Case("bf16-mixed", tasks.Plain, precision="bf16-mixed", tolerance=BF16),
@@ -307,7 +311,7 @@ MESH_CASES = (
     "dropout", "evaluation in the middle", "scores of all samples",
     "state out and in", "averaged", "averaged every second step",
     "blocks recomputed", "bf16-mixed", "fp64", "not a number",
-    "batches by tokens", "batches by tokens, two on each rank", "muon",
+    "batches by tokens", "batches by tokens, two on each rank", "contrastive", "contrastive, one tower", "muon",
 )  # fmt: skip
 """Cases that `make test` plays in one of the first three of them, in the smallest world; a few also in the others."""
 
@@ -327,68 +331,6 @@ COMPILED = {
 """Cells in which `make test` compiles, and what: a case takes as long as ten others, a whole model as twenty."""
 
 OURS = ("single", "native", "deepspeed", "horovod", "accelerate")
-
-
-def select_cases(cell: Cell, size: int, *, whole: bool) -> list[str]:
-    """Return the cases of a cell in a world of this size: for `make conformance` all.
-
-    `make test` plays, in worlds of two, each case under each library (compiled ones as COMPILED says), each mark once,
-    and what every cell must do; in worlds of four, once what needs four ranks. A stranger's cells play all cases in
-    worlds of two, some in others.
-    """
-    names: Collection[str] = CASES
-    if cell.axes.ranks > 1 and not whole:
-        copies = 2 if cell.shard == "parameters" else 1  # of which each keeps a part of the parameters
-        if str(cell) in MESH_CELLS[:3] and size == 2:
-            turn = MESH_CELLS.index(str(cell))
-            names = [name for i, name in enumerate(MESH_CASES) if name in MESH_EVERYWHERE or i % 3 == turn]
-        else:
-            names = SHORT_CASES if size == copies * cell.axes.ranks else ()
-    elif not whole and size == 2:
-        names = CASES if cell.backend not in OURS else _covering(cell)
-    elif not whole and size == 1:
-        names = MAIN_CASES if cell.backend not in OURS[1:] else SHORT_CASES if str(cell) in THIN else ()
-    elif not whole:
-        names = SHORT_CASES if cell.backend not in OURS else _cases_for_four_ranks(cell)
-    return [name for name, case in CASES.items() if name in names and case.on(cell)]
-
-
-def _cases_for_four_ranks(cell: Cell) -> set[str]:
-    """Return the cases that need four ranks, and are this cell's: they go round among cells."""
-    names: set[str] = set()
-    for turn, case in enumerate(case for case in CASES.values() if case.sizes == (4,)):
-        able = [c for c in backend_cells.cells_of_backend(registry.find_backend("native")) if case.on(c)]
-        if able[turn % len(able)] == cell:
-            names.add(case.name)
-    return names
-
-
-def _covering(cell: Cell) -> set[str]:
-    """Return this cell's part of the cases in worlds of two, and what every cell must do."""
-    return {*EVERYWHERE, *(() if cell.variant == SIZES_ONLY_VARIANT else BITS), *_share_out(cell.backend).get(cell, ())}
-
-
-@cache
-def _share_out(backend: str) -> Mapping[Cell, Collection[str]]:
-    """Return each cell's cases in worlds of two: they go round among cells without a mark for them."""
-    every = backend_cells.cells_of_backend(registry.find_backend(backend))
-    shares: dict[Cell, list[str]] = {cell: [] for cell in every if not is_single_process(cell)}
-    turn = 0
-    for name, case in CASES.items():
-        if 2 in case.sizes:
-            here = [c for c in shares if case.on(c)]
-            able = [c for c in here if not any(mark.fits(c, name, 2) for mark in MARKS)] or here
-            if "compile" in case.more.get("model", {}):
-                able = [c for c in able if name in COMPILED.get(str(c), ())]
-            if able:
-                shares[able[turn % len(able)]].append(name)
-            turn += 1
-    for mark in MARKS:
-        both = ((c, name) for c in shares for name, case in CASES.items() if 2 in case.sizes and mark.fits(c, name, 2))
-        first = next(both, None)
-        if first is not None:
-            shares[first[0]].append(first[1])
-    return shares
 
 
 def blocks_for(cell: Cell) -> int:

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 import unipar
 from tests.conformance import gan
 from tests.conformance.cases import FILE, Case, dtype_of
+from tests.conformance.contrastive import Pairs
 from tests.conformance.generation import Generating
 from tests.conformance.lengths import fill_batches
 from tests.conformance.matrix_task import MuonByHand, matrices_of
@@ -86,10 +87,16 @@ def train_by_hand(case: Case, size: int) -> Result:
         ]
         total = 0.0
         for i, (batch, weight) in enumerate(zip(read, weights, strict=True)):
+            if isinstance(task, Pairs):
+                break
             seed_all(mix_seed(config.train.seed, 3, step, i))
             loss = task.loss(model, _cast(batch, dtype_of(case))) * (weight / sum(weights))
             loss.backward()
             total += loss.item()
+        if isinstance(task, Pairs):
+            loss = task.by_hand(model, read, partial(_seed, config.train.seed, step))
+            loss.backward()
+            total = loss.item()
         for p in trained:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
@@ -117,6 +124,15 @@ def train_by_hand(case: Case, size: int) -> Result:
         result.evals.append(task.generated(model))
     result.params = {n: p.detach().flatten() for n, p in model.named_parameters()}
     return result
+
+
+def _seed(*numbers: int) -> None:
+    seed, step, micro = numbers
+    seed_all(mix_seed(seed, 3, step, micro))
+
+
+def _leave_seed(micro: int) -> None:
+    """Nothing is drawn in an evaluation."""
 
 
 def _order_of(data: Any, seed: int) -> Callable[[int], list[int]]:
@@ -178,7 +194,10 @@ def _evaluated(task: Any, model: Any) -> dict[str, float]:
     modes = [(m, m.training) for m in model.modules()]
     model.eval()
     with torch.no_grad():
-        found = task.by_scikit_learn(model, batch) if isinstance(task, Scored) else task.metrics(model, batch)
+        found = task.by_scikit_learn(model, batch) if isinstance(task, Scored) else None
+        if isinstance(task, Pairs):
+            found = {"loss": task.by_hand(model, [batch], _leave_seed)}
+        found = found or task.metrics(model, batch)
     for m, training in modes:
         m.training = training
     return {name: float(value[0] if isinstance(value, tuple) else value) for name, value in found.items()}

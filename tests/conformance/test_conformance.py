@@ -7,12 +7,13 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from tests.conformance.cases import CASES, OURS, SIZES, Case, blocks_for, select_cases
+from tests.conformance.cases import CASES, OURS, SIZES, Case, blocks_for
 from tests.conformance.conftest import CaseResult, CellRunner
 from tests.conformance.generation import Generating
 from tests.conformance.local import train_locally_by_hand
 from tests.conformance.marks import FSDP2
 from tests.conformance.plain import Result
+from tests.conformance.selection import select_cases
 from unipar.backend import cells as backend_cells
 from unipar.backend import registry
 from unipar.backend.cells import is_single_process

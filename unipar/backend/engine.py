@@ -180,6 +180,17 @@ class Engine(ABC):
         Gradients flow through the call to `given`; every module keeps its own train or eval mode.
         """
 
+    def forward_only(self, fn: Fn, batch: Any) -> Any:
+        """Return `fn(model, batch)` without gradients, with every module in its own mode, and buffers left unchanged.
+
+        Called in a step before `step`, which computes the same again: features of a loss across the batch. Ranks that
+        share the samples get one answer, all ranks of a pipeline the last stage's.
+        """
+        raise TaskError(
+            f"loss_across(): {type(self).__name__} cannot run a forward apart from its backward (Engine.forward_only); "
+            "use another backend"
+        )
+
     def whole(self) -> AbstractContextManager[nn.Module]:
         """Context manager: the user's model with all its parameters, in evaluation mode and without gradients.
 
@@ -288,6 +299,10 @@ class DelegatingEngine(Engine):
     @override
     def call_frozen(self, fn: Fn, given: Any) -> Any:
         return self.inner.call_frozen(fn, given)
+
+    @override
+    def forward_only(self, fn: Fn, batch: Any) -> Any:
+        return self.inner.forward_only(fn, batch)
 
     @override
     def whole(self) -> AbstractContextManager[nn.Module]:

@@ -20,7 +20,7 @@ from unipar.backend.checks import in_cell
 from unipar.config import Cell, Config
 from unipar.errors import BackendNotFound, ConfigError, OutExists, TaskError, Unsupported
 from unipar.task.reference import TaskRef
-from unipar.task.task import TASK_FUNCTIONS
+from unipar.task.task import LOSS_ACROSS, TASK_FUNCTIONS
 
 if TYPE_CHECKING:
     from unipar.backend.export import Outline, Script
@@ -190,6 +190,12 @@ def _make_outline(source: ConfigSource) -> tuple[Outline, dict[str, str]]:
         raise TaskError(
             f"{ref.task.shown}: schedule() is the task's own, but a script computes the config's: export a task "
             "without schedule(), and write yours into rate() of train.py"
+        )
+    if any(task.defines(name) for name in LOSS_ACROSS):
+        raise TaskError(
+            f"{ref.task.shown}: loss_across() compares samples of the whole global batch, for which unipar computes "
+            "features first, and a script computes the loss of one microbatch: export a task whose loss is a mean, or "
+            "train this one by unipar"
         )
     _check_bases(type(task), file)
     from_loader = {name: value for name, value in depth.data.items() if name not in config.data.model_fields_set}

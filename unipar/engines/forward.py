@@ -71,3 +71,15 @@ def eval_mode(model: nn.Module) -> Generator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+@contextmanager
+def unrecorded_forward(model: nn.Module) -> Generator[None]:
+    """Context manager: no gradients; on exit buffers, such as running statistics, have the values that they had."""
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    with torch.no_grad():
+        try:
+            yield
+        finally:
+            for buffer, before in buffers:
+                buffer.copy_(before)

@@ -18,7 +18,7 @@ from unipar.backend import Fn, Holding, LossFn, Mark, Micro, Part, Piece, Read, 
 from unipar.backend.precision import autocast_dtype, batch_dtype
 from unipar.config import Config
 from unipar.distributed.world import World
-from unipar.engines.forward import ForwardCall, OpaqueBatch, eval_mode, plain_evaluation
+from unipar.engines.forward import ForwardCall, OpaqueBatch, eval_mode, plain_evaluation, unrecorded_forward
 from unipar.engines.gradients import clip_gradients, clip_in_fp64, scale_loss
 from unipar.engines.learning_rate import BaseRates
 from unipar.engines.optimizer import OptimizerEngine
@@ -165,6 +165,16 @@ class WrapperEngine(OptimizerEngine):
     def evaluate(self, fn: Fn, batch: Any) -> Any:
         with eval_mode(self.wrapped):
             return self.run_forward(fn, batch)
+
+    @override
+    @final
+    def forward_only(self, fn: Fn, batch: Any) -> Any:
+        with unrecorded_forward(self.model), self.apart_from_backward():
+            return self.run_forward(fn, batch)
+
+    def apart_from_backward(self) -> AbstractContextManager[None]:
+        """Context manager around a forward in training that no backward follows."""
+        return nullcontext()
 
     @override
     @final

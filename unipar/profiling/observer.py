@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import Any, final
 
 import torch
@@ -47,6 +48,9 @@ class StepObserver:
         self._compiled = CompileCounts() if compiles else None
         self._counters: list[FlopCounter] | None = []
         """Counters of the first step, one for each part; None when all ranks have added them up."""
+
+        self._again: list[FlopCounter] = []
+        """Counters of what the first step computes once more than the loss needs."""
 
         self._stepped = False
         self._graphs_before = graphs_compiled()
@@ -94,6 +98,20 @@ class StepObserver:
             if waited is not None:  # this library keeps the thread busy while it waits
                 self._clock.seconds = slept + (engine.seconds_waited() or 0.0) - waited
 
+    @contextmanager
+    def counting_again(self) -> Generator[Callable[[LossFn], LossFn]]:
+        """Context manager around forwards before the first step that the step runs again: it yields what watches them.
+
+        Their operations are not those of the step, which is told in a note.
+        """
+        if self._counters is None or self._on_fake:
+            yield _unwatched
+            return
+        counter = FlopCounter()
+        self._again.append(counter)
+        with counter:
+            yield counter.watched
+
     def make_share(self, make: Callable[[], Any]) -> Any:
         """Return what `make` returns: the weights of a share are summed over ranks, which is communication too."""
         if self._clock is None or not self._measures:
@@ -122,16 +140,22 @@ class StepObserver:
         self._fake = None
         size, device = self._world.size, self._world.device
         counts = self._world.rank == 0 if self._on_fake else self._world.leads
-        mine = torch.zeros(2 + size, dtype=torch.float64, device=device)
+        mine = torch.zeros(3 + size, dtype=torch.float64, device=device)
         if counts:
             mine[0] = sum(counter.flops for counter in counters) * (self._world.shares if self._on_fake else 1)
             mine[1] = float(bool(why))
+            mine[2] = sum(counter.flops for counter in self._again)
         if device.type == "cuda":
-            mine[2 + self._world.rank] = zlib.crc32(_device_id(device).encode())
-        flops, bad, *identifiers = self._world.sum(mine).tolist()
+            mine[3 + self._world.rank] = zlib.crc32(_device_id(device).encode())
+        flops, bad, again, *identifiers = self._world.sum(mine).tolist()
         self.devices = len(set(identifiers)) if device.type == "cuda" else size
         if not bad and flops:
             self.flops = flops
+            if again:
+                self.notes.append(
+                    f"features of the whole batch were computed first, without gradients: {again:.3g} operations more, "
+                    f"{again / flops:.0%} of the step's"
+                )
         elif counts:
             self.notes.append(f"the operations of a step were not counted: {why or 'another rank could not count'}")
         if unknown := dict.fromkeys(name for counter in counters for name in counter.unknown):
@@ -284,6 +308,10 @@ class StepObserver:
         if self._clock is not None:
             self._clock.close()
             self._clock = None
+
+
+def _unwatched(loss: LossFn) -> LossFn:
+    return loss
 
 
 def _device_id(device: torch.device) -> str:

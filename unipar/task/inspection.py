@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unipar.errors import TaskError
+from unipar.task.task import LOSS_ACROSS
 from unipar.utils.text import closest
 
 if TYPE_CHECKING:
@@ -82,7 +83,8 @@ def _check_methods(node: ast.ClassDef, classes: Mapping[str, ast.ClassDef], file
                 todo.append(known)
             elif name not in ("Task", "ABC", "object"):
                 return
-    lacking = [f"{m}()" for m in _NEEDED_METHODS if m not in have]
+    needed = _NEEDED_METHODS if "loss" in have or not have & {*LOSS_ACROSS} else ("model", "data", *LOSS_ACROSS)
+    lacking = [f"{m}()" for m in needed if m not in have]
     if lacking:
         raise TaskError(f"task.use: {node.name} in {file} lacks {', '.join(lacking)}")
 

@@ -14,7 +14,7 @@ from unipar.errors import TaskError
 from unipar.task.importing import fetch_definition
 from unipar.task.location import CodeLocation
 from unipar.task.pickled import describe_name, is_without_file, pickle_task, unpickle_task
-from unipar.task.task import TASK_FUNCTIONS, FunctionTask, Task
+from unipar.task.task import LOSS_ACROSS, TASK_FUNCTIONS, FunctionTask, Task
 
 
 @dataclass(frozen=True)
@@ -122,6 +122,10 @@ def _create_task(definition: Any, args: Mapping[str, Any], shown: str) -> Task:
 def _check_task_class(definition: Any, shown: str) -> None:
     if not (isinstance(definition, type) and issubclass(definition, Task)):
         raise TaskError(f"{shown} is {definition!r}; it must be a class that derives from unipar.Task")
-    unwritten = sorted(getattr(definition, "__abstractmethods__", ()))
+    lacking = {*getattr(definition, "__abstractmethods__", ())}
+    if definition.loss is Task.loss:  # it stands for the two methods of a loss across the batch
+        other = {name for name in LOSS_ACROSS if getattr(definition, name) is getattr(Task, name)}
+        lacking |= {"loss"} if len(other) == len(LOSS_ACROSS) else other
+    unwritten = sorted(lacking)
     if unwritten:
         raise TaskError(f"{shown} lacks {', '.join(f'{m}()' for m in unwritten)}")

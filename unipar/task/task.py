@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 TASK_FUNCTIONS = ("model", "loss", "data", "weight", "collate", "validation", "metrics", "groups", "length")
 """Names of functions that `launch` takes instead of a task; the first three are required."""
 
+LOSS_ACROSS = ("features", "loss_across")
+"""Methods that a task may have in the place of `loss`, if its loss compares samples of the whole global batch."""
+
 
 class Task(ABC):
     """Training task in plain PyTorch: the model, its data and its loss."""
@@ -35,9 +38,29 @@ class Task(ABC):
     def data(self) -> Any:
         """Return a dataset (map-style or stream), or a DataLoader, whose dataset, collate_fn and workers are used."""
 
-    @abstractmethod
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """Return the loss as the mean over the batch, a scalar tensor; it may call the model in any way."""
+        """Return the loss as the mean over the batch, a scalar tensor; it may call the model in any way.
+
+        Required unless the task has `features` and `loss_across`.
+        """
+        from unipar.task.features import FeatureColumns, check_across_loss
+
+        found = FeatureColumns.of(self.features(model, batch))
+        return check_across_loss(self.loss_across(found.nest(found.columns)))
+
+    def features(self, model: nn.Module, batch: Any) -> Any:
+        """Return what `loss_across` compares: tensors with one row for each sample, in lists, tuples and dicts.
+
+        Called twice in a step for each microbatch: without gradients first, then with those of the loss.
+        """
+        raise TaskError("the task has neither loss(model, batch) nor features(model, batch) with loss_across(features)")
+
+    def loss_across(self, features: Any) -> Tensor:
+        """Return the loss of a whole global batch, a scalar tensor, from the features of all its samples in order.
+
+        It has no parameters of its own: a trained temperature belongs to the features.
+        """
+        raise TaskError("the task has features(model, batch) and no loss_across(features): add it")
 
     def weight(self, batch: Any) -> float | Tensor | None:
         """Return how many items of this batch the loss is a mean over; None if these are its samples."""
@@ -65,8 +88,15 @@ class Task(ABC):
         """Return means over the batch by name, or (mean, weight); unipar averages them over batches and ranks.
 
         For what is no mean: `unipar.gathered(predictions, targets, score=function)`, or a Metric of torchmetrics.
+        By default the loss; a loss across the batch is computed from all validation samples at once.
         """
-        return {"loss": self.loss(model, batch)}
+        if not self.defines("loss_across"):
+            return {"loss": self.loss(model, batch)}
+        from unipar.task.features import FeatureColumns
+        from unipar.task.gathered import gathered
+
+        found = FeatureColumns.of(self.features(model, batch))
+        return {"loss": gathered(*found.columns, score=lambda *rows: self.loss_across(found.nest(rows)))}
 
     def groups(self, model: nn.Module) -> Iterable[Mapping[str, Any]] | None:
         """Return the optimizer's groups in PyTorch's form; None for those of `train.optimizer`."""

@@ -28,13 +28,13 @@ from unipar.training.evaluating.early_stop import EarlyStop
 from unipar.training.evaluating.evaluation import Evaluation, refuse_unsynced_evaluation
 from unipar.training.evaluating.whole_model import GatheredModel
 from unipar.training.feeds import RunFeeds, refuse_shared_stream
+from unipar.training.losses.step_loss import StepLoss
 from unipar.training.part_choice import PartChoice
 from unipar.training.parts import ActivePart, TrainedPart, combine_recorded_parts, iterate_pieces, restore_parts
 from unipar.training.shares import ShareMaker
 from unipar.training.step_log import StepLog
 from unipar.training.stopping import StateKeeper, StopAgreement, require_keeper
 from unipar.training.watch.watch import StateWatch
-from unipar.utils.seeding import MIX_START, mix_into, seed_torch
 
 if TYPE_CHECKING:
     from unipar.memory.recording.step_log import StepMemory
@@ -67,9 +67,7 @@ class TrainingRun(Run):
         self.heartbeat, self.work = heartbeat, work
         self._log = StepLog(ledger, trackers, config.log.every, config.train.lr_scale.factor(sizes.total), work)
         self._mark = heartbeat.set_phase
-        self._loss: Fn = task.loss
-        self._seed = config.train.seed
-        self._loss_seed = mix_into(MIX_START, self._seed, 3)
+        self._loss = StepLoss(task, world, config, self._mark, work)
         self._rates = RateSchedule(config.train.schedule, task.schedule if task.defines("schedule") else None)
         self._sync_every, self._scales = config.train.sync_every, config.train.precision == "fp16"
         self._maker = ShareMaker(task, world)
@@ -80,13 +78,11 @@ class TrainingRun(Run):
         self._stop_agreement = StopAgreement(world, config.train.sync_every or 1)
         self.feeds = RunFeeds(self, task.collate if task.defines("collate") else None)
         self._steps = config.train.steps
-        self._seeds: tuple[int, ...] = ()
         self._parts_stepped: list[ActivePart] = []
         self._due = False
         """Whether the current share is logged."""
 
         self._whole = GatheredModel(self._choice.engine, self._choice.is_busy)
-        self._cuda = self.device.type == "cuda"
         self._evaluation: Evaluation | None = None
         rule = config.eval.stop
         self.early_stop = None if rule is None else EarlyStop(rule, world, self.note)
@@ -214,12 +210,16 @@ class TrainingRun(Run):
         trained = active.trained
         number = self.done + 1
         self.heartbeat.step = number
-        self._loss = loss or self.task.loss
         steps = self._steps or self.steps
         rate = self._rates.factor(self.done - trained.skipped, steps)
-        self._seeds = active.seeds
-        with self._choice.active(active), active, self.watch.around_step(trained, number):
-            out = self.work.run_step(trained.engine, self._seeded_loss, share.micros, rate, self._mark, self._loss)
+        engine, micros = trained.engine, share.micros
+        with (
+            self._choice.active(active),
+            active,
+            self.watch.around_step(trained, number),
+            self._loss.step(engine, loss, micros, self._plans, done=self.done, of_part=active.seeds) as own,
+        ):
+            out = self.work.run_step(engine, self._loss, micros, rate, self._mark, own)
         trained.add_step(number, out, rate)
         if not self._parts_stepped:
             self._log.count(share)
@@ -358,15 +358,6 @@ class TrainingRun(Run):
             if every and self.done % every == 0:
                 self.evaluate()
         self._pass_boundary(self.done)
-
-    def _seeded_loss(self, model: nn.Module, batch: Any, number: int) -> Tensor:
-        """Return the loss, with PyTorch seeded by step and microbatch, so that the rank makes no difference."""
-        seed_torch(mix_into(self._loss_seed, self.done, number, *self._seeds) >> 1, cuda=self._cuda)
-        loss: Any = self._loss(model, batch)
-        if not isinstance(loss, Tensor) or loss.ndim:
-            shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
-            raise TaskError(f"loss() returned {shown}; return the mean over the batch as a scalar tensor")
-        return loss
 
     def _end_share(self) -> None:
         """Count the share's step, if a part took one, and log the parts' results if the step is due."""

@@ -99,14 +99,21 @@ def probe_task(task: Task, settled: SettledConfig, world: World) -> dict[str, An
     }
     if len(modules) > 1:  # the losses of parts are computed in the task's own loop
         return facts
+    compare = _find_draws if task.defines("loss_across") else _compare_losses  # of the whole batch by declaration
     try:
-        return facts | _compare_losses(_TaskLoss(task, modules[ONLY_PART], config, world), feed, keys)
+        return facts | compare(_TaskLoss(task, modules[ONLY_PART], config, world), feed, keys)
     except UniparError:
         raise
     except Exception:  # whether fp64 is the reason is decided by trying: an error in fp32 too is the task's own
         config = config.changed({"train.precision": "fp32"})
         module = create_parts(task.model, config, world)[ONLY_PART]
-        return facts | _compare_losses(_TaskLoss(task, module, config, world), feed, keys)
+        return facts | compare(_TaskLoss(task, module, config, world), feed, keys)
+
+
+def _find_draws(loss_of: _TaskLoss, feed: MicrobatchFeed, keys: list[SampleKey]) -> dict[str, Any]:
+    """Return whether the loss draws random numbers."""
+    batch = feed.read(keys)
+    return {"draws": not loss_of.equal(loss_of(batch, 0), loss_of(batch, 1))}
 
 
 def _compare_losses(loss_of: _TaskLoss, feed: MicrobatchFeed, keys: list[SampleKey]) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""Losses of a step: seeded and checked; across the batch, features of all samples come first."""

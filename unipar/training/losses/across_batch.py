@@ -1,0 +1,209 @@
+"""Loss across the batch: features of all samples without gradients first, then each microbatch with the loss's own.
+
+The features of all ranks are gathered, so that every rank computes the same loss and its gradients by feature. Each
+microbatch then computes its features again, and its backward begins with these gradients: the result is that of one
+forward and backward over the whole global batch, while activations of one microbatch are held at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from typing_extensions import override
+
+from unipar.backend import Engine, LossFn, Mark, Micro
+from unipar.config import Config
+from unipar.data.order import MicrobatchPlan
+from unipar.distributed.world import World
+from unipar.errors import TaskError
+from unipar.profiling.observer import StepObserver
+from unipar.task import Task
+from unipar.task.features import FeatureColumns, check_across_loss, widen_features
+from unipar.training.losses.sample_rows import SampleRows
+from unipar.utils.seeding import seed_torch
+
+_LIMIT_OF_DIFFERENCE = 0.05
+"""Relative difference from which features that are computed again count as others; kernels may round differently."""
+
+
+@final
+@dataclass(frozen=True)
+class _MicroGradients:
+    """Loss and gradients with which a microbatch's backward begins."""
+
+    loss: Tensor
+    """Loss of the whole global batch."""
+
+    columns: Sequence[Tensor | None]
+    """Gradient of each column of features, divided by the microbatch's scale; None for one that has none, and of a
+    microbatch that does not count."""
+
+    first: Sequence[Tensor] | None
+    """Features of the first pass, if they are to be compared with those of the second."""
+
+
+@final
+class AcrossBatch:
+    """Loss across the batch of one run, on one rank."""
+
+    def __init__(self, task: Task, world: World, config: Config) -> None:
+        """Raise TaskError if the task or the config has what does not go with such a loss."""
+        lacking = [name for name in ("features", "loss_across") if not task.defines(name)]
+        if lacking:
+            raise TaskError(
+                f"the task has no {lacking[0]}(): a loss across the batch needs features(model, batch) and "
+                "loss_across(features)"
+            )
+        if task.defines("weight"):
+            raise TaskError(
+                "the task has weight(batch) and loss_across(features): a loss of the whole batch at once is no mean "
+                "over microbatches; weigh samples in loss_across, by a column of features, and leave weight out"
+            )
+        if config.train.sync_every is not None:
+            raise TaskError(
+                f"train.sync_every: {config.train.sync_every} lets every rank take steps by itself, and loss_across() "
+                "compares the samples of all ranks in every step: leave sync_every out"
+            )
+        self._task, self._world = task, world
+        self._micros: dict[int, _MicroGradients] = {}
+        self._compared = False
+
+    def begin(
+        self,
+        engine: Engine,
+        features: LossFn,
+        micros: Sequence[Micro],
+        plans: Sequence[MicrobatchPlan],
+        seed: int,
+        mark: Mark,
+        work: StepObserver,
+    ) -> None:
+        """Compute the features of this rank's microbatches, the loss of all ranks' samples, and its gradients.
+
+        `seed`: for random numbers that the loss draws, which are the same on every rank.
+        """
+        mark("forward")
+        found: list[FeatureColumns] = []
+        rows: list[int] = []
+        with work.counting_again() as watched:
+            counted = watched(features)
+            for micro, plan in zip(micros, plans, strict=True):
+                returned = engine.forward_only(micro.bind(counted), micro.batch)
+                found.append(FeatureColumns.of(returned, len(plan.keys)))
+                rows.append(len(plan.keys) if micro.scale else 0)
+        self._require_one_nesting(found)
+        batch = SampleRows(self._world, rows)
+        counting = [
+            [column[:n] for column, n in zip(of, rows, strict=True)]
+            for of in zip(*(f.columns for f in found), strict=True)
+        ]
+        own = [torch.cat(column) for column in counting]
+        with torch.enable_grad():
+            leaves = [widen_features(batch.gather(column.detach())) for column in own]
+            leaves = [leaf.requires_grad_() if leaf.is_floating_point() else leaf for leaf in leaves]
+            seed_torch(seed, cuda=self._world.device.type == "cuda")
+            loss = check_across_loss(self._task.loss_across(found[0].nest(leaves)))
+            if not loss.requires_grad:
+                raise TaskError(
+                    "loss_across() returned a loss that does not depend on the features: compute it from them, without "
+                    "detach() or torch.no_grad()"
+                )
+            trained = [leaf for leaf in leaves if leaf.requires_grad]
+            given = iter(torch.autograd.grad(loss, trained, allow_unused=True))
+        gradients = [next(given) if leaf.requires_grad else None for leaf in leaves]
+        self._micros = {
+            micro.number: _MicroGradients(
+                loss.detach(),
+                [_of_micro(gradient, at, micro.scale) for gradient in gradients],
+                None if self._compared or not micro.scale else columns.columns,
+            )
+            for micro, columns, at in zip(micros, found, batch.own, strict=True)
+        }
+
+    def end(self) -> None:
+        """Let the gradients go, after the step's last backward."""
+        self._micros, self._compared = {}, True
+
+    def loss(self, model: nn.Module, batch: Any, number: int) -> Tensor:
+        """Return the loss of the whole global batch; its backward is that of this microbatch's features alone."""
+        known = self._micros[number]
+        columns = FeatureColumns.of(self._task.features(model, batch)).columns
+        if known.first is not None:
+            _require_equal(columns, known.first, number)
+        return _Beginning.apply(known.loss, known.columns, *columns)  # pyright: ignore[reportReturnType, reportUnknownMemberType, reportUnknownVariableType] - untyped in torch
+
+    def _require_one_nesting(self, found: Sequence[FeatureColumns]) -> None:
+        """Raise TaskError if microbatches have features of other kinds: they would be added to one another."""
+        shown = [_kinds(columns) for columns in found]
+        for other in shown[1:]:
+            if other != shown[0]:
+                raise TaskError(
+                    f"features() returned {other} for one microbatch and {shown[0]} for another: {_ONE_KIND}"
+                )
+        rank = self._world.rank
+        if not self._compared:
+            self._world.agree(
+                "features",
+                shown[0],
+                lambda first: f"features() returned {shown[0]} on rank {rank} and {first} on rank 0: {_ONE_KIND}",
+            )
+
+
+_ONE_KIND = "return the same tensors for every batch, of rows of one shape, or give each sample a column's padding"
+
+
+@final
+class _Beginning(torch.autograd.Function):
+    """Loss of the whole batch, whose backward gives features the gradients that are known already."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, loss: Tensor, gradients: Sequence[Tensor | None], *columns: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.gradients, ctx.like = gradients, [(column.shape, column.dtype) for column in columns]
+        return loss.clone()
+
+    @staticmethod
+    @once_differentiable
+    @override
+    def backward(ctx: Any, factor: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        known = zip(ctx.gradients, ctx.like, ctx.needs_input_grad[2:], strict=True)
+        return (
+            None,
+            None,
+            *(_scaled(g, shape, dtype, factor) if needed else None for g, (shape, dtype), needed in known),
+        )
+
+
+def _scaled(gradient: Tensor | None, shape: torch.Size, dtype: torch.dtype, factor: Tensor) -> Tensor:
+    """Return a column's gradient times a factor; zeros if there is none."""
+    return factor.new_zeros(shape, dtype=dtype) if gradient is None else (gradient * factor).to(dtype)
+
+
+def _of_micro(gradient: Tensor | None, at: slice, scale: float) -> Tensor | None:
+    """Return a microbatch's own rows of a gradient, divided by its scale, with which engines multiply."""
+    return None if gradient is None or not scale else gradient[at] / scale
+
+
+def _kinds(found: FeatureColumns) -> str:
+    """Return dtype and shape of a row of each column of features."""
+    return ", ".join(f"{str(c.dtype).removeprefix('torch.')} {list(c.shape[1:])}" for c in found.columns)
+
+
+def _require_equal(columns: Sequence[Tensor], first: Sequence[Tensor], number: int) -> None:
+    """Raise TaskError if features that are computed again are others: their gradients would not be theirs."""
+    for i, (now, before) in enumerate(zip(columns, first, strict=True)):
+        size = widen_features(before).double().norm().item()
+        same_shape = now.shape == before.shape
+        apart = (widen_features(now.detach()) - widen_features(before)).double().norm().item() if same_shape else inf
+        if apart > _LIMIT_OF_DIFFERENCE * max(size, 1e-30):
+            raise TaskError(
+                f"features() gave other values when microbatch {number} was computed again, with gradients (tensor "
+                f"{i} of them): it must be the same in both calls; draw random numbers from PyTorch's generators only, "
+                "and let nothing of the first call change the second"
+            )

@@ -1,0 +1,81 @@
+"""Loss of the step that a part takes now: seeded by step and microbatch, and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import Any, final
+
+from torch import Tensor, nn
+
+from unipar.backend import Engine, Fn, Mark, Micro
+from unipar.config import Config
+from unipar.data.order import MicrobatchPlan
+from unipar.distributed.world import World
+from unipar.errors import TaskError
+from unipar.profiling.observer import StepObserver
+from unipar.task import Task
+from unipar.task.task import LOSS_ACROSS
+from unipar.training.losses.across_batch import AcrossBatch
+from unipar.utils.seeding import MIX_START, mix_into, seed_torch
+
+_OF_WHOLE_BATCH = 1 << 32
+"""Number for the random numbers of what is computed once for the whole batch: no microbatch has it."""
+
+
+@final
+class StepLoss:
+    """Loss in one step of one rank, as an engine calls it for each microbatch."""
+
+    def __init__(self, task: Task, world: World, config: Config, mark: Mark, work: StepObserver) -> None:
+        declared = any(task.defines(name) for name in LOSS_ACROSS)
+        self._across = AcrossBatch(task, world, config) if declared else None
+        self._task, self._mark, self._work = task, mark, work
+        self._cuda = world.device.type == "cuda"
+        self._seed = mix_into(MIX_START, config.train.seed, 3)
+        self._fn: Fn = task.loss
+        self._done, self._of_part = 0, tuple[int, ...]()
+        self._is_across = False
+
+    @contextmanager
+    def step(
+        self,
+        engine: Engine,
+        loss: Fn | None,
+        micros: Sequence[Micro],
+        plans: Sequence[MicrobatchPlan],
+        *,
+        done: int,
+        of_part: tuple[int, ...],
+    ) -> Generator[Fn]:
+        """Context manager: this is the loss of a part's step, `loss` or the task's own, which it yields.
+
+        `done`: steps that are done; `of_part`: numbers that make random numbers differ between parts.
+        """
+        self._fn, self._done, self._of_part = loss or self._task.loss, done, of_part
+        across = self._across if loss is None else None
+        self._is_across = across is not None
+        if across is not None:
+            across.begin(engine, self._features, micros, plans, self._seed_of(_OF_WHOLE_BATCH), self._mark, self._work)
+        yield self._fn
+        if across is not None:
+            across.end()
+
+    def __call__(self, model: nn.Module, batch: Any, number: int) -> Tensor:
+        """Return the loss, with PyTorch seeded by step and microbatch, so that the rank makes no difference."""
+        seed_torch(self._seed_of(number), cuda=self._cuda)
+        if self._is_across and self._across is not None:
+            return self._across.loss(model, batch, number)
+        loss: Any = self._fn(model, batch)
+        if not isinstance(loss, Tensor) or loss.ndim:
+            shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
+            raise TaskError(f"loss() returned {shown}; return the mean over the batch as a scalar tensor")
+        return loss
+
+    def _features(self, model: nn.Module, batch: Any, number: int) -> Any:
+        """Return the features of a microbatch, with the random numbers that they are computed with again."""
+        seed_torch(self._seed_of(number), cuda=self._cuda)
+        return self._task.features(model, batch)
+
+    def _seed_of(self, number: int) -> int:
+        return mix_into(self._seed, self._done, number, *self._of_part) >> 1
