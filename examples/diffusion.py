@@ -5,17 +5,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 from digits import Digits
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset
+from torch.utils.data import TensorDataset
 
 import unipar
-
-Noisy = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class Block(nn.Module):
@@ -31,8 +28,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, condition: Tensor) -> Tensor:
         a, b, c, d, e, f = self.condition(condition)[:, None].chunk(6, -1)
         qkv = self.qkv(self.norm(x) * (1 + a) + b).unflatten(-1, (3, self.heads, -1))
-        seen = F.scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4)).transpose(1, 2).flatten(2)
-        x = x + c * self.out(seen)
+        x = x + c * self.out(F.scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4)).transpose(1, 2).flatten(2))
         return x + f * self.mlp(self.norm(x) * (1 + d) + e)
 
 
@@ -54,18 +50,11 @@ class DiT(nn.Module):
         return self.fold(self.leave(x).transpose(1, 2))
 
 
-class WithNoise(Dataset[Noisy]):
+class WithNoise(TensorDataset):
     """Image, noise, time and label: unipar seeds what is drawn by epoch and sample, so each world sees the same."""
 
-    def __init__(self, images: Any, size: int) -> None:
-        self.images, self.size = images, size
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, index: int) -> Noisy:
-        image, label = self.images[index]
-        image = 2 * F.interpolate(image[None], self.size, mode="bilinear")[0] - 1
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        image, label = super().__getitem__(index)
         return image, torch.randn(image.shape), torch.rand(()), label
 
 
@@ -76,13 +65,14 @@ class Diffusion(unipar.Task):
     def model(self) -> nn.Module:
         return DiT(self.size, **self.sizes)
 
-    def data(self) -> WithNoise:
-        return WithNoise(Digits().data(), self.size)
+    def data(self, digits: TensorDataset | None = None) -> WithNoise:
+        images, labels = (digits or Digits().data()).tensors
+        return WithNoise(2 * F.interpolate(images, self.size, mode="bilinear") - 1, labels)
 
     def validation(self) -> WithNoise:
-        return WithNoise(Digits().validation(), self.size)
+        return self.data(Digits().validation())
 
-    def loss(self, model: nn.Module, batch: Noisy) -> Tensor:
+    def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
         """Return how far the model is from the direction in which the noise lies."""
         image, noise, time, labels = batch
         return F.mse_loss(model(torch.lerp(image, noise, time[:, None, None, None]), time, labels), noise - image)
