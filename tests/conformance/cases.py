@@ -251,6 +251,7 @@ CASES = {
              sizes=(4,), cells=_CELLS_WITH_COPIES),
         Case("two machines", tasks.Grouped, more=_BY_MACHINE, machines="abab", train=_COSINE, hop=3, sizes=(4,),
              cells=_CELLS_WITH_COPIES),
+        Case("several losses", lambda: tasks.Apart(dropout=0.2), micro=True, hop=3),
         Case("contrastive", Pairs, more={"eval": {"every": 2}}),
         Case("contrastive, one tower", lambda: OneTower(dropout=0.2), micro=True, hop=3),
         Case("contrastive, ragged", lambda: OneTower(count=35), train={"epochs": 2}, sizes=(2, 4)),
@@ -299,6 +300,7 @@ MESH_CASES = (
     "state out and in", "averaged", "averaged every second step",
     "blocks recomputed", "bf16-mixed", "fp64", "not a number",
     "batches by tokens", "batches by tokens, two on each rank", "contrastive", "contrastive, one tower",
+    "several losses",
 )  # fmt: skip
 """Cases that `make test` plays in one of the first three of them, in the smallest world; a few also in the others."""
 

@@ -49,6 +49,8 @@ MARKS = (
     Mark("never", (*PIPELINES, "native/*+context*"), ("contrastive", "contrastive, fp64",
           "contrastive, bf16-mixed"), "TaskError",
          "blocks of two towers are no single line that a pipeline or a sequence could go along"),
+    Mark("never", PIPELINES, ("several losses",), "TaskError",
+         "stages were cut for the task's loss; another may use what a stage does not have"),
     Mark("never", PIPELINES, ("shared lists",), "TaskError",
          "what a block leaves for the loss to read is on that block's stage"),
     Mark("notyet", FIXED_SHAPES, ("ragged last batch", "token weights, ragged", "a stream", "batches by tokens*",

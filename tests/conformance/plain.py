@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from tests.conformance.contrastive import Pairs
 from tests.conformance.generation import Generating
 from tests.conformance.lengths import fill_batches
 from tests.conformance.scores import Scored
+from tests.conformance.tasks import Apart
 from unipar.config import Cell, Config
 from unipar.data.dataset import SeededDataset
 from unipar.data.order import SampleOrder, shuffled_indices, split_batch
@@ -84,11 +86,10 @@ def train_by_hand(case: Case, size: int) -> Result:
             float(len(part) if (w := task.weight(b)) is None else w) for part, b in zip(parts, read, strict=True)
         ]
         total = 0.0
-        for i, (batch, weight) in enumerate(zip(read, weights, strict=True)):
-            if isinstance(task, Pairs):
-                break
-            seed_all(mix_seed(config.train.seed, 3, step, i))
-            loss = task.loss(model, _cast(batch, dtype_of(case))) * (weight / sum(weights))
+        losses = task.losses() if isinstance(task, Apart) else [] if isinstance(task, Pairs) else [task.loss]
+        for (k, fn), (i, (batch, weight)) in product(enumerate(losses), enumerate(zip(read, weights, strict=True))):
+            seed_all(mix_seed(config.train.seed, 3, step, i, *([k] if k else [])))
+            loss = fn(model, _cast(batch, dtype_of(case))) * (weight / sum(weights))
             loss.backward()
             total += loss.item()
         if isinstance(task, Pairs):

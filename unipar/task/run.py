@@ -114,8 +114,11 @@ class Run(ABC):
         """Yield shares of another DataLoader, of which the dataset, collate_fn and workers are used."""
 
     @abstractmethod
-    def step(self, share: Share, part: str | None = None, loss: Fn | None = None) -> StepOutcome:
-        """Do one optimizer step (forward, backward, accumulate, clip, update); `part` and `loss` limit it to a part."""
+    def step(self, share: Share, part: str | None = None, loss: Fn | Sequence[Fn] | None = None) -> StepOutcome:
+        """Do one optimizer step (forward, backward, accumulate, clip, update); `part` and `loss` limit it to a part.
+
+        Of several losses each has a forward and backward of its own; the step is that of their sum.
+        """
 
     @abstractmethod
     def frozen(self, part: str) -> Callable[[Fn, Any], Any]:

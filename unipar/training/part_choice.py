@@ -39,7 +39,7 @@ class PartChoice:
             raise TaskError(f"there is no part {part!r}; model() returned {', '.join(self._members)}")
         return self._members[part]
 
-    def select(self, part: str | None, loss: Fn | None, stepped: Sequence[ActivePart]) -> ActivePart:
+    def select(self, part: str | None, loss: Fn | Sequence[Fn] | None, stepped: Sequence[ActivePart]) -> ActivePart:
         """Return the part that a call of `run.step` means; `stepped`: those that took a step in this share."""
         refuse_other_loss(loss, self._task.loss, self._config)
         if part is None:

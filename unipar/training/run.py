@@ -202,7 +202,7 @@ class TrainingRun(Run):
         return self._shares(self.feeds.over(loader))
 
     @override
-    def step(self, share: Share, part: str | None = None, loss: Fn | None = None) -> StepOutcome:
+    def step(self, share: Share, part: str | None = None, loss: Fn | Sequence[Fn] | None = None) -> StepOutcome:
         if not isinstance(share, Share):  # pyright: ignore[reportUnnecessaryIsInstance] - the user's code
             raise TaskError(f"run.step takes a Share, as run.batches() and run.over() yield; it got {share!r}")
         self._whole.refuse("run.step()")
@@ -212,14 +212,14 @@ class TrainingRun(Run):
         self.heartbeat.step = number
         steps = self._steps or self.steps
         rate = self._rates.factor(self.done - trained.skipped, steps)
-        engine, micros = trained.engine, share.micros
+        engine, given = trained.engine, (share.micros, self._plans)
         with (
             self._choice.active(active),
             active,
             self.watch.around_step(trained, number),
-            self._loss.step(engine, loss, micros, self._plans, done=self.done, of_part=active.seeds) as own,
+            self._loss.step(engine, loss, *given, done=self.done, of_part=active.seeds) as (own, micros),
         ):
-            out = self.work.run_step(engine, self._loss, micros, rate, self._mark, own)
+            out = self.work.run_step(engine, self._loss, micros, rate, self._mark, (own, share.micros))
         trained.add_step(number, out, rate)
         if not self._parts_stepped:
             self._log.count(share)
