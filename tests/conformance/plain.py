@@ -130,6 +130,10 @@ def _seed(*numbers: int) -> None:
     seed_all(mix_seed(seed, 3, step, micro))
 
 
+def _leave_seed(micro: int) -> None:
+    """Nothing is drawn in an evaluation."""
+
+
 def _order_of(data: Any, seed: int) -> Callable[[int], list[int]]:
     """The order of each epoch, asked for one after another: that of the loader's sampler, or shuffled."""
     if isinstance(data, DataLoader):
@@ -186,7 +190,7 @@ def _evaluated(task: Any, model: Any) -> dict[str, float]:
     with torch.no_grad():
         found = task.by_scikit_learn(model, batch) if isinstance(task, Scored) else None
         if isinstance(task, Pairs):
-            found = {"loss": task.by_hand(model, [batch], lambda _: None)}
+            found = {"loss": task.by_hand(model, [batch], _leave_seed)}
         found = found or task.metrics(model, batch)
     for m, training in modes:
         m.training = training

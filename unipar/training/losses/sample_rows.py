@@ -51,7 +51,8 @@ class SampleRows:
         )  # bytes: gloo does not take every dtype
         padded = flat.new_zeros(self._longest, flat.shape[1])
         padded[: len(flat)] = flat
-        gathered = flat.new_empty(self._world.shares * self._longest, flat.shape[1])
+        of_ranks = [torch.empty_like(padded) for _ in range(self._world.shares)]
         whole = self._world.shares == self._world.size
-        dist.all_gather_into_tensor(gathered, padded, group=None if whole else self._world.groups.group("data"))
+        dist.all_gather(of_ranks, padded, group=None if whole else self._world.groups.group("data"))
+        gathered = torch.cat(of_ranks)
         return gathered[self._order].view(mine.dtype).view(self.total, *mine.shape[1:])
