@@ -221,7 +221,7 @@ class Reaching(Plain):
 
 
 class Apart(Plain):
-    """Several losses, each with a backward of its own; the last uses neither the head nor `extra`, as the first does."""
+    """Several losses, each with a backward of its own; the last uses neither head nor `extra`, as the first does."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(extra=True, **settings)
