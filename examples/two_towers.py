@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,14 +19,8 @@ WORDS = (*COLOURS, "square", "disc", "cross", "ring", "top", "middle", "bottom",
 KINDS, SIDE = (5, 4, 3, 3), 16  # numbers of colours, shapes, rows and columns; pixels of a side
 
 
-class Pairs(NamedTuple):
-    images: Tensor
-    words: Tensor
-    captions: Tensor  # numbers of 180 captions, so that a batch has some of them twice
-
-
 def draw(count: int, seed: int) -> TensorDataset:
-    """Return pictures with their captions, such as "red ring top left", as pixels, words and numbers."""
+    """Return pictures and captions such as "red ring top left": pixels, words, and which of 180 captions it is."""
     g = torch.Generator().manual_seed(seed)
     colour, shape, row, column = (torch.randint(n, (count,), generator=g) for n in KINDS)
     centres = torch.stack([row, column]) * 5.0 + 2.5 + torch.rand(2, count, generator=g)
@@ -69,14 +63,12 @@ class TwoTowers(unipar.Task):
     def validation(self) -> TensorDataset:
         return draw(300, seed=2)
 
-    def collate(self, samples: list[Any]) -> Pairs:
-        return Pairs(*map(torch.stack, zip(*samples, strict=True)))
-
-    def features(self, model: Any, batch: Pairs) -> tuple[Tensor, Tensor, Tensor]:
+    def features(self, model: Any, batch: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Return a row for each sample; the trained temperature is in those of the texts."""
-        images = F.normalize(model.images(batch.images), dim=-1)
-        texts = F.normalize(model.texts(model.words(batch.words).mean(1)), dim=-1)
-        return images, texts * model.sharpness.exp(), batch.captions
+        pictures, words, captions = batch
+        images = F.normalize(model.images(pictures), dim=-1)
+        texts = F.normalize(model.texts(model.words(words).mean(1)), dim=-1)
+        return images, texts * model.sharpness.exp(), captions
 
     def loss_across(self, features: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         """Return InfoNCE over all pairs of the global batch, in both directions; equal captions are right as well."""
@@ -85,7 +77,7 @@ class TwoTowers(unipar.Task):
         likely, logits = right / right.sum(1, keepdim=True), images @ texts.T
         return (F.cross_entropy(logits, likely) + F.cross_entropy(logits.T, likely)) / 2
 
-    def metrics(self, model: Any, batch: Pairs) -> dict[str, Any]:
+    def metrics(self, model: Any, batch: list[Tensor]) -> dict[str, Any]:
         return {"found": unipar.gathered(*self.features(model, batch), score=found)}
 
 
