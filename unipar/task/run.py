@@ -121,6 +121,21 @@ class Run(ABC):
         """
 
     @abstractmethod
+    def step_through(
+        self,
+        share: Share,
+        through: Mapping[str, Callable[[nn.Module, Any, Mapping[str, Any]], Any]],
+        *,
+        part: str,
+        loss: Callable[[nn.Module, Any, Mapping[str, Any]], Any],
+    ) -> StepOutcome:
+        """Do one optimizer step of several parts on one loss, `loss(model, batch, outputs)` of the part `part`.
+
+        `through` has a function of the same form for each other part, in order, which returns its output: tensors, in
+        lists, tuples and dicts; the functions behind it get the outputs of those before by the part's name.
+        """
+
+    @abstractmethod
     def frozen(self, part: str) -> Callable[[Fn, Any], Any]:
         """Return a function that calls another part inside a loss: `run.frozen("critic")(fn, x)` is fn(critic, x).
 

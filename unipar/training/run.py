@@ -29,6 +29,7 @@ from unipar.training.evaluating.evaluation import Evaluation, refuse_unsynced_ev
 from unipar.training.evaluating.whole_model import GatheredModel
 from unipar.training.feeds import RunFeeds, refuse_shared_stream
 from unipar.training.losses.step_loss import StepLoss
+from unipar.training.losses.through_parts import NumberedLoss, OutputFn, OutputsOfParts
 from unipar.training.part_choice import PartChoice
 from unipar.training.parts import ActivePart, TrainedPart, combine_recorded_parts, iterate_pieces, restore_parts
 from unipar.training.shares import ShareMaker
@@ -206,6 +207,9 @@ class TrainingRun(Run):
         if not isinstance(share, Share):  # pyright: ignore[reportUnnecessaryIsInstance] - the user's code
             raise TaskError(f"run.step takes a Share, as run.batches() and run.over() yield; it got {share!r}")
         self._whole.refuse("run.step()")
+        return self._step(share, part, loss)
+
+    def _step(self, share: Share, part: str | None, loss: Fn | Sequence[Fn] | NumberedLoss | None) -> StepOutcome:
         active = self._choice.select(part, loss, self._parts_stepped)
         trained = active.trained
         number = self.done + 1
@@ -236,6 +240,21 @@ class TrainingRun(Run):
             self._end_share()
         self._mark("between")
         return StepOutcome(number, reported)
+
+    @override
+    def step_through(self, share: Share, through: Mapping[str, OutputFn], *, part: str, loss: OutputFn) -> StepOutcome:
+        self._choice.check_through(through, part)
+        outputs = OutputsOfParts(share.micros)
+        for name, fn in through.items():
+            other = self._choice.member(name)
+            self._mark("forward")
+            with self._choice.active(other):
+                seeded = partial(self._loss.seeded, done=self.done, of_part=other.seeds)
+                outputs.compute(name, other.trained.engine, fn, seeded)
+        outcome = self._step(share, part, outputs.last(loss))
+        for name, fn in reversed(through.items()):
+            self._step(share, name, outputs.again(name, fn))
+        return outcome
 
     @override
     def evaluate(self) -> dict[str, float]:

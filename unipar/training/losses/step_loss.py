@@ -10,7 +10,7 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
-from unipar.backend import Engine, Fn, Mark, Micro
+from unipar.backend import Engine, Fn, LossFn, Mark, Micro
 from unipar.config import Config
 from unipar.data.order import MicrobatchPlan
 from unipar.distributed.world import World
@@ -19,6 +19,7 @@ from unipar.profiling.observer import StepObserver
 from unipar.task import Task
 from unipar.task.task import LOSS_ACROSS
 from unipar.training.losses.across_batch import AcrossBatch
+from unipar.training.losses.through_parts import NumberedLoss
 from unipar.utils.seeding import MIX_START, mix_into, seed_torch
 
 _OF_WHOLE_BATCH = 1 << 32
@@ -42,12 +43,13 @@ class StepLoss:
 
         self._done, self._of_part = 0, tuple[int, ...]()
         self._is_across = False
+        self._numbered: NumberedLoss | None = None
 
     @contextmanager
     def step(
         self,
         engine: Engine,
-        loss: Fn | Sequence[Fn] | None,
+        loss: Fn | Sequence[Fn] | NumberedLoss | None,
         micros: Sequence[Micro],
         plans: Sequence[MicrobatchPlan],
         *,
@@ -59,9 +61,11 @@ class StepLoss:
         It yields the loss as a function, and the microbatches: with several losses those of the first, then those of
         the second. `done`: steps that are done; `of_part`: numbers that make random numbers differ between parts.
         """
+        self._numbered = loss if isinstance(loss, NumberedLoss) else None
+        loss = None if isinstance(loss, NumberedLoss) else loss
         self._fns = _listed(self._task.loss if loss is None else loss)
         self._done, self._of_part, self._count = done, of_part, len(micros) * self._shares
-        across = self._across if loss is None else None
+        across = self._across if loss is None and self._numbered is None else None
         self._is_across = across is not None
         if across is not None:
             across.begin(engine, self._features, micros, plans, self._seed_of(_OF_WHOLE_BATCH), self._mark, self._work)
@@ -77,6 +81,8 @@ class StepLoss:
         """Return the loss, with PyTorch seeded by step and microbatch, so that the rank makes no difference."""
         which, micro = divmod(number, self._count)
         seed_torch(self._seed_of(micro, *((which,) if which else ())), cuda=self._cuda)
+        if self._numbered is not None:
+            return self._numbered.fn(model, batch, number)
         if self._is_across and self._across is not None:
             return self._across.loss(model, batch, number)
         loss: Any = self._fns[which](model, batch)
@@ -89,6 +95,16 @@ class StepLoss:
         """Return the features of a microbatch, with the random numbers that they are computed with again."""
         seed_torch(self._seed_of(number), cuda=self._cuda)
         return self._task.features(model, batch)
+
+    def seeded(self, fn: LossFn, *, done: int, of_part: tuple[int, ...]) -> LossFn:
+        """Return a function that draws the random numbers which this part's step draws for each microbatch."""
+
+        def run(model: nn.Module, batch: Any, number: int) -> Any:
+            self._done, self._of_part = done, of_part
+            seed_torch(self._seed_of(number), cuda=self._cuda)
+            return fn(model, batch, number)
+
+        return run
 
     def _seed_of(self, *numbers: int) -> int:
         return mix_into(self._seed, self._done, *numbers, *self._of_part) >> 1
