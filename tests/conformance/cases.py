@@ -13,6 +13,7 @@ import torch
 
 import unipar
 from tests.conformance import tasks
+from tests.conformance.chain import Chain
 from tests.conformance.contrastive import OneTower, Pairs
 from tests.conformance.gan import Gan
 from tests.conformance.generation import Generating
@@ -40,6 +41,7 @@ class Tolerance:
     params: float | None
 
 
+CHAIN = Tolerance(2e-6, 1e-5, 2e-5)
 OWN_NORMS = Tolerance(2e-6, 1e9, 2e-5)
 GPT2 = Tolerance(2e-6, 1e-6, 5e-5)
 """Its larger first weights make larger roundings; greedy generation is equal all the same."""
@@ -95,6 +97,10 @@ class Case:
     def several(self) -> bool:
         return self.name.startswith("several parts")
 
+    @property
+    def through(self) -> bool:
+        return self.name.startswith("several parts, one loss")
+
     def on(self, cell: Cell) -> bool:
         """Return whether it is played in this cell."""
         return (self.axes or cell.axes.ranks == 1) and any(fnmatchcase(str(cell), pattern) for pattern in self.cells)
@@ -148,6 +154,13 @@ _CELLS_WITH_COPIES = ("native/optimizer", "native/gradients", "native/parameters
 _FIND_UNUSED = {"native": {"find_unused": True}, "accelerate": {"find_unused": True}}
 
 
+_CHAIN: dict[str, Any] = {
+    "optimizer": {"name": "adamw", "lr": 1e-2, "weight_decay": 0.1, "eps": 1e-6},
+    "clip": 0.1,
+    "parts": {"middle": {"optimizer": {"name": "sgd", "lr": 0.05, "momentum": 0.9}}},
+}
+
+
 def _cases_of_several_parts() -> list[Case]:
     """A GAN: the critic steps with every share, the generator with every second."""
     optimizers: dict[str, Any] = {
@@ -172,6 +185,15 @@ def _cases_of_several_parts() -> list[Case]:
         Case("several parts, fp64", Gan, precision="fp64", tolerance=FP64, sizes=(2,), **gan),
         Case("several parts, bf16-mixed", Gan, precision="bf16-mixed", tolerance=BF16, sizes=(2,), **gan),
         Case("several parts, bf16-master", Gan, precision="bf16-master", tolerance=BF16, sizes=(2,), **gan),
+        Case("several parts, one loss", Chain, hop=3, train=_CHAIN, tolerance=CHAIN),
+        Case(
+            "several parts, one loss, batch norm, dropout",
+            lambda: Chain(**loose),
+            kwargs=loose,
+            micro=True,
+            sizes=(2,),
+            train=_CHAIN,
+        ),
         Case("several parts, averaged", Gan, hop=3, sizes=(2,), train=gan["train"] | _AVERAGED),
     ]
 

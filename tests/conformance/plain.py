@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from tests.conformance import gan
+from tests.conformance import chain, gan
 from tests.conformance.cases import FILE, Case, dtype_of
 from tests.conformance.contrastive import Pairs
 from tests.conformance.generation import Generating
@@ -44,6 +44,8 @@ class Result:
 def train_by_hand(case: Case, size: int) -> Result:
     """The whole global batch in one forward; or, where a case asks, microbatch by microbatch."""
     torch.set_num_threads(1)
+    if case.through:
+        return chain.train_chain_by_hand(case, Result(), size)
     if case.several:
         return gan.train_gan_by_hand(case, Result(), size)
     config = case.config(ONE, size)

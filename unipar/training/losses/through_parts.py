@@ -40,7 +40,7 @@ class OutputsOfParts:
         self._outputs: dict[int, dict[str, Any]] = {micro.number: {} for micro in micros}
         self._gradients: dict[tuple[int, str], list[Tensor | None]] = {}
         self._factors: dict[int, Tensor] = {}
-        """By which each microbatch's loss was multiplied in the last step: its scale, and what engine and precision add."""
+        """By which each microbatch's loss was multiplied in the last step: its scale, the engine's, the precision's."""
 
     def compute(self, part: str, engine: Engine, fn: OutputFn, seeded: Callable[[LossFn], LossFn]) -> None:
         """Compute a part's outputs without gradients, before any part takes its step."""
