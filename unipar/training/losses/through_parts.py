@@ -46,7 +46,9 @@ class OutputsOfParts:
         """Compute a part's outputs without gradients, before any part takes its step."""
         run = seeded(lambda model, batch, number: fn(model, batch, self._outputs[number]))
         for micro in self._micros:
-            self._outputs[micro.number][part] = tree_map(_as_leaf, engine.forward_only(micro.bind(run), micro.batch))
+            output = tree_map(_as_leaf, engine.forward_only(micro.bind(run), micro.batch))
+            _tensors(output)
+            self._outputs[micro.number][part] = output
 
     def last(self, loss: OutputFn) -> NumberedLoss:
         """Return the loss of the part that takes its step first, which has the outputs of all others."""
@@ -103,6 +105,7 @@ def _as_leaf(value: Any) -> Any:
 
 
 def _tensors(output: Any) -> list[Tensor]:
+    """Return the tensors of an output; raise TaskError if it has none."""
     tensors = [value for value in tree_flatten(output)[0] if isinstance(value, Tensor)]
     if not tensors:
         raise TaskError("run.step_through: a part's function returned no tensor; return what the loss needs of it")
