@@ -62,7 +62,7 @@ def test_both_gradients_are_of_the_weights_before_the_step(tmp_path: Path) -> No
     task = Product()
     with running(task, tmp_path, **_ONE_STEP) as run:
         task.train(run)
-        weights: dict[str, float] = {name: float(next(part.module.parameters())) for name, part in run.parts.items()}
+        weights: dict[str, float] = {n: next(part.module.parameters()).item() for n, part in run.parts.items()}
     assert weights == {"a": pytest.approx(2.0 - 0.3), "b": pytest.approx(3.0 - 0.2)}
     assert task.calls == [("a", False)] * 2 + [("b", True)] * 2 + [("a", True)] * 2
 
