@@ -51,7 +51,7 @@ def test_one_step_on_the_sum(tmp_path: Path) -> None:
         weight: Any = run.parts["model"].module.weight
         torch.nn.init.constant_(weight, 1.0)
         task.train(run)
-        after = float(weight)
+        after = weight.item()
     assert task.called == [("loss", 1.0), ("loss", 3.0), ("decay", 1.0), ("decay", 3.0)]
     assert step_losses(tmp_path) == [(1, pytest.approx(8.5))]
     assert after == pytest.approx(1.0 - 0.1 * (2 * -7.5 + 2 * 1.0))
