@@ -25,7 +25,7 @@ from unipar.backend.precision import batch_dtype
 from unipar.config import Config
 from unipar.distributed.world import World
 from unipar.engines.batch import cast_floats, to_device
-from unipar.engines.forward import ForwardCall
+from unipar.engines.forward import ForwardCall, OpaqueBatch
 from unipar.errors import TaskError
 from unipar_deepspeed.autotp import matrices_left_whole
 
@@ -211,13 +211,15 @@ def prove_split(
         batch = cast_floats(batch, cast_to)
     batch = to_device(batch, world.device)
     modes = [(module, module.training) for module in call.modules()]
+    autocast, call.autocast = call.autocast, None
     call.eval()
     try:
         with torch.random.fork_rng(), kept_attributes([getattr(part.loss, "__self__", None)]):
-            loss: Tensor = part.loss(part.module, batch)
+            loss: Tensor = call(part.loss, OpaqueBatch(batch))  # in its forward ZeRO-3 gathers what the loss reads
             named = {name: p for name, p in part.module.named_parameters() if p.requires_grad}
             gradients: Any = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
     finally:
+        call.autocast = autocast
         for module, mode in modes:
             module.training = mode
     mine = zip(named.items(), gradients, strict=True)

@@ -45,10 +45,10 @@ class FeatureColumns:
 
     def nest(self, columns: Sequence[Tensor]) -> Any:
         """Return other columns, nested as these; floating-point ones in fp32 or fp64, in which the loss is computed."""
-        return tree_unflatten([widen(column) for column in columns], self.nesting)
+        return tree_unflatten([widen_features(column) for column in columns], self.nesting)
 
 
-def widen(column: Tensor) -> Tensor:
+def widen_features(column: Tensor) -> Tensor:
     """Return a floating-point tensor in fp32 or fp64; any other as it is."""
     return column.float() if column.is_floating_point() and column.itemsize < 4 else column
 

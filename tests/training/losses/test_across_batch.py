@@ -79,7 +79,7 @@ def test_the_update_is_that_of_the_whole_batch(tmp_path: Path) -> None:
     task = Plain()
     with running(task, tmp_path, batch={"total": 12, "micro": 3}, train={"steps": 1, "optimizer": _SGD}) as run:
         task.train(run)
-        weight = float(next(run.parts["model"].module.parameters()))
+        weight = next(run.parts["model"].module.parameters()).item()
     variance = 13.0
     assert weight == pytest.approx(3.0 - 0.01 * 6.0 * variance, rel=1e-6)
     assert step_losses(tmp_path) == [(1, pytest.approx(9.0 * variance, rel=1e-6))]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any, Self, final
 
 import torch
@@ -23,7 +24,7 @@ from unipar.distributed.world import World
 from unipar.errors import TaskError
 from unipar.profiling.observer import StepObserver
 from unipar.task import Task
-from unipar.task.features import FeatureColumns, check_across_loss, widen
+from unipar.task.features import FeatureColumns, check_across_loss, widen_features
 from unipar.training.losses.sample_rows import SampleRows
 from unipar.utils.seeding import seed_torch
 
@@ -34,7 +35,7 @@ _LIMIT_OF_DIFFERENCE = 0.05
 @final
 @dataclass(frozen=True)
 class _MicroGradients:
-    """What a microbatch's backward begins with."""
+    """Loss and gradients with which a microbatch's backward begins."""
 
     loss: Tensor
     """Loss of the whole global batch."""
@@ -75,7 +76,7 @@ class WholeLoss:
             for of in zip(*(f.columns for f in found), strict=True)
         ]
         with torch.enable_grad():
-            leaves = [widen(batch.gather(torch.cat(columns).detach())) for columns in counting]
+            leaves = [widen_features(batch.gather(torch.cat(columns).detach())) for columns in counting]
             leaves = [leaf.requires_grad_() if leaf.is_floating_point() else leaf for leaf in leaves]
             seed_torch(seed, cuda=world.device.type == "cuda")
             loss = check_across_loss(loss_across(found[0].nest(leaves)))
@@ -213,15 +214,17 @@ def _scaled(gradient: Tensor | None, shape: torch.Size, dtype: torch.dtype, fact
 
 
 def _kinds(found: FeatureColumns) -> str:
-    """Return what features are, but for their number of rows: dtype and shape of a row of each column."""
+    """Return dtype and shape of a row of each column of features."""
     return ", ".join(f"{str(c.dtype).removeprefix('torch.')} {list(c.shape[1:])}" for c in found.columns)
 
 
 def require_equal(columns: Sequence[Tensor], first: Sequence[Tensor], number: int, call: str = "features()") -> None:
     """Raise TaskError if features that are computed again are others: their gradients would not be theirs."""
     for i, (now, before) in enumerate(zip(columns, first, strict=True)):
-        apart = (widen(now.detach()) - widen(before)).double().norm().item() if now.shape == before.shape else 1e300
-        if apart > _LIMIT_OF_DIFFERENCE * max(widen(before).double().norm().item(), 1e-30):
+        size = widen_features(before).double().norm().item()
+        same_shape = now.shape == before.shape
+        apart = (widen_features(now.detach()) - widen_features(before)).double().norm().item() if same_shape else inf
+        if apart > _LIMIT_OF_DIFFERENCE * max(size, 1e-30):
             raise TaskError(
                 f"{call} gave other values when microbatch {number} was computed again, with gradients (tensor "
                 f"{i} of them): it must be the same in both calls; draw random numbers from PyTorch's generators only, "
