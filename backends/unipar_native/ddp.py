@@ -46,8 +46,8 @@ class LateWrappedEngine(WrapperEngine):
         self.syncs_each = False
         """Whether microbatches before the last of a step are reduced, too."""
 
-        self._used = torch.zeros(len(self.trained), dtype=torch.int64)
-        """Backwards of the first step that gave each parameter a gradient; the last one's decides what DDP reduces."""
+        self._used = [0] * len(self.trained)
+        """Backwards of the first step in which each parameter got a gradient; DDP reduces in the last one."""
 
         self._backwards = 0
         self._counters = [self._count_backwards(i, p) for i, p in enumerate(self.trained)]
@@ -89,8 +89,8 @@ class LateWrappedEngine(WrapperEngine):
                 )
 
     def _reduce_by_hand(self) -> None:
-        always = self._used >= self._backwards  # a parameter that some microbatch leaves out may be the last one's
-        always = self.world.sum(always.to(self.world.device, torch.float32))
+        always = [used == self._backwards for used in self._used]  # the last microbatch may leave out others
+        always = self.world.sum(torch.tensor(always, dtype=torch.float32, device=self.world.device))
         used = torch.tensor([p.grad is not None for p in self.trained], dtype=torch.float32, device=self.world.device)
         self.world.sum(used)
         for p, ranks in zip(self.trained, used.tolist(), strict=True):
