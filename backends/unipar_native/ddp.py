@@ -50,7 +50,7 @@ class LateWrappedEngine(WrapperEngine):
         """Backwards of the first step in which each parameter got a gradient; DDP reduces in the last one."""
 
         self._backwards = 0
-        self._counters = [self._count_backwards(i, p) for i, p in enumerate(self.trained)]
+        self._counters = [self._count_backwards(i, p) for i, p in enumerate(self.trained) if p.requires_grad]
         self.hook_state: Any = None
         self._wrapped_steps = 0
         self._buckets: list[StorageWeakRef] = []
