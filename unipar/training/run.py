@@ -204,12 +204,11 @@ class TrainingRun(Run):
 
     @override
     def step(self, share: Share, part: str | None = None, loss: Fn | Sequence[Fn] | None = None) -> StepOutcome:
-        if not isinstance(share, Share):  # pyright: ignore[reportUnnecessaryIsInstance] - the user's code
-            raise TaskError(f"run.step takes a Share, as run.batches() and run.over() yield; it got {share!r}")
-        self._whole.refuse("run.step()")
+        _require_share(share)
         return self._step(share, part, loss)
 
     def _step(self, share: Share, part: str | None, loss: Fn | Sequence[Fn] | NumberedLoss | None) -> StepOutcome:
+        self._whole.refuse("run.step()")
         active = self._choice.select(part, loss, self._parts_stepped)
         trained = active.trained
         number = self.done + 1
@@ -243,6 +242,7 @@ class TrainingRun(Run):
 
     @override
     def step_through(self, share: Share, through: Mapping[str, OutputFn], *, part: str, loss: OutputFn) -> StepOutcome:
+        _require_share(share)
         self._choice.check_through(through, part)
         outputs = OutputsOfParts(share.micros)
         for name, fn in through.items():
@@ -390,3 +390,9 @@ class TrainingRun(Run):
             if part.steps:  # parts that took a step in this share have reported it already
                 part.report()
         self._log.write_step(number, self.steps, self._parts)
+
+
+def _require_share(share: object) -> None:
+    """Raise TaskError if a step is given anything else."""
+    if not isinstance(share, Share):
+        raise TaskError(f"run.step takes a Share, as run.batches() and run.over() yield; it got {share!r}")
