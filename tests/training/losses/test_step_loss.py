@@ -61,6 +61,8 @@ def test_one_step_on_the_sum(tmp_path: Path) -> None:
 def test_a_list_of_one_is_that_loss(tmp_path: Path) -> None:
     """It draws the same random numbers."""
     alone, listed = _Two(), _Two()
+    for name in ("alone", "listed"):
+        (tmp_path / name).mkdir()
     listed.given = (listed.loss,)
     with running(alone, tmp_path / "alone", **_ONE_STEP) as run:
         unipar.Task.train(alone, run)
