@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from tests.conformance import chain, gan
+from tests.conformance.apart import Apart
 from tests.conformance.cases import FILE, Case, dtype_of
 from tests.conformance.contrastive import Pairs
 from tests.conformance.generation import Generating
 from tests.conformance.lengths import fill_batches
 from tests.conformance.scores import Scored
-from tests.conformance.tasks import Apart
 from unipar.config import Cell, Config
 from unipar.data.dataset import SeededDataset
 from unipar.data.order import SampleOrder, shuffled_indices, split_batch

@@ -220,28 +220,6 @@ class Reaching(Plain):
         return F.cross_entropy(logits.transpose(1, 2), batch.tokens[:, 1:]) + 0.1 * model.head.weight.square().mean()
 
 
-class Apart(Plain):
-    """Several losses, each with a backward of its own; the last uses neither head nor `extra`, as the first does."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(extra=True, **settings)
-
-    @override
-    def train(self, run: unipar.Run) -> None:
-        for share in run.batches():
-            run.step(share, loss=self.losses())
-
-    def losses(self) -> list[Any]:
-        return [self.first, self.second]
-
-    def first(self, model: Any, batch: Batch) -> Tensor:
-        logits = to_float32(model(batch.tokens[:, :-1], use_extra=True))
-        return F.cross_entropy(logits.transpose(1, 2), batch.tokens[:, 1:])
-
-    def second(self, model: Any, batch: Batch) -> Tensor:
-        return 0.1 * to_float32(model.encode(batch.tokens[:, 1:])).square().mean()
-
-
 class BlockReading(Plain):
     """Reads a parameter of a block outside the block's own forward."""
 
