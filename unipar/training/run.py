@@ -252,7 +252,7 @@ class TrainingRun(Run):
                 seeded = partial(self._loss.seeded, done=self.done, of_part=other.seeds)
                 outputs.compute(name, other.trained.engine, fn, seeded)
         outcome = self._step(share, part, outputs.last(loss))
-        for name, fn in reversed(through.items()):
+        for name, fn in reversed([*through.items()]):
             self._step(share, name, outputs.again(name, fn))
         return outcome
 

@@ -51,7 +51,8 @@ class Product(unipar.Task):
     @override
     def train(self, run: unipar.Run) -> None:
         for share in run.batches():
-            run.step_through(share, **({"through": {"a": self.first}, "part": "b", "loss": self.last} | self.changed))
+            given: dict[str, Any] = {"through": {"a": self.first}, "part": "b", "loss": self.last}
+            run.step_through(share, **given | self.changed)
 
 
 _ONE_STEP: dict[str, Any] = {"train": {"steps": 1, "optimizer": {"name": "sgd", "lr": 0.1}}}
