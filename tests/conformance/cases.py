@@ -61,6 +61,7 @@ _CELLS_WITH_COPIES = ("native/optimizer", "native/gradients", "native/parameters
 _FIND_UNUSED = {"native": {"find_unused": True}, "accelerate": {"find_unused": True}}
 
 
+_CHAINED = ("single", "native/nothing", "native/parameters")
 _CHAIN: dict[str, Any] = {
     "optimizer": {"name": "adamw", "lr": 1e-2, "weight_decay": 0.1, "eps": 1e-6},
     "clip": 0.1,
@@ -92,7 +93,7 @@ def _cases_of_several_parts() -> list[Case]:
         Case("several parts, fp64", Gan, precision="fp64", tolerance=FP64, sizes=(2,), **gan),
         Case("several parts, bf16-mixed", Gan, precision="bf16-mixed", tolerance=BF16, sizes=(2,), **gan),
         Case("several parts, bf16-master", Gan, precision="bf16-master", tolerance=BF16, sizes=(2,), **gan),
-        Case("several parts, one loss", Chain, hop=3, train=_CHAIN, tolerance=CHAIN),
+        Case("several parts, one loss", Chain, train=_CHAIN, tolerance=CHAIN, sizes=(1, 2), cells=_CHAINED),
         Case(
             "several parts, one loss, batch norm, dropout",
             lambda: Chain(**loose),
@@ -100,6 +101,8 @@ def _cases_of_several_parts() -> list[Case]:
             micro=True,
             sizes=(2,),
             train=_CHAIN,
+            tolerance=CHAIN,
+            cells=_CHAINED,
         ),
         Case("several parts, averaged", Gan, hop=3, sizes=(2,), train=gan["train"] | _AVERAGED),
     ]
@@ -181,7 +184,8 @@ CASES = {
              sizes=(4,), cells=_CELLS_WITH_COPIES),
         Case("two machines", tasks.Grouped, more=_BY_MACHINE, machines="abab", train=_COSINE, hop=3, sizes=(4,),
              cells=_CELLS_WITH_COPIES),
-        Case("several losses", lambda: Apart(dropout=0.2), micro=True, hop=3),
+        Case("several losses", lambda: Apart(dropout=0.2), micro=True, sizes=(1, 2),
+             cells=("single", "native/nothing", "horovod/nothing", "deepspeed/gradients")),
         Case("contrastive", Pairs, more={"eval": {"every": 2}}),
         Case("contrastive, one tower", lambda: OneTower(dropout=0.2), micro=True, hop=3),
         Case("contrastive, ragged", lambda: OneTower(count=35), train={"epochs": 2}, sizes=(2, 4)),
@@ -230,7 +234,6 @@ MESH_CASES = (
     "state out and in", "averaged", "averaged every second step",
     "blocks recomputed", "bf16-mixed", "fp64", "not a number",
     "batches by tokens", "batches by tokens, two on each rank", "contrastive", "contrastive, one tower",
-    "several losses",
 )  # fmt: skip
 """Cases that `make test` plays in one of the first three of them, in the smallest world; a few also in the others."""
 

@@ -48,8 +48,6 @@ MARKS = (
          "a stage runs its blocks once in each loss"),
     Mark("never", ("native/*+context*",), ("contrastive", "contrastive, fp64", "contrastive, bf16-mixed"), "TaskError",
          "two towers cut two sequences, and a pass has one"),
-    Mark("never", PIPELINES, ("several losses",), "TaskError",
-         "stages were cut for the task's loss; another may use what a stage does not have"),
     Mark("never", PIPELINES, ("shared lists",), "TaskError",
          "what a block leaves for the loss to read is on that block's stage"),
     Mark("notyet", FIXED_SHAPES, ("ragged last batch", "token weights, ragged", "a stream", "batches by tokens*",
