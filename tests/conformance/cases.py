@@ -2,34 +2,126 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from functools import cache
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import unipar
 from tests.conformance import tasks
 from tests.conformance.apart import Apart
-from tests.conformance.case import BF16, CHAIN, FP64, GPT2, OWN_NORMS, TOTAL, Case, Tolerance
-from tests.conformance.case import FP32 as FP32
-from tests.conformance.case import SIZES as SIZES
 from tests.conformance.chain import Chain
 from tests.conformance.contrastive import OneTower, Pairs
 from tests.conformance.gan import Gan
 from tests.conformance.generation import Generating
 from tests.conformance.lengths import Counted, LateTokens, Picked
-from tests.conformance.marks import MARKS
+from tests.conformance.matrix_task import WholeMatrices
 from tests.conformance.narrow import Adapted
 from tests.conformance.rates import Paced
 from tests.conformance.scores import Scored
-from unipar.backend import cells as backend_cells
-from unipar.backend import registry
-from unipar.backend.cells import is_single_process
-from unipar.config import Cell
+from unipar.backend.cells import config_in_cell
+from unipar.config import Cell, Config, Precision
 from unipar.data.order import SampleOrder
 
+TOTAL, STEPS = 16, 6
 FILE = Path(__file__).parent / "weights.safetensors"
+SIZES = (1, 2, 4)
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Of the loss (absolute), the norm (relative) and parameters (absolute; None: not promised)."""
+
+    loss: float
+    norm: float
+    params: float | None
+
+
+CHAIN = Tolerance(2e-6, 1e-5, 2e-5)
+OWN_NORMS = Tolerance(2e-6, 1e9, 2e-5)
+GPT2 = Tolerance(2e-6, 1e-6, 5e-5)
+"""Its larger first weights make larger roundings; greedy generation is equal all the same."""
+
+FP32, FP64, BF16 = Tolerance(2e-6, 1e-6, 2e-5), Tolerance(1e-13, 1e-13, 1e-12), Tolerance(5e-3, 2e-2, None)
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    task: Callable[[], unipar.Task]
+    accumulate: int = 2
+    kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Of a task of several parts."""
+
+    precision: Precision = "fp32"
+    train: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    more: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Further sections of the config."""
+
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
+    micro: bool = False
+    """Held against one process that works through the same microbatches, with the same random numbers."""
+
+    sizes: tuple[int, ...] = SIZES
+    tolerance: Tolerance = FP32
+    machines: str = ""
+    """Machine of each rank, as if there were several: `abab` are two, whose ranks come in turn."""
+
+    hop: int | None = None
+    """After this step the state moves into a new engine."""
+
+    apart: bool = False
+    """Runs in a world of its own, with its own timeout, which may die."""
+
+    local: bool = False
+    """Held against ranks that train by themselves and take their mean."""
+
+    error: str = ""
+    """The NonFinite message that every rank must raise."""
+
+    cells: tuple[str, ...] = ("*",)
+    """Where it is played, if not everywhere."""
+
+    axes: bool = True
+    """Played in cells with axes of the mesh too: not if its loss counts its own calls, as there are more of them."""
+
+    @property
+    def averaged(self) -> bool:
+        return "ema" in self.train
+
+    @property
+    def several(self) -> bool:
+        return self.name.startswith("several parts")
+
+    @property
+    def through(self) -> bool:
+        return self.name.startswith("several parts, one loss")
+
+    def on(self, cell: Cell) -> bool:
+        """Return whether it is played in this cell."""
+        return (self.axes or cell.axes.ranks == 1) and any(fnmatchcase(str(cell), pattern) for pattern in self.cells)
+
+    def config(self, cell: Cell, size: int) -> Config:
+        accumulate = 1 if self.accumulate == 1 else self.accumulate
+        batch = {"total": TOTAL, "micro": TOTAL // (accumulate * size)}
+        # eps: single elements whose gradient is near zero are else moved by rounding noise, a lr at a time
+        optimizer = {"name": "adamw", "lr": 1e-2, "weight_decay": 0.1, "eps": 1e-6}
+        train: dict[str, Any] = {"optimizer": optimizer, "clip": 0.3, "precision": self.precision} | dict(self.train)
+        train.setdefault("watch", {"every": 3})
+        if "epochs" not in train:
+            train["steps"] = STEPS
+        options = {k: dict(v) for k, v in self.options.items()}
+        made: dict[str, Any] = {"device": "cpu", "batch": batch, "train": train, "log": {"every": 2}}
+        made |= {"launch": {"heartbeat": 15.0, "timeout": 20.0}, "options": options} | dict(self.more)
+        # 64 samples fill all batches, so that nothing is left out
+        free = "ragged" in self.name or "tokens" in made["batch"] or self.task is tasks.Streamed
+        if cell.axes.pieces > 1 and not free:
+            made["data"] = {"ragged": "drop"} | made.get("data", {})
+        made["parallel"] = {"data": size, "shard": cell.shard} | made.get("parallel", {})
+        return config_in_cell(Config.model_validate(made), cell)
 
 
 def _poison() -> int:
@@ -42,6 +134,7 @@ def _poison() -> int:
 _SGD = {"name": "sgd", "lr": 0.1, "momentum": 0.9}
 _NOT_FINITE = "the loss is not finite at step 4, first on rank "
 _COSINE = {"schedule": {"name": "cosine", "warmup": 2, "end": 0.1}}
+_MUON = {"optimizer": {"name": "muon", "lr": 1e-2, "weight_decay": 0.1, "adamw": {"eps": 1e-6}}}
 _EXACT = {
     "optimizer": {"name": "adamw", "lr": 1e-2, "weight_decay": 0.1, "eps": 1e-6, "fused": False, "foreach": False},
     "clip": {"max": 0.3, "norm": "fp64"},
@@ -57,6 +150,14 @@ _TOKENS: dict[str, Any] = {"batch": {"tokens": 70, "longest": 8, "micro": 20}}
 _AVERAGED = {"ema": {"decay": 0.8, "warmup": 3}}
 _TWO_COPIES = {"parallel": {"shard_over": 2}}
 _BY_MACHINE = {"parallel": {"shard_over": "machine"}}
+_WHOLE = (
+    "single",
+    "native/*",
+    "horovod/*",
+    "accelerate/nothing",
+    "accelerate/gradients",
+    "accelerate/parameters",
+)
 _CELLS_WITH_COPIES = ("native/optimizer", "native/gradients", "native/parameters")
 _FIND_UNUSED = {"native": {"find_unused": True}, "accelerate": {"find_unused": True}}
 
@@ -95,7 +196,7 @@ def _cases_of_several_parts() -> list[Case]:
         Case("several parts, bf16-master", Gan, precision="bf16-master", tolerance=BF16, sizes=(2,), **gan),
         Case("several parts, one loss", Chain, train=_CHAIN, tolerance=CHAIN, sizes=(1, 2), cells=_CHAINED),
         Case(
-            "several parts, one loss, batch norm, dropout",
+            "several parts, one loss, dropout",
             lambda: Chain(**loose),
             kwargs=loose,
             micro=True,
@@ -121,6 +222,13 @@ CASES = {
              train={"optimizer": {"name": "adam", "lr": 1e-2, "weight_decay": 0.1, "eps": 1e-6, "decay": "matrices"}}),
         Case("two groups", tasks.Grouped, train=_COSINE),
         Case("an optimizer of its own", tasks.Owning, train=_COSINE | {"optimizer": {"lr": 1e-3}}, hop=3, sizes=(2,)),
+        Case("muon", tasks.Plain, train=_COSINE | _MUON, hop=3, sizes=(1, 2), cells=_WHOLE),
+        Case("muon, fp64", tasks.Grouped, precision="fp64", tolerance=FP64, train=_MUON, sizes=(2,), cells=_WHOLE),
+        Case("muon, bits", tasks.Plain, accumulate=1, sizes=(2,), train=_EXACT | {"optimizer": _MUON["optimizer"] | {
+             "fused": False, "foreach": False}}, cells=_WHOLE),
+        Case("muon, copies", tasks.Grouped, more=_TWO_COPIES, train=_MUON, hop=3, sizes=(4,), cells=_CELLS_WITH_COPIES),
+        Case("whole matrices of its own", WholeMatrices, train=_COSINE | {"optimizer": {"lr": 1e-3}}, hop=3, sizes=(2,),
+             cells=_WHOLE),
         Case("frozen teacher", tasks.Distilled, more={"eval": {"every": 2}}),
         Case("narrow frozen weights", Adapted, hop=3, sizes=(2,)),
         Case("tied weights", lambda: tasks.Plain(tied=True)),
@@ -233,11 +341,11 @@ MESH_CASES = (
     "dropout", "evaluation in the middle", "scores of all samples",
     "state out and in", "averaged", "averaged every second step",
     "blocks recomputed", "bf16-mixed", "fp64", "not a number",
-    "batches by tokens", "batches by tokens, two on each rank", "contrastive", "contrastive, one tower",
+    "batches by tokens", "batches by tokens, two on each rank", "contrastive", "contrastive, one tower", "muon",
 )  # fmt: skip
 """Cases that `make test` plays in one of the first three of them, in the smallest world; a few also in the others."""
 
-MESH_EVERYWHERE = (*EVERYWHERE, "token weights, ragged")
+MESH_EVERYWHERE = (*EVERYWHERE, "token weights, ragged", "muon")
 
 SIZES_ONLY_VARIANT = "library"
 """A variant that only sets sizes."""
@@ -253,68 +361,6 @@ COMPILED = {
 """Cells in which `make test` compiles, and what: a case takes as long as ten others, a whole model as twenty."""
 
 OURS = ("single", "native", "deepspeed", "horovod", "accelerate")
-
-
-def select_cases(cell: Cell, size: int, *, whole: bool) -> list[str]:
-    """Return the cases of a cell in a world of this size: for `make conformance` all.
-
-    `make test` plays, in worlds of two, each case under each library (compiled ones as COMPILED says), each mark once,
-    and what every cell must do; in worlds of four, once what needs four ranks. A stranger's cells play all cases in
-    worlds of two, some in others.
-    """
-    names: Collection[str] = CASES
-    if cell.axes.ranks > 1 and not whole:
-        copies = 2 if cell.shard == "parameters" else 1  # of which each keeps a part of the parameters
-        if str(cell) in MESH_CELLS[:3] and size == 2:
-            turn = MESH_CELLS.index(str(cell))
-            names = [name for i, name in enumerate(MESH_CASES) if name in MESH_EVERYWHERE or i % 3 == turn]
-        else:
-            names = SHORT_CASES if size == copies * cell.axes.ranks else ()
-    elif not whole and size == 2:
-        names = CASES if cell.backend not in OURS else _covering(cell)
-    elif not whole and size == 1:
-        names = MAIN_CASES if cell.backend not in OURS[1:] else SHORT_CASES if str(cell) in THIN else ()
-    elif not whole:
-        names = SHORT_CASES if cell.backend not in OURS else _cases_for_four_ranks(cell)
-    return [name for name, case in CASES.items() if name in names and case.on(cell)]
-
-
-def _cases_for_four_ranks(cell: Cell) -> set[str]:
-    """Return the cases that need four ranks, and are this cell's: they go round among cells."""
-    names: set[str] = set()
-    for turn, case in enumerate(case for case in CASES.values() if case.sizes == (4,)):
-        able = [c for c in backend_cells.cells_of_backend(registry.find_backend("native")) if case.on(c)]
-        if able[turn % len(able)] == cell:
-            names.add(case.name)
-    return names
-
-
-def _covering(cell: Cell) -> set[str]:
-    """Return this cell's part of the cases in worlds of two, and what every cell must do."""
-    return {*EVERYWHERE, *(() if cell.variant == SIZES_ONLY_VARIANT else BITS), *_share_out(cell.backend).get(cell, ())}
-
-
-@cache
-def _share_out(backend: str) -> Mapping[Cell, Collection[str]]:
-    """Return each cell's cases in worlds of two: they go round among cells without a mark for them."""
-    every = backend_cells.cells_of_backend(registry.find_backend(backend))
-    shares: dict[Cell, list[str]] = {cell: [] for cell in every if not is_single_process(cell)}
-    turn = 0
-    for name, case in CASES.items():
-        if 2 in case.sizes:
-            here = [c for c in shares if case.on(c)]
-            able = [c for c in here if not any(mark.fits(c, name, 2) for mark in MARKS)] or here
-            if "compile" in case.more.get("model", {}):
-                able = [c for c in able if name in COMPILED.get(str(c), ())]
-            if able:
-                shares[able[turn % len(able)]].append(name)
-            turn += 1
-    for mark in MARKS:
-        both = ((c, name) for c in shares for name, case in CASES.items() if 2 in case.sizes and mark.fits(c, name, 2))
-        first = next(both, None)
-        if first is not None:
-            shares[first[0]].append(first[1])
-    return shares
 
 
 def blocks_for(cell: Cell) -> int:
