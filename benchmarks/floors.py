@@ -6,7 +6,7 @@ FLOORS: list[set[str]] = [
     {"errors"},
     {"utils"},
     {"run_folder", "distributed", "config", "tracking"},
-    {"backend", "data"},
+    {"backend", "data", "optimizers"},
     {"engines", "model", "task", "memory", "planning", "profiling", "checkpoint"},
     {"training", "results"},
     {"report"},

@@ -75,8 +75,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _played(config: pytest.Config) -> list[Any]:
-    from tests.conformance.cases import CASES, MESH_CELLS, SIZES, SIZES_ONLY_VARIANT, select_cases
+    from tests.conformance.cases import CASES, MESH_CELLS, SIZES, SIZES_ONLY_VARIANT
     from tests.conformance.marks import MARKS, read_marks
+    from tests.conformance.selection import select_cases
     from unipar import errors
     from unipar.backend import cells as backend_cells
     from unipar.backend import registry

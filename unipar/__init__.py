@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         WorldMismatch,
     )
     from unipar.launcher.launch import join, launch
+    from unipar.optimizers.matrix_optimizer import MatrixOptimizer
     from unipar.results.run import Report
     from unipar.task import Run, Task
     from unipar.task.gathered import gathered
@@ -45,6 +46,7 @@ __all__ = [
     "ConfigError",
     "Hung",
     "Inconsistent",
+    "MatrixOptimizer",
     "NonFinite",
     "OutExists",
     "OutOfMemory",
@@ -72,6 +74,7 @@ __all__ = [
 _HOMES = {
     "Cell": "config",
     "Config": "config",
+    "MatrixOptimizer": "optimizers.matrix_optimizer",
     "Report": "results.run",
     "Run": "task",
     "Task": "task",

@@ -33,6 +33,7 @@ from unipar.engines.placement import (
 )
 from unipar.engines.state import broadcast_module_buffers, buffer_pieces, module_holdings, restore_buffers
 from unipar.errors import TaskError
+from unipar.optimizers.matrix_optimizer import MatrixOptimizer
 from unipar_deepspeed.holdings import zero_holdings
 from unipar_deepspeed.offload import cpu_optimizer_for
 from unipar_deepspeed.options import options_of, remove_offload_files
@@ -83,6 +84,11 @@ class ZeroEngine(OptimizerEngine):
         if config.train.precision == "bf16-master":
             cast_buffers(part.module, torch.bfloat16)
         optimizer = cpu_optimizer_for(part.optimizer(part.module), config)
+        if isinstance(optimizer, MatrixOptimizer):
+            raise TaskError(
+                f"{cells.cell_of(config)} does not support {type(optimizer).__name__}, which updates whole matrices: "
+                "DeepSpeed hands an optimizer flat tensors, in which a matrix has no shape; use native/*"
+            )
         if self.stage and optimizer.state:
             raise TaskError(
                 f"{cells.cell_of(config)} does not support {type(optimizer).__name__}: it creates its states before "

@@ -143,7 +143,10 @@ def read_optimizer(keys: ForeignSection) -> None:
     name = names.get(kind.lower())
     if name is None:
         section.leave_rest("its type is refused")
-        reading.refuse("optimizer.type", f"{kind or 'nothing'} is not among sgd, adam and adamw", "train.optimizer")
+        why = f"{kind or 'nothing'} is not among sgd, adam and adamw"
+        if kind.lower() == "muon":
+            why += "; unipar's muon needs DeepSpeed's use_muon marks as train.optimizer.matrices and adamw_for"
+        reading.refuse("optimizer.type", why, "train.optimizer")
         return
     section.omit({"legacy_fusion": "it is about speed"})
     params = section.below("params")

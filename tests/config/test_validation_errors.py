@@ -60,7 +60,7 @@ def said(changes: dict[str, Any], where: dict[str, str] | None = None) -> str:
         ),
         (
             {"train/optimizer": {"momentum": 0.9}},
-            "train.optimizer.momentum: there is no such key; it is a key of sgd, and this is adamw",
+            "train.optimizer.momentum: there is no such key; it is a key of sgd and muon, and this is adamw",
         ),
         (
             {"train/schedule": {"end": 0.1}},
@@ -143,6 +143,15 @@ def said(changes: dict[str, Any], where: dict[str, str] | None = None) -> str:
             "train.optimizer: nesterov: true needs a momentum, which is 0; give one (momentum: 0.9)",
         ),
         (
+            {"train/optimizer": {"name": "muon", "momentum": 0}},
+            "train.optimizer: nesterov: true needs a momentum, which is 0; leave momentum out (0.95)",
+        ),
+        (
+            {"train/optimizer": {"name": "muon", "lr": 0.02, "adjust_lr": "original"}},
+            "train.optimizer: adjust_lr: original needs a rate of its own for AdamW, for which Muon's (0.02) is too "
+            "high: say adamw: {lr: 3e-4}, or leave adjust_lr out",
+        ),
+        (
             {"train/optimizer": {"fused": True, "foreach": True}},
             "train.optimizer: fused: true and foreach: true exclude each other; leave one of them out",
         ),
@@ -174,9 +183,9 @@ def said(changes: dict[str, Any], where: dict[str, str] | None = None) -> str:
         ({"log": {"to": [1]}}, "log.to.0: wanted text, got 1"),
         (
             {"train/optimizer": {"name": "adamm"}},
-            "train.optimizer.name: wanted sgd, adam or adamw, got 'adamm'; did you mean 'adam'?",
+            "train.optimizer.name: wanted sgd, adam, adamw or muon, got 'adamm'; did you mean 'adam'?",
         ),
-        ({"train/optimizer": {"name": None}}, "train.optimizer.name: wanted sgd, adam or adamw, got null"),
+        ({"train/optimizer": {"name": None}}, "train.optimizer.name: wanted sgd, adam, adamw or muon, got null"),
         (
             {"train/schedule": "cosine"},
             "train.schedule: wanted a section {name: ..., ...} whose name is constant, linear, cosine, polynomial, "
@@ -184,7 +193,7 @@ def said(changes: dict[str, Any], where: dict[str, str] | None = None) -> str:
         ),
         (
             {"train/optimizer": 3},
-            "train.optimizer: wanted a section {name: ..., ...} whose name is sgd, adam or adamw, got 3",
+            "train.optimizer: wanted a section {name: ..., ...} whose name is sgd, adam, adamw or muon, got 3",
         ),
         (
             {"launch": {"heartbeat": 60, "timeout": 30}},

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,11 @@ from tests.conformance.contrastive import OneTower, Pairs
 from tests.conformance.gan import Gan
 from tests.conformance.generation import Generating
 from tests.conformance.lengths import Counted, LateTokens, Picked
-from tests.conformance.marks import MARKS
+from tests.conformance.matrix_task import WholeMatrices
 from tests.conformance.narrow import Adapted
 from tests.conformance.rates import Paced
 from tests.conformance.scores import Scored
-from unipar.backend import cells as backend_cells
-from unipar.backend import registry
-from unipar.backend.cells import config_in_cell, is_single_process
+from unipar.backend.cells import config_in_cell
 from unipar.config import Cell, Config, Precision
 from unipar.data.order import SampleOrder
 
@@ -130,6 +127,7 @@ def _poison() -> int:
 _SGD = {"name": "sgd", "lr": 0.1, "momentum": 0.9}
 _NOT_FINITE = "the loss is not finite at step 4, first on rank "
 _COSINE = {"schedule": {"name": "cosine", "warmup": 2, "end": 0.1}}
+_MUON = {"optimizer": {"name": "muon", "lr": 1e-2, "weight_decay": 0.1, "adamw": {"eps": 1e-6}}}
 _EXACT = {
     "optimizer": {"name": "adamw", "lr": 1e-2, "weight_decay": 0.1, "eps": 1e-6, "fused": False, "foreach": False},
     "clip": {"max": 0.3, "norm": "fp64"},
@@ -145,6 +143,14 @@ _TOKENS: dict[str, Any] = {"batch": {"tokens": 70, "longest": 8, "micro": 20}}
 _AVERAGED = {"ema": {"decay": 0.8, "warmup": 3}}
 _TWO_COPIES = {"parallel": {"shard_over": 2}}
 _BY_MACHINE = {"parallel": {"shard_over": "machine"}}
+_WHOLE = (
+    "single",
+    "native/*",
+    "horovod/*",
+    "accelerate/nothing",
+    "accelerate/gradients",
+    "accelerate/parameters",
+)
 _CELLS_WITH_COPIES = ("native/optimizer", "native/gradients", "native/parameters")
 _FIND_UNUSED = {"native": {"find_unused": True}, "accelerate": {"find_unused": True}}
 
@@ -190,6 +196,13 @@ CASES = {
              train={"optimizer": {"name": "adam", "lr": 1e-2, "weight_decay": 0.1, "eps": 1e-6, "decay": "matrices"}}),
         Case("two groups", tasks.Grouped, train=_COSINE),
         Case("an optimizer of its own", tasks.Owning, train=_COSINE | {"optimizer": {"lr": 1e-3}}, hop=3, sizes=(2,)),
+        Case("muon", tasks.Plain, train=_COSINE | _MUON, hop=3, sizes=(1, 2), cells=_WHOLE),
+        Case("muon, fp64", tasks.Grouped, precision="fp64", tolerance=FP64, train=_MUON, sizes=(2,), cells=_WHOLE),
+        Case("muon, bits", tasks.Plain, accumulate=1, sizes=(2,), train=_EXACT | {"optimizer": _MUON["optimizer"] | {
+             "fused": False, "foreach": False}}, cells=_WHOLE),
+        Case("muon, copies", tasks.Grouped, more=_TWO_COPIES, train=_MUON, hop=3, sizes=(4,), cells=_CELLS_WITH_COPIES),
+        Case("whole matrices of its own", WholeMatrices, train=_COSINE | {"optimizer": {"lr": 1e-3}}, hop=3, sizes=(2,),
+             cells=_WHOLE),
         Case("frozen teacher", tasks.Distilled, more={"eval": {"every": 2}}),
         Case("narrow frozen weights", Adapted, hop=3, sizes=(2,)),
         Case("tied weights", lambda: tasks.Plain(tied=True)),
@@ -300,11 +313,11 @@ MESH_CASES = (
     "dropout", "evaluation in the middle", "scores of all samples",
     "state out and in", "averaged", "averaged every second step",
     "blocks recomputed", "bf16-mixed", "fp64", "not a number",
-    "batches by tokens", "batches by tokens, two on each rank", "contrastive", "contrastive, one tower",
+    "batches by tokens", "batches by tokens, two on each rank", "contrastive", "contrastive, one tower", "muon",
 )  # fmt: skip
 """Cases that `make test` plays in one of the first three of them, in the smallest world; a few also in the others."""
 
-MESH_EVERYWHERE = (*EVERYWHERE, "token weights, ragged")
+MESH_EVERYWHERE = (*EVERYWHERE, "token weights, ragged", "muon")
 
 SIZES_ONLY_VARIANT = "library"
 """A variant that only sets sizes."""
@@ -320,68 +333,6 @@ COMPILED = {
 """Cells in which `make test` compiles, and what: a case takes as long as ten others, a whole model as twenty."""
 
 OURS = ("single", "native", "deepspeed", "horovod", "accelerate")
-
-
-def select_cases(cell: Cell, size: int, *, whole: bool) -> list[str]:
-    """Return the cases of a cell in a world of this size: for `make conformance` all.
-
-    `make test` plays, in worlds of two, each case under each library (compiled ones as COMPILED says), each mark once,
-    and what every cell must do; in worlds of four, once what needs four ranks. A stranger's cells play all cases in
-    worlds of two, some in others.
-    """
-    names: Collection[str] = CASES
-    if cell.axes.ranks > 1 and not whole:
-        copies = 2 if cell.shard == "parameters" else 1  # of which each keeps a part of the parameters
-        if str(cell) in MESH_CELLS[:3] and size == 2:
-            turn = MESH_CELLS.index(str(cell))
-            names = [name for i, name in enumerate(MESH_CASES) if name in MESH_EVERYWHERE or i % 3 == turn]
-        else:
-            names = SHORT_CASES if size == copies * cell.axes.ranks else ()
-    elif not whole and size == 2:
-        names = CASES if cell.backend not in OURS else _covering(cell)
-    elif not whole and size == 1:
-        names = MAIN_CASES if cell.backend not in OURS[1:] else SHORT_CASES if str(cell) in THIN else ()
-    elif not whole:
-        names = SHORT_CASES if cell.backend not in OURS else _cases_for_four_ranks(cell)
-    return [name for name, case in CASES.items() if name in names and case.on(cell)]
-
-
-def _cases_for_four_ranks(cell: Cell) -> set[str]:
-    """Return the cases that need four ranks, and are this cell's: they go round among cells."""
-    names: set[str] = set()
-    for turn, case in enumerate(case for case in CASES.values() if case.sizes == (4,)):
-        able = [c for c in backend_cells.cells_of_backend(registry.find_backend("native")) if case.on(c)]
-        if able[turn % len(able)] == cell:
-            names.add(case.name)
-    return names
-
-
-def _covering(cell: Cell) -> set[str]:
-    """Return this cell's part of the cases in worlds of two, and what every cell must do."""
-    return {*EVERYWHERE, *(() if cell.variant == SIZES_ONLY_VARIANT else BITS), *_share_out(cell.backend).get(cell, ())}
-
-
-@cache
-def _share_out(backend: str) -> Mapping[Cell, Collection[str]]:
-    """Return each cell's cases in worlds of two: they go round among cells without a mark for them."""
-    every = backend_cells.cells_of_backend(registry.find_backend(backend))
-    shares: dict[Cell, list[str]] = {cell: [] for cell in every if not is_single_process(cell)}
-    turn = 0
-    for name, case in CASES.items():
-        if 2 in case.sizes:
-            here = [c for c in shares if case.on(c)]
-            able = [c for c in here if not any(mark.fits(c, name, 2) for mark in MARKS)] or here
-            if "compile" in case.more.get("model", {}):
-                able = [c for c in able if name in COMPILED.get(str(c), ())]
-            if able:
-                shares[able[turn % len(able)]].append(name)
-            turn += 1
-    for mark in MARKS:
-        both = ((c, name) for c in shares for name, case in CASES.items() if 2 in case.sizes and mark.fits(c, name, 2))
-        first = next(both, None)
-        if first is not None:
-            shares[first[0]].append(first[1])
-    return shares
 
 
 def blocks_for(cell: Cell) -> int:

@@ -115,7 +115,7 @@ def train_gan_by_hand(case: Case, result: Result, size: int) -> Result:
     parts = {name: module.to(dtype) for name, module in task.model().items()}
     task.frozen = lambda name: lambda fn, given: fn(parts[name], given)
     own = {name: config.of_part(name) for name in parts}
-    optimizers = {name: optimizer_of(own[name], None, list(part.parameters())) for name, part in parts.items()}
+    optimizers = {name: optimizer_of(own[name], part) for name, part in parts.items()}
     rates = {name: [g["lr"] for g in o.param_groups] for name, o in optimizers.items()}
     steps, total = config.train.steps or 0, config.batch.total or 0
     seen, sizes = SeededDataset(Points(), seed), config.batch.settle(size)

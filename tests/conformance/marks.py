@@ -44,6 +44,8 @@ FIXED_SHAPES = ("native/*+interleaved", "native/*+zerobubble")
 AXES = (*PIPELINES, "native/*+tensor*", "native/*+context*")
 
 MARKS = (
+    Mark("never", ("native/*+tensor*",), ("muon*",), "Unsupported", "each rank has a part of each matrix"),
+    Mark("never", ("native/*+tensor*",), ("whole matrices*",), "TaskError", "each rank has a part of each matrix"),
     Mark("never", PIPELINES, ("three forwards", "frozen teacher", "averaged beside a frozen teacher"), "TaskError",
          "a stage runs its blocks once in each loss"),
     Mark("never", ("native/*+context*",), ("contrastive", "contrastive, fp64", "contrastive, bf16-mixed"), "TaskError",

@@ -13,11 +13,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+import unipar
 from tests.conformance import gan
 from tests.conformance.cases import FILE, Case, dtype_of
 from tests.conformance.contrastive import Pairs
 from tests.conformance.generation import Generating
 from tests.conformance.lengths import fill_batches
+from tests.conformance.matrix_task import MuonByHand, matrices_of
 from tests.conformance.scores import Scored
 from unipar.config import Cell, Config
 from unipar.data.dataset import SeededDataset
@@ -58,7 +60,7 @@ def train_by_hand(case: Case, size: int) -> Result:
             tensor.data = tensor.data.to(dtype_of(case))
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = _groups(config, task, model, trained)
-    optimizer = _own(config, task, groups) if task.defines("optimizer") else optimizer_of(config, groups, trained)
+    optimizer = _own(config, task, model, groups) if task.defines("optimizer") else optimizer_of(config, model, groups)
     base = [g["lr"] for g in optimizer.param_groups]
     data = task.data()
     dataset: Any = data.dataset if isinstance(data, DataLoader) else data
@@ -156,14 +158,19 @@ def _groups(config: Config, task: Any, model: Any, trained: list[Any]) -> Any:
     return groups
 
 
-def _own(config: Config, task: Any, groups: Any) -> torch.optim.Optimizer:
+def _own(config: Config, task: Any, model: Any, groups: Any) -> torch.optim.Optimizer:
     told = {"lr": config.train.optimizer.lr, "weight_decay": config.train.optimizer.weight_decay}
-    return task.optimizer([told | group for group in groups])
+    optimizer = task.optimizer([told | group for group in groups])
+    if isinstance(optimizer, unipar.MatrixOptimizer):
+        optimizer.separate(matrices_of(model))
+    return optimizer
 
 
-def optimizer_of(config: Config, groups: Any, trained: list[Any]) -> torch.optim.Optimizer:
+def optimizer_of(config: Config, model: Any, groups: Any = None) -> torch.optim.Optimizer:
     wanted: Any = config.train.optimizer
-    groups = groups or trained
+    if wanted.name == "muon":
+        return MuonByHand(config, model, groups)
+    groups = groups or [p for p in model.parameters() if p.requires_grad]
     if wanted.name == "sgd":
         return torch.optim.SGD(groups, lr=wanted.lr, momentum=wanted.momentum, weight_decay=wanted.weight_decay)
     kind = torch.optim.AdamW if wanted.name == "adamw" else torch.optim.Adam

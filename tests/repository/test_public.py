@@ -19,6 +19,7 @@ NAMES = {
     "ConfigError",
     "Hung",
     "Inconsistent",
+    "MatrixOptimizer",
     "NonFinite",
     "OutExists",
     "OutOfMemory",

@@ -236,6 +236,8 @@ def list_refusals(backend: Backend, config: Config, cell: Cell) -> Iterator[str]
             have = [str(Cell(n, s)) for n in backend_names() for s in find_backend(n).capabilities.also.get(key, ())]
             yield f"{key}: {value} is not available here, only in {', '.join(have)}"
     yield from refuse_axes(backend, cell)
+    if (key := config.train.whole_matrices) is not None:
+        yield from _refuse_whole_matrices(config, key)
     if kind == "cpu":
         yield from _refuse_on_cpu(config)
     yield from backend.refuse(config)
@@ -262,6 +264,21 @@ def _optional_keys_in_use(config: Config) -> dict[str, object]:
         "train.sync_every": config.train.sync_every,
         "model.offload": None if offload == "none" else offload,
     }
+
+
+def _refuse_whole_matrices(config: Config, key: str) -> Iterator[str]:
+    """Yield each reason why no rank can update a whole matrix, as the optimizer under this key does."""
+    if (ranks := config.parallel.tensor) > 1:
+        yield (
+            f"{key}.name: muon is not available with parallel.tensor: {ranks}: Muon updates each matrix as a whole, "
+            f"and each of {ranks} ranks has a part of it; leave parallel.tensor out (parallel.shard: parameters splits "
+            "between steps alone), or take adamw"
+        )
+    if config.model.offload != "none":
+        yield (
+            f"{key}.name: muon is not available with model.offload: {config.model.offload}: its matrices are joined on "
+            "the device; leave one of them out"
+        )
 
 
 def _refuse_on_cpu(config: Config) -> Iterator[str]:

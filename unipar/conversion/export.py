@@ -181,6 +181,11 @@ def _make_outline(source: ConfigSource) -> tuple[Outline, dict[str, str]]:
             f"{ref.task.shown}: optimizer() creates the task's own optimizer, but a script creates the config's: "
             "export a task without optimizer(), and create yours in train.py"
         )
+    if (key := config.train.whole_matrices) is not None:
+        raise ConfigError(
+            f"{key}.name: muon is unipar's own optimizer, which joins each matrix on one rank, and a script has "
+            "torch.optim's: export with adamw, and create yours in train.py"
+        )
     if task.defines("schedule"):
         raise TaskError(
             f"{ref.task.shown}: schedule() is the task's own, but a script computes the config's: export a task "

@@ -33,6 +33,7 @@ from unipar.engines.state import (
     restore_buffers,
 )
 from unipar.errors import TaskError
+from unipar.optimizers.matrix_optimizer import MatrixOptimizer
 
 
 class WrapperEngine(OptimizerEngine):
@@ -202,7 +203,10 @@ class WrapperEngine(OptimizerEngine):
                 if piece is None:
                     continue
                 kind, value = piece
-                if (self.apart and kind != "weight") or self.speaks_for(name, value):
+                if kind != "weight" and self._updates_whole(p):
+                    if self.speaks_for(name, p):
+                        yield Piece(name, kind, tuple(value.shape), Region(0, value.numel()), value)
+                elif (self.apart and kind != "weight") or self.speaks_for(name, value):
                     for where, local in self.local_regions(name, value):
                         yield Piece(name, kind, self.whole_shape(name, value), where, local)
         yield from buffer_pieces(self.buffers_to_save())
@@ -243,7 +247,8 @@ class WrapperEngine(OptimizerEngine):
         state: Any = self.base.state
         mine = {id(p) for group in self.base.param_groups for p in group["params"]}
         for name, p in self.local_parameters():
-            for kind in sorted(read.kinds(name) if id(p) in mine else {"weight"}):
+            whole = self._updates_whole(p)
+            for kind in sorted(read.kinds(name) if id(p) in mine and whole is not False else {"weight"}):
                 if (key := plain_key(kind)) is not None:
                     state[p][key] = decode_plain(kind, read(name, kind, Region(0, 1)))
                     continue
@@ -252,6 +257,9 @@ class WrapperEngine(OptimizerEngine):
                 else:
                     value = self._new_state(name, kind, p, read)
                     state[p][kind] = value = self._on_its_device(kind, value, p.device)
+                    if whole:
+                        read.fill(value, name, kind, Region(0, value.numel()))
+                        continue
                 for where, local in self.local_regions(name, value):
                     read.fill(local, name, kind, where)
         restore_buffers(self.model, read)
@@ -275,6 +283,10 @@ class WrapperEngine(OptimizerEngine):
         yield from module_holdings(self.model)
         yield from self.extra_holdings()
 
+    def _updates_whole(self, p: nn.Parameter) -> bool | None:
+        """Return whether the optimizer updates the whole of a split matrix on this rank; None: it is no such matrix."""
+        return self.base.owns(p) if isinstance(self.base, MatrixOptimizer) else None
+
     def extra_holdings(self) -> Iterator[Holding]:
         """Yield tensors that only this library keeps: gathered parameters, buckets."""
         yield from ()
@@ -284,6 +296,9 @@ class WrapperEngine(OptimizerEngine):
         shape = read.shape(name, kind)
         if kind == "step" and not shape:
             return torch.zeros((), dtype=torch.float32)
+        if self._updates_whole(p):
+            dtype = p.dtype if shape == self.whole_shape(name, p) else None
+            return torch.zeros(shape, dtype=dtype or read(name, kind, Region(0, prod(shape))).dtype, device=p.device)
         if shape == self.whole_shape(name, p):
             return torch.empty_like(p)
         if shape and isinstance(p, DTensor):

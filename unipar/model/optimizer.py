@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
@@ -12,11 +12,19 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from unipar.config import Config
-from unipar.config.sections.optimizer import SGD, Adam, AdamW, optimizer_arguments
+from unipar.config.sections.optimizer import SGD, Adam, AdamW, MuonSettings, optimizer_arguments
 from unipar.errors import TaskError
+from unipar.model.matrices import matrix_names
+from unipar.optimizers.matrix_optimizer import MatrixOptimizer
+from unipar.optimizers.muon import Muon
 from unipar.utils.text import first_few
 
-_OPTIMIZER_CLASSES: Mapping[type, Any] = {SGD: torch.optim.SGD, Adam: torch.optim.Adam, AdamW: torch.optim.AdamW}
+_OPTIMIZER_CLASSES: Mapping[type, Any] = {
+    SGD: torch.optim.SGD,
+    Adam: torch.optim.Adam,
+    AdamW: torch.optim.AdamW,
+    MuonSettings: Muon,
+}
 
 
 MakeOptimizer = Callable[[Sequence[dict[str, Any]]], Optimizer | None]
@@ -32,6 +40,8 @@ class ParameterGroup:
 
     names: tuple[str, ...]
     settings: Mapping[str, Any]
+    matrices: frozenset[str] = frozenset()
+    """Those among them that an optimizer by whole matrices updates whole."""
 
 
 def parameter_groups(
@@ -40,8 +50,39 @@ def parameter_groups(
     """Return the optimizer's groups: those of the task, else of the config.
 
     They are computed from the model as the user made it, because split parameters lose their shape. Keys of the
-    task's groups are checked, except if it makes its own optimizer.
+    task's groups are checked, except if it makes its own optimizer. Muon's matrices get groups of their own.
     """
+    groups, wanted = _whole_groups(module, config, given, own_optimizer=own_optimizer), config.train.optimizer
+    if own_optimizer:
+        matrices = matrix_names(module)
+        return tuple(replace(group, matrices=matrices & set(group.names)) for group in groups)
+    if not isinstance(wanted, MuonSettings):
+        return groups
+    matrices = matrix_names(module, wanted.matrices, wanted.adamw_for)
+    split = tuple(part for group in groups for part in _split_group(group, matrices, wanted))
+    if not any(group.matrices for group in split):
+        raise TaskError(
+            "train.optimizer.name: muon finds no matrix to update: of weights of two dimensions, it leaves embeddings "
+            "and the last one, the head, to AdamW; name them (train.optimizer.matrices), or take adamw"
+        )
+    return split
+
+
+def _split_group(group: ParameterGroup, matrices: frozenset[str], wanted: MuonSettings) -> Iterator[ParameterGroup]:
+    """Yield the matrices of a group, and the rest with AdamW's rate and decay where the group has none of its own."""
+    settings = dict(group.settings)
+    mine = tuple(n for n in group.names if n in matrices and settings.get("matrices", True))
+    rest = tuple(n for n in group.names if n not in mine)
+    own = {key: float(v) for key in ("lr", "weight_decay") if (v := getattr(wanted.adamw, key)) is not None}
+    if mine:
+        yield ParameterGroup(mine, settings | {"matrices": True}, frozenset(mine))
+    if rest:
+        yield ParameterGroup(rest, own | settings | {"matrices": False})
+
+
+def _whole_groups(
+    module: nn.Module, config: Config, given: Iterable[Mapping[str, Any]] | None, *, own_optimizer: bool
+) -> tuple[ParameterGroup, ...]:
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     if given is not None:
         return _groups_of_task(given, trained, module, config, own=own_optimizer)
@@ -63,6 +104,8 @@ def _groups_of_task(
 ) -> tuple[ParameterGroup, ...]:
     names = {id(p): n for n, p in module.named_parameters()}
     allowed = None if own else set(optimizer_arguments(config.train.optimizer, "cpu")) - {"fused", "foreach"}
+    if allowed is not None and isinstance(config.train.optimizer, MuonSettings):
+        allowed.add("matrices")
     seen: set[str] = set()
     groups: list[ParameterGroup] = []
     for i, group in enumerate(given):
@@ -123,7 +166,10 @@ class OptimizerFactory:
             made.append({"params": mine, **group.settings, "lr": lr})
         if self._own is not None:
             decay = {"weight_decay": float(wanted.weight_decay)}
-            return _create_own_optimizer(self._own, [decay | group for group in made], now)
+            optimizer = _create_own_optimizer(self._own, [decay | group for group in made], now)
+            if isinstance(optimizer, MatrixOptimizer):
+                optimizer.separate([now[n] for group in self._groups for n in group.matrices if n in now])
+            return optimizer
         if split is None:
             split = any(isinstance(p, DTensor) for group in made for p in group["params"])
         return _OPTIMIZER_CLASSES[type(wanted)](made, **optimizer_arguments(wanted, self._device.type, split=split))

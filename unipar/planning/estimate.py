@@ -66,6 +66,7 @@ def estimate_kept_bytes(config: Config, ranks: int, model: ModelSize) -> dict[Ca
     precision, optimizer = config.train.precision, config.train.optimizer
     weight = {"fp64": 8, "bf16-master": 2}.get(precision, 4)
     state = max(4, weight)
+    # muon has one for its matrices and two for what AdamW updates, of which nothing is known here
     moments = (1 if optimizer.momentum else 0) if optimizer.name == "sgd" else 2
     each: dict[Category, int] = {
         "parameters": weight,

@@ -7,7 +7,7 @@ from typing import Annotated, Self
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from unipar.config.sections.cell import Precision
-from unipar.config.sections.optimizer import AdamW, Clip, LrScale, Optimizer
+from unipar.config.sections.optimizer import AdamW, Clip, LrScale, MuonSettings, Optimizer
 from unipar.config.sections.schedule import Constant, Schedule
 from unipar.config.sections.section import Section
 
@@ -73,7 +73,7 @@ class Train(Section):
     """Passes over the data to train for, instead of `steps`."""
 
     optimizer: Optimizer = AdamW()
-    """sgd, adam or adamw, with its own keys."""
+    """sgd, adam, adamw or muon, with its own keys."""
 
     lr_scale: LrScale = LrScale()
     """Scaling of the learning rate with the total batch."""
@@ -134,6 +134,13 @@ class Train(Section):
         if self.steps is not None and (misfit := self.schedule.misfit(self.steps)) is not None:
             raise ValueError(misfit)
         return self
+
+    @property
+    def whole_matrices(self) -> str | None:
+        """Key of an optimizer that updates matrices as a whole, if there is one."""
+        of_parts = {f"train.parts.{name}.optimizer": part.optimizer for name, part in self.parts.items()}
+        optimizers = {"train.optimizer": self.optimizer, **of_parts}
+        return next((key for key, its in optimizers.items() if isinstance(its, MuonSettings)), None)
 
     @property
     def clipping(self) -> Clip | None:

@@ -21,6 +21,7 @@ from unipar.config import Config
 from unipar.config.sections.optimizer import optimizer_arguments
 from unipar.errors import TaskError
 from unipar.model.optimizer import MakeOptimizer, OptimizerFactory, ParameterGroup, parameter_groups
+from unipar.optimizers.matrix_optimizer import MatrixOptimizer
 from unipar.task import Task
 from unipar.training.fake_run.recorder import StepRecorder
 
@@ -57,6 +58,11 @@ class FakeOptimizer:
         names = {id(p): name for name, p in model.named_parameters()}
         with mode:
             optimizer = OptimizerFactory(groups, config, torch.device(_device_type(config)), own=own)(model)
+            if isinstance(optimizer, MatrixOptimizer):
+                raise TaskError(
+                    f"plan: {type(optimizer).__name__} joins each matrix on one rank for its update, and a plan does "
+                    "not know what that takes; measure it with compare"
+                )
             trained = _step(optimizer)
         found: dict[str, tuple[int, ...]] = {}
         for p, state in optimizer.state.items():

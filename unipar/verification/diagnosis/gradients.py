@@ -4,29 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from unipar.config import Config
-from unipar.config.sections.optimizer import SGD, Adam, AdamW
+from unipar.config.sections.optimizer import Adam, AdamW, MuonSettings, Optimizer
 from unipar.verification.judgement.record import RunRecord, SketchVector
 
 GradientSketches = Mapping[str, SketchVector]
 """Sketches of gradients by parameter."""
 
 
-@dataclass(frozen=True)
-class StateRule:
-    """Rule by which the optimizer's state follows from gradients, so that gradients can be computed from the state."""
-
-    kind: str
-    """Kind of state that accumulates gradients; weight, if the optimizer has none."""
+class Accumulation(NamedTuple):
+    """Factors by which one kind of state follows from gradients."""
 
     keeps: float
     """Factor on the old state in an update."""
 
     adds: float
     """Factor on the gradient in an update."""
+
+    begins_whole: bool = False
+    """Whether the first gradient is the first state, without a factor."""
+
+
+@dataclass(frozen=True)
+class StateRule:
+    """Rule by which the optimizer's state follows from gradients, so that gradients can be computed from the state."""
+
+    kinds: Mapping[str, Accumulation]
+    """Kinds of state that accumulate gradients, of which a parameter has one; weight, if the optimizer has none."""
 
     decay: Mapping[str, float]
     """Share of the weight that is added to the gradient, by name of every trained parameter."""
@@ -44,16 +52,25 @@ class StateRule:
             assert isinstance(names, list)
             assert isinstance(own, float)
             decay |= dict.fromkeys(names, own)
-        if isinstance(wanted, AdamW):
+        if isinstance(wanted, AdamW | MuonSettings):
             decay = dict.fromkeys(decay, 0.0)
-        limit = None if clip is None else clip.max
-        if isinstance(wanted, Adam | AdamW):
-            first = wanted.betas[0]
-            return cls("exp_avg", first, 1.0 - first, decay, limit)
-        assert isinstance(wanted, SGD)
-        if wanted.momentum:
-            return cls("momentum_buffer", wanted.momentum, 1.0, decay, limit)
-        return cls("weight", 1.0, 0.0, decay, limit)
+        return cls(_accumulations(wanted), decay, None if clip is None else clip.max)
+
+
+def _accumulations(wanted: Optimizer) -> Mapping[str, Accumulation]:
+    """Return how an optimizer accumulates gradients, by kind of state."""
+    if isinstance(wanted, MuonSettings):
+        momentum, first = wanted.momentum, wanted.adamw.betas[0]
+        return {
+            "momentum_buffer": Accumulation(momentum, 1.0 - momentum),
+            "exp_avg": Accumulation(first, 1.0 - first),
+        }
+    if isinstance(wanted, Adam | AdamW):
+        first = wanted.betas[0]
+        return {"exp_avg": Accumulation(first, 1.0 - first)}
+    if wanted.momentum:
+        return {"momentum_buffer": Accumulation(wanted.momentum, 1.0, begins_whole=True)}
+    return {"weight": Accumulation(1.0, 0.0)}
 
 
 def gradients_from_state(
@@ -65,17 +82,18 @@ def gradients_from_state(
     clip = 1.0 if rule.limit is None else min(1.0, rule.limit / (norm + 1e-6))
     gradients: dict[str, SketchVector] = {}
     for (name, kind), now in after.items():
-        if kind != rule.kind or name not in rule.decay:
+        own = rule.kinds.get(kind)
+        if own is None or name not in rule.decay:
             continue
         was = before.get((name, kind), np.zeros_like(now))
         if kind == "weight":
             if not rates.get(name):
                 continue
             given = (was - now) / rates[name]
-        elif rule.kind == "momentum_buffer" and (name, kind) not in before:
+        elif own.begins_whole and (name, kind) not in before:
             given = now
         else:
-            given = (now - rule.keeps * was) / rule.adds
+            given = (now - own.keeps * was) / own.adds
         weight = before[name, "weight"]
         gradients[name] = (given - rule.decay[name] * weight) / clip
     return gradients

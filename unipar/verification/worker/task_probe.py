@@ -24,6 +24,7 @@ from unipar.engines.fingerprint import fingerprint_batch
 from unipar.engines.forward import ForwardCall, OpaqueBatch
 from unipar.errors import UniparError
 from unipar.model.create import ONLY_PART, create_parts
+from unipar.optimizers.matrix_optimizer import MatrixOptimizer
 from unipar.task import Task
 from unipar.utils.seeding import seed_all
 
@@ -146,6 +147,8 @@ def optimizer_uses_whole_tensors(task: Task) -> bool:
     def stepped(cut: Callable[[Tensor], Sequence[Tensor]]) -> Tensor:
         parts = [nn.Parameter(part.clone()) for part in cut(weight)]
         optimizer: Any = task.optimizer([{"params": parts, "lr": 0.1, "weight_decay": 0.1}])
+        if isinstance(optimizer, MatrixOptimizer):
+            optimizer.separate([])  # matrices are joined for it: the rest, which are AdamW's, is what is tried
         for grad in grads:
             for part, mine in zip(parts, cut(grad), strict=True):
                 part.grad = mine.clone()

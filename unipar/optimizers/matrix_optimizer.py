@@ -1,0 +1,136 @@
+"""`MatrixOptimizer`: base class of optimizers that update each matrix as a whole, and everything else by AdamW."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import AdamW, Optimizer
+from typing_extensions import override
+
+from unipar.errors import TaskError
+from unipar.optimizers.matrix_parts import (
+    MatrixLayout,
+    MatrixPart,
+    assign_owners,
+    gather_gradients,
+    scatter_updates,
+)
+
+
+class MatrixOptimizer(Optimizer):
+    """Optimizer that gets each matrix whole on one rank, whatever splits it, and leaves other parameters to AdamW.
+
+    A subclass says in `direction` where a matrix goes, as if there were one process. Its state of a matrix is on that
+    rank alone, where it is saved and loaded by name, in any number of ranks.
+    """
+
+    def __init__(
+        self, params: Iterable[Tensor] | Iterable[dict[str, Any]], defaults: Mapping[str, Any] | None = None
+    ) -> None:
+        """Take groups like any optimizer of PyTorch's; `defaults`: settings of groups that do not say otherwise.
+
+        AdamW's settings are among them: `betas`, `eps`, `fused` and so on.
+        """
+        self._vectors = AdamW([torch.zeros(1)], weight_decay=0.0)
+        groups: Any = params
+        super().__init__(groups, {**self._vectors.defaults, **(defaults or {})})
+        self._places: dict[Tensor, tuple[MatrixLayout, int] | None] = {}
+
+    @abstractmethod
+    def direction(self, gradient: Tensor, state: dict[str, Any], group: Mapping[str, Any]) -> Tensor:
+        """Return the direction of a matrix, of its shape: it becomes (1 - lr * weight_decay) * matrix - lr * direction.
+
+        `state` is empty at first and kept for this matrix. `gradient` may be changed in place.
+        """
+
+    @final
+    def separate(self, matrices: Collection[Tensor]) -> None:
+        """Give matrices groups of their own, unless their group says `matrices: False`."""
+        ids = {id(p) for p in matrices}
+        groups: list[dict[str, Any]] = []
+        for group in self.param_groups:
+            for wanted in (True, False):
+                own = [p for p in group["params"] if (id(p) in ids and group.get("matrices", True)) is wanted]
+                if own:
+                    groups.append({**group, "params": own, "matrices": wanted})
+        self.param_groups = groups
+
+    @override
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._update_vectors()
+        self._update_matrices()
+        return loss
+
+    @final
+    def owns(self, p: Tensor) -> bool | None:
+        """Return whether this rank has the optimizer's state of a matrix, a plain tensor; None if `p` is no DTensor."""
+        place = self._place(p) if isinstance(p, DTensor) else None
+        if place is None:
+            return None
+        return place[0].group is None or dist.get_rank(place[0].group) == place[1]
+
+    def _update_vectors(self) -> None:
+        """Update everything that is no matrix, by AdamW."""
+        groups = [
+            {**group, "params": own}
+            for group in self.param_groups
+            if (own := [p for p in group["params"] if not is_matrix(p, group)])
+        ]
+        if groups:
+            self._vectors.param_groups, self._vectors.state = groups, self.state
+            self._vectors.step()
+
+    def _update_matrices(self) -> None:
+        parts = [
+            MatrixPart(p, *place, group, _row(p), _row(p.grad))
+            for group in self.param_groups
+            for p in group["params"]
+            if p.grad is not None and (place := self._place(p)) is not None
+        ]
+        gradients, updates = gather_gradients(parts), dict[int, Tensor]()
+        for number in sorted(gradients):
+            part = parts[number]
+            state: dict[str, Any] = self.state[part.parameter]
+            direction = self.direction(gradients.pop(number), state, part.settings)
+            # multiplied before it is sent: a sum with a factor rounds otherwise where a part's vector ends
+            updates[number] = direction.to(part.gradient.dtype).mul(part.settings["lr"])
+        for number, update in scatter_updates(parts, updates).items():
+            part = parts[number]
+            part.weight.mul_(1.0 - part.settings["lr"] * part.settings["weight_decay"]).sub_(update)
+
+    def _place(self, p: Tensor) -> tuple[MatrixLayout, int] | None:
+        """Return where a matrix is, and who updates it: all are shared out at once; None if `p` is no matrix."""
+        if p not in self._places:
+            known = [(q, is_matrix(q, group)) for group in self.param_groups for q in group["params"]]
+            matrices = [q for q, whole in known if whole]
+            layouts = [MatrixLayout.of(q) for q in matrices]
+            self._places = dict.fromkeys(q for q, _ in known)
+            self._places |= dict(zip(matrices, zip(layouts, assign_owners(layouts), strict=True), strict=True))
+        return self._places.get(p)
+
+
+def is_matrix(p: Tensor, group: Mapping[str, Any]) -> bool:
+    """Return whether a parameter is updated as a matrix: as its group says, else if it has two dimensions."""
+    return bool(group.get("matrices", p.ndim == 2))
+
+
+def _row(t: Tensor) -> Tensor:
+    """Return this rank's elements of a tensor as one row that shares its memory."""
+    local = t.to_local() if isinstance(t, DTensor) else t
+    if not local.is_contiguous():
+        raise TaskError(
+            f"a matrix of {tuple(t.shape)} is not contiguous in memory, so that its optimizer cannot send it by "
+            "ranges: make it contiguous in model()"
+        )
+    return local.detach().view(-1)
