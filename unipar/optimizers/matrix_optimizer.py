@@ -101,6 +101,9 @@ class MatrixOptimizer(Optimizer, ABC):
             for group in self.param_groups
             if (own := [p for p in group["params"] if not is_matrix(p, group)])
         ]
+        for p in (p for group in groups for p in group["params"]):
+            if (state := self.state.get(p)) and "exp_avg" not in state:
+                state.clear()  # loaded from a run in which it was a matrix
         if groups:
             self._vectors.param_groups, self._vectors.state = groups, self.state
             self._vectors.step()
