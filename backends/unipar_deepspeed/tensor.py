@@ -13,7 +13,7 @@ from deepspeed.utils import groups as deepspeed_groups
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from unipar_native.mesh.probe import WholeModel, look_at_model, whole_gradients
-from unipar_native.mesh.proof import refuse_difference, share_whole_model, sketch_regions
+from unipar_native.mesh.proof import refuse_difference, share_whole_model, sketch_regions, trained_and_narrowest_dtypes
 from unipar_native.mesh.state_kept import kept_attributes
 from unipar_native.mesh.tensor.cuts import BlockPlan, ParameterCut
 from unipar_native.mesh.tensor_model import cuts_of_model, plan_blocks
@@ -227,7 +227,7 @@ def prove_split(
     sketches = sketch_regions(names, _regions_of_parts(split, held))
     sketches = world.sum(sketches.to(world.device)).cpu()
     mean = world.sum(loss.detach().double()) / world.size
-    dtype = next(p.dtype for p in part.module.parameters() if p.is_floating_point())
+    _, dtype = trained_and_narrowest_dtypes(part.module)
     refuse_difference(names, (float(mean), expected_loss), (sketches, expected), dtype, str(config.parallel.axes))
 
 

@@ -17,6 +17,7 @@ from tests.conformance.gan import Gan
 from tests.conformance.generation import Generating
 from tests.conformance.lengths import Counted, LateTokens, Picked
 from tests.conformance.matrix_task import WholeMatrices
+from tests.conformance.narrow import Adapted
 from tests.conformance.rates import Paced
 from tests.conformance.scores import Scored
 from unipar.backend.cells import config_in_cell
@@ -196,6 +197,7 @@ CASES = {
         Case("whole matrices of its own", WholeMatrices, train=_COSINE | {"optimizer": {"lr": 1e-3}}, hop=3, sizes=(2,),
              cells=_WHOLE),
         Case("frozen teacher", tasks.Distilled, more={"eval": {"every": 2}}),
+        Case("narrow frozen weights", Adapted, hop=3, sizes=(2,)),
         Case("tied weights", lambda: tasks.Plain(tied=True)),
         Case("ragged last batch", lambda: tasks.Plain(count=33), train={"epochs": 2}),
         Case("ragged dropped", lambda: tasks.Plain(count=37), train={"epochs": 3}, more={"data": {"ragged": "drop"}}),

@@ -66,7 +66,7 @@ class MuonByHand(torch.optim.Optimizer):
 
     @override
     @torch.no_grad()
-    def step(self, closure: Any = None) -> float:
+    def step(self, closure: Any = None) -> Any:
         for group, beside in zip(self.param_groups, self._beside, strict=True):
             if beside is not None:
                 beside.param_groups[0]["lr"] = group["lr"]

@@ -54,7 +54,9 @@ def train_by_hand(case: Case, size: int) -> Result:
         held = load_file(FILE)
         model.load_state_dict({n.removeprefix("module."): t for n, t in held.items()}, strict=False)
     for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.is_floating_point():  # .to() would take the imaginary part of complex ones
+        if (
+            tensor.is_floating_point() and tensor.dtype is not torch.bfloat16
+        ):  # .to() would take the imaginary part of complex ones
             tensor.data = tensor.data.to(dtype_of(case))
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = _groups(config, task, model, trained)

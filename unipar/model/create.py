@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -35,10 +34,8 @@ def create_parts(
         made = _create_model(make_model) if world.rank == 0 else _create_on_meta(make_model)
     parts = check_parts(made)
     check_part_names(config, parts)
-    wanted = parameter_dtype(config.train.precision)
     for module in parts.values():
-        # not module.to(): it would drop the imaginary part of a complex buffer
-        module._apply(partial(cast_if_float, dtype=wanted))  # pyright: ignore[reportPrivateUsage]
+        _cast_floats(module, parameter_dtype(config.train.precision))
     _check_same_on_all_ranks(parts, world)
     return parts
 
@@ -96,6 +93,30 @@ def check_part_names(config: Config, parts: Mapping[str, nn.Module]) -> None:
             )
         if name not in parts:
             raise ConfigError(f"train.parts.{name}: model() returned no part of that name; it has {', '.join(parts)}")
+
+
+def _cast_floats(module: nn.Module, dtype: torch.dtype) -> None:
+    """Cast parameters and buffers to `dtype`, but for those that `narrow_frozen_parameters` returns."""
+    kept = {id(p) for p in narrow_frozen_parameters(module, dtype)}
+
+    def cast(t: Tensor) -> Tensor:
+        return t if id(t) in kept else cast_if_float(t, dtype)
+
+    # not module.to(): it would drop the imaginary part of a complex buffer
+    module._apply(cast)  # pyright: ignore[reportPrivateUsage]
+
+
+def narrow_frozen_parameters(module: nn.Module, dtype: torch.dtype) -> list[nn.Parameter]:
+    """Return the frozen parameters that keep their dtype, as bf16 below fp32 adapters, if others have `dtype`.
+
+    They have a narrower dtype than all that is trained: the author has made them so. A model that is narrow as a whole,
+    as a file of weights may be, is cast as a whole; and nothing stays narrow in fp64, by which others are measured.
+    """
+    floats = [p for p in module.parameters() if p.is_floating_point()]
+    trained = min((p.dtype.itemsize for p in floats if p.requires_grad), default=0)
+    if dtype == torch.float64:
+        return []
+    return [p for p in floats if not p.requires_grad and p.dtype.itemsize < min(trained, dtype.itemsize)]
 
 
 def cast_if_float(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -65,6 +65,9 @@ class Report(ShownAsPage):
     logs: list[tuple[int, dict[str, Any]]]
     """(step, value by name) of each call of `run.log`."""
 
+    images: list[tuple[int, dict[str, Path]]]
+    """(step, file by name) of the images that rank 0 gave to `run.log`."""
+
     seconds: float
     """Seconds from the first event of rank 0 to its last."""
 
@@ -114,6 +117,7 @@ class Report(ShownAsPage):
             ],
             evals=[(int(row["step"]), _named_values(row)) for row in _select_events(rows, "eval")],
             logs=[(int(row["step"]), _named_values(row)) for row in _select_events(rows, "log")],
+            images=_images_by_step(run, rows),
             seconds=_seconds_of_attempts(rows),
             peak_rss=[
                 int(row["peak_rss"]) for events in ranks for row in _select_events(events, "end") if row.get("peak_rss")
@@ -216,6 +220,13 @@ def _largest_memory_by_step(ranks: Iterable[Iterable[Mapping[str, Any]]]) -> lis
             before = found.get(int(row["step"]), ())
             if max(p.peak for p in phases) > max((p.peak for p in before), default=-1):
                 found[int(row["step"])] = phases
+    return sorted(found.items())
+
+
+def _images_by_step(run: Path, rows: Iterable[Mapping[str, Any]]) -> list[tuple[int, dict[str, Path]]]:
+    found: dict[int, dict[str, Path]] = {}
+    for row in _select_events(rows, "image"):
+        found.setdefault(int(row["step"]), {})[str(row["name"])] = run / str(row["file"])
     return sorted(found.items())
 
 

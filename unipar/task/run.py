@@ -12,7 +12,7 @@ from unipar.backend import Fn, Micro, Piece, Read
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor, nn
+    from torch import nn
 
     from unipar.data.feed import MicrobatchFeed
     from unipar.data.stream_feed import StreamFeed
@@ -143,8 +143,12 @@ class Run(ABC):
         """
 
     @abstractmethod
-    def log(self, **named: float | Tensor) -> None:
-        """Write named values of this rank into its ledger; rank 0's go to the trackers too."""
+    def log(self, **named: Any) -> None:
+        """Write named values of this rank into its ledger; rank 0's go to the trackers too.
+
+        A value is a number, or an image: an array or tensor of height x width x channels, uint8 or floats from 0 to 1,
+        or an image of PIL. Rank 0's images are kept as PNG files in the run folder.
+        """
 
     @property
     @abstractmethod

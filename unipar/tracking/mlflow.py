@@ -32,6 +32,7 @@ class MLflow(Tracker):
 
         library: Any = mlflow
         self._metric: Any = Metric
+        self._image: Any = library.Image
         uri = os.environ.get("MLFLOW_TRACKING_URI", f"sqlite:///{run / 'mlflow.db'}")
         self._client: Any = library.MlflowClient(tracking_uri=uri)
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "unipar")
@@ -76,6 +77,11 @@ class MLflow(Tracker):
         new = {name: value for name, value in named.items() if step > self._written.get(name, -1)}
         if new:
             self._client.log_batch(self._id, metrics=[self._metric(name, v, now, step) for name, v in new.items()])
+
+    @override
+    def write_image(self, step: int, name: str, file: Path) -> None:
+        if step > max(self._written.values(), default=-1):
+            self._client.log_image(self._id, self._image(str(file)), key=name, step=step, synchronous=True)
 
     @override
     def close(self) -> None:

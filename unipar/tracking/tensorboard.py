@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, final
+from typing import Any, cast, final
 
 from typing_extensions import override
 
+from unipar.tracking.png import png_size
 from unipar.tracking.tracker import Tracker
 from unipar.utils.mappings import flatten
 
@@ -44,6 +45,15 @@ class TensorBoard(Tracker):
     def write(self, step: int, named: Mapping[str, float]) -> None:
         for name, value in named.items():
             self._writer.add_scalar(name, value, step)
+
+    @override
+    def write_image(self, step: int, name: str, file: Path) -> None:
+        from tensorboard.compat.proto import summary_pb2
+
+        png, made = file.read_bytes(), cast(Any, summary_pb2).Summary
+        width, height = png_size(png)
+        image = made.Image(height=height, width=width, colorspace=3, encoded_image_string=png)
+        self._writer.file_writer.add_summary(made(value=[made.Value(tag=name, image=image)]), step)
 
     @override
     def close(self) -> None:

@@ -40,6 +40,9 @@ class Tracker(ABC):
     def write(self, step: int, named: Mapping[str, float]) -> None:
         """Write the metrics of one step, by name."""
 
+    def write_image(self, step: int, name: str, file: Path) -> None:  # noqa: B027 - not every tracker shows images
+        """Write an image of one step: `file` is a PNG in the run folder, which stays there."""
+
     @abstractmethod
     def close(self) -> None:
         """Write whatever is still buffered; no call follows."""

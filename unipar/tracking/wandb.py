@@ -70,6 +70,12 @@ class WandB(Tracker):
         self._note_step(step)
 
     @override
+    def write_image(self, step: int, name: str, file: Path) -> None:
+        if step > self._written:
+            self._run.log({name: self._wandb.Image(str(file))}, step=step)
+            self._note_step(step)
+
+    @override
     def close(self) -> None:
         self._run.finish()
         if self._wandb.run is None:

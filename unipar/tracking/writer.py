@@ -6,14 +6,18 @@ import queue
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from typing_extensions import override
 
+from unipar.tracking.images import save_image
 from unipar.tracking.tracker import Tracker, find_tracker, require_tracker
 
 TRACKER_TIMEOUT_SECONDS = 30.0
 """Seconds that a run waits for a tracker to start, and to write its remaining metrics at the end."""
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NoteEvent = Callable[..., None]
 """Function that writes an event to the ledger: `Ledger.note`."""
@@ -38,6 +42,7 @@ class TrackerWriter:
     ) -> None:
         """`after`: step after which the run goes on in the folder of an earlier attempt; None: it is the first one."""
         self._note = note
+        self._images = run / "images" if rank == 0 else None
         wanted = dict.fromkeys(to) if rank == 0 else {}
         for name in wanted:
             require_tracker(name)
@@ -53,6 +58,16 @@ class TrackerWriter:
         for thread in self._threads:
             thread.rows.put((step, dict(named)))
         self._drop_failed()
+
+    def keep_image(self, step: int, name: str, pixels: Tensor) -> Path | None:
+        """Write an image into the run folder, queue it for all trackers, and return its file; None on other ranks."""
+        if self._images is None:
+            return None
+        file = save_image(self._images, step, name, pixels)
+        for thread in self._threads:
+            thread.rows.put((step, (name, file)))
+        self._drop_failed()
+        return file
 
     def close(self) -> None:
         """Wait until all trackers have written everything, or dropped out."""
@@ -84,7 +99,7 @@ class _TrackerThread(threading.Thread):
     def __init__(self, tracker_name: str, run: Path, config: Mapping[str, Any], after: int | None) -> None:
         super().__init__(name=f"tracker {tracker_name}", daemon=True)
         self.tracker_name, self._run, self._config, self._after = tracker_name, run, config, after
-        self.rows: queue.SimpleQueue[tuple[int, dict[str, float]] | None] = queue.SimpleQueue()
+        self.rows: queue.SimpleQueue[tuple[int, dict[str, float] | tuple[str, Path]] | None] = queue.SimpleQueue()
         self.ready = threading.Event()
         self.fault = self.remark = ""
         self.start()
@@ -102,7 +117,11 @@ class _TrackerThread(threading.Thread):
             self.ready.set()
             problem = "could not write"
             while (row := self.rows.get()) is not None:
-                tracker.write(*row)
+                step, content = row
+                if isinstance(content, dict):
+                    tracker.write(step, content)
+                else:
+                    tracker.write_image(step, f"log/{content[0]}", content[1])
             problem = "could not close"
             tracker.close()
         except Exception as e:  # any failure of a tracker must not end the training

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
-from torch import Tensor, nn
+from torch import nn
 from typing_extensions import override
 
 from unipar.backend import Engine, Fn, Piece, Read
@@ -271,8 +271,8 @@ class TrainingRun(Run):
         return self._whole.gather(part, self)
 
     @override
-    def log(self, **named: float | Tensor) -> None:
-        self._log.write_values("log", self.done, {k: float(v) for k, v in named.items()})
+    def log(self, **named: Any) -> None:
+        self._log.write_logged(self.done, named)
 
     def record(self, steps: int) -> None:
         """Keep this rank's share of the loss, and the norm, of every step on the device."""

@@ -10,6 +10,7 @@ from unipar.profiling.observer import StepObserver
 from unipar.profiling.work import CompiledWork
 from unipar.run_folder.ledger import Ledger
 from unipar.task import Share
+from unipar.tracking.images import pixels_of
 from unipar.tracking.writer import TrackerWriter
 from unipar.training.parts import TrainedPart, collect_step_values, flatten_logged_step
 
@@ -128,6 +129,16 @@ class StepLog:
         """Write named values of an evaluation, or of the user's."""
         self._ledger.note(event, step=step, **named)
         self._trackers.write(step, {f"{event}/{k}": v for k, v in named.items()})
+
+    def write_logged(self, step: int, named: Mapping[str, Any]) -> None:
+        """Write what the user's code logs by name: numbers, and images."""
+        images = {name: pixels for name, value in named.items() if (pixels := pixels_of(name, value)) is not None}
+        numbers = {name: float(value) for name, value in named.items() if name not in images}
+        if numbers:
+            self.write_values("log", step, numbers)
+        for name, pixels in images.items():
+            if (file := self._trackers.keep_image(step, name, pixels)) is not None:
+                self._ledger.note("image", step=step, name=name, file=f"{file.parent.name}/{file.name}")
 
     def note(self, event: str, **fields: Any) -> None:
         """Write an event into the ledger alone."""

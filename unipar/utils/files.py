@@ -43,14 +43,14 @@ def whole(file: Path) -> Generator[Path]:
         raise
 
 
-def write_file_atomically(file: Path, text: str, *, flush: bool = False) -> None:
-    """Write a text file completely or not at all; if that fails, the old file stays and the OSError names `file`.
+def write_file_atomically(file: Path, content: str | bytes, *, flush: bool = False) -> None:
+    """Write a file completely or not at all; if that fails, the old file stays and the OSError names `file`.
 
     `flush`: it is on the disk before it has its name, so that this holds when the machine goes down as well.
     """
     try:
-        with whole(file) as partial, partial.open("w", encoding="utf-8") as stream:
-            stream.write(text)
+        with whole(file) as partial, partial.open("wb") as stream:
+            stream.write(content.encode() if isinstance(content, str) else content)
             if flush:
                 stream.flush()
                 os.fsync(stream.fileno())

@@ -36,7 +36,7 @@ from unipar_native.mesh.pipeline.channel import open_channel
 from unipar_native.mesh.pipeline.stage import Arrival, Stage
 from unipar_native.mesh.pipeline.torch_schedules import TorchScheduleExecutor, average_over_copies
 from unipar_native.mesh.probe import ModelFacts, WholeModel, look_at_model, names_in_several, whole_gradients
-from unipar_native.mesh.proof import prove
+from unipar_native.mesh.proof import prove, trained_and_narrowest_dtypes
 from unipar_native.mesh.sequence.parts import join_before, part_alone
 from unipar_native.mesh.state_kept import modules_not_fused
 from unipar_native.mesh.tensor.cuts import BlockPlan
@@ -71,7 +71,7 @@ class MeshEngine(ShardedEngine):
         self._needs = facts.needs_of_ranks(self._stages)
         self._shared = dict(names_in_several(self._needs))
         self._shapes = {name: tuple(p.shape) for name, p in part.module.named_parameters()}
-        self.dtype = next(p.dtype for p in part.module.parameters() if p.is_floating_point())
+        self.dtype, narrowest = trained_and_narrowest_dtypes(part.module)
         vocabulary = None
         if options.vocabulary == "split":
             vocabulary = find_vocabulary(part.module, part.blocks, self.axes.tensor)
@@ -122,7 +122,7 @@ class MeshEngine(ShardedEngine):
             say_unproved(world.rank)
         else:
             proof = prove if options.proof == "whole" else partial(prove_blocks, sequences=self._sequences)
-            proof(self, part.loss, batch, whole, dtype=self.dtype, words=self.split_words)
+            proof(self, part.loss, batch, whole, dtype=narrowest, words=self.split_words)
 
     # Set-up
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from unipar.backend import Fn, Micro, Region
 from unipar.engines.fingerprint import SKETCH_NUMBERS, TensorSketcher
@@ -17,7 +18,7 @@ from unipar.errors import TaskError
 from unipar_native.mesh.probe import WholeModel
 from unipar_native.mesh.state_kept import kept_attributes
 
-_TOLERANCES = {torch.float32: (2e-5, 2e-4), torch.float64: (1e-10, 1e-10)}
+_TOLERANCES = {torch.bfloat16: (1e-3, 5e-2), torch.float32: (2e-5, 2e-4), torch.float64: (1e-10, 1e-10)}
 """Largest differences that rounding explains: as a share of the loss, and of a gradient's length."""
 
 _FLOOR = 1e-3
@@ -59,8 +60,17 @@ def refuse_difference(
 
 def tolerances(loss: float, dtype: torch.dtype) -> tuple[float, float]:
     """Return the largest differences of the loss and of a gradient that rounding explains, given the whole's loss."""
+    if dtype.itemsize < torch.float32.itemsize:
+        return _TOLERANCES[torch.bfloat16]
     in_fp32 = dtype != torch.float64 or torch.tensor(loss).item() == loss  # some models' own losses
     return _TOLERANCES[torch.float32 if in_fp32 else torch.float64]
+
+
+def trained_and_narrowest_dtypes(module: nn.Module) -> tuple[torch.dtype, torch.dtype]:
+    """Return the dtype of what is trained, and that of the narrowest parameters: frozen ones may be narrower."""
+    floats = [p for p in module.parameters() if p.is_floating_point()]
+    trained = next((p.dtype for p in floats if p.requires_grad), floats[0].dtype)
+    return trained, min((p.dtype for p in floats), key=lambda dtype: dtype.itemsize)
 
 
 def off_by_length(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:

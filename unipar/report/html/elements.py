@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import html
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from importlib.resources import files
+from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
 from unipar.report.data.changes import differing_key_rows
@@ -131,6 +133,20 @@ def html_figure(draw: Callable[[int], str], table: str) -> str:
         f'<div class="narrow">{draw(PHONE_PIXELS)}</div></figure>\n'
         f"<details><summary>The same as a table</summary>{table}</details>"
     )
+
+
+def images_row(name: str, images: Sequence[tuple[str, Path]]) -> str:
+    """Return PNG files side by side, inside the page, each with its words below; one that is gone says so."""
+
+    def shown(words: str, file: Path) -> str:
+        if not file.is_file():
+            return f"<figcaption>{escape(words)}: {escape(file.name)} is gone</figcaption>"
+        data = base64.b64encode(file.read_bytes()).decode()
+        image = f'<img alt="{escape(name)}, {escape(words)}" src="data:image/png;base64,{data}">'
+        return f"{image}<figcaption>{escape(words)}</figcaption>"
+
+    figures = "".join(f"<figure>{shown(words, file)}</figure>" for words, file in images)
+    return f'<h3>{escape(name)}</h3><div class="images">{figures}</div>'
 
 
 def html_table(head: Sequence[str], rows: Iterable[Sequence[str]], label: str, text: Collection[int] = (0,)) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from unipar.backend import Category
@@ -24,6 +25,7 @@ from unipar.report.html.elements import (
     html_page,
     html_section,
     html_table,
+    images_row,
     page_header,
     paragraph,
     repeat_command_block,
@@ -33,6 +35,8 @@ from unipar.results.memory_tables import describe_counting, largest_account
 from unipar.utils.text import count_of, format_duration, format_flops, format_size
 
 _NO_VALUE = "–"
+_IMAGES_SHOWN = 6
+"""Images of one name that a page shows."""
 
 _WORK_COLUMNS: dict[str, tuple[str, Callable[[Mapping[str, Any]], str]]] = {
     "tokens/s": ("tokens_per_second", lambda row: f"{row['tokens_per_second']:,.0f}"),
@@ -51,6 +55,7 @@ def render_run(run: RunPageData, before: RunPageData | None = None) -> str:
         _losses(run, before),
         _changes_section(run, before),
         _evals(run),
+        _images(run),
         _times(run, before),
         pipeline_section([(run.report.cell, read_pipeline(run.report.cell, run.config))]),
         _memory(run),
@@ -189,6 +194,24 @@ def _evals(run: RunPageData) -> str:
         [str(s), *(f"{v[n]:.6g}" if v.get(n) is not None else _NO_VALUE for n in names)] for s, v in run.report.evals
     ]
     return html_section("evals", "Evaluations", html_table(["step", *names], rows, "Metrics of the validation data"))
+
+
+def _images(run: RunPageData) -> str:
+    """Return the images that were logged: of each name some, the first and the last among them."""
+    names = list(dict.fromkeys(name for _, files in run.report.images for name in files))
+    parts: list[str] = []
+    for name in names:
+        files = [(step, files[name]) for step, files in run.report.images if name in files]
+        shown = files if len(files) <= _IMAGES_SHOWN else _spread(files, _IMAGES_SHOWN)
+        parts.append(images_row(name, [(f"step {step}", file) for step, file in shown]))
+        if len(shown) < len(files):
+            parts.append(paragraph(f"{len(shown)} of {len(files)}; all are in {files[0][1].parent}.", "note"))
+    return html_section("images", "Images", *parts) if parts else ""
+
+
+def _spread(files: Sequence[tuple[int, Path]], count: int) -> list[tuple[int, Path]]:
+    """Return so many of the files, evenly from the first to the last."""
+    return [files[round(i * (len(files) - 1) / (count - 1))] for i in range(count)]
 
 
 def _times(run: RunPageData, before: RunPageData | None) -> str:

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Final
 
 import torch
@@ -21,7 +20,7 @@ from unipar.data.dataset import training_data_source
 from unipar.engines.placement import cast_buffers, replace_parameters
 from unipar.errors import TaskError
 from unipar.model.blocks import find_blocks
-from unipar.model.create import cast_if_float, check_parts
+from unipar.model.create import cast_if_float, check_parts, narrow_frozen_parameters
 from unipar.model.transforms import apply_transforms
 from unipar.planning.activations import Activations, AllocatedBlock, MicrobatchPayload
 from unipar.planning.pieces import PlannedPieces, StagePiece
@@ -249,9 +248,13 @@ def trace_whole(fake: FakeTask) -> TracedTask:
 
 
 def _cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
-    """Give all parameters that are floats this dtype."""
-    cast = partial(cast_if_float, dtype=dtype)
-    replace_parameters(model, lambda p: nn.Parameter(cast(p.detach()), p.requires_grad))
+    """Give all parameters that are floats this dtype, but for frozen ones that stay narrower."""
+    kept = {id(p) for p in narrow_frozen_parameters(model, dtype)}
+
+    def cast(p: nn.Parameter) -> nn.Parameter:
+        return p if id(p) in kept else nn.Parameter(cast_if_float(p.detach(), dtype), p.requires_grad)
+
+    replace_parameters(model, cast)
 
 
 def _samples_to_trace(task: Task, data: Any, config: Config, micro: int) -> int:
