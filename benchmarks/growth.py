@@ -3,9 +3,9 @@
     --real 2,4,8,16,32           runs of a tiny model on so many ranks of this machine
     --simulated 256,1024,4096    ranks that speak only unipar's protocol: threads in a few processes, --per a machine
 
-Each simulated rank has a connection to rank 0's store of its own, and its part in the roll call, a decision, the links,
-the exchange of ledgers, a checkpoint's round of messages and an agreement to stop; nothing is trained. Bytes and
-requests are counted where ranks call the store: all of them go to rank 0's machine.
+Each simulated rank has a connection to rank 0's store of its own, and its part in the roll call, the links, a decision,
+the exchange of ledgers, the five rounds of a save and an agreement to stop; nothing is trained. Requests and bytes
+are counted where ranks call the store, all of which go to rank 0's machine, and bytes at rank 0's own links.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ import torch
 import torch.distributed as dist
 
 from tests.support.tiny import CONFIG
-from unipar.checkpoint.store_exchange import StoreExchange
-from unipar.distributed.machines import WorldMachines
-from unipar.distributed.meeting.roll_call import Presence, call_roll, decide_together
-from unipar.distributed.meeting.session import Session
-from unipar.distributed.meeting.watch import MachineWatch
+from unipar.checkpoint.protocol.agreement import attempt_together
+from unipar.distributed.meeting.links import Links
+from unipar.distributed.meeting.roll_call import Presence, call_roll
+from unipar.distributed.meeting.rounds import Decide, open_rounds
+from unipar.distributed.meeting.session import Session, link_all
+from unipar.distributed.meeting.tree import RankTree
 from unipar.distributed.place import Place
 from unipar.launcher.machines.ledgers import exchange_ledgers
 from unipar.results.run import Report
@@ -55,7 +56,7 @@ LEDGER: Final = json.dumps({"event": "step", "time": 1.7e9, "step": 100, "loss":
 LINES_OF_RANK_0: Final = 2000
 """Lines of rank 0's ledger, as of a run of 20,000 steps that logs every tenth; other ranks have three."""
 
-PARTS: Final = ("roll call", "decision", "links", "ledgers", "checkpoint round", "stop")
+PARTS: Final = ("roll call", "links", "decision", "ledgers", "checkpoint", "stop")
 
 
 @final
@@ -90,39 +91,69 @@ def simulate_rank(rank: int, size: int, per: int, port: int, folder: Path, ready
     store: Any = CountingStore(own)
     machine = rank // per
     found: dict[str, Any] = {}
+    links: list[Links] = []
+
+    def counts() -> Counter[str]:
+        """Return what has passed rank 0 up to now, by this rank's requests or, if it is rank 0, over its links."""
+        passed = sum(link.sent + link.received for one in links for link in one.all) if rank == 0 else 0
+        return Counter(store.counts) + Counter({"links": passed})
 
     def part(name: str, function: Callable[[], Any]) -> Any:
         ready()
-        before, began = Counter(store.counts), time.perf_counter()
+        before, began = counts(), time.perf_counter()
         result = function()
-        spent = Counter(store.counts)
+        seconds = time.perf_counter() - began
+        spent = counts()
         spent.subtract(before)
-        found[name] = {"seconds": time.perf_counter() - began, **spent}
+        found[name] = {"seconds": seconds, **spent}
         return result
 
     mine = Presence(f"m{machine}", f"node{machine}", f"127.{1 + machine // 200}.{machine % 200}.1")
     roll = part("roll call", lambda: call_roll(store, rank, size, mine, PATIENCE, lambda _: mine.address))
-    machines: WorldMachines = roll.machines
-    part(
-        "decision", lambda: decide_together(store, rank, size, "d", "x" * 300, lambda texts: str(len(texts)), PATIENCE)
-    )
-    local = machines.of(rank).ranks
+    local = roll.neighbours.here.ranks
     place = Place(rank=rank, size=size, local_rank=local.index(rank), local_size=len(local), launcher="x")
-    session = Session(place, store, machines)
-    watch = part("links", lambda: MachineWatch(session, PATIENCE, "launch.heartbeat", lambda _: None))
+
+    def link() -> Session:
+        tree = RankTree(store, rank, size, roll.neighbours, PATIENCE)
+        links.append(tree.links)
+        return Session(place, store, link_all(tree, place, roll.machines, PATIENCE), tree)
+
+    session: Session = part("links", link)
+    part("decision", lambda: session.decide("d", "x" * 300, lambda texts: str(len(texts)), PATIENCE))
     run = folder / str(machine)
     run.mkdir(exist_ok=True)
     ledger_path(run, rank).write_text(LEDGER * (LINES_OF_RANK_0 if rank == 0 else 3), encoding="utf-8")
     world: Any = SimpleNamespace(
-        rank=rank, size=size, machines=machines, store=store, device=torch.device("cpu"), key=str
+        rank=rank,
+        size=size,
+        machines=session.machines,
+        store=store,
+        device=torch.device("cpu"),
+        key=str,
+        tree=session.tree,
+        launch="launch",
     )
-    part("ledgers", lambda: exchange_ledgers(world, watch, run, range(per, size)))
-    exchange = StoreExchange(store, rank, size, "checkpoint")
-    part("checkpoint round", lambda: exchange(json.dumps({"result": rank}).encode()))
+    part("ledgers", lambda: exchange_ledgers(world, run, range(per, size)))
+    part("checkpoint", lambda: _save(open_rounds(world, "save"), rank))
     part("stop", lambda: _agree_to_stop(StepAgreement(world, "stop"), rank, ready))
     ready()
-    watch.close()
+    links[0].close()
     return found
+
+
+def _save(decide: Decide, rank: int) -> None:
+    """Take the five rounds of a save in which each rank writes one shard; the manifest has a row for each."""
+
+    def attempt(what: Callable[[], Any]) -> list[Any]:
+        return attempt_together(decide, what, lambda failure, _: failure)
+
+    attempt(lambda: None)
+    needed = attempt(lambda: 4_000_000)
+    attempt(lambda: f"step-{sum(needed)}" if rank == 0 else "")
+    shard = f"shards/rank-{rank:05}-00000.safetensors"
+    row = ["layer.weight", "weight", "F32", [1024, 1024], shard, "layer.weight", rank * 1024, 1024]
+    attempt(lambda: {"files": {shard: [4_000_000, f"{hash((rank, 1)) & (2**256 - 1):064x}"]}, "rows": [row]})
+    attempt(lambda: [4_000_000, [], []] if rank == 0 else None)
 
 
 def _agree_to_stop(agreement: StepAgreement, rank: int, together: Callable[[], Any]) -> None:
@@ -163,7 +194,7 @@ def _next_result(results: Any, started: Sequence[Any]) -> list[tuple[int, dict[s
 
 
 def simulate(size: int, per: int) -> dict[str, dict[str, float]]:
-    """Return for each part the slowest rank's seconds, and all ranks' requests and bytes at rank 0's store."""
+    """Return for each part the slowest rank's seconds, and requests and bytes that have passed rank 0."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
     port = listener.getsockname()[1]
     server = dist.TCPStore(
@@ -189,7 +220,7 @@ def simulate(size: int, per: int) -> dict[str, dict[str, float]]:
         name: {
             "seconds": max(row[name]["seconds"] for row in rows.values()),
             "requests": sum(row[name].get("requests", 0) for row in rows.values()),
-            "bytes": sum(row[name].get("bytes", 0) for row in rows.values()),
+            "bytes": sum(row[name].get("bytes", 0) + row[name].get("links", 0) for row in rows.values()),
         }
         for name in PARTS
     }
@@ -225,14 +256,11 @@ def main() -> int:
     if chosen.real:
         names = ("ranks", "s to the first step", "s in all", "kB of ledgers", "kB of logs", "MiB, largest rank")
         print(format_table(names, [start_real(int(size)) for size in chosen.real.split(",")], width=100), flush=True)
-    header = ("ranks", *(f"{name}: s, requests, kB a rank" for name in PARTS))
+    header = ("ranks", *(f"{name}: s, requests, kB" for name in PARTS))
     rows: list[tuple[str, ...]] = []
     for size in map(int, filter(None, chosen.simulated.split(","))):
         found = simulate(size, chosen.per)
-        each = [
-            f"{one['seconds']:.2f}, {one['requests'] / size:.1f}, {one['bytes'] / size / 1e3:.2f}"
-            for one in found.values()
-        ]
+        each = [f"{one['seconds']:.2f}, {one['requests']:.0f}, {one['bytes'] / 1e3:.1f}" for one in found.values()]
         rows.append((str(size), *each))
         print(json.dumps({"ranks": size, **found}), file=sys.stderr, flush=True)
     if rows:

@@ -52,11 +52,19 @@ _PRECISIONS = {"no": "fp32", "fp16": "fp16", "bf16": "bf16-mixed"}
 def read(reading: ForeignConfigReader, data: Mapping[str, Any]) -> None:
     """Carry the whole file into `reading`."""
     keys = reading.section(data)
+    if "dynamo_backend" in keys:  # as written by Accelerate before 0.15
+        reading.read.add("dynamo_backend")
+        keys.data["dynamo_config"] = {"dynamo_backend": keys.data.pop("dynamo_backend")} | keys.data.get(
+            "dynamo_config", {}
+        )
     if data.get("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
         reading.refuse("compute_environment", f"{data['compute_environment']} is not this machine")
     if keys.data.get("distributed_type") is False:  # NO without quotation marks is false in YAML
         keys.data["distributed_type"] = "NO"
     kind = keys.take("distributed_type", str, "")
+    if kind.startswith("MULTI_") and kind not in _DISTRIBUTED_TYPES and not reading.strict:
+        reading.assumed.append(f"device: CPU or CUDA, where the file's is {kind.removeprefix('MULTI_')}")
+        kind = "MULTI_GPU"
     if kind not in _DISTRIBUTED_TYPES:
         reading.refuse(
             "distributed_type", f"{kind or 'nothing'} is not among {', '.join(_DISTRIBUTED_TYPES)}", "backend"
@@ -114,6 +122,8 @@ def _read_world(keys: ForeignSection, kind: str) -> None:
 
 
 def _read_precision(keys: ForeignSection, kind: str) -> None:
+    if keys.data.get("mixed_precision") is False:  # as for distributed_type
+        keys.data["mixed_precision"] = "no"
     mixed = keys.take("mixed_precision", str, "no").lower()
     reading = keys.reading
     if mixed not in _PRECISIONS:
@@ -209,8 +219,8 @@ def _read_fsdp(keys: ForeignSection) -> None:
     value = keys.data.pop("fsdp_reshard_after_forward", True) if value is None else value
     strategy = str(value).lower() if isinstance(value, bool) else str(value)
     shard = _SHARD_OF_STRATEGY.get(strategy if strategy in _SHARD_OF_STRATEGY else strategy.upper())
-    if strategy.upper() in ("HYBRID_SHARD", "4"):
-        shard = "parameters"
+    if strategy.upper() in ("HYBRID_SHARD", "4", "HYBRID_SHARD_ZERO2", "5"):
+        shard = "parameters" if strategy.upper() in ("HYBRID_SHARD", "4") else "gradients"
         if reading.config.get("machines.nodes"):
             reading.put("parallel.shard_over", "machine", strategy)
     shard = shard or _SHARD_OF_STRATEGY.get(strategy.lower())
@@ -223,7 +233,7 @@ def _read_fsdp(keys: ForeignSection) -> None:
     policy = keys.take("fsdp_auto_wrap_policy", str, "TRANSFORMER_BASED_WRAP")
     if policy == "NO_WRAP":
         reading.put("model.blocks", "none", "NO_WRAP")
-    elif policy == "SIZE_BASED_WRAP" and reading.answers is not None:
+    elif policy == "SIZE_BASED_WRAP" and not reading.strict:
         reading.omit("fsdp_config.fsdp_auto_wrap_policy", f"{policy}: unipar shards by blocks (model.blocks)")
     elif policy != "TRANSFORMER_BASED_WRAP":
         reading.refuse("fsdp_config.fsdp_auto_wrap_policy", f"{policy}: unipar shards by blocks", "model.blocks")
@@ -237,6 +247,7 @@ def _read_fsdp(keys: ForeignSection) -> None:
         reading.put("model.recompute", "blocks", "fsdp_config.fsdp_activation_checkpointing")
     if keys.take("fsdp_offload_params", bool, default=False):
         reading.put("model.offload", "parameters", "fsdp_config.fsdp_offload_params")
+        reading.put("backend", "native", "FSDP2 itself, which keeps parameters in host memory")
     number = keys.take("fsdp_min_num_params", int, 0)
     if number:
         reading.omit("fsdp_config.fsdp_min_num_params", "unipar shards by blocks (model.blocks)")
@@ -278,6 +289,10 @@ _DEEPSPEED_OMITTED = {
     "offload_optimizer_nvme_path": "it is about files, not about training",
     "offload_param_nvme_path": "it is about files, not about training",
     "seq_parallel_communication_data_type": "unipar sends what it computes",
+    "bf16_enabled": "mixed_precision says it",
+    "fp16_enabled": "mixed_precision says it",
+    "offload_optimizer_pin_memory": "it is about speed",
+    "offload_param_pin_memory": "it is about speed",
 }
 
 
@@ -295,12 +310,16 @@ def _read_deepspeed(keys: ForeignSection) -> None:
     else:
         stage = keys.take("zero_stage", int, 2)
         _read_inline_deepspeed(keys)
+    shard = SHARDS[stage] if isinstance(stage, int) and 0 <= stage <= 3 else "gradients"
+    reading.put("parallel.shard", shard)
     for name in ("offload_optimizer", "offload_param"):
         device = keys.take(f"{name}_device", str, "none")
         if device != "none":
             import_config.read_offload(reading.section({name: {"device": device}}, "deepspeed_config."), name)
     keys.omit(_DEEPSPEED_OMITTED)
-    shard = SHARDS[stage] if isinstance(stage, int) and 0 <= stage <= 3 else "gradients"
+    known = ("gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device")
+    if not reading.strict:
+        keys.omit_unknown((*known, *_DEEPSPEED_OMITTED), "not known; Accelerate ignores such keys")
     reading.config.pop("parallel.shard", None)
     _put_cell(reading, shard, "DeepSpeed", "zero")
     keys.end(
@@ -315,6 +334,8 @@ def _read_deepspeed(keys: ForeignSection) -> None:
 def _read_inline_deepspeed(keys: ForeignSection) -> None:
     """Read the DeepSpeed settings of a yaml that names no ds_config.json."""
     reading = keys.reading
+    if keys.data.get("gradient_accumulation_steps") == AUTO:
+        del keys.data["gradient_accumulation_steps"]
     accumulate = keys.take("gradient_accumulation_steps", int, 1)
     if keys.data.get("gradient_clipping") == AUTO:
         keys.open("gradient_clipping", "train.clip", "1.0")

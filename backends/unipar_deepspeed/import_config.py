@@ -12,6 +12,7 @@ from unipar.utils.text import show_value
 from unipar_deepspeed.import_sections.keys import (
     CARRIED_DS_KEYS,
     FIXED_DS_VALUES,
+    OF_ZERO,
     OMITTED_DS_KEYS,
     OTHER_STAGE,
     REFUSED_DS_KEYS,
@@ -53,12 +54,33 @@ def read_all_but_batch(keys: ForeignSection) -> None:
     for key in [key for key in keys.data if key.startswith(("//", "#", "_comment"))]:
         keys.omit({key: "it is a comment"})
     keys.omit(OMITTED_DS_KEYS)
-    if reading.answers is not None:
+    if not reading.strict:
+        _assume_autocast(keys)
+    if not reading.strict:
         keys.omit({"autotuning": "it acts only under `deepspeed --autotuning`"})
     keys.refuse(REFUSED_DS_KEYS)
+    keys.omit(
+        {key: "DeepSpeed reads it in zero_optimization alone, and ignores it here" for key in OF_ZERO if key in keys}
+    )
+    if not reading.strict:
+        keys.omit_unknown(KNOWN, "not known; DeepSpeed ignores such keys")
     for key, (value, why) in FIXED_DS_VALUES.items():
         keys.expect(key, value, why)
     keys.end(KNOWN)
+
+
+def _assume_autocast(keys: ForeignSection) -> None:
+    """Carry `torch_autocast` and dtypes of what is sent as unipar's own, and tell it."""
+    reading = keys.reading
+    section: Any = keys.data.get("torch_autocast")
+    if isinstance(section, dict) and section.get("enabled") is True and "train.precision" not in reading.config:
+        keys.below("torch_autocast").leave_rest("unipar's autocast is PyTorch's own")
+        reading.assume_default("train.precision", "bf16-mixed", "autocast; gradients are sent in fp32, not in bf16")
+    for name in ("communication_data_type", "data_types"):
+        if keys.data.get(name):
+            value = show_value(keys.data.pop(name))
+            reading.read.add(name)
+            reading.assumed.append(f"{name}: that of train.precision, where the file says {value}")
 
 
 def read_batch(keys: ForeignSection) -> None:
@@ -189,7 +211,7 @@ def read_scheduler(keys: ForeignSection) -> None:
     if not params.open("warmup_num_steps", "train.schedule.warmup", "100"):
         warmup = max(2, params.take("warmup_num_steps", int, 1000))  # DeepSpeed's least is 2
     shape = params.take("warmup_type", str, "log")
-    if shape != "linear" and warmup and reading.answers is not None:
+    if shape != "linear" and warmup and not reading.strict:
         if not reading.answered("train.schedule"):
             reading.assumed.append(f"train.schedule.warmup: a straight line, where the file's rises as {shape}")
     elif shape != "linear" and warmup:
@@ -247,18 +269,59 @@ def read_zero(keys: ForeignSection) -> None:
                 reading.wrong.append(f"zero_optimization.{short} and {name} are one key, with two values; leave one")
     section.omit(dict.fromkeys(ZERO_SPEED, SPEED))
     section.omit(dict.fromkeys(ZERO_FILES, "it is about files, not about training"))
-    for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_params", "offload_param")):
+    for old, new in (
+        ("cpu_offload", "offload_optimizer"),
+        ("cpu_offload_params", "offload_param"),
+        ("cpu_offload_param", "offload_param"),
+    ):
         if section.take(old, bool, default=False):
             section.data.setdefault(new, {"device": "cpu"})
+    if not reading.strict:
+        _assume_plain_zero(section)
     section.refuse(ZERO_REFUSED, unless=(None, False, {}, 1, 0))
     _read_sizes(section, stage)
     for name in OFFLOAD_KEYS:
         read_offload(section, name)
+    _read_groups(section, stage)
     _read_gradient_settings(section, stage)
-    section.expect("ignore_unused_parameters", True, "unipar allows parameters that the loss does not use")
+    section.omit({"ignore_unused_parameters": "unipar allows parameters that the loss does not use"})
     section.expect("compute_grad_norm", True, "unipar logs the norm")
     section.expect("override_module_apply", True, "unipar fills the model itself")
-    section.end((*ZERO_CARRIED, *OFFLOAD_KEYS, *DS_KEY_OF_SIZE.values(), *ZERO_SPEED, *ZERO_FILES, *ZERO_REFUSED))
+    section.end(
+        (
+            *ZERO_CARRIED,
+            "mics_shard_size",
+            *OFFLOAD_KEYS,
+            *DS_KEY_OF_SIZE.values(),
+            *ZERO_SPEED,
+            *ZERO_FILES,
+            *ZERO_REFUSED,
+        )
+    )
+
+
+def _assume_plain_zero(section: ForeignSection) -> None:
+    """Carry ZeRO++ as ZeRO: the same training without its rounding, or without its copy within a machine."""
+    section.omit({"zero_hpz_partition_size": "it is about speed: a second copy of the weights on each machine"})
+    for name in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"):
+        if section.take(name, bool, default=False):
+            what = "gradients" if name.endswith("gradients") else "weights"
+            section.reading.assumed.append(
+                f"{section.name(name)}: {what} are sent as they are, where the file's are rounded"
+            )
+
+
+def _read_groups(section: ForeignSection, stage: int) -> None:
+    """Carry MiCS: so many ranks split one copy, and each such group has a copy; on native, whose FSDP2 does it."""
+    reading, size = section.reading, section.take("mics_shard_size", int, -1)
+    section.omit({"mics_hierarchical_params_gather": SPEED})
+    if size > 0 and stage < 3:
+        reading.omit(section.name("mics_shard_size"), OTHER_STAGE)
+    elif size > 1:
+        reading.put("parallel.shard_over", size, "zero_optimization.mics_shard_size")
+        reading.put("backend", "native", "FSDP2, which splits each copy over some ranks")
+        for key in [key for key in reading.config if key.startswith("options.")]:
+            reading.omit(reading.notes.get(key) or key, f"{reading.config.pop(key)}: an option of another library")
 
 
 def _read_sizes(section: ForeignSection, stage: int) -> None:
@@ -318,6 +381,9 @@ def read_offload(section: ForeignSection, name: str) -> None:
         return
     if where is None:
         reading.refuse(section.name(name), f"{device} is not among none, cpu and nvme")
+        return
+    if where == "cpu" and reading.config.get("device") == "cpu":
+        reading.omit(section.name(name), "all is on the CPU")
         return
     reading.put(f"options.deepspeed.{OFFLOAD_KEYS[name]}", where)
     if not gpus.count_visible_gpus():

@@ -15,6 +15,7 @@ from unipar.config import Config
 from unipar.config.sections.schedule import (
     Constant,
     Cosine,
+    InverseRoot,
     Linear,
     OneCycle,
     Polynomial,
@@ -81,6 +82,21 @@ def test_a_warm_up_before_falls() -> None:
     assert factors(Steps(every=4, by=0.5, warmup=2))[:9] == [0.5, 1.0, 1.0, 1.0, 0.5, 0.5, 0.5, 0.5, 0.25]
 
 
+def test_an_inverse_root() -> None:
+    """It is at 1/2 after three lengths of its warm-up, and without one at sqrt(1/2) after 10,000 steps."""
+    assert factors(InverseRoot(warmup=4))[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert InverseRoot(warmup=4).factor(4 + 12, 100) == 0.5
+    assert InverseRoot().factor(10_000, 20_000) == 0.5**0.5
+    assert InverseRoot(scale=5, warmup=2).factor(2 + 15, 100) == 0.5
+
+
+@pytest.mark.parametrize("schedule", [Cosine(warmup=0.12), Steps(every=9, warmup=0.12), InverseRoot(warmup=0.12)])
+def test_a_share_of_the_steps(schedule: Schedule) -> None:
+    """A warm-up of 12 % of 20 steps has 3 steps, as that of 3."""
+    assert schedule.warmup_steps(STEPS) == 3
+    assert factors(schedule) == factors(schedule.model_copy(update={"warmup": 3}))
+
+
 @pytest.mark.parametrize(
     ("schedule", "sentence"),
     [
@@ -91,6 +107,10 @@ def test_a_warm_up_before_falls() -> None:
         ({"name": "step", "every": 20}, "schedule.every (20) is not less than steps (20), so the rate would never"),
         ({"name": "wsd", "warmup": 9, "decay": 12},
          "schedule.warmup (9) and schedule.decay (12) are more than steps (20) together; give fewer steps of each"),
+        ({"name": "wsd", "warmup": 0.42, "decay": 12},
+         "schedule.warmup (9) and schedule.decay (12) are more than steps (20) together; give fewer steps of each"),
+        ({"warmup": 21}, "schedule.warmup (21) is more than steps (20), so the rate would never reach its full value"),
+        ({"warmup": 1.5}, "wanted a whole number of at least 0 or a number above 0 and below 1, got 1.5"),
         ({"name": "one-cycle", "warmup": 2}, "warmup (2) and one-cycle exclude each other: it rises by itself"),
         ({"name": "one-cycle", "rise": 0.05}, "schedule.rise (0.05) is less than 2 of 20 steps"),
     ],
@@ -107,7 +127,7 @@ def test_refusals(schedule: dict[str, Any], sentence: str) -> None:
     [
         Constant(warmup=3), Linear(warmup=3, end=0.1), Cosine(end=0.2), Polynomial(warmup=2, power=3.0),
         Steps(every=3, warmup=2), Steps(at=(4, 9), by=0.3), WarmupStableDecay(warmup=2, decay=6, shape="sqrt", end=0.1),
-        OneCycle(), OneCycle(rise=0.5, shape="linear"),
+        OneCycle(), OneCycle(rise=0.5, shape="linear"), InverseRoot(), InverseRoot(warmup=0.2), Cosine(warmup=0.12),
     ],
 )  # fmt: skip
 def test_an_exported_script_has_the_same_rates(schedule: Schedule) -> None:
@@ -115,9 +135,9 @@ def test_an_exported_script_has_the_same_rates(schedule: Schedule) -> None:
     from types import SimpleNamespace
 
     outline: Any = SimpleNamespace(
-        autocast=False, config=config(train={"steps": STEPS, "schedule": schedule.model_dump()})
+        autocast=False, steps=STEPS, config=config(train={"steps": STEPS, "schedule": schedule.model_dump()})
     )
     code = "import math\n" + functions_code(outline, loss=False).partition("def note(")[0]
-    names: dict[str, Any] = {"STEPS": STEPS, "WARMUP": schedule.warmup}
+    names: dict[str, Any] = {"STEPS": STEPS, "WARMUP": schedule.warmup_steps(STEPS)}
     exec(code, names)
     assert [names["rate"](step) for step in range(STEPS)] == pytest.approx(factors(schedule), abs=1e-15)

@@ -189,7 +189,7 @@ def said(changes: dict[str, Any], where: dict[str, str] | None = None) -> str:
         (
             {"train/schedule": "cosine"},
             "train.schedule: wanted a section {name: ..., ...} whose name is constant, linear, cosine, polynomial, "
-            "step, wsd or one-cycle, got 'cosine'; write {name: cosine}",
+            "inverse-root, step, wsd or one-cycle, got 'cosine'; write {name: cosine}",
         ),
         (
             {"train/optimizer": 3},

@@ -168,8 +168,8 @@ def test_one_key(change: dict[str, Any], sets: tuple[str, ...], key: str, value:
         ),
         ({"steps_per_print": 5, "train_batch_size": "many"}, "train_batch_size: 'many' is not a whole number"),
         (
-            {"prescale_gradients": True},
-            "prescale_gradients: unipar divides as one process would; leave it out with --leave prescale_gradients",
+            {"gradient_allreduce_op": "sum"},
+            "gradient_allreduce_op: unipar always takes the mean; leave it out with --leave gradient_allreduce_op",
         ),
     ],
 )
@@ -308,7 +308,7 @@ def test_its_deepspeed(tmp_path: Path) -> None:
         ("- 1\n", "line 1: a mapping of keys and values is wanted"),
         (
             "x: 1\n",
-            "none of its keys is known; give a ds_config.json or an accelerate.yaml",
+            "none of its keys is known; give a ds_config.json, an accelerate.yaml or a file of training arguments",
         ),
     ],
 )

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.imports import LEAST, STEPS, YAML, ds, said, yaml
 from unipar.cli.commands.convert import import_
-from unipar.conversion.training_arguments import DEFAULTS
+from unipar.conversion.argument_names import TRAINER_DEFAULTS
 from unipar.errors import ConfigError
 
 AUTO: dict[str, Any] = {
@@ -48,9 +48,13 @@ def test_the_defaults_of_the_trainer() -> None:
     for node in ast.walk(tree):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(node.value, ast.Call):
             for given in node.value.keywords:
-                if given.arg == "default" and node.target.id in DEFAULTS and isinstance(given.value, ast.Constant):
+                if (
+                    given.arg == "default"
+                    and node.target.id in TRAINER_DEFAULTS
+                    and isinstance(given.value, ast.Constant)
+                ):
                     theirs[node.target.id] = given.value.value
-    assert theirs == {name: value for name, value in DEFAULTS.items() if name != "optim"}
+    assert theirs == {name: value for name, value in TRAINER_DEFAULTS.items() if name != "optim"}
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,7 +119,7 @@ def test_arguments_given(form: str, tmp_path: Path) -> None:
     assert result["train"]["optimizer"]["lr"] == 2e-5
     assert result["train"]["schedule"] == {"name": "linear", "warmup": 20}
     source = "--args" if form == "line" else f"args.{form}"
-    assert f"{source}: output_dir: no setting of training in unipar" in made.left_out
+    assert f"{source}: output_dir: say out" in made.left_out
     assert not any(key.startswith(("batch.", "train.optimizer.lr", "train.steps")) for key in made.assumed)
 
 
@@ -176,8 +180,8 @@ def test_of_an_accelerate_yaml(tmp_path: Path) -> None:
         ),
         ("--learning_rate fast", "--args: learning_rate: 'fast' is not a number; give one"),
         ("--per_device_train_batch_size 0", "--args: per_device_train_batch_size: 0.0 is not a whole number above 0"),
-        ("--optim lion_8bit", "--args: optim: lion_8bit is not among adamw_torch"),
-        ("--lr_scheduler_type inverse_sqrt", "--args: lr_scheduler_type: inverse_sqrt is not among linear, cosine"),
+        ("--optim lion_8bit", "--args: optim: lion_8bit is neither sgd nor a kind of adamw"),
+        ("--lr_scheduler_type greedy", "--args: lr_scheduler_type: greedy is not among linear, cosine"),
         (
             "--lr_scheduler_type cosine_with_min_lr",
             "--args: lr_scheduler_kwargs: cosine_with_min_lr needs min_lr or min_lr_rate; give one",
@@ -199,7 +203,7 @@ def test_of_an_accelerate_yaml(tmp_path: Path) -> None:
             "--num_train_epochs 1.5",
             "--args: num_train_epochs: 1.5 is no whole number of epochs",
         ),
-        ("--warmup_ratio 0.1", "--args: warmup_ratio: 0.1 of unknown steps; give max_steps, or warmup_steps"),
+        ("--warmup_ratio 1", "--args: warmup_ratio: 1.0 is not below 1; give warmup_steps"),
         ("--label_smoothing_factor 0.1", "--args: label_smoothing_factor: '0.1' has no key of unipar; take it out"),
         ("--bf16 maybe", "--args: bf16: 'maybe' is neither true nor false; give one of them"),
         (

@@ -34,6 +34,7 @@ from unipar.checkpoint.protocol.retention import Retention
 from unipar.checkpoint.protocol.verifying import find_checkpoints, list_names, verify_checkpoint
 from unipar.checkpoint.storage.disk import Disk, OutputFile
 from unipar.checkpoint.storage.remote import RemoteFolder, RemoteOutput
+from unipar.distributed.meeting.rounds import Decide, Judge
 from unipar.utils.address import Address, Location, parse_location
 
 WORLD = 3
@@ -71,20 +72,19 @@ def _receive(source: socket.socket) -> bytes:
     return exactly(int.from_bytes(exactly(8), "little"))
 
 
-def _exchange(rank: int, sockets: Sequence[socket.socket]) -> Callable[[bytes], Sequence[bytes]]:
-    """Return the collective of a rank: rank 0 has a socket to each other, and tells all what each said."""
+def _rounds(rank: int, sockets: Sequence[socket.socket]) -> Decide:
+    """Return the collective of a rank: rank 0 has a socket to each other, and tells all what it makes of them."""
 
-    def exchange(message: bytes) -> Sequence[bytes]:
+    def decide(mine: str, judge: Judge) -> str:
         if rank:
-            _send(sockets[0], message)
-            return [bytes.fromhex(text) for text in json.loads(_receive(sockets[0]))]
-        told = [message, *(_receive(one) for one in sockets)]
-        data = json.dumps([text.hex() for text in told]).encode()
+            _send(sockets[0], mine.encode())
+            return _receive(sockets[0]).decode()
+        told = judge([mine, *(_receive(one).decode() for one in sockets)])
         for one in sockets:
-            _send(one, data)
+            _send(one, told.encode())
         return told
 
-    return exchange
+    return decide
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def _write_forever(
     disk = HookedDisk(before) if counts else Disk()
     if counts and isinstance(folder, Address):
         counted.enter_context(remote_operations(before))
-    exchange = _exchange(rank, sockets)
+    decide = _rounds(rank, sockets)
     step = first
     while True:
         save_checkpoint(
@@ -155,7 +155,7 @@ def _write_forever(
             _pieces(rank, step),
             {"samples": step},
             rank=rank,
-            exchange=exchange,
+            decide=decide,
             retention=RETENTION,
             disk=disk,
         )

@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 from typing_extensions import override
 
 from unipar.backend import Region
-from unipar.checkpoint.protocol.agreement import Exchange
 from unipar.checkpoint.protocol.publishing import PieceToSave, SavedCheckpoint, save_checkpoint
 from unipar.checkpoint.protocol.retention import Retention
 from unipar.checkpoint.storage.disk import Disk, OutputFile
+from unipar.distributed.meeting.rounds import Decide, Judge
 from unipar.utils.address import Address, Location
 
 _Where = TypeVar("_Where", Path, Address)
@@ -51,17 +51,18 @@ class Meeting:
 
     def __init__(self, world: int) -> None:
         self._barrier = threading.Barrier(world, timeout=20)
-        self._messages: list[bytes] = [b""] * world
+        self._texts, self._told = [""] * world, ""
 
-    def exchange(self, rank: int) -> Exchange:
-        def exchange(message: bytes) -> Sequence[bytes]:
-            self._messages[rank] = message
+    def rounds(self, rank: int) -> Decide:
+        def decide(mine: str, judge: Judge) -> str:
+            self._texts[rank] = mine
             self._barrier.wait()
-            told = list(self._messages)
+            if rank == 0:
+                self._told = judge(list(self._texts))
             self._barrier.wait()
-            return told
+            return self._told
 
-        return exchange
+        return decide
 
 
 def save_on_ranks(
@@ -84,7 +85,7 @@ def save_on_ranks(
                 pieces(rank, step),
                 (state or {"data": {"samples": 8 * step}}) if rank == 0 else None,
                 rank=rank,
-                exchange=meeting.exchange(rank),
+                decide=meeting.rounds(rank),
                 retention=retention,
                 disk=disks[rank],
             )

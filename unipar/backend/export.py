@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from unipar.config import BatchSizes, Config
 from unipar.config.sections.optimizer import SGD, Adam, optimizer_arguments
-from unipar.config.sections.schedule import Constant, OneCycle, Polynomial, Steps, WarmupStableDecay
+from unipar.config.sections.schedule import Constant, InverseRoot, OneCycle, Polynomial, Steps, WarmupStableDecay
 from unipar.errors import Unsupported
 
 if TYPE_CHECKING:
@@ -226,7 +226,7 @@ def _constants(outline: Outline) -> Iterator[str]:
     if (scale := learning_rate_scale(outline)) != 1.0:
         yield f"SCALE = {scale!r}  # factor on the rate, which was chosen for {train.lr_scale.at_batch} samples a step"
     if train.schedule.warmup:
-        yield f"WARMUP = {train.schedule.warmup}  # steps"
+        yield f"WARMUP = {train.schedule.warmup_steps(outline.steps)}  # steps"
     if train.clipping is not None:
         yield f"CLIP = {float(train.clipping.max)!r}  # the largest gradient norm"
 
@@ -242,7 +242,7 @@ def _loss_code(outline: Outline) -> Iterator[str]:
 
 def _functions(outline: Outline) -> Iterator[str]:
     if has_schedule(outline.config):
-        yield "\n".join(_rate_code(outline.config))
+        yield "\n".join(_rate_code(outline.config, outline.steps))
     yield _NOTE
 
 
@@ -270,10 +270,10 @@ _NOTE = '''def note(row: dict[str, Any]) -> None:
 
 def uses_math(config: Config) -> bool:
     """Return whether the function of the learning rate calls Python's math."""
-    return any("math." in line for line in _rate_code(config))
+    return any("math." in line for line in _rate_code(config, 1))
 
 
-def _rate_code(config: Config) -> Iterator[str]:
+def _rate_code(config: Config, steps: int) -> Iterator[str]:
     schedule = config.train.schedule
     yield "def rate(step: int) -> float:"
     yield '    """Return the factor on the learning rate at `step`, counted from 0."""'
@@ -288,6 +288,11 @@ def _rate_code(config: Config) -> Iterator[str]:
         yield "        return (step + 1) / WARMUP"
     if isinstance(schedule, Constant):
         yield "    return 1.0"
+        yield ""
+        return
+    if isinstance(schedule, InverseRoot):
+        since, scale = "step - WARMUP" if schedule.warmup else "step", schedule.steps_to_half(steps)
+        yield f"    return math.sqrt({scale} / ({since} + {scale}))"
         yield ""
         return
     since, last = ("(step - WARMUP)", "STEPS - 1 - WARMUP") if schedule.warmup else ("step", "STEPS - 1")

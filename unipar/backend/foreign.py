@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from unipar.errors import ConfigError
 from unipar.utils.text import did_you_mean, show_value
@@ -56,6 +56,9 @@ class ForeignConfigReader:
     world: int | None = None
     answers: Answers | None = None
     """Values of what the file leaves open; None: ask for each of them."""
+
+    strict: bool = False
+    """Whether nothing is to be assumed."""
 
     assumed: list[str] = field(default_factory=list[str])
     """Keys that were filled by a default, each with its value."""
@@ -119,7 +122,7 @@ class ForeignConfigReader:
 
     def assume_default(self, key: str, value: Any, why: str) -> bool:
         """Put a value that the reader itself assumes; return False if nothing is to be assumed."""
-        if self.answers is None:
+        if self.strict:
             return False
         if not self.answered(key):
             self.put(key, value, f"assumed: {why}")
@@ -165,6 +168,8 @@ class ForeignSection:
         number = _as_number(value, kind)
         if number is not None:
             return number
+        if kind is bool and str(value).lower() in ("true", "false"):
+            return cast("_T", str(value).lower() == "true")
         self.reading.wrong.append(
             f"{self.reading.place(self.name(key))}: {show_value(value)} is not {_TYPE_NAMES[kind]}"
         )
@@ -195,7 +200,7 @@ class ForeignSection:
         for key, why in keys.items():
             if key in self.data:
                 value = self.data.pop(key)
-                off = isinstance(value, dict) and value.get("enabled") is False
+                off = isinstance(value, dict) and value.get("enabled") in (False, "false", AUTO)
                 if not off and not any(value is u or (type(value) is type(u) and value == u) for u in unless):
                     self.reading.refuse(self.name(key), why)
                 else:
@@ -209,6 +214,11 @@ class ForeignSection:
             self.reading.omit(self.name(key), why)
         else:
             self.reading.refuse(self.name(key), why)
+
+    def omit_unknown(self, known: Iterable[str], why: str) -> None:
+        """Leave out the keys that remain, except those that look like a known one misspelt."""
+        words = sorted(known)
+        self.omit({key: why for key in self.data if key not in words and not did_you_mean(key, words)})
 
     def leave_rest(self, why: str) -> None:
         """Leave out all keys that remain, with one reason."""

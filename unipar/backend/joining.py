@@ -38,8 +38,9 @@ def meet(config: Config, place: Place) -> World:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     session, interface = join_session(config, place), _chosen_interface(config)
-    world = World(place, device, dist.PrefixStore(session.next_launch(), session.store))
-    world.machines = session.machines
+    launch = session.next_launch()
+    world = World(place, device, dist.PrefixStore(launch, session.store))
+    world.machines, world.tree, world.launch = session.machines, session.tree, launch
     network = interface_for(session, interface)
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         alone = place.started_by_unipar and not session.machines.several

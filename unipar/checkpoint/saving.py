@@ -15,11 +15,11 @@ from typing_extensions import Buffer
 
 from unipar.backend import Piece, Region
 from unipar.checkpoint.format.names import ITEM_BYTES
-from unipar.checkpoint.protocol.agreement import Exchange, attempt_together
+from unipar.checkpoint.protocol.agreement import attempt_together
 from unipar.checkpoint.protocol.publishing import PieceToSave, SavedCheckpoint, save_checkpoint
 from unipar.checkpoint.protocol.retention import Retention
-from unipar.checkpoint.store_exchange import StoreExchange
 from unipar.checkpoint.tensor_bytes import bytes_of, dtype_name
+from unipar.distributed.meeting.rounds import Decide, open_rounds
 from unipar.errors import CheckpointError
 from unipar.utils.address import Address, Location
 
@@ -79,7 +79,7 @@ class CheckpointSaver:
             given.extend(sorted(map(self._piece, pieces), key=_place))  # the same state gives the same bytes
 
         attempt_together(
-            self._exchange(self._world.key("checkpoint pieces"), waits=True),
+            self._rounds(self._world.key("checkpoint pieces"), waits=True),
             prepare,
             lambda failure, told: f"checkpoint of step {step} in {self.folder}: {failure}; nothing was written",
         )
@@ -122,16 +122,15 @@ class CheckpointSaver:
             pieces,
             state,
             rank=self._world.rank,
-            exchange=self._exchange(key),
+            decide=self._rounds(key),
             retention=retention,
             progress=advance,
         )
 
-    def _exchange(self, key: str, *, waits: bool = False) -> Exchange:
+    def _rounds(self, key: str, *, waits: bool = False) -> Decide:
         """Return a collective of all ranks; `waits`: training waits for it, which the heartbeat tells."""
-        world = self._world
         waiting = (lambda: self._mark("waiting")) if waits or not self._asynchronous else (lambda: None)
-        return StoreExchange(world.store, world.rank, world.size, key, waiting)
+        return open_rounds(self._world, key, waiting)
 
     @property
     def busy(self) -> bool:

@@ -15,7 +15,8 @@ from unipar.config import Config, safe_yaml
 from unipar.config.config_file import read_config_text
 from unipar.config.source import parse_set_argument
 from unipar.config.yaml_edit import yaml_value
-from unipar.conversion.training_arguments import read_arguments
+from unipar.conversion.trainer_file import READ_HERE, is_trainer_file, library_arguments, read_trainer_file
+from unipar.conversion.training_arguments import TrainingArguments, arguments_over, read_arguments
 from unipar.errors import ConfigError, OutExists, Unsupported
 from unipar.utils.files import whole
 from unipar.utils.text import show_value
@@ -59,15 +60,21 @@ def import_library_config(
     data, lines = _read_library_config(file)
     overrides = dict(parse_set_argument(text) for text in sets)
     reading = ForeignConfigReader(str(file), file.resolve().parent, lines, overrides, frozenset(leave), world)
-    backend = _find_reader(file, data)
-    arguments = read_arguments(args)
+    reading.strict = strict
+    arguments, whole_file = read_arguments(args), is_trainer_file(data, _best_reader(data)[0])
+    if whole_file:
+        arguments = arguments_over(data, arguments.given, READ_HERE | library_arguments())
     answers = arguments.answers()
     if strict:
         answers = replace(answers, by_key={k: a for k, a in answers.by_key.items() if a.given})
-    reading.answers = None if strict and args is None else answers
-    backend.read_foreign(reading, data)
+    reading.answers = None if strict and args is None and not whole_file else answers
+    if whole_file:
+        backend = read_trainer_file(reading, data, lambda path: _read_library_config(path)[0], _find_reader)
+    else:
+        backend = _find_reader(file, data)
+        backend.read_foreign(reading, data)
     _add_given_answers(reading, answers)
-    reading.wrong += arguments.wrong
+    _add_refused_arguments(reading, arguments, strict=strict)
     reading.left_out += arguments.left_out
     if not any(reading.answered(key) or key in reading.config for key in ("train.steps", "train.epochs")):
         reading.ask(_LENGTH_QUESTION, "train.steps", "1000")
@@ -90,7 +97,8 @@ def import_library_config(
         raise Unsupported(str(source.cell), reasons)
     if isinstance(config.parallel.data, int):
         config.batch.settle(config.parallel.data)
-    text = _config_text(file, backend, reading, tree)
+    kind = " with ".join([*["training arguments"] * whole_file, *([backend.imports] if backend else [])])
+    text = _config_text(f"{file.name}, {kind}", reading, tree)
     left_out, assumed = tuple(reading.left_out), tuple(reading.assumed)
     return ImportedConfig(text, config, left_out, read=frozenset(reading.read), assumed=assumed)
 
@@ -113,6 +121,23 @@ def _add_given_answers(reading: ForeignConfigReader, answers: Answers) -> None:
             reading.omit(answer.why, "the length of training is said already")
         elif answer.value is not None:
             reading.put(key, answer.value, answer.why)
+
+
+def _add_refused_arguments(reading: ForeignConfigReader, arguments: TrainingArguments, *, strict: bool) -> None:
+    """Add what cannot be carried; and, unless `strict`, tell what is carried though it means something else."""
+    for refusal in (*arguments.refused, *(arguments.assumed if strict else ())):
+        if not arguments.source:
+            reading.refuse(refusal.name, refusal.why, refusal.ours)
+        elif refusal.ours is not None and reading.answered(refusal.ours):
+            reading.omit(arguments.place(refusal.name), f"{refusal.why} (replaced by --set {refusal.ours})")
+        else:
+            reading.wrong.append(arguments.sentence(refusal))
+    if not strict:
+        reading.assumed += [
+            f"{refusal.ours}: {refusal.why}"
+            for refusal in arguments.assumed
+            if refusal.ours is not None and not reading.answered(refusal.ours)
+        ]
 
 
 def write_imported_config(imported: ImportedConfig, out: Path, *, overwrite: bool = False) -> None:
@@ -171,14 +196,21 @@ def _parse_json(text: str, file: Path) -> Any:
         raise ConfigError(f"{file}: nested too deep to be a config") from None
 
 
-def _find_reader(file: Path, data: Mapping[str, Any]) -> Backend:
-    """Return the backend whose library knows the most keys of the file."""
+def _best_reader(data: Mapping[str, Any]) -> tuple[int, Backend | None]:
+    """Return the backend whose library knows the most keys of a file, and how many it knows."""
     readers = [b for b in map(registry.find_backend, registry.backend_names()) if b.imports]
     counted = sorted(((len(b.foreign_keys() & data.keys()), b.imports, b) for b in readers), key=lambda c: c[:2])
-    if not counted or counted[-1][0] == 0:
-        known = " or ".join(sorted(b.imports for b in readers))
-        raise ConfigError(f"{file}: none of its keys is known; give {known}")
-    return counted[-1][2]
+    return (counted[-1][0], counted[-1][2]) if counted else (0, None)
+
+
+def _find_reader(file: Path, data: Mapping[str, Any]) -> Backend:
+    """Return the backend whose library knows the most keys of the file."""
+    number, backend = _best_reader(data)
+    if backend is None or not number:
+        known = sorted(b.imports for b in map(registry.find_backend, registry.backend_names()) if b.imports)
+        kinds = " or ".join([", ".join(known), "a file of training arguments"])
+        raise ConfigError(f"{file}: none of its keys is known; give {kinds}")
+    return backend
 
 
 def _nest_keys(reading: ForeignConfigReader) -> dict[str, Any]:
@@ -195,10 +227,10 @@ def _nest_keys(reading: ForeignConfigReader) -> dict[str, Any]:
     return dict(sorted(tree.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)))
 
 
-def _config_text(file: Path, backend: Backend, reading: ForeignConfigReader, tree: Mapping[str, Any]) -> str:
+def _config_text(origin: str, reading: ForeignConfigReader, tree: Mapping[str, Any]) -> str:
     lines = [
         "# yaml-language-server: $schema=unipar.schema.json",
-        f"# Made by `unipar import` from {file.name}, {backend.imports}.",
+        f"# Made by `unipar import` from {origin}.",
         "# For an editor that knows the keys: unipar schema --write unipar.schema.json",
         *(["#", "# Left out:"] if reading.left_out else []),
         *(f"#   {note}" for note in reading.left_out),

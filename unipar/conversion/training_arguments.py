@@ -10,87 +10,36 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from unipar.backend.foreign import Answer, Answers
+from unipar.backend.foreign import AUTO, Answer, Answers
 from unipar.config import safe_yaml
 from unipar.config.config_file import read_config_text
+from unipar.conversion.argument_names import (
+    AXOLOTL_DEFAULTS,
+    AXOLOTL_NAMES,
+    KEY_OF_ARGUMENT,
+    KEY_TO_SAY,
+    NOT_OF_TRAINING,
+    OPTIMIZER_OF_WORD,
+    READ_ARGUMENTS,
+    ROUNDED_OPTIMIZERS,
+    SCHEDULE_DETAILS,
+    SCHEDULE_OF_WORD,
+    SHAPE_OF_WORD,
+    TRAINER_DEFAULTS,
+    UNKNOWN_CHANGES,
+)
 from unipar.errors import ConfigError
 from unipar.utils.text import show_value
 
-DEFAULTS: Mapping[str, Any] = {
-    "per_device_train_batch_size": 8,
-    "gradient_accumulation_steps": 1,
-    "learning_rate": 5e-5,
-    "weight_decay": 0.0,
-    "adam_beta1": 0.9,
-    "adam_beta2": 0.999,
-    "adam_epsilon": 1e-8,
-    "max_grad_norm": 1.0,
-    "num_train_epochs": 3,
-    "lr_scheduler_type": "linear",
-    "warmup_steps": 0,
-    "seed": 42,
-    "optim": "adamw_torch_fused",
-}
-"""Defaults of the Trainer's own arguments, where neither the file nor --args says otherwise."""
 
-_OURS = {
-    "per_device_train_batch_size": "batch.micro",
-    "gradient_accumulation_steps": "batch.accumulate",
-    "learning_rate": "train.optimizer.lr",
-    "weight_decay": "train.optimizer.weight_decay",
-    "adam_epsilon": "train.optimizer.eps",
-    "max_grad_norm": "train.clip",
-    "seed": "train.seed",
-    "dataloader_num_workers": "data.workers",
-    "logging_steps": "log.every",
-}
-_OPTIMIZERS = {
-    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"), "adamw"),
-    "sgd": "sgd",
-}
-_SCHEDULES = {
-    "linear": "linear",
-    "cosine": "cosine",
-    "constant": "constant",
-    "constant_with_warmup": "constant",
-    "polynomial": "polynomial",
-    "cosine_with_min_lr": "cosine",
-    "warmup_stable_decay": "wsd",
-}
-_SCHEDULE_DETAILS = {
-    "polynomial": ("lr_end", "power"),
-    "cosine_with_min_lr": ("min_lr", "min_lr_rate"),
-    "warmup_stable_decay": ("num_decay_steps", "decay_type", "min_lr_ratio"),
-}
-"""Names in `lr_scheduler_kwargs` that are carried, by schedule."""
+@dataclass(frozen=True)
+class RefusedArgument:
+    """Argument that cannot be carried: its name as given, the reason, the way out, and unipar's key in its place."""
 
-_DECAY_SHAPES = {"linear": "linear", "cosine": "cosine", "1-sqrt": "sqrt"}
-_READ = frozenset(
-    {
-        *DEFAULTS,
-        *_OURS,
-        *("max_steps", "warmup_ratio", "bf16", "fp16", "gradient_checkpointing", "torch_compile"),
-        *("dataloader_drop_last", "optim", "lr_scheduler_kwargs"),
-    }
-)
-_CHANGES_NUMBERS = {
-    "label_smoothing_factor": 0,
-    "neftune_noise_alpha": None,
-    "group_by_length": False,
-    "optim_args": None,
-    "optim_target_modules": None,
-    "length_column_name": "length",
-}
-"""Arguments that change training and have no key of unipar, with the value that changes nothing."""
-
-_NUMBERS = frozenset(
-    {
-        *("learning_rate", "weight_decay", "adam_epsilon", "max_grad_norm", "adam_beta1", "adam_beta2", "warmup_ratio"),
-        *("per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps"),
-        *("warmup_steps", "seed", "dataloader_num_workers", "logging_steps"),
-    }
-)
-_FLAGS = frozenset({"bf16", "fp16", "gradient_checkpointing", "torch_compile", "dataloader_drop_last"})
+    name: str
+    why: str
+    way: str
+    ours: str | None = None
 
 
 @dataclass
@@ -98,15 +47,46 @@ class TrainingArguments:
     """Arguments as given, and what was left out of them."""
 
     given: Mapping[str, Any]
+    """By the Trainer's names."""
+
     source: str = ""
+    """Where they stand, as messages name it; "": in the imported file itself."""
+
+    names: Mapping[str, str] = field(default_factory=dict[str, str])
+    """The names as given, of those that are not the Trainer's."""
+
+    defaults: Mapping[str, Any] = field(default_factory=lambda: TRAINER_DEFAULTS)
+    elsewhere: frozenset[str] = frozenset()
+    """Arguments that somebody else reads."""
+
     left_out: list[str] = field(default_factory=list[str])
-    wrong: list[str] = field(default_factory=list[str])
+    assumed: list[RefusedArgument] = field(default_factory=list[RefusedArgument])
+    """Arguments that are carried though they mean something else; `--strict` refuses them."""
+
+    refused: list[RefusedArgument] = field(default_factory=list[RefusedArgument])
+
+    def place(self, name: str) -> str:
+        """Return an argument as messages name it."""
+        name = self.names.get(name, name)
+        return f"{self.source}: {name}" if self.source else name
+
+    def sentence(self, refusal: RefusedArgument) -> str:
+        """Return the sentence on an argument that stands beside the imported file."""
+        return f"{self.place(refusal.name)}: {refusal.why}; {refusal.way}"
+
+    def _refuse(self, name: str, why: str, way: str, ours: str | None = None) -> None:
+        self.refused.append(RefusedArgument(self.names.get(name, name), why, way, ours))
+
+    def _assume(self, name: str, why: str, way: str, ours: str) -> None:
+        self.assumed.append(RefusedArgument(self.names.get(name, name), why, way, ours))
 
     def answers(self) -> Answers:
         """Return keys of unipar that these arguments, or the Trainer's defaults, give."""
         found: dict[str, Answer] = {}
-        for name, key in _OURS.items():
-            if name in self.given or name in DEFAULTS:
+        for name, key in KEY_OF_ARGUMENT.items():
+            if name == "logging_steps" and self._is_share(name):
+                self.left_out.append(f"{self.place(name)}: a share of the steps; say log.every")
+            elif name in self.given or name in TRAINER_DEFAULTS:
                 self._put(found, key, name, self._number(name))
         self._add_optimizer(found)
         self._add_length(found)
@@ -120,23 +100,52 @@ class TrainingArguments:
                 self._put(found, key, name, value)
         if found.get("train.clip", Answer(1, "", given=False)).value == 0:
             found["train.clip"] = Answer(None, found["train.clip"].why, given=True)
-        precision = next((name for name in ("bf16", "fp16") if self._flag(name)), None)
+        if self._flag("group_by_length") or self.given.get("train_sampling_strategy") == "group_by_length":
+            name = "group_by_length" if self._flag("group_by_length") else "train_sampling_strategy"
+            why = "samples come in a random order, not beside others of their length"
+            self._assume(name, why, "take it out", "data.shuffle")
+        precision = self._precision()
         self._leave_out_others()
-        return Answers(found, precision, f"{self.source}: {precision}" if precision else "")
+        return Answers(found, precision, self.place(precision) if precision else "")
+
+    def _precision(self) -> str | None:
+        pure = "pure_bf16" if self._flag("pure_bf16") else "bf16" if self.given.get("bf16") == "full" else None
+        if pure is not None:
+            why = f"{show_value(self.given[pure])}: unipar keeps fp32 weights beside those in bf16"
+            self._assume(pure, why, "give bf16 true", "train.precision")
+            return "bf16"
+        for name in ("bf16", "fp16"):
+            automatic = self.given.get(name) == AUTO and self.given.get("fp16") is not True
+            if automatic and name == "bf16":
+                why = "'auto': bf16, as on a GPU that computes in it"
+                self._assume(name, why, "give true or false", "train.precision")
+                return name
+            if self._flag(name):
+                return name
+        return None
+
+    def _is_share(self, name: str) -> bool:
+        value = self.given.get(name)
+        return isinstance(value, float) and 0 < value < 1
 
     def _put(self, found: dict[str, Answer], key: str, name: str, value: Any) -> None:
-        given = name in self.given
-        why = f"{self.source}: {name}" if given else f"assumed: {name} is {show_value(value)} by default in the Trainer"
+        given = self.given.get(name) is not None
+        who = "the Trainer" if self.defaults is TRAINER_DEFAULTS else "axolotl"
+        why = self.place(name) if given else f"assumed: {name} is {show_value(value)} by default in {who}"
         found[key] = Answer(value, why, given=given)
 
     def _add_optimizer(self, found: dict[str, Answer]) -> None:
-        word = str(self.given.get("optim", DEFAULTS["optim"]))
-        name = _OPTIMIZERS.get(word)
+        word = str(self.given.get("optim") or TRAINER_DEFAULTS["optim"]).removeprefix("OptimizerNames.").lower()
+        name = OPTIMIZER_OF_WORD.get(word)
+        if word in ROUNDED_OPTIMIZERS:
+            name, why = "adamw", f"{word}: AdamW with states in fp32, not in fewer bits"
+            self._assume("optim", why, "give adamw_torch", "train.optimizer.name")
         if name is None:
-            self.wrong.append(f"{self.source}: optim: {word} is not among {', '.join(_OPTIMIZERS)}; give another one")
+            why = f"{word} is neither sgd nor a kind of adamw, such as adamw_torch and adamw_bnb_8bit"
+            self._refuse("optim", why, "give another one", "train.optimizer.name")
             name = "adamw"
         given = "optim" in self.given
-        why = f"{self.source}: optim" if given else "assumed: AdamW, the default of the Trainer"
+        why = self.place("optim") if given else "assumed: AdamW, the default of the Trainer"
         found["train.optimizer.name"] = Answer(name, why, given=given)
         if name == "sgd":
             del found["train.optimizer.eps"]
@@ -145,54 +154,47 @@ class TrainingArguments:
         self._put(found, "train.optimizer.betas", "adam_beta2" if "adam_beta2" in self.given else "adam_beta1", betas)
 
     def _add_length(self, found: dict[str, Answer]) -> None:
-        steps = self._number("max_steps") if "max_steps" in self.given else -1
+        steps = -1 if self.given.get("max_steps") is None else self._number("max_steps")
         if steps > 0:
             self._put(found, "train.steps", "max_steps", int(steps))
             return
         epochs = self._number("num_train_epochs")
         if epochs != int(epochs) or epochs < 1:
             whole = max(1, math.ceil(epochs))
-            self.wrong.append(
-                f"{self.source}: num_train_epochs: {epochs} is no whole number of epochs; give "
-                f"num_train_epochs {whole} or max_steps"
-            )
+            why, way = f"{epochs} is no whole number of epochs", f"give num_train_epochs {whole} or max_steps"
+            self._refuse("num_train_epochs", why, way, "train.epochs")
             epochs = whole
         self._put(found, "train.epochs", "num_train_epochs", int(epochs))
 
     def _add_schedule(self, found: dict[str, Answer]) -> None:
-        word = str(self.given.get("lr_scheduler_type", DEFAULTS["lr_scheduler_type"]))
-        if word not in _SCHEDULES:
-            self.wrong.append(
-                f"{self.source}: lr_scheduler_type: {word} is not among {', '.join(_SCHEDULES)}; give another one, "
-                "and say train.schedule in the result"
-            )
+        word = str(self.given.get("lr_scheduler_type") or self.defaults["lr_scheduler_type"])
+        word = word.removeprefix("SchedulerType.").lower()
+        if word not in SCHEDULE_OF_WORD:
+            why = f"{word} is not among {', '.join(SCHEDULE_OF_WORD)}"
+            way = "give another one, and say train.schedule in the result"
+            self._refuse("lr_scheduler_type", why, way, "train.schedule")
             return
-        self._put(found, "train.schedule.name", "lr_scheduler_type", _SCHEDULES[word])
-        warmup = self._number("warmup_steps")
-        ratio = self._number("warmup_ratio") if self.given.get("warmup_ratio") else 0
-        if (not warmup and ratio) or 0 < warmup < 1:
-            ratio = ratio or warmup
-            if "train.steps" not in found:
-                self.wrong.append(
-                    f"{self.source}: warmup_ratio: {ratio} of unknown steps; give max_steps, or warmup_steps"
-                )
-                return
-            warmup = math.ceil(found["train.steps"].value * ratio)
+        self._put(found, "train.schedule.name", "lr_scheduler_type", SCHEDULE_OF_WORD[word])
+        warmup: Any = self._number("warmup_steps")
+        ratio = 0 if warmup >= 1 else warmup or (self._number("warmup_ratio") if self.given.get("warmup_ratio") else 0)
+        if ratio >= 1:
+            self._refuse("warmup_ratio", f"{ratio} is not below 1", "give warmup_steps", "train.schedule.warmup")
+            ratio = 0
+        if ratio:
+            warmup = math.ceil(found["train.steps"].value * ratio) if "train.steps" in found else float(ratio)
         if word == "constant":
-            warmup = 0
+            warmup, ratio = 0, 0
         name = "warmup_ratio" if ratio else "warmup_steps"
-        self._put(found, "train.schedule.warmup", name, int(warmup))
+        self._put(found, "train.schedule.warmup", name, warmup if ratio else int(warmup))
         self._add_schedule_details(found, word)
 
     def _add_schedule_details(self, found: dict[str, Answer], word: str) -> None:
         """Carry `lr_scheduler_kwargs`, or the defaults of transformers for those that are not given."""
-        details, known = self._schedule_kwargs(), _SCHEDULE_DETAILS.get(word, ())
+        details, known = self._schedule_kwargs(), SCHEDULE_DETAILS.get(word, ())
         for name, value in details.items():
             if name not in known:
-                self.wrong.append(
-                    f"{self.source}: lr_scheduler_kwargs: {name}: {show_value(value)} has no key of unipar for "
-                    f"{word}; take it out"
-                )
+                why = f"{name}: {show_value(value)} has no key of unipar for {word}"
+                self._refuse("lr_scheduler_kwargs", why, "take it out", "train.schedule")
         lr = found["train.optimizer.lr"].value
 
         def put(key: str, value: Any) -> None:
@@ -204,20 +206,26 @@ class TrainingArguments:
         elif word == "cosine_with_min_lr":
             rate = details.get("min_lr_rate", None if (least := details.get("min_lr")) is None else float(least) / lr)
             if rate is None:
-                self.wrong.append(f"{self.source}: lr_scheduler_kwargs: {word} needs min_lr or min_lr_rate; give one")
+                why = f"{word} needs min_lr or min_lr_rate"
+                self._refuse("lr_scheduler_kwargs", why, "give one", "train.schedule")
                 return
             put("end", float(rate))
         elif word == "warmup_stable_decay":
             steps, shape = details.get("num_decay_steps"), str(details.get("decay_type", "cosine"))
-            if steps is None or shape not in _DECAY_SHAPES:
-                self.wrong.append(
-                    f"{self.source}: lr_scheduler_kwargs: {word} needs num_decay_steps, and a decay_type among "
-                    f"{', '.join(_DECAY_SHAPES)}; give them"
-                )
+            if steps is None or shape not in SHAPE_OF_WORD:
+                why = f"{word} needs num_decay_steps, and a decay_type among {', '.join(SHAPE_OF_WORD)}"
+                self._refuse("lr_scheduler_kwargs", why, "give them", "train.schedule")
                 return
             put("decay", int(steps))
-            put("shape", _DECAY_SHAPES[shape])
+            put("shape", SHAPE_OF_WORD[shape])
             put("end", float(details.get("min_lr_ratio", 0.0)))
+        elif word == "cosine_with_restarts" and details.get("num_cycles", 1) != 1:
+            why = f"num_cycles: {details['num_cycles']}: a schedule of unipar does not begin again"
+            self._refuse("lr_scheduler_kwargs", why, "take it out", "train.schedule")
+        elif word == "inverse_sqrt" and "timescale" in details:
+            put("scale", int(details["timescale"]))
+        elif word == "cosine" and (least := self.given.get("cosine_min_lr_ratio")) is not None:
+            self._put(found, "train.schedule.end", "cosine_min_lr_ratio", float(least))
 
     def _schedule_kwargs(self) -> dict[str, Any]:
         given: Any = self.given.get("lr_scheduler_kwargs") or {}
@@ -228,25 +236,25 @@ class TrainingArguments:
                 given = None
         if isinstance(given, dict):
             return {str(name): value for name, value in given.items()}
-        self.wrong.append(
-            f"{self.source}: lr_scheduler_kwargs: {show_value(self.given['lr_scheduler_kwargs'])} is no mapping; give "
-            """JSON, such as '{"power": 2}'"""
-        )
+        why = f"{show_value(self.given['lr_scheduler_kwargs'])} is no mapping"
+        self._refuse("lr_scheduler_kwargs", why, """give JSON, such as '{"power": 2}'""", "train.schedule")
         return {}
 
     def _number(self, name: str) -> Any:
-        value = self.given.get(name, DEFAULTS.get(name))
+        default, ours = self.defaults.get(name, 1), KEY_OF_ARGUMENT.get(name)
+        value = self.given.get(name)
+        value = self.defaults.get(name) if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float):
             try:
                 value = float(str(value))
             except ValueError:
-                self.wrong.append(f"{self.source}: {name}: {show_value(value)} is not a number; give one")
-                return DEFAULTS.get(name, 1)
+                self._refuse(name, f"{show_value(value)} is not a number", "give one", ours)
+                return default
         whole = name in ("per_device_train_batch_size", "gradient_accumulation_steps", "seed", "dataloader_num_workers")
         if whole or name == "logging_steps":
             if value != int(value) or value < (0 if name in ("seed", "dataloader_num_workers") else 1):
-                self.wrong.append(f"{self.source}: {name}: {show_value(value)} is not a whole number above 0; give one")
-                return DEFAULTS.get(name, 1)
+                self._refuse(name, f"{show_value(value)} is not a whole number above 0", "give one", ours)
+                return default
             return int(value)
         return value
 
@@ -254,16 +262,55 @@ class TrainingArguments:
         value = self.given.get(name, False)
         if isinstance(value, str) and value.lower() in ("true", "false", "auto"):
             return value.lower() == "true"
+        if name == "gradient_checkpointing" and isinstance(value, str):
+            return True  # axolotl's "offload" and "unsloth" say where the activations stay
         if value not in (True, False, None):
-            self.wrong.append(f"{self.source}: {name}: {show_value(value)} is neither true nor false; give one of them")
+            self._refuse(name, f"{show_value(value)} is neither true nor false", "give one of them")
         return value is True
 
     def _leave_out_others(self) -> None:
         for name, value in self.given.items():
-            if name in _CHANGES_NUMBERS and value not in (None, False, {}, _CHANGES_NUMBERS[name]):
-                self.wrong.append(f"{self.source}: {name}: {show_value(value)} has no key of unipar; take it out")
-            elif name not in _READ:
-                self.left_out.append(f"{self.source}: {name}: no setting of training in unipar")
+            if name in self.elsewhere:
+                continue
+            if name in UNKNOWN_CHANGES and value not in (None, False, {}, UNKNOWN_CHANGES[name]):
+                self._refuse(name, f"{show_value(value)} has no key of unipar", "take it out")
+            elif name not in READ_ARGUMENTS:
+                self.left_out.append(f"{self.place(name)}: {_why_left_out(name)}")
+
+
+def _why_left_out(name: str) -> str:
+    if name in KEY_TO_SAY:
+        return f"say {KEY_TO_SAY[name]}"
+    for why, words in NOT_OF_TRAINING.items():
+        if name in words or name.startswith(tuple(word for word in words if word.endswith("_"))):
+            return why
+    return "no setting of training in unipar"
+
+
+def arguments_of(given: Mapping[str, Any], source: str, elsewhere: frozenset[str] = frozenset()) -> TrainingArguments:
+    """Return arguments as given, with axolotl's names put into the Trainer's."""
+    renamed = {name: AXOLOTL_NAMES.get(name, name) for name in given if not isinstance(given[name], dict)}
+    ours = {renamed.get(name, name): value for name, value in given.items()}
+    names = {new: old for old, new in renamed.items() if new != old}
+    twice = [name for new, name in names.items() if given.get(new, given[name]) != given[name]]
+    axolotl = "base_model" in given or "micro_batch_size" in given or "num_epochs" in given
+    defaults = {**TRAINER_DEFAULTS, **AXOLOTL_DEFAULTS} if axolotl else TRAINER_DEFAULTS
+    arguments = TrainingArguments(ours, source, names, defaults, elsewhere)
+    for name in twice:
+        why = f"{show_value(given[name])}, but {AXOLOTL_NAMES[name]} is {show_value(given[AXOLOTL_NAMES[name]])}"
+        arguments.refused.append(RefusedArgument(name, why, "leave one of them out"))
+    return arguments
+
+
+def arguments_over(file: Mapping[str, Any], given: Mapping[str, Any], elsewhere: frozenset[str]) -> TrainingArguments:
+    """Return the arguments in a file, over which those given beside it win."""
+    kept = {name: value for name, value in file.items() if AXOLOTL_NAMES.get(name, name) not in given}
+    return arguments_of({**kept, **given}, "", elsewhere)
+
+
+def knows_argument(name: str) -> bool:
+    """Return whether the Trainer, or axolotl, has an argument of training by this name."""
+    return name in READ_ARGUMENTS or name in AXOLOTL_NAMES
 
 
 def read_arguments(text: str | None) -> TrainingArguments:
@@ -272,7 +319,7 @@ def read_arguments(text: str | None) -> TrainingArguments:
         return TrainingArguments({})
     words = text.strip()
     if words.startswith("--"):
-        return TrainingArguments(_parse_command_line(words), "--args")
+        return arguments_of(_parse_command_line(words), "--args")
     file = Path(words)
     if file.suffix not in (".json", ".yaml", ".yml"):
         raise ConfigError(
@@ -288,7 +335,7 @@ def read_arguments(text: str | None) -> TrainingArguments:
         raise ConfigError(f"{file}, line {e.line}: {e.sentence}") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{file}, line 1: a mapping of training arguments is wanted")
-    return TrainingArguments({str(k): v for k, v in data.items()}, file.name)
+    return arguments_of({str(k): v for k, v in data.items()}, file.name)
 
 
 def _parse_command_line(text: str) -> dict[str, Any]:

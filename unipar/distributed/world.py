@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,29 @@ from unipar.distributed.place import LARGE_WORLD, Place
 from unipar.errors import TaskError, WorldMismatch
 
 _Told = TypeVar("_Told")
+
+
+class Tree(Protocol):
+    """Links between ranks on several machines, over which all give to rank 0 and learn from it."""
+
+    def decide(
+        self,
+        name: str,
+        mine: str,
+        judge: Callable[[list[str]], str],
+        patience: float = ...,
+        waiting: Callable[[], None] | None = None,
+    ) -> str:
+        """Return what `judge` on rank 0 makes of the texts of all ranks."""
+        ...
+
+    def tell(self, name: str, text: str | None, patience: float = ...) -> str:
+        """Return rank 0's text on all ranks."""
+        ...
+
+    def tell_machine(self, name: str, text: str | None, patience: float = ...) -> str:
+        """Return the text of a machine's first rank on all of its ranks."""
+        ...
 
 
 class World:
@@ -43,6 +66,12 @@ class World:
 
         self.machines = WorldMachines.one(self.size)
         """On which machine each rank is."""
+
+        self.tree: Tree | None = None
+        """Links between the machines; None if there is but one."""
+
+        self.launch = ""
+        """Prefix of this world's names in what it shares with later ones: of keys in a store, of rounds in the tree."""
 
         self.owns_group = True
         """Whether the process group ends with this world; one that was alive before it stays alive."""
@@ -112,9 +141,14 @@ class World:
         if self.size == 1 or self.store is None:
             return
         key = self.key(name)
-        if self.rank == 0:
-            self.store.set(key, mine)
-        elif (first := self.store.get(key).decode()) != mine:
+        if self.tree is not None:
+            patience = self.store.timeout.total_seconds()  # pyright: ignore[reportAttributeAccessIssue] - not in stubs
+            first = self.tree.tell(f"{self.launch}/{key}", None if self.rank else mine, patience)
+        elif self.rank == 0:
+            self.store.set(key, first := mine)
+        else:
+            first = self.store.get(key).decode()
+        if first != mine:
             raise TaskError(sentence(first))
 
     def agree_so_far(self, key: str, mine: str, sentence: Callable[[int], str]) -> None:

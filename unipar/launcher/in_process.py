@@ -94,13 +94,13 @@ def _watching_machines(plan: PreparedRun, place: Place, run: Path) -> AbstractCo
     return sharing_failures(plan.config, join_session(plan.config, place), run)
 
 
-def _ledger_exchange(plan: PreparedRun, watch: MachineWatch | None, run: Path) -> Callable[[World], None] | None:
+def _ledger_exchange(plan: PreparedRun, run: Path) -> Callable[[World], None] | None:
     """Return what gives rank 0 the ledgers of ranks that do not see its run folder; None if all see it."""
-    if watch is None or not plan.apart:
+    if not plan.apart:
         return None
     from unipar.launcher.machines.ledgers import exchange_ledgers
 
-    return partial(exchange_ledgers, watch=watch, run=run, apart=frozenset(plan.apart))
+    return partial(exchange_ledgers, run=run, apart=frozenset(plan.apart))
 
 
 @contextmanager
@@ -114,9 +114,7 @@ def training_in_process(plan: PreparedRun, task: Task) -> Generator[TrainingRun]
     try:
         with (
             _watching_machines(plan, place, run) as watch,
-            open_run(
-                plan.settled, plan.backend, task, place, run, at_end=_ledger_exchange(plan, watch, run)
-            ) as training,
+            open_run(plan.settled, plan.backend, task, place, run, at_end=_ledger_exchange(plan, run)) as training,
             explain_out_of_memory(run, place.rank, training),
         ):
             if watch is not None:

@@ -13,7 +13,6 @@ from torch import Tensor
 from unipar.checkpoint.packed_values import pack_values, unpack_values
 from unipar.checkpoint.protocol.verifying import CheckpointContents
 from unipar.checkpoint.saved_state import SavedState
-from unipar.checkpoint.store_exchange import StoreExchange
 from unipar.data.dataset import DataSource, check_same_sample_count, training_data_source
 from unipar.data.feed import MicrobatchFeed
 from unipar.data.lengths import SampleLengths, measure_lengths
@@ -21,6 +20,7 @@ from unipar.data.order import DataPosition
 from unipar.data.stream import STREAM_PROMISES
 from unipar.data.stream_feed import StreamFeed, StreamPlace
 from unipar.data.stream_reader import ReadingOn, ReadPart, has_state
+from unipar.distributed.meeting.rounds import open_rounds
 from unipar.errors import CheckpointError, TaskError
 from unipar.run_folder.heartbeat import MEASURING, READING_ON
 from unipar.utils.address import Location
@@ -194,8 +194,7 @@ class _ReadingOnNotice:
         source, world = live.feed.source, live.world
         if len(self._read) < max(1, source.settings.workers):
             return
-        waits = StoreExchange(world.store, world.rank, world.size, world.key("read on"), lambda: live.mark("waiting"))
-        waits(b"")
+        open_rounds(world, world.key("read on"), lambda: live.mark("waiting"))("read", lambda _: "")
         live.heartbeat.set_work("")
         live.mark("data")
         read = item.read if source.settings.stream == "whole" else sum(self._read)
@@ -231,15 +230,19 @@ def describe_stream_place(live: FedRun, done: int) -> tuple[dict[str, Any], dict
         "seats": [{"parts": parts, "turn": own.turn}],
     }
     if not feed.whole:
-        exchange = StoreExchange(world.store, world.rank, world.size, world.key("stream places"))
         mine = {"seat": world.share, "parts": parts, "turn": own.turn, "why": why} if saves else None
-        found = [one for text in exchange(json.dumps(mine).encode()) if (one := json.loads(text)) is not None]
-        found.sort(key=lambda one: one["seat"])
+        found = json.loads(open_rounds(world, world.key("stream places"))(json.dumps(mine), _sorted_seats))
         described["stream"]["seats"] = [{"parts": one["parts"], "turn": one["turn"]} for one in found]
         why = next((one["why"] for one in found if one["why"]), "")
     if why:
         described["stream"]["why"] = why
     return described, tensors
+
+
+def _sorted_seats(texts: list[str]) -> str:
+    """Return the seats of the ranks that have one, in order."""
+    seats: list[dict[str, Any]] = [one for text in texts if (one := json.loads(text)) is not None]
+    return json.dumps(sorted(seats, key=lambda one: one["seat"]))
 
 
 def _packed_parts(place: StreamPlace, seat: int, *, saves: bool) -> tuple[list[Any], dict[str, Tensor], str]:

@@ -15,9 +15,9 @@ from unipar.checkpoint.packed_values import unpack_values
 from unipar.checkpoint.protocol.verifying import CheckpointContents, HashProgress, find_checkpoints, verify_checkpoint
 from unipar.checkpoint.saved_state import SavedState
 from unipar.checkpoint.starting_points import describe_nothing_left
-from unipar.checkpoint.store_exchange import StoreExchange
 from unipar.checkpoint.tensor_bytes import dtype_name
 from unipar.config import Config
+from unipar.distributed.meeting.rounds import open_rounds
 from unipar.distributed.world import World
 from unipar.errors import CheckpointError
 from unipar.task.location import code_folder, code_hash
@@ -80,7 +80,7 @@ def choose_checkpoint(
     `again`: the run has begun from the path in this folder already, whose own checkpoints are newer; the path is taken
     if all of them are broken.
     """
-    exchange = StoreExchange(world.store, world.rank, world.size, world.key("choose checkpoint"))
+    decide = open_rounds(world, world.key("choose checkpoint"))
     auto = wanted == "auto"
     own, error = list[str](), ""
     if world.rank == 0 and (auto or again):
@@ -88,7 +88,7 @@ def choose_checkpoint(
             own = [str(found.path) for found in find_checkpoints(folder)]
         except CheckpointError as e:
             error = str(e)
-    own, error = json.loads(exchange(json.dumps([own, error]).encode())[0])
+    own, error = json.loads(decide(json.dumps([own, error]), lambda texts: texts[0]))
     if error:
         raise CheckpointError(error)
     passed: list[str] = []
@@ -99,8 +99,7 @@ def choose_checkpoint(
             found = verify_checkpoint(path, share=(world.rank, world.size), progress=progress)
         except CheckpointError as e:
             error = str(e)
-        errors = [text.decode() for text in exchange(error.encode())]
-        first = next((text for text in errors if text), "")
+        first = decide(error, lambda texts: next(filter(None, texts), ""))
         if not first and found is not None:
             called = f"checkpoint {path}"
             told = refuse_changes(found.state["config"], config.model_dump(mode="json"), said, called)
@@ -181,14 +180,18 @@ def _refuse_other_tensors(live: TrainingRun, saved: SavedState) -> int:
             kinds = saved.kinds(piece.name) if piece.kind == "weight" else {"buffer"}
             total += piece.where.numel * sum(saved.element_bytes(piece.name, kind) for kind in kinds)
     world = live.world
-    exchange = StoreExchange(world.store, world.rank, world.size, world.key("tensors"))
-    rows = [[*key, *value] for key, value in mine.items()]
-    wanted: dict[tuple[str, str], tuple[tuple[int, ...], str]] = {}
-    for text in exchange(json.dumps(rows).encode()):
-        for name, kind, shape, dtype in json.loads(text):
-            wanted[name, kind] = (tuple(shape), dtype)
     there = {key: t for key, t in saved.tensors.items() if key[1] in ("weight", "buffer")}
-    refuse_other_model(wanted, there, f"checkpoint {saved.folder}")
+
+    def judge(texts: list[str]) -> str:
+        wanted: dict[tuple[str, str], tuple[tuple[int, ...], str]] = {}
+        for text in dict.fromkeys(texts):
+            for name, kind, shape, dtype in json.loads(text):
+                wanted[name, kind] = (tuple(shape), dtype)
+        refuse_other_model(wanted, there, f"checkpoint {saved.folder}")
+        return ""
+
+    rows = [[*key, *value] for key, value in mine.items()]
+    open_rounds(world, world.key("tensors"))(json.dumps(rows), judge)
     return total
 
 

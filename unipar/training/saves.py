@@ -21,8 +21,8 @@ from unipar.checkpoint.protocol.probing import check_checkpoint_folder
 from unipar.checkpoint.protocol.retention import Retention
 from unipar.checkpoint.protocol.verifying import find_checkpoints
 from unipar.checkpoint.saving import CheckpointSaver, FinishedSave, GatheredState
-from unipar.checkpoint.store_exchange import StoreExchange
 from unipar.config.sections.checkpoint import Best, Checkpoint
+from unipar.distributed.meeting.rounds import open_rounds
 from unipar.errors import CheckpointError, TaskError
 from unipar.run_folder.layout import checkpoint_folder
 from unipar.task.location import code_folder, code_hash
@@ -88,12 +88,10 @@ class RunCheckpoints:
     def check_folder(self) -> None:
         """Check that checkpoints can be saved, before the first step; a failure is one of a save."""
         world = self._live.world
-        exchange = StoreExchange(world.store, world.rank, world.size, world.key("checkpoint folder"))
+        decide = open_rounds(world, world.key("checkpoint folder"))
         needed = sum(p.where.numel * p.tensor.element_size() for p in self._live.pieces())
         try:
-            check_checkpoint_folder(
-                self.folder, needed, rank=world.rank, exchange=exchange, machine=socket.gethostname()
-            )
+            check_checkpoint_folder(self.folder, needed, rank=world.rank, decide=decide, machine=socket.gethostname())
         except CheckpointError as e:
             self._fail(e)
 
@@ -101,14 +99,14 @@ class RunCheckpoints:
         """Count the checkpoint from which the run goes on as the last one, and those of its best that are here."""
         best = best_so_far(state)
         world = self._live.world
-        exchange = StoreExchange(world.store, world.rank, world.size, world.key("best checkpoints"))
+        decide = open_rounds(world, world.key("best checkpoints"))
 
         def steps_here() -> list[int]:
             return [found.step for found in find_checkpoints(self.folder)] if best and world.rank == 0 else []
 
         here: list[int] = []
         try:
-            here = attempt_together(exchange, steps_here, lambda failure, told: f"{self.folder}: {failure}")[0]
+            here = attempt_together(decide, steps_here, lambda failure, told: f"{self.folder}: {failure}")[0]
         except CheckpointError as e:
             self._fail(e)
         self._last_saved, self._best = step, [pair for pair in best if pair[0] in here]

@@ -370,10 +370,13 @@ def _prepare_once_per_machine(task: Task, world: World) -> None:
     """Call the task's `prepare` on one rank of each machine; others wait without a limit, as it may download data."""
     if not task.defines("prepare"):
         return
-    key = world.key(f"prepared/{world.machines.index_of(world.rank)}")
-    if world.machines.leads(world.rank):
+    key, leads = world.key("prepared"), world.machines.leads(world.rank)
+    if leads:
         task.prepare()
-        if world.store is not None:
-            world.store.set(key, "yes")
+    if world.tree is not None:
+        world.tree.tell_machine(f"{world.launch}/{key}", "yes" if leads else None)
+        return
+    if leads and world.store is not None:
+        world.store.set(key, "yes")
     while world.store is not None and not world.store.check([key]):
         time.sleep(0.05)

@@ -29,6 +29,11 @@ OMITTED_DS_KEYS = {
     "monitor_config": "say log.to",
     "seq_parallel_communication_data_type": "the model's sequences are not split",
     "vocabulary_size": "unipar does not need it",
+    "prescale_gradients": "unipar divides as one process would",
+    "gradient_predivide_factor": "unipar divides as one process would",
+    "sparse_gradients": "it is about what is sent; unipar reduces whole gradients",
+    "hybrid_engine": "it is about generating",
+    "zero_force_ds_cpu_optimizer": "the optimizer is PyTorch's",
 }
 REFUSED_DS_KEYS = {
     "autotuning": "unipar does not tune settings",
@@ -41,24 +46,19 @@ REFUSED_DS_KEYS = {
     "weight_quantization": "unipar does not quantize",
     "curriculum_learning": "unipar decides the order of samples by data.shuffle alone",
     "data_efficiency": "unipar decides the order of samples by data.shuffle alone",
-    "hybrid_engine": "unipar trains, and does not generate",
     "pipeline": "unipar splits data and state, not yet layers",
     "expert_parallel": "unipar splits data and state, not experts",
     "sequence_parallel_size": "unipar splits data and state, not sequences",
     "data_parallel_size": "say parallel.data",
     "sparse_attention": "attention is the model's own",
-    "sparse_gradients": "unipar reduces whole gradients",
     "zenflow": "unipar has no such mode",
     "torch_autocast": "its gradients travel in bf16, which unipar's bf16-mixed does not; say train.precision",
     "data_types": "unipar sets dtypes by train.precision",
     "communication_data_type": "unipar sets dtypes by train.precision",
-    "zero_force_ds_cpu_optimizer": "the optimizer is PyTorch's",
     "managed_gradient_accumulation": "unipar sets the boundary itself",
     "datastates_ckpt": "checkpoints are unipar's own",
 }
 FIXED_DS_VALUES: Mapping[str, tuple[Any, str]] = {
-    "prescale_gradients": (False, "unipar divides as one process would"),
-    "gradient_predivide_factor": (1.0, "unipar divides as one process would"),
     "gradient_allreduce_op": ("mean", "unipar always takes the mean"),
     "disable_allgather": (False, "unipar has no such mode"),
     "use_data_before_expert_parallelism": (False, "unipar has no experts"),
@@ -77,6 +77,7 @@ ZERO_SPEED = (
     *("round_robin_gradients", "use_multi_rank_bucket_allreduce", "stage3_module_granularity_threshold"),
     *("stage3_use_all_reduce_for_fetch_params", "stage3_allgather_sequential", "memory_efficient_linear"),
     *("log_trace_cache_warnings", "enable_sanity_checks", "parameter_alignment"),
+    *("cpu_offload_use_pin_memory", "legacy_stage1"),
 )
 ZERO_FILES = (
     *("stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save"),
@@ -88,12 +89,12 @@ ZERO_REFUSED = {
     "zero_quantized_nontrainable_weights": "ZeRO++ rounds weights, which changes the numbers",
     "zero_quantized_gradients": "ZeRO++ rounds gradients, which changes the numbers",
     "zenflow": "unipar has no such mode",
-    "cpu_offload_param": "an old key; say offload_param",
-    "cpu_offload_use_pin_memory": "an old key; say offload_optimizer",
     "leaf_module": "unipar splits the model's blocks (model.blocks)",
-    "legacy_stage1": "unipar has the new stage 1 only",
     "save_muon_momentum_buffer_in_memory": "unipar has sgd, adam and adamw",
 }
+OF_ZERO = ("offload_optimizer", "offload_param", "stage", "overlap_comm", "contiguous_gradients", "reduce_bucket_size")
+"""Keys of ZeRO that files have beside the section, where DeepSpeed does not look."""
+
 ZERO_ALIASES = {
     name.removeprefix("stage3_"): name
     for name in (

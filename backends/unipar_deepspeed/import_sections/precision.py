@@ -30,12 +30,15 @@ def read_precision(keys: ForeignSection) -> None:
         reading.put("train.precision", meaning, f"{note}: autocast over fp32" if meaning == "fp16" else note)
         scaling = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
         section.omit(dict.fromkeys(scaling, "the loss is scaled by unipar's rule"))
-        section.expect("auto_cast", False, "unipar casts a batch's floating-point tensors")
+        section.omit({"auto_cast": "unipar casts a batch's floating-point tensors"})
         mixed = "masters and moments are fp32 in unipar"
         section.refuse(dict.fromkeys((f"{name}_master_weights_and_grads", f"{name}_optimizer_states"), mixed))
         section.omit(dict.fromkeys(("opt_level", "fp16_scale_tolerance", "amp"), "DeepSpeed itself ignores it"))
         section.omit({"check_overflow": "unipar checks every loss", "consecutive_hysteresis": "it is about scaling"})
         section.refuse({"immediate_grad_update": "unipar reduces by its own rule"}, unless=(True, False))
+        section.omit({"check_grad_overflow": "unipar checks every loss"})
+        if not reading.strict:
+            section.omit_unknown(("enabled", *scaling), "not known; it is about casting, or scaling the loss")
         section.end(("enabled", "auto_cast", *scaling))
     if not chosen and open_answers is not None and "train.precision" not in reading.config:
         wanted = open_answers.precision

@@ -28,7 +28,7 @@ def check(folders: Sequence[Location], machines: str = "aa", disk: Disk | None =
                 folders[rank],
                 1000,
                 rank=rank,
-                exchange=meeting.exchange(rank),
+                decide=meeting.rounds(rank),
                 machine=f"node-{machines[rank]}",
                 disk=disk,
                 patience=0.2,

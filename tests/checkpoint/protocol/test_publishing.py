@@ -25,6 +25,7 @@ from unipar.checkpoint.protocol.publishing import PieceToSave, SavedCheckpoint, 
 from unipar.checkpoint.protocol.retention import Retention
 from unipar.checkpoint.protocol.verifying import find_checkpoints, verify_checkpoint
 from unipar.checkpoint.storage.disk import Disk
+from unipar.distributed.meeting.rounds import Judge
 from unipar.errors import CheckpointError
 
 Pieces = Callable[[int, int], Sequence[PieceToSave]]
@@ -291,13 +292,13 @@ def test_a_rank_that_dies_ends_the_save(tmp_path: Path) -> None:
     """The caller's collective raises, and rank 0 leaves nothing behind."""
     calls = 0
 
-    def exchange(message: bytes) -> Sequence[bytes]:
+    def decide(mine: str, judge: Judge) -> str:
         nonlocal calls
         calls += 1
         if calls == 3:
             raise ConnectionError("rank 1 is gone")
-        return [message, json.dumps({"result": 0}).encode()]
+        return judge([mine, json.dumps({"result": 0})])
 
     with pytest.raises(ConnectionError, match="rank 1 is gone"):
-        save_checkpoint(tmp_path, 1, pieces_of_rank(0, 1), {}, exchange=exchange)
+        save_checkpoint(tmp_path, 1, pieces_of_rank(0, 1), {}, decide=decide)
     assert names(tmp_path) == []

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any, final
 
 from unipar.checkpoint.format.names import TEMPORARY_PREFIX
-from unipar.checkpoint.protocol.agreement import Exchange, attempt_together
+from unipar.checkpoint.protocol.agreement import attempt_together
 from unipar.checkpoint.protocol.publication import refuse_full_disk
 from unipar.checkpoint.storage.disk import Disk
 from unipar.checkpoint.storage.remote import RemoteFolder
+from unipar.distributed.meeting.rounds import Decide
 from unipar.errors import CheckpointError
 from unipar.utils.address import Address, Location
 
@@ -29,7 +30,7 @@ def check_checkpoint_folder(
     needed: int,
     *,
     rank: int,
-    exchange: Exchange,
+    decide: Decide,
     machine: str,
     disk: Disk | None = None,
     patience: float = PATIENCE,
@@ -38,7 +39,7 @@ def check_checkpoint_folder(
 
     `needed`: bytes of this rank's part, as far as is known; `machine`: name of the machine that it is on.
     """
-    probe = _Probe(folder, rank, exchange, machine, disk or Disk(), patience)
+    probe = _Probe(folder, rank, decide, machine, disk or Disk(), patience)
     try:
         (first, *_) = probe.agree(lambda: needed, told=lambda all_needed: probe.begin(sum(all_needed)))
         probe.agree(lambda: probe.look(*first))
@@ -51,10 +52,8 @@ def check_checkpoint_folder(
 class _Probe:
     """One check on one rank."""
 
-    def __init__(
-        self, folder: Location, rank: int, exchange: Exchange, machine: str, disk: Disk, patience: float
-    ) -> None:
-        self.folder, self.rank, self.exchange, self.machine = folder, rank, exchange, machine
+    def __init__(self, folder: Location, rank: int, decide: Decide, machine: str, disk: Disk, patience: float) -> None:
+        self.folder, self.rank, self.decide, self.machine = folder, rank, decide, machine
         self.disk, self.patience = disk, patience
         self.name = ""
 
@@ -65,7 +64,7 @@ class _Probe:
 
     def _round(self, attempt: Callable[[], Any]) -> list[Any]:
         return attempt_together(
-            self.exchange, attempt, lambda failure, _: f"no checkpoint can be saved in {self.folder}: {failure}"
+            self.decide, attempt, lambda failure, _: f"no checkpoint can be saved in {self.folder}: {failure}"
         )
 
     def begin(self, needed: int) -> tuple[str, str]:

@@ -32,11 +32,12 @@ from unipar.checkpoint.format.names import (
 )
 from unipar.checkpoint.format.shard_file import HashedFile, ShardTensor, shard_header, sorted_for_shard, write_tensors
 from unipar.checkpoint.format.strict_json import dump_strict_json
-from unipar.checkpoint.protocol.agreement import Exchange, attempt_together
+from unipar.checkpoint.protocol.agreement import attempt_together
 from unipar.checkpoint.protocol.publication import DiskPublication, RemotePublication, publication_in
 from unipar.checkpoint.protocol.retention import Retention, remove_old_checkpoints
 from unipar.checkpoint.protocol.verifying import check_tiling, seal_of_manifest
 from unipar.checkpoint.storage.disk import Disk
+from unipar.distributed.meeting.rounds import Decide, decide_alone
 from unipar.errors import CheckpointError
 from unipar.utils.address import Location
 
@@ -80,7 +81,7 @@ def save_checkpoint(
     state: Mapping[str, Any] | None,
     *,
     rank: int = 0,
-    exchange: Exchange = lambda message: [message],
+    decide: Decide = decide_alone,
     retention: Retention | None = None,
     disk: Disk | None = None,
     progress: Callable[[int], None] | None = None,
@@ -90,7 +91,7 @@ def save_checkpoint(
     `state` is rank 0's, for state.json. On failure all ranks raise CheckpointError with the same sentence, and nothing
     is published. `progress` gets the bytes of each chunk that this rank has written.
     """
-    saving = _Saving(publication_in(folder, step, disk or Disk()), rank, exchange, progress)
+    saving = _Saving(publication_in(folder, step, disk or Disk()), rank, decide, progress)
     return saving.save(pieces, state, retention or Retention())
 
 
@@ -102,11 +103,11 @@ class _Saving:
         self,
         publication: DiskPublication | RemotePublication,
         rank: int,
-        exchange: Exchange,
+        decide: Decide,
         progress: Callable[[int], None] | None,
     ) -> None:
         self.publication, self.step = publication, publication.step
-        self.rank, self.exchange, self.progress = rank, exchange, progress
+        self.rank, self.decide, self.progress = rank, decide, progress
 
     def save(
         self, pieces: Sequence[PieceToSave], state: Mapping[str, Any] | None, retention: Retention
@@ -125,9 +126,9 @@ class _Saving:
         return SavedCheckpoint(self.publication.target, self.step, done[0], tuple(done[1]), tuple(done[2]))
 
     def agree(self, attempt: Callable[[], Any]) -> list[Any]:
-        """Return what an attempt returned on each rank; if it failed on any, raise the same sentence on all."""
+        """Return what an attempt returned on each rank, as `attempt_together` does; raise the same sentence on all."""
         return attempt_together(
-            self.exchange,
+            self.decide,
             attempt,
             lambda failure, told: (
                 f"checkpoint of step {self.step} in {self.publication.folder}: {failure}; {told['outcome']}; "

@@ -36,7 +36,10 @@ def export(
 
 
 def import_(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="ds_config.json, accelerate.yaml.", show_default=False)],
+    file: Annotated[
+        Path,
+        typer.Argument(metavar="FILE", help="ds_config.json, accelerate.yaml, a trainer's file.", show_default=False),
+    ],
     out: Annotated[Path | None, typer.Option("-o", "--out", metavar="FILE", help="Write to a file.")] = None,
     sets: Annotated[
         list[str] | None,
@@ -62,6 +65,7 @@ def import_(
     \b
     unipar import ds_config.json --args "--learning_rate 2e-5 --num_train_epochs 1" -o train.yaml
     unipar import ds_config.json --set train.steps=1000 -o train.yaml
+    unipar import axolotl.yaml -o train.yaml
     unipar import accelerate.yaml --set train.epochs=3 --set batch.total=32 --set 'train.optimizer={lr: 3.0e-4}'
     """
     from unipar.conversion.import_config import import_library_config, write_imported_config

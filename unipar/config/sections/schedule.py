@@ -36,14 +36,19 @@ def remaining_share(shape: Decay, progress: float) -> float:
 
 
 class _Schedule(Section):
-    warmup: Annotated[int, Field(ge=0)] = 0
-    """Optimizer steps over which the learning rate rises to its full value."""
+    warmup: Annotated[int, Field(ge=0)] | Annotated[float, Field(gt=0, lt=1)] = 0
+    """Optimizer steps over which the learning rate rises to its full value; or their share of all: 0.1."""
+
+    def warmup_steps(self, steps: int) -> int:
+        """Return the length of the warm-up in a run of so many optimizer steps; a share is rounded up."""
+        return self.warmup if isinstance(self.warmup, int) else math.ceil(self.warmup * steps)
 
     def factor(self, step: int, steps: int) -> float:
         """Return the factor of the learning rate at optimizer step `step` (from 0) of `steps`."""
-        if step < self.warmup:
-            return (step + 1) / self.warmup
-        return self._after_warmup(step - self.warmup, max(1, steps - 1 - self.warmup))
+        warmup = self.warmup_steps(steps)
+        if step < warmup:
+            return (step + 1) / warmup
+        return self._after_warmup(step - warmup, max(1, steps - 1 - warmup))
 
     @abstractmethod
     def _after_warmup(self, since: int, last: int) -> float:
@@ -115,6 +120,29 @@ class Polynomial(_Schedule):
         return self.end + (1.0 - self.end) * max(0.0, 1.0 - since / last) ** self.power
 
 
+class InverseRoot(_Schedule):
+    """Config section `train.schedule` with name: inverse-root."""
+
+    name: Literal["inverse-root"] = "inverse-root"
+    """sqrt(scale / (scale + steps since the warm-up)): it falls for ever, ever more slowly."""
+
+    scale: PositiveInt | None = None
+    """Steps after the warm-up at which the factor is sqrt(1/2); null: as many as the warm-up has, or 10,000."""
+
+    def steps_to_half(self, steps: int) -> int:
+        """Return the steps after the warm-up at which the square of the factor is 1/2, in a run of so many steps."""
+        return self.scale or self.warmup_steps(steps) or 10_000
+
+    @override
+    def factor(self, step: int, steps: int) -> float:
+        warmup, scale = self.warmup_steps(steps), self.steps_to_half(steps)
+        return (step + 1) / warmup if step < warmup else math.sqrt(scale / (step - warmup + scale))
+
+    @override
+    def _after_warmup(self, since: int, last: int) -> float:
+        raise AssertionError("factor() needs the number of all steps")
+
+
 class Steps(_Schedule):
     """Config section `train.schedule` with name: step."""
 
@@ -133,7 +161,8 @@ class Steps(_Schedule):
     @override
     def factor(self, step: int, steps: int) -> float:
         falls = step // self.every if self.every is not None else sum(step >= at for at in self.at)
-        rise = (step + 1) / self.warmup if step < self.warmup else 1.0
+        warmup = self.warmup_steps(steps)
+        rise = (step + 1) / warmup if step < warmup else 1.0
         return rise * self.by**falls
 
     @override
@@ -185,9 +214,9 @@ class WarmupStableDecay(_Schedule):
 
     @override
     def misfit(self, steps: int) -> str | None:
-        if self.warmup + self.decay > steps:
+        if (warmup := self.warmup_steps(steps)) + self.decay > steps:
             return (
-                f"schedule.warmup ({self.warmup}) and schedule.decay ({self.decay}) are more than steps ({steps}) "
+                f"schedule.warmup ({warmup}) and schedule.decay ({self.decay}) are more than steps ({steps}) "
                 "together; give fewer steps of each, or more steps"
             )
         return None
@@ -242,6 +271,7 @@ Schedule = Annotated[
     | Annotated[Linear, Tag("linear")]
     | Annotated[Cosine, Tag("cosine")]
     | Annotated[Polynomial, Tag("polynomial")]
+    | Annotated[InverseRoot, Tag("inverse-root")]
     | Annotated[Steps, Tag("step")]
     | Annotated[WarmupStableDecay, Tag("wsd")]
     | Annotated[OneCycle, Tag("one-cycle")],

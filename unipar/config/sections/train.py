@@ -79,7 +79,7 @@ class Train(Section):
     """Scaling of the learning rate with the total batch."""
 
     schedule: Schedule = Constant()
-    """constant, linear, cosine, polynomial, step, wsd or one-cycle; counted in optimizer steps in every backend."""
+    """constant, linear, cosine, polynomial, inverse-root, step, wsd or one-cycle; counted in optimizer steps."""
 
     clip: PositiveFloat | Clip | None = None
     """The largest gradient norm, or {max: 1.0, norm: fp64}."""

@@ -1,8 +1,7 @@
-"""`Links`: connections between the machines of a world and their ranks, in a tree, over which short messages go.
+"""`Links`: connections between the machines of a world and their ranks, in a tree, over which messages go.
 
-The first rank of each machine is linked to that of another machine, at most FAN_OUT to one, and the other ranks of a
-machine to its first. The system itself sees whether the other end of a link is there: it answers for a process that
-is busy, and no longer for a machine that is lost.
+The system itself sees whether the other end of a link is there: it answers for a process that is busy, and no longer
+for a machine that is lost.
 """
 
 from __future__ import annotations
@@ -14,6 +13,8 @@ import selectors
 import socket
 import threading
 import time
+import zlib
+from base64 import b64decode, b64encode
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -24,15 +25,18 @@ from unipar.distributed.meeting.roll_call import wait_for_key
 from unipar.errors import WorldMismatch
 
 if TYPE_CHECKING:
-    from unipar.distributed.meeting.session import Session
+    import torch.distributed as dist
 
-FAN_OUT: Final = 16
-"""Largest number of machines whose first ranks are linked to that of one other machine."""
+    from unipar.distributed.machines import WorldMachine
+    from unipar.distributed.meeting.neighbours import Neighbours
 
 CONNECT_SECONDS: Final = 10.0
 """Seconds in which a connection between two machines must be made; more means that it is blocked."""
 
 _PROBES: Final = 4
+
+_LONG: Final = 2000
+"""Bytes of a message from which on it is sent compressed."""
 
 
 @final
@@ -44,9 +48,12 @@ class RankLink:
     """Rank at the other end."""
 
     connection: socket.socket
-    unread: bytes = b""
-    over: bool = False
-    """Whether the other end has said that it is done."""
+    unread: bytearray = field(default_factory=bytearray)
+    sent: int = 0
+    """Bytes of the messages that were sent."""
+
+    received: int = 0
+    """Bytes of the messages that have come."""
 
     writing: threading.Lock = field(default_factory=threading.Lock)
 
@@ -55,23 +62,24 @@ class RankLink:
 class Links:
     """Links of this rank: to the rank above it, if it is not rank 0, and to those below."""
 
-    def __init__(self, session: Session, silence: float) -> None:
+    def __init__(self, store: dist.Store, rank: int, neighbours: Neighbours, silence: float) -> None:
         """`silence`: seconds without an answer of the other end's system, after which a link is lost."""
-        self._rank, self._machines, self._silence = session.place.rank, session.machines, silence
+        self._rank, self._neighbours = rank, neighbours
         self.parent: RankLink | None = None
         self.children: list[RankLink] = []
         self._wake, self._woken = os.pipe()
         self._closing = False
         self._reader: threading.Thread | None = None
-        self._open(session, f"links/{session.next_launch()}")
+        self._open(store)
+        self.set_patience(silence)
 
-    def _open(self, session: Session, key: str) -> None:
+    def _open(self, store: dist.Store) -> None:
         """Connect to the rank above, and be connected to by those below."""
-        store, rank = session.store, self._rank
-        above, below = rank_above(session, rank), ranks_below(session, rank)
+        rank, key = self._rank, "links"
+        above, below = self._neighbours.rank_above(rank), self._neighbours.ranks_below(rank)
         word = secrets.token_hex(8)
         with ExitStack() as failed:
-            listener = failed.enter_context(listen_for_ranks(session)) if below else None
+            listener = failed.enter_context(listen_for_ranks(self._neighbours.here)) if below else None
             if listener is not None:
                 store.set(f"{key}/{rank}", f"{listener.getsockname()[1]} {word}")
             if above is not None:
@@ -81,18 +89,17 @@ class Links:
                 self._send(self.parent, {"rank": rank, "word": said})
             if listener is not None:
                 self.children = _accept(listener, word, len(below), failed)
-            for link in self._all:
-                self._set_patience(link.connection)
             failed.pop_all()
         if listener is not None:
             listener.close()
 
     @property
-    def _all(self) -> list[RankLink]:
+    def all(self) -> list[RankLink]:
+        """Links to the ranks below, and to the one above."""
         return [*self.children, *([self.parent] if self.parent is not None else [])]
 
     def _connect(self, above: int, port: int) -> socket.socket:
-        there, here = self._machines.of(above), self._machines.of(self._rank)
+        there, here = self._neighbours.machine_above(self._rank), self._neighbours.here
         address = there.address or "127.0.0.1"
         try:
             return socket.create_connection((address, port), timeout=CONNECT_SECONDS)
@@ -105,21 +112,24 @@ class Links:
                 "(machines.interface)"
             ) from None
 
-    def _set_patience(self, connection: socket.socket) -> None:
-        """Have the system tell when the other end has not answered for `silence` seconds."""
-        pause = max(1, int(self._silence / (_PROBES + 1)))
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, pause)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, pause)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self._silence * 1000))
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.settimeout(None)
+    def set_patience(self, silence: float) -> None:
+        """Have the system tell when another end has not answered for `silence` seconds."""
+        pause = max(1, int(silence / (_PROBES + 1)))
+        for link in self.all:
+            connection = link.connection
+            with suppress(OSError):  # it is lost, which whoever reads it learns
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, pause)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, pause)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(silence * 1000))
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                connection.settimeout(None)
 
     def read_in_background(
         self, told: Callable[[RankLink, dict[str, Any]], None], lost: Callable[[RankLink, OSError | None], None]
     ) -> None:
-        """Call `told` for each message, and `lost` for a link whose other end has gone without a word: why, or None."""
+        """Call `told` for each message, and `lost` for a link whose other end has gone: why, or None."""
         self._reader = threading.Thread(target=self._read, args=(told, lost), name="links", daemon=True)
         self._reader.start()
 
@@ -128,7 +138,7 @@ class Links:
     ) -> None:
         with selectors.DefaultSelector() as selector:
             selector.register(self._wake, selectors.EVENT_READ)
-            for link in self._all:
+            for link in self.all:
                 selector.register(link.connection, selectors.EVENT_READ, link)
             while not self._closing:
                 for found, _ in selector.select():
@@ -145,17 +155,19 @@ class Links:
         """Read what has come over a link; return whether more may come."""
         why: OSError | None = None
         try:
-            got = link.connection.recv(65536)
+            got = link.connection.recv(2**20)
         except OSError as e:
             got, why = b"", e
-        *lines, link.unread = (link.unread + got).split(b"\n")
-        for line in lines:
-            message: dict[str, Any] = json.loads(line)
-            if message.get("over"):
-                link.over = True
-            else:
+        link.received += len(got)
+        link.unread += got
+        if b"\n" in got:
+            *lines, link.unread = link.unread.split(b"\n")
+            for line in lines:
+                message: dict[str, Any] = json.loads(line)
+                if "packed" in message:
+                    message = json.loads(zlib.decompress(b64decode(message["packed"])))
                 told(link, message)
-        if not got and not link.over and not self._closing:
+        if not got and not self._closing:
             lost(link, why)
         return bool(got)
 
@@ -163,56 +175,46 @@ class Links:
         """Send a message to the rank above; return whether there is one, and its system took it."""
         return self.parent is not None and self._send(self.parent, message)
 
-    def send_down(self, message: dict[str, Any]) -> None:
-        """Send a message to the ranks below."""
+    def send_down(self, message: dict[str, Any], *, here: bool = False) -> None:
+        """Send a message to the ranks below; `here`: to those of this machine alone."""
         for link in self.children:
+            if not here or link.rank in self._neighbours.here.ranks:
+                self._send(link, message)
+
+    def send_to_all(self, message: dict[str, Any]) -> None:
+        """Send a message over all links."""
+        for link in self.all:
             self._send(link, message)
 
     @staticmethod
     def _send(link: RankLink, message: dict[str, Any]) -> bool:
+        line = json.dumps(message).encode()
+        if len(line) > _LONG:
+            line = json.dumps({"packed": b64encode(zlib.compress(line, 1)).decode()}).encode()
         try:
             with link.writing:
-                link.connection.sendall(json.dumps(message).encode() + b"\n")
+                link.connection.sendall(line + b"\n")
         except OSError:
             return False
+        link.sent += len(line) + 1
         return True
 
     def close(self) -> None:
-        """Say at the other ends that this rank is done, and close all links."""
-        for link in self._all:
-            self._send(link, {"over": True})
+        """Close all links."""
         self._closing = True
         os.write(self._woken, b"x")
         if self._reader is not None:
             self._reader.join()
-        for link in self._all:
+        for link in self.all:
             with suppress(OSError):
                 link.connection.close()
         os.close(self._wake)
         os.close(self._woken)
 
 
-def rank_above(session: Session, rank: int) -> int | None:
-    """Return the rank to which a rank is linked on the way to rank 0, or None for rank 0 itself."""
-    machines = session.machines
-    if not machines.leads(rank):
-        return machines.of(rank).ranks[0]
-    index = machines.index_of(rank)
-    return None if index == 0 else machines.all[(index - 1) // FAN_OUT].ranks[0]
-
-
-def ranks_below(session: Session, rank: int) -> list[int]:
-    """Return the ranks that are linked to a rank, away from rank 0."""
-    machines = session.machines
-    if not machines.leads(rank):
-        return []
-    first = machines.index_of(rank) * FAN_OUT + 1
-    return [*machines.of(rank).ranks[1:], *(machine.ranks[0] for machine in machines.all[first : first + FAN_OUT])]
-
-
-def listen_for_ranks(session: Session) -> socket.socket:
+def listen_for_ranks(here: WorldMachine) -> socket.socket:
     """Return a socket at a port that the system chose, at the address by which others know this machine."""
-    address = session.machines.of(session.place.rank).address or "127.0.0.1"
+    address = here.address or "127.0.0.1"
     family = socket.AF_INET6 if is_ipv6(address) else socket.AF_INET
     try:
         listener = socket.create_server((address, 0), family=family, backlog=1024)

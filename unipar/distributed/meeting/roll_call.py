@@ -3,7 +3,7 @@
 A launcher may keep its store when it starts the ranks again, and each of its agents counts restarts for itself: what
 an earlier attempt wrote must not be read as this one's. So each rank leaves a letter with a word that it has made up;
 rank 0 answers each letter with the name of its session; and who gets an answer to his own word says so in a second
-letter. When all have, the session begins.
+letter. When all have, the session begins: each is told of its neighbours, with whom it is then linked.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import secrets
 import time
 import zlib
 from base64 import b64decode, b64encode
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, final
 
 from unipar.distributed.addresses import is_loopback
 from unipar.distributed.machines import WorldMachines, name_ranks
+from unipar.distributed.meeting.neighbours import Neighbours
 from unipar.errors import WorldMismatch, rebuild
 
 if TYPE_CHECKING:
@@ -54,14 +55,16 @@ class RollCall:
     session: str
     """Name of the session, which no other attempt has."""
 
-    machines: WorldMachines
+    neighbours: Neighbours
     restarts: int
+    machines: WorldMachines | None = None
+    """All machines, on rank 0."""
 
 
 def call_roll(
     store: dist.Store, rank: int, size: int, mine: Presence, patience: float, own_address: Callable[[str], str]
 ) -> RollCall:
-    """Return who is where, once all ranks are there; raise the same WorldMismatch on those that are, if some are not.
+    """Return who is near, once all ranks are there; raise the same WorldMismatch on those that are, if some are not.
 
     `own_address` returns the address of rank 0's machine towards another machine's address.
     """
@@ -77,8 +80,27 @@ def call_roll(
         there = {r: Presence(p.machine, p.name, here) if p.machine == mine.machine else p for r, p in there.items()}
     ranks = [there[r] for r in range(size)]
     machines = WorldMachines.of_ranks([p.machine for p in ranks], [p.name for p in ranks], [p.address for p in ranks])
-    store.set(f"begin/{session}", _packed({"machines": machines.to_json(), "restarts": restarts}))
-    return RollCall(session, machines, restarts)
+    store.set(f"machines/{session}", _packed(machines.to_json()))
+    near = [Neighbours.of_machine(machines, index) for index in range(len(machines.all))]
+    begun = {
+        there[one.here.ranks[0]].machine: json.dumps({"near": one.to_json(), "restarts": restarts}) for one in near
+    }
+    _begin(store, session, begun)
+    return RollCall(session, near[0], restarts, machines)
+
+
+def read_machines(store: dist.Store, roll: RollCall) -> WorldMachines:
+    """Return all machines of a roll call, also on a rank that is not linked to the others; rank 0 tells each of them.
+
+    `store`: that of the roll call.
+    """
+    return roll.machines or WorldMachines.from_json(_unpacked(store.get(f"machines/{roll.session}").decode()))
+
+
+def _begin(store: dist.Store, session: str, begun: Mapping[str, str]) -> None:
+    """Answer the ranks of each machine, by its key."""
+    keys = [f"begin/{session}/{machine}" for machine in begun]
+    store.multi_set(keys, list(begun.values()))  # pyright: ignore[reportAttributeAccessIssue] - not in stubs
 
 
 def _await_letters(store: dist.Store, size: int, session: str, mine: Presence, patience: float) -> dict[int, Presence]:
@@ -95,7 +117,7 @@ def _await_letters(store: dist.Store, size: int, session: str, mine: Presence, p
         if not letters:
             if time.monotonic() > until:
                 sentence = _missing_sentence(size, confirmed, {0: mine, **came}, patience)
-                store.set(f"begin/{session}", _packed({"error": sentence}))
+                _begin(store, session, {one.machine: json.dumps({"error": sentence}) for one in came.values()})
                 raise WorldMismatch(sentence)
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
@@ -148,16 +170,18 @@ def _answer(store: dist.Store, rank: int, mine: Presence, patience: float) -> Ro
     session = wait_for_key(store, f"answer/{word}", until, f"{waited} rank 0: it has ended, or was never started")
     _post(store, {"rank": rank, "session": session})
     late = f"{waited} the other ranks: rank 0's log says which"
-    packed = wait_for_key(store, f"begin/{session}", until + 5, late)
-    begun: dict[str, Any] = json.loads(zlib.decompress(b64decode(packed)))
+    begun: dict[str, Any] = json.loads(wait_for_key(store, f"begin/{session}/{mine.machine}", until + 5, late))
     if "error" in begun:
         raise WorldMismatch(begun["error"])
-    return RollCall(session, WorldMachines.from_json(begun["machines"]), begun["restarts"])
+    return RollCall(session, Neighbours.from_json(begun["near"]), begun["restarts"])
 
 
-def _packed(message: dict[str, Any]) -> str:
-    """Return a message that every rank reads, in few bytes: rank 0 sends it as often as there are ranks."""
-    return b64encode(zlib.compress(json.dumps(message).encode(), 9)).decode()
+def _packed(value: Any) -> str:
+    return b64encode(zlib.compress(json.dumps(value).encode(), 9)).decode()
+
+
+def _unpacked(text: str) -> Any:
+    return json.loads(zlib.decompress(b64decode(text)))
 
 
 def _post(store: dist.Store, letter: dict[str, Any]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -19,7 +21,8 @@ from unipar.distributed.addresses import (
 from unipar.distributed.machines import WorldMachines, machine_key
 from unipar.distributed.meeting.alive_group import store_of_alive_group
 from unipar.distributed.meeting.rendezvous import open_store
-from unipar.distributed.meeting.roll_call import Presence, RollCall, call_roll
+from unipar.distributed.meeting.roll_call import Presence, call_roll, decide_together, read_machines
+from unipar.distributed.meeting.tree import RankTree
 from unipar.distributed.place import Place
 from unipar.errors import WorldMismatch
 
@@ -28,9 +31,19 @@ class Session:
     """Ranks that have found each other, for as long as their processes live."""
 
     def __init__(
-        self, place: Place, store: dist.Store, machines: WorldMachines, *, restarts: int = 0, adopted: bool = False
+        self,
+        place: Place,
+        store: dist.Store,
+        machines: WorldMachines,
+        tree: RankTree | None = None,
+        *,
+        restarts: int = 0,
+        adopted: bool = False,
     ) -> None:
         self.place, self.store, self.machines = place, store, machines
+        self.tree = tree
+        """Links to the other ranks; None if all are on one machine, or none were asked for."""
+
         self.adopted = adopted
         """Whether the process group was alive before unipar, and stays alive after it."""
 
@@ -44,28 +57,48 @@ class Session:
         self._launches += 1
         return f"launch/{self._launches}"
 
+    def decide(self, name: str, mine: str, judge: Callable[[list[str]], str], patience: float) -> str:
+        """Return what `judge` on rank 0 makes of the texts of all ranks; an error that it raises is raised on all.
+
+        `name` is new in this session.
+        """
+        if self.tree is not None:
+            return self.tree.decide(name, mine, judge, patience)
+        return decide_together(self.store, self.place.rank, self.place.size, name, mine, judge, patience)
+
 
 _sessions: dict[object, Session] = {}
 """Session by meeting point: rank 0 listens at an address until its process ends."""
 
 
-def session_of(place: Place, patience: float, timeout: float, interface: str | None = None) -> Session:
+def session_of(
+    place: Place, patience: float, timeout: float, interface: str | None = None, *, linked: bool = True
+) -> Session:
     """Return the session of a world, which begins with the first call in a process.
 
     `patience`: seconds in which ranks on several machines must find each other; `timeout`: those of the store
-    afterwards; `interface`: name of the network interface to use; None: the one on the way to rank 0.
+    afterwards; `interface`: name of the network interface to use; None: the one on the way to rank 0; `linked`:
+    whether ranks on several machines are connected to one another.
     """
     adopted = store_of_alive_group()
     key = "group" if adopted is not None else place.address or place.server
     if key is not None and key in _sessions:
         return _sessions[key]
-    session = _begin(place, adopted, patience if place.several_machines else timeout, timeout, interface)
+    session = _begin(place, adopted, patience if place.several_machines else timeout, timeout, interface, linked=linked)
     if key is not None:
         _sessions[key] = session
     return session
 
 
-def _begin(place: Place, adopted: dist.Store | None, patience: float, timeout: float, interface: str | None) -> Session:
+def _begin(
+    place: Place,
+    adopted: dist.Store | None,
+    patience: float,
+    timeout: float,
+    interface: str | None,
+    *,
+    linked: bool,
+) -> Session:
     if place.size == 1 and place.address is None and adopted is None:
         return Session(place, dist.HashStore(), WorldMachines.one(1))
     store = open_store(place, timedelta(seconds=patience)) if adopted is None else adopted
@@ -78,8 +111,31 @@ def _begin(place: Place, adopted: dist.Store | None, patience: float, timeout: f
     roll = call_roll(desk, place.rank, place.size, _presence(place, interface), patience, own_address_toward)
     if adopted is None:
         store.set_timeout(timedelta(seconds=timeout))
-    store, machines = dist.PrefixStore(f"unipar/{roll.session}", store), _checked(place, roll)
-    return Session(place, store, machines, restarts=roll.restarts, adopted=adopted is not None)
+    store = dist.PrefixStore(f"unipar/{roll.session}", store)
+    tree = None
+    if linked:
+        tree = RankTree(store, place.rank, place.size, roll.neighbours, timeout)
+        machines = link_all(tree, place, roll.machines, patience)
+    else:
+        machines = read_machines(desk, roll)
+    return Session(place, store, machines, tree, restarts=roll.restarts, adopted=adopted is not None)
+
+
+def link_all(tree: RankTree, place: Place, machines: WorldMachines | None, patience: float) -> WorldMachines:
+    """Return the machines that rank 0 tells once all ranks are linked; raise the same WorldMismatch on all if not."""
+
+    def judge(texts: list[str]) -> str:
+        assert machines is not None
+        _check_numbers(machines, place.size, [json.loads(text) for text in texts])
+        return json.dumps(machines.to_json())
+
+    try:
+        told = tree.decide("linked", json.dumps([place.launcher, place.local_size]), judge, patience)
+    except WorldMismatch:
+        tree.close()
+        raise
+    tree.machines = WorldMachines.from_json(json.loads(told))
+    return tree.machines
 
 
 def _presence(place: Place, interface: str | None) -> Presence:
@@ -98,15 +154,15 @@ def _presence(place: Place, interface: str | None) -> Presence:
     return Presence(machine_key(), socket.gethostname(), address, int(count) if count.isdecimal() else 0)
 
 
-def _checked(place: Place, roll: RollCall) -> WorldMachines:
-    """Return the machines of a roll call; raise WorldMismatch if the launcher has told other numbers."""
-    here = roll.machines.of(place.rank)
-    if len(here.ranks) != place.local_size:
-        raise WorldMismatch(
-            f"{place.launcher} says that {place.local_size} of {place.size} ranks are on {here.name}, and "
-            f"{len(here.ranks)} have met there: two worlds at one address? ({roll.machines})"
-        )
-    return roll.machines
+def _check_numbers(machines: WorldMachines, size: int, told: list[tuple[str, int]]) -> None:
+    """Raise WorldMismatch if the launcher has told a rank another number of ranks on its machine than have met."""
+    for rank, (launcher, local_size) in enumerate(told):
+        here = machines.of(rank)
+        if len(here.ranks) != local_size:
+            raise WorldMismatch(
+                f"{launcher} says that {local_size} of {size} ranks are on {here.name}, and {len(here.ranks)} have met "
+                f"there: two worlds at one address? ({machines})"
+            )
 
 
 def interface_for(session: Session, chosen: str | None) -> str | None:

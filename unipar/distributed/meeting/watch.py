@@ -5,12 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from queue import Empty, Queue
 from typing import TYPE_CHECKING, Any, Final, final
 
 from unipar.distributed.machines import name_ranks
-from unipar.distributed.meeting.links import Links, RankLink
+from unipar.distributed.meeting.links import RankLink
 
 if TYPE_CHECKING:
     from unipar.distributed.meeting.session import Session
@@ -34,7 +32,9 @@ class MachineWatch:
         self, session: Session, silence: float, silence_key: str, end: Callable[[dict[str, Any]], None]
     ) -> None:
         """`silence`: seconds without a sign of a machine, named by the config's key; `end` ends this process."""
+        assert session.tree is not None
         self._rank, self._machines = session.place.rank, session.machines
+        self._tree, self._links, self._launch = session.tree, session.tree.links, session.next_launch()
         self._silence, self._silence_key, self._end = silence, silence_key, end
         self.step: Callable[[], int] = lambda: 0
         """Function that returns how many steps this rank has done."""
@@ -43,46 +43,20 @@ class MachineWatch:
         """On rank 0: errors that other ranks have raised, the first one first."""
 
         self._cause: dict[str, Any] | None = None
-        self._from_below: Queue[dict[str, str]] = Queue()
-        self._from_above: Queue[dict[str, str]] = Queue()
         self._known = threading.Event()
         self._raised = threading.Event()
         self._lock = threading.Lock()
-        self._links = Links(session, silence)
-        self._links.read_in_background(self._told, self._lost)
+        self._links.set_patience(silence)
+        self._tree.begin_watch(self._launch, self)
 
-    def _told(self, link: RankLink, message: dict[str, Any]) -> None:
+    def told(self, link: RankLink, message: dict[str, Any]) -> None:
+        """Learn of a failure from a rank that this one is linked to."""
         if "cause" in message:
             self._learn(message["cause"])
-        elif "failure" in message:
+        else:
             self._report(message["failure"])
-        elif "up" in message:
-            self._from_below.put(message["up"])
-        elif "down" in message:
-            self._from_above.put(message["down"])
 
-    def gather(self, mine: dict[str, str]) -> dict[str, str]:
-        """Return on rank 0 what all ranks give, under their own keys; others pass on what comes from below them."""
-        whole = dict(mine)
-        for _ in self._links.children:
-            whole |= self._await(self._from_below)
-        self._links.send_up({"up": whole})
-        return whole if self._rank == 0 else {}
-
-    def broadcast(self, whole: dict[str, str]) -> dict[str, str]:
-        """Return on all ranks what rank 0 gives, and pass it on to those below."""
-        told = whole if self._rank == 0 else self._await(self._from_above)
-        self._links.send_down({"down": told})
-        return told
-
-    def _await(self, queue: Queue[dict[str, str]]) -> dict[str, str]:
-        """Return what comes from another rank, or nothing once the world has failed."""
-        while not self._known.is_set():
-            with suppress(Empty):
-                return queue.get(timeout=0.5)
-        return {}
-
-    def _lost(self, link: RankLink, why: OSError | None) -> None:
+    def lost(self, link: RankLink, why: OSError | None) -> None:
         """Report a rank whose link is lost: its process or its machine has ended, or there is no way to it."""
         machine = self._machines.of(link.rank)
         same = self._machines.of(self._rank) == machine
@@ -108,7 +82,7 @@ class MachineWatch:
             if not failure.get("lost"):
                 self.failures.append(failure)
             self._learn(failure)
-        elif not self._links.send_up({"failure": failure}) or self._is_above(failure["rank"]):
+        elif not self._links.send_up({"launch": self._launch, "failure": failure}) or self._is_above(failure["rank"]):
             self._learn(failure)
 
     def _is_above(self, rank: int) -> bool:
@@ -119,8 +93,9 @@ class MachineWatch:
             if self._cause is not None:
                 return
             self._cause = cause
-        self._links.send_down({"cause": cause})
+        self._links.send_down({"launch": self._launch, "cause": cause})
         self._known.set()
+        self._tree.fail()
         threading.Thread(target=self._end_late, name="end of a lost world", daemon=True).start()
 
     def _end_late(self) -> None:
@@ -147,4 +122,4 @@ class MachineWatch:
         self._raised.set()
         if self._rank == 0 and self._cause is not None:
             time.sleep(0.2)  # so that what was sent is read before the links go
-        self._links.close()
+        self._tree.end_watch(self._launch)

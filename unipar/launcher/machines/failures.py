@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from unipar.config import Config
-from unipar.distributed.meeting.roll_call import decide_together
 from unipar.distributed.meeting.watch import MachineWatch
-from unipar.errors import Stopped, UniparError, WorkerFailed, WorldMismatch, rebuild
+from unipar.errors import Stopped, UniparError, WorkerFailed, rebuild
 from unipar.run_folder.error_file import is_consequence, write_error, write_failure
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ def sharing_failures(config: Config, session: Session, run: Path) -> Generator[M
 
 
 def _open_watch(config: Config, session: Session, run: Path) -> MachineWatch:
-    """Return the watch of this rank; raise the same WorldMismatch on all ranks if some cannot be linked."""
+    """Return the watch of this rank."""
     key = "heartbeat" if config.launch.heartbeat is not None else "timeout"
     silence: float = getattr(config.launch, key)
 
@@ -58,30 +57,7 @@ def _open_watch(config: Config, session: Session, run: Path) -> MachineWatch:
         sys.stderr.flush()
         os._exit(error.code)
 
-    watch, wrong = None, ""
-    try:
-        watch = MachineWatch(session, silence, f"launch.{key}", end)
-    except WorldMismatch as e:
-        wrong = str(e)
-    name = f"links/{session.next_launch()}/made"
-    try:
-        decide_together(
-            session.store, session.place.rank, session.place.size, name, wrong, _judge_links, config.launch.meet
-        )
-    except WorldMismatch:
-        if watch is not None:
-            watch.close()
-        raise
-    assert watch is not None
-    return watch
-
-
-def _judge_links(wrong: list[str]) -> str:
-    """Raise WorldMismatch if a rank is not linked; of several sentences, with that of one that could not connect."""
-    sentences = sorted(filter(None, wrong), key=lambda text: "cannot connect" not in text)
-    if sentences:
-        raise WorldMismatch(sentences[0])
-    return ""
+    return MachineWatch(session, silence, f"launch.{key}", end)
 
 
 def _described(error: BaseException, session: Session) -> dict[str, Any]:

@@ -12,14 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from unipar.config import Config
-from unipar.distributed.meeting.roll_call import decide_together, wait_for_key
 from unipar.errors import UniparError, WorldMismatch, rebuild
 from unipar.run_folder import folder
 from unipar.run_folder.layout import attempts_path
 
 if TYPE_CHECKING:
     from unipar.distributed.meeting.session import Session
+    from unipar.distributed.meeting.tree import RankTree
     from unipar.launcher.preparation.prepared_run import PreparedRun
 
 MARK_PREFIX: Final = ".seen-"
@@ -38,23 +37,22 @@ def run_folder_on_all_machines(plan: PreparedRun, session: Session) -> Generator
 
     Which machines see rank 0's folder is found by looking for a file in it with a random name.
     """
-    name, rank = f"folder/{session.next_launch()}", session.place.rank
+    name, rank, tree = f"folder/{session.next_launch()}", session.place.rank, session.tree
+    patience = plan.config.launch.meet
+    assert tree is not None
     with ExitStack() as stack:
         placed, mine = plan, dict[str, Any]()
         try:
             if rank == 0:
-                placed = _create(plan, session, name, stack)
+                placed = _create(plan, tree, name, stack)
             else:
-                told = json.loads(_told(session, f"{name}/first", plan.config))
+                told = json.loads(tree.tell(f"{name}/first", None, patience))
                 if "out" in told:  # else rank 0 has failed
                     placed, mine["apart"] = _find_or_mirror(plan, session, name, told, stack)
         except UniparError as e:
             where = f"{session.machines.of(rank)}: " if rank else ""
             mine |= {"error": f"{where}{e}", "kind": type(e).__name__}
-        patience = plan.config.launch.meet
-        apart = decide_together(
-            session.store, rank, session.place.size, name, json.dumps(mine), _judge_folders, patience
-        )
+        apart = session.decide(name, json.dumps(mine), _judge_folders, patience)
         if rank == 0:
             for mark in placed.out.glob(f"{MARK_PREFIX}*"):
                 mark.unlink(missing_ok=True)
@@ -70,13 +68,7 @@ def _judge_folders(texts: list[str]) -> str:
     return json.dumps([rank for rank, one in enumerate(ranks) if one.get("apart")])
 
 
-def _told(session: Session, key: str, config: Config) -> str:
-    patience = config.launch.meet
-    late = f"rank {session.place.rank} waited {patience:g} s (launch.meet) for its run folder; rank 0's log may say why"
-    return wait_for_key(session.store, key, time.monotonic() + patience, late)
-
-
-def _create(plan: PreparedRun, session: Session, name: str, stack: ExitStack) -> PreparedRun:
+def _create(plan: PreparedRun, tree: RankTree, name: str, stack: ExitStack) -> PreparedRun:
     """Create rank 0's run folder and tell the others where it is, and what its files say."""
     told: dict[str, str] = {}
     try:
@@ -89,7 +81,7 @@ def _create(plan: PreparedRun, session: Session, name: str, stack: ExitStack) ->
         told["attempts"] = attempts.read_text("utf-8") if attempts.exists() else ""
         return placed
     finally:
-        session.store.set(f"{name}/first", json.dumps(told))
+        tree.tell(f"{name}/first", json.dumps(told))
 
 
 def _find_or_mirror(
@@ -107,9 +99,10 @@ def _find_or_mirror(
             f"{session.machines.of(0)}: name a folder on a file system that all machines mount (out: ..., or --out "
             "DIR), or say machines.folder: own, so that each machine writes to its own disk"
         )
-    rank, key = session.place.rank, f"{name}/machine/{session.machines.index_of(session.place.rank)}"
+    rank, tree, key = session.place.rank, session.tree, f"{name}/machine"
+    assert tree is not None
     if not session.machines.leads(rank):
-        made = json.loads(_told(session, key, plan.config))
+        made = json.loads(tree.tell_machine(key, None, plan.config.launch.meet))
         return plan.in_folder(Path(made["out"]) if "out" in made else theirs), True
     made: dict[str, str] = {}
     try:
@@ -117,7 +110,7 @@ def _find_or_mirror(
         made["out"] = str(placed.out.resolve())
         return placed, True
     finally:
-        session.store.set(key, json.dumps(made))
+        tree.tell_machine(key, json.dumps(made))
 
 
 def is_mark_seen(mark: Path, wanted: str) -> bool:

@@ -8,29 +8,34 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from unipar.distributed.meeting.rounds import open_rounds
 from unipar.run_folder.layout import ledger_path
 from unipar.utils.files import write_file_atomically
 
 if TYPE_CHECKING:
-    from unipar.distributed.meeting.watch import MachineWatch
     from unipar.distributed.world import World
 
 MOST_LEDGERS: Final = 256
 """Ranks of the largest world of which rank 0 gets all ledgers; of a larger one, those of each machine's first rank."""
 
 
-def exchange_ledgers(world: World, watch: MachineWatch, run: Path, apart: Collection[int]) -> None:
+def exchange_ledgers(world: World, run: Path, apart: Collection[int]) -> None:
     """Write the ledgers of the ranks `apart` to rank 0's run folder, and rank 0's to theirs; all ranks call this.
 
     They go over the links between the machines: rank 0 sends its own to few of them, which pass it on.
     """
     rank, leads = world.rank, world.machines.leads(world.rank)
     sends = rank in apart and (leads or world.size <= MOST_LEDGERS)
-    for other, packed in watch.gather({str(rank): _packed(run, rank)} if sends else {}).items():
-        _write(run, int(other), packed)
-    told = watch.broadcast({"0": _packed(run, 0)} if rank == 0 else {})
-    if rank in apart and leads and "0" in told:
-        _write(run, 0, told["0"])
+
+    def judge(texts: list[str]) -> str:
+        for other, packed in enumerate(texts):
+            if packed:
+                _write(run, other, packed)
+        return _packed(run, 0)
+
+    told = open_rounds(world, world.key("ledgers"))(_packed(run, rank) if sends else "", judge)
+    if rank in apart and leads:
+        _write(run, 0, told)
 
 
 def _packed(run: Path, rank: int) -> str:

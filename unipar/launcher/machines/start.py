@@ -104,15 +104,9 @@ class CommonStart:
         return replace(plan, settled=settled, finished=theirs["finished"], goes_on=theirs["goes_on"])
 
     def _decide(self, mine: Mapping[str, Any]) -> dict[str, Any]:
-        from unipar.distributed.meeting.roll_call import decide_together
-
         session = self._meet()
-        place = session.place
         return json.loads(
-            decide_together(
-                session.store,
-                place.rank,
-                place.size,
+            session.decide(
                 f"start/{session.next_launch()}",
                 json.dumps(mine),
                 lambda texts: json.dumps(_judge([json.loads(text) for text in texts], session.machines)),

@@ -106,7 +106,7 @@ class _Examiner:
         if self._missing_interface:  # a check says so, when all have met
             self._chosen = None
         meet = source.config.launch.meet if source is not None else _SECONDS_TO_MEET
-        self.session = session_of(place, meet, _SECONDS_OF_STORE, self._chosen)
+        self.session = session_of(place, meet, _SECONDS_OF_STORE, self._chosen, linked=False)
 
     def examine(self) -> dict[str, Any]:
         """Return all that this machine finds, or why it could not look, as plain values.

@@ -81,7 +81,8 @@ def neighbours(index: int, number: int) -> list[int]:
 def open_port(session: Session, key: str) -> Generator[None]:
     """Context manager: this machine listens at a port that the system chose, and says so to the others."""
     index = session.machines.index_of(session.place.rank)
-    with listen_for_ranks(session) as listener:  # the system itself completes connections that nobody accepts
+    here = session.machines.all[index]
+    with listen_for_ranks(here) as listener:  # the system itself completes connections that nobody accepts
         session.store.set(f"{key}/{index}", str(listener.getsockname()[1]))
         yield
 

@@ -1,0 +1,194 @@
+"""A trainer's own file as the imported one: TrainingArguments, recipes, axolotl's and LLaMA-Factory's names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.imports import said
+from unipar.conversion.import_config import ImportedConfig, import_library_config
+from unipar.distributed import gpus
+from unipar.errors import ConfigError
+
+RECIPE: dict[str, Any] = {
+    "learning_rate": 2e-5,
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 4,
+    "num_train_epochs": 1,
+    "lr_scheduler_type": "cosine",
+    "warmup_ratio": 0.1,
+    "bf16": True,
+    "output_dir": "out",
+}
+AXOLOTL: dict[str, Any] = {
+    "base_model": "some/model",
+    "micro_batch_size": 2,
+    "learning_rate": "2e-4",
+    "optimizer": "adamw_bnb_8bit",
+    "bf16": "auto",
+    "lora_r": 8,
+    "warmup_steps": 10,
+}
+
+
+@pytest.fixture(autouse=True)
+def eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "count_visible_gpus", lambda: 8)
+
+
+def bring(folder: Path, data: dict[str, Any], *sets: str, **more: Any) -> ImportedConfig:
+    file = folder / "recipe.yaml"
+    file.write_text(json.dumps(data), encoding="utf-8")
+    return import_library_config(file, sets, **more)
+
+
+def test_a_recipe(tmp_path: Path) -> None:
+    """It names no library, so that each rank has a copy, which is told; its warm-up is a share of the steps."""
+    made = bring(tmp_path, RECIPE)
+    assert said(made) == {
+        "backend": "native",
+        "batch": {"micro": 2, "accumulate": 4},
+        "train": {
+            "optimizer": {"name": "adamw", "lr": 2e-5, "weight_decay": 0.0, "betas": [0.9, 0.999], "eps": 1e-8},
+            "clip": 1.0,
+            "precision": "bf16-mixed",
+            "epochs": 1,
+            "schedule": {"name": "cosine", "warmup": 0.1},
+            "seed": 42,
+        },
+    }
+    assert "backend: 'native'" in made.assumed
+    assert "output_dir: say out" in made.left_out
+    assert "# Made by `unipar import` from recipe.yaml, training arguments." in made.text.splitlines()
+
+
+def test_its_library(tmp_path: Path) -> None:
+    """The config that `deepspeed` names is carried, and its "auto" are the recipe's; so is a tool's own name of one."""
+    (tmp_path / "zero.json").write_text(
+        json.dumps({"zero_optimization": {"stage": 3}, "bf16": {"enabled": "auto"}, "gradient_clipping": "auto"})
+    )
+    made = bring(tmp_path, RECIPE | {"deepspeed": "zero.json", "max_grad_norm": 0.5})
+    result = said(made)
+    assert (result["backend"], result["parallel"]) == ("deepspeed", {"shard": "parameters"})
+    assert (result["train"]["precision"], result["train"]["clip"]) == ("bf16-master", 0.5)
+    assert "training arguments with a ds_config.json" in made.text
+    named = said(bring(tmp_path, RECIPE | {"deepspeed": "zero2_offload"}))
+    assert named["parallel"] == {"shard": "gradients"}
+    assert named["options"] == {"deepspeed": {"offload_optimizer": "cpu"}}
+    with pytest.raises(ConfigError, match=r"deepspeed: 'mine' is neither a \.json file nor one of zero0 to zero3;"):
+        bring(tmp_path, RECIPE | {"deepspeed": "mine"})
+
+
+@pytest.mark.parametrize(
+    ("keys", "parallel", "model"),
+    [
+        ({"fsdp": "full_shard auto_wrap"}, {"shard": "parameters"}, None),
+        ({"fsdp": ["shard_grad_op", "auto_wrap"]}, {"shard": "gradients"}, None),
+        ({"fsdp_version": 2, "fsdp_config": {"reshard_after_forward": False}}, {"shard": "gradients"}, None),
+        ({"fsdp": "full_shard offload"}, {"shard": "parameters"}, {"offload": "parameters"}),
+        ({"fsdp_config": {"fsdp_activation_checkpointing": True}}, {"shard": "parameters"}, {"recompute": "blocks"}),
+        ({"dist_config": {"name": "fsdp2"}}, {"shard": "parameters"}, None),
+        ({"fsdp": [], "fsdp_config": None, "tensor_parallel_size": 2}, {"tensor": 2}, None),
+        ({"sequence_parallel_degree": 4}, {"context": 4}, None),
+    ],
+)
+def test_how_it_splits(
+    keys: dict[str, Any], parallel: dict[str, Any], model: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    """FSDP's words and options, and the sizes of other axes."""
+    made = said(bring(tmp_path, RECIPE | keys))
+    assert (made["parallel"], made.get("model")) == (parallel, model)
+    assert made["train"]["precision"] == ("bf16-master" if "shard" in parallel else "bf16-mixed")
+
+
+def test_names_of_axolotl(tmp_path: Path) -> None:
+    """They are the Trainer's under other names, with other defaults; 8-bit states become fp32 ones, which is told."""
+    made = bring(tmp_path, AXOLOTL)
+    result = said(made)
+    assert result["batch"] == {"micro": 2, "accumulate": 1}
+    assert result["train"]["epochs"] == 1
+    assert result["train"]["schedule"] == {"name": "cosine", "warmup": 10}
+    assert result["train"]["optimizer"]["lr"] == 2e-4
+    assert "train.optimizer.name: adamw_bnb_8bit: AdamW with states in fp32, not in fewer bits" in made.assumed
+    assert "train.precision: 'auto': bf16, as on a GPU that computes in it" in made.assumed
+    assert "train.epochs: 1" in made.assumed
+    assert "lora_r: it is about the model, which your task makes" in made.left_out
+    assert "# assumed: num_train_epochs is 1 by default in axolotl" in made.text
+
+
+def test_strict_assumes_nothing(tmp_path: Path) -> None:
+    """Under --strict what would be assumed is asked for, all at once, and --set gives it."""
+    with pytest.raises(ConfigError) as caught:
+        bring(tmp_path, AXOLOTL, strict=True)
+    for sentence in (
+        "optimizer (line 1): adamw_bnb_8bit: AdamW with states in fp32, not in fewer bits; choose a value with --set "
+        "train.optimizer.name=...",
+        "bf16 (line 1): 'auto': bf16, as on a GPU that computes in it; choose a value with --set train.precision=...",
+        "the library that the launcher says: give it with --set backend=native",
+        "gradient_accumulation_steps: give it with --set batch.accumulate=1",
+        "how long to train, which the file does not say: give it with --set train.steps=1000",
+    ):
+        assert sentence in str(caught.value)
+    sets = (
+        "backend=native",
+        "batch.accumulate=3",
+        "train.optimizer.name=adamw",
+        "train.precision=bf16-mixed",
+        "train.epochs=2",
+    )
+    assert bring(tmp_path, AXOLOTL, *sets, strict=True).config.train.epochs == 2
+
+
+def test_arguments_beside_it(tmp_path: Path) -> None:
+    """Those on the command line win, by whichever name."""
+    made = bring(tmp_path, AXOLOTL, args="--per_device_train_batch_size 5 --max_steps 70")
+    assert said(made)["batch"] == {"micro": 5, "accumulate": 1}
+    assert said(made)["train"]["steps"] == 70
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"optim": "rmsprop"}, "optim (line 1): rmsprop is neither sgd nor a kind of adamw, such as adamw_torch and"),
+        ({"neftune_noise_alpha": 5}, "neftune_noise_alpha (line 1): 5 has no key of unipar; leave it out with --leave"),
+        ({"use_galore": True}, "use_galore (line 1): true has no key of unipar; leave it out with --leave use_galore"),
+        ({"micro_batch_size": 3}, "micro_batch_size (line 1): 3, but per_device_train_batch_size is 2; leave it out"),
+        ({"warmup_ratio": 1.5}, "warmup_ratio (line 1): 1.5 is not below 1; choose a value with --set train.schedule"),
+        ({"lr_scheduler_type": "cosine_with_restarts", "lr_scheduler_kwargs": {"num_cycles": 2}},
+         "lr_scheduler_kwargs (line 1): num_cycles: 2: a schedule of unipar does not begin again; choose a value with"),
+        ({"parallelism_config": {"tp_size": 2}},
+         "parallelism_config (line 1): it is carried from the launcher's config alone"),
+    ],
+)  # fmt: skip
+def test_refusals(change: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+    """Each says the argument as it is named in the file, the reason and the way out."""
+    with pytest.raises(ConfigError) as caught:
+        bring(tmp_path, RECIPE | change)
+    assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "schedule"),
+    [
+        ({"lr_scheduler_type": "cosine_with_restarts"}, {"name": "cosine", "warmup": 0.1}),
+        ({"lr_scheduler_type": "inverse_sqrt", "warmup_steps": 50}, {"name": "inverse-root", "warmup": 50}),
+        ({"lr_scheduler_type": "inverse_sqrt", "lr_scheduler_kwargs": {"timescale": 9}},
+         {"name": "inverse-root", "warmup": 0.1, "scale": 9}),
+        ({"cosine_min_lr_ratio": 0.1}, {"name": "cosine", "warmup": 0.1, "end": 0.1}),
+        ({"max_steps": 33}, {"name": "cosine", "warmup": 4}),
+    ],
+)  # fmt: skip
+def test_schedules(change: dict[str, Any], schedule: dict[str, Any], tmp_path: Path) -> None:
+    """A share of the steps stays a share unless the steps are known."""
+    assert said(bring(tmp_path, RECIPE | change))["train"]["schedule"] == schedule
+
+
+def test_samples_beside_others_of_their_length(tmp_path: Path) -> None:
+    """They come in a random order, which is told; --strict refuses it."""
+    made = bring(tmp_path, RECIPE | {"group_by_length": True})
+    assert "data.shuffle: samples come in a random order, not beside others of their length" in made.assumed
+    with pytest.raises(ConfigError, match=r"group_by_length \(line 1\): samples come in a random order"):
+        bring(tmp_path, RECIPE | {"group_by_length": True}, "backend=native", strict=True)

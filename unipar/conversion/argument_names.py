@@ -1,0 +1,146 @@
+"""Names of training arguments, of Hugging Face's Trainer and of axolotl, and what becomes of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+TRAINER_DEFAULTS: Mapping[str, Any] = {
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 1,
+    "learning_rate": 5e-5,
+    "weight_decay": 0.0,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.999,
+    "adam_epsilon": 1e-8,
+    "max_grad_norm": 1.0,
+    "num_train_epochs": 3,
+    "lr_scheduler_type": "linear",
+    "warmup_steps": 0,
+    "seed": 42,
+    "optim": "adamw_torch_fused",
+}
+"""Defaults of the Trainer's own arguments, where neither the file nor --args says otherwise."""
+
+KEY_OF_ARGUMENT = {
+    "per_device_train_batch_size": "batch.micro",
+    "gradient_accumulation_steps": "batch.accumulate",
+    "learning_rate": "train.optimizer.lr",
+    "weight_decay": "train.optimizer.weight_decay",
+    "adam_epsilon": "train.optimizer.eps",
+    "max_grad_norm": "train.clip",
+    "seed": "train.seed",
+    "dataloader_num_workers": "data.workers",
+    "logging_steps": "log.every",
+}
+OPTIMIZER_OF_WORD = {
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw"), "adamw"),
+    **dict.fromkeys(("paged_adamw", "paged_adamw_32bit", "adamw_anyprecision"), "adamw"),
+    "sgd": "sgd",
+}
+ROUNDED_OPTIMIZERS = (
+    "adamw_bnb_8bit",
+    "adamw_8bit",
+    "paged_adamw_8bit",
+    "adamw_torch_8bit",
+    "adamw_torch_4bit",
+    "adamw_torch_fp8",
+)
+"""AdamW with states in fewer bits, which is carried as AdamW with fp32 states and told."""
+
+AXOLOTL_NAMES = {
+    "micro_batch_size": "per_device_train_batch_size",
+    "num_epochs": "num_train_epochs",
+    "optimizer": "optim",
+    "lr_scheduler": "lr_scheduler_type",
+    "noisy_embedding_alpha": "neftune_noise_alpha",
+}
+"""Names of axolotl, each with the Trainer's."""
+
+AXOLOTL_DEFAULTS = {"per_device_train_batch_size": 1, "num_train_epochs": 1, "lr_scheduler_type": "cosine"}
+SCHEDULE_OF_WORD = {
+    "linear": "linear",
+    "cosine": "cosine",
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+    "polynomial": "polynomial",
+    "cosine_with_min_lr": "cosine",
+    "warmup_stable_decay": "wsd",
+    "cosine_with_restarts": "cosine",
+    "inverse_sqrt": "inverse-root",
+}
+SCHEDULE_DETAILS = {
+    "cosine_with_restarts": ("num_cycles",),
+    "inverse_sqrt": ("timescale",),
+    "polynomial": ("lr_end", "power"),
+    "cosine_with_min_lr": ("min_lr", "min_lr_rate"),
+    "warmup_stable_decay": ("num_decay_steps", "decay_type", "min_lr_ratio"),
+}
+"""Names in `lr_scheduler_kwargs` that are carried, by schedule."""
+
+SHAPE_OF_WORD = {"linear": "linear", "cosine": "cosine", "1-sqrt": "sqrt"}
+READ_ARGUMENTS = frozenset(
+    {
+        *TRAINER_DEFAULTS,
+        *KEY_OF_ARGUMENT,
+        *("max_steps", "warmup_ratio", "bf16", "fp16", "gradient_checkpointing", "torch_compile"),
+        *("dataloader_drop_last", "optim", "lr_scheduler_kwargs", "cosine_min_lr_ratio", "pure_bf16"),
+        *("group_by_length", "train_sampling_strategy"),
+    }
+)
+UNKNOWN_CHANGES = {
+    "label_smoothing_factor": 0,
+    "neftune_noise_alpha": None,
+    "optim_args": None,
+    "optim_target_modules": None,
+    "length_column_name": "length",
+    **dict.fromkeys(("loraplus_lr_ratio", "lr_groups", "embedding_lr", "embedding_lr_scale"), None),
+    **dict.fromkeys(("cosine_constant_lr_ratio", "optim_config", "curriculum_sampling"), None),
+    **dict.fromkeys(("use_galore", "use_apollo", "use_badam", "use_adam_mini", "use_muon"), False),
+}
+"""Arguments that change training and have no key of unipar, with the value that changes nothing."""
+
+_NUMBERS = frozenset(
+    {
+        *("learning_rate", "weight_decay", "adam_epsilon", "max_grad_norm", "adam_beta1", "adam_beta2", "warmup_ratio"),
+        *("per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps"),
+        *("warmup_steps", "seed", "dataloader_num_workers", "logging_steps"),
+    }
+)
+_FLAGS = frozenset({"bf16", "fp16", "gradient_checkpointing", "torch_compile", "dataloader_drop_last"})
+
+
+KEY_TO_SAY = {
+    **dict.fromkeys(("eval_steps", "evaluation_strategy", "eval_strategy", "evals_per_epoch", "do_eval"), "eval.every"),
+    **dict.fromkeys(("save_steps", "save_strategy", "saves_per_epoch"), "checkpoint.every"),
+    **dict.fromkeys(("report_to", "wandb_project", "use_wandb", "use_tensorboard"), "log.to"),
+    "save_total_limit": "checkpoint.keep",
+    "early_stopping_patience": "eval.stop",
+    "resume_from_checkpoint": "resume",
+    "ddp_timeout": "launch.timeout",
+    "output_dir": "out",
+}
+"""Arguments that are left out and have a key of unipar beside training."""
+
+NOT_OF_TRAINING = {
+    "it is about the model, which your task makes": (
+        *("model", "model_", "base_model", "adapter", "lora_", "peft_", "use_peft", "use_rslora", "use_dora"),
+        *("finetuning_type", "tuner_type", "target_modules", "torch_dtype", "dtype", "attn_", "attn_implementation"),
+        *("flash_attention", "flash_attn", "load_in_", "quantization_", "trust_remote_code", "unfrozen_parameters"),
+    ),
+    "it is about the data, which your task reads": (
+        *("dataset", "dataset_", "datasets", "dataset_mixture", "dataset_mixer", "train_file", "train_dataset"),
+        *("cutoff_len", "sequence_len", "max_length", "max_seq_length", "block_size", "max_samples", "template"),
+        *(
+            "chat_template",
+            "sample_packing",
+            "packing",
+            "pad_to_sequence_len",
+            "val_size",
+            "val_set_size",
+            "tokenizer_",
+        ),
+    ),
+    "it is about the loss, which your task computes": ("rl", "stage", "beta", "gamma_beta_ratio", "loss_type"),
+}
+"""Arguments that belong to the user's code; a word that ends with _ stands for all that begin with it."""
