@@ -159,4 +159,4 @@ def _range_of_shard(p: Any, zero: Any, flat: Tensor, rank: int) -> tuple[int, in
     size = p.ds_tensor.ds_numel
     start = min(rank * size, p.ds_numel)
     mine: Tensor = zero._get_fp32_opt_state_partition(p, True, None)[0]
-    return start, min(start + size, p.ds_numel) - start, mine.storage_offset() - flat.storage_offset()
+    return start, min(start + size, p.ds_numel) - start, int(mine.storage_offset()) - int(flat.storage_offset())
