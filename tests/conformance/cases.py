@@ -143,14 +143,7 @@ _TOKENS: dict[str, Any] = {"batch": {"tokens": 70, "longest": 8, "micro": 20}}
 _AVERAGED = {"ema": {"decay": 0.8, "warmup": 3}}
 _TWO_COPIES = {"parallel": {"shard_over": 2}}
 _BY_MACHINE = {"parallel": {"shard_over": "machine"}}
-_WHOLE = (
-    "single",
-    "native/*",
-    "horovod/*",
-    "accelerate/nothing",
-    "accelerate/gradients",
-    "accelerate/parameters",
-)
+_WHOLE = ("single", "native/*", "horovod/*", "deepspeed/*", "accelerate/*")
 _CELLS_WITH_COPIES = ("native/optimizer", "native/gradients", "native/parameters")
 _FIND_UNUSED = {"native": {"find_unused": True}, "accelerate": {"find_unused": True}}
 

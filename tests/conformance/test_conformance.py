@@ -27,7 +27,9 @@ BITS = {
          "accelerate/optimizer+zero", "accelerate/gradients+zero", "accelerate/parameters+zero"],
     ],
     "muon, bits": [
-        ["native/nothing", "horovod/nothing", "accelerate/nothing", *FSDP2, "native/optimizer"],
+        ["native/nothing", "horovod/nothing", "accelerate/nothing", "deepspeed/nothing", *FSDP2,
+         "native/optimizer", "deepspeed/optimizer", "deepspeed/gradients", "deepspeed/parameters",
+         "accelerate/optimizer+zero", "accelerate/gradients+zero", "accelerate/parameters+zero"],
     ],
     "bits, four microbatches": [
         ["native/nothing", "horovod/nothing", "accelerate/nothing", "deepspeed/nothing", "native/optimizer",

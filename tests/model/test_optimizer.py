@@ -86,6 +86,17 @@ def test_groups_keep_their_ratio() -> None:
     assert [g["lr"] for g in optimizer.param_groups] == [0.1, 0.5]
 
 
+def test_a_rate_that_is_a_tensor() -> None:
+    """It stays the same tensor, which an optimizer of torchao insists on and a compiled update reads."""
+    rate = torch.tensor(0.5)
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2))], lr=rate, foreach=False)
+    rates = BaseRates(optimizer)
+    assert (rates.base, float(rate)) == ([0.5], 0.0)
+    rates.set(optimizer, 0.25)
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert float(rate) == 0.125
+
+
 WRONG: list[tuple[Groups, str]] = [
     (lambda m: [{"params": [m[0].weight]}],
      "groups() leaves out 0.bias, 1.weight, 1.bias, 2.weight and 1 more: give every trained parameter a group, "

@@ -57,6 +57,25 @@ def test_a_metric_that_is_not_finite(run: Path) -> None:
     assert "perplexity not finite at step 10" in told.report.table()
 
 
+@pytest.mark.parametrize(
+    ("mode", "sentence"),
+    [
+        ("min", "has not become smaller in 3 evaluations. The best is 3.5, after step 10; 2 evaluations since then."),
+        ("max", "has not become larger in 3 evaluations. The best is 3.75, after step 20; 1 evaluation since then."),
+    ],
+)
+def test_an_early_stop(mode: str, sentence: str, run: Path) -> None:
+    """The page has the rule of eval.stop, the best value and the evaluations since; without the section it has none."""
+    more = [{"event": "eval", "time": 104.5, "step": step, "loss": loss} for step, loss in ((20, 3.75), (30, 3.625))]
+    wrote(run, 0, [*EVENTS[:5], *more, EVENTS[5]])
+    assert "eval.stop" not in render_run(RunPageData.read(run / "rank-0.jsonl"))
+    config = json.loads((run / "config.json").read_text("utf-8"))
+    config["eval"] = {"every": 10, "stop": {"metric": "loss", "mode": mode, "patience": 3}}
+    (run / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    text = render_run(RunPageData.read(run / "rank-0.jsonl")).replace("\N{NO-BREAK SPACE}", " ")
+    assert f"eval.stop: the run ends when loss {sentence}" in text
+
+
 def test_memory_that_was_watched_is_on_the_page(run: Path) -> None:
     """Memory accounts are shown by phase and category, for the fullest rank."""
     for rank in (0, 1):

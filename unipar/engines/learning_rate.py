@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, final
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from unipar.config.sections.schedule import Constant, Schedule
@@ -19,14 +20,22 @@ class BaseRates:
     """Base learning rate of each parameter group; `set` multiplies all of them by one factor."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self.base: list[float] = [g["lr"] for g in optimizer.param_groups]
+        self.base: list[float] = [float(g["lr"]) for g in optimizer.param_groups]
         for group in optimizer.param_groups:
-            group["lr"] = 0.0  # some libraries call the optimizer while they wrap it: weights must not change
+            _set_rate(group, 0.0)  # some libraries call the optimizer while they wrap it: weights must not change
 
     def set(self, optimizer: Any, factor: float) -> None:
         """Set each group's learning rate to its base rate times `factor`."""
         for group, base in zip(optimizer.param_groups, self.base, strict=True):
-            group["lr"] = base * factor
+            _set_rate(group, base * factor)
+
+
+def _set_rate(group: dict[str, Any], rate: float) -> None:
+    """Set a group's rate; one that is a tensor stays that tensor, which an update that is compiled reads."""
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
 
 
 def current_rates(optimizer: Any) -> list[float]:

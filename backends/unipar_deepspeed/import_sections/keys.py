@@ -13,6 +13,7 @@ OMITTED_DS_KEYS = {
     "log_level": "it is about printing",
     "flops_profiler": "it is about measuring",
     "comms_logger": "it is about logging",
+    "comms_config": "it is about logging",
     "timers": "it is about measuring",
     "tensorboard": "say log.to: [tensorboard]",
     "wandb": "say log.to",

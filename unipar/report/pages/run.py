@@ -193,7 +193,26 @@ def _evals(run: RunPageData) -> str:
     rows = [
         [str(s), *(f"{v[n]:.6g}" if v.get(n) is not None else _NO_VALUE for n in names)] for s, v in run.report.evals
     ]
-    return html_section("evals", "Evaluations", html_table(["step", *names], rows, "Metrics of the validation data"))
+    table = html_table(["step", *names], rows, "Metrics of the validation data")
+    return html_section("evals", "Evaluations", table, paragraph(_early_stop(run)))
+
+
+def _early_stop(run: RunPageData) -> str:
+    """Return a sentence on `eval.stop`: its rule, and the evaluations since the best one; "" without the section."""
+    metric, patience = run.config.get("eval.stop.metric"), run.config.get("eval.stop.patience")
+    if not isinstance(metric, str) or not isinstance(patience, int):
+        return ""
+    smaller = run.config.get("eval.stop.mode") != "max"
+    rule = (
+        f"eval.stop: the run ends when {metric} has not become {'smaller' if smaller else 'larger'} in "
+        f"{count_of(patience, 'evaluation')}"
+    )
+    values = [(step, value) for step, row in run.report.evals if (value := row.get(metric)) is not None]
+    if not values:
+        return f"{rule}; no evaluation gave a finite one."
+    best, value = min(values, key=lambda pair: pair[1] if smaller else -pair[1])
+    since = sum(step > best for step, _ in run.report.evals)
+    return f"{rule}. The best is {value:.6g}, after step {best}; {count_of(since, 'evaluation')} since then."
 
 
 def _images(run: RunPageData) -> str:
