@@ -25,7 +25,7 @@ WORKERS := $(shell [ "$$(nproc)" -gt 1 ] && echo 2 || echo 0)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo verify test lint style bench layout route memory mesh bubble pairs conformance chaos matrix machines ray sweeps compiled versions torchtune docs gpu gpu-wheels setup horovod clean
+.PHONY: help demo verify test lint style bench layout route memory mesh examples bubble pairs conformance chaos matrix machines ray sweeps compiled versions torchtune docs gpu gpu-wheels setup horovod clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
@@ -68,6 +68,9 @@ memory: setup ## whether every byte has a name, in every cell: two models, three
 
 mesh: setup $(DONE)/tests ## models that others wrote, split over tensor, pipeline and context: verified in each cell
 	$(IN_VENV) $(BIN)/python -m benchmarks.mesh $(ARGS)
+
+examples: setup $(DONE)/tests ## every example, small, verified in every cell that it can run in (ARGS: names of some): half an hour
+	$(IN_VENV) $(BIN)/python -m benchmarks.examples $(ARGS)
 
 bubble: setup ## how long the ranks of a pipeline wait under each schedule, measured on blocks that sleep
 	$(IN_VENV) $(BIN)/python -m benchmarks.bubble $(ARGS)

@@ -150,14 +150,7 @@ _TOKENS: dict[str, Any] = {"batch": {"tokens": 70, "longest": 8, "micro": 20}}
 _AVERAGED = {"ema": {"decay": 0.8, "warmup": 3}}
 _TWO_COPIES = {"parallel": {"shard_over": 2}}
 _BY_MACHINE = {"parallel": {"shard_over": "machine"}}
-_WHOLE = (
-    "single",
-    "native/*",
-    "horovod/*",
-    "accelerate/nothing",
-    "accelerate/gradients",
-    "accelerate/parameters",
-)
+_WHOLE = ("single", "native/*", "horovod/*", "deepspeed/*", "accelerate/*")
 _CELLS_WITH_COPIES = ("native/optimizer", "native/gradients", "native/parameters")
 _FIND_UNUSED = {"native": {"find_unused": True}, "accelerate": {"find_unused": True}}
 
@@ -325,7 +318,18 @@ SHORT_CASES = (
     "batches by tokens",
 )  # fmt: skip
 
-EVERYWHERE = ("four microbatches", "state out and in", "averaged", "batches by tokens")
+EVERYWHERE = ("four microbatches", "state out and in")
+VARIANTS = (
+    "warm-up, stable, decay", "a schedule of its own", "muon, fp64", "whole matrices of its own",
+    "narrow frozen weights", "batches by tokens, two on each rank", "batches by tokens, a sampler of its own",
+    "batches by tokens, packed", "averaged every second step", "averaged, batch norm",
+    "averaged beside a frozen teacher", "averaged, fp64", "averaged, bf16-mixed", "averaged, bf16-master",
+    "all but matrix products recomputed", "contrastive, ragged", "contrastive, fp64", "contrastive, bf16-mixed",
+    "contrastive, bf16-master", "several parts, batch norm, dropout", "several parts, fp64",
+    "several parts, bf16-mixed", "several parts, bf16-master", "several parts, averaged", "bf16-master, float inputs",
+)  # fmt: skip
+"""Cases that `make test` plays under one library, by turns, as each plays their main form."""
+
 BITS = ("bits, one microbatch", "bits, four microbatches")
 
 MESH_CELLS = (

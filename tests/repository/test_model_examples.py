@@ -16,11 +16,13 @@ from transformers import AutoModelForCausalLM
 import unipar
 from unipar.checkpoint.exporting.writing import ExportWish, export_checkpoint
 from unipar.checkpoint.protocol.verifying import verify_checkpoint
+from unipar.tracking.png import png_size
 
 pytestmark = [pytest.mark.forked, pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")]
 
 ROOT = Path(__file__).parents[2]
 SIZES = {"hidden": 32, "layers": 1, "heads": 2, "context": 32, "words": 512}
+VIT = {"size": 8, "patch": 2, "hidden": 32, "layers": 1, "heads": 2}
 SHORT: dict[str, Any] = {"train.schedule.warmup": 5, "log.every": 30, "checkpoint.every": None}
 
 
@@ -119,3 +121,29 @@ def test_a_student_learns_from_a_frozen_teacher() -> None:
     accuracy = dict(report.evals)[96]
     assert accuracy["teacher"] == dict(report.evals)[48]["teacher"] > 0.85
     assert accuracy["student"] > dict(report.evals)[48]["student"] + 0.4
+
+
+def test_a_vision_transformer_learns_from_distorted_digits() -> None:
+    """Its training sees other images in each epoch, its validation the same ones; it learns."""
+    task: Any = importlib.import_module("vit").ViT(**VIT)
+    seen, kept = task.data(), task.validation()
+    assert (len(seen), len(kept), seen[0][0].shape) == (1500, 297, (1, 8, 8))
+    assert not torch.equal(seen[0][0], seen[0][0])
+    assert torch.equal(kept[0][0], kept[0][0])
+    report = run("vit", **{"task.args": VIT, "train.epochs": None, "train.steps": 100, "train.schedule.warmup": 10,
+                           "train.optimizer.lr": 5e-3, "eval.every": 100, "checkpoint": None})  # fmt: skip
+    assert dict(report.losses)[1] == pytest.approx(2.30, abs=0.1)  # ln 10
+    assert report.evals[-1][1]["accuracy"] > 0.25
+
+
+def test_a_diffusion_model_draws_digits() -> None:
+    """Its averaged weights draw a picture of four rows of ten digits, which is kept with the run."""
+    sizes = {"width": 32, "layers": 1, "heads": 2}
+    report = run("diffusion", **{"task.args": sizes, "train.epochs": None, "train.steps": 60, "eval.every": 60,
+                                 "train.schedule.warmup": 5, "checkpoint": None, "log.every": 20})  # fmt: skip
+    losses = dict(report.losses)
+    assert losses[60] < 0.7 * losses[1]
+    ((step, files),) = report.images
+    assert (step, [*files]) == (60, ["samples"])
+    png = files["samples"].read_bytes()
+    assert png_size(png) == (80, 32)
