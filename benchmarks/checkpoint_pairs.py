@@ -46,6 +46,10 @@ WORLDS = ((2, 1), (1, 2), (2, 4), (4, 2))
 """Numbers of ranks of the run that saves and of the one that goes on."""
 
 
+OPTIMIZER: dict[str, Any] = {"name": "adamw", "lr": 1e-3, "decay": "matrices"}
+"""Section train.optimizer, whose name `--optimizer` changes."""
+
+
 def config_of(steps: int, **more: Any) -> dict[str, Any]:
     """Return the config of the small model, trained for so many steps."""
     args = {"layers": 2, "width": 32, "heads": 4, "context": 16}
@@ -53,7 +57,7 @@ def config_of(steps: int, **more: Any) -> dict[str, Any]:
         "task": {"use": f"{ROOT}/examples/char_gpt.py:CharGPT", "args": args},
         "device": "cpu",
         "batch": {"total": 16, "micro": 4},
-        "train": {"steps": steps, "optimizer": {"name": "adamw", "lr": 1e-3, "decay": "matrices"}, "clip": 1.0},
+        "train": {"steps": steps, "optimizer": dict(OPTIMIZER), "clip": 1.0},
         "log": {"every": 1},
         **more,
     }
@@ -157,7 +161,11 @@ def main() -> int:
     parser.add_argument("--cells", default=",".join(CELLS), help="cells that save and go on, with commas")
     parser.add_argument("--saved-by", help="only those of them that save: some rows of the tables")
     parser.add_argument("--only", choices=("pairs", "worlds"), help="one of both tables")
+    parser.add_argument(
+        "--optimizer", default="adamw", choices=("sgd", "adam", "adamw", "muon"), help="what they train"
+    )
     given = parser.parse_args()
+    OPTIMIZER["name"] = given.optimizer
     cells = given.cells.split(",")
     savers = given.saved_by.split(",") if given.saved_by else cells
     good = True

@@ -101,10 +101,11 @@ class DeepSpeed(Backend):
         yield from deepspeed_option_refusals(config)
         if config.parallel.tensor > 1:
             yield from _tensor_refusals(config)
-        if (key := config.train.whole_matrices) is not None:
+        offload = options_of(config).offload_optimizer
+        if (key := config.train.whole_matrices) is not None and offload != "none":
             yield (
-                f"{key}.name: muon is not available: DeepSpeed hands an optimizer flat tensors, in which a matrix has "
-                "no shape; use native/*, horovod/nothing or accelerate/*, which split as well"
+                f"{key}.name: muon is not available with options.deepspeed.offload_optimizer: {offload}: its matrices "
+                "are joined on the device; leave one of them out"
             )
 
     @override

@@ -33,8 +33,8 @@ from unipar.engines.placement import (
 )
 from unipar.engines.state import broadcast_module_buffers, buffer_pieces, module_holdings, restore_buffers
 from unipar.errors import TaskError
-from unipar.optimizers.matrix_optimizer import MatrixOptimizer
 from unipar_deepspeed.holdings import zero_holdings
+from unipar_deepspeed.matrices.states import names_of_matrices
 from unipar_deepspeed.offload import cpu_optimizer_for
 from unipar_deepspeed.options import options_of, remove_offload_files
 from unipar_deepspeed.partitions import ZeroPartitions, keep_exact_values
@@ -84,10 +84,11 @@ class ZeroEngine(OptimizerEngine):
         if config.train.precision == "bf16-master":
             cast_buffers(part.module, torch.bfloat16)
         optimizer = cpu_optimizer_for(part.optimizer(part.module), config)
-        if isinstance(optimizer, MatrixOptimizer):
+        matrices = names_of_matrices(part.module, optimizer)
+        if matrices and options_of(config).offload_optimizer != "none":
             raise TaskError(
-                f"{cells.cell_of(config)} does not support {type(optimizer).__name__}, which updates whole matrices: "
-                "DeepSpeed hands an optimizer flat tensors, in which a matrix has no shape; use native/*"
+                f"options.deepspeed.offload_optimizer: {options_of(config).offload_optimizer} is not available with "
+                f"{type(optimizer).__name__}, which joins matrices on the device; leave one of them out"
             )
         if self.stage and optimizer.state:
             raise TaskError(
@@ -112,7 +113,9 @@ class ZeroEngine(OptimizerEngine):
         self.bare = self.zero is self.base  # stage 0 in full precision: gradients are in `p.grad`
         world.local_closers.append(lambda: remove_offload_files(config, [world.rank]))
         self.swapped = options_of(config).offload_optimizer == "disk"
-        self.holder = ZeroPartitions(self.model, self.engine, self.stage, world, split=split, swapped=self.swapped)
+        self.holder = ZeroPartitions(
+            self.model, self.engine, self.stage, world, split=split, swapped=self.swapped, matrices=matrices
+        )
         self.holder.forget_first_step()
         if masters is not None:
             self.holder.put_masters(masters, world.device)

@@ -14,6 +14,7 @@ from unipar.config import Config
 from unipar.distributed.world import World
 from unipar.engines.placement import broadcast_tensor
 from unipar.engines.plain_state import KINDS_OF_MODEL, describe_reserved_key
+from unipar_deepspeed.matrices.states import MatrixStates
 
 if TYPE_CHECKING:
     from unipar_deepspeed.tensor import TensorSplit
@@ -34,14 +35,17 @@ class ZeroPartitions:
         *,
         split: TensorSplit | None = None,
         swapped: bool = False,
+        matrices: frozenset[str] = frozenset(),
     ) -> None:
         """Remember the engine; with `swapped`, masters and moments are on the disk and are read for each access.
 
-        With `split`, parameters are parts of whole ones, and ranges are ranges of these parts.
+        With `split`, parameters are parts of whole ones, and ranges are ranges of these parts. `matrices`: names of the
+        parameters that the optimizer updates as whole matrices.
         """
         self.model, self.stage, self.world, self.swapped, self.split = model, stage, world, swapped, split
         self.zero, self.base = engine.optimizer, engine.basic_optimizer
         self.master = self._masters()
+        self.matrices = MatrixStates(model, engine, stage, world, matrices, self.master)
         self._cut_ids = {id(p) for name, p in model.named_parameters() if self.is_cut(name)}
 
     def _masters(self) -> dict[int, Tensor]:
@@ -53,6 +57,7 @@ class ZeroPartitions:
 
     def forget_first_step(self) -> None:
         """Set the optimizer's step count to 0: stage 0 in bf16 takes a real step, of rate 0, while it is created."""
+        self.matrices.forget()
         for state in self.base.state.values():
             if "step" in state:
                 state["step"] = torch.zeros_like(state["step"]) if isinstance(state["step"], Tensor) else 0
@@ -128,7 +133,8 @@ class ZeroPartitions:
 
     def unsaved_values(self) -> Iterator[str]:
         """Yield a sentence for each kind of value that no piece holds."""
-        states = [s for s in self.base.state.values() if s]
+        yield from self.matrices.unsaved_values()
+        states = self.matrices.vector_states()
         for key in sorted({k for s in states for k, v in s.items() if isinstance(v, Tensor)} & KINDS_OF_MODEL):
             yield describe_reserved_key(key, "its partitions")
         for key, kind in sorted({(k, type(v).__name__) for s in states for k, v in s.items() if not _is_saved(k, v)}):
@@ -139,19 +145,22 @@ class ZeroPartitions:
 
     def pieces(self) -> Iterator[Piece]:
         self.relink()
-        states = [s for s in self.base.state.values() if s]
+        states = self.matrices.vector_states()
         moments = sorted({k for s in states for k, v in s.items() if isinstance(v, Tensor)} - {"step"})
         steps = [s["step"] for s in states if "step" in s]
         seat = self.world.mesh.seat
         for name, p in self.model.named_parameters():
             cut = self.is_cut(name)
             shape = self.whole_shape(name, p)
-            for kind in ("weight", *(moments if p.requires_grad else ())):
+            vector = p.requires_grad and name not in self.matrices
+            for kind in ("weight", *(moments if vector else ())):
                 first = (cut or seat["tensor"] == 0) and not (self.whole(p) and self.world.share)
                 for where, tensor in self.regions(name, p, kind) if first else ():
                     yield Piece(name, kind, shape, where, tensor)
-            if steps and p.requires_grad and self.world.rank == 0:
+            if steps and vector and self.world.rank == 0:
                 yield Piece(name, "step", (), Region(0, 1), torch.as_tensor(steps[0], dtype=torch.float32))
+            if name in self.matrices:
+                yield from self.matrices.pieces(name)
 
     def held_weights(self) -> Iterator[Piece]:
         """Yield each region of a weight that this rank computes with: in the model's precision, whole below stage 3."""
@@ -204,11 +213,12 @@ class ZeroPartitions:
                 flat = p.data.view(-1)
                 for where, tensor in self._regions_of(name, Region(0, p.numel()), flat):
                     read.fill(tensor, name, "weight", where)
-        trained = [name for name, p in named if p.requires_grad]
+        trained = [name for name, p in named if p.requires_grad and name not in self.matrices]
         kinds = {k for name in trained for k in read.kinds(name)} - {"weight"}
         if kinds:
             self._new_states(kinds, read(trained[0], "step", Region(0, 1)).view(()) if "step" in kinds else None)
         self.relink()
+        self.matrices.restore(read)
         for kind in ("weight", *sorted(kinds - {"step"})):
             self.put(kind, lambda name, where, kind=kind: read(name, kind, where))
 
@@ -218,6 +228,8 @@ class ZeroPartitions:
         if self.stage == 3:
             slots = list(self.zero.fp32_partitioned_groups_flat)
         for slot in slots:
+            if self.matrices.holds(slot):
+                continue
             fresh: dict[str, Any] = {k: torch.zeros_like(slot.data) for k in kinds - {"step"}}
             if step is not None:
                 fresh["step"] = step.clone().to(torch.float32)
@@ -227,7 +239,7 @@ class ZeroPartitions:
     def put(self, kind: str, source: ReadRegion) -> None:
         """Fill this rank's range of every trained parameter from `source`."""
         for name, p in self.model.named_parameters():
-            if p.requires_grad:
+            if p.requires_grad and (kind == "weight" or name not in self.matrices):
                 for where, tensor in self.regions(name, p, kind):
                     tensor.copy_(source(name, where).view(tensor.shape))
 

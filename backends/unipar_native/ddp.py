@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from unipar.backend import Holding, Part
@@ -45,6 +46,11 @@ class LateWrappedEngine(WrapperEngine):
         self.syncs_each = False
         """Whether microbatches before the last of a step are reduced, too."""
 
+        self._used = [0] * len(self.trained)
+        """Backwards of the first step in which each parameter got a gradient; DDP reduces in the last one."""
+
+        self._backwards = 0
+        self._counters = [self._count_backwards(i, p) for i, p in enumerate(self.trained) if p.requires_grad]
         self.hook_state: Any = None
         self._wrapped_steps = 0
         self._buckets: list[StorageWeakRef] = []
@@ -57,9 +63,16 @@ class LateWrappedEngine(WrapperEngine):
     def no_sync(self) -> AbstractContextManager[Any]:
         """Context manager: backward does not reduce gradients inside it."""
 
+    def _count_backwards(self, index: int, p: nn.Parameter) -> RemovableHandle:
+        def count(_: Tensor) -> None:
+            self._used[index] += 1
+
+        return p.register_post_accumulate_grad_hook(count)
+
     @override
     @final
     def sync(self, micros: int, *, last: bool) -> AbstractContextManager[Any]:
+        self._backwards = micros
         return nullcontext() if last or self.find_unused is None or self.syncs_each else self.no_sync()
 
     @override
@@ -76,6 +89,8 @@ class LateWrappedEngine(WrapperEngine):
                 )
 
     def _reduce_by_hand(self) -> None:
+        always = [used == self._backwards for used in self._used]  # the last microbatch may leave out others
+        always = self.world.sum(torch.tensor(always, dtype=torch.float32, device=self.world.device))
         used = torch.tensor([p.grad is not None for p in self.trained], dtype=torch.float32, device=self.world.device)
         self.world.sum(used)
         for p, ranks in zip(self.trained, used.tolist(), strict=True):
@@ -83,7 +98,7 @@ class LateWrappedEngine(WrapperEngine):
                 grad = torch.zeros_like(p) if p.grad is None else p.grad
                 sent = grad if self.sent_dtype is None else grad.to(self.sent_dtype)
                 p.grad = self.world.sum(sent.div_(self.world.size)).to(grad.dtype)
-        self._unused = bool((used < self.world.size).any())
+        self._unused = bool((always < self.world.size).any())
 
     @override
     @final
@@ -113,6 +128,9 @@ class LateWrappedEngine(WrapperEngine):
     def settle(self, *, find_unused: bool) -> None:
         """Wrap the model with this setting."""
         self.find_unused = find_unused
+        for counter in self._counters:
+            counter.remove()
+        self._counters.clear()
         self.wrapped = self.wrap(find_unused=find_unused)
 
 

@@ -19,9 +19,9 @@ OFFLOAD = (
     "train.optimizer.name: muon is not available with model.offload: parameters: its matrices are joined on the "
     "device; leave one of them out"
 )
-DEEPSPEED = (
-    "train.optimizer.name: muon is not available: DeepSpeed hands an optimizer flat tensors, in which a matrix has no "
-    "shape; use native/*, horovod/nothing or accelerate/*, which split as well"
+OFFLOADED = (
+    "train.optimizer.name: muon is not available with options.deepspeed.offload_optimizer: cpu: its matrices are "
+    "joined on the device; leave one of them out"
 )
 
 
@@ -41,15 +41,14 @@ def _config(train: Any, **more: Any) -> Config:
             _config({"optimizer": MUON}, model={"offload": "parameters"}, parallel={"data": 2, "shard": "parameters"}),
             OFFLOAD,
         ),
-        (_config({"optimizer": MUON}, backend="deepspeed", parallel={"data": 2, "shard": "gradients"}), DEEPSPEED),
         (
             _config(
                 {"optimizer": MUON},
-                backend="accelerate",
+                backend="deepspeed",
                 parallel={"data": 2, "shard": "gradients"},
-                options={"accelerate": {"through": "deepspeed"}},
+                options={"deepspeed": {"offload_optimizer": "cpu"}},
             ),
-            DEEPSPEED,
+            OFFLOADED,
         ),
     ],
 )

@@ -12,6 +12,8 @@ import torch
 
 import unipar
 from tests.conformance import tasks
+from tests.conformance.apart import Apart
+from tests.conformance.chain import Chain
 from tests.conformance.contrastive import OneTower, Pairs
 from tests.conformance.gan import Gan
 from tests.conformance.generation import Generating
@@ -38,6 +40,7 @@ class Tolerance:
     params: float | None
 
 
+CHAIN = Tolerance(2e-6, 1e-5, 2e-5)
 OWN_NORMS = Tolerance(2e-6, 1e9, 2e-5)
 GPT2 = Tolerance(2e-6, 1e-6, 5e-5)
 """Its larger first weights make larger roundings; greedy generation is equal all the same."""
@@ -93,6 +96,10 @@ class Case:
     def several(self) -> bool:
         return self.name.startswith("several parts")
 
+    @property
+    def through(self) -> bool:
+        return self.name.startswith("several parts, one loss")
+
     def on(self, cell: Cell) -> bool:
         """Return whether it is played in this cell."""
         return (self.axes or cell.axes.ranks == 1) and any(fnmatchcase(str(cell), pattern) for pattern in self.cells)
@@ -143,16 +150,17 @@ _TOKENS: dict[str, Any] = {"batch": {"tokens": 70, "longest": 8, "micro": 20}}
 _AVERAGED = {"ema": {"decay": 0.8, "warmup": 3}}
 _TWO_COPIES = {"parallel": {"shard_over": 2}}
 _BY_MACHINE = {"parallel": {"shard_over": "machine"}}
-_WHOLE = (
-    "single",
-    "native/*",
-    "horovod/*",
-    "accelerate/nothing",
-    "accelerate/gradients",
-    "accelerate/parameters",
-)
+_WHOLE = ("single", "native/*", "horovod/*", "deepspeed/*", "accelerate/*")
 _CELLS_WITH_COPIES = ("native/optimizer", "native/gradients", "native/parameters")
 _FIND_UNUSED = {"native": {"find_unused": True}, "accelerate": {"find_unused": True}}
+
+
+_CHAINED = ("single", "native/nothing", "native/parameters")
+_CHAIN: dict[str, Any] = {
+    "optimizer": {"name": "adamw", "lr": 1e-2, "weight_decay": 0.1, "eps": 1e-6},
+    "clip": 0.1,
+    "parts": {"middle": {"optimizer": {"name": "sgd", "lr": 0.05, "momentum": 0.9}}},
+}
 
 
 def _cases_of_several_parts() -> list[Case]:
@@ -179,6 +187,17 @@ def _cases_of_several_parts() -> list[Case]:
         Case("several parts, fp64", Gan, precision="fp64", tolerance=FP64, sizes=(2,), **gan),
         Case("several parts, bf16-mixed", Gan, precision="bf16-mixed", tolerance=BF16, sizes=(2,), **gan),
         Case("several parts, bf16-master", Gan, precision="bf16-master", tolerance=BF16, sizes=(2,), **gan),
+        Case("several parts, one loss", Chain, train=_CHAIN, tolerance=CHAIN, sizes=(1, 2), cells=_CHAINED),
+        Case(
+            "several parts, one loss, dropout",
+            lambda: Chain(**loose),
+            kwargs=loose,
+            micro=True,
+            sizes=(2,),
+            train=_CHAIN,
+            tolerance=CHAIN,
+            cells=_CHAINED,
+        ),
         Case("several parts, averaged", Gan, hop=3, sizes=(2,), train=gan["train"] | _AVERAGED),
     ]
 
@@ -266,6 +285,8 @@ CASES = {
              sizes=(4,), cells=_CELLS_WITH_COPIES),
         Case("two machines", tasks.Grouped, more=_BY_MACHINE, machines="abab", train=_COSINE, hop=3, sizes=(4,),
              cells=_CELLS_WITH_COPIES),
+        Case("several losses", lambda: Apart(dropout=0.2), micro=True, sizes=(1, 2),
+             cells=("single", "native/nothing", "horovod/nothing", "deepspeed/gradients")),
         Case("contrastive", Pairs, more={"eval": {"every": 2}}),
         Case("contrastive, one tower", lambda: OneTower(dropout=0.2), micro=True, hop=3),
         Case("contrastive, ragged", lambda: OneTower(count=35), train={"epochs": 2}, sizes=(2, 4)),
@@ -297,7 +318,18 @@ SHORT_CASES = (
     "batches by tokens",
 )  # fmt: skip
 
-EVERYWHERE = ("four microbatches", "state out and in", "averaged", "batches by tokens")
+EVERYWHERE = ("four microbatches", "state out and in")
+VARIANTS = (
+    "warm-up, stable, decay", "a schedule of its own", "muon, fp64", "whole matrices of its own",
+    "narrow frozen weights", "batches by tokens, two on each rank", "batches by tokens, a sampler of its own",
+    "batches by tokens, packed", "averaged every second step", "averaged, batch norm",
+    "averaged beside a frozen teacher", "averaged, fp64", "averaged, bf16-mixed", "averaged, bf16-master",
+    "all but matrix products recomputed", "contrastive, ragged", "contrastive, fp64", "contrastive, bf16-mixed",
+    "contrastive, bf16-master", "several parts, batch norm, dropout", "several parts, fp64",
+    "several parts, bf16-mixed", "several parts, bf16-master", "several parts, averaged", "bf16-master, float inputs",
+)  # fmt: skip
+"""Cases that `make test` plays under one library, by turns, as each plays their main form."""
+
 BITS = ("bits, one microbatch", "bits, four microbatches")
 
 MESH_CELLS = (

@@ -42,10 +42,11 @@ FSDP2 = ("native/gradients", "native/parameters", "accelerate/gradients", "accel
 PIPELINES = ("native/*+pipeline*", "native/*+tensor*+pipeline*")
 FIXED_SHAPES = ("native/*+interleaved", "native/*+zerobubble")
 AXES = (*PIPELINES, "native/*+tensor*", "native/*+context*")
+TENSOR = ("native/*+tensor*", "deepspeed/*+tensor*", "accelerate/*+tensor*")
 
 MARKS = (
-    Mark("never", ("native/*+tensor*",), ("muon*",), "Unsupported", "each rank has a part of each matrix"),
-    Mark("never", ("native/*+tensor*",), ("whole matrices*",), "TaskError", "each rank has a part of each matrix"),
+    Mark("never", TENSOR, ("muon*",), "Unsupported", "each rank has a part of each matrix"),
+    Mark("never", TENSOR, ("whole matrices*",), "TaskError", "each rank has a part of each matrix"),
     Mark("never", PIPELINES, ("three forwards", "frozen teacher", "averaged beside a frozen teacher"), "TaskError",
          "a stage runs its blocks once in each loss"),
     Mark("never", ("native/*+context*",), ("contrastive", "contrastive, fp64", "contrastive, bf16-mixed"), "TaskError",
@@ -90,8 +91,8 @@ MARKS = (
          "TaskError", "DDP must be told to search for unused parameters: options.NAME.find_unused"),
     Mark("never", ("native/nothing+dp",), ("*",), "Unsupported",
          "nn.DataParallel is for CUDA devices, and the suite plays on the CPU; tests/backends/test_gpu.py has it"),
-    Mark("never", ZERO, ("fp64", "several parts, fp64", "averaged, fp64", "contrastive, fp64"), "Unsupported",
-         "ZeRO's masters are fp32"),
+    Mark("never", ZERO, ("fp64", "several parts, fp64", "averaged, fp64", "contrastive, fp64", "muon, fp64"),
+         "Unsupported", "ZeRO's masters are fp32"),
     Mark("never", ("single", "native/nothing", "horovod/*", "accelerate/nothing"),
          ("bf16-master", "bf16-master, float inputs", "state out and in, bf16-master",
           "several parts, bf16-master", "averaged, bf16-master", "contrastive, bf16-master"), "Unsupported",

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 import unipar
-from tests.conformance import gan
+from tests.conformance import chain, gan
+from tests.conformance.apart import Apart
 from tests.conformance.cases import FILE, Case, dtype_of
 from tests.conformance.contrastive import Pairs
 from tests.conformance.generation import Generating
@@ -44,6 +46,8 @@ class Result:
 def train_by_hand(case: Case, size: int) -> Result:
     """The whole global batch in one forward; or, where a case asks, microbatch by microbatch."""
     torch.set_num_threads(1)
+    if case.through:
+        return chain.train_chain_by_hand(case, Result(), size)
     if case.several:
         return gan.train_gan_by_hand(case, Result(), size)
     config = case.config(ONE, size)
@@ -88,11 +92,10 @@ def train_by_hand(case: Case, size: int) -> Result:
             float(len(part) if (w := task.weight(b)) is None else w) for part, b in zip(parts, read, strict=True)
         ]
         total = 0.0
-        for i, (batch, weight) in enumerate(zip(read, weights, strict=True)):
-            if isinstance(task, Pairs):
-                break
-            seed_all(mix_seed(config.train.seed, 3, step, i))
-            loss = task.loss(model, _cast(batch, dtype_of(case))) * (weight / sum(weights))
+        losses = task.losses() if isinstance(task, Apart) else [] if isinstance(task, Pairs) else [task.loss]
+        for (k, fn), (i, (batch, weight)) in product(enumerate(losses), enumerate(zip(read, weights, strict=True))):
+            seed_all(mix_seed(config.train.seed, 3, step, i, *([k] if k else [])))
+            loss = fn(model, _cast(batch, dtype_of(case))) * (weight / sum(weights))
             loss.backward()
             total += loss.item()
         if isinstance(task, Pairs):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from unipar.errors import TaskError
 from unipar.optimizers.matrix_parts import (
+    FlatMatrix,
     MatrixLayout,
     MatrixPart,
     assign_owners,
@@ -23,7 +24,7 @@ from unipar.optimizers.matrix_parts import (
 )
 
 
-class MatrixOptimizer(Optimizer):
+class MatrixOptimizer(Optimizer, ABC):
     """Optimizer that gets each matrix whole on one rank, whatever splits it, and leaves other parameters to AdamW.
 
     A subclass says in `direction` where a matrix goes, as if there were one process. Its state of a matrix is on that
@@ -41,6 +42,7 @@ class MatrixOptimizer(Optimizer):
         groups: Any = params
         super().__init__(groups, {**self._vectors.defaults, **(defaults or {})})
         self._places: dict[Tensor, tuple[MatrixLayout, int] | None] = {}
+        self._flat: Mapping[Tensor, Sequence[FlatMatrix]] = {}
 
     @abstractmethod
     def direction(self, gradient: Tensor, state: dict[str, Any], group: Mapping[str, Any]) -> Tensor:
@@ -61,6 +63,18 @@ class MatrixOptimizer(Optimizer):
                     groups.append({**group, "params": own, "matrices": wanted})
         self.param_groups = groups
 
+    @final
+    def use_flat_tensors(self, flat: Mapping[Tensor, Sequence[FlatMatrix]]) -> None:
+        """Update the matrices inside these flat tensors, which a library has put into the groups in their place.
+
+        On each rank the same matrices are in the flat tensors of the same step.
+        """
+        self._flat = flat
+        matrices = [matrix for several in flat.values() for matrix in several]
+        layouts = [matrix.layout for matrix in matrices]
+        places = zip(layouts, assign_owners(layouts), strict=True)
+        self._places = {matrix.parameter: place for matrix, place in zip(matrices, places, strict=True)}
+
     @override
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -74,8 +88,8 @@ class MatrixOptimizer(Optimizer):
 
     @final
     def owns(self, p: Tensor) -> bool | None:
-        """Return whether this rank has the optimizer's state of a matrix, a plain tensor; None if `p` is no DTensor."""
-        place = self._place(p) if isinstance(p, DTensor) else None
+        """Return whether this rank has the state of a matrix that is split; None if `p` is no such matrix."""
+        place = self._place(p) if isinstance(p, DTensor) or self._flat else None
         if place is None:
             return None
         return place[0].group is None or dist.get_rank(place[0].group) == place[1]
@@ -87,16 +101,20 @@ class MatrixOptimizer(Optimizer):
             for group in self.param_groups
             if (own := [p for p in group["params"] if not is_matrix(p, group)])
         ]
+        for p in (p for group in groups for p in group["params"]):
+            if (state := self.state.get(p)) and "exp_avg" not in state:
+                state.clear()  # loaded from a run in which it was a matrix
         if groups:
             self._vectors.param_groups, self._vectors.state = groups, self.state
             self._vectors.step()
 
     def _update_matrices(self) -> None:
         parts = [
-            MatrixPart(p, *place, group, _row(p), _row(p.grad))
+            part
             for group in self.param_groups
             for p in group["params"]
-            if p.grad is not None and (place := self._place(p)) is not None
+            if p.grad is not None and is_matrix(p, group)
+            for part in self._parts_of(p, group)
         ]
         gradients, updates = gather_gradients(parts), dict[int, Tensor]()
         for number in sorted(gradients):
@@ -109,9 +127,24 @@ class MatrixOptimizer(Optimizer):
             part = parts[number]
             part.weight.mul_(1.0 - part.settings["lr"] * part.settings["weight_decay"]).sub_(update)
 
+    def _parts_of(self, p: Tensor, group: Mapping[str, Any]) -> Iterator[MatrixPart]:
+        """Yield this rank's part of a matrix, or of each matrix in a flat tensor."""
+        assert p.grad is not None
+        weight, gradient = _row(p), _row(p.grad)
+        if p not in self._flat:
+            if (place := self._place(p)) is not None:
+                yield MatrixPart(p, *place, group, weight, gradient)
+            return
+        for matrix in self._flat[p]:
+            layout, place = matrix.layout, self._place(matrix.parameter)
+            assert place is not None
+            here = 0 if layout.group is None else dist.get_rank(layout.group)
+            where = matrix.first, layout.ranges[here][1]
+            yield MatrixPart(matrix.parameter, *place, group, weight.narrow(0, *where), gradient.narrow(0, *where))
+
     def _place(self, p: Tensor) -> tuple[MatrixLayout, int] | None:
         """Return where a matrix is, and who updates it: all are shared out at once; None if `p` is no matrix."""
-        if p not in self._places:
+        if p not in self._places and not self._flat:
             known = [(q, is_matrix(q, group)) for group in self.param_groups for q in group["params"]]
             matrices = [q for q, whole in known if whole]
             layouts = [MatrixLayout.of(q) for q in matrices]

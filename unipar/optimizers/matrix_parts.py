@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -81,6 +81,17 @@ class MatrixPart:
 
     gradient: Tensor
     """Gradients of these elements, as one row."""
+
+
+class FlatMatrix(NamedTuple):
+    """Matrix of which this rank has its range inside a flat tensor, beside others."""
+
+    parameter: Tensor
+    """The model's parameter, by which the optimizer keeps its state."""
+
+    layout: MatrixLayout
+    first: int
+    """Place of the range's first element in the flat tensor."""
 
 
 def assign_owners(layouts: Sequence[MatrixLayout]) -> list[int]:

@@ -76,9 +76,15 @@ class StepObserver:
     # The engine's step
 
     def run_step(
-        self, engine: Engine, fn: LossFn, micros: Sequence[Micro], factor: float, mark: Mark, loss: Fn
+        self,
+        engine: Engine,
+        fn: LossFn,
+        micros: Sequence[Micro],
+        factor: float,
+        mark: Mark,
+        plain: tuple[Fn, Sequence[Micro]],
     ) -> Step:
-        """Run the engine's step; `fn` is the seeded form of `loss`."""
+        """Run the engine's step; `plain` is the loss without seeds, and the microbatches of which each is run once."""
         if self._counters is not None:
             self._stepped = True
             if not self._on_fake:
@@ -86,7 +92,7 @@ class StepObserver:
                 self._counters.append(counter)
                 with counter:
                     return engine.step(counter.watched(fn), micros, factor, mark)
-            self._count_on_fake(loss, micros)
+            self._count_on_fake(*plain)
         if self._clock is None or not self._measures:
             return engine.step(fn, micros, factor, mark)
         waited, slept = engine.seconds_waited(), self._clock.seconds

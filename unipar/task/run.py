@@ -114,8 +114,26 @@ class Run(ABC):
         """Yield shares of another DataLoader, of which the dataset, collate_fn and workers are used."""
 
     @abstractmethod
-    def step(self, share: Share, part: str | None = None, loss: Fn | None = None) -> StepOutcome:
-        """Do one optimizer step (forward, backward, accumulate, clip, update); `part` and `loss` limit it to a part."""
+    def step(self, share: Share, part: str | None = None, loss: Fn | Sequence[Fn] | None = None) -> StepOutcome:
+        """Do one optimizer step (forward, backward, accumulate, clip, update); `part` and `loss` limit it to a part.
+
+        Of several losses each has a forward and backward of its own; the step is that of their sum.
+        """
+
+    @abstractmethod
+    def step_through(
+        self,
+        share: Share,
+        through: Mapping[str, Callable[[nn.Module, Any, Mapping[str, Any]], Any]],
+        *,
+        part: str,
+        loss: Callable[[nn.Module, Any, Mapping[str, Any]], Any],
+    ) -> StepOutcome:
+        """Do one optimizer step of several parts on one loss, `loss(model, batch, outputs)` of the part `part`.
+
+        `through` has a function of the same form for each other part, in order, which returns its output: tensors, in
+        lists, tuples and dicts; the functions behind it get the outputs of those before by the part's name.
+        """
 
     @abstractmethod
     def frozen(self, part: str) -> Callable[[Fn, Any], Any]:

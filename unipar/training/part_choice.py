@@ -39,7 +39,7 @@ class PartChoice:
             raise TaskError(f"there is no part {part!r}; model() returned {', '.join(self._members)}")
         return self._members[part]
 
-    def select(self, part: str | None, loss: Fn | None, stepped: Sequence[ActivePart]) -> ActivePart:
+    def select(self, part: str | None, loss: object, stepped: Sequence[ActivePart]) -> ActivePart:
         """Return the part that a call of `run.step` means; `stepped`: those that took a step in this share."""
         refuse_other_loss(loss, self._task.loss, self._config)
         if part is None:
@@ -58,6 +58,18 @@ class PartChoice:
                 f"the loop called run.step(part={part!r}) twice for one share; call it at most once for each part"
             )
         return chosen
+
+    def check_through(self, through: Mapping[str, object], part: str) -> None:
+        """Raise TaskError unless one loss can go through these parts into another one."""
+        self.member(part)
+        if not through or part in through:
+            others = ", ".join(f"{name!r}: ..." for name in self._members if name != part)
+            raise TaskError(
+                f"run.step_through(part={part!r}) takes functions of other parts, whose outputs its loss needs: "
+                f"through={{{others}}}; it got {', '.join(through) or 'none'}"
+            )
+        for name in through:
+            self.member(name)
 
     def engine(self, part: str | None) -> Engine:
         """Return the engine of a part, or of the first."""

@@ -29,6 +29,7 @@ from unipar.training.evaluating.evaluation import Evaluation, refuse_unsynced_ev
 from unipar.training.evaluating.whole_model import GatheredModel
 from unipar.training.feeds import RunFeeds, refuse_shared_stream
 from unipar.training.losses.step_loss import StepLoss
+from unipar.training.losses.through_parts import NumberedLoss, OutputFn, OutputsOfParts
 from unipar.training.part_choice import PartChoice
 from unipar.training.parts import ActivePart, TrainedPart, combine_recorded_parts, iterate_pieces, restore_parts
 from unipar.training.shares import ShareMaker
@@ -202,9 +203,11 @@ class TrainingRun(Run):
         return self._shares(self.feeds.over(loader))
 
     @override
-    def step(self, share: Share, part: str | None = None, loss: Fn | None = None) -> StepOutcome:
-        if not isinstance(share, Share):  # pyright: ignore[reportUnnecessaryIsInstance] - the user's code
-            raise TaskError(f"run.step takes a Share, as run.batches() and run.over() yield; it got {share!r}")
+    def step(self, share: Share, part: str | None = None, loss: Fn | Sequence[Fn] | None = None) -> StepOutcome:
+        _require_share(share)
+        return self._step(share, part, loss)
+
+    def _step(self, share: Share, part: str | None, loss: Fn | Sequence[Fn] | NumberedLoss | None) -> StepOutcome:
         self._whole.refuse("run.step()")
         active = self._choice.select(part, loss, self._parts_stepped)
         trained = active.trained
@@ -212,14 +215,14 @@ class TrainingRun(Run):
         self.heartbeat.step = number
         steps = self._steps or self.steps
         rate = self._rates.factor(self.done - trained.skipped, steps)
-        engine, micros = trained.engine, share.micros
+        engine, given = trained.engine, (share.micros, self._plans)
         with (
             self._choice.active(active),
             active,
             self.watch.around_step(trained, number),
-            self._loss.step(engine, loss, micros, self._plans, done=self.done, of_part=active.seeds) as own,
+            self._loss.step(engine, loss, *given, done=self.done, of_part=active.seeds) as (own, micros),
         ):
-            out = self.work.run_step(engine, self._loss, micros, rate, self._mark, own)
+            out = self.work.run_step(engine, self._loss, micros, rate, self._mark, (own, share.micros))
         trained.add_step(number, out, rate)
         if not self._parts_stepped:
             self._log.count(share)
@@ -236,6 +239,22 @@ class TrainingRun(Run):
             self._end_share()
         self._mark("between")
         return StepOutcome(number, reported)
+
+    @override
+    def step_through(self, share: Share, through: Mapping[str, OutputFn], *, part: str, loss: OutputFn) -> StepOutcome:
+        _require_share(share)
+        self._choice.check_through(through, part)
+        outputs = OutputsOfParts(share.micros)
+        for name, fn in through.items():
+            other = self._choice.member(name)
+            self._mark("forward")
+            with self._choice.active(other):
+                seeded = partial(self._loss.seeded, done=self.done, of_part=other.seeds)
+                outputs.compute(name, other.trained.engine, fn, seeded)
+        outcome = self._step(share, part, outputs.last(loss))
+        for name, fn in reversed([*through.items()]):
+            self._step(share, name, outputs.again(name, fn))
+        return outcome
 
     @override
     def evaluate(self) -> dict[str, float]:
@@ -371,3 +390,9 @@ class TrainingRun(Run):
             if part.steps:  # parts that took a step in this share have reported it already
                 part.report()
         self._log.write_step(number, self.steps, self._parts)
+
+
+def _require_share(share: object) -> None:
+    """Raise TaskError if a step is given anything else."""
+    if not isinstance(share, Share):
+        raise TaskError(f"run.step takes a Share, as run.batches() and run.over() yield; it got {share!r}")

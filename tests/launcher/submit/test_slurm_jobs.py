@@ -155,7 +155,7 @@ class Site:
     def state(self, number: int = 0) -> list[str]:
         return self.unipar("jobs").splitlines()[number + 1].split()[:7]
 
-    def wait(self, true: Callable[[], Any], seconds: float = 60) -> None:
+    def wait(self, true: Callable[[], Any], seconds: float = 180) -> None:
         until = time.monotonic() + seconds
         while not true():
             assert time.monotonic() < until, self.unipar("jobs", "logs", "1")

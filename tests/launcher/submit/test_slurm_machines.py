@@ -68,7 +68,7 @@ class Site:
         assert found
         return found[1]
 
-    def wait(self, job: str, *states: str, seconds: float = 90.0) -> str:
+    def wait(self, job: str, *states: str, seconds: float = 240.0) -> str:
         """Return the state of a job once it is one of these."""
         until = time.monotonic() + seconds
         while (state := self.of(job, "JobState")) not in (states or OVER):
@@ -77,7 +77,7 @@ class Site:
         return state
 
     def wait_for_step(self, step: int) -> None:
-        until = time.monotonic() + 60
+        until = time.monotonic() + 180
         while not (run := self.folder / "run/rank-0.jsonl").exists() or Report.read(run.parent).steps < step:
             assert time.monotonic() < until, self.said
             time.sleep(0.3)
@@ -112,7 +112,7 @@ def test_a_signal_and_a_requeue_on_three_nodes(tmp_path: Path) -> None:
         job = here.submit(nodes=3, steps=80, restarts=1)
         here.wait_for_step(15)
         here.call("scancel", "--signal=TERM", job)
-        assert here.wait(job, "COMPLETED", "FAILED", seconds=180) == "COMPLETED", here.said
+        assert here.wait(job, "COMPLETED", "FAILED", seconds=420) == "COMPLETED", here.said
         assert here.of(job, "Restarts") == "1"
         assert count_attempts(here.folder / "run") == 1
         assert Report.read(here.folder / "run").steps == 80
@@ -131,4 +131,4 @@ def test_a_node_is_lost(tmp_path: Path) -> None:
             assert time.monotonic() - began < 20, here.said
             time.sleep(0.2)
         assert "nothing was heard of it for 10 s (launch.heartbeat): is the machine up" in here.said
-        assert here.wait(job, seconds=60) in ("NODE_FAIL", "FAILED")
+        assert here.wait(job, seconds=180) in ("NODE_FAIL", "FAILED")

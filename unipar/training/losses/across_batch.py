@@ -7,10 +7,10 @@ forward and backward over the whole global batch, while activations of one micro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Any, final
+from typing import Any, Self, final
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,52 @@ class _MicroGradients:
 
     first: Sequence[Tensor] | None
     """Features of the first pass, if they are to be compared with those of the second."""
+
+
+@final
+@dataclass(frozen=True)
+class WholeLoss:
+    """Loss of a whole global batch, and its gradients by feature."""
+
+    loss: Tensor
+    gradients: Sequence[Tensor | None]
+    """Gradient of each column, of all samples; None for a column that has none."""
+
+    own: Sequence[slice]
+    """Samples of each of this rank's microbatches."""
+
+    @classmethod
+    def of(
+        cls,
+        world: World,
+        loss_across: Callable[[Any], Any],
+        found: Sequence[FeatureColumns],
+        rows: Sequence[int],
+        seed: int,
+    ) -> Self:
+        """Return the loss of all ranks' features; `rows` are those that count of each of this rank's microbatches."""
+        batch = SampleRows(world, rows)
+        counting = [
+            [column[:n] for column, n in zip(of, rows, strict=True)]
+            for of in zip(*(f.columns for f in found), strict=True)
+        ]
+        with torch.enable_grad():
+            leaves = [widen_features(batch.gather(torch.cat(columns).detach())) for columns in counting]
+            leaves = [leaf.requires_grad_() if leaf.is_floating_point() else leaf for leaf in leaves]
+            seed_torch(seed, cuda=world.device.type == "cuda")
+            loss = check_across_loss(loss_across(found[0].nest(leaves)))
+            if not loss.requires_grad:
+                raise TaskError(
+                    "loss_across() returned a loss that does not depend on the features: compute it from them, without "
+                    "detach() or torch.no_grad()"
+                )
+            trained = [leaf for leaf in leaves if leaf.requires_grad]
+            given = iter(torch.autograd.grad(loss, trained, allow_unused=True))
+        return cls(loss.detach(), [next(given) if leaf.requires_grad else None for leaf in leaves], batch.own)
+
+    def of_micro(self, at: slice, scale: float) -> list[Tensor | None]:
+        """Return a microbatch's own rows of each gradient, divided by its scale, with which engines multiply."""
+        return [None if g is None or not scale else g[at] / scale for g in self.gradients]
 
 
 @final
@@ -98,32 +144,14 @@ class AcrossBatch:
                 found.append(FeatureColumns.of(returned, len(plan.keys)))
                 rows.append(len(plan.keys) if micro.scale else 0)
         self._require_one_nesting(found)
-        batch = SampleRows(self._world, rows)
-        counting = [
-            [column[:n] for column, n in zip(of, rows, strict=True)]
-            for of in zip(*(f.columns for f in found), strict=True)
-        ]
-        own = [torch.cat(column) for column in counting]
-        with torch.enable_grad():
-            leaves = [widen_features(batch.gather(column.detach())) for column in own]
-            leaves = [leaf.requires_grad_() if leaf.is_floating_point() else leaf for leaf in leaves]
-            seed_torch(seed, cuda=self._world.device.type == "cuda")
-            loss = check_across_loss(self._task.loss_across(found[0].nest(leaves)))
-            if not loss.requires_grad:
-                raise TaskError(
-                    "loss_across() returned a loss that does not depend on the features: compute it from them, without "
-                    "detach() or torch.no_grad()"
-                )
-            trained = [leaf for leaf in leaves if leaf.requires_grad]
-            given = iter(torch.autograd.grad(loss, trained, allow_unused=True))
-        gradients = [next(given) if leaf.requires_grad else None for leaf in leaves]
+        whole = WholeLoss.of(self._world, self._task.loss_across, found, rows, seed)
         self._micros = {
             micro.number: _MicroGradients(
-                loss.detach(),
-                [_of_micro(gradient, at, micro.scale) for gradient in gradients],
+                whole.loss,
+                whole.of_micro(at, micro.scale),
                 None if self._compared or not micro.scale else columns.columns,
             )
-            for micro, columns, at in zip(micros, found, batch.own, strict=True)
+            for micro, columns, at in zip(micros, found, whole.own, strict=True)
         }
 
     def end(self) -> None:
@@ -135,8 +163,8 @@ class AcrossBatch:
         known = self._micros[number]
         columns = FeatureColumns.of(self._task.features(model, batch)).columns
         if known.first is not None:
-            _require_equal(columns, known.first, number)
-        return _Beginning.apply(known.loss, known.columns, *columns)  # pyright: ignore[reportReturnType, reportUnknownMemberType, reportUnknownVariableType] - untyped in torch
+            require_equal(columns, known.first, number)
+        return BeginBackward.apply(known.loss, known.columns, *columns)  # pyright: ignore[reportReturnType, reportUnknownMemberType, reportUnknownVariableType] - untyped in torch
 
     def _require_one_nesting(self, found: Sequence[FeatureColumns]) -> None:
         """Raise TaskError if microbatches have features of other kinds: they would be added to one another."""
@@ -159,7 +187,7 @@ _ONE_KIND = "return the same tensors for every batch, of rows of one shape, or g
 
 
 @final
-class _Beginning(torch.autograd.Function):
+class BeginBackward(torch.autograd.Function):
     """Loss of the whole batch, whose backward gives features the gradients that are known already."""
 
     @staticmethod
@@ -185,17 +213,12 @@ def _scaled(gradient: Tensor | None, shape: torch.Size, dtype: torch.dtype, fact
     return factor.new_zeros(shape, dtype=dtype) if gradient is None else (gradient * factor).to(dtype)
 
 
-def _of_micro(gradient: Tensor | None, at: slice, scale: float) -> Tensor | None:
-    """Return a microbatch's own rows of a gradient, divided by its scale, with which engines multiply."""
-    return None if gradient is None or not scale else gradient[at] / scale
-
-
 def _kinds(found: FeatureColumns) -> str:
     """Return dtype and shape of a row of each column of features."""
     return ", ".join(f"{str(c.dtype).removeprefix('torch.')} {list(c.shape[1:])}" for c in found.columns)
 
 
-def _require_equal(columns: Sequence[Tensor], first: Sequence[Tensor], number: int) -> None:
+def require_equal(columns: Sequence[Tensor], first: Sequence[Tensor], number: int, call: str = "features()") -> None:
     """Raise TaskError if features that are computed again are others: their gradients would not be theirs."""
     for i, (now, before) in enumerate(zip(columns, first, strict=True)):
         size = widen_features(before).double().norm().item()
@@ -203,7 +226,7 @@ def _require_equal(columns: Sequence[Tensor], first: Sequence[Tensor], number: i
         apart = (widen_features(now.detach()) - widen_features(before)).double().norm().item() if same_shape else inf
         if apart > _LIMIT_OF_DIFFERENCE * max(size, 1e-30):
             raise TaskError(
-                f"features() gave other values when microbatch {number} was computed again, with gradients (tensor "
+                f"{call} gave other values when microbatch {number} was computed again, with gradients (tensor "
                 f"{i} of them): it must be the same in both calls; draw random numbers from PyTorch's generators only, "
                 "and let nothing of the first call change the second"
             )
