@@ -348,3 +348,20 @@ def test_what_comes_before_a_watch(store: dist.Store) -> None:
     told = in_ranks(5, lambda rank: tree_of(again[rank]).decide("more", "y", "".join))
     assert told == ["yyyyy"] * 5
     leave(again)
+
+
+def test_a_rank_says_that_it_waits(store: dist.Store) -> None:
+    """As soon as another is late, and again and again."""
+    trees = in_ranks(5, lambda rank: tree(store, rank))
+    times: list[float] = []
+    began = time.monotonic()
+
+    def decide(rank: int) -> str:
+        if rank == 4:
+            time.sleep(1.2)
+        return trees[rank].decide("a", "x", "".join, waiting=lambda: times.append(rank) if rank == 2 else None)
+
+    assert in_ranks(5, decide) == ["xxxxx"] * 5
+    assert (len(times) >= 3, time.monotonic() - began < PATIENCE) == (True, True)
+    for one in trees:
+        one.close()

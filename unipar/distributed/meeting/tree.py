@@ -22,7 +22,8 @@ _SECONDS_A_LEVEL: Final = 1.0
 _SECONDS_TO_HEAR: Final = 5.0
 """Seconds that a rank waits longer for an answer than rank 0 for what it answers to."""
 
-_LOOK_SECONDS: Final = 0.05
+_WAITING_SECONDS: Final = 0.5
+"""Seconds between two calls of `waiting`."""
 
 _FAILED_KEY: Final = "links/failed"
 """Key in the store of why a rank has no links, told by the first one that has none."""
@@ -234,9 +235,9 @@ class RankTree:
                     raise _LinkLost
                 if (left := until - time.monotonic()) < 0:
                     raise TimeoutError
-                self._changed.wait(min(left, _LOOK_SECONDS if waiting is not None else 1.0))
-            if waiting is not None:
-                waiting()
+                if waiting is not None:
+                    waiting()
+                self._changed.wait(min(left, _WAITING_SECONDS if waiting is not None else 1.0))
 
     def _loss(self, rank: int) -> str:
         """Return the sentence for a neighbour that is lost before a watch has begun."""
