@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import signal
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ import pytest
 
 if TYPE_CHECKING:
     from tests.support.forks import Forks
+
+importlib.import_module("setuptools")  # brings distutils of its own, which must come before a library imports Python's
 
 KINDS = ("notimpl", "notyet", "never")
 MANY = 50

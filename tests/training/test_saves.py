@@ -121,6 +121,7 @@ class Rank:
     """Part of a world that a saver needs."""
 
     device = torch.device("cpu")
+    tree = None
 
     def __init__(self, rank: int, size: int, store: Any) -> None:
         self.rank, self.size, self.store = rank, size, store
