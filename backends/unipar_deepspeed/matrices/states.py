@@ -40,7 +40,7 @@ class MatrixStates:
         masters: Mapping[int, Tensor],
     ) -> None:
         """Tell the optimizer which matrices are in its flat tensors; `masters`: fp32 copies by their parameter's id."""
-        self._base, self._world, self._model = engine.basic_optimizer, world, model
+        self._base, self._world = engine.basic_optimizer, world
         self._keys: dict[str, Any] = {
             name: masters.get(id(p), p) for name, p in model.named_parameters() if name in names
         }

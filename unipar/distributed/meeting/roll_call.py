@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any, Final, final
 from unipar.distributed.addresses import is_loopback
 from unipar.distributed.machines import WorldMachines, name_ranks
 from unipar.distributed.meeting.neighbours import Neighbours
-from unipar.errors import WorldMismatch, rebuild
+from unipar.distributed.meeting.rounds import result_of
+from unipar.errors import WorldMismatch
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -231,9 +232,7 @@ def decide_together(
     if rank:
         sentence = f"rank {rank} waited {patience:g} s for rank 0, which has ended or hangs; its log may say why"
         told: dict[str, str] = json.loads(wait_for_key(store, f"{name}/told", until, sentence))
-        if "error" in told:
-            raise rebuild(told["kind"], told["error"]) or WorldMismatch(told["error"])
-        return told["result"]
+        return result_of(told)
     try:
         keys = [f"{name}/{one}" for one in range(size)]
         _await_all(store, keys, until, patience)

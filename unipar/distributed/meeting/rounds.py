@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, final
 
@@ -36,6 +36,13 @@ _PAUSE_FOR_EACH = 50e-6
 def decide_alone(mine: str, judge: Judge) -> str:
     """Return what `judge` makes of the text of the only rank."""
     return judge([mine])
+
+
+def result_of(told: Mapping[str, str]) -> str:
+    """Return the result that rank 0 tells; raise the error that it tells instead."""
+    if "error" in told:
+        raise rebuild(told["kind"], told["error"]) or WorldMismatch(told["error"])
+    return told["result"]
 
 
 def open_rounds(world: World, name: str, waiting: Callable[[], None] = lambda: None) -> Decide:
@@ -84,9 +91,7 @@ class StoreRounds:
         if self._round > 2:  # all ranks have read it: they have sent their next text since
             for key in self._sent.pop(self._round - 2, ()):
                 self._store.delete_key(key)
-        if "error" in told:
-            raise rebuild(told["kind"], told["error"]) or WorldMismatch(told["error"])
-        return told["result"]
+        return result_of(told)
 
     def _judge(self, judge: Callable[[], str]) -> dict[str, str]:
         try:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, final
 from unipar.distributed.machines import WorldMachines, name_ranks
 from unipar.distributed.meeting.links import Links, RankLink
 from unipar.distributed.meeting.neighbours import Neighbours
-from unipar.errors import WorldMismatch, rebuild
+from unipar.distributed.meeting.rounds import result_of
+from unipar.errors import WorldMismatch
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -217,9 +218,7 @@ class RankTree:
         except _LinkLost:
             told = {"round": name, "error": self._loss(above), "kind": WorldMismatch.__name__}
         self.links.send_down(told)
-        if "error" in told:
-            raise rebuild(told["kind"], told["error"]) or WorldMismatch(told["error"])
-        return told["result"]
+        return result_of(told)
 
     def _await(self, name: str, rank: int, until: float, waiting: Callable[[], None] | None) -> dict[str, Any]:
         """Return what a neighbour sends; raise TimeoutError, or _LinkLost if it never will."""
