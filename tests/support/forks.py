@@ -40,7 +40,12 @@ ENTRY = "UNIPAR_TESTS_ENTRY"
 BEGUN = {"TMPDIR": os.environ.get("TMPDIR", "/tmp"), "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
 """This process's own, before any test changes it."""
 
-TRACED = ("torch._dynamo.backends.inductor", "torch._inductor.compile_fx", "torch.distributed.tensor.experimental")
+TRACED = (
+    "unipar.optimizers.adamw_8bit",
+    "torch._dynamo.backends.inductor",
+    "torch._inductor.compile_fx",
+    "torch.distributed.tensor.experimental",
+)
 RUNS = (
     "unipar.training.setup",
     "unipar.memory.recording.watcher",

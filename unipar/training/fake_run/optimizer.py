@@ -21,6 +21,7 @@ from unipar.config import Config
 from unipar.config.sections.optimizer import optimizer_arguments
 from unipar.errors import TaskError
 from unipar.model.optimizer import MakeOptimizer, OptimizerFactory, ParameterGroup, parameter_groups
+from unipar.optimizers.block_states import BlockStates
 from unipar.optimizers.matrix_optimizer import MatrixOptimizer
 from unipar.task import Task
 from unipar.training.fake_run.recorder import StepRecorder
@@ -62,6 +63,12 @@ class FakeOptimizer:
                 raise TaskError(
                     f"plan: {type(optimizer).__name__} joins each matrix on one rank for its update, and a plan does "
                     "not know what that takes; measure it with compare"
+                )
+            if isinstance(optimizer, BlockStates):
+                raise TaskError(
+                    "plan: adamw-8bit keeps moments as codes and scales of blocks, where whole blocks are on one rank, "
+                    "and a plan knows states of one size for each element; measure it with compare, or plan adamw and "
+                    "take off 6 bytes for each element of its matrices"
                 )
             trained = _step(optimizer)
         found: dict[str, tuple[int, ...]] = {}
