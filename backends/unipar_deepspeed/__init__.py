@@ -110,8 +110,8 @@ class DeepSpeed(Backend):
 
         if (key := config.train.moments_in_blocks) is not None:
             yield (
-                f"{key}.name: adamw-8bit is not available: ZeRO joins parameters in flat tensors, where blocks of 256 "
-                "elements would reach from one parameter into the next; use native, horovod or accelerate (without "
+                f"{key}.name: adamw-8bit is not available: ZeRO joins parameters in flat tensors, where blocks of "
+                "moments would reach from one parameter into the next; use native, horovod or accelerate (without "
                 "options.accelerate.through), or take adamw"
             )
 

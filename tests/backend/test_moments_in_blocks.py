@@ -24,8 +24,8 @@ def _config(train: Any, **more: Any) -> Config:
         (
             _config({"optimizer": EIGHT_BITS}, parallel={"data": 1, "tensor": 2}),
             "train.optimizer.name: adamw-8bit is not available with parallel.tensor: 2: its moments share a scale in "
-            "blocks of 256 elements, and each of 2 ranks has a part of most blocks; leave parallel.tensor out "
-            "(parallel.shard: parameters splits whole blocks), or take adamw",
+            "blocks of elements of a row, and each of 2 ranks has a part of most blocks; leave parallel.tensor out "
+            "(parallel.shard: parameters splits between rows), or take adamw",
         ),
         (
             _config({"parts": {"critic": {"optimizer": EIGHT_BITS}}, "precision": "fp64"}),
@@ -49,7 +49,7 @@ def _config(train: Any, **more: Any) -> Config:
         (
             _config({"optimizer": EIGHT_BITS}, backend="deepspeed", parallel={"data": 2, "shard": "gradients"}),
             "train.optimizer.name: adamw-8bit is not available: ZeRO joins parameters in flat tensors, where blocks of "
-            "256 elements would reach from one parameter into the next; use native, horovod or accelerate (without "
+            "moments would reach from one parameter into the next; use native, horovod or accelerate (without "
             "options.accelerate.through), or take adamw",
         ),
     ],

@@ -138,7 +138,7 @@ _SGD = {"name": "sgd", "lr": 0.1, "momentum": 0.9}
 _NOT_FINITE = "the loss is not finite at step 4, first on rank "
 _COSINE = {"schedule": {"name": "cosine", "warmup": 2, "end": 0.1}}
 _MUON = {"optimizer": {"name": "muon", "lr": 1e-2, "weight_decay": 0.1, "adamw": {"eps": 1e-6}}}
-_EIGHT_BITS = {"optimizer": {"name": "adamw-8bit", "lr": 1e-2, "weight_decay": 0.1, "eps": 1e-6}}
+_EIGHT_BITS = {"optimizer": {"name": "adamw-8bit", "block": 16, "lr": 1e-2, "weight_decay": 0.1, "eps": 1e-6}}
 _EXACT = {
     "optimizer": {"name": "adamw", "lr": 1e-2, "weight_decay": 0.1, "eps": 1e-6, "fused": False, "foreach": False},
     "clip": {"max": 0.3, "norm": "fp64"},

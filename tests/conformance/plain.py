@@ -176,7 +176,9 @@ def optimizer_of(config: Config, model: Any, groups: Any = None) -> torch.optim.
         return MuonByHand(config, model, groups)
     groups = groups or [p for p in model.parameters() if p.requires_grad]
     if wanted.name == "adamw-8bit":
-        return EightBits(groups, lr=wanted.lr, weight_decay=wanted.weight_decay, eps=wanted.eps)
+        return EightBits(
+            groups, block_size=wanted.block, lr=wanted.lr, weight_decay=wanted.weight_decay, eps=wanted.eps
+        )
     if wanted.name == "sgd":
         return torch.optim.SGD(groups, lr=wanted.lr, momentum=wanted.momentum, weight_decay=wanted.weight_decay)
     kind = torch.optim.AdamW if wanted.name == "adamw" else torch.optim.Adam

@@ -293,9 +293,9 @@ def _refuse_moments_in_blocks(config: Config, key: str) -> Iterator[str]:
     is_away = f"{key}.name: adamw-8bit is not available with"
     if (ranks := config.parallel.tensor) > 1:
         yield (
-            f"{is_away} parallel.tensor: {ranks}: its moments share a scale in blocks of 256 elements, and each of "
-            f"{ranks} ranks has a part of most blocks; leave parallel.tensor out (parallel.shard: parameters splits "
-            "whole blocks), or take adamw"
+            f"{is_away} parallel.tensor: {ranks}: its moments share a scale in blocks of elements of a row, and each "
+            f"of {ranks} ranks has a part of most blocks; leave parallel.tensor out (parallel.shard: parameters splits "
+            "between rows), or take adamw"
         )
     if config.train.precision == "fp64":
         yield (

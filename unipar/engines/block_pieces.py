@@ -15,11 +15,12 @@ _CODES: Final = " codes"
 _SCALE: Final = " scale"
 
 
-def split_blocks(piece: Piece) -> Iterator[Piece]:
+def split_blocks(piece: Piece, optimizer: object) -> Iterator[Piece]:
     """Yield a piece; one of a state in blocks as two: its codes, and the scales of these blocks."""
-    inner = block_tensors(piece.tensor)
+    inner = block_tensors(piece.tensor) if isinstance(optimizer, BlockStates) else None
     if inner is None:
-        yield piece
+        if piece.where.numel or not isinstance(optimizer, BlockStates) or piece.kind not in optimizer.block_keys:
+            yield piece  # a rank without rows says nothing: it cannot know whether other ranks have blocks
         return
     where, block = piece.where, inner.block
     yield Piece(piece.name, piece.kind + _CODES, piece.shape, where, inner.codes)
@@ -46,7 +47,7 @@ def restore_blocks(
 ) -> tuple[dict[str, Any], set[str]]:
     """Return a parameter's states that may be in blocks, as saved, and the kinds of pieces that they are made of.
 
-    They are in blocks if these fit in this world, whatever they were when they were saved.
+    They are in this run's blocks, whatever they were when they were saved.
     """
     states: dict[str, Any] = {}
     used: set[str] = set()
@@ -58,9 +59,11 @@ def restore_blocks(
         states[key] = state = optimizer.new_state(p, key)
         for where, local in regions(name, state):
             inner = block_tensors(local)
+            if not where.numel:
+                continue
             if key in mine:
                 local.copy_(read(name, key, where).view(local.shape).to(local.device))
-            elif inner is None:
+            elif inner is None or inner.block != _block_of(read, name, key):
                 local.copy_(_read_values(optimizer, read, name, key, where).view(local.shape).to(local.device))
             else:
                 _read_blocks(inner, read, name, key, where)
@@ -75,9 +78,13 @@ def _read_blocks(inner: BlockTensors, read: Read, name: str, key: str, where: Re
 
 def _read_values(optimizer: BlockStates, read: Read, name: str, key: str, where: Region) -> Tensor:
     """Return the numbers of a region that may begin or end inside a block."""
-    numel, blocks = prod(read.shape(name, key + _CODES)), prod(read.shape(name, key + _SCALE))
-    block, end = numel // blocks, where.start + where.numel
+    block, end = _block_of(read, name, key), where.start + where.numel
     first, last = where.start // block, -(-end // block)
     codes = read(name, key + _CODES, Region(first * block, (last - first) * block)).view(-1)
     scale = read(name, key + _SCALE, Region(first, last - first)).view(-1)
     return optimizer.values_of(key, codes, scale)[where.start - first * block : end - first * block]
+
+
+def _block_of(read: Read, name: str, key: str) -> int:
+    """Return the elements of a block of a saved state."""
+    return prod(read.shape(name, key + _CODES)) // prod(read.shape(name, key + _SCALE))

@@ -210,7 +210,9 @@ class WrapperEngine(OptimizerEngine):
                         yield Piece(name, kind, tuple(value.shape), Region(0, value.numel()), value)
                 elif (self.apart and kind != "weight") or self.speaks_for(name, value):
                     for where, local in self.local_regions(name, value):
-                        yield from split_blocks(Piece(name, kind, self.whole_shape(name, value), where, local))
+                        yield from split_blocks(
+                            Piece(name, kind, self.whole_shape(name, value), where, local), self.base
+                        )
         yield from buffer_pieces(self.buffers_to_save())
 
     @override

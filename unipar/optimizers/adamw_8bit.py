@@ -34,15 +34,19 @@ _PIECE: Final = 2**20
 
 @final
 class AdamW8bit(torchao.optim.AdamW8bit, BlockStates):
-    """torchao's AdamW8bit, whose moments are in the same blocks of 256 elements however a parameter is split.
+    """torchao's AdamW8bit, whose moments are in the same blocks however a parameter is split.
 
-    torchao itself counts blocks from the start of each rank's part, and compiles its update, which takes minutes on a
-    CPU. Here a moment is in 8 bits only if each rank has whole blocks of the whole parameter, and the update runs as it
-    is written.
+    torchao itself decides by each rank's part, and compiles its update, which takes minutes on a CPU. Here a moment is
+    in 8 bits only if each row of the whole parameter is whole blocks, and the update runs as it is written.
     """
 
-    def __init__(self, params: Iterable[Tensor] | Iterable[dict[str, Any]], **settings: Any) -> None:
-        super().__init__(params, **settings)
+    def __init__(
+        self, params: Iterable[Tensor] | Iterable[dict[str, Any]], *, block_size: int = 256, **settings: Any
+    ) -> None:
+        super().__init__(params, block_size=block_size, **settings)
+        for group in self.param_groups:
+            group.setdefault("block_size", block_size)
+        self.block_size = self.param_groups[0]["block_size"]  # a library that copies an optimizer copies its groups
 
     @property
     @override
@@ -52,7 +56,7 @@ class AdamW8bit(torchao.optim.AdamW8bit, BlockStates):
     @override
     def new_state(self, p: Tensor, key: str) -> Tensor:
         local = p.to_local() if isinstance(p, DTensor) else p
-        if p.numel() >= _LEAST and blocks_fit(p, self.block_size):
+        if p.numel() >= _LEAST and local.numel() and blocks_fit(p, self.block_size):
             state = self._subclass_zeros(local, signed=key == "exp_avg", block_size=self.block_size)
         else:
             state = torch.zeros_like(local)
@@ -85,7 +89,9 @@ class AdamW8bit(torchao.optim.AdamW8bit, BlockStates):
             state |= {key: self.new_state(p, key) for key in sorted(self.block_keys)}
         state["step"] += 1
         beta1, beta2 = group["betas"]
-        for weight, grad, first, second in _pieces((p.detach(), gradient, state["exp_avg"], state["exp_avg_sq"])):
+        for weight, grad, first, second in _pieces(
+            (p.detach(), gradient, state["exp_avg"], state["exp_avg_sq"]), _PIECE // self.block_size * self.block_size
+        ):
             single_param_adam(
                 weight,
                 grad,
@@ -103,13 +109,13 @@ class AdamW8bit(torchao.optim.AdamW8bit, BlockStates):
             )
 
 
-def _pieces(tensors: tuple[Tensor, Tensor, Tensor, Tensor]) -> Iterator[list[Tensor]]:
-    """Yield this rank's parts of a weight, its gradient and its moments, some blocks at a time."""
+def _pieces(tensors: tuple[Tensor, Tensor, Tensor, Tensor], most: int) -> Iterator[list[Tensor]]:
+    """Yield this rank's parts of a weight, its gradient and its moments, so many elements at a time."""
     weight, gradient, *moments = (t.to_local() if isinstance(t, DTensor) else t for t in tensors)
     gradient = gradient.contiguous()  # torchao views the new moments, which are laid out like it, as rows of blocks
     if not weight.is_contiguous():
         yield [weight, gradient, *moments]
         return
     flat = [t.view(-1) for t in (weight, gradient, *moments)]
-    for first in range(0, weight.numel(), _PIECE):
-        yield [t[first : min(first + _PIECE, weight.numel())] for t in flat]
+    for first in range(0, weight.numel(), most):
+        yield [t[first : min(first + most, weight.numel())] for t in flat]

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 class BlockStates(ABC):
-    """Base of optimizers that keep states in blocks where whole blocks are on one rank, and in full elsewhere."""
+    """Base of optimizers that keep states in blocks where each row is whole blocks, and in full elsewhere."""
 
     @property
     @abstractmethod
@@ -55,17 +55,7 @@ def inner_tensors(state: Tensor) -> Mapping[str, Tensor]:
 
 
 def blocks_fit(p: Tensor, block: int) -> bool:
-    """Return whether each rank has whole blocks of a parameter, counted from the first element of the whole one."""
-    if p.numel() % block:
+    """Return whether each row of a parameter is whole blocks, so that they are the same whichever rank has the row."""
+    if p.ndim < 2 or (p.numel() // max(1, p.shape[0])) % block:
         return False
-    if not isinstance(p, DTensor):
-        return True
-    mesh = p.device_mesh
-    cuts = [i for i, placement in enumerate(p.placements) if not placement.is_replicate() and mesh.size(i) > 1]
-    if not cuts:
-        return True
-    if len(cuts) > 1 or p.placements[cuts[0]] != Shard(0):
-        return False
-    ranks, rows = mesh.size(cuts[0]), p.shape[0]
-    of_rank = -(-rows // ranks)
-    return (ranks - 1) * of_rank < rows and of_rank * (p.numel() // rows) % block == 0
+    return not isinstance(p, DTensor) or all(cut.is_replicate() or cut == Shard(0) for cut in p.placements)

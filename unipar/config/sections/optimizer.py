@@ -83,7 +83,10 @@ class AdamW8bitSettings(_Rates):
     """Config section `train.optimizer` with name: adamw-8bit."""
 
     name: Literal["adamw-8bit"] = "adamw-8bit"
-    """AdamW by torchao, whose moments are kept in 8 bits: codes, and a scale for each block of 256 elements."""
+    """AdamW by torchao, whose moments are kept in 8 bits: codes, and a scale for each block of elements."""
+
+    block: Annotated[int, Field(ge=16)] = 256
+    """Elements that share a scale: moments of weights whose rows are whole blocks are in 8 bits, others in fp32."""
 
     betas: Annotated[tuple[_Fraction, _Fraction], Field(strict=False)] = (0.9, 0.999)
     """Decay rates of the two moments."""
@@ -186,7 +189,7 @@ def optimizer_arguments(optimizer: Optimizer, device: str, *, split: bool = Fals
     else:
         arguments |= {"betas": tuple(float(b) for b in optimizer.betas), "eps": float(optimizer.eps)}
     if isinstance(optimizer, AdamW8bitSettings):
-        return arguments  # torchao's update goes parameter by parameter
+        return arguments | {"block_size": optimizer.block}  # torchao's update goes parameter by parameter
     fused = optimizer.fused
     if fused == "auto":
         missing = split and isinstance(optimizer, SGD)  # PyTorch has no fused SGD for split parameters

@@ -18,10 +18,9 @@ from torch.optim import Optimizer
 from unipar.backend.prediction.timeline import UpdatedTensor
 from unipar.backend.resources import choose_device
 from unipar.config import Config
-from unipar.config.sections.optimizer import optimizer_arguments
+from unipar.config.sections.optimizer import AdamW8bitSettings, optimizer_arguments
 from unipar.errors import TaskError
 from unipar.model.optimizer import MakeOptimizer, OptimizerFactory, ParameterGroup, parameter_groups
-from unipar.optimizers.block_states import BlockStates
 from unipar.optimizers.matrix_optimizer import MatrixOptimizer
 from unipar.task import Task
 from unipar.training.fake_run.recorder import StepRecorder
@@ -55,6 +54,12 @@ class FakeOptimizer:
     def of(cls, task: Task, model: nn.Module, config: Config, mode: FakeTensorMode) -> FakeOptimizer:
         """Return the optimizer of a model on tensors without memory, after a step of it."""
         own = task.optimizer if task.defines("optimizer") else None
+        if own is None and isinstance(config.train.optimizer, AdamW8bitSettings):
+            raise TaskError(
+                "plan: adamw-8bit keeps moments as codes and scales of blocks, where whole blocks are on one rank, and "
+                "a plan knows states of one size for each element; measure it with compare, or plan adamw and take off "
+                "6 bytes for each element of its matrices"
+            )
         groups = parameter_groups(model, config, given=task.groups(model), own_optimizer=own is not None)
         names = {id(p): name for name, p in model.named_parameters()}
         with mode:
@@ -63,12 +68,6 @@ class FakeOptimizer:
                 raise TaskError(
                     f"plan: {type(optimizer).__name__} joins each matrix on one rank for its update, and a plan does "
                     "not know what that takes; measure it with compare"
-                )
-            if isinstance(optimizer, BlockStates):
-                raise TaskError(
-                    "plan: adamw-8bit keeps moments as codes and scales of blocks, where whole blocks are on one rank, "
-                    "and a plan knows states of one size for each element; measure it with compare, or plan adamw and "
-                    "take off 6 bytes for each element of its matrices"
                 )
             trained = _step(optimizer)
         found: dict[str, tuple[int, ...]] = {}
