@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from importlib.machinery import ModuleSpec
 from typing import Any
 
 import pytest
@@ -63,8 +64,11 @@ def test_refusals(config: Config, reason: str) -> None:
 
 def test_a_missing_library_is_named_with_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before any process starts."""
-    there = importlib.util.find_spec
-    monkeypatch.setattr(checks, "find_spec", lambda name: None if name == "torchao" else there(name))
+
+    def find_spec(name: str) -> ModuleSpec | None:
+        return None if name == "torchao" else importlib.util.find_spec(name)
+
+    monkeypatch.setattr(checks, "find_spec", find_spec)
     with pytest.raises(BackendNotInstalled) as caught:
         checks.check_can_run(_config({"optimizer": EIGHT_BITS}))
     assert str(caught.value) == (

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torchao.optim
 from torch import nn
+from typing_extensions import override
 
 from tests.conformance.inside import CombinedState, combine_pieces
 from unipar.backend import Piece, Region
@@ -24,7 +25,7 @@ BLOCKS: dict[str, Any] = SETTINGS | {"block_size": 64}
 
 def _model() -> nn.Sequential:
     torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(64, 72), nn.GELU(), nn.Linear(72, 64))
+    return nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
 
 
 def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> None:
@@ -36,6 +37,7 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -
 
 
 class _Uncompiled(torchao.optim.AdamW8bit):
+    @override
     def step(self, closure: Any = None) -> Any:
         with torch.compiler.set_stance("force_eager"):
             return super().step(closure)
@@ -73,14 +75,14 @@ def test_a_weight_that_is_not_contiguous() -> None:
 
 
 def test_bytes_are_codes_scales_and_their_map() -> None:
-    """4,608 elements: one byte each, 72 scales and a map of 256 numbers, of either moment; a checkpoint has no map."""
-    model = _model()
+    """8,192 elements: one byte each, 128 scales and a map of 256 numbers, of either moment; a checkpoint has no map."""
+    model: Any = _model()
     _train(model, optimizer := AdamW8bit(model.parameters(), **BLOCKS), steps=1)
     state: dict[str, Any] = optimizer.state[model[0].weight]
     sizes = {h.name: h.tensor.nbytes for key in ("exp_avg", "step") for h in state_holdings("w", key, state[key])}
-    assert sizes == {"w.exp_avg codes": 4608, "w.exp_avg scale": 288, "w.exp_avg qmap": 1024, "w.step": 4}
-    numbers = 2 * 4608 + 72 + 64
-    saved = 4 * numbers + 4 * 4 + 4 * (4608 + 288) + 2 * 4 * (72 + 64)
+    assert sizes == {"w.exp_avg codes": 8192, "w.exp_avg scale": 512, "w.exp_avg qmap": 1024, "w.step": 4}
+    numbers = 2 * 8192 + 128 + 64
+    saved = 4 * numbers + 4 * 4 + 4 * (8192 + 512) + 2 * 4 * (128 + 64)
     assert saved_bytes(model, lambda m: AdamW8bit([p for _, p in m.named_parameters()], **BLOCKS), fp64=False) == saved
 
 
@@ -93,11 +95,11 @@ def test_states_go_out_and_in() -> None:
     pieces = [
         q
         for key in ("exp_avg", "exp_avg_sq")
-        for q in split_blocks(Piece("w", key, (72, 64), Region(0, 4608), state[key]), optimizer)
+        for q in split_blocks(Piece("w", key, (128, 64), Region(0, 8192), state[key]), optimizer)
     ]
     assert [(q.kind, q.shape, q.where.numel, q.tensor.dtype) for q in pieces[:2]] == [
-        ("exp_avg codes", (72, 64), 4608, torch.uint8),
-        ("exp_avg scale", (72,), 72, torch.float32),
+        ("exp_avg codes", (128, 64), 8192, torch.uint8),
+        ("exp_avg scale", (128,), 128, torch.float32),
     ]
     listed = [(q.name, q.kind, q.shape, tuple(q.where), q.tensor.flatten()) for q in pieces]
     read = CombinedState(combine_pieces(listed), {(q.name, q.kind): q.shape for q in pieces})
@@ -114,7 +116,12 @@ def test_states_go_out_and_in() -> None:
     assert torch.equal(whole["exp_avg"].flatten(), state["exp_avg"].dequantize().flatten()[300:400])
     full = {("w", "exp_avg"): state["exp_avg"].dequantize().flatten()}
     back, used = restore_blocks(
-        optimizer, CombinedState(full, {("w", "exp_avg"): (72, 64)}), "w", p, {"exp_avg"}, lambda _, t: local_regions(t)
+        optimizer,
+        CombinedState(full, {("w", "exp_avg"): (128, 64)}),
+        "w",
+        p,
+        {"exp_avg"},
+        lambda _, t: local_regions(t),
     )
     assert used == {"exp_avg"}
     assert type(back["exp_avg"]) is type(state["exp_avg"])
@@ -137,7 +144,7 @@ def test_other_blocks_take_the_numbers_of_the_old_ones() -> None:
     _train(model, optimizer := AdamW8bit(model.parameters(), **BLOCKS))
     p: Any = model[0].weight
     was = optimizer.state[p]["exp_avg"]
-    pieces = list(split_blocks(Piece("w", "exp_avg", (72, 64), Region(0, 4608), was), optimizer))
+    pieces = list(split_blocks(Piece("w", "exp_avg", (128, 64), Region(0, 8192), was), optimizer))
     listed = [(q.name, q.kind, q.shape, tuple(q.where), q.tensor.flatten()) for q in pieces]
     read = CombinedState(combine_pieces(listed), {(q.name, q.kind): q.shape for q in pieces})
     finer = AdamW8bit(model.parameters(), **SETTINGS, block_size=16)

@@ -78,7 +78,6 @@ def test_states_in_blocks_are_not_planned() -> None:
     with pytest.raises(TaskError) as caught:
         traced(name="adamw-8bit")
     assert str(caught.value) == (
-        "plan: adamw-8bit keeps moments as codes and scales of blocks, where whole blocks are on one rank, and a plan "
-        "knows states of one size for each element; measure it with compare, or plan adamw and take off 6 bytes for "
-        "each element of its matrices"
+        "plan: adamw-8bit is not planned, as its states have no one size for each element; plan adamw, and take "
+        "off 6 bytes for each element of the weights whose rows are whole blocks"
     )
