@@ -56,8 +56,8 @@ class FakeOptimizer:
         own = task.optimizer if task.defines("optimizer") else None
         if own is None and isinstance(config.train.optimizer, AdamW8bitSettings):
             raise TaskError(
-                "plan: adamw-8bit is not planned, as its states have no one size for each element; plan adamw, and take "
-                "off 6 bytes for each element of the weights whose rows are whole blocks"
+                "plan: adamw-8bit is not planned, as its states have no one size for each element; plan adamw, and "
+                "take off 6 bytes for each element of the weights whose rows are whole blocks"
             )
         groups = parameter_groups(model, config, given=task.groups(model), own_optimizer=own is not None)
         names = {id(p): name for name, p in model.named_parameters()}
