@@ -31,8 +31,8 @@ def test_bytes_saved_and_digits_lost(tmp_path: Path) -> None:
     found = compare(config, cells=("native/nothing",))
     assert found.code == 0
     said = re.fullmatch(
-        r"adamw-8bit beside adamw, in one process: optimizer states of (.+) instead of (.+); losses equal to (\d) digits "
-        r"over 10 steps",
+        r"adamw-8bit beside adamw, in one process: optimizer states of (.+) instead of (.+); losses equal to (\d) "
+        r"digits over 10 steps",
         found.moments,
     )
     assert said is not None, found.moments
