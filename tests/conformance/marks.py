@@ -51,6 +51,7 @@ MARKS = (
          "a stage runs its blocks once in each loss"),
     Mark("never", ("native/*+context*",), ("contrastive", "contrastive, fp64", "contrastive, bf16-mixed"), "TaskError",
          "two towers cut two sequences, and a pass has one"),
+    Mark("never", PIPELINES, ("several losses",), "TaskError", "stages are cut for the task's own loss"),
     Mark("never", PIPELINES, ("shared lists",), "TaskError",
          "what a block leaves for the loss to read is on that block's stage"),
     Mark("notyet", FIXED_SHAPES, ("ragged last batch", "token weights, ragged", "a stream", "batches by tokens*",
