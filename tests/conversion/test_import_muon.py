@@ -29,8 +29,9 @@ def optimizer(made: ImportedConfig) -> dict[str, Any]:
 def test_a_ds_config(tmp_path: Path) -> None:
     """Both rates, the factor of the rate and Adam's settings; what is assumed of the matrices is told."""
     params = {"lr": 1e-3, "muon_lr": 0.05, "weight_decay": 0.1, "momentum": 0.9, "betas": [0.8, 0.95], "eps": 1e-9}
-    config = {"train_batch_size": 32, "optimizer": {"type": "Muon", "params": params | {"ns_method": "standard"}}}
-    config["zero_optimization"] = {"stage": 3, "save_muon_momentum_buffer_in_memory": True}
+    zero = {"stage": 3, "save_muon_momentum_buffer_in_memory": True}
+    muon = {"type": "Muon", "params": params | {"ns_method": "standard"}}
+    config: dict[str, Any] = {"train_batch_size": 32, "optimizer": muon, "zero_optimization": zero}
     made = ds(tmp_path, config, STEPS, strict=False)
     assert optimizer(made) == {
         "name": "muon",
