@@ -217,8 +217,8 @@ CASES = {
         Case("muon, fp64", tasks.Grouped, precision="fp64", tolerance=FP64, train=_MUON, sizes=(2,), cells=_WHOLE),
         Case("muon, bits", tasks.Plain, accumulate=1, sizes=(2,), train=_EXACT | {"optimizer": _MUON["optimizer"] | {
              "fused": False, "foreach": False}}, cells=_WHOLE),
-        Case("muon, bf16-master", tasks.Grouped, precision="bf16-master", tolerance=BF16, train=_MUON, hop=3, sizes=(2,),
-             cells=_WHOLE),
+        Case("muon, bf16-master", tasks.Grouped, precision="bf16-master", tolerance=BF16, train=_MUON, hop=3,
+             sizes=(2,), cells=_WHOLE),
         Case("muon, copies", tasks.Grouped, more=_TWO_COPIES, train=_MUON, hop=3, sizes=(4,), cells=_CELLS_WITH_COPIES),
         Case("whole matrices of its own", WholeMatrices, train=_COSINE | {"optimizer": {"lr": 1e-3}}, hop=3, sizes=(2,),
              cells=_WHOLE),
