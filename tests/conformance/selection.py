@@ -30,9 +30,9 @@ from unipar.config import Cell
 def select_cases(cell: Cell, size: int, *, whole: bool) -> list[str]:
     """Return the cases of a cell in a world of this size: for `make conformance` all.
 
-    `make test` plays, in worlds of two, each case under some libraries (compiled ones as COMPILED says), each mark once,
-    and what every cell must do; in worlds of four, once what needs four ranks. A stranger's cells play all cases in
-    worlds of two, some in others.
+    `make test` plays, in worlds of two, each case under some libraries (compiled ones as COMPILED says), each mark
+    once, and what every cell must do; in worlds of four, once what needs four ranks. A stranger's cells play all cases
+    in worlds of two, some in others.
     """
     names: Collection[str] = CASES
     if cell.axes.ranks > 1 and not whole:

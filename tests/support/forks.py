@@ -47,7 +47,12 @@ RUNS = (
     "unipar.comparison.worker",
     "unipar.verification.worker.entry",
 )
-MODELS = ("transformers.models.gpt2.modeling_gpt2", "torchmetrics.classification", "sklearn.metrics", "sklearn.datasets")
+MODELS = (
+    "transformers.models.gpt2.modeling_gpt2",
+    "torchmetrics.classification",
+    "sklearn.metrics",
+    "sklearn.datasets",
+)
 """What tasks of tests import, which takes as long as torch."""
 
 OURS = ("tests.support.python_fork", "tests.support.warm", "unipar.cli.app", "unipar.launcher.launched_run")
