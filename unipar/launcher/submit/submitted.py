@@ -25,7 +25,7 @@ OUTPUT_FILE = "output.log"
 EXIT_CODE_FILE = "exit-code"
 """Exit code of such a client."""
 
-STATE_FILE = "state"
+FINAL_STATE_FILE = "state"
 """State that a job never leaves, once its job system has named it."""
 
 _DEPTH = 3
@@ -87,7 +87,7 @@ def ready_system_of(job: SubmittedJob) -> JobSystem[Any]:
 
 def state_of(job: SubmittedJob) -> str:
     """Return how a job stands, or why that cannot be told here; a job that was seen at its end is not looked up."""
-    kept = Path(job.folder) / STATE_FILE
+    kept = Path(job.folder) / FINAL_STATE_FILE
     with suppress(OSError):
         return kept.read_text("utf-8").strip()
     try:
