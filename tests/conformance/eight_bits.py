@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, final
 
 import torch
-import torchao.optim
 from torch import nn
 from typing_extensions import override
 
@@ -24,12 +23,17 @@ class Wide(tasks.Grouped):
         return model
 
 
-class EightBits(torchao.optim.AdamW8bit):
-    """torchao's as it is, but for its compiler, and with a rate that may be set as a number."""
+def eight_bits_by_hand(groups: Any, **settings: Any) -> torch.optim.Optimizer:
+    """torchao's optimizer as it is, but for its compiler, and with a rate that may be set as a number."""
+    from torchao.optim import AdamW8bit  # takes seconds, and is not everywhere
 
-    @override
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32)
-        with torch.compiler.set_stance("force_eager"):
-            return super().step(closure)
+    @final
+    class EightBits(AdamW8bit):
+        @override
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32)
+            with torch.compiler.set_stance("force_eager"):
+                return super().step(closure)
+
+    return EightBits(groups, **settings)

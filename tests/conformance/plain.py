@@ -19,7 +19,7 @@ from tests.conformance import chain, gan
 from tests.conformance.apart import Apart
 from tests.conformance.cases import FILE, Case, dtype_of
 from tests.conformance.contrastive import Pairs
-from tests.conformance.eight_bits import EightBits
+from tests.conformance.eight_bits import eight_bits_by_hand
 from tests.conformance.generation import Generating
 from tests.conformance.lengths import fill_batches
 from tests.conformance.matrix_task import MuonByHand, matrices_of
@@ -176,7 +176,7 @@ def optimizer_of(config: Config, model: Any, groups: Any = None) -> torch.optim.
         return MuonByHand(config, model, groups)
     groups = groups or [p for p in model.parameters() if p.requires_grad]
     if wanted.name == "adamw-8bit":
-        return EightBits(
+        return eight_bits_by_hand(
             groups, block_size=wanted.block, lr=wanted.lr, weight_decay=wanted.weight_decay, eps=wanted.eps
         )
     if wanted.name == "sgd":

@@ -193,7 +193,7 @@ def _full_moments(config: Config) -> dict[str, Any]:
     def full(optimizer: Optimizer | None) -> Optimizer | None:
         if not isinstance(optimizer, AdamW8bitSettings):
             return optimizer
-        return AdamW.model_validate(optimizer.model_dump(exclude={"name"}))
+        return AdamW.model_validate(optimizer.model_dump(exclude={"name", "block"}))
 
     parts = {
         name: part.model_copy(update={"optimizer": full(part.optimizer)}) for name, part in config.train.parts.items()
