@@ -195,3 +195,10 @@ def batch_with_fixed_total(batch: Batch, smallest: int) -> Batch:
         return batch
     least = batch.settle(smallest)
     return Batch(total=least.total, accumulate=least.accumulate)
+
+
+def batch_with_share(batch: Batch, least: BatchSizes, data: int) -> Batch:
+    """Return a batch in which each of `data` ranks has its share of `least`, the batch of a smaller world."""
+    if batch.tokens is None:
+        return Batch(micro=least.micro, accumulate=least.accumulate)
+    return batch.model_copy(update={"tokens": least.total * data // least.ranks})
