@@ -64,7 +64,7 @@ def _picked(plan: Plan) -> tuple[Cell, int, int, bool]:
 def config_to_pick(config: Config, cell: Cell, ranks: int, micro: int, *, kept: bool) -> Config:
     """Return the config in a cell on so many ranks, with microbatches of so many samples and its total batch.
 
-    `kept`: whether that is the configured microbatch, which under `batch.tokens` may follow from the lengths of samples.
+    `kept`: whether that is the configured microbatch, which under `batch.tokens` may follow from lengths of samples.
     """
     parallel = config.parallel.changed({"data": ranks, **dict.fromkeys(AXES, 1)})
     moved = cells.config_in_cell(config.model_copy(update={"parallel": parallel}), cell)

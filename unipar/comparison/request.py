@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from unipar.backend.checks import CheckedSource
 from unipar.comparison.cell_world import TURNS_MODULE
-from unipar.config import Config
+from unipar.config import BatchSizes, Config
 from unipar.config.sections.batch import Batch
 from unipar.config.source import Given
 from unipar.errors import ConfigError

@@ -177,7 +177,7 @@ def _explanations(plan: PlannedCells, columns: Mapping[str, Shown]) -> Iterator[
         )
     if plan.memory is not None:
         yield (
-            f"fits: at most {format_size(plan.memory)} less {plan.headroom:.0%}; largest micro: the most {plan.counted} "
-            "a microbatch that do, with the total batch kept"
+            f"fits: at most {format_size(plan.memory)} less {plan.headroom:.0%}; largest micro: the most "
+            f"{plan.counted} a microbatch that do, with the total batch kept"
         )
     yield from plan.notes

@@ -51,7 +51,7 @@ class ScaledCell:
     """Kinds of scaling that the world is part of; the smallest world is part of both."""
 
     samples: int
-    """Samples in one optimizer step, over all ranks, or tokens at most; 0 in a world that the cell's axes do not divide."""
+    """Samples in one optimizer step, or tokens at most, over all ranks; 0 in a world that the axes do not divide."""
 
     micro: int
     accumulate: int
@@ -251,7 +251,8 @@ class Scaling(TurnResults):
             *self.row_notes(),
             *self.verdict(),
             *self.batches(),
-            f"speed-up: {self.unit}/s in proportion to the smallest world's; efficiency: that in proportion to the ranks",
+            f"speed-up: {self.unit}/s in proportion to the smallest world's; efficiency: that in proportion to "
+            "the ranks",
             *(["worlds of one size took turns; those of different sizes did not"] if self.verb == "compare" else []),
             self.shared(),
             *self.timing(),

@@ -129,7 +129,8 @@ def _figure_sections(scaling: Scaling) -> Iterator[str]:
     yield _figure_section(
         scaling,
         ScalingFigure("Speed-up", scaling.speed_up, lambda v: f"{v:.2f}", max([*map(ideal, worlds), *faster]), ideal),
-        f"{scaling.unit.capitalize()} a second, relative to the smallest world. Dashed: the ideal, twice the speed on twice the ranks.",
+        f"{scaling.unit.capitalize()} a second, relative to the smallest world. Dashed: the ideal, twice the speed on "
+        "twice the ranks.",
     )
     yield _figure_section(
         scaling,
