@@ -89,9 +89,6 @@ class Scaling(TurnResults):
     """Threads of each rank."""
 
     device: str
-    unit: str = "samples"
-    """Unit in which the batch is counted: samples or tokens."""
-
     verb: str = "scale"
     """Command that made the result; compare: a comparison for each size of world, one after another."""
 

@@ -35,7 +35,7 @@ from unipar.planning.stages import PlannedStage, predict_stage_peaks
 from unipar.task import Task
 from unipar.training.fake_run.compiled import summarize_error
 from unipar.training.fake_run.pieces import ranks_of_pieces
-from unipar.training.fake_run.step import FakeStep
+from unipar.training.fake_run.step import FakeStep, sent_by_loop
 from unipar.training.fake_run.trace import (
     FEWEST_SAMPLES,
     FakeTask,
@@ -212,11 +212,12 @@ class TaskTraces:
                 phases = [*built, *predict_stage_peaks(traced.stage, timeline, predict, activations, sizes.micro)]
                 if gloo:
                     late = late_bytes(prediction, activations, sizes.micro)
-            every = sorted({phase.phase for phase in phases}, key=_ORDER.index)
-            phases = [_fullest(peak for peak in phases if peak.phase == phase) for phase in every]
+            names = sorted({phase.phase for phase in phases}, key=_ORDER.index)
+            phases = [_fullest(peak for peak in phases if peak.phase == name) for name in names]
             traffic = tuple(each.of_step(sizes.micro, sizes.accumulate) for each in traced.sent)
             outside = tuple(predict_offloaded(timeline, prediction))
-            sent = count_across((*prediction.sent, *traffic), config, ranks, per)
+            loop = sent_by_loop(config, ranks, weighs=self._fake.task.defines("weight"))
+            sent = count_across((*prediction.sent, *traffic, *loop), config, ranks, per)
             found.append(PredictedStep(tuple(phases), sent, traced, late, outside))
         return found
 

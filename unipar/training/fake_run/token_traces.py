@@ -69,6 +69,11 @@ class TokenTraces:
         """True if torch.compile is at work."""
         return any(traces.compiled for traces in self._traces.values())
 
+    @property
+    def lengths(self) -> list[int]:
+        """Lengths of samples that were traced, ascending."""
+        return sorted(self._traces)
+
     def describe(self) -> Iterator[str]:
         """Yield which microbatches were planned, in sentences."""
         given = [sizes for sizes in self._found if sizes.tokens == self._config.batch.settle(sizes.ranks).tokens]
