@@ -73,10 +73,8 @@ def describe_work_columns(
     columns = work_columns(known)
     remarks: list[Remark] = []
     if "tokens/s" in columns:
-        what = (
-            "units of the task's weight(batch)" if unit == "samples" else "what length(sample) or weight(batch) counts,"
-        )
-        remarks.append(Remark(column="tokens/s", text=f"tokens/s: {what} a second"))
+        of = "tokens, or " if unit == "tokens" else ""
+        remarks.append(Remark(column="tokens/s", text=f"tokens/s: {of}units of the task's weight(batch) a second"))
     for head in columns:
         if head.endswith("FLOP/s") and counted:
             says = f"{head}: of all ranks together; forward and backward of a step are {_describe_flops(counted)}"
