@@ -267,7 +267,7 @@ class LastMicrobatchDropped(DelegatingEngine):
 
 @final
 class HiddenBuffer(HealthyDDP):
-    """It keeps five million bytes that its holdings do not list, and three million that they list three times."""
+    """An engine with five million bytes that its holdings do not list, and three million that they list three times."""
 
     def __init__(self, part: Part, config: Config, world: World) -> None:
         super().__init__(part, config, world)
