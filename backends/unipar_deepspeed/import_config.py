@@ -118,6 +118,18 @@ def read_batch(keys: ForeignSection) -> None:
     enough = total or (micro and (accumulate or "gradient_accumulation_steps" not in autos))
     if not enough:
         what = ", ".join(f'{name}: "auto"' for name in autos) or names[0]
+        _ask_for_batch(reading, what)
+
+
+def _ask_for_batch(reading: ForeignConfigReader, what: str) -> None:
+    """Ask for the batch, or for the one number that is lacking beside the given one."""
+    if reading.answered("batch.total") or reading.answered("batch.tokens"):
+        return
+    known = [key for key in ("batch.micro", "batch.accumulate") if reading.answered(key) or key in reading.config]
+    if len(known) == 1:
+        lacking, example = ("batch.micro", "4") if known == ["batch.accumulate"] else ("batch.accumulate", "1")
+        reading.ask(f"{what}, and {known[0]} alone does not say the batch", lacking, example)
+    elif not known:
         reading.ask(what, "batch", "'{total: 32, micro: 4}'")
 
 

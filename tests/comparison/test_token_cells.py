@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 import unipar
 from tests.support.scalings import worlds_with_work
 from tests.support.world import ROOT
+from unipar.comparison import compare
+from unipar.comparison.forecast import MOST_SECONDS, make_forecast
 from unipar.comparison.scale import select_worlds
 from unipar.config import Cell, Config
 from unipar.results.comparison import Comparison
@@ -30,8 +33,9 @@ def _config(out: Path, name: str, batch: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def test_cells_are_compared_in_tokens(tmp_path: Path) -> None:
+def test_cells_are_compared_in_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planned peaks are those of the recorded steps, and the bytes sent are equal, the weight's and the loss's too."""
+    monkeypatch.setattr(compare, "make_forecast", partial(make_forecast, most_seconds=20 * MOST_SECONDS))
     config = _config(tmp_path, "LateTokens", {"tokens": 70, "longest": 8, "micro": 20})
     found = unipar.compare(config, cells=["native/nothing", "native/optimizer"])
     assert isinstance(found, Comparison)

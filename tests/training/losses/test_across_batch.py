@@ -78,7 +78,6 @@ def test_each_microbatch_is_computed_twice(tmp_path: Path) -> None:
 
 def test_the_update_is_that_of_the_whole_batch(tmp_path: Path) -> None:
     """A step of SGD on the variance of 3 x over all samples, by hand: its gradient is 2 w var(x) = 6 var(x)."""
-
     task = Line()
     with running(task, tmp_path, batch={"total": 12, "micro": 3}, train={"steps": 1, "optimizer": _SGD}) as run:
         task.train(run)
