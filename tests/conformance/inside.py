@@ -161,6 +161,8 @@ class AveragesByHand:
 
     def unequal(self, made: TrainingRun) -> list[str]:
         """Return the names of the run's averages that are not these, bit for bit; names in one of both alone, too."""
+        if self._ema is None:
+            return sorted(piece.name for piece in made.pieces() if piece.kind == "average")
         found = {n: t for (n, kind), t in _gather_pieces(made.pieces()).whole.items() if kind == "average"}
         missing = sorted(found.keys() ^ self._averages.keys())
         return missing + [n for n, t in self._averages.items() if n in found and not torch.equal(t, found[n])]

@@ -30,9 +30,9 @@ from unipar.config import Cell
 def select_cases(cell: Cell, size: int, *, whole: bool) -> list[str]:
     """Return the cases of a cell in a world of this size: for `make conformance` all.
 
-    `make test` plays, in worlds of two, each case under each library (compiled ones as COMPILED says), each mark once,
-    and what every cell must do; in worlds of four, once what needs four ranks. A stranger's cells play all cases in
-    worlds of two, some in others.
+    `make test` plays, in worlds of two, each case under some libraries (compiled ones as COMPILED says), each mark
+    once, and what every cell must do; in worlds of four, once what needs four ranks. A stranger's cells play all cases
+    in worlds of two, some in others.
     """
     names: Collection[str] = CASES
     if cell.axes.ranks > 1 and not whole:
@@ -66,10 +66,18 @@ def _covering(cell: Cell) -> set[str]:
     return {*EVERYWHERE, *(() if cell.variant == SIZES_ONLY_VARIANT else BITS), *_share_out(cell.backend).get(cell, ())}
 
 
-def library_of_variant(name: str) -> str | None:
-    """Return the library under which a variant is played, by turns; None for a case that each plays."""
+def libraries_of(name: str) -> Collection[str]:
+    """Return the libraries under which `make test` plays a case in worlds of two.
+
+    Main cases are played under each; a variant of a case under one, by turns; others under native and one more.
+    """
     libraries = OURS[1:]
-    return libraries[VARIANTS.index(name) % len(libraries)] if name in VARIANTS else None
+    if name in MAIN_CASES:
+        return libraries
+    if name in VARIANTS:
+        return (libraries[VARIANTS.index(name) % len(libraries)],)
+    others = libraries[1:]
+    return ("native", others[list(CASES).index(name) % len(others)])
 
 
 @cache
@@ -79,7 +87,7 @@ def _share_out(backend: str) -> Mapping[Cell, Collection[str]]:
     shares: dict[Cell, list[str]] = {cell: [] for cell in every if not is_single_process(cell)}
     turn = 0
     for name, case in CASES.items():
-        if 2 in case.sizes and library_of_variant(name) in (None, backend):
+        if 2 in case.sizes and (backend in libraries_of(name) or backend not in OURS):
             here = [c for c in shares if case.on(c)]
             able = [c for c in here if not any(mark.fits(c, name, 2) for mark in MARKS)] or here
             if "compile" in case.more.get("model", {}):

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from tests.conformance.cases import CASES, OURS, SIZES, VARIANTS, Case, blocks_for
+from tests.conformance.cases import CASES, OURS, SIZES, Case, blocks_for
 from tests.conformance.conftest import CaseResult, CellRunner
 from tests.conformance.generation import Generating
 from tests.conformance.local import train_locally_by_hand
 from tests.conformance.marks import FSDP2, MARKS
 from tests.conformance.plain import Result
-from tests.conformance.selection import library_of_variant, select_cases
+from tests.conformance.selection import libraries_of, select_cases
 from unipar.backend import cells as backend_cells
 from unipar.backend import registry
 from unipar.backend.cells import is_single_process
@@ -157,16 +157,28 @@ LEFT_OUT = {
 
 @pytest.mark.parametrize("library", OURS[1:])
 def test_what_make_test_plays_covers_all(library: str) -> None:
-    """In worlds of two each library plays each case that is not left out, and each of its cells three or more."""
+    """In worlds of two each library plays each case that is its own, and each of its cells three or more."""
     cells = [
         cell for cell in backend_cells.cells_of_backend(registry.find_backend(library)) if not is_single_process(cell)
     ]
     by_cell = {cell: {name for name in select_cases(cell, 2, whole=False) if 2 in CASES[name].sizes} for cell in cells}
     assert min(map(len, by_cell.values())) >= 3
     wanted = {name for name, case in CASES.items() if 2 in case.sizes and any(case.on(cell) for cell in cells)}
-    others = {name for name in VARIANTS if library_of_variant(name) != library}
+    others = {name for name in wanted if library not in libraries_of(name)}
     marked = {name for mark in MARKS for name in others if any(mark.fits(cell, name, 2) for cell in cells)}
     assert set[str]().union(*by_cell.values()) - marked == wanted - LEFT_OUT[library] - others
+
+
+def test_every_case_is_played_under_some_library() -> None:
+    """Under native at least, or it is a variant, or it is for another library's cells alone."""
+    cells = [
+        cell
+        for library in OURS[1:]
+        for cell in backend_cells.cells_of_backend(registry.find_backend(library))
+        if not is_single_process(cell)
+    ]
+    played = {name for cell in cells for name in select_cases(cell, 2, whole=False)}
+    assert {name for name, case in CASES.items() if 2 in case.sizes} - played == set[str]()
 
 
 def test_what_needs_four_ranks_is_played_once() -> None:

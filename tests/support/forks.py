@@ -47,6 +47,14 @@ RUNS = (
     "unipar.comparison.worker",
     "unipar.verification.worker.entry",
 )
+MODELS = (
+    "transformers.models.gpt2.modeling_gpt2",
+    "torchmetrics.classification",
+    "sklearn.metrics",
+    "sklearn.datasets",
+)
+"""What tasks of tests import, which takes as long as torch."""
+
 OURS = ("tests.support.python_fork", "tests.support.warm", "unipar.cli.app", "unipar.launcher.launched_run")
 PYTEST_WORDS = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore:Module already imported")
 """A pytest in a fork, where modules are that it would rewrite."""
@@ -61,12 +69,12 @@ SETTINGS = ("LD_PRELOAD", *METER_ENVIRONMENT)
 def modules(*, metered: bool) -> list[str]:
     """Return what takes long to import: torch, and the engines of all backends that are installed.
 
-    Where memory is counted nothing is compiled, and Accelerate is rare.
+    Where memory is counted nothing is compiled, Accelerate is rare, and models are small ones of ours.
     """
     here = [name for name in BACKENDS if registry.why_not_installed(registry.find_backend(name)) is None]
     engines = [f"unipar_{name}.engine" for name in here if not (metered and name == "accelerate")]
-    compiles = () if metered else TRACED
-    return ["torch", "torch._dynamo", "torch.distributed.fsdp", *compiles, *RUNS, *OURS, *engines]
+    rest = () if metered else (*TRACED, *MODELS)
+    return ["torch", "torch._dynamo", "torch.distributed.fsdp", *rest, *RUNS, *OURS, *engines]
 
 
 @final

@@ -113,6 +113,9 @@ class JobSystem(ABC, Generic[O]):
     prints_id: ClassVar[bool] = True
     """Whether the command that hands a job over ends at once; if not, it runs as long as the job."""
 
+    final_states: ClassVar[frozenset[str]] = frozenset()
+    """States that a job never leaves. They are kept: job systems forget their jobs, some within minutes."""
+
     def __init__(self, chosen: O) -> None:
         self.chosen = chosen
 

@@ -197,6 +197,18 @@ def test_a_submitted_job_is_found_again(here: Path, program: Path) -> None:
     assert str(e.value) == f"no job '12' was submitted from {here}/runs; its latest: 4711, 4711 (`unipar jobs`)"
 
 
+def test_the_end_of_a_job_is_kept(here: Path, program: Path) -> None:
+    """Slurm forgets a job some minutes after its end; a state that may change is asked for each time."""
+    job, _ = submission(write_config(here), "slurm", ["machines.per=2"]).hand_over()
+    squeue = here / "bin/squeue"
+    found: list[str] = []
+    for said in ("RUNNING", "FAILED", "PENDING", "COMPLETED", "INVALID"):
+        squeue.write_text(f"#!/bin/sh\necho {said}\n", "utf-8")
+        found.append(state_of(job))
+    assert found == ["running", "failed", "pending", "completed", "completed"]
+    assert (Path(job.folder) / "state").read_text("utf-8") == "completed\n"
+
+
 def test_a_client_that_fails(here: Path, program: Path) -> None:
     """Its own words, with the command; the run folder is free again."""
     (here / "bin/sbatch").write_text("#!/bin/sh\necho 'invalid partition specified: gpus' >&2; exit 1\n", "utf-8")

@@ -86,6 +86,7 @@ class Kubernetes(JobSystem[KubernetesOptions]):
     options = KubernetesOptions
     clients = ("kubectl",)
     remedy = "install it, and let it reach the cluster (`kubectl auth can-i create jobs`), or write files with --print"
+    final_states = frozenset({"complete", "succeeded", "failed"})
 
     @override
     def refuse(self, job: NewJob) -> Iterator[str]:

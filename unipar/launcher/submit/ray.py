@@ -89,6 +89,7 @@ class Ray(JobSystem[RayOptions]):
     options = RayOptions
     clients = ("ray",)
     remedy = "pip install 'ray[default]' here, of the cluster's version"
+    final_states = frozenset({"succeeded", "failed", "stopped"})
 
     @override
     def refuse(self, job: NewJob) -> Iterator[str]:

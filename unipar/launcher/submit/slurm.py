@@ -88,6 +88,7 @@ class Slurm(JobSystem[SlurmOptions]):
     options = SlurmOptions
     clients = ("sbatch", "squeue", "scontrol", "scancel")
     remedy = "submit from a login node of the cluster, or look at the files with --print"
+    final_states = frozenset({"completed"})  # others may be requeued
 
     @override
     def refuse(self, job: NewJob) -> Iterator[str]:

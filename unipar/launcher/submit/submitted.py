@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ OUTPUT_FILE = "output.log"
 
 EXIT_CODE_FILE = "exit-code"
 """Exit code of such a client."""
+
+FINAL_STATE_FILE = "state"
+"""State that a job never leaves, once its job system has named it."""
 
 _DEPTH = 3
 """Levels of folders below the given one in which submissions are searched, as for runs."""
@@ -82,11 +86,20 @@ def ready_system_of(job: SubmittedJob) -> JobSystem[Any]:
 
 
 def state_of(job: SubmittedJob) -> str:
-    """Return how a job stands, or why that cannot be told here."""
+    """Return how a job stands, or why that cannot be told here; a job that was seen at its end is not looked up."""
+    kept = Path(job.folder) / FINAL_STATE_FILE
+    with suppress(OSError):
+        return kept.read_text("utf-8").strip()
     try:
         system = system_of(job)
-        return f"unknown: {why}" if (why := system.why_missing()) else system.state(job)
+        if why := system.why_missing():
+            return f"unknown: {why}"
+        state = system.state(job)
     except (ConfigError, ValidationError):
         return f"unknown: no job system {job.system} is installed here"
     except ClientFailed as e:
         return f"unknown: {e}"
+    if state in system.final_states:
+        with suppress(OSError):  # someone else's folder
+            write_file_atomically(kept, state + "\n")
+    return state
