@@ -370,10 +370,7 @@ class CellPlanner:
         assert limit is not None
         try:
             moved, sizes = self.settle(cell, ranks)
-            micros = self.traces.possible_micros(sizes)
-            return any(
-                self._needed(moved, ranks, sizes.with_micro(micro)) <= limit for micro in {micros[0], micros[-1]}
-            )
+            return self._least(moved, ranks, sizes) <= limit
         except UniparError:
             return False
 
