@@ -26,6 +26,7 @@ from unipar_deepspeed.import_sections.keys import (
     ZERO_SPEED,
 )
 from unipar_deepspeed.import_sections.model import read_compile, read_tensor
+from unipar_deepspeed.import_sections.optimizer import read_optimizer
 from unipar_deepspeed.import_sections.precision import read_precision
 from unipar_deepspeed.options import DS_KEY_OF_SIZE, SIZES_OF_STAGE
 
@@ -94,64 +95,6 @@ def read_clip(keys: ForeignSection) -> None:
         keys.reading.put("train.clip", value, "" if given else "DeepSpeed's own default, where the file says nothing")
 
 
-def read_optimizer(keys: ForeignSection) -> None:
-    """Carry the section `optimizer`."""
-    reading = keys.reading
-    if "optimizer" not in keys:
-        reading.ask("optimizer, which your script makes", "train.optimizer", "'{name: adamw, lr: 3.0e-4}'")
-        return
-    section = keys.below("optimizer")
-    kind = section.take("type", str, "")
-    names = {"adam": "adam", "adamw": "adamw", "sgd": "sgd"}
-    name = names.get(kind.lower())
-    if name is None:
-        section.leave_rest("its type is refused")
-        why = f"{kind or 'nothing'} is not among sgd, adam and adamw"
-        if kind.lower() == "muon":
-            why += "; unipar's muon needs DeepSpeed's use_muon marks as train.optimizer.matrices and adamw_for"
-        reading.refuse("optimizer.type", why, "train.optimizer")
-        return
-    section.omit({"legacy_fusion": "it is about speed"})
-    params = section.below("params")
-    section.end(("type", "params", "legacy_fusion"))
-    torch_adam = params.take("torch_adam", bool, default=False)
-    note = ""
-    if name == "adam" and params.take("adam_w_mode", bool, default=True):
-        name, note = "adamw", "DeepSpeed's Adam is AdamW unless adam_w_mode is false"
-    if "adam_w_mode" in params:
-        params.take("adam_w_mode", bool, default=True)
-    reading.put("train.optimizer.name", name, note)
-    _read_optimizer_params(params, name, torch_adam=torch_adam)
-
-
-def _read_optimizer_params(params: ForeignSection, name: str, *, torch_adam: bool) -> None:
-    reading = params.reading
-    if not params.open("lr", "train.optimizer.lr", "3.0e-4"):
-        reading.put("train.optimizer.lr", params.take("lr", float, 1e-3))
-    if not params.open("weight_decay", "train.optimizer.weight_decay", "0.01"):
-        default = 0.01 if name == "adamw" and torch_adam else 0.0
-        note = "torch.optim.AdamW's default" if "weight_decay" not in params and default else ""
-        reading.put("train.optimizer.weight_decay", params.take("weight_decay", float, default), note)
-    if name == "sgd":
-        reading.put("train.optimizer.momentum", params.take("momentum", float, 0.0))
-        reading.put("train.optimizer.nesterov", params.take("nesterov", bool, default=False))
-    else:
-        if not params.open("betas", "train.optimizer.betas", "'[0.9, 0.999]'"):
-            reading.put("train.optimizer.betas", [float(b) for b in params.take("betas", list, [0.9, 0.999])])
-        if not params.open("eps", "train.optimizer.eps", "1.0e-8"):
-            reading.put("train.optimizer.eps", params.take("eps", float, 1e-8))
-    for kernel in ("fused", "foreach"):
-        if kernel in params:
-            reading.put(f"train.optimizer.{kernel}", params.take(kernel, bool, default=False))
-    params.expect("bias_correction", True, "unipar's Adam always corrects the bias")
-    params.expect("amsgrad", False, "unipar's Adam has no AMSGrad")
-    params.expect("dampening", 0, "unipar's SGD has no dampening")
-    params.expect("maximize", False, "unipar minimizes")
-    params.end(
-        ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov", "torch_adam", "adam_w_mode", "fused", "foreach")
-    )
-
-
 _SCHEDULE_OF_TYPE = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 _WARMUP_NOTE = "DeepSpeed's warm-up is two steps later: its first two steps have rate 0"
 
@@ -202,7 +145,10 @@ def _read_schedule_ends(params: ForeignSection, kind: str) -> None:
         elif not params.open("warmup_max_lr", "train.optimizer.lr", "3.0e-4"):
             default = 1e-3 if kind == "WarmupDecayLR" else 0.0
             if top := params.take("warmup_max_lr", float, default):
-                reading.put("train.optimizer.lr", top, "scheduler.params.warmup_max_lr, which overrides optimizer's")
+                muon = reading.config.get("train.optimizer.name") == "muon"
+                for key in ("lr", "adamw.lr") if muon else ("lr",):
+                    why = "scheduler.params.warmup_max_lr, which overrides optimizer's"
+                    reading.put(f"train.optimizer.{key}", top, why)
     else:
         params.expect("warmup_min_ratio", 0, "unipar's warm-up begins at 0")
         reading.put("train.schedule.end", params.take("cos_min_ratio", float, 1e-4))

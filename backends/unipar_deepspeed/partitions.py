@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from typing import TYPE_CHECKING, Any, final
 
 import deepspeed
@@ -14,6 +14,7 @@ from unipar.config import Config
 from unipar.distributed.world import World
 from unipar.engines.placement import broadcast_tensor
 from unipar.engines.plain_state import KINDS_OF_MODEL, describe_reserved_key
+from unipar.errors import CheckpointError
 from unipar_deepspeed.matrices.states import MatrixStates
 
 if TYPE_CHECKING:
@@ -213,14 +214,17 @@ class ZeroPartitions:
                 flat = p.data.view(-1)
                 for where, tensor in self._regions_of(name, Region(0, p.numel()), flat):
                     read.fill(tensor, name, "weight", where)
-        trained = [name for name, p in named if p.requires_grad and name not in self.matrices]
-        kinds = {k for name in trained for k in read.kinds(name)} - {"weight"}
+        saved = {name: read.kinds(name) - {"weight"} for name, p in named if p.requires_grad}
+        vectors = {name: kinds for name, kinds in saved.items() if kinds and name not in self.matrices}
+        _refuse_unequal_states(vectors)
+        kinds = next(iter(vectors.values()), set[str]())
         if kinds:
-            self._new_states(kinds, read(trained[0], "step", Region(0, 1)).view(()) if "step" in kinds else None)
+            self._new_states(kinds, read(next(iter(vectors)), "step", Region(0, 1)) if "step" in kinds else None)
         self.relink()
         self.matrices.restore(read)
-        for kind in ("weight", *sorted(kinds - {"step"})):
-            self.put(kind, lambda name, where, kind=kind: read(name, kind, where))
+        self.put("weight", lambda name, where: read(name, "weight", where))
+        for kind in sorted(kinds - {"step"}):  # zero where a parameter was never used and has no state
+            self.put(kind, lambda name, where, kind=kind: read(name, kind, where), vectors)
 
     def _new_states(self, kinds: set[str], step: Tensor | None) -> None:
         """Create zero states for the kinds, with one step count for each flat partition, as DeepSpeed has them."""
@@ -232,14 +236,14 @@ class ZeroPartitions:
                 continue
             fresh: dict[str, Any] = {k: torch.zeros_like(slot.data) for k in kinds - {"step"}}
             if step is not None:
-                fresh["step"] = step.clone().to(torch.float32)
+                fresh["step"] = step.clone().view(()).to(torch.float32)
             self.base.state[slot] = fresh
 
     @torch.no_grad()
-    def put(self, kind: str, source: ReadRegion) -> None:
-        """Fill this rank's range of every trained parameter from `source`."""
+    def put(self, kind: str, source: ReadRegion, among: Collection[str] | None = None) -> None:
+        """Fill this rank's range of trained parameters from `source`: of all, or of those among some names."""
         for name, p in self.model.named_parameters():
-            if p.requires_grad and (kind == "weight" or name not in self.matrices):
+            if p.requires_grad and (among is None or name in among):
                 for where, tensor in self.regions(name, p, kind):
                     tensor.copy_(source(name, where).view(tensor.shape))
 
@@ -251,6 +255,21 @@ class ZeroPartitions:
                 whole = broadcast_tensor(exact[name], device).view(-1)
                 for where, tensor in self.regions(name, p, "weight"):
                     tensor.copy_(where.of(whole).view(tensor.shape))
+
+
+def _refuse_unequal_states(saved: Mapping[str, Set[str]]) -> None:
+    """Raise CheckpointError unless all these parameters have state of the same kinds in a checkpoint."""
+    names: dict[tuple[str, ...], str] = {}
+    for name, kinds in saved.items():
+        names.setdefault(tuple(sorted(kinds)), name)
+    if len(names) > 1:
+        first, other = (f"{', '.join(kinds)} of {name}" for kinds, name in list(names.items())[:2])
+        raise CheckpointError(
+            f"the checkpoint has {first}, and {other}: ZeRO keeps one kind of state for all parameters that are no "
+            "matrices of Muon, so that train.optimizer.matrices and adamw_for (or groups) must be as they were; take "
+            "the old ones back, or go on in a cell that keeps the state of each parameter by itself, as --backend "
+            "native and horovod do"
+        )
 
 
 def _is_saved(key: str, value: Any) -> bool:

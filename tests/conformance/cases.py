@@ -155,7 +155,6 @@ _CELLS_WITH_COPIES = ("native/optimizer", "native/gradients", "native/parameters
 _FIND_UNUSED = {"native": {"find_unused": True}, "accelerate": {"find_unused": True}}
 
 
-_CHAINED = ("single", "native/nothing", "native/parameters")
 _CHAIN: dict[str, Any] = {
     "optimizer": {"name": "adamw", "lr": 1e-2, "weight_decay": 0.1, "eps": 1e-6},
     "clip": 0.1,
@@ -187,7 +186,7 @@ def _cases_of_several_parts() -> list[Case]:
         Case("several parts, fp64", Gan, precision="fp64", tolerance=FP64, sizes=(2,), **gan),
         Case("several parts, bf16-mixed", Gan, precision="bf16-mixed", tolerance=BF16, sizes=(2,), **gan),
         Case("several parts, bf16-master", Gan, precision="bf16-master", tolerance=BF16, sizes=(2,), **gan),
-        Case("several parts, one loss", Chain, train=_CHAIN, tolerance=CHAIN, sizes=(1, 2), cells=_CHAINED),
+        Case("several parts, one loss", Chain, train=_CHAIN, tolerance=CHAIN, sizes=(1, 2)),
         Case(
             "several parts, one loss, dropout",
             lambda: Chain(**loose),
@@ -196,7 +195,6 @@ def _cases_of_several_parts() -> list[Case]:
             sizes=(2,),
             train=_CHAIN,
             tolerance=CHAIN,
-            cells=_CHAINED,
         ),
         Case("several parts, averaged", Gan, hop=3, sizes=(2,), train=gan["train"] | _AVERAGED),
     ]
@@ -219,6 +217,8 @@ CASES = {
         Case("muon, fp64", tasks.Grouped, precision="fp64", tolerance=FP64, train=_MUON, sizes=(2,), cells=_WHOLE),
         Case("muon, bits", tasks.Plain, accumulate=1, sizes=(2,), train=_EXACT | {"optimizer": _MUON["optimizer"] | {
              "fused": False, "foreach": False}}, cells=_WHOLE),
+        Case("muon, bf16-master", tasks.Grouped, precision="bf16-master", tolerance=BF16, train=_MUON, hop=3,
+             sizes=(2,), cells=_WHOLE),
         Case("muon, copies", tasks.Grouped, more=_TWO_COPIES, train=_MUON, hop=3, sizes=(4,), cells=_CELLS_WITH_COPIES),
         Case("whole matrices of its own", WholeMatrices, train=_COSINE | {"optimizer": {"lr": 1e-3}}, hop=3, sizes=(2,),
              cells=_WHOLE),
@@ -285,8 +285,7 @@ CASES = {
              sizes=(4,), cells=_CELLS_WITH_COPIES),
         Case("two machines", tasks.Grouped, more=_BY_MACHINE, machines="abab", train=_COSINE, hop=3, sizes=(4,),
              cells=_CELLS_WITH_COPIES),
-        Case("several losses", lambda: Apart(dropout=0.2), micro=True, sizes=(1, 2),
-             cells=("single", "native/nothing", "horovod/nothing", "deepspeed/gradients")),
+        Case("several losses", lambda: Apart(dropout=0.2), micro=True, sizes=(1, 2)),
         Case("contrastive", Pairs, more={"eval": {"every": 2}}),
         Case("contrastive, one tower", lambda: OneTower(dropout=0.2), micro=True, hop=3),
         Case("contrastive, ragged", lambda: OneTower(count=35), train={"epochs": 2}, sizes=(2, 4)),
@@ -327,6 +326,7 @@ VARIANTS = (
     "all but matrix products recomputed", "contrastive, ragged", "contrastive, fp64", "contrastive, bf16-mixed",
     "contrastive, bf16-master", "several parts, batch norm, dropout", "several parts, fp64",
     "several parts, bf16-mixed", "several parts, bf16-master", "several parts, averaged", "bf16-master, float inputs",
+    "muon, bf16-master", "several parts, one loss, dropout",
 )  # fmt: skip
 """Cases that `make test` plays under one library, by turns, as each plays their main form."""
 

@@ -152,7 +152,7 @@ def test_arguments_beside_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"optim": "rmsprop"}, "optim (line 1): rmsprop is neither sgd nor a kind of adamw, such as adamw_torch and"),
+        ({"optim": "lion"}, "optim (line 1): lion is neither sgd nor a kind of adamw, such as adamw_torch and"),
         ({"neftune_noise_alpha": 5}, "neftune_noise_alpha (line 1): 5 has no key of unipar; leave it out with --leave"),
         ({"use_galore": True}, "use_galore (line 1): true has no key of unipar; leave it out with --leave use_galore"),
         ({"micro_batch_size": 3}, "micro_batch_size (line 1): 3, but per_device_train_batch_size is 2; leave it out"),

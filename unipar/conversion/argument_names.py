@@ -85,9 +85,28 @@ READ_ARGUMENTS = frozenset(
         *KEY_OF_ARGUMENT,
         *("max_steps", "warmup_ratio", "bf16", "fp16", "gradient_checkpointing", "torch_compile"),
         *("dataloader_drop_last", "optim", "lr_scheduler_kwargs", "cosine_min_lr_ratio", "pure_bf16"),
-        *("group_by_length", "train_sampling_strategy"),
+        *("group_by_length", "train_sampling_strategy", "use_muon", "optim_config"),
     }
 )
+MUON_DETAILS: Mapping[str, tuple[str, Any]] = {
+    "lr": ("lr", 1e-3),
+    "wd": ("weight_decay", 0.1),
+    "momentum": ("momentum", 0.95),
+    "nesterov": ("nesterov", True),
+    "ns_steps": ("ns_steps", 5),
+    "adamw_betas": ("adamw.betas", (0.9, 0.95)),
+    "adamw_eps": ("adamw.eps", 1e-8),
+}
+"""Names in LLaMA-Factory's `optim_config: {name: muon}`, each with the key in `train.optimizer` and its default."""
+
+OWN_FORMULAS = {
+    "rmsprop": "RMSprop has no section in unipar: a task returns torch.optim.RMSprop from optimizer(), and the config "
+    "has its rate alone",
+    "muon": "axolotl's Muon has Newton-Schulz coefficients and a factor of the rate of its own version; unipar's is "
+    "that of torch.optim.Muon",
+}
+"""Optimizers that cannot be carried by name, with the reason."""
+
 UNKNOWN_CHANGES = {
     "label_smoothing_factor": 0,
     "neftune_noise_alpha": None,
@@ -95,8 +114,8 @@ UNKNOWN_CHANGES = {
     "optim_target_modules": None,
     "length_column_name": "length",
     **dict.fromkeys(("loraplus_lr_ratio", "lr_groups", "embedding_lr", "embedding_lr_scale"), None),
-    **dict.fromkeys(("cosine_constant_lr_ratio", "optim_config", "curriculum_sampling"), None),
-    **dict.fromkeys(("use_galore", "use_apollo", "use_badam", "use_adam_mini", "use_muon"), False),
+    **dict.fromkeys(("cosine_constant_lr_ratio", "curriculum_sampling"), None),
+    **dict.fromkeys(("use_galore", "use_apollo", "use_badam", "use_adam_mini"), False),
 }
 """Arguments that change training and have no key of unipar, with the value that changes nothing."""
 

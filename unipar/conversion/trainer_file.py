@@ -43,8 +43,9 @@ def read_trainer_file(
 ) -> Backend | None:
     """Carry what splits the work; return the backend that imports the config which the file names, if it names one."""
     reading.read.update(name for name in data if knows_argument(name))
-    if isinstance(details := data.get("lr_scheduler_kwargs"), dict):
-        reading.read.update(f"lr_scheduler_kwargs.{name}" for name in details)
+    for above in ("lr_scheduler_kwargs", "optim_config"):
+        if isinstance(details := data.get(above), dict):
+            reading.read.update(f"{above}.{name}" for name in details)
     libraries = library_arguments()
     keys = reading.section({name: value for name, value in data.items() if name in READ_HERE | libraries})
     for library in libraries & keys.data.keys():

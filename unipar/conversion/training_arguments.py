@@ -18,8 +18,10 @@ from unipar.conversion.argument_names import (
     AXOLOTL_NAMES,
     KEY_OF_ARGUMENT,
     KEY_TO_SAY,
+    MUON_DETAILS,
     NOT_OF_TRAINING,
     OPTIMIZER_OF_WORD,
+    OWN_FORMULAS,
     READ_ARGUMENTS,
     ROUNDED_OPTIMIZERS,
     SCHEDULE_DETAILS,
@@ -135,6 +137,8 @@ class TrainingArguments:
         found[key] = Answer(value, why, given=given)
 
     def _add_optimizer(self, found: dict[str, Answer]) -> None:
+        if self._add_muon(found):
+            return
         word = str(self.given.get("optim") or TRAINER_DEFAULTS["optim"]).removeprefix("OptimizerNames.").lower()
         name = OPTIMIZER_OF_WORD.get(word)
         if word in ROUNDED_OPTIMIZERS:
@@ -142,7 +146,7 @@ class TrainingArguments:
             self._assume("optim", why, "give adamw_torch", "train.optimizer.name")
         if name is None:
             why = f"{word} is neither sgd nor a kind of adamw, such as adamw_torch and adamw_bnb_8bit"
-            self._refuse("optim", why, "give another one", "train.optimizer.name")
+            self._refuse("optim", OWN_FORMULAS.get(word, why), "give another one", "train.optimizer")
             name = "adamw"
         given = "optim" in self.given
         why = self.place("optim") if given else "assumed: AdamW, the default of the Trainer"
@@ -152,6 +156,33 @@ class TrainingArguments:
             return
         betas = [float(self._number(f"adam_beta{i}")) for i in (1, 2)]
         self._put(found, "train.optimizer.betas", "adam_beta2" if "adam_beta2" in self.given else "adam_beta1", betas)
+
+    def _add_muon(self, found: dict[str, Answer]) -> bool:
+        """Carry LLaMA-Factory's Muon, if it is asked for: with the Trainer's rate and decay, or with its own."""
+        details: Any = self.given.get("optim_config") or {}
+        if details and not (isinstance(details, dict) and details.get("name") == "muon"):
+            self._refuse("optim_config", f"{show_value(details)} has no key of unipar", "take it out")
+            details = {}
+        if not details and not self._flag("use_muon"):
+            return False
+        name = "optim_config" if details else "use_muon"
+        eps = found.pop("train.optimizer.eps").value
+        values: dict[str, Any] = {"name": "muon", "ns_precision": "bf16"}
+        if details:
+            values |= {ours: details.get(theirs, default) for theirs, (ours, default) in MUON_DETAILS.items()}
+            for unknown in sorted(details.keys() - MUON_DETAILS.keys() - {"name"}):
+                why = f"{unknown}: {show_value(details[unknown])} has no key of unipar for muon"
+                self._refuse("optim_config", why, "take it out", "train.optimizer")
+            if "learning_rate" in self.given and "lr" not in details:
+                rate = f"the rate of Muon is that in optim_config, {MUON_DETAILS['lr'][1]:g} by default"
+                self.left_out.append(f"{self.place('learning_rate')}: {rate}")
+        else:
+            values |= {"adamw.betas": [float(self._number(f"adam_beta{i}")) for i in (1, 2)], "adamw.eps": eps}
+        for key, value in values.items():
+            found[f"train.optimizer.{key}"] = Answer(value, self.place(name), given=True)
+        why = "auto: all but those of embeddings and of the last module, not all without embed or lm_head in their name"
+        self._assume(name, why, "take it out", "train.optimizer.matrices")
+        return True
 
     def _add_length(self, found: dict[str, Answer]) -> None:
         steps = -1 if self.given.get("max_steps") is None else self._number("max_steps")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import torch
 import torch.distributed as dist
@@ -109,59 +109,64 @@ def assign_owners(layouts: Sequence[MatrixLayout]) -> list[int]:
 def gather_gradients(parts: Sequence[MatrixPart]) -> dict[int, Tensor]:
     """Return the whole gradient of each matrix that this rank updates, by its number; all ranks call it together."""
     whole: dict[int, Tensor] = {}
-    for numbers in _by_group(parts):
-        first = parts[numbers[0]].layout
-        if first.group is None:
-            whole |= {i: parts[i].gradient.view(parts[i].layout.shape) for i in numbers}
-            continue
-        here, ranks = dist.get_rank(first.group), range(len(first.ranges))
-        owned = {rank: [i for i in numbers if parts[i].owner == rank] for rank in ranks}
-        sent = [[parts[i].gradient for i in owned[rank]] for rank in ranks]
-        lengths = [[parts[i].layout.ranges[rank][1] for i in owned[here]] for rank in ranks]
-        got = _exchange(sent, lengths, first, parts[numbers[0]].gradient)
-        for at, i in enumerate(owned[here]):
-            whole[i] = torch.cat([got[rank][at] for rank in ranks]).view(parts[i].layout.shape)
+    for exchange in _exchanges(parts):
+        mine = exchange.owned[exchange.here]
+        sent = [[parts[i].gradient for i in owned] for owned in exchange.owned]
+        got = exchange.send(sent, [[exchange.range_of(i, rank)[1] for i in mine] for rank in exchange.ranks])
+        for at, i in enumerate(mine):
+            rows = [row[at] for row in got]
+            whole[i] = (rows[0] if len(rows) == 1 else torch.cat(rows)).view(parts[i].layout.shape)
     return whole
 
 
 def scatter_updates(parts: Sequence[MatrixPart], updates: Mapping[int, Tensor]) -> dict[int, Tensor]:
     """Return this rank's part of each matrix's update, as one row, by its number; all ranks call it together."""
-    mine: dict[int, Tensor] = {}
-    for numbers in _by_group(parts):
-        first = parts[numbers[0]].layout
-        if first.group is None:
-            mine |= {i: updates[i].reshape(-1) for i in numbers}
-            continue
-        here, ranks = dist.get_rank(first.group), range(len(first.ranges))
-        owned = {rank: [i for i in numbers if parts[i].owner == rank] for rank in ranks}
-        sent = [
-            [updates[i].reshape(-1).narrow(0, *parts[i].layout.ranges[rank]) for i in owned[here]] for rank in ranks
+    own: dict[int, Tensor] = {}
+    for exchange in _exchanges(parts):
+        mine = [(i, updates[i].reshape(-1)) for i in exchange.owned[exchange.here]]
+        sent = [[row.narrow(0, *exchange.range_of(i, rank)) for i, row in mine] for rank in exchange.ranks]
+        here = exchange.here
+        got = exchange.send(sent, [[exchange.range_of(i, here)[1] for i in owned] for owned in exchange.owned])
+        for owned, rows in zip(exchange.owned, got, strict=True):
+            own |= zip(owned, rows, strict=True)
+    return own
+
+
+@final
+class _Exchange:
+    """Matrices whose parts travel together: of one group of ranks, and of one dtype."""
+
+    def __init__(self, parts: Mapping[int, MatrixPart]) -> None:
+        first = next(iter(parts.values()))
+        self._parts, self._group, self._like = parts, first.layout.group, first.gradient
+        self._device = torch.device(first.layout.device or first.gradient.device.type)
+        self.here = 0 if self._group is None else dist.get_rank(self._group)
+        self.ranks = range(len(first.layout.ranges))
+        self.owned = [[i for i, part in parts.items() if part.owner == rank] for rank in self.ranks]
+        """Numbers of the matrices that each rank updates."""
+
+    def range_of(self, number: int, rank: int) -> tuple[int, int]:
+        """Return the first element and the number of elements that a rank has of a matrix."""
+        return self._parts[number].layout.ranges[rank]
+
+    def send(self, sent: Sequence[Sequence[Tensor]], lengths: Sequence[Sequence[int]]) -> Sequence[Sequence[Tensor]]:
+        """Send rows to each rank of the group; return those that came from each, of these lengths."""
+        if self._group is None:
+            return sent
+        dtype, device = self._like.dtype, self._device
+        rows = [t.to(device) for row in sent for t in row]
+        out = torch.cat(rows) if rows else torch.empty(0, dtype=dtype, device=device)
+        sizes = [sum(row) for row in lengths]
+        got = torch.empty(sum(sizes), dtype=dtype, device=device)
+        dist.all_to_all_single(got, out, sizes, [sum(t.numel() for t in row) for row in sent], group=self._group)
+        return [
+            part.to(self._like.device).split(list(own)) if own else ()
+            for part, own in zip(got.split(sizes), lengths, strict=True)
         ]
-        lengths = [[parts[i].layout.ranges[here][1] for i in owned[rank]] for rank in ranks]
-        got = _exchange(sent, lengths, first, parts[numbers[0]].gradient)
-        mine |= {i: t for rank in ranks for i, t in zip(owned[rank], got[rank], strict=True)}
-    return mine
 
 
-def _by_group(parts: Sequence[MatrixPart]) -> Iterable[list[int]]:
-    """Return the numbers of parts that travel in one exchange: of one group of ranks, and of one dtype."""
-    found: dict[tuple[int, torch.dtype], list[int]] = {}
+def _exchanges(parts: Sequence[MatrixPart]) -> list[_Exchange]:
+    found: dict[tuple[int, torch.dtype], dict[int, MatrixPart]] = {}
     for number, part in enumerate(parts):
-        found.setdefault((id(part.layout.group), part.gradient.dtype), []).append(number)
-    return found.values()
-
-
-def _exchange(
-    sent: Sequence[Sequence[Tensor]], lengths: Sequence[Sequence[int]], layout: MatrixLayout, like: Tensor
-) -> list[Sequence[Tensor]]:
-    """Send rows to each rank of the layout's group; return those that came from each, of these lengths."""
-    device = torch.device(layout.device or like.device.type)
-    rows = [t.to(device) for row in sent for t in row]
-    out = torch.cat(rows) if rows else torch.empty(0, dtype=like.dtype, device=device)
-    sizes = [sum(row) for row in lengths]
-    got = torch.empty(sum(sizes), dtype=like.dtype, device=device)
-    dist.all_to_all_single(got, out, sizes, [sum(t.numel() for t in row) for row in sent], group=layout.group)
-    return [
-        part.to(like.device).split(list(own)) if own else ()
-        for part, own in zip(got.split(sizes), lengths, strict=True)
-    ]
+        found.setdefault((id(part.layout.group), part.gradient.dtype), {})[number] = part
+    return [_Exchange(together) for together in found.values()]

@@ -78,7 +78,7 @@ ZERO_SPEED = (
     *("round_robin_gradients", "use_multi_rank_bucket_allreduce", "stage3_module_granularity_threshold"),
     *("stage3_use_all_reduce_for_fetch_params", "stage3_allgather_sequential", "memory_efficient_linear"),
     *("log_trace_cache_warnings", "enable_sanity_checks", "parameter_alignment"),
-    *("cpu_offload_use_pin_memory", "legacy_stage1"),
+    *("cpu_offload_use_pin_memory", "legacy_stage1", "save_muon_momentum_buffer_in_memory"),
 )
 ZERO_FILES = (
     *("stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save"),
@@ -91,7 +91,6 @@ ZERO_REFUSED = {
     "zero_quantized_gradients": "ZeRO++ rounds gradients, which changes the numbers",
     "zenflow": "unipar has no such mode",
     "leaf_module": "unipar splits the model's blocks (model.blocks)",
-    "save_muon_momentum_buffer_in_memory": "unipar has sgd, adam and adamw",
 }
 OF_ZERO = ("offload_optimizer", "offload_param", "stage", "overlap_comm", "contiguous_gradients", "reduce_bucket_size")
 """Keys of ZeRO that files have beside the section, where DeepSpeed does not look."""

@@ -1,0 +1,104 @@
+"""A run that goes on under ZeRO from a checkpoint in which not all parameters have state of one kind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from typing_extensions import override
+
+import unipar
+from tests.support.running import running
+from unipar.errors import CheckpointError
+from unipar.run_folder.layout import ledger_path
+from unipar.run_folder.ledger import Ledger
+
+pytestmark = [pytest.mark.forked, pytest.mark.filterwarnings("ignore")]  # the library's own, of its own calls
+
+MUON = {"name": "muon", "lr": 1e-2}
+
+
+class Layers(unipar.Task):
+    """Three layers that learn y = 2 x, beside one that is used from the fourth step on."""
+
+    @override
+    def model(self) -> Any:
+        layers = {"first": nn.Linear(4, 6), "middle": nn.Linear(6, 6), "last": nn.Linear(6, 4), "late": nn.Linear(4, 4)}
+        return nn.ModuleDict(layers)
+
+    @override
+    def data(self) -> Any:
+        x = torch.arange(1.0, 41.0).view(10, 4) / 10
+        return TensorDataset(x, 2 * x)
+
+    @override
+    def train(self, run: unipar.Run) -> None:
+        for share in run.batches():
+            run.step(share, loss=self.late_loss if run.done >= 3 else self.loss)
+
+    @override
+    def loss(self, model: Any, batch: Any) -> Any:
+        x, y = batch
+        return (self.run_layers(model, x) - y).square().mean()
+
+    def late_loss(self, model: Any, batch: Any) -> Any:
+        x, y = batch
+        return (self.run_layers(model, x) + model["late"](x) - y).square().mean()
+
+    def run_layers(self, model: Any, x: torch.Tensor) -> torch.Tensor:
+        return model["last"](model["middle"](model["first"](x).tanh()).tanh())
+
+
+def trained(folder: Path, steps: int, **sections: Any) -> list[float]:
+    """Return the losses of a run."""
+    folder.mkdir()
+    optimizer = sections.pop("optimizer", {"name": "adamw", "lr": 1e-2})
+    train = {"steps": steps, "optimizer": optimizer}
+    with running(Layers(), folder, train=train, log={"every": 1}, **sections) as run:
+        run.task.train(run)
+    return [row["loss"] for row in Ledger.read(ledger_path(folder, 0)) if row["event"] == "step"]
+
+
+def zero(shard: str) -> dict[str, Any]:
+    return {"backend": "deepspeed", "parallel": {"data": 1, "shard": shard}}
+
+
+@pytest.mark.parametrize("shard", ["nothing", "optimizer", "parameters"])
+def test_a_parameter_that_was_never_used_goes_on(shard: str, tmp_path: Path) -> None:
+    """A single process saves no state of it; ZeRO begins with moments of zero, as if it had been there."""
+    trained(tmp_path / "first", 2, checkpoint={})
+    path = str(tmp_path / "first/checkpoints/step-00000002")
+    one = trained(tmp_path / "one", 5, resume=path)
+    assert trained(tmp_path / shard, 5, resume=path, **zero(shard))[:2] == pytest.approx(one[:2], rel=1e-6)
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "parameters"])
+def test_other_matrices_are_refused(shard: str, tmp_path: Path) -> None:
+    """One that Muon had and AdamW gets has no moments; one process begins them anew, and ZeRO cannot for one alone."""
+    trained(tmp_path / "first", 2, checkpoint={}, optimizer=MUON, **zero(shard))
+    changed = MUON | {"adamw_for": ["middle.*"]}
+    path = str(tmp_path / "first/checkpoints/step-00000002")
+    with pytest.raises(CheckpointError) as caught:
+        trained(tmp_path / "again", 4, optimizer=changed, resume=path, **zero(shard))
+    assert str(caught.value) == (
+        "the checkpoint has exp_avg, exp_avg_sq, step of first.bias, and momentum_buffer of middle.weight: ZeRO keeps "
+        "one kind of state for all parameters that are no matrices of Muon, so that train.optimizer.matrices and "
+        "adamw_for (or groups) must be as they were; take the old ones back, or go on in a cell that keeps the state "
+        "of each parameter by itself, as --backend native and horovod do"
+    )
+    losses = trained(tmp_path / "one", 4, optimizer=changed, resume=path)
+    assert len(losses) == 2
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "parameters"])
+def test_more_matrices_begin_anew(shard: str, tmp_path: Path) -> None:
+    """One that AdamW had and Muon gets begins without momentum, as in one process."""
+    before = MUON | {"adamw_for": ["middle.*"]}
+    trained(tmp_path / "first", 2, checkpoint={}, optimizer=before, **zero(shard))
+    path = str(tmp_path / "first/checkpoints/step-00000002")
+    one = trained(tmp_path / "one", 4, optimizer=MUON, resume=path)
+    assert trained(tmp_path / "again", 4, optimizer=MUON, resume=path, **zero(shard)) == pytest.approx(one, rel=1e-6)
