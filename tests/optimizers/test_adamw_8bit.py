@@ -46,7 +46,7 @@ class _Uncompiled(torchao.optim.AdamW8bit):
 @pytest.mark.parametrize("piece", [2**20, 512])
 def test_numbers_are_torchaos(monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
     """Bit for bit those of torchao's own class, also where a weight is updated some blocks at a time."""
-    monkeypatch.setattr(adamw_8bit, "_PIECE", piece)
+    monkeypatch.setattr(adamw_8bit, "_PIECES", {"cpu": piece})
     ours, theirs, full = _model(), _model(), _model()
     _train(ours, mine := AdamW8bit(ours.parameters(), **BLOCKS))
     _train(theirs, _Uncompiled(theirs.parameters(), **BLOCKS))

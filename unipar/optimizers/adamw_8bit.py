@@ -28,8 +28,11 @@ finally:
 _LEAST: Final = 4096
 """Elements below which a parameter's moments stay in fp32, as in torchao and bitsandbytes."""
 
-_PIECE: Final = 2**20
-"""Elements that are updated at once: not compiled, the update needs about 60 bytes for each of them."""
+_PIECES: Final = {"cpu": 2**16}
+"""Elements that are updated at once, by device: not compiled, an update needs about 60 bytes for each of them."""
+
+_PIECE: Final = 2**22
+"""The same elsewhere, where many small kernels take longer than few large ones."""
 
 
 @final
@@ -89,9 +92,9 @@ class AdamW8bit(torchao.optim.AdamW8bit, BlockStates):
             state |= {key: self.new_state(p, key) for key in sorted(self.block_keys)}
         state["step"] += 1
         beta1, beta2 = group["betas"]
-        for weight, grad, first, second in _pieces(
-            (p.detach(), gradient, state["exp_avg"], state["exp_avg_sq"]), _PIECE // self.block_size * self.block_size
-        ):
+        most = _PIECES.get(p.device.type, _PIECE) // self.block_size * self.block_size
+        tensors = p.detach(), gradient, state["exp_avg"], state["exp_avg_sq"]
+        for weight, grad, first, second in _pieces(tensors, most):
             single_param_adam(
                 weight,
                 grad,
