@@ -9,6 +9,7 @@ from unipar.backend.foreign import AUTO, ForeignConfigReader, ForeignSection
 from unipar.config import SHARDS
 from unipar.distributed import gpus
 from unipar.utils.text import show_value
+from unipar_deepspeed.import_sections.batch import read_batch
 from unipar_deepspeed.import_sections.keys import (
     CARRIED_DS_KEYS,
     FIXED_DS_VALUES,
@@ -82,44 +83,6 @@ def _assume_autocast(keys: ForeignSection) -> None:
             value = show_value(keys.data.pop(name))
             reading.read.add(name)
             reading.assumed.append(f"{name}: that of train.precision, where the file says {value}")
-
-
-def read_batch(keys: ForeignSection) -> None:
-    """Carry the three batch sizes: two of them give the third, and all three give the number of ranks."""
-    reading = keys.reading
-    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    reading.read.update(map(keys.name, names))
-    given = {name: keys.take(name, int, 0) for name in names if keys.data.get(name) not in (None, AUTO)}
-    autos = [name for name in names if keys.data.pop(name, None) == AUTO]
-    total, micro, accumulate = (given.get(name, 0) for name in names)
-    world = reading.world
-    if total and micro and accumulate and not world:
-        if total % (micro * accumulate):
-            reading.wrong.append(
-                f"train_batch_size: {total} is not a multiple of train_micro_batch_size_per_gpu x "
-                f"gradient_accumulation_steps ({micro} x {accumulate} = {micro * accumulate})"
-            )
-        else:
-            world = total // (micro * accumulate)
-            reading.put("parallel.data", world, f"{total} / ({micro} x {accumulate})")
-    elif total and micro and accumulate and world and total != micro * accumulate * world:
-        reading.wrong.append(
-            f"train_batch_size: {total} is not {micro} x {accumulate} x {world} ranks = {micro * accumulate * world}"
-        )
-    if world:
-        reading.put("parallel.data", world)
-    if total:
-        reading.put("batch.total", total)
-    if micro:
-        reading.put("batch.micro", micro)
-    if accumulate and not (total and micro):
-        reading.put("batch.accumulate", accumulate)
-    elif micro and not total and "gradient_accumulation_steps" not in autos:
-        reading.put("batch.accumulate", 1)
-    enough = total or (micro and (accumulate or "gradient_accumulation_steps" not in autos))
-    if not enough:
-        what = ", ".join(f'{name}: "auto"' for name in autos) or names[0]
-        reading.ask(what, "batch", "'{total: 32, micro: 4}'")
 
 
 def read_clip(keys: ForeignSection) -> None:

@@ -103,7 +103,7 @@ def test_a_wrong_split_is_refused(
 
 
 def test_parts_between_blocks_are_not_proved_by_blocks(tmp_path: Path) -> None:
-    """It is refused before any process starts."""
+    """Such a model is refused before any process starts."""
     sentence = (
         "options.native.proof: blocks is not available with parallel.sequence: true, where a block between others has "
         "a part of its input; take proof: whole, or leave sequence out"

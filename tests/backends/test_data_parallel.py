@@ -69,7 +69,7 @@ def test_it_is_one_process() -> None:
 
 
 def test_a_launcher_of_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would train the same in each."""
+    """One process for all GPUs would train the same in each."""
     place = Place(rank=0, size=2, local_rank=0, local_size=2, launcher="torchrun")
     monkeypatch.setattr("unipar.launcher.preparation.prepare._foreign_place", lambda source, starts: place)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
     with pytest.raises(WorldMismatch) as e:

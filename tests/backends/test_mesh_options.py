@@ -87,7 +87,7 @@ def test_eight_ranks(tmp_path: Path, shard: str) -> None:
     ],
 )
 def test_no_vocabulary_to_split(tmp_path: Path, parallel: dict[str, int], sentence: str) -> None:
-    """It is refused before any process starts."""
+    """The option is refused before any process starts."""
     with pytest.raises(Unsupported, match=re.escape(sentence)):
         losses(tmp_path, WORDS, parallel, vocabulary="split")
 

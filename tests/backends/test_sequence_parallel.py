@@ -91,7 +91,7 @@ class Mixing(nn.Module):
     ],
 )
 def test_a_call_that_needs_all_positions(way: str, calls: str) -> None:
-    """It gets them gathered, and explain can name it with its line."""
+    """Such a call gets them gathered, and explain can name it with its line."""
     block, x = Mixing(way), torch.randn(2, 6, 8)
     plan = add_sequence("layers.0", block, (x,), {}, derive_block_plan(block, (x,), {}, 2))
     found: Any = plan.sequence

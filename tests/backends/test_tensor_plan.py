@@ -132,7 +132,7 @@ class Asking(nn.Module):
 
 
 def test_a_block_that_asks_for_values() -> None:
-    """It stays whole, and the reason is what torch says."""
+    """Such a block stays whole, and the reason is what torch says."""
     plan = derive_block_plan(Asking(), (torch.randn(2, 8),), {}, 2)
     assert plan.cuts == {}
     assert set(plan.whole) == {"up", "down"}

@@ -226,7 +226,7 @@ def test_launchers_say_what_they_open(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_across_without_a_launcher(unipar: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It says how to start it under each."""
+    """The error says how to start it under each."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     told = unipar("doctor", "--across")

@@ -146,7 +146,7 @@ def test_a_cell_that_is_not_planned_says_why(tmp_path: Path, monkeypatch: pytest
     assert one is not None
     assert at is not None
     traces = Mock(side_effect=TaskTraces)
-    monkeypatch.setattr("unipar.training.fake_run.parts.TaskTraces", traces)
+    monkeypatch.setattr("unipar.training.fake_run.token_traces.TaskTraces", traces)
     forecaster = Forecaster(compared, task_of(compared), asked(compared, None))
     cells = [forecaster.forecast(each) for each in (one, at)]
     assert [cell.cell for cell in cells] == ["single", "native/nothing"]

@@ -253,7 +253,7 @@ def only(planned: Any, cell: str, *numbers: int, **changes: Any) -> Any:
     ],
 )
 def test_the_recommended_config_as_a_file(planned: Any, tmp_path: Path, cell: str, text: str) -> None:
-    """It is the user's text in that cell, comments and all, and loads; it replaces nothing without being told."""
+    """The user's text in that cell, comments and all, and loads; it replaces nothing without being told."""
     (tmp_path / "mine.yaml").write_text(text, "utf-8")
     out, source = tmp_path / "picked.yaml", load_config_file(tmp_path / "mine.yaml")
     write_picked_config(only(planned, cell, 2), source, out)

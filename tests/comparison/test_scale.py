@@ -132,7 +132,7 @@ def found() -> Scaling:
 
 def test_speed_up_and_efficiency(found: Scaling) -> None:
     """8 samples in 80 ms; in 50 ms on two ranks 1.6 times that; 16 in 100 ms also."""
-    assert [found.samples_per_second(world) for world in found.worlds] == pytest.approx([100, 160, 160])
+    assert [found.rate(world) for world in found.worlds] == pytest.approx([100, 160, 160])
     assert [found.speed_up(world) for world in found.worlds] == pytest.approx([1, 1.6, 1.6])
     assert [found.efficiency(world) for world in found.worlds] == pytest.approx([1, 0.8, 0.8])
 

@@ -93,7 +93,7 @@ def test_what_does_not_divide(batch: Batch, ranks: int, sentence: str) -> None:
     ],
 )
 def test_a_microbatch_that_is_found(batch: dict[str, Any], sentence: str) -> None:
-    """It divides a total that is given, and needs no other number."""
+    """A microbatch divides a total that is given, and needs no other number."""
     with pytest.raises(ValidationError, match="micro: auto") as e:
         Batch.model_validate(batch)
     assert sentence in str(e.value)
@@ -245,7 +245,7 @@ def test_a_plain_cell_is_plain_and_a_variant_is_one() -> None:
 
 
 def test_an_option_that_contradicts_the_cell() -> None:
-    """It is not overruled in silence."""
+    """The option is not overruled in silence."""
     scaled = config(options={"deepspeed": {"buckets": "scaled"}})
     with pytest.raises(ConfigError) as e:
         config_in_cell(scaled, Cell.parse("deepspeed/gradients+library"))

@@ -83,7 +83,7 @@ def test_a_warm_up_before_falls() -> None:
 
 
 def test_an_inverse_root() -> None:
-    """It is at 1/2 after three lengths of its warm-up, and without one at sqrt(1/2) after 10,000 steps."""
+    """The factor is at 1/2 after three lengths of its warm-up, and without one at sqrt(1/2) after 10,000 steps."""
     assert factors(InverseRoot(warmup=4))[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
     assert InverseRoot(warmup=4).factor(4 + 12, 100) == 0.5
     assert InverseRoot().factor(10_000, 20_000) == 0.5**0.5

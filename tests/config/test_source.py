@@ -318,7 +318,7 @@ def test_what_no_file_could_hold(value: object, shown: str) -> None:
 
 
 def test_a_mapping_that_holds_itself() -> None:
-    """It would never end."""
+    """Expanding it would never end, so it is refused."""
     loop: dict[str, Any] = {}
     loop["x"] = loop
     with pytest.raises(ConfigError, match=r"nested more than 32 levels deep$"):

@@ -45,7 +45,7 @@ def test_texts_without_an_end() -> None:
 
 
 def test_what_is_no_mapping() -> None:
-    """It is told by its key."""
+    """A value that is no mapping is told by its key."""
     with pytest.raises(CannotEdit) as caught:
         change_keys("batch: [1]\n", {"batch.total": 8})
     assert str(caught.value) == "batch.total"

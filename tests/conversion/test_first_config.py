@@ -22,7 +22,7 @@ class Net:
 
 
 def test_a_first_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It lies beside the script, names its class and what that needs, and `check` accepts it."""
+    """The config lies beside the script, names its class and what that needs, and `check` accepts it."""
     script = tmp_path / "train.py"
     script.write_text(TASK.replace("width, ", "") + TASK.replace("Net", "Other"), encoding="utf-8")
     init(script)

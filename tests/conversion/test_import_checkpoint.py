@@ -136,6 +136,20 @@ def test_weights_alone_from_safetensors(tmp_path: Path) -> None:
         assert torch.equal(state.whole("inner.weight", "weight"), weights()["inner.weight"].bfloat16().float())
 
 
+def test_a_frozen_base_keeps_its_own_dtype(tmp_path: Path) -> None:
+    """Weights that the task freezes in bf16 stay so beside trained ones in fp32, whatever the file has them in."""
+    file = tmp_path / "model.safetensors"
+    save_file({name: t.half() for name, t in weights().items()}, file)
+    done, contents = imported(tmp_path, file, "ForeignOnFrozenBase", trust_pickle=False)
+    assert done.remarks == (
+        "weights cast from float16 to float32",
+        "frozen weights cast from float16 to bfloat16",
+        "it holds no state of the optimizer, which starts anew",
+    )
+    dtypes = {name: t.dtype for (name, kind), t in contents.manifest.tensors.items() if kind == "weight"}
+    assert dtypes == {"inner.weight": "bfloat16", "inner.bias": "bfloat16", "out.weight": "float32"}
+
+
 @pytest.mark.usefixtures("readers")
 def test_other_names_and_weights_only(tmp_path: Path) -> None:
     """--rename replaces beginnings, --weights-only leaves the optimizer out, --step says the step."""

@@ -71,6 +71,12 @@ def test_the_whole_of_a_ds_config(tmp_path: Path) -> None:
         ({"train_micro_batch_size_per_gpu": 4}, (), "batch", {"total": 32, "micro": 4}),
         ({"train_batch_size": None, "train_micro_batch_size_per_gpu": 4}, (), "batch", {"micro": 4, "accumulate": 1}),
         ({"train_batch_size": "auto"}, ("batch.total=16",), "batch", {"total": 16}),
+        (
+            {"train_batch_size": "auto", "gradient_accumulation_steps": "auto"},
+            ("batch.micro=4", "batch.accumulate=2"),
+            "batch",
+            {"micro": 4, "accumulate": 2},
+        ),
         ({"gradient_accumulation_steps": 2}, (), "batch", {"total": 32, "accumulate": 2}),
         ({"gradient_clipping": 0.0}, (), "train.clip", None),
         ({"gradient_clipping": "auto"}, ("train.clip=0.5",), "train.clip", 0.5),
@@ -118,6 +124,11 @@ def test_one_key(change: dict[str, Any], sets: tuple[str, ...], key: str, value:
         (
             {"train_batch_size": "auto"},
             "train_batch_size: \"auto\": give it with --set batch='{total: 32, micro: 4}'",
+        ),
+        (
+            {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": "auto"},
+            'train_batch_size: "auto", gradient_accumulation_steps: "auto", and batch.micro alone does not say the '
+            "batch: give it with --set batch.accumulate=1",
         ),
         (
             {"train_batch_size": 30, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2},

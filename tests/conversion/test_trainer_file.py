@@ -46,7 +46,7 @@ def bring(folder: Path, data: dict[str, Any], *sets: str, **more: Any) -> Import
 
 
 def test_a_recipe(tmp_path: Path) -> None:
-    """It names no library, so that each rank has a copy, which is told; its warm-up is a share of the steps."""
+    """A recipe names no library, so that each rank has a copy, which is told; its warm-up is a share of the steps."""
     made = bring(tmp_path, RECIPE)
     assert said(made) == {
         "backend": "native",

@@ -59,7 +59,7 @@ def test_the_page_has_what_was_found(verified: dict[str, Verified], name: str) -
 
 
 def test_the_page_has_every_case() -> None:
-    """It has one row for each thread, in the order of the cases, and counts them."""
+    """The page has one row for each thread, in the order of the cases, and counts them."""
     text = PAGE.read_text("utf-8")
     assert list(rows_of_page(text)) == [thread_link(case.thread) for case in CASES.values()]
     assert counts() in " ".join(text.split())

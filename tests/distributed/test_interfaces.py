@@ -6,7 +6,7 @@ from unipar.distributed.interfaces import mtu_of_interface, speed_of_interface
 
 
 def test_loopback() -> None:
-    """It has a largest packet, and no speed."""
+    """The loopback has a largest packet, and no speed."""
     assert mtu_of_interface("lo") == 65536
     assert speed_of_interface("lo") is None
 

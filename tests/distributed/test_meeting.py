@@ -54,7 +54,7 @@ def roll(
 
 
 def test_the_port_is_another_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes the connection and says nothing, for which torch waits without a limit."""
+    """The other program takes the connection and says nothing, for which torch waits without a limit."""
     monkeypatch.setattr(rendezvous, "_FOR_AN_ANSWER", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
@@ -159,7 +159,7 @@ def test_an_error_is_raised_on_all(store: dist.Store) -> None:
 
 
 def test_a_rank_that_does_not_answer(store: dist.Store) -> None:
-    """It is named."""
+    """The rank is named."""
     told = in_ranks(2, lambda rank: decided(store, rank, ",".join, 0.3 if rank == 0 else PATIENCE))
     assert told == ["WorldMismatch: rank 0 waited 0.3 s for rank 2, which ended or hang"] * 2
 
@@ -187,7 +187,7 @@ def test_port_of_a_job() -> None:
 
 
 def test_a_name_that_does_not_resolve() -> None:
-    """It is said on which machine, and what to do."""
+    """The error says on which machine, and what to do."""
     with pytest.raises(WorldMismatch) as e:
         resolve_host("no-such-host.invalid", 0.0, said_by="srun gave the address of rank 0")
     why = "Name or service not known|Temporary failure in name resolution|No address associated with hostname"

@@ -230,7 +230,7 @@ def test_equal_texts_travel_once(store: dist.Store) -> None:
 
 
 def test_an_error_of_the_decision(store: dist.Store) -> None:
-    """It is raised on all, with its kind and sentence."""
+    """The error is raised on all, with its kind and sentence."""
     trees = in_ranks(5, lambda rank: tree(store, rank))
 
     def judge(texts: list[str]) -> str:
@@ -255,7 +255,7 @@ def outcome(one: RankTree, patience: float = PATIENCE) -> str:
 
 
 def test_a_rank_that_does_not_answer(store: dist.Store) -> None:
-    """It is named, by the rank that waits for all."""
+    """The rank is named, by the rank that waits for all."""
     trees = in_ranks(5, lambda rank: tree(store, rank))
     told = in_ranks(4, lambda rank: outcome(trees[rank], 0.3))
     assert told == ["rank 0 waited 0.3 s for rank 4, which ended or hang"] * 4

@@ -132,7 +132,7 @@ def test_wrong_clock(pair: tuple[Machine, Machine]) -> None:
 
 
 def test_management_network(tmp_path: Path) -> None:
-    """It has the first interface, the default route and the own name, and leads to no other machine."""
+    """This network has the first interface, the default route and the own name, and leads to no other machine."""
     with machines(2, tmp_path, management=True) as (first, second):
         shown = said(first, "ip -brief -4 address")
         names = [line.split("@")[0].split()[0] for line in shown.splitlines()]

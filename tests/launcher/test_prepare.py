@@ -71,7 +71,7 @@ def test_resume_and_overwrite_contradict() -> None:
 def test_a_run_that_has_done_its_steps(
     trained: dict[str, Any], end: dict[str, Any] | None, now: dict[str, Any], finished: str
 ) -> None:
-    """It has a sentence, unless the config wants more steps than it has done, or its loop ended early."""
+    """An ended run has a sentence, unless the config wants more steps than it has done, or its loop ended early."""
     counts: dict[str, Any] = {"train__steps": None, "train__epochs": None}
     out = begun(1, 7, end=end, **counts | trained)
     plan = planned(resume="auto", **counts | now)

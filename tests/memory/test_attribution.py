@@ -110,7 +110,7 @@ def phase(tape: Tape, name: PhaseName, *, shared: bool = True) -> PhasePeak:
 
 
 def test_a_named_block_keeps_its_name_for_its_whole_life() -> None:
-    """It came while the model was built, and was named in the first forward."""
+    """The block came while the model was built, and was named in the first forward."""
     tape = played({0: [came(16, 4000)], 2: [named(16, 4000, "parameters", "w"), came(32, 2000), went(32, 2000)]})
     assert phase(tape, "built").held == {"parameters": 4000}
     assert phase(tape, "forward").held == {"parameters": 4000, "temporaries": 2000}
@@ -157,7 +157,7 @@ def test_what_outlives_its_forward_is_an_activation() -> None:
 
 
 def test_a_batch_may_go_when_the_next_one_is_there() -> None:
-    """It came with the data."""
+    """The block came with the data."""
     tape = played({1: [came(16, 4000)], 6: [came(32, 4000), went(16, 4000)], 8: [went(32, 4000)]})
     assert phase(tape, "forward").held == {"activations": 4000}
 

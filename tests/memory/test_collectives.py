@@ -187,7 +187,7 @@ def test_bytes_by_collective(found: dict[str, Any], cell: str) -> None:
 
 @needs_horovod
 def test_the_page_has_what_a_world_of_its_own_told(found: dict[str, Any]) -> None:
-    """It reads what the ranks wrote down."""
+    """The page reads what the ranks wrote down."""
     assert [account.sent for account in found["on the page"]] == [SENT["horovod/nothing"], SENT["horovod/nothing"]]
 
 

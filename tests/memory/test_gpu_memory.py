@@ -45,7 +45,7 @@ class Tied(unipar.Task):
 
 
 class Keeping(Tied):
-    """It keeps five megabytes for good, and nobody knows."""
+    """A loss keeps five megabytes for good, and nobody knows."""
 
     @override
     def loss(self, model: nn.Module, batch: Any) -> Tensor:

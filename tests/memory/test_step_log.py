@@ -151,7 +151,7 @@ def notes(*rows: tuple[int, int]) -> EventArray:
 
 
 def test_what_breaks_in_watching_does_not_end_the_run(tmp_path: Path, forks: Forks) -> None:
-    """It trains to its end, says once that memory is no longer recorded, and why."""
+    """The run trains to its end, says once that memory is no longer recorded, and why."""
     (tmp_path / "x.yaml").write_text(json.dumps(told(tmp_path)), encoding="utf-8")
     path = os.pathsep.join([str(ROOT / "tests/support/faulty"), str(ROOT)])
     words = ["run", str(tmp_path / "x.yaml"), "--backend", "faulty/nothing+nameless"]

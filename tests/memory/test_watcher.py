@@ -178,7 +178,7 @@ def test_cells_are_planned_after_they_ran(found: dict[str, Any]) -> None:
 
 
 def test_what_a_loss_keeps_outside_the_graph_is_unattributed(forks: Forks, tmp_path: Path) -> None:
-    """It comes in the forward and goes in the backward, as activations do; autograd does not know of it."""
+    """The tensor comes in the forward and goes in the backward, as activations do; autograd does not know of it."""
     row = compared(tmp_path, "native/nothing", plant="outside the graph", forks=forks)["single"]
     by_lifetime, saved = row["memory"][0]["saved"]
     assert PLANTED <= by_lifetime - saved < 1.1 * PLANTED
@@ -191,7 +191,7 @@ def test_what_a_loss_keeps_outside_the_graph_is_unattributed(forks: Forks, tmp_p
 
 
 def test_what_a_loss_keeps_for_good_is_unattributed(forks: Forks, tmp_path: Path) -> None:
-    """It came in a forward, and stays."""
+    """The tensor came in a forward, and stays."""
     row = compared(tmp_path, "native/nothing", plant="for good", forks=forks)["native/nothing"]
     assert PLANTED <= held(row, "steady", rank=1)["unattributed"] < 1.1 * PLANTED
 
@@ -234,7 +234,7 @@ def test_memory_can_be_left_out(forks: Forks, tmp_path: Path) -> None:
 
 
 def test_without_a_compiler_a_profiler_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forks: Forks) -> None:
-    """It says what is missing, and how to get it. What was seen adds up, and all that has a name has its true size."""
+    """The account says what is missing, and how to get it; what was seen adds up, and what has a name its true size."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PATH", str(tmp_path))
     found = compared(tmp_path, "native/nothing", "faulty/nothing+hidden-buffer", forks=forks)

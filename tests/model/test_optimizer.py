@@ -87,7 +87,7 @@ def test_groups_keep_their_ratio() -> None:
 
 
 def test_a_rate_that_is_a_tensor() -> None:
-    """It stays the same tensor, which an optimizer of torchao insists on and a compiled update reads."""
+    """The rate stays the same tensor, which an optimizer of torchao insists on and a compiled update reads."""
     rate = torch.tensor(0.5)
     optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2))], lr=rate, foreach=False)
     rates = BaseRates(optimizer)

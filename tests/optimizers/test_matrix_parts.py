@@ -12,7 +12,7 @@ def _split(shape: tuple[int, int], ranks: int, group: Any) -> MatrixLayout:
 
 
 def test_a_whole_matrix_is_one_range() -> None:
-    """It has no group, and no rank to wait for."""
+    """A whole matrix has no group, and no rank to wait for."""
     layout = MatrixLayout.whole((3, 4))
     assert (layout.ranges, layout.group) == (((0, 12),), None)
 

@@ -125,7 +125,7 @@ def test_half_of_what_horovod_sends() -> None:
 
 
 def test_a_block_that_takes_no_gradient() -> None:
-    """It is not gathered in backward, unless it is gathered ahead for nothing: the last of such blocks."""
+    """Such a block is not gathered in backward, unless it is gathered ahead for nothing: the last of such blocks."""
     frozen = replace(TIMELINE.parameters[0], trained=False), *TIMELINE.parameters[1:]
     moments = tuple(m for m in TIMELINE.moments if m.block != 0 and m.parameter != 0)
     timeline = replace(TIMELINE, parameters=frozen, moments=moments)
@@ -138,7 +138,7 @@ def test_a_block_that_takes_no_gradient() -> None:
 
 
 def test_a_rank_without_parameters() -> None:
-    """It sends one number as it shares what it has updated."""
+    """That rank sends one number as it shares what it has updated."""
     assert ("broadcast", 116 + 2 * 4, 5, 5) in sent("native/optimizer", 5, batch={"total": 10})
 
 

@@ -144,7 +144,7 @@ def test_terms_of_a_peak() -> None:
 
 
 def test_what_has_no_closed_form() -> None:
-    """It is refused, with the way to learn it."""
+    """A plan of it is refused, with the way to learn it."""
     sentence = "native/nothing: options.native.wrapper: dp is not planned yet; `unipar compare` measures it"
     with pytest.raises(Unsupported, match=re.escape(sentence)):
         peaks("native/nothing+dp", 2)

@@ -62,7 +62,7 @@ def test_then_simplest() -> None:
 
 
 def test_what_the_user_excludes() -> None:
-    """It is planned, and not recommended."""
+    """An excluded cell is planned, and not recommended."""
     assert chosen(FAST, SLOW, exclude=("native/parameters",))[0] == "native/nothing"
     assert chosen(FAST, exclude=("native/parameters",)) == ("", 0, "no cell can be planned here")
 

@@ -49,7 +49,7 @@ def test_parts_of_a_step() -> None:
 
 
 def test_another_precision() -> None:
-    """It has a peak of its own; without one nothing is told."""
+    """Each precision has a peak of its own; without one nothing is told."""
     assert speed(precision="bf16-mixed").compute == 1.5
     assert predict_speed(MACHINE, "fp64", WORK, SENT, {}, Axes(), 4) is None
 

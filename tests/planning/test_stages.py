@@ -19,7 +19,7 @@ def test_turns_of_1f1b() -> None:
 
 
 def test_turns_of_the_last_stage() -> None:
-    """It has nothing in flight; of equal states one is enough, that with most gradients sent back."""
+    """The last stage has nothing in flight; of equal states one is enough, that with most gradients sent back."""
     stage = PlannedStage("1f1b", 2, 1, (0.0, 0.0), (0.0, 8.0))
     assert stage.turns(4) == [
         TurnOfStep("forward", 0, 0),

@@ -170,7 +170,7 @@ def test_folders_are_not_full() -> None:
 
 @pytest.mark.parametrize("file", files(*FOLDERS), ids=lambda file: str(file.relative_to(ROOT)))
 def test_a_file_is_short(file: Path) -> None:
-    """It says first what it is, and ends before line 400."""
+    """Each file says first what it is, and ends before line 400."""
     text = file.read_text("utf-8")
     assert text.startswith('"""')
     assert text.count("\n") <= MOST_LINES

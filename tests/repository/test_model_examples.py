@@ -99,7 +99,7 @@ def test_a_text_sees_itself_alone() -> None:
 
 
 def test_an_adapter_over_the_language_model() -> None:
-    """It goes on from what the Llama has learned; peft loads it over the Llama, and its loss is that of the run."""
+    """Training goes on from what the Llama has learned; peft loads the adapter, and its loss is that of the run."""
     run("causal_lm", **SHORT, **{"task.args": SIZES, "train.steps": 30, "eval.every": None})
     sizes: dict[str, Any] = SIZES | {"rank": 4, "base": exported("causal_lm", 30, "hf")}
     longer: dict[str, Any] = {"train.steps": 60, "eval.every": 60, "train.optimizer.lr": 3e-2}

@@ -56,7 +56,7 @@ def test_the_oldest_is_what_pyproject_allows() -> None:
 
 
 def test_what_pyproject_asks_of_torch(tmp_path: Path) -> None:
-    """It is read from the file, not written a second time."""
+    """The oldest torch is read from the file, not written a second time."""
     file = tmp_path / "pyproject.toml"
     file.write_text('[project]\ndependencies = ["torchmetrics", "torch>=2.9"]\n', "utf-8")
     assert str(torch_requirement(file)) == "torch>=2.9"

@@ -81,7 +81,7 @@ def test_a_run_that_trains(tmp_path: Path) -> None:
 
 
 def test_a_run_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is running, and silent for longer than `launch.heartbeat`: how long, and where, is said."""
+    """The run is running, and silent for longer than `launch.heartbeat`: how long, and where, is said."""
     run = begun(tmp_path / "x", boot=boot_id())
     (run / "config.json").write_text('{"batch": {}, "train": {}, "launch": {"heartbeat": 60.0}}', "utf-8")
     heartbeat = HeartbeatWriter(heartbeat_path(run, 0))

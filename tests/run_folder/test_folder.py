@@ -85,7 +85,7 @@ def test_out_below_a_file(tmp_path: Path) -> None:
 
 
 def test_out_that_is_a_broken_link(tmp_path: Path) -> None:
-    """It is there, and no folder."""
+    """The link is there, and no folder."""
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     with pytest.raises(OutExists, match="link is a broken symbolic link; name another folder"):
         folder.check_run_folder(tmp_path / "link", overwrite=True)

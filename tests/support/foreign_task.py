@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 from typing_extensions import override
@@ -41,3 +42,13 @@ class InGroups(Alike):
     @override
     def groups(self, model: Any) -> list[dict[str, Any]]:
         return [{"params": model[1].parameters()}, {"params": model[0].parameters()}]
+
+
+class ForeignOnFrozenBase(Foreign):
+    """The same net with its inner layer frozen in bf16."""
+
+    @override
+    def model(self) -> nn.Module:
+        net = make_net()
+        net.inner.to(torch.bfloat16).requires_grad_(False)
+        return net

@@ -253,7 +253,7 @@ def test_a_tracker_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, k
 
 
 def test_a_slow_tracker_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It writes while the run goes on."""
+    """A slow tracker writes while the run goes on."""
 
     class Slow(_Kept):
         @override

@@ -122,7 +122,7 @@ def test_nothing_of_it_is_left(tmp_path: Path) -> None:
 
 
 def test_a_compiler_that_needs_values(tmp_path: Path) -> None:
-    """It is planned as if it were off, and the plan says so."""
+    """Such a model is planned as if it were off, and the plan says so."""
     found = traces(tmp_path, {"what": "blocks", "backend": "cudagraphs"})
     assert found.whole.assumed == (
         "model.compile is planned as if it were off (TaskError: what cudagraphs compiles cannot run without values; "
@@ -156,7 +156,7 @@ def test_a_compiler_that_does_not_exist(tmp_path: Path) -> None:
 
 
 def test_a_model_that_is_compiled_at_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has no step to be recorded."""
+    """Such a model has no step to be recorded."""
     graphs = iter(range(100))
     monkeypatch.setattr(compiled_module, "graphs_compiled", lambda: next(graphs))
     with pytest.raises(Exception, match=r"^the model is compiled anew in each of 4 steps$"):

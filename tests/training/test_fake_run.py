@@ -129,7 +129,7 @@ def test_autocast_makes_copies(once: TracedTask) -> None:
     ],
 )  # fmt: skip
 def test_what_cannot_be_planned(tmp_path: Path, loss: str, model: str, sentence: str) -> None:
-    """It is told with the operation, and what to do."""
+    """The model is refused with the operation, and what to do."""
     with pytest.raises(TaskError, match=re.escape(sentence)):
         traced(small(tmp_path, loss, model))
 

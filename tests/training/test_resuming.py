@@ -305,7 +305,7 @@ def test_the_start_is_taken_where_all_own_checkpoints_are_broken(tmp_path: Path)
 
 
 def test_a_run_whose_end_was_not_written_only_ends(tmp_path: Path) -> None:
-    """It was killed between its last save and its end: no step is taken again, and it is no error."""
+    """The run was killed between its last save and its end: no step is taken again, and it is no error."""
     trained(tmp_path / "run", **settings(4, checkpoint={}))
     before = rows(tmp_path / "run", "step")
     Ledger.trim(ledger_path(tmp_path / "run", 0), 4)

@@ -102,7 +102,7 @@ class Keeps(torch.optim.SGD):
 
 @pytest.mark.parametrize("key", ["weight", "buffer"])
 def test_a_state_that_is_called_as_another_kind_is_refused(tmp_path: Path, key: str) -> None:
-    """It would be taken for the parameter, or for a buffer."""
+    """Such a state would be taken for the parameter, or for a buffer."""
 
     class Own(Line):
         @override

@@ -78,7 +78,7 @@ class _Ends(Counted):
 
 
 def test_a_sample_of_the_validation_is_too_long(tmp_path: Path) -> None:
-    """It is refused by its index before the first evaluation."""
+    """The sample is refused by its index before the first evaluation."""
     with pytest.raises(ConfigError) as e, running(_Ends(), tmp_path, batch=BATCH) as run:
         run.evaluate()
     assert str(e.value) == (

@@ -15,7 +15,7 @@ def lines(*rows: tuple[str, ...], width: int, fold: bool = True) -> list[str]:
 
 
 def test_a_long_name_goes_on_below() -> None:
-    """It breaks before a plus, figures stay on its first line, and columns are aligned below one another."""
+    """A name breaks before a plus, figures stay on its first line, and columns are aligned below one another."""
     assert lines(("native/nothing", "7 digits", "200"), (LONG, "6 digits", "1000"), width=50) == [
         "cell                          loss      step ms",
         "native/nothing                7 digits      200",
@@ -42,5 +42,5 @@ def test_a_table_with_room_is_not_folded(width: int, fold: bool) -> None:
 
 
 def test_a_name_without_a_plus_is_whole() -> None:
-    """It is too long for the table, and stays readable."""
+    """Such a name is too long for the table, and stays readable."""
     assert lines(("x" * 60, "6 digits", "1"), width=40)[1] == f"{'x' * 60}  6 digits        1"

@@ -82,8 +82,6 @@ def compare(
         raise ConfigError(f"--world: {world}: wanted a whole number above 0, or several: 1,2,4")
     sizes = parse_world_sizes(world) if isinstance(world, Sequence) else []
     asked = CompareRequest.of(config, overrides, task, "compare starts a world for each cell")
-    if sizes:
-        asked.source.config.batch.require_samples("worlds of several sizes are compared by the samples of a step")
     tried = ("single", *(tuple(cells) or asked.source.config.compare.cells))
     if sizes:
         asked = asked.settle_micro(tried, sizes)
@@ -201,6 +199,7 @@ def _compare_by_world_size(
             name=asked.source.name,
             out=str(out),
             precision=settings.train.precision,
+            unit=settings.batch.unit,
             worlds=tuple(worlds),
             rows=results,
             cores=len(os.sched_getaffinity(0)),

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from unipar.planning.planned_cell import PlannedCell
     from unipar.task import Task
     from unipar.training.fake_run.parts import PredictedStep, TaskTraces
+    from unipar.training.fake_run.token_traces import TokenTraces
 
 FORECAST_ENTRY: Final = f"{__name__}:write_forecast"
 MOST_SECONDS: Final = 120.0
@@ -64,14 +65,12 @@ def make_forecast(
     `per`: ranks of a machine, of several; None: all ranks of the compared world are on this one.
     """
     size, source = device_memory(compared)
-    if compared.sizes.tokens is not None:
-        problem = f"batch.tokens: {compared.sizes.total}: planning needs microbatches of a fixed number of samples"
-        return Forecast(device="cpu" if compared.device == "cpu" else "cuda", ranks=compared.ranks, problem=problem)
     asked = Forecast(
         device="cpu" if compared.device == "cpu" else "cuda",
         ranks=compared.ranks,
         samples=compared.sizes.total,
-        share=compared.sizes.micro * compared.sizes.accumulate,
+        unit=compared.sizes.unit,
+        share=compared.sizes.share,
         memory=size,
         memory_from=source,
         headroom=compared.config.batch.headroom,
@@ -172,7 +171,9 @@ class Forecaster:
     asked: Forecast
     """The forecast without its cells: device, world and limit."""
 
-    _traces: dict[str, TaskTraces | UniparError] = field(default_factory=dict[str, "TaskTraces | UniparError"])
+    _traces: dict[str, TaskTraces | TokenTraces | UniparError] = field(
+        default_factory=dict[str, "TaskTraces | TokenTraces | UniparError"]
+    )
     """Traces by precision, or why there are none."""
 
     def forecast(self, at: SettledConfig) -> CellForecast:
@@ -224,12 +225,12 @@ class Forecaster:
 
     def _planner(self, config: Config) -> CellPlanner:
         """Return the planner of cells with a config's precision, which `single` may have for itself."""
-        from unipar.training.fake_run.parts import TaskTraces
+        from unipar.training.fake_run.token_traces import traces_of
 
         precision = config.train.precision
         if precision not in self._traces:
             try:
-                self._traces[precision] = TaskTraces(config, self.compared.sizes.micro, self.task)
+                self._traces[precision] = traces_of(config, self.compared.sizes.micro, self.task)
             except UniparError as e:
                 self._traces[precision] = e
         traces = self._traces[precision]
@@ -268,7 +269,9 @@ class Forecaster:
     def _batches(self) -> Sequence[Batch]:
         """The total batch of the comparison, and the share of each rank in it."""
         sizes, batch = self.compared.sizes, self.compared.config.batch
-        kept = Batch(total=sizes.total, accumulate=sizes.accumulate) if batch.total is None else batch
+        kept = Batch(total=sizes.total, accumulate=sizes.accumulate) if batch.size is None else batch
+        if batch.tokens is not None:  # a budget can be divided among any number of ranks
+            return (kept,)
         return kept, Batch(micro=sizes.micro, accumulate=sizes.accumulate)
 
 

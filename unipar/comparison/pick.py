@@ -24,7 +24,7 @@ _CHANGED = ("backend", "parallel", "batch", "options")
 
 def write_picked_config(plan: Plan, source: ConfigSource, out: Path, *, overwrite: bool = False) -> None:
     """Write the config that the plan recommends to `out`, as a whole or not at all; never follow a symbolic link."""
-    cell, ranks, micro = _picked(plan)
+    cell, ranks, micro, kept = _picked(plan)
     if out.is_symlink():
         raise OutExists(f"--pick {out}: it is a link; name the file itself")
     if out.exists() and (out.is_dir() or not overwrite):
@@ -33,7 +33,7 @@ def write_picked_config(plan: Plan, source: ConfigSource, out: Path, *, overwrit
     file = Path(source.label)
     if not file.is_file():
         raise ConfigError("--pick changes a config's file, and this config was not read from one: write it to a file")
-    wanted = config_to_pick(source.config, cell, ranks, micro)
+    wanted = config_to_pick(source.config, cell, ranks, micro, kept=kept)
     changes = dict(_changes(source, wanted, out.resolve().parent))
     try:
         text = change_keys(read_config_text(file), changes)
@@ -50,23 +50,29 @@ def write_picked_config(plan: Plan, source: ConfigSource, out: Path, *, overwrit
         raise ConfigError(f"--pick {out}: it cannot be written ({e.strerror}); name another file") from None
 
 
-def _picked(plan: Plan) -> tuple[Cell, int, int]:
+def _picked(plan: Plan) -> tuple[Cell, int, int, bool]:
+    """Return the recommended cell, ranks and microbatch, and whether that is the configured one."""
     found = plan.recommendations
     if len(found) != 1:
         numbers = ", ".join(str(each.ranks) for each in found)
         raise ConfigError(f"--pick writes one config, and the plan is for {numbers} ranks: name one (--world N)")
     if (row := found[0].row) is None:
         raise ConfigError(f"--pick: on {found[0].ranks} ranks {found[0].why}")
-    return Cell.parse(row.cell), row.ranks, found[0].micro
+    return Cell.parse(row.cell), row.ranks, found[0].micro, found[0].micro == row.micro
 
 
-def config_to_pick(config: Config, cell: Cell, ranks: int, micro: int) -> Config:
-    """Return the config in a cell on so many ranks, with microbatches of so many samples and its total batch."""
+def config_to_pick(config: Config, cell: Cell, ranks: int, micro: int, *, kept: bool) -> Config:
+    """Return the config in a cell on so many ranks, with microbatches of so many samples and its total batch.
+
+    `kept`: whether that is the configured microbatch, which under `batch.tokens` may follow from lengths of samples.
+    """
     parallel = config.parallel.changed({"data": ranks, **dict.fromkeys(AXES, 1)})
     moved = cells.config_in_cell(config.model_copy(update={"parallel": parallel}), cell)
     assert isinstance(moved.parallel.data, int)
     sizes = moved.batch.settle(moved.parallel.data)
     given = config.batch
+    if given.tokens is not None:
+        return moved if kept else moved.changed({"batch.micro": micro, "batch.accumulate": None})
     values: dict[str, int | None] = {
         "total": None if given.total is None else sizes.total,
         "micro": None if given.micro is None and given.accumulate is not None else micro,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from unipar.planning.planned_cell import PlannedCell
     from unipar.planning.speed import StepSpeed
     from unipar.training.fake_run.parts import PredictedStep, TaskTraces
+    from unipar.training.fake_run.token_traces import TokenTraces
     from unipar.training.fake_run.trace import TracedTask
 
 PlannedDevice = Literal["cpu", "cuda"]
@@ -82,7 +84,8 @@ def plan(
         time.process_time() - began,
         tuple(planner.notes(rows)),
         machine="" if machine is None else machine.name,
-        units="samples" if planner.traced.units is None else "weight",
+        units=config.batch.unit if planner.traced.units is None else "weight",
+        counted=config.batch.unit,
         checkpoint=planner.traced.checkpoint,
         blocks=planner.traced.timeline.blocks,
         exclude=excluded,
@@ -161,10 +164,10 @@ class _Forecast:
 
 def predict_cell(config: Config, cell: Cell, ranks: int, device: PlannedDevice) -> PredictedStep:
     """Return what a cell needs, for a config that is in it; raise Unsupported if it is not planned."""
-    from unipar.training.fake_run.parts import TaskTraces
+    from unipar.training.fake_run.token_traces import traces_of
 
     sizes = config.batch.settle(ranks // cell.axes.ranks)
-    return TaskTraces(config, sizes.micro).predict(config, ranks, sizes, device=device, per=ranks)
+    return traces_of(config, sizes.micro).predict(config, ranks, sizes, device=device, per=ranks)
 
 
 @dataclass(frozen=True)
@@ -172,7 +175,7 @@ class CellPlanner:
     """A traced task, and what its cells are planned for."""
 
     config: Config
-    traces: TaskTraces
+    traces: TaskTraces | TokenTraces
     device: PlannedDevice
     limits: PlanLimits
     machine: Machine | None
@@ -186,10 +189,10 @@ class CellPlanner:
 
     @classmethod
     def trace(cls, config: Config, device: PlannedDevice, limits: PlanLimits, machine: Machine | None) -> CellPlanner:
-        from unipar.training.fake_run.parts import TaskTraces
+        from unipar.training.fake_run.token_traces import traces_of
 
         micro = config.batch.micro
-        traces = TaskTraces(config, micro if isinstance(micro, int) else config.batch.settle(1).micro)
+        traces = traces_of(config, micro if isinstance(micro, int) else config.batch.settle(1).micro)
         return cls(config, traces, device, limits, machine)
 
     def rows(self, cell: Cell, ranks: int) -> Iterator[PlannedCell]:
@@ -214,7 +217,7 @@ class CellPlanner:
         row = PlannedCell(
             str(cell),
             ranks,
-            sizes.micro,
+            self.traces.micro_of(sizes),
             now.memory.phases,
             late=now.memory.late,
             offloaded=now.memory.offloaded,
@@ -234,6 +237,7 @@ class CellPlanner:
     def notes(self, rows: Sequence[PlannedCell]) -> Iterator[str]:
         """Yield what a reader should know of the numbers."""
         yield from self.traced.assumed
+        yield from self.traces.describe()
         if not self.traced.even:
             yield "activations do not grow evenly with the microbatch: other sizes are estimates"
         if self.device == "cuda" and self.traces.compiled:
@@ -279,18 +283,19 @@ class CellPlanner:
         from unipar.planning.speed import StepWork, predict_speed
 
         assert self.machine is not None
-        activations, micros = step.traced.activations, sizes.accumulate
-        flops = activations.flops[0] + activations.flops[1] * sizes.micro
-        again = activations.recomputed[0] + activations.recomputed[1] * sizes.micro
+        activations, mean = step.traced.activations, self.traces.mean_step(sizes)
+        micros = mean.microbatches
+        flops = activations.flops[0] + activations.flops[1] * mean.micro
+        again = activations.recomputed[0] + activations.recomputed[1] * mean.micro
         held = next(phase.held for phase in step.phases if phase.phase == "update")
         rewritten = sum(held.get(category, 0) for category in ("parameters", "masters", "optimizer", "averages"))
         work = StepWork(
             flops=flops * micros,
             model_flops=(flops - again) * micros,
-            operations=activations.operators * micros,
+            operations=round(activations.operators * micros),
             update_bytes=2 * rewritten + held.get("gradients", 0),
-            units=sizes.total * (1.0 if self.traced.units is None else self.traced.units),
-            microbatches=micros,
+            units=mean.total * (1.0 if self.traced.units is None else self.traced.units),
+            microbatches=math.ceil(micros),
         )
         overlaps = registry.find_backend(config.backend).overlaps(config)
         axes = config.parallel.axes
@@ -298,12 +303,12 @@ class CellPlanner:
 
     def _largest(self, config: Config, ranks: int, sizes: BatchSizes, limit: int) -> tuple[int, _Forecast] | None:
         """Return the largest microbatch that fits, among those that divide a rank's share of the batch."""
-        micros = sizes.possible_micros
+        micros = self.traces.possible_micros(sizes)
 
         def needed(micro: int) -> int:
             return self._needed(config, ranks, sizes.with_micro(micro))
 
-        largest = sizes.share if needed(sizes.share) <= limit else 0
+        largest = micros[-1] if needed(micros[-1]) <= limit else 0
         low, high = 0, 0 if largest else len(micros) - 1  # larger microbatches need more
         while low < high:
             middle = (low + high) // 2
@@ -323,11 +328,14 @@ class CellPlanner:
         return self.per or named or self.config.ranks_of_machine(ranks)
 
     def _runtime(self, ranks: int) -> Sequence[Term]:
-        return tuple(_runtime_terms(ranks)) if self.device == "cuda" else ()
+        from unipar.memory.cuda_total import runtime_terms
+
+        return tuple(runtime_terms(ranks)) if self.device == "cuda" else ()
 
     def _least(self, config: Config, ranks: int, sizes: BatchSizes) -> int:
         """Return the fewest bytes that a rank needs, with the smallest microbatch or one alone, which makes no sums."""
-        return min(self._needed(config, ranks, sizes.with_micro(micro)) for micro in {1, sizes.share})
+        micros = self.traces.possible_micros(sizes)
+        return min(self._needed(config, ranks, sizes.with_micro(micro)) for micro in {micros[0], micros[-1]})
 
     def _ways(self, row: PlannedCell, cell: Cell, limit: int) -> Iterator[str]:
         """Yield what would have to change for a row to fit."""
@@ -362,7 +370,7 @@ class CellPlanner:
         assert limit is not None
         try:
             moved, sizes = self.settle(cell, ranks)
-            return any(self._needed(moved, ranks, sizes.with_micro(micro)) <= limit for micro in {1, sizes.share})
+            return self._least(moved, ranks, sizes) <= limit
         except UniparError:
             return False
 
@@ -372,16 +380,6 @@ def config_on_ranks(config: Config, ranks: int) -> Config:
     axes = dict.fromkeys(AXES, 1)
     parallel = Parallel(data=ranks, shard=config.parallel.shard, shard_over=config.parallel.shard_over, **axes)
     return config.model_copy(update={"parallel": parallel})
-
-
-def _runtime_terms(ranks: int) -> Iterator[Term]:
-    """Yield what CUDA and NCCL hold in each process, by the assumptions of `unipar.memory.cuda_total`."""
-    from unipar.backend.prediction.timeline import Term
-    from unipar.memory.cuda_total import CUDA_CONTEXT_BYTES, NCCL_BYTES
-
-    yield Term("runtime", "CUDA's context and torch's kernels", CUDA_CONTEXT_BYTES)
-    if ranks > 1:
-        yield Term("runtime", "NCCL's channels and buffers", NCCL_BYTES)
 
 
 def simplicity(cell: Cell) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from unipar.backend.checks import CheckedSource
 from unipar.comparison.cell_world import TURNS_MODULE
-from unipar.config import Config
+from unipar.config import BatchSizes, Config
 from unipar.config.sections.batch import Batch
 from unipar.config.source import Given
 from unipar.errors import ConfigError
@@ -195,3 +195,10 @@ def batch_with_fixed_total(batch: Batch, smallest: int) -> Batch:
         return batch
     least = batch.settle(smallest)
     return Batch(total=least.total, accumulate=least.accumulate)
+
+
+def batch_with_share(batch: Batch, least: BatchSizes, data: int) -> Batch:
+    """Return a batch in which each of `data` ranks has its share of `least`, the batch of a smaller world."""
+    if batch.tokens is None:
+        return Batch(micro=least.micro, accumulate=least.accumulate)
+    return batch.model_copy(update={"tokens": least.total * data // least.ranks})

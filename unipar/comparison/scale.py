@@ -12,7 +12,13 @@ from unipar.backend.cells import config_in_cell, count_data_ranks, expand_cell_p
 from unipar.backend.installed import installed_versions, machine_summary
 from unipar.comparison import store
 from unipar.comparison.cell_world import CellWorld
-from unipar.comparison.request import CompareRequest, batch_with_fixed_total, parse_world_sizes, threads_per_rank
+from unipar.comparison.request import (
+    CompareRequest,
+    batch_with_fixed_total,
+    batch_with_share,
+    parse_world_sizes,
+    threads_per_rank,
+)
 from unipar.comparison.rounds import TurnRunner
 from unipar.config import Cell, Config
 from unipar.config.sections.batch import Batch
@@ -49,7 +55,6 @@ def scale(
     """
     sizes = parse_world_sizes(worlds)
     asked = CompareRequest.of(config, overrides, task, "scale starts a world for each size")
-    asked.source.config.batch.require_samples("scale compares worlds by the samples of a step")
     asked = asked.settle_micro(tuple(cells) or (str(asked.source.cell),), sizes)
     with asked.on_machines(sizes[-1]) as asked:
         return _scale_worlds(asked, sizes, cells, overwrite=overwrite)
@@ -69,6 +74,7 @@ def _scale_worlds(asked: CompareRequest, sizes: Sequence[int], cells: Sequence[s
         name=source.name,
         out=str(out),
         precision=settings.train.precision,
+        unit=settings.batch.unit,
         worlds=tuple(replace(world, machines=asked.machines_of(world.ranks)) for world, _, _ in selected),
         rows=[row for _, row, _ in selected],
         cores=len(os.sched_getaffinity(0)),
@@ -161,7 +167,7 @@ def _left_out(cell: Cell, ranks: int) -> ScaledCell:
 def _batch_of_cell(config: Config, smallest: int, cell: Cell) -> Batch:
     """Return the batch for a cell; one whose axes differ from the config's has the config's total, not its share."""
     batch, axes = config.batch, config.parallel.axes.ranks
-    if batch.total is not None or cell.axes.ranks == axes:
+    if batch.size is not None or cell.axes.ranks == axes:
         return batch
     return Batch(total=batch.settle(max(1, smallest // axes)).total, micro=batch.micro)
 
@@ -174,7 +180,7 @@ def _worlds_of_cell(batch: Batch, sizes: Sequence[int], cell: Cell) -> Generator
     for i, ranks in enumerate(sizes):
         data, smallest = (count_data_ranks(n, cell) for n in (ranks, sizes[0]))
         least, same = batch.settle(smallest), batch_with_fixed_total(batch, smallest)
-        grows = Batch(micro=least.micro, accumulate=least.accumulate)
+        grows = batch_with_share(batch, least, data)
         plans: list[tuple[tuple[ScalingKind, ...], Batch]] = [(("strong",), same), (("weak",), grows)]
         for kinds, cut_as in plans if i else [(SCALING_KINDS, same)]:
             cut = cut_as.settle(data)

@@ -17,6 +17,7 @@ from unipar.config import Config
 from unipar.errors import CheckpointError, OutExists
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
 
     from unipar.checkpoint.importing.found_state import ModelState
@@ -102,9 +103,11 @@ def _prefixed(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module
 def _state_of(config: Config, modules: Mapping[str, nn.Module]) -> ModelState:
     from unipar.backend.precision import parameter_dtype
     from unipar.checkpoint.importing.found_state import ModelState
+    from unipar.model.create import narrow_frozen_parameters
     from unipar.model.state_names import state_names
     from unipar.training.parts import tied_names
 
+    dtype, narrow = parameter_dtype(config.train.precision), dict[str, str]()
     parameters: dict[str, list[int]] = {}
     buffers: dict[str, list[int]] = {}
     trained: list[str] = []
@@ -114,9 +117,15 @@ def _state_of(config: Config, modules: Mapping[str, nn.Module]) -> ModelState:
         parameters |= {prefix + name: list(p.shape) for name, p in module.named_parameters()}
         buffers |= {prefix + name: list(b.shape) for name, b in module.named_buffers() if name not in names.unsaved}
         trained += [prefix + name for name in names.trained]
+        kept = {id(p) for p in narrow_frozen_parameters(module, dtype)}
+        narrow |= {prefix + name: _name_of(p.dtype) for name, p in module.named_parameters() if id(p) in kept}
         tied += [[prefix + name for name in several] for several in tied_names(module)]
-    dtype = str(parameter_dtype(config.train.precision)).removeprefix("torch.")
-    return ModelState(parameters, trained, buffers, tied, dtype, _groups_of_task(config, modules))
+    groups = _groups_of_task(config, modules)
+    return ModelState(parameters, trained, buffers, tied, _name_of(dtype), narrow=narrow, groups=groups)
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _groups_of_task(config: Config, modules: Mapping[str, nn.Module]) -> list[list[str]]:

@@ -48,6 +48,21 @@ class SampleLengths:
 
 
 @final
+@dataclass(frozen=True)
+class TokenRows:
+    """Microbatches of samples of one length, as a plan traces them."""
+
+    length: int
+    """Tokens of each sample."""
+
+    samples: int
+    """Samples of the smallest microbatch that is traced."""
+
+    read: Callable[[int], Any]
+    """Function that returns a microbatch of so many samples."""
+
+
+@final
 class MeasuredDataset(Dataset[Any]):
     """Dataset whose samples must be as long, when they are read, as they were when batches were planned."""
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from unipar.backend.prediction.timeline import Term
 from unipar.memory.account import MemoryAccount
 
 MIB = 2**20
@@ -24,6 +26,13 @@ CUDA_ASSUMPTIONS = (
     "tensors have the same size on CUDA as here; scratch memory of kernels is left out",
 )
 """Sentences for the page: assumptions of the prediction, none of them measured."""
+
+
+def runtime_terms(ranks: int) -> Iterator[Term]:
+    """Yield what CUDA and NCCL hold in each process of a world of so many ranks."""
+    yield Term("runtime", "CUDA's context and torch's kernels", CUDA_CONTEXT_BYTES)
+    if ranks > 1:
+        yield Term("runtime", "NCCL's channels and buffers", NCCL_BYTES)
 
 
 @dataclass(frozen=True)

@@ -170,14 +170,14 @@ def _explanations(plan: PlannedCells, columns: Mapping[str, Shown]) -> Iterator[
     if "disk" in columns:
         yield "disk: bytes of the files in which a rank keeps what is offloaded; 'fits' does not count them"
     if plan.machine:
-        weighs = "" if plan.units == "samples" else "; weight: what the task's weight counts, such as tokens"
+        weighs = "; weight: what the task's weight counts, such as tokens" if plan.units == "weight" else ""
         yield (
             f"step, {plan.units}/s, MFU: predicted for {plan.machine}{weighs}; MFU: the model's own operations, of the "
             "device's peak"
         )
     if plan.memory is not None:
         yield (
-            f"fits: at most {format_size(plan.memory)} less {plan.headroom:.0%}; largest micro: the most samples a "
-            "microbatch that do, with the total batch kept"
+            f"fits: at most {format_size(plan.memory)} less {plan.headroom:.0%}; largest micro: the most "
+            f"{plan.counted} a microbatch that do, with the total batch kept"
         )
     yield from plan.notes

@@ -16,7 +16,7 @@ class PlannedCell:
     cell: str
     ranks: int
     micro: int = 0
-    """Samples of a microbatch, as configured."""
+    """Samples, or padded tokens, of a microbatch, as configured."""
 
     phases: tuple[PredictedPeak, ...] = ()
     """Peak of each phase; empty if the cell is refused."""
@@ -116,7 +116,10 @@ class PlannedCells:
     """Name of the machine; empty if none is given."""
 
     units: str = "samples"
-    """What the rate counts: samples, or units of the task's weight."""
+    """What the rate counts: samples, tokens, or units of the task's weight."""
+
+    counted: str = "samples"
+    """What a microbatch counts: samples or tokens."""
 
     checkpoint: int | None = None
     """Bytes of tensors in one checkpoint."""

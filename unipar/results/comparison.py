@@ -51,6 +51,9 @@ class TurnResults(ShownAsPage):
     """Steps before the timed ones."""
 
     rows: list[CellResult]
+    unit: str = "samples"
+    """Unit in which the batch is counted: samples or tokens."""
+
     note: str = ""
     unwatched: str = ""
     """Reason why memory was not recorded, or not completely."""
@@ -73,6 +76,8 @@ class TurnResults(ShownAsPage):
 
     def step_flops(self, row: CellResult) -> float | None:
         """Return the operations of one step of a row, or None if no row with as many samples has counted them."""
+        if self.unit == "tokens":  # padding differs between worlds
+            return flops_of_step([(row.cell, row.work)])
         return flops_of_step(self.work_by_samples[self.samples_of(row)])
 
     def step_figures(self) -> dict[str, StepFigures]:
@@ -148,7 +153,8 @@ class TurnResults(ShownAsPage):
 
     def work_remarks(self, *, reasons: bool = True) -> list[Remark]:
         """Return explanations of the table of work; `reasons`: with those of graph breaks and recompiles."""
-        return describe_work_columns(self.work_by_samples, self.step_figures(), self.peak_description, reasons=reasons)
+        given = self.work_by_samples, self.step_figures(), self.peak_description
+        return describe_work_columns(*given, unit=self.unit, reasons=reasons)
 
     def timing(self) -> list[str]:
         """Return an explanation of the step times."""
@@ -178,9 +184,6 @@ class Comparison(TurnResults):
 
     samples: int
     """Samples in one optimizer step; tokens at most, if `unit` says so."""
-
-    unit: str = "samples"
-    """Unit in which the batch is counted: samples or tokens."""
 
     ranks: int
     """Ranks of every cell except `single`; 0 if an older file does not say."""

@@ -51,7 +51,7 @@ class ScaledCell:
     """Kinds of scaling that the world is part of; the smallest world is part of both."""
 
     samples: int
-    """Samples in one optimizer step, over all ranks; 0 in a world that the cell's axes do not divide."""
+    """Samples in one optimizer step, or tokens at most, over all ranks; 0 in a world that the axes do not divide."""
 
     micro: int
     accumulate: int
@@ -62,6 +62,11 @@ class ScaledCell:
     def name(self) -> str:
         """Name of the world's row and folder: `native/nothing x2 strong`."""
         return f"{self.cell} x{self.ranks}" + (f" {self.kinds[0]}" if len(self.kinds) == 1 else "")
+
+    @property
+    def share(self) -> int:
+        """Samples, or tokens, of a rank of the data in one step."""
+        return self.samples * Cell.parse(self.cell).axes.ranks // self.ranks
 
     @property
     def table_head(self) -> tuple[str, str, str]:
@@ -106,7 +111,7 @@ class Scaling(TurnResults):
 
     def timed_worlds(self, cell: str, kind: ScalingKind) -> list[ScaledCell]:
         """Return the worlds of one cell that were timed, the smallest first."""
-        return [w for w in self.worlds if w.cell == cell and kind in w.kinds and self.samples_per_second(w) is not None]
+        return [w for w in self.worlds if w.cell == cell and kind in w.kinds and self.rate(w) is not None]
 
     @property
     def kinds(self) -> list[ScalingKind]:
@@ -123,16 +128,18 @@ class Scaling(TurnResults):
         worlds = [w for w in self.worlds if w.cell == world.cell]
         return next((w for w in worlds if self.row(w).outcome not in ("refused", "absent")), worlds[0])
 
-    def samples_per_second(self, world: ScaledCell) -> float | None:
-        """Return samples per second in the median step, or None if the world has no step times."""
+    def rate(self, world: ScaledCell) -> float | None:
+        """Return samples, or tokens, per second in the median step, or None if the world has no step times."""
         row = self.row(world)
-        return (
-            world.samples / median(row.timed_seconds) if row.timed_seconds and row.outcome in ("ran", "waits") else None
-        )
+        if not row.timed_seconds or row.outcome not in ("ran", "waits"):
+            return None
+        if self.unit == "tokens":  # of which each step has another number
+            return self.step_figures()[row.cell].tokens_per_second
+        return world.samples / median(row.timed_seconds)
 
     def speed_up(self, world: ScaledCell) -> float | None:
-        """Return samples per second, divided by those of the smallest world."""
-        rate, base = self.samples_per_second(world), self.samples_per_second(self.base(world))
+        """Return samples, or tokens, per second, divided by those of the smallest world."""
+        rate, base = self.rate(world), self.rate(self.base(world))
         return None if rate is None or base is None else rate / base
 
     def efficiency(self, world: ScaledCell) -> float | None:
@@ -190,7 +197,7 @@ class Scaling(TurnResults):
     @override
     def blocks(self, width: int) -> list[list[str]]:
         """Return the lines of the header, then of each world; if too wide, without the middle half and RSS."""
-        header = ("cell", "ranks", "scaling", "step ms", "samples/s", "speed-up", "efficiency")
+        header = ("cell", "ranks", "scaling", "step ms", f"{self.unit}/s", "speed-up", "efficiency")
         last = () if any(row.memory for row in self.rows) else ("RSS",)
         blocks: list[list[str]] = []
         for narrow, more, fold in ((False, last, False), (True, last, False), (True, (), True)):
@@ -222,7 +229,7 @@ class Scaling(TurnResults):
         return ["", *(line for lines in blocks for line in lines)]
 
     def _shown(self, world: ScaledCell, *, narrow: bool, rss: bool) -> tuple[str, ...]:
-        row, rate, at = self.row(world), self.samples_per_second(world), world.table_head
+        row, rate, at = self.row(world), self.rate(world), world.table_head
         if rate is None:
             return *at, OUTCOME_PREFIXES[row.outcome] + (row.note or "waits")
         step, (faster, efficient) = format_spread(row.timed_seconds), (self.speed_up(world), self.efficiency(world))
@@ -241,7 +248,8 @@ class Scaling(TurnResults):
             *self.row_notes(),
             *self.verdict(),
             *self.batches(),
-            "speed-up: samples/s in proportion to the smallest world's; efficiency: that in proportion to the ranks",
+            f"speed-up: {self.unit}/s in proportion to the smallest world's; efficiency: that in proportion to "
+            "the ranks",
             *(["worlds of one size took turns; those of different sizes did not"] if self.verb == "compare" else []),
             self.shared(),
             *self.timing(),
@@ -259,14 +267,16 @@ class Scaling(TurnResults):
         for cell in self.cells:
             smallest = self.base(next(world for world in self.worlds if world.cell == cell))
             if smallest.samples:
-                cells_of.setdefault((smallest.samples, smallest.micro * smallest.accumulate), []).append(cell)
+                share = smallest.micro * smallest.accumulate if self.unit == "samples" else smallest.share
+                cells_of.setdefault((smallest.samples, share), []).append(cell)
         lines: list[str] = []
         for (samples, share), cells in cells_of.items():
             of = f" of {', '.join(cells)}" if len(cells_of) > 1 else ""
             axes = any(Cell.parse(cell).axes.ranks > 1 for cell in cells)
             ranks = "each rank, or group of ranks, with samples of its own" if axes else "each rank"
             weak = f"; weak: {share} for {ranks}" if "weak" in self.kinds else ""
-            lines.append(f"strong: {count_of(samples, 'sample')} a step in every world{of}{weak}")
+            size = count_of(samples, "sample") if self.unit == "samples" else f"at most {samples} tokens"
+            lines.append(f"strong: {size} a step in every world{of}{weak}")
         return lines
 
     def shared(self) -> str:
@@ -338,7 +348,7 @@ class Scaling(TurnResults):
         return {
             **cell_result_to_json(row),
             **asdict(world),
-            "samples_per_second": self.samples_per_second(world),
+            "samples_per_second": self.rate(world) if self.unit == "samples" else None,
             "tokens_per_second": figures.tokens_per_second,
             "flops": self.step_flops(row),
             "flops_per_second": figures.flops_per_second,

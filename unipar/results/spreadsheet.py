@@ -97,8 +97,8 @@ def format_scaling_csv(found: Scaling) -> str:
 def _scaling_rows(found: Scaling) -> Iterator[list[object]]:
     work = found.step_figures()
     for world in found.worlds:
-        row, rate = found.row(world), found.samples_per_second(world)
-        step = [None, None] if rate is None else [world.samples / rate, rate]
+        row, rate = found.row(world), found.rate(world)
+        step = [None, None] if rate is None else [median(row.timed_seconds), rate if found.unit == "samples" else None]
         gains = [*step, found.speed_up(world), found.efficiency(world)]
         sizes = [world.samples, world.micro, world.accumulate] if world.samples else ["", "", ""]
         cut = [world.ranks, world.table_head[-1], *sizes]

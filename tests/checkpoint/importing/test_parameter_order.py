@@ -35,7 +35,7 @@ def named(groups: Groups, of_task: Sequence[Sequence[str]] = (), without: Sequen
         p.grad = None if name in without else torch.ones_like(p)
     optimizer.step()
     shapes = {name: list(p.shape) for name, p in net.named_parameters()}
-    into = StateCollector("there", ModelState(shapes, list(shapes), {}, [], "float32", of_task))
+    into = StateCollector("there", ModelState(shapes, list(shapes), {}, [], "float32", groups=of_task))
     found = names_by_number(optimizer.state_dict(), into)
     return [found[number] for number in range(len(found))]
 

@@ -187,7 +187,7 @@ def test_weights_that_are_updated_in_bf16(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_does_not_show_its_weights(tmp_path: Path) -> None:
-    """It cannot be averaged, and says so."""
+    """Such an engine cannot be averaged, and says so."""
     with running(Line(), tmp_path) as run, pytest.raises(TaskError) as e:
         with_averages(_Bare(run.engine), Ema())
     assert str(e.value) == (

@@ -85,7 +85,7 @@ def test_sizes_that_are_possible_in_all_worlds(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_cell_in_which_nothing_fits(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """It has no part in the choice, if another one has."""
+    """Such a cell has no part in the choice, if another one has."""
     prepared, _ = settle(monkeypatch, {DDP: 0, FSDP: 8}, {})
     assert prepared.source.config.batch.micro == 8
     assert f"batch.micro: auto: nothing fits in {DDP}, which has no part in the choice" in capsys.readouterr().err

@@ -299,7 +299,7 @@ def test_one_machine_differs(other: ExaminedMachine, expected: tuple[str, str, s
 
 
 def test_a_config_that_is_wrong_everywhere() -> None:
-    """It is no difference between machines."""
+    """Such a config is no difference between machines."""
     broken = [with_config(node, error="train.steps: must be positive") for node in (NODE1, NODE2)]
     assert wrong(*broken) == [("fail", "config", "train.steps: must be positive", "correct it")]
 

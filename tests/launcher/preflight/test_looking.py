@@ -29,7 +29,7 @@ def look(*outs: Path, wanted: str = "auto") -> list[FolderFacts]:
 
 
 def test_one_folder(tmp_path: Path) -> None:
-    """It is looked at where it would be made; the first machine's lock is seen by the other, and nothing is left."""
+    """A folder is looked at where it would be made; the other machine sees the first one's lock; nothing is left."""
     first, second = look(tmp_path / "runs/x", tmp_path / "runs/x")
     assert (first.base, first.out) == (str(tmp_path), f"{tmp_path}/runs/x")
     assert (first.writable, first.shared, first.lock, first.why_no_lock) == (True, True, "", "")

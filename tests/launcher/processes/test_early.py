@@ -62,7 +62,7 @@ def test_they_begin_once_and_end_unless_taken(begun: list[Server]) -> None:
 
 
 def test_of_a_script_that_has_torch(begun: list[Server], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is forked itself; where that cannot be, a new interpreter begins."""
+    """Such a script is forked itself; where that cannot be, a new interpreter begins."""
     monkeypatch.setattr(early.script_fork, "why_not_fork", lambda: "")
     early.begin_imports()
     assert begun[0].said[1] == "of this process: True"

@@ -119,7 +119,7 @@ def test_what_every_pod_has(here: Path, kind: ObjectKind) -> None:
 
 
 def test_restarts_of_a_jobset(here: Path) -> None:
-    """It counts them, and the run goes on; no other kind starts all pods again."""
+    """A JobSet counts its restarts, and the run goes on; no other kind starts all pods again."""
     restarts = ("launch.restarts=3", "checkpoint.every=5")
     (made,) = objects(here, "jobset", *restarts)
     assert made["spec"]["failurePolicy"] == {"maxRestarts": 3}

@@ -142,7 +142,7 @@ def test_in_the_foreground(here: Path) -> None:
 @no_mpirun
 @pytest.mark.slow
 def test_ctrl_c(here: Path) -> None:
-    """It reaches mpirun and the command that waits for it; both ranks stop, and nothing is left running."""
+    """The signal reaches mpirun and the command that waits for it; both ranks stop, and nothing is left running."""
     desk = Desk(here, "checkpoint: {every: 10}\n")
     with subprocess.Popen(
         [PYTHON, "-m", "unipar", "submit", "x.yaml", "--set", "train.steps=5000"],
@@ -168,7 +168,7 @@ def test_ctrl_c(here: Path) -> None:
 @no_mpirun
 @pytest.mark.slow
 def test_detached(here: Path) -> None:
-    """It goes on when the command has ended; cancel stops both ranks at a step boundary, with a checkpoint."""
+    """The job goes on when the command has ended; cancel stops both ranks at a step boundary, with a checkpoint."""
     desk = Desk(here, "checkpoint: {every: 10}\n")
     done = desk.unipar("submit", "x.yaml", "--detach", "--set", "train.steps=5000")
     assert done.returncode == 0, done.stderr

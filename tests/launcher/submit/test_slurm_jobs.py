@@ -120,7 +120,7 @@ def test_its_environment(here: Path, options: str, export: str) -> None:
 
 
 def test_an_option_that_is_none(here: Path) -> None:
-    """It would be a line of the script."""
+    """Such an option would be a line of the script."""
     with pytest.raises(Unsupported) as e:
         submission(write_config(here), "slurm", ["machines.per=2", "machines.slurm.more=[reboot]"])
     assert str(e.value) == (
@@ -200,7 +200,7 @@ def test_a_requeued_job_goes_on(slurm: Slurm, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(bool(reason_no_cluster()), reason=reason_no_cluster())
 def test_a_job_is_cancelled(slurm: Slurm, tmp_path: Path) -> None:
-    """It is not requeued: who ends a job does not want another."""
+    """A cancelled job is not requeued: who ends a job does not want another."""
     site = Site(slurm, tmp_path, CHECKPOINTS)
     site.unipar("submit", "x.yaml", "--set", "train.steps=2000")
     site.wait(lambda: (tmp_path / "runs/x/checkpoints/step-00000010").exists())

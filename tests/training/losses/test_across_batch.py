@@ -50,6 +50,16 @@ class Spread(unipar.Task):
         return out.var()
 
 
+class Line(Spread):
+    """The same of three times the sample."""
+
+    @override
+    def model(self) -> Any:
+        line = nn.Linear(1, 1, bias=False)
+        nn.init.constant_(line.weight, 3.0)
+        return line
+
+
 def _refused(task: unipar.Task, folder: Path, **sections: Any) -> str:
     with pytest.raises(UniparError) as e, running(task, folder, **sections) as run:
         task.train(run)
@@ -68,15 +78,7 @@ def test_each_microbatch_is_computed_twice(tmp_path: Path) -> None:
 
 def test_the_update_is_that_of_the_whole_batch(tmp_path: Path) -> None:
     """A step of SGD on the variance of 3 x over all samples, by hand: its gradient is 2 w var(x) = 6 var(x)."""
-
-    class Plain(Spread):
-        @override
-        def model(self) -> Any:
-            line = nn.Linear(1, 1, bias=False)
-            nn.init.constant_(line.weight, 3.0)
-            return line
-
-    task = Plain()
+    task = Line()
     with running(task, tmp_path, batch={"total": 12, "micro": 3}, train={"steps": 1, "optimizer": _SGD}) as run:
         task.train(run)
         weight = next(run.parts["model"].module.parameters()).item()
@@ -118,13 +120,7 @@ def test_the_cost_is_told(tmp_path: Path) -> None:
 def test_the_default_metric_is_the_loss_of_all_validation_samples(tmp_path: Path) -> None:
     """Whatever the batches are: the variance of 3 x over twelve samples."""
 
-    class Evaluated(Spread):
-        @override
-        def model(self) -> Any:
-            line = nn.Linear(1, 1, bias=False)
-            nn.init.constant_(line.weight, 3.0)
-            return line
-
+    class Evaluated(Line):
         @override
         def validation(self) -> Any:
             return self.data()

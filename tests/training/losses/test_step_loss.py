@@ -59,7 +59,7 @@ def test_one_step_on_the_sum(tmp_path: Path) -> None:
 
 
 def test_a_list_of_one_is_that_loss(tmp_path: Path) -> None:
-    """It draws the same random numbers."""
+    """Both draw the same random numbers."""
     alone, listed = _Two(), _Two()
     for name in ("alone", "listed"):
         (tmp_path / name).mkdir()

@@ -69,7 +69,7 @@ def test_both_gradients_are_of_the_weights_before_the_step(tmp_path: Path) -> No
 
 
 def test_the_loss_is_logged_once(tmp_path: Path) -> None:
-    """It is that of the part that computes it; the norm is that of both gradients, 2 and 3."""
+    """The logged loss is that of the part that computes it; the norm is that of both gradients, 2 and 3."""
     task = Product()
     with running(task, tmp_path, **_ONE_STEP) as run:
         task.train(run)

@@ -30,6 +30,9 @@ class ModelState:
     dtype: str
     """Dtype of floating-point weights and buffers, without `torch.`."""
 
+    narrow: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Dtypes of frozen parameters that stay narrower than `dtype`, by name."""
+
     groups: Sequence[Sequence[str]] = ()
     """Parameters in the optimizer's groups that the task makes by its own groups(model); none if it has no such."""
 
@@ -63,8 +66,8 @@ class StateCollector:
         self._prefix = ""
         self._seen: set[tuple[str, str, Region]] = set()
         self._unknown: list[str] = []
-        self._dtype: torch.dtype = getattr(torch, model.dtype)
-        self._cast: set[str] = set()
+        self._cast: dict[str, set[str]] = {}
+        """Dtypes of weights that were cast, by the dtype that they have now."""
 
     def learn_prefix(self, names: Iterable[str]) -> None:
         """Find what the other library puts before all names of the model, if it does."""
@@ -99,9 +102,10 @@ class StateCollector:
         if name is None:
             self._unknown.append(theirs)
         elif name in self.model.buffers:
-            self._add(name, "buffer", t, tuple(self.model.buffers[name]), where, self._weight_dtype(t))
+            self._add(name, "buffer", t, tuple(self.model.buffers[name]), where, self._weight_dtype(name, t))
         else:
-            self._add(name, "weight", t, tuple(self.model.parameters[name]), where, self._weight_dtype(t))
+            shape = tuple(self.model.parameters[name])
+            self._add(name, "weight", t, shape, where, self._weight_dtype(name, t))
 
     def add_moment(self, theirs: str, kind: str, value: Any, where: Region | None = None) -> None:
         """Add a tensor or number that the optimizer keeps for a parameter, or a region of it."""
@@ -120,10 +124,12 @@ class StateCollector:
             shape = tuple(self.model.parameters[name]) if t.ndim or where else ()
             self._add(name, kind, t, shape, where, t.dtype)
 
-    def _weight_dtype(self, t: Tensor) -> torch.dtype:
-        if t.is_floating_point() and t.dtype != self._dtype:
-            self._cast.add(f"{t.dtype}".removeprefix("torch."))
-            return self._dtype
+    def _weight_dtype(self, name: str, t: Tensor) -> torch.dtype:
+        called = self.model.narrow.get(name, self.model.dtype)
+        dtype: torch.dtype = getattr(torch, called)
+        if t.is_floating_point() and t.dtype != dtype:
+            self._cast.setdefault(called, set()).add(f"{t.dtype}".removeprefix("torch."))
+            return dtype
         return t.dtype
 
     def _add(
@@ -153,8 +159,9 @@ class StateCollector:
             )
         if self._unknown:
             self.found.remarks.append(f"left out, since the model lacks it: {first_few(self._unknown)}")
-        if self._cast:
-            self.found.remarks.append(f"weights cast from {', '.join(sorted(self._cast))} to {self.model.dtype}")
+        for called, before in sorted(self._cast.items(), key=lambda item: item[0] != self.model.dtype):
+            frozen = "frozen " if called != self.model.dtype else ""
+            self.found.remarks.append(f"{frozen}weights cast from {', '.join(sorted(before))} to {called}")
         if all(kind in ("weight", "buffer") for _, kind in have):
             self.found.remarks.append("it holds no state of the optimizer, which starts anew")
         if self.found.step is None and self.found.largest_step:

@@ -49,6 +49,7 @@ def collect_worlds(out: Path) -> Scaling:
         name=first.name,
         out=str(folder),
         precision=first.precision,
+        unit=first.unit,
         worlds=tuple(worlds),
         rows=rows,
         cores=int(nested_mapping(of, "machine").get("cores", 0)),

@@ -57,16 +57,19 @@ class BatchSizes:
 
     @property
     def share(self) -> int:
-        """Samples of a rank in one step."""
-        return self.total // self.ranks
+        """Samples of a rank in one step; under `batch.tokens` its part of the budget, rounded up."""
+        return self.total // self.ranks if self.tokens is None else -(-self.total // self.ranks)
 
     @property
     def possible_micros(self) -> list[int]:
-        """Sizes that a microbatch may have with the same total, ascending: divisors of a rank's share."""
+        """Sizes that a microbatch of samples may have with the same total, ascending: divisors of a rank's share."""
         return [micro for micro in range(1, self.share + 1) if self.share % micro == 0]
 
     def with_micro(self, micro: int) -> BatchSizes:
         """Return the sizes with microbatches of another possible size, and the same total."""
+        if self.tokens is not None:
+            limits = replace(self.tokens, micro=micro, accumulate=None)
+            return replace(self, micro=micro, accumulate=-(-self.total // (micro * self.ranks)), tokens=limits)
         return replace(self, micro=micro, accumulate=self.share // micro)
 
 
@@ -116,6 +119,11 @@ class Batch(Section):
     def limit_of(self, memory: int) -> int:
         """Return how many bytes of so much memory may be used."""
         return int(memory * (1.0 - self.headroom))
+
+    @property
+    def unit(self) -> Literal["samples", "tokens"]:
+        """Unit in which the batch is counted."""
+        return "samples" if self.tokens is None else "tokens"
 
     @property
     def size(self) -> int | None:

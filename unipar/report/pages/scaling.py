@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from unipar.memory.cuda_total import MeasuredCudaMemory, total_on_cuda
@@ -128,7 +129,8 @@ def _figure_sections(scaling: Scaling) -> Iterator[str]:
     yield _figure_section(
         scaling,
         ScalingFigure("Speed-up", scaling.speed_up, lambda v: f"{v:.2f}", max([*map(ideal, worlds), *faster]), ideal),
-        "Samples a second, relative to the smallest world. Dashed: the ideal, twice the speed on twice the ranks.",
+        f"{scaling.unit.capitalize()} a second, relative to the smallest world. Dashed: the ideal, twice the speed on "
+        "twice the ranks.",
     )
     yield _figure_section(
         scaling,
@@ -175,10 +177,10 @@ def _worlds(scaling: Scaling) -> str:
         "cell",
         "scaling",
         "ranks",
-        "samples a step",
+        f"{scaling.unit} a step",
         "on a rank",
         "median step",
-        "samples/s",
+        f"{scaling.unit}/s",
         "speed-up",
         "efficiency",
     ]
@@ -187,8 +189,10 @@ def _worlds(scaling: Scaling) -> str:
     rows: list[list[str]] = []
     memory_rows: list[list[str]] = []
     for world in scaling.worlds:
-        row, rate = scaling.row(world), scaling.samples_per_second(world)
+        row, rate = scaling.row(world), scaling.rate(world)
         share = f"{world.micro} × {world.accumulate}" if world.samples else _NO_VALUE
+        if world.samples and scaling.unit == "tokens":  # in microbatches whose number varies
+            share = str(world.share)
         samples = str(world.samples or _NO_VALUE)
         start = [world.cell, " and ".join(world.kinds), str(world.ranks), samples, share]
         if rate is None:
@@ -200,7 +204,7 @@ def _worlds(scaling: Scaling) -> str:
             _NO_VALUE if efficient is None else format_percent(efficient),
         ]
         memory_rows.append([*start[:3], *memory_cells(row, world.ranks)])
-        rows.append([*start, format_duration(world.samples / rate), f"{rate:.1f}", *ratios])
+        rows.append([*start, format_duration(median(row.timed_seconds)), f"{rate:.1f}", *ratios])
     return html_section(
         "worlds",
         "Every world",

@@ -94,7 +94,10 @@ class Forecast(Section):
     """Ranks of a machine in the compared world; None in files of earlier versions."""
 
     samples: int = 0
-    """Samples of a step in the compared world."""
+    """Samples of a step in the compared world, or tokens at most."""
+
+    unit: Literal["samples", "tokens"] = "samples"
+    """Unit in which the batch is counted."""
 
     share: int = 0
     """Samples of a step that a rank of the data trains on in the compared world."""

@@ -56,22 +56,30 @@ def format_work_table(heads: Sequence[str], rows: Sequence[tuple[Sequence[str], 
 
 
 def describe_work_columns(
-    batches: Mapping[int, Sequence[CellWork]], figures: Mapping[str, StepFigures], peak: str, *, reasons: bool = True
+    batches: Mapping[int, Sequence[CellWork]],
+    figures: Mapping[str, StepFigures],
+    peak: str,
+    *,
+    unit: str = "samples",
+    reasons: bool = True,
 ) -> list[Remark]:
     """Return explanations of the columns, and what could not be measured.
 
-    `batches`: cells by the number of samples in their steps; `peak`: what MFU is in proportion to; `reasons`: with the
-    reasons of graph breaks and recompiles.
+    `batches`: cells by the number of samples in their steps; `peak`: what MFU is in proportion to; `unit`: samples, or
+    tokens, of which each step has another number; `reasons`: with the reasons of graph breaks and recompiles.
     """
     known, cells = list(figures.values()), [cell for group in batches.values() for cell in group]
     counted = {samples: flops for samples, group in batches.items() if (flops := flops_of_step(group)) is not None}
     columns = work_columns(known)
     remarks: list[Remark] = []
     if "tokens/s" in columns:
-        remarks.append(Remark(column="tokens/s", text="tokens/s: units of the task's weight(batch) a second"))
+        of = "tokens, or " if unit == "tokens" else ""
+        remarks.append(Remark(column="tokens/s", text=f"tokens/s: {of}units of the task's weight(batch) a second"))
     for head in columns:
         if head.endswith("FLOP/s") and counted:
             says = f"{head}: of all ranks together; forward and backward of a step are {_describe_flops(counted)}"
+            if unit == "tokens":
+                says = f"{head}: of all ranks together; each cell's operations, padding included, are those of one step"
             remarks.append(Remark(column=head, text=f"{says}, without what is computed again"))
     if "MFU" in columns:
         remarks.append(Remark(column="MFU", text=f"MFU: that in proportion to {peak}"))
@@ -85,7 +93,7 @@ def describe_work_columns(
         ]
         if uneven:
             remarks += table_remarks(f"one rank waits much longer, for a slower one: {', '.join(uneven)}")
-    for samples, flops in counted.items():
+    for samples, flops in counted.items() if unit == "samples" else ():
         if differing := differing_counts(batches[samples]):
             remarks += table_remarks(
                 f"the operations of a step were counted otherwise in {', '.join(differing)}; shown with {flops:.6g}"

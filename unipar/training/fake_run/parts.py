@@ -19,6 +19,7 @@ from unipar.backend.prediction.timeline import Payload, PredictedPhase, Predicti
 from unipar.config import BatchSizes, Config
 from unipar.config.sections.cell import Axes
 from unipar.config.settled import SettledConfig
+from unipar.data.lengths import TokenRows
 from unipar.planning.activations import Activations, MicrobatchPayload
 from unipar.planning.peaks import (
     OffloadedBytes,
@@ -34,7 +35,7 @@ from unipar.planning.stages import PlannedStage, predict_stage_peaks
 from unipar.task import Task
 from unipar.training.fake_run.compiled import summarize_error
 from unipar.training.fake_run.pieces import ranks_of_pieces
-from unipar.training.fake_run.step import FakeStep
+from unipar.training.fake_run.step import FakeStep, sent_by_loop
 from unipar.training.fake_run.trace import (
     FEWEST_SAMPLES,
     FakeTask,
@@ -47,6 +48,7 @@ from unipar.training.fake_run.trace import (
     trace_fake_task,
     trace_whole,
 )
+from unipar.training.warm_up.largest import MeanStep
 
 _ORDER: Final = get_args(PredictedPhase)
 
@@ -88,13 +90,13 @@ class PredictedStep:
 class TaskTraces:
     """Fake steps of a config's task, of which each is traced once: numbers of ranks of the data share them."""
 
-    def __init__(self, config: Config, micro: int, task: Task | None = None) -> None:
+    def __init__(self, config: Config, micro: int, task: Task | None = None, rows: TokenRows | None = None) -> None:
         """Take the microbatch from which others are told; raise TaskError if the task needs values of tensors.
 
-        `task`: None for the config's own.
+        `task`: None for the config's own. `rows`: microbatches of samples of one length, if they are counted in tokens.
         """
-        config.batch.require_samples("a plan needs microbatches of a fixed number of samples")
-        self._fake, self.whole = trace_fake_task(config, micro, task)
+        assert config.batch.tokens is None or rows is not None, "batches of tokens are for TokenTraces"
+        self._fake, self.whole = trace_fake_task(config, micro, task, rows)
         self._parts: dict[object, tuple[TracedTask, ...]] = {}
         self._predictions: dict[object, Prediction] = {}
         self._timelines: dict[tuple[int, int], StepTimeline] = {}
@@ -107,6 +109,22 @@ class TaskTraces:
             except Exception as e:
                 note = f"model.compile is planned as if it were off ({summarize_error(e)})"
                 self.whole = replace(self.whole, assumed=(*self.whole.assumed, note))
+
+    def mean_step(self, sizes: BatchSizes) -> MeanStep:
+        """Return how large a step of these sizes is: all are alike."""
+        return MeanStep(sizes.micro, sizes.accumulate, sizes.total)
+
+    def describe(self) -> tuple[str, ...]:
+        """Return which microbatches are planned, in sentences; none, as all are alike."""
+        return ()
+
+    def micro_of(self, sizes: BatchSizes) -> int:
+        """Return the samples of a microbatch."""
+        return sizes.micro
+
+    def possible_micros(self, sizes: BatchSizes) -> Sequence[int]:
+        """Return the sizes that a microbatch may have with the same total, ascending."""
+        return sizes.possible_micros
 
     @property
     def compiled(self) -> bool:
@@ -194,11 +212,12 @@ class TaskTraces:
                 phases = [*built, *predict_stage_peaks(traced.stage, timeline, predict, activations, sizes.micro)]
                 if gloo:
                     late = late_bytes(prediction, activations, sizes.micro)
-            every = sorted({phase.phase for phase in phases}, key=_ORDER.index)
-            phases = [_fullest(peak for peak in phases if peak.phase == phase) for phase in every]
+            names = sorted({phase.phase for phase in phases}, key=_ORDER.index)
+            phases = [_fullest(peak for peak in phases if peak.phase == name) for name in names]
             traffic = tuple(each.of_step(sizes.micro, sizes.accumulate) for each in traced.sent)
             outside = tuple(predict_offloaded(timeline, prediction))
-            sent = count_across((*prediction.sent, *traffic), config, ranks, per)
+            loop = sent_by_loop(config, ranks, weighs=self._fake.task.defines("weight"))
+            sent = count_across((*prediction.sent, *traffic, *loop), config, ranks, per)
             found.append(PredictedStep(tuple(phases), sent, traced, late, outside))
         return found
 

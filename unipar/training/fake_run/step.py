@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -17,14 +17,31 @@ from torch.utils._pytree import tree_leaves, tree_map
 import unipar.training.fake_run.fake_kernels  # noqa: F401  # pyright: ignore[reportUnusedImport] - registers fake forms
 from unipar.backend.precision import autocast_dtype, batch_dtype
 from unipar.backend.prediction.rank_part import RankPart
+from unipar.backend.prediction.timeline import Payload
 from unipar.config import Config
+from unipar.distributed.mesh import Mesh
 from unipar.engines.forward import ForwardCall, OpaqueBatch
 from unipar.errors import TaskError
-from unipar.memory.recording.collectives import CollectiveCounter
+from unipar.memory.account import UNKNOWN_AXIS
+from unipar.memory.recording.collectives import CollectiveCounter, axis_of_ranks
 from unipar.profiling.compiling import graphs_compiled
 from unipar.training.fake_run.assumed_values import AssumedValues
 from unipar.training.fake_run.compiled import run_until_compiled
 from unipar.training.fake_run.recorder import StepRecord, StepRecorder
+
+_NUMBER_BYTES: Final = 8
+"""Bytes of a number in fp64, in which the training loop adds over ranks."""
+
+
+def sent_by_loop(config: Config, ranks: int, *, weighs: bool) -> Iterator[Payload]:
+    """Yield what the training loop sends in every step, beside the engine; `weighs`: the task defines `weight`."""
+    if ranks == 1:
+        return
+    axis = axis_of_ranks(Mesh.of(0, ranks, **config.parallel.axes.sizes), list(range(ranks))) or UNKNOWN_AXIS
+    if weighs:  # the weight of the global batch
+        yield Payload(axis, "all_reduce", _NUMBER_BYTES, 1, ranks)
+    if config.log.every == 1:  # the loss, and whether it is finite everywhere
+        yield Payload(axis, "all_reduce", 2 * _NUMBER_BYTES, 1, ranks)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from unipar.backend.prediction.rank_part import RankPart
 from unipar.backend.prediction.timeline import PredictedModule, PredictedParameter, StepTimeline
 from unipar.config import BatchSizes, Config
 from unipar.data.dataset import training_data_source
+from unipar.data.lengths import TokenRows
 from unipar.engines.placement import cast_buffers, replace_parameters
 from unipar.errors import TaskError
 from unipar.model.blocks import find_blocks
@@ -53,7 +54,7 @@ class TracedTask:
     """True if a third microbatch has allocated what the first two led to expect."""
 
     units: float | None = None
-    """What the task's weight counts in a sample of the first microbatch; None: it defines no weight."""
+    """What the task's weight counts in a sample, or token, of the first microbatch; None: it defines no weight."""
 
     checkpoint: int | None = None
     """Bytes of tensors in a checkpoint; None if the optimizer cannot be tried without values."""
@@ -106,9 +107,12 @@ class FakeTask:
 
     data: Any
     micro: int
-    """Samples of the smallest microbatch that is traced."""
+    """Samples, or tokens, of the smallest microbatch that is traced."""
 
     checkpoint: int | None
+    rows: TokenRows | None = None
+    """Microbatches if they are counted in tokens; None: in samples."""
+
     assumed: AssumedValues | None = None
     """Mode that stands in for the values that the loss needs; None: it is not known to need any."""
 
@@ -118,8 +122,11 @@ class FakeTask:
     _batches: dict[int, Any] = field(default_factory=dict[int, Any])
 
     def batch(self, count: int) -> Any:
-        """Return a microbatch of so many samples, with its values; each is read once."""
-        if count not in self._batches:
+        """Return a microbatch of so many samples, or tokens, with its values; each is read once."""
+        if count not in self._batches and self.rows is not None:
+            with user_errors_as_task_errors("data()"):
+                self._batches[count] = self.rows.read(count // self.rows.length)
+        elif count not in self._batches:
             sizes = BatchSizes(total=count, micro=count, accumulate=1, ranks=1)
             with user_errors_as_task_errors("data()"):
                 self._batches[count] = read_first_microbatch(self.task, self.data, self.config, sizes)
@@ -180,12 +187,15 @@ def trace_task(config: Config, micro: int, task: Task | None = None) -> TracedTa
     return trace_fake_task(config, micro, task)[1]
 
 
-def trace_fake_task(config: Config, micro: int, task: Task | None = None) -> tuple[FakeTask, TracedTask]:
+def trace_fake_task(
+    config: Config, micro: int, task: Task | None = None, rows: TokenRows | None = None
+) -> tuple[FakeTask, TracedTask]:
     """Return a task on tensors without memory, and a step of it; raise TaskError if it needs values of tensors.
 
-    Values that decide where a row goes, or what a mask selects, are assumed.
+    Values that decide where a row goes, or what a mask selects, are assumed. `rows`: microbatches if they are counted
+    in tokens, in place of those of `micro` samples.
     """
-    fake = fake_task(config, micro, task)
+    fake = fake_task(config, micro, task, rows)
     try:
         return fake, trace_whole(fake)
     except _NeedsValuesError:
@@ -195,10 +205,10 @@ def trace_fake_task(config: Config, micro: int, task: Task | None = None) -> tup
         return fake, trace_whole(fake)
 
 
-def fake_task(config: Config, micro: int, task: Task | None = None) -> FakeTask:
+def fake_task(config: Config, micro: int, task: Task | None = None, rows: TokenRows | None = None) -> FakeTask:
     """Return a task on tensors without memory; raise TaskError if its model needs values.
 
-    `task`: None for the config's own.
+    `task`: None for the config's own. `rows`: microbatches if they are counted in tokens.
     """
     task = task or load_task(config)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -225,8 +235,8 @@ def fake_task(config: Config, micro: int, task: Task | None = None) -> FakeTask:
     apply_transforms(model, blocks, config.changed({"model.compile": False}))
     with user_errors_as_task_errors("data()"):
         data = task.data()
-        micro = _samples_to_trace(task, data, config, micro)
-    return FakeTask(task, name, model, blocks, config, mode, optimizer, element_sizes, data, micro, checkpoint)
+        micro = rows.length * rows.samples if rows is not None else _samples_to_trace(task, data, config, micro)
+    return FakeTask(task, name, model, blocks, config, mode, optimizer, element_sizes, data, micro, checkpoint, rows)
 
 
 def trace_whole(fake: FakeTask) -> TracedTask:

@@ -51,6 +51,18 @@ class TriedRun(Protocol):
 
 
 @dataclass(frozen=True)
+class MeanStep:
+    """A step of a rank in the mean of several."""
+
+    micro: float
+    """Samples, or padded tokens, of a microbatch."""
+
+    microbatches: float
+    total: float
+    """Samples, or tokens without padding, of all ranks."""
+
+
+@dataclass(frozen=True)
 class LargestMicrobatches:
     """Samples of the largest microbatches, and how many microbatches a rank has in a step at most."""
 
@@ -61,6 +73,10 @@ class LargestMicrobatches:
     """As many of the longest samples of the data as `batch.micro` holds; without it, the longest one."""
 
     rounds: int
+    """Microbatches of a rank in a step at most."""
+
+    mean: MeanStep
+    """Mean of the first epoch."""
 
     def steps(self) -> list[list[list[SampleKey]]]:
         """Return the microbatches of each step to try: from the second on, states of the optimizer are there."""
@@ -84,9 +100,16 @@ def find_largest_microbatches(feed: MicrobatchFeed) -> LargestMicrobatches:
 
     fullest = max((plan for step in steps for plan in step), key=padded)
     ordered = sorted(range(len(lengths.of)), key=lambda i: -lengths.of[i])
-    count = 1 if limits.micro is None else max(1, limits.micro // lengths.longest)
+    most = None if limits.micro is None else min(limits.micro, feed.sizes.total)  # a step has no more than its budget
+    count = 1 if most is None else max(1, most // lengths.longest)
     rounds = max(map(len, steps)) // feed.sizes.ranks
-    return LargestMicrobatches(fullest.keys, [(0, i) for i in ordered[:count]], rounds)
+    number = sum(map(len, steps))
+    mean = MeanStep(
+        sum(padded(plan)[0] for step in steps for plan in step) / number,
+        number / feed.sizes.ranks / len(steps),
+        sum(step[0].of_tokens for step in steps) / len(steps),
+    )
+    return LargestMicrobatches(fullest.keys, [(0, i) for i in ordered[:count]], rounds, mean)
 
 
 def try_largest(live: TriedRun, is_lack: Callable[[BaseException], bool]) -> tuple[MicrobatchFeed, str]:

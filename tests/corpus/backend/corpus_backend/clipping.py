@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 from unipar_native.fsdp2 import FSDP2Engine
 
-from corpus_backend.healthy import HealthyDDP
+from tests.support.healthy_engines import HealthyDDP
 from unipar.backend import Engine, Part
 from unipar.config import Config
 from unipar.distributed.world import World

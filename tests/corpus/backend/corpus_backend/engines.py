@@ -7,7 +7,7 @@ from collections.abc import Callable
 from unipar_native.mesh.engine import MeshEngine
 
 from corpus_backend import adam, clipping, gradients, inputs, mesh, updates
-from corpus_backend.healthy import HealthyDDP
+from tests.support.healthy_engines import HealthyDDP
 from unipar.backend import Engine, Part
 from unipar.config import Config
 from unipar.distributed.world import World

@@ -9,7 +9,7 @@ from typing import Any, final
 from torch import Tensor
 from typing_extensions import override
 
-from corpus_backend.healthy import HealthyByHand, HealthyDDP
+from tests.support.healthy_engines import HealthyByHand, HealthyDDP
 from unipar.backend import LossFn, Micro
 from unipar.engines.gradients import scale_loss
 

@@ -8,7 +8,7 @@ from typing import final
 import torch
 from typing_extensions import override
 
-from corpus_backend.healthy import HealthyDDP
+from tests.support.healthy_engines import HealthyDDP
 from unipar.backend import Part
 from unipar.config import Config
 from unipar.data.feed import MicrobatchFeed

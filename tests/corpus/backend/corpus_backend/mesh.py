@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from unipar_native.mesh.engine import MeshEngine
-from unipar_native.mesh.tensor import rewrites
-from unipar_native.mesh.tensor.collectives import leave
 
+from tests.support.mesh_faults import (
+    leave_gradients_of_norms_apart,
+    leave_tied_gradients_apart,
+    let_each_rank_add_the_bias,
+)
 from unipar.backend import Engine, Part
 from unipar.config import Config
 from unipar.distributed.world import World
@@ -19,16 +21,7 @@ from unipar.distributed.world import World
 def bias_of_each_rank(part: Part, config: Config, world: World) -> Engine:
     """Return an engine whose ranks of tensor each add a row's bias to their part, before the parts are added up."""
     engine: Any = MeshEngine(part, config, world)
-    group = world.groups.group("tensor")
-
-    def add_up(module: nn.Module, given: Any, out: Tensor) -> Tensor:
-        return leave(out, group)
-
-    for block in part.blocks:
-        for row in ("out", "down"):
-            module: Any = engine.model.get_submodule(f"{block}.{row}")
-            del module.forward
-            module.register_forward_hook(add_up)
+    let_each_rank_add_the_bias(engine, part.blocks)
     return engine
 
 
@@ -63,19 +56,14 @@ def norm_gradient_parts(part: Part, config: Config, world: World) -> Engine:
     """Return an engine whose norms keep the gradient of this rank's own positions."""
     engine: Any = MeshEngine(part, config, world)
 
-    def unsummed(x: Tensor, group: Any) -> Tensor:
-        return x
-
-    patch = mock.patch.object(rewrites, "enter", unsummed)
-    patch.start()
-    engine.close = patch.stop
+    leave_gradients_of_norms_apart(engine)
     return engine
 
 
 def tied_apart(part: Part, config: Config, world: World) -> Engine:
     """Return an engine whose first and last stage each keep their own part of the tied weight's gradient."""
     engine: Any = MeshEngine(part, config, world)
-    engine.finish_reduction = lambda: None
+    leave_tied_gradients_apart(engine)
     return engine
 
 

@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from typing_extensions import override
 from unipar_accelerate.engine import AccelerateDDPEngine, hand_world_to_accelerate
 
-from corpus_backend.healthy import HealthyByHand, HealthyDDP
+from tests.support.healthy_engines import HealthyByHand, HealthyDDP
 from unipar.backend import Engine, Part
 from unipar.config import Config
 from unipar.distributed.world import World

@@ -4,44 +4,27 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from typing_extensions import override
 
+from tests.support.healthy_engines import HealthyByHand, HealthyDDP
 from unipar.backend import Engine, Holding, LossFn, Mark, Micro, Part, Piece, Read, Region, Step
 from unipar.backend.engine import DelegatingEngine
 from unipar.config import Config
 from unipar.data.feed import MicrobatchFeed
 from unipar.distributed.world import World
 from unipar.engines.gradients import clip_gradients
-from unipar.engines.placement import broadcast_model
-from unipar.engines.wrapper import WrapperEngine
-
-
-class Healthy(WrapperEngine):
-    """Nothing is wrong."""
-
-    def __init__(self, part: Part, config: Config, world: World) -> None:
-        broadcast_model(part.module, world.device)
-        super().__init__(part, config, world)
-        self.config, self.divisor = config, float(world.size)
-        self.ddp: Any = DistributedDataParallel(self.call, init_sync=False, gradient_as_bucket_view=True)
-        self.wrapped = self.ddp
-
-    @override
-    def sync(self, micros: int, *, last: bool) -> AbstractContextManager[Any]:
-        return nullcontext() if last else self.ddp.no_sync()
 
 
 @final
-class OtherStart(Healthy):
+class OtherStart(HealthyDDP):
     """Something in its library begins anew."""
 
     def __init__(self, part: Part, config: Config, world: World) -> None:
@@ -51,7 +34,7 @@ class OtherStart(Healthy):
 
 
 @final
-class NoAveraging(Healthy):
+class NoAveraging(HealthyDDP):
     """A communication hook that sums, and nobody divides."""
 
     def __init__(self, part: Part, config: Config, world: World) -> None:
@@ -72,7 +55,7 @@ _summed.__annotations__.clear()  # DDP reads them, and takes no strings
 
 
 @final
-class AveragingTwice(Healthy):
+class AveragingTwice(HealthyDDP):
     """By hand, after the library has done it."""
 
     @override
@@ -82,21 +65,16 @@ class AveragingTwice(Healthy):
             p.grad.div_(self.world.size)
 
 
-class _ByHand(Healthy):
-    """Each rank's own gradient is in `reduced`'s hands."""
+class _UntilNorm(HealthyByHand):
+    """Each rank's own gradient is in `norm`'s hands."""
 
     @override
-    def sync(self, micros: int, *, last: bool) -> AbstractContextManager[Any]:
-        return self.ddp.no_sync()
-
-    def average(self) -> None:
-        for p in self.trained:
-            assert p.grad is not None
-            self.world.sum(p.grad.div_(self.world.size))
+    def finish_reduction(self) -> None:
+        pass
 
 
 @final
-class ClipPerRank(_ByHand):
+class ClipPerRank(_UntilNorm):
     """Clipped before the ranks are averaged."""
 
     @override
@@ -107,7 +85,7 @@ class ClipPerRank(_ByHand):
 
 
 @final
-class ClipPerRankUnsaid(_ByHand):
+class ClipPerRankUnsaid(_UntilNorm):
     """The same, and the norm that is told is that of the whole."""
 
     @override
@@ -118,7 +96,7 @@ class ClipPerRankUnsaid(_ByHand):
 
 
 @final
-class ClipOwnPart(Healthy):
+class ClipOwnPart(HealthyDDP):
     """Each rank takes the norm of the parameters that it would hold."""
 
     @override
@@ -132,7 +110,7 @@ class ClipOwnPart(Healthy):
 
 
 @final
-class DividedTwice(Healthy):
+class DividedTwice(HealthyDDP):
     """The loss is divided by the number of microbatches, though its weight says so already."""
 
     passes = 1
@@ -148,7 +126,7 @@ class DividedTwice(Healthy):
 
 
 @final
-class SchedulePerProcess(Healthy):
+class SchedulePerProcess(HealthyDDP):
     """As a scheduler does that is stepped once for each process."""
 
     done = 0
@@ -163,7 +141,7 @@ class SchedulePerProcess(Healthy):
 
 
 @final
-class SameSamples(Healthy):
+class SameSamples(HealthyDDP):
     """Every rank reads what the first does."""
 
     plans = staticmethod(MicrobatchFeed.plans)
@@ -183,7 +161,7 @@ class SameSamples(Healthy):
 
 
 @final
-class GroupLeftOut(Healthy):
+class GroupLeftOut(HealthyDDP):
     """The optimizer was made before the last group was added."""
 
     @override
@@ -195,7 +173,7 @@ class GroupLeftOut(Healthy):
 
 
 @final
-class StaleGradient(Healthy):
+class StaleGradient(HealthyDDP):
     """Nobody sets gradients to zero."""
 
     @override
@@ -204,7 +182,7 @@ class StaleGradient(Healthy):
 
 
 @final
-class Bf16Reduction(Healthy):
+class Bf16Reduction(HealthyDDP):
     """Half the traffic, in an fp32 run."""
 
     def __init__(self, part: Part, config: Config, world: World) -> None:
@@ -226,7 +204,7 @@ _in_bf16.__annotations__.clear()
 
 
 @final
-class NotReduced(Healthy):
+class NotReduced(HealthyDDP):
     """The last microbatch is in no_sync too."""
 
     @override
@@ -235,7 +213,7 @@ class NotReduced(Healthy):
 
 
 @final
-class LastGradientLost(Healthy):
+class LastGradientLost(HealthyDDP):
     """The forward is there, what comes back of it is not."""
 
     last = False
@@ -251,7 +229,7 @@ class LastGradientLost(Healthy):
 
 
 @final
-class WrongModule(Healthy):
+class WrongModule(HealthyDDP):
     """One module of the second rank computes something else."""
 
     def __init__(self, part: Part, config: Config, world: World) -> None:
@@ -265,7 +243,7 @@ def _more(module: nn.Module, given: Any, out: Tensor) -> Tensor:
 
 
 @final
-class Dies(Healthy):
+class Dies(HealthyDDP):
     """The second rank, with its process."""
 
     @override
@@ -280,7 +258,7 @@ class LastMicrobatchDropped(DelegatingEngine):
     """A loop that ends one early."""
 
     def __init__(self, part: Part, config: Config, world: World) -> None:
-        super().__init__(Healthy(part, config, world))
+        super().__init__(HealthyDDP(part, config, world))
 
     @override
     def step(self, fn: LossFn, micros: Sequence[Micro], factor: float, mark: Mark) -> Step:
@@ -288,8 +266,8 @@ class LastMicrobatchDropped(DelegatingEngine):
 
 
 @final
-class HiddenBuffer(Healthy):
-    """It keeps five million bytes that its holdings do not list, and three million that they list three times."""
+class HiddenBuffer(HealthyDDP):
+    """An engine with five million bytes that its holdings do not list, and three million that they list three times."""
 
     def __init__(self, part: Part, config: Config, world: World) -> None:
         super().__init__(part, config, world)
@@ -304,7 +282,7 @@ class HiddenBuffer(Healthy):
 
 
 @final
-class Nameless(Healthy):
+class Nameless(HealthyDDP):
     """In a watched step the second rank cannot say what it holds."""
 
     asked = 0
@@ -322,7 +300,7 @@ class MomentsForgotten(DelegatingEngine):
     """A state of which the weights alone are loaded."""
 
     def __init__(self, part: Part, config: Config, world: World) -> None:
-        super().__init__(Healthy(part, config, world))
+        super().__init__(HealthyDDP(part, config, world))
 
     @override
     def restore(self, read: Read) -> None:
@@ -354,7 +332,7 @@ class StaleAverages(DelegatingEngine):
     steps = 0
 
     def __init__(self, part: Part, config: Config, world: World) -> None:
-        super().__init__(Healthy(part, config, world))
+        super().__init__(HealthyDDP(part, config, world))
         self.copies: list[Piece] = []
 
     @override
@@ -370,7 +348,7 @@ class StaleAverages(DelegatingEngine):
 
 
 KINDS: dict[str, Callable[[Part, Config, World], Engine]] = {
-    "none": Healthy,
+    "none": HealthyDDP,
     "other-start": OtherStart,
     "no-averaging": NoAveraging,
     "averaging-twice": AveragingTwice,

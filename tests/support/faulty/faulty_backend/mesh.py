@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -17,9 +16,14 @@ from torch import Tensor
 from unipar_native.mesh import engine as native
 from unipar_native.mesh import tensor_parallel
 from unipar_native.mesh.pipeline.stage import Arrival
-from unipar_native.mesh.tensor import rewrites
-from unipar_native.mesh.tensor.collectives import enter, leave
+from unipar_native.mesh.tensor.collectives import enter
 
+from tests.support.mesh_faults import (
+    leave_gradients_of_norms_apart,
+    leave_tied_gradients_apart,
+    let_each_rank_add_the_bias,
+    replace_until_closed,
+)
 from unipar.backend import Engine, Part
 from unipar.config import Config
 from unipar.data.feed import MicrobatchFeed
@@ -40,11 +44,6 @@ def plant(fault: str, part: Part, config: Config, world: World) -> Engine:
     if fault in PLANTS:
         PLANTS[fault](engine)
     return engine
-
-
-def _tied_not_summed(engine: Any) -> None:
-    """Each stage keeps its own part of the gradient of what several stages use."""
-    engine.finish_reduction = lambda: None
 
 
 def _norm_counts_twice(engine: Any) -> None:
@@ -107,7 +106,7 @@ def _rows_not_added(engine: Any) -> None:
     def alone(x: Tensor, group: Any) -> Tensor:
         return x
 
-    _replace_until_closed(engine, "leave", alone)
+    replace_until_closed(engine, tensor_parallel, "leave", alone)
 
 
 def _columns_not_added(engine: Any) -> None:
@@ -116,16 +115,7 @@ def _columns_not_added(engine: Any) -> None:
     def unsummed(x: Tensor, group: Any, *, alone: bool = False) -> Tensor:
         return x
 
-    _replace_until_closed(engine, "enter", unsummed)
-
-
-def _norm_not_summed(engine: Any) -> None:
-    """Each rank keeps the gradient that its own positions give a norm's parameters."""
-
-    def unsummed(x: Tensor, group: Any) -> Tensor:
-        return x
-
-    _replace_until_closed(engine, "enter", unsummed, rewrites)
+    replace_until_closed(engine, tensor_parallel, "enter", unsummed)
 
 
 def _bias_counted_again(engine: Any) -> None:
@@ -134,27 +124,12 @@ def _bias_counted_again(engine: Any) -> None:
     def twice(x: Tensor, group: Any, *, alone: bool = False) -> Tensor:
         return enter(enter(x, group, alone=alone), group, alone=alone)
 
-    _replace_until_closed(engine, "enter", twice)
-
-
-def _replace_until_closed(engine: Any, name: str, value: Any, module: Any = tensor_parallel) -> None:
-    """Replace a function of tensor parallelism, which other jobs of the same process need."""
-    patch = mock.patch.object(module, name, value)
-    patch.start()
-    engine.close = patch.stop
+    replace_until_closed(engine, tensor_parallel, "enter", twice)
 
 
 def _bias_of_each_rank(engine: Any) -> None:
     """Every rank of tensor adds a row's bias to its part of the sum."""
-    for name in engine._blocks:
-        for row in ("out", "down"):
-            module = engine.model.get_submodule(f"{name}.{row}")
-            del module.forward
-            module.register_forward_hook(partial(_added_up, engine.world.groups.group("tensor")))
-
-
-def _added_up(group: Any, module: Any, given: Any, out: Tensor) -> Tensor:
-    return leave(out, group)
+    let_each_rank_add_the_bias(engine, engine._blocks)
 
 
 def _whole_added_up(engine: Any) -> None:
@@ -191,7 +166,7 @@ def _other_columns(engine: Any) -> None:
 
 
 PLANTS: dict[str, Callable[[Any], None]] = {
-    "tied-not-summed": _tied_not_summed,
+    "tied-not-summed": leave_tied_gradients_apart,
     "norm-counts-twice": _norm_counts_twice,
     "same-masks": _same_masks,
     "world-times": _world_times,
@@ -204,6 +179,6 @@ PLANTS: dict[str, Callable[[Any], None]] = {
     "whole-added-up": _whole_added_up,
     "other-columns": _other_columns,
     "copies-apart": _copies_apart,
-    "norm-not-summed": _norm_not_summed,
+    "norm-not-summed": leave_gradients_of_norms_apart,
     "bias-counted-again": _bias_counted_again,
 }

@@ -168,7 +168,7 @@ def _worlds_table(forecast: Forecast) -> str:
 
 
 def _describe_batch(forecast: Forecast) -> str:
-    kept = f"The total batch of {count_of(forecast.samples, 'sample')} is kept"
+    kept = f"The total batch of {count_of(forecast.samples, forecast.unit[:-1])} is kept"
     if not (other := ranks_with_other_batch(forecast)):
         return f"{kept} on every number of ranks."
     return (

@@ -1,4 +1,4 @@
-"""Engines in which nothing is wrong: DDP as anybody writes it, and gradients added up by hand."""
+"""Engines in which nothing is wrong, for backends with errors: DDP as anybody writes it, gradients added by hand."""
 
 from __future__ import annotations
 
