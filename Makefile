@@ -107,7 +107,9 @@ torchtune: $(DONE)/tests build/torchtune ## both programs of docs/from-torchtune
 	@$(PYTEST) -m slow tests/repository/test_coming_from.py $(ARGS)
 
 build/torchtune: pyproject.toml
-	@$(PIP) --no-deps --upgrade --target $@ --group torchtune && touch $@
+	@mkdir -p $@ && grep -v '^torchao==' constraints.txt > $@/constraints.txt
+	@$(BIN)/python -m pip --disable-pip-version-check --quiet install -c $@/constraints.txt \
+	    --no-deps --upgrade --target $@ --group torchtune && touch $@
 
 docs: $(DONE)/docs ## these docs as a site in build/site, with search and the API; links are checked
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS) && echo "the docs: build/site/index.html"

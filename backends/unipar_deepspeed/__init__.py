@@ -108,6 +108,13 @@ class DeepSpeed(Backend):
                 "are joined on the device; leave one of them out"
             )
 
+        if (key := config.train.moments_in_blocks) is not None:
+            yield (
+                f"{key}.name: adamw-8bit is not available: ZeRO joins parameters in flat tensors, where blocks of "
+                "moments would reach from one parameter into the next; use native, horovod or accelerate (without "
+                "options.accelerate.through), or take adamw"
+            )
+
     @override
     def dtypes(self, config: Config) -> Dtypes:
         shard, precision = config.parallel.shard, config.train.precision

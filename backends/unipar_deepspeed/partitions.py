@@ -214,8 +214,9 @@ class ZeroPartitions:
                 flat = p.data.view(-1)
                 for where, tensor in self._regions_of(name, Region(0, p.numel()), flat):
                     read.fill(tensor, name, "weight", where)
-        saved = {name: read.kinds(name) - {"weight"} for name, p in named if p.requires_grad}
-        vectors = {name: kinds for name, kinds in saved.items() if kinds and name not in self.matrices}
+        vectors = {
+            name: read.kinds(name) - {"weight"} for name, p in named if p.requires_grad and name not in self.matrices
+        }
         _refuse_unequal_states(vectors)
         kinds = next(iter(vectors.values()), set[str]())
         if kinds:
@@ -223,7 +224,7 @@ class ZeroPartitions:
         self.relink()
         self.matrices.restore(read)
         self.put("weight", lambda name, where: read(name, "weight", where))
-        for kind in sorted(kinds - {"step"}):  # zero where a parameter was never used and has no state
+        for kind in sorted(kinds - {"step"}):
             self.put(kind, lambda name, where, kind=kind: read(name, kind, where), vectors)
 
     def _new_states(self, kinds: set[str], step: Tensor | None) -> None:
@@ -263,11 +264,11 @@ def _refuse_unequal_states(saved: Mapping[str, Set[str]]) -> None:
     for name, kinds in saved.items():
         names.setdefault(tuple(sorted(kinds)), name)
     if len(names) > 1:
-        first, other = (f"{', '.join(kinds)} of {name}" for kinds, name in list(names.items())[:2])
+        first, other = (f"{', '.join(kinds) or 'no state'} of {name}" for kinds, name in list(names.items())[:2])
         raise CheckpointError(
             f"the checkpoint has {first}, and {other}: ZeRO keeps one kind of state for all parameters that are no "
-            "matrices of Muon, so that train.optimizer.matrices and adamw_for (or groups) must be as they were; take "
-            "the old ones back, or go on in a cell that keeps the state of each parameter by itself, as --backend "
+            "matrices of Muon, so that train.optimizer.matrices and adamw_for, and what is trained, must be as they "
+            "were; take that back, or go on in a cell that keeps the state of each parameter by itself, as --backend "
             "native and horovod do"
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,18 @@ MUON = {"name": "muon", "lr": 1e-2}
 
 
 class Layers(unipar.Task):
-    """Three layers that learn y = 2 x, beside one that is used from the fourth step on."""
+    """Three layers that learn y = 2 x."""
+
+    def __init__(self, *, frozen: bool = False) -> None:
+        self.frozen = frozen
 
     @override
     def model(self) -> Any:
-        layers = {"first": nn.Linear(4, 6), "middle": nn.Linear(6, 6), "last": nn.Linear(6, 4), "late": nn.Linear(4, 4)}
-        return nn.ModuleDict(layers)
+        model = nn.Sequential(
+            OrderedDict(first=nn.Linear(4, 6), act=nn.Tanh(), middle=nn.Linear(6, 6), last=nn.Linear(6, 4))
+        )
+        model.middle.requires_grad_(not self.frozen)
+        return model
 
     @override
     def data(self) -> Any:
@@ -36,29 +43,17 @@ class Layers(unipar.Task):
         return TensorDataset(x, 2 * x)
 
     @override
-    def train(self, run: unipar.Run) -> None:
-        for share in run.batches():
-            run.step(share, loss=self.late_loss if run.done >= 3 else self.loss)
-
-    @override
     def loss(self, model: Any, batch: Any) -> Any:
         x, y = batch
-        return (self.run_layers(model, x) - y).square().mean()
-
-    def late_loss(self, model: Any, batch: Any) -> Any:
-        x, y = batch
-        return (self.run_layers(model, x) + model["late"](x) - y).square().mean()
-
-    def run_layers(self, model: Any, x: torch.Tensor) -> torch.Tensor:
-        return model["last"](model["middle"](model["first"](x).tanh()).tanh())
+        return (model(x) - y).square().mean()
 
 
-def trained(folder: Path, steps: int, **sections: Any) -> list[float]:
+def trained(folder: Path, steps: int, task: Layers | None = None, **sections: Any) -> list[float]:
     """Return the losses of a run."""
     folder.mkdir()
     optimizer = sections.pop("optimizer", {"name": "adamw", "lr": 1e-2})
     train = {"steps": steps, "optimizer": optimizer}
-    with running(Layers(), folder, train=train, log={"every": 1}, **sections) as run:
+    with running(task or Layers(), folder, train=train, log={"every": 1}, **sections) as run:
         run.task.train(run)
     return [row["loss"] for row in Ledger.read(ledger_path(folder, 0)) if row["event"] == "step"]
 
@@ -67,13 +62,23 @@ def zero(shard: str) -> dict[str, Any]:
     return {"backend": "deepspeed", "parallel": {"data": 1, "shard": shard}}
 
 
-@pytest.mark.parametrize("shard", ["nothing", "optimizer", "parameters"])
-def test_a_parameter_that_was_never_used_goes_on(shard: str, tmp_path: Path) -> None:
-    """A single process saves no state of it; ZeRO begins with moments of zero, as if it had been there."""
-    trained(tmp_path / "first", 2, checkpoint={})
+WAY = (
+    "ZeRO keeps one kind of state for all parameters that are no matrices of Muon, so that train.optimizer.matrices "
+    "and adamw_for, and what is trained, must be as they were; take that back, or go on in a cell that keeps the state "
+    "of each parameter by itself, as --backend native and horovod do"
+)
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "parameters"])
+def test_a_parameter_that_was_frozen_is_refused(shard: str, tmp_path: Path) -> None:
+    """One process begins its moments and their count of steps anew, and ZeRO counts for all parameters together."""
+    trained(tmp_path / "first", 2, checkpoint={}, task=Layers(frozen=True))
     path = str(tmp_path / "first/checkpoints/step-00000002")
-    one = trained(tmp_path / "one", 5, resume=path)
-    assert trained(tmp_path / shard, 5, resume=path, **zero(shard))[:2] == pytest.approx(one[:2], rel=1e-6)
+    with pytest.raises(CheckpointError) as caught:
+        trained(tmp_path / "again", 4, resume=path, **zero(shard))
+    state = "exp_avg, exp_avg_sq, step of first.weight, and no state of middle.weight"
+    assert str(caught.value) == f"the checkpoint has {state}: {WAY}"
+    assert len(trained(tmp_path / "one", 4, resume=path)) == 2
 
 
 @pytest.mark.parametrize("shard", ["optimizer", "parameters"])
@@ -84,12 +89,8 @@ def test_other_matrices_are_refused(shard: str, tmp_path: Path) -> None:
     path = str(tmp_path / "first/checkpoints/step-00000002")
     with pytest.raises(CheckpointError) as caught:
         trained(tmp_path / "again", 4, optimizer=changed, resume=path, **zero(shard))
-    assert str(caught.value) == (
-        "the checkpoint has exp_avg, exp_avg_sq, step of first.bias, and momentum_buffer of middle.weight: ZeRO keeps "
-        "one kind of state for all parameters that are no matrices of Muon, so that train.optimizer.matrices and "
-        "adamw_for (or groups) must be as they were; take the old ones back, or go on in a cell that keeps the state "
-        "of each parameter by itself, as --backend native and horovod do"
-    )
+    state = "exp_avg, exp_avg_sq, step of first.bias, and momentum_buffer of middle.weight"
+    assert str(caught.value) == f"the checkpoint has {state}: {WAY}"
     losses = trained(tmp_path / "one", 4, optimizer=changed, resume=path)
     assert len(losses) == 2
 

@@ -15,6 +15,7 @@ from tests.conformance import tasks
 from tests.conformance.apart import Apart
 from tests.conformance.chain import Chain
 from tests.conformance.contrastive import OneTower, Pairs
+from tests.conformance.eight_bits import Wide
 from tests.conformance.gan import Gan
 from tests.conformance.generation import Generating
 from tests.conformance.lengths import Counted, LateTokens, Picked
@@ -42,6 +43,8 @@ class Tolerance:
 
 CHAIN = Tolerance(2e-6, 1e-5, 2e-5)
 OWN_NORMS = Tolerance(2e-6, 1e9, 2e-5)
+EIGHT_BITS = Tolerance(5e-6, 1e-4, 3e-3)
+"""A sum that rounds otherwise may turn a code into its neighbour, which is several percent from it."""
 GPT2 = Tolerance(2e-6, 1e-6, 5e-5)
 """Its larger first weights make larger roundings; greedy generation is equal all the same."""
 
@@ -135,6 +138,7 @@ _SGD = {"name": "sgd", "lr": 0.1, "momentum": 0.9}
 _NOT_FINITE = "the loss is not finite at step 4, first on rank "
 _COSINE = {"schedule": {"name": "cosine", "warmup": 2, "end": 0.1}}
 _MUON = {"optimizer": {"name": "muon", "lr": 1e-2, "weight_decay": 0.1, "adamw": {"eps": 1e-6}}}
+_EIGHT_BITS = {"optimizer": {"name": "adamw-8bit", "block": 16, "lr": 1e-2, "weight_decay": 0.1, "eps": 1e-6}}
 _EXACT = {
     "optimizer": {"name": "adamw", "lr": 1e-2, "weight_decay": 0.1, "eps": 1e-6, "fused": False, "foreach": False},
     "clip": {"max": 0.3, "norm": "fp64"},
@@ -151,6 +155,15 @@ _AVERAGED = {"ema": {"decay": 0.8, "warmup": 3}}
 _TWO_COPIES = {"parallel": {"shard_over": 2}}
 _BY_MACHINE = {"parallel": {"shard_over": "machine"}}
 _WHOLE = ("single", "native/*", "horovod/*", "deepspeed/*", "accelerate/*")
+_BLOCKS = (
+    "single",
+    "native/*",
+    "horovod/*",
+    "accelerate/nothing",
+    "accelerate/optimizer",
+    "accelerate/gradients",
+    "accelerate/parameters",
+)
 _CELLS_WITH_COPIES = ("native/optimizer", "native/gradients", "native/parameters")
 _FIND_UNUSED = {"native": {"find_unused": True}, "accelerate": {"find_unused": True}}
 
@@ -222,6 +235,10 @@ CASES = {
         Case("muon, copies", tasks.Grouped, more=_TWO_COPIES, train=_MUON, hop=3, sizes=(4,), cells=_CELLS_WITH_COPIES),
         Case("whole matrices of its own", WholeMatrices, train=_COSINE | {"optimizer": {"lr": 1e-3}}, hop=3, sizes=(2,),
              cells=_WHOLE),
+        Case("moments of 8 bits", Wide, train=_COSINE | _EIGHT_BITS, hop=3, sizes=(1, 2), cells=_BLOCKS,
+             tolerance=EIGHT_BITS),
+        Case("moments of 8 bits, bits", Wide, accumulate=1, sizes=(2,), cells=_BLOCKS, tolerance=EIGHT_BITS,
+             train=_EIGHT_BITS | {"clip": _EXACT["clip"]}),
         Case("frozen teacher", tasks.Distilled, more={"eval": {"every": 2}}),
         Case("narrow frozen weights", Adapted, hop=3, sizes=(2,)),
         Case("tied weights", lambda: tasks.Plain(tied=True)),

@@ -46,6 +46,7 @@ TENSOR = ("native/*+tensor*", "deepspeed/*+tensor*", "accelerate/*+tensor*")
 
 MARKS = (
     Mark("never", TENSOR, ("muon*",), "Unsupported", "each rank has a part of each matrix"),
+    Mark("never", TENSOR, ("moments of 8 bits*",), "Unsupported", "each rank has a part of most blocks"),
     Mark("never", TENSOR, ("whole matrices*",), "TaskError", "each rank has a part of each matrix"),
     Mark("never", PIPELINES, ("three forwards", "frozen teacher", "averaged beside a frozen teacher"), "TaskError",
          "a stage runs its blocks once in each loss"),

@@ -19,6 +19,7 @@ from tests.conformance import chain, gan
 from tests.conformance.apart import Apart
 from tests.conformance.cases import FILE, Case, dtype_of
 from tests.conformance.contrastive import Pairs
+from tests.conformance.eight_bits import eight_bits_by_hand
 from tests.conformance.generation import Generating
 from tests.conformance.lengths import fill_batches
 from tests.conformance.matrix_task import MuonByHand, matrices_of
@@ -174,6 +175,10 @@ def optimizer_of(config: Config, model: Any, groups: Any = None) -> torch.optim.
     if wanted.name == "muon":
         return MuonByHand(config, model, groups)
     groups = groups or [p for p in model.parameters() if p.requires_grad]
+    if wanted.name == "adamw-8bit":
+        return eight_bits_by_hand(
+            groups, block_size=wanted.block, lr=wanted.lr, weight_decay=wanted.weight_decay, eps=wanted.eps
+        )
     if wanted.name == "sgd":
         return torch.optim.SGD(groups, lr=wanted.lr, momentum=wanted.momentum, weight_decay=wanted.weight_decay)
     kind = torch.optim.AdamW if wanted.name == "adamw" else torch.optim.Adam

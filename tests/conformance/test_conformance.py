@@ -31,6 +31,9 @@ BITS = {
          "native/optimizer", "deepspeed/optimizer", "deepspeed/gradients", "deepspeed/parameters",
          "accelerate/optimizer+zero", "accelerate/gradients+zero", "accelerate/parameters+zero"],
     ],
+    "moments of 8 bits, bits": [
+        ["native/nothing", "horovod/nothing", "accelerate/nothing", *FSDP2, "native/optimizer"],
+    ],
     "bits, four microbatches": [
         ["native/nothing", "horovod/nothing", "accelerate/nothing", "deepspeed/nothing", "native/optimizer",
          "deepspeed/optimizer", "accelerate/optimizer+zero"],

@@ -18,7 +18,18 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
 TRACKERS = {"tensorboard", "wandb", "mlflow"}
-EXTRAS = {"accelerate", "all", "deepspeed", "examples", "horovod", "notebook", "remote", "report", "weights"} | TRACKERS
+EXTRAS = {
+    "accelerate",
+    "all",
+    "deepspeed",
+    "examples",
+    "horovod",
+    "notebook",
+    "remote",
+    "report",
+    "torchao",
+    "weights",
+} | TRACKERS
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ import pytest
 from tests.support.short_text import short_text
 from unipar.backend.prediction.timeline import UpdatedTensor
 from unipar.config.source import load_given_config
+from unipar.errors import TaskError
 from unipar.training.fake_run.trace import TracedTask, trace_task
 
 LARGE, SMALL = UpdatedTensor((1000, 10), 4), UpdatedTensor((100, 10), 4)
@@ -70,3 +71,13 @@ def test_the_optimizer_of_a_task(tmp_path: Path, made: str, device: str, expecte
     args = {"layers": 1, "width": 16, "heads": 2, "context": 8}
     found = traced(device, {"use": f"{tmp_path}/own.py:Own", "args": args})
     assert temporaries(found, [LARGE, LARGE, SMALL]) == expected
+
+
+def test_states_in_blocks_are_not_planned() -> None:
+    """They have no one size for each element; the sentence says what to do."""
+    with pytest.raises(TaskError) as caught:
+        traced(name="adamw-8bit")
+    assert str(caught.value) == (
+        "plan: adamw-8bit is not planned, as its states have no one size for each element; plan adamw, and take "
+        "off 6 bytes for each element of the weights whose rows are whole blocks"
+    )

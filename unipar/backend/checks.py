@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,10 @@ def check_cell(config: Config, backend: Backend, cell: Cell) -> None:
     """Raise with every reason why `config` cannot run in its cell of this backend. Imports no library."""
     if why := why_not_installed(backend):
         raise BackendNotInstalled(why)
+    if (key := config.train.moments_in_blocks) is not None and find_spec("torchao") is None:
+        raise BackendNotInstalled(
+            f"{key}.name: adamw-8bit needs torchao, not installed here: pip install 'unipar[torchao]'"
+        )
     reasons = list(list_refusals(backend, config, cell))
     if reasons:
         plain = Cell(backend.name, config.parallel.shard, axes=cell.axes)
@@ -238,6 +243,8 @@ def list_refusals(backend: Backend, config: Config, cell: Cell) -> Iterator[str]
     yield from refuse_axes(backend, cell)
     if (key := config.train.whole_matrices) is not None:
         yield from _refuse_whole_matrices(config, key)
+    if (key := config.train.moments_in_blocks) is not None:
+        yield from _refuse_moments_in_blocks(config, key)
     if kind == "cpu":
         yield from _refuse_on_cpu(config)
     yield from backend.refuse(config)
@@ -278,6 +285,31 @@ def _refuse_whole_matrices(config: Config, key: str) -> Iterator[str]:
         yield (
             f"{key}.name: muon is not available with model.offload: {config.model.offload}: its matrices are joined on "
             "the device; leave one of them out"
+        )
+
+
+def _refuse_moments_in_blocks(config: Config, key: str) -> Iterator[str]:
+    """Yield each reason why moments cannot be in blocks, as the optimizer under this key keeps them."""
+    is_away = f"{key}.name: adamw-8bit is not available with"
+    if (ranks := config.parallel.tensor) > 1:
+        yield (
+            f"{is_away} parallel.tensor: {ranks}: its moments share a scale in blocks of elements of a row, and each "
+            f"of {ranks} ranks has a part of most blocks; leave parallel.tensor out (parallel.shard: parameters splits "
+            "between rows), or take adamw"
+        )
+    if config.train.precision == "fp64":
+        yield (
+            f"{is_away} train.precision: fp64: torchao computes the update in fp32, with moments of 8 bits; take adamw"
+        )
+    if (every := config.train.sync_every) is not None:
+        yield (
+            f"{is_away} train.sync_every: {every}: ranks average their moments, and codes of 8 bits have no "
+            "mean; leave one of them out"
+        )
+    if config.model.offload != "none":
+        yield (
+            f"{is_away} model.offload: {config.model.offload}: moments that are in host memory take none of the "
+            "device, in 8 bits or 32; leave one of them out"
         )
 
 

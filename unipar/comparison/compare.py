@@ -17,7 +17,8 @@ from unipar.comparison.cell_world import CellWorld
 from unipar.comparison.forecast import make_forecast
 from unipar.comparison.request import CompareRequest, batch_with_fixed_total, parse_world_sizes, threads_per_rank
 from unipar.comparison.rounds import TurnRunner
-from unipar.config import Cell
+from unipar.config import Cell, Config
+from unipar.config.sections.optimizer import AdamW, AdamW8bitSettings, Optimizer
 from unipar.config.settled import SettledConfig
 from unipar.config.source import Given
 from unipar.errors import ConfigError, Unsupported
@@ -27,6 +28,7 @@ from unipar.report.build import try_write_page, write_html
 from unipar.report.data.comparison import ComparisonPageData
 from unipar.report.data.headline import comparison_headline
 from unipar.report.pages import comparison, scaling
+from unipar.results.agreement import measure_agreement
 from unipar.results.comparison import Comparison
 from unipar.results.live_table import LiveTable
 from unipar.results.row import REUSED, CellResult
@@ -34,7 +36,7 @@ from unipar.results.scaling import ScaledCell, Scaling
 from unipar.run_folder.folder import check_folder_content, explain_write_errors, lock_folder
 from unipar.run_folder.layout import PAGE_FILE_NAME
 from unipar.task import Task
-from unipar.utils.text import count_of
+from unipar.utils.text import count_of, format_size
 
 WORLDS_JSON, WORLDS_CSV = "worlds.json", "worlds.csv"
 """Result files of a comparison in several world sizes; each size has a folder beside them."""
@@ -157,8 +159,44 @@ def compare_cells(
                 now = replace(
                     now, forecast=make_forecast(settled, ran, asked.ref, server, each, per=asked.ranks_here(ranks))
                 )
+        if config.train.moments_in_blocks is not None and now.reference is not None and not (widest or now.interrupted):
+            now = replace(now, moments=_describe_moments(asked, ranks, now.reference, folder))
         why = keep(now)
         return replace(now, unkept=why) if why else _write_page(folder, now)
+
+
+def _describe_moments(asked: CompareRequest, ranks: int, row: CellResult, folder: Path) -> str:
+    """Return what moments of 8 bits save in one process, and how many digits they cost: it runs again with AdamW."""
+    with_full = replace(asked.source, config=asked.source.config.changed(_full_moments(asked.source.config)))
+    plain = replace(asked, prepared=replace(asked.prepared, source=with_full))
+    found = compare_cells(plain, ranks, [str(ONE)], folder.with_name(f"{folder.name}-adamw"), overwrite=True)
+    said = "adamw-8bit beside adamw, in one process: "
+    if found.reference is None:
+        return f"{said}no figures, as adamw's run {found.rows[0].outcome}: {found.rows[0].note.splitlines()[0]}"
+    small, full = (_optimizer_bytes(one) for one in (row, found.reference))
+    saved = f"optimizer states of {format_size(small)} instead of {format_size(full)}; " if small and full else ""
+    agrees = measure_agreement(row.losses, found.reference.losses, 0.0)
+    return f"{said}{saved}losses equal to {agrees} over {count_of(len(row.losses), 'step')}"
+
+
+def _optimizer_bytes(row: CellResult) -> int:
+    """Return what the fullest rank keeps of optimizer states between two steps; 0 if memory was not recorded."""
+    kept = [phase.held.get("optimizer", 0) for one in row.memory for phase in one.phases if phase.name == "steady"]
+    return max(kept, default=0)
+
+
+def _full_moments(config: Config) -> dict[str, Any]:
+    """Return the changes of a config that put AdamW in the place of AdamW with moments of 8 bits."""
+
+    def full(optimizer: Optimizer | None) -> Optimizer | None:
+        if not isinstance(optimizer, AdamW8bitSettings):
+            return optimizer
+        return AdamW.model_validate(optimizer.model_dump(exclude={"name", "block"}))
+
+    parts = {
+        name: part.model_copy(update={"optimizer": full(part.optimizer)}) for name, part in config.train.parts.items()
+    }
+    return {"train.optimizer": full(config.train.optimizer), "train.parts": parts}
 
 
 def _compare_by_world_size(

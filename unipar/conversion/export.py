@@ -186,6 +186,12 @@ def _make_outline(source: ConfigSource) -> tuple[Outline, dict[str, str]]:
             f"{key}.name: muon is unipar's own optimizer, which joins each matrix on one rank, and a script has "
             "torch.optim's: export with adamw, and create yours in train.py"
         )
+    if (key := config.train.moments_in_blocks) is not None:
+        raise ConfigError(
+            f"{key}.name: adamw-8bit runs torchao's update without compiling it, and keeps moments in blocks that fit "
+            "every world, which a script's torchao.optim.AdamW8bit does not: export with adamw, and create yours in "
+            "train.py"
+        )
     if task.defines("schedule"):
         raise TaskError(
             f"{ref.task.shown}: schedule() is the task's own, but a script computes the config's: export a task "

@@ -18,6 +18,7 @@ from unipar.backend import Fn, Holding, LossFn, Mark, Micro, Part, Piece, Read, 
 from unipar.backend.precision import autocast_dtype, batch_dtype
 from unipar.config import Config
 from unipar.distributed.world import World
+from unipar.engines.block_pieces import restore_blocks, split_blocks, state_holdings
 from unipar.engines.forward import ForwardCall, OpaqueBatch, eval_mode, plain_evaluation, unrecorded_forward
 from unipar.engines.gradients import clip_gradients, clip_in_fp64, scale_loss
 from unipar.engines.learning_rate import BaseRates
@@ -33,6 +34,7 @@ from unipar.engines.state import (
     restore_buffers,
 )
 from unipar.errors import TaskError
+from unipar.optimizers.block_states import BlockStates
 from unipar.optimizers.matrix_optimizer import MatrixOptimizer
 
 
@@ -208,7 +210,9 @@ class WrapperEngine(OptimizerEngine):
                         yield Piece(name, kind, tuple(value.shape), Region(0, value.numel()), value)
                 elif (self.apart and kind != "weight") or self.speaks_for(name, value):
                     for where, local in self.local_regions(name, value):
-                        yield Piece(name, kind, self.whole_shape(name, value), where, local)
+                        yield from split_blocks(
+                            Piece(name, kind, self.whole_shape(name, value), where, local), self.base
+                        )
         yield from buffer_pieces(self.buffers_to_save())
 
     @override
@@ -248,7 +252,12 @@ class WrapperEngine(OptimizerEngine):
         mine = {id(p) for group in self.base.param_groups for p in group["params"]}
         for name, p in self.local_parameters():
             whole = self._updates_whole(p)
-            for kind in sorted(read.kinds(name) if id(p) in mine and whole is not False else {"weight"}):
+            kinds = read.kinds(name) if id(p) in mine and whole is not False else {"weight"}
+            if isinstance(self.base, BlockStates):
+                states, used = restore_blocks(self.base, read, name, p, kinds, self.local_regions)
+                state[p].update(states)
+                kinds = kinds - used
+            for kind in sorted(kinds):
                 if (key := plain_key(kind)) is not None:
                     state[p][key] = decode_plain(kind, read(name, kind, Region(0, 1)))
                     continue
@@ -279,7 +288,7 @@ class WrapperEngine(OptimizerEngine):
         for p, state in self.base.state.items():
             for key, value in state.items():
                 if isinstance(value, Tensor):
-                    yield Holding("optimizer", f"{names[p]}.{key}", local_part(value))
+                    yield from state_holdings(names[p], key, local_part(value))
         yield from module_holdings(self.model)
         yield from self.extra_holdings()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any, final
 
 import torch
@@ -12,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from unipar.config import Config
-from unipar.config.sections.optimizer import SGD, Adam, AdamW, MuonSettings, optimizer_arguments
+from unipar.config.sections.optimizer import SGD, Adam, AdamW, AdamW8bitSettings, MuonSettings, optimizer_arguments
 from unipar.errors import TaskError
 from unipar.model.matrices import matrix_names
 from unipar.optimizers.matrix_optimizer import MatrixOptimizer
@@ -25,6 +26,13 @@ _OPTIMIZER_CLASSES: Mapping[type, Any] = {
     AdamW: torch.optim.AdamW,
     MuonSettings: Muon,
 }
+
+
+def _optimizer_class(settings: type) -> Any:
+    """Return the class of an optimizer; that over torchao is imported when it is asked for."""
+    if settings is AdamW8bitSettings:
+        return import_module("unipar.optimizers.adamw_8bit").AdamW8bit
+    return _OPTIMIZER_CLASSES[settings]
 
 
 MakeOptimizer = Callable[[Sequence[dict[str, Any]]], Optimizer | None]
@@ -172,7 +180,7 @@ class OptimizerFactory:
             return optimizer
         if split is None:
             split = any(isinstance(p, DTensor) for group in made for p in group["params"])
-        return _OPTIMIZER_CLASSES[type(wanted)](made, **optimizer_arguments(wanted, self._device.type, split=split))
+        return _optimizer_class(type(wanted))(made, **optimizer_arguments(wanted, self._device.type, split=split))
 
 
 def refuse_whole_matrices(own: MakeOptimizer, ranks: int) -> None:

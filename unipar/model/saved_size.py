@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from unipar.optimizers.block_states import block_tensors
+
 
 def saved_bytes(module: nn.Module, optimizer: Callable[[Any], Optimizer], *, fp64: bool) -> int | None:
     """Return how many bytes a checkpoint has of a model: weights, buffers and the optimizer's state of each weight.
@@ -29,6 +31,7 @@ def saved_bytes(module: nn.Module, optimizer: Callable[[Any], Optimizer], *, fp6
         made.step()
     except (NotImplementedError, RuntimeError):
         return None
-    tensors: list[Any] = [*parameters.values(), *map(described, module.buffers())]
-    tensors += [value for state in made.state.values() for value in state.values()]
-    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
+    tensors: list[Tensor] = [*parameters.values(), *map(described, module.buffers())]
+    for value in (value for state in made.state.values() for value in state.values() if isinstance(value, Tensor)):
+        tensors += block_tensors(value) or [value]
+    return sum(t.numel() * t.element_size() for t in tensors)

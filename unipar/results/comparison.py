@@ -191,6 +191,9 @@ class Comparison(TurnResults):
     machines: int = 1
     """Machines on which the ranks of every cell except `single` are."""
 
+    moments: str = ""
+    """Sentence on moments of 8 bits beside those of AdamW: bytes and digits; empty with another optimizer."""
+
     answer: str = ""
     """Sentence on the smallest and the fastest cell, and why; the page's first sentence, not stored."""
 
@@ -332,7 +335,7 @@ class Comparison(TurnResults):
         elif any(row.outcome == "ran" for row in self.rows):
             lines.append(RSS)
         lines += table_remarks(*describe_forecast(self.forecast, self.rows))
-        return [*lines, *table_remarks(self.unwatched, self.answer, self.unkept, self.note)]
+        return [*lines, *table_remarks(self.moments, self.unwatched, self.answer, self.unkept, self.note)]
 
     def verdict(self) -> list[str]:
         """Return whether the cells agree, in one sentence or several."""
@@ -380,7 +383,7 @@ class Comparison(TurnResults):
         """Return the comparison of a file's mapping, with some fields `changed`."""
         rows = [cell_result_from_json(cell) for cell in data["cells"]]
         ranks = max((len(row.peak_rss) for row in rows), default=0)
-        data = {"unwatched": "", "machines": 1, "unit": "samples", "ranks": ranks, **data}
+        data = {"unwatched": "", "moments": "", "machines": 1, "unit": "samples", "ranks": ranks, **data}
         stored = {f.name: data[f.name] for f in fields(cls) if f.name not in _FIELDS_NOT_STORED}
         planned = data.get("forecast")
         forecast = None if planned is None else Forecast.model_validate(planned, strict=False)

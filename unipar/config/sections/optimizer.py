@@ -10,7 +10,7 @@ from unipar.config.sections.schedule import by_name
 from unipar.config.sections.section import Section
 
 
-class _Optimizer(Section):
+class _Rates(Section):
     lr: PositiveFloat = 1e-3
     """Base learning rate; parameter groups of the task may have their own."""
 
@@ -20,6 +20,8 @@ class _Optimizer(Section):
     decay: Literal["all", "matrices"] = "all"
     """Parameters that decay. matrices: not biases, norms and other parameters of one dimension."""
 
+
+class _Optimizer(_Rates):
     fused: bool | Literal["auto"] = "auto"
     """One kernel for all parameters. auto: if optimizer, dtype and device support it."""
 
@@ -75,6 +77,22 @@ class AdamW(_Moments):
 
     name: Literal["adamw"] = "adamw"
     """Adam with weight decay that is separate from the gradient."""
+
+
+class AdamW8bitSettings(_Rates):
+    """Config section `train.optimizer` with name: adamw-8bit."""
+
+    name: Literal["adamw-8bit"] = "adamw-8bit"
+    """AdamW by torchao, whose moments are kept in 8 bits: codes, and a scale for each block of elements."""
+
+    block: Annotated[int, Field(ge=16)] = 256
+    """Elements that share a scale: moments of weights whose rows are whole blocks are in 8 bits, others in fp32."""
+
+    betas: Annotated[tuple[_Fraction, _Fraction], Field(strict=False)] = (0.9, 0.999)
+    """Decay rates of the two moments."""
+
+    eps: PositiveFloat = 1e-8
+    """Number that is added to the root of the second moment."""
 
 
 class VectorAdamW(Section):
@@ -148,6 +166,7 @@ Optimizer = Annotated[
     Annotated[SGD, Tag("sgd")]
     | Annotated[Adam, Tag("adam")]
     | Annotated[AdamW, Tag("adamw")]
+    | Annotated[AdamW8bitSettings, Tag("adamw-8bit")]
     | Annotated[MuonSettings, Tag("muon")],
     by_name("adamw"),
 ]
@@ -169,6 +188,8 @@ def optimizer_arguments(optimizer: Optimizer, device: str, *, split: bool = Fals
         arguments |= {"betas": tuple(float(b) for b in optimizer.adamw.betas), "eps": float(optimizer.adamw.eps)}
     else:
         arguments |= {"betas": tuple(float(b) for b in optimizer.betas), "eps": float(optimizer.eps)}
+    if isinstance(optimizer, AdamW8bitSettings):
+        return arguments | {"block_size": optimizer.block}  # torchao's update goes parameter by parameter
     fused = optimizer.fused
     if fused == "auto":
         missing = split and isinstance(optimizer, SGD)  # PyTorch has no fused SGD for split parameters

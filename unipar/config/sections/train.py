@@ -7,7 +7,7 @@ from typing import Annotated, Self
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from unipar.config.sections.cell import Precision
-from unipar.config.sections.optimizer import AdamW, Clip, LrScale, MuonSettings, Optimizer
+from unipar.config.sections.optimizer import AdamW, AdamW8bitSettings, Clip, LrScale, MuonSettings, Optimizer
 from unipar.config.sections.schedule import Constant, Schedule
 from unipar.config.sections.section import Section
 
@@ -73,7 +73,7 @@ class Train(Section):
     """Passes over the data to train for, instead of `steps`."""
 
     optimizer: Optimizer = AdamW()
-    """sgd, adam, adamw or muon, with its own keys."""
+    """sgd, adam, adamw, adamw-8bit or muon, with its own keys."""
 
     lr_scale: LrScale = LrScale()
     """Scaling of the learning rate with the total batch."""
@@ -138,9 +138,18 @@ class Train(Section):
     @property
     def whole_matrices(self) -> str | None:
         """Key of an optimizer that updates matrices as a whole, if there is one."""
+        return self._key_of(MuonSettings)
+
+    @property
+    def moments_in_blocks(self) -> str | None:
+        """Key of an optimizer whose moments are codes and scales of blocks, if there is one."""
+        return self._key_of(AdamW8bitSettings)
+
+    def _key_of(self, kind: type[Section]) -> str | None:
+        """Return the key of the first optimizer of this kind."""
         of_parts = {f"train.parts.{name}.optimizer": part.optimizer for name, part in self.parts.items()}
         optimizers = {"train.optimizer": self.optimizer, **of_parts}
-        return next((key for key, its in optimizers.items() if isinstance(its, MuonSettings)), None)
+        return next((key for key, its in optimizers.items() if isinstance(its, kind)), None)
 
     @property
     def clipping(self) -> Clip | None:

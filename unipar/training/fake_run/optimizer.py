@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from unipar.backend.prediction.timeline import UpdatedTensor
 from unipar.backend.resources import choose_device
 from unipar.config import Config
-from unipar.config.sections.optimizer import optimizer_arguments
+from unipar.config.sections.optimizer import AdamW8bitSettings, optimizer_arguments
 from unipar.errors import TaskError
 from unipar.model.optimizer import MakeOptimizer, OptimizerFactory, ParameterGroup, parameter_groups
 from unipar.optimizers.matrix_optimizer import MatrixOptimizer
@@ -54,6 +54,11 @@ class FakeOptimizer:
     def of(cls, task: Task, model: nn.Module, config: Config, mode: FakeTensorMode) -> FakeOptimizer:
         """Return the optimizer of a model on tensors without memory, after a step of it."""
         own = task.optimizer if task.defines("optimizer") else None
+        if own is None and isinstance(config.train.optimizer, AdamW8bitSettings):
+            raise TaskError(
+                "plan: adamw-8bit is not planned, as its states have no one size for each element; plan adamw, and "
+                "take off 6 bytes for each element of the weights whose rows are whole blocks"
+            )
         groups = parameter_groups(model, config, given=task.groups(model), own_optimizer=own is not None)
         names = {id(p): name for name, p in model.named_parameters()}
         with mode:
