@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 from unipar_native.mesh.block_proof import sketch_blocks
 from unipar_native.mesh.probe import look_at_model, whole_gradients
+from unipar_native.mesh.proof import refuse_difference
 
 import unipar
 from tests.support.stacked import Stacked
@@ -61,6 +62,37 @@ def test_a_right_split_is_proved(tmp_path: Path, parallel: dict[str, Any]) -> No
     expected = losses(tmp_path, "stacked.py:Stacked", {}, "blocks") if data == {"data": 1} else None
     split = losses(tmp_path, "stacked.py:Stacked", parallel, "blocks")
     assert split == pytest.approx(expected or losses(tmp_path / "2", "stacked.py:Stacked", data, "whole"), abs=1e-6)
+
+
+def test_an_empty_cache_is_not_cut(tmp_path: Path) -> None:
+    """GPT-2's keys are joined to a cache of no dimension but one, which has no part for each rank."""
+    expected = losses(tmp_path, "split_models.py:CachedGPT2", {}, "whole")
+    split = losses(tmp_path, "split_models.py:CachedGPT2", {"tensor": 2}, "whole")
+    assert split == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "loss", "gradient", "refused"),
+    [
+        (torch.bfloat16, 2.001, 1.04, ""),
+        (torch.bfloat16, 2.003, 1.04, "a loss of 2.003 for 2;"),
+        (torch.bfloat16, 2.001, 1.07, "a loss of 2.001 for 2, and the gradient of w is off by 7.0e-02 of its length;"),
+        (torch.float16, 2.001, 1.04, ""),
+        (torch.float32, 2.001, 1.0, "a loss of 2.001 for 2;"),
+        (torch.float32, 2.0, 1.04, "a loss of 2 for 2, and the gradient of w is off by 4.0e-02 of its length;"),
+        (torch.float32, 2.00001, 1.0001, ""),
+        (torch.float64, 2.0, 1.0001, ""),  # a loss that is a number of fp32 may have been computed in it
+        (torch.float64, 2.1, 2.0, "a loss of 2.1 for 2, and the gradient of w is off by 1.0e+00 of its length;"),
+    ],
+)
+def test_what_rounding_explains(dtype: torch.dtype, loss: float, gradient: float, refused: str) -> None:
+    """A split model in bf16 may differ by 0.1 % of the loss and 5 % of a gradient, one in fp32 by far less."""
+    sketches = torch.tensor([[gradient, 0.0]]), torch.tensor([[1.0, 0.0]])
+    if not refused:
+        refuse_difference(["w"], (loss, 2.0), sketches, dtype, "tensor 2")
+        return
+    with pytest.raises(TaskError, match=re.escape(f"split as planned, the model is another: {refused} tensor 2. ")):
+        refuse_difference(["w"], (loss, 2.0), sketches, dtype, "tensor 2")
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,20 @@ class GPT2(Texts):
         return made("GPT2LMHeadModel", "GPT2Config", use_cache=False, **sizes, **ends)
 
 
+class CachedGPT2(Texts):
+    """GPT-2 as its config makes it: keys are put behind an empty cache in each forward."""
+
+    @override
+    def model(self) -> nn.Module:
+        sizes: dict[str, Any] = {"n_positions": LENGTH, "n_embd": WIDTH, "n_layer": 2, "n_head": HEADS}
+        drops = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        return made("GPT2LMHeadModel", "GPT2Config", bos_token_id=0, eos_token_id=0, **sizes, **drops)
+
+    @override
+    def loss(self, model: Any, batch: dict[str, Tensor]) -> Tensor:
+        return model(input_ids=batch["input_ids"], labels=batch["labels"]).loss
+
+
 class Llama(Texts):
     """Llama: grouped queries, rotary tables as a tuple by name."""
 
