@@ -147,6 +147,8 @@ def forecast_path(run: Path) -> Path:
 
 def write_forecast(place: Place, run: Path, control: socket.socket | None) -> None:
     """Plan the cells that launch.json names, and write the forecast; a worker's entry."""
+    from unipar.training.task_facts import prepare_task
+
     launch = read_launch_file(run)
     job = launch["forecast"]
     compared = SettledConfig.from_json(job["config"], launch["settled"])
@@ -154,7 +156,9 @@ def write_forecast(place: Place, run: Path, control: socket.socket | None) -> No
     import_what_traces()
     began = time.process_time()
     asked = Forecast.model_validate(job["asked"], strict=False)
-    forecaster = Forecaster(compared, TaskRef.from_json(launch["task"]).load(), asked)
+    task = TaskRef.from_json(launch["task"]).load()
+    prepare_task(task)
+    forecaster = Forecaster(compared, task, asked)
     planned = tuple(forecaster.forecast(cell) for cell in cells)
     changes = {"cells": planned, "notes": forecaster.notes, "seconds": time.process_time() - began}
     write_file_atomically(forecast_path(run), asked.model_copy(update=changes).model_dump_json())

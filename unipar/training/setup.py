@@ -256,7 +256,7 @@ def build_run(
     if sizes.tokens is None:
         config = config.changed({"batch.total": sizes.total})
     world.lay(**config.parallel.axes.sizes)
-    _prepare_once_per_machine(task, world)
+    prepare_once_per_machine(task, world)
     base = anonymous_memory()
     may_be_empty = build is None and backend.fills_from_files(config)
     modules, loaded, files = _create_model(task, config, world, resumes=resumes, may_be_empty=may_be_empty)
@@ -366,7 +366,7 @@ def _compute_nothing(model: nn.Module, given: None) -> None:
     """Compute nothing: the function of a forward that only triggers the library's own set-up."""
 
 
-def _prepare_once_per_machine(task: Task, world: World) -> None:
+def prepare_once_per_machine(task: Task, world: World) -> None:
     """Call the task's `prepare` on one rank of each machine; others wait without a limit, as it may download data."""
     if not task.defines("prepare"):
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
@@ -55,12 +56,22 @@ class TaskFacts:
     """Bytes of tensors in a checkpoint; None without a section `checkpoint`, or if the optimizer cannot be tried."""
 
 
-def load_task(config: Config) -> Task:
-    """Create the config's task; its code prints to stderr, and its exceptions become TaskErrors."""
+def load_task(config: Config, *, prepared: bool = True) -> Task:
+    """Create the config's task and call its `prepare`; its code prints to stderr, its exceptions become TaskErrors."""
     ref = TaskRef.of(None, config.task, {})
     ref.check_code()
     with user_errors_as_task_errors("the task's file"):
-        return ref.load()
+        task = ref.load()
+    if prepared:
+        prepare_task(task)
+    return task
+
+
+def prepare_task(task: Task) -> None:
+    """Call the task's `prepare`, which comes before its model and data; raise TaskError for its exceptions."""
+    if task.defines("prepare"):
+        with user_errors_as_task_errors("prepare()"):
+            task.prepare()
 
 
 def gather_task_facts(config: Config, sizes: BatchSizes) -> TaskFacts:
@@ -223,5 +234,7 @@ def user_errors_as_task_errors(what: str) -> Generator[None]:
         raise
     except Exception as e:
         frames = traceback.extract_tb(e.__traceback__)
-        last = next((f for f in reversed(frames) if "site-packages" not in f.filename), frames[-1])
+        library = sysconfig.get_path("stdlib")
+        own = (f for f in reversed(frames) if "site-packages" not in f.filename and not f.filename.startswith(library))
+        last = next(own, frames[-1])
         raise TaskError(f"{what} raised {type(e).__name__}: {e} ({last.filename}, line {last.lineno})") from e

@@ -57,9 +57,9 @@ def predict_microbatches(task: Task, run: Path) -> None:
     from unipar.run_folder.layout import read_launch_file
     from unipar.training.fake_run.parts import TaskTraces, predict_peaks_by_micro
     from unipar.training.fake_run.trace import FEWEST_SAMPLES
+    from unipar.training.task_facts import prepare_task
 
-    if task.defines("prepare"):
-        task.prepare()
+    prepare_task(task)
     jobs = read_launch_file(run)["plan"]
     worlds = [SettledConfig.from_json(job["config"], job["settled"]) for job in jobs]
     traces = TaskTraces(worlds[0].config, FEWEST_SAMPLES, task)

@@ -32,7 +32,7 @@ from unipar.tracking.writer import TrackerWriter
 from unipar.training.resuming import choose_checkpoint, restore_run
 from unipar.training.run import TrainingRun
 from unipar.training.saves import RunCheckpoints
-from unipar.training.setup import build_run
+from unipar.training.setup import build_run, prepare_once_per_machine
 from unipar.utils.address import Location, parse_location
 from unipar.utils.files import whole
 from unipar.verification.worker import replay, split_sums
@@ -57,7 +57,7 @@ def run_world_jobs(place: Place, folder: Path, control: socket.socket | None) ->
     world = backend.join(first.config, place)
     heartbeat = HeartbeatWriter(heartbeat_path(folder, place.rank))
     for i, job in enumerate(jobs):
-        result = _run_job_or_error(job, backend, ref, world, folder, heartbeat)
+        result = _run_job_or_error(job, backend, ref, world, folder, heartbeat, first=i == 0)
         with whole(job_result_path(folder, i, place.rank)) as path:
             torch.save(result, path)
         world.barrier()
@@ -65,14 +65,14 @@ def run_world_jobs(place: Place, folder: Path, control: socket.socket | None) ->
 
 
 def _run_job_or_error(
-    job: Job, backend: Backend, ref: TaskRef, world: World, folder: Path, heartbeat: HeartbeatWriter
+    job: Job, backend: Backend, ref: TaskRef, world: World, folder: Path, heartbeat: HeartbeatWriter, *, first: bool
 ) -> dict[str, Any]:
     """Return the result of a job, or a UniparError, which every rank raises alike.
 
     Any other error ends the world, except in a job that may fail: it then is the result.
     """
     try:
-        return _run_job(job, backend, ref, world, folder, heartbeat)
+        return _run_job(job, backend, ref, world, folder, heartbeat, first=first)
     except UniparError as e:
         return {"error": str(e), "kind": type(e).__name__}
     except Exception as e:
@@ -82,10 +82,12 @@ def _run_job_or_error(
 
 
 def _run_job(
-    job: Job, backend: Backend, ref: TaskRef, world: World, folder: Path, heartbeat: HeartbeatWriter
+    job: Job, backend: Backend, ref: TaskRef, world: World, folder: Path, heartbeat: HeartbeatWriter, *, first: bool
 ) -> dict[str, Any]:
     settled = job.settled
     task = ref.load()
+    if first:
+        prepare_once_per_machine(task, world)  # a stream is read before a run is built
     dropout_names = [] if job.key.dropout else disable_dropout(task)
     settled, again = fix_stream_samples(task, settled, job.steps)
     if job.kind == "probe":

@@ -111,5 +111,5 @@ def _describe_task(source: ConfigSource, *, deep: bool) -> str:
         return f"{task.use}, checked without importing it (--deep imports it)"
     from unipar.training.task_facts import load_task
 
-    load_task(source.config)
+    load_task(source.config, prepared=False)  # which may download
     return f"{task.use}, imported and created"
