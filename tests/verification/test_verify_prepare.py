@@ -83,5 +83,5 @@ def test_an_error_of_prepare(config: dict[str, Any], tmp_path: Path) -> None:
         unipar.plan(config, cells=["native/nothing"], worlds=[2])
     assert str(e.value) == (
         f"prepare() raised FileNotFoundError: [Errno 2] No such file or directory: '{tmp_path}/none/numbers' "
-        f"({tmp_path}/written.py, line 26)"
+        f"({tmp_path}/written.py, line 25)"
     )
