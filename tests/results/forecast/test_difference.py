@@ -103,14 +103,15 @@ def test_which_cells_are_compared() -> None:
         replace(SAME, cell="c", memory=full),
     ]
     cells = [planned(1_600, {}, "single"), *(planned(1_680, cell=name) for name in ("native/nothing", "a", "b"))]
-    told = Forecast(cells=(*cells, CellForecast(cell="c", refusal="it is not planned yet")))
+    why = "it is not planned yet"
+    told = Forecast(cells=(*cells, *(CellForecast(cell=name, refusal=why) for name in "cde")))
     found = forecast_differences(told, rows)
     assert [each.cell for each in found] == ["single", "native/nothing"]
     assert summarise_differences(found) == (
         "predicted peaks of 2 cells are within 5.00 % of the measured ones (farthest: native/nothing); bytes sent are "
         "equal"
     )
-    assert describe_forecast(told, rows)[1:] == ["plan: c is not planned: it is not planned yet"]
+    assert describe_forecast(told, rows)[1:] == ["plan: c, d and e are not planned: it is not planned yet"]
     assert forecast_differences(None, rows) == []
 
 

@@ -9,6 +9,7 @@ from typing import Protocol
 from unipar.backend import Category
 from unipar.memory.account import MemoryAccount
 from unipar.results.forecast.records import NOT_PLANNED, CellForecast, Forecast
+from unipar.utils.text import join_with_and
 
 Payloads = Mapping[str, Mapping[str, int]]
 """Bytes of one step by axis of the mesh, then collective."""
@@ -143,12 +144,24 @@ def describe_forecast(forecast: Forecast | None, rows: Sequence[ComparedRow]) ->
         return []
     if forecast.problem:
         return [f"plan: {forecast.problem}"]
-    lines = [f"plan: {cell.cell} is not planned: {cell.refusal}" for cell in forecast.cells if cell.refusal]
+    lines = [f"plan: {said}" for said in describe_refusals(forecast)]
     found = forecast_differences(forecast, rows)
     if not found:
         planned = any(cell.phases for cell in forecast.cells)
         return ["plan: no memory was measured to compare predictions with; they are on the page"] * planned + lines
     return [f"plan: {summarise_differences(found)}", *lines]
+
+
+def describe_refusals(forecast: Forecast) -> list[str]:
+    """Return a sentence, without its full stop, for each reason why cells are not planned."""
+    cells: dict[str, list[str]] = {}
+    for cell in forecast.cells:
+        if cell.refusal:
+            cells.setdefault(cell.refusal.removeprefix("plan: "), []).append(cell.cell)
+    return [
+        f"{join_with_and(names)} {'is' if len(names) == 1 else 'are'} not planned: {why}"
+        for why, names in cells.items()
+    ]
 
 
 def summarise_differences(found: Sequence[ForecastDifference]) -> str:

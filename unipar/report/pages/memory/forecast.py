@@ -17,7 +17,12 @@ from unipar.report.data.comparison import ComparisonPageData
 from unipar.report.data.forecast import forecast_lines, ranks_with_other_batch
 from unipar.report.data.headline import CATEGORY_LABELS
 from unipar.report.html.elements import bullet_list, colour_key, html_figure, html_section, html_table, paragraph
-from unipar.results.forecast.difference import ForecastDifference, forecast_differences, summarise_differences
+from unipar.results.forecast.difference import (
+    ForecastDifference,
+    describe_refusals,
+    forecast_differences,
+    summarise_differences,
+)
 from unipar.results.forecast.records import CellForecast, Forecast
 from unipar.utils.text import count_of, format_duration, format_size
 
@@ -116,9 +121,7 @@ def _payload_text(cell: CellForecast) -> str:
 
 def _sentences(forecast: Forecast, found: Sequence[ForecastDifference]) -> Iterator[str]:
     """Yield what a reader should know of the numbers."""
-    for cell in forecast.cells:
-        if cell.refusal:
-            yield f"{cell.cell} is not planned: {cell.refusal}."
+    yield from (f"{said}." for said in describe_refusals(forecast))
     for each in found:
         if each.same_payload is False:
             parts = ", ".join(f"{name} {a:,} bytes for {b:,}" for name, a, b in each.differing_payloads())
