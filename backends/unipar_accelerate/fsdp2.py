@@ -17,6 +17,7 @@ from unipar_native.fsdp2 import ShardedEngine
 
 from unipar.backend import Part, cells
 from unipar.config import Config
+from unipar.config.sections.optimizer import AdamW8bitSettings
 from unipar.distributed.world import World
 from unipar.engines.placement import broadcast_model, cast_buffers, refuse_scalar_parameters, refuse_shared_parameters
 from unipar_accelerate import accelerate_precision, fsdp_plugin_settings
@@ -81,6 +82,7 @@ def fsdp2_plugin(part: Part, config: Config) -> FullyShardedDataParallelPlugin:
 
 def allow_sharded_sgd(optimizer: Optimizer, config: Config) -> None:
     """Leave SGD's kernel open where the config does: PyTorch has no fused one for sharded parameters."""
-    if isinstance(optimizer, SGD) and config.train.optimizer.fused == "auto":
+    settings = config.train.optimizer
+    if isinstance(optimizer, SGD) and not isinstance(settings, AdamW8bitSettings) and settings.fused == "auto":
         for group in optimizer.param_groups:
             group["fused"] = None
