@@ -39,6 +39,8 @@ class Written(unipar.Task):
 
     def prepare(self):
         self.file.write_text("\\n".join(f"{i} {i % 3}" for i in range(40)), "utf-8")
+        with open(f"{self.file}-calls", "a") as calls:
+            calls.write("called\\n")
 
     def model(self):
         return nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1))
@@ -64,10 +66,11 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     }
 
 
-def test_verify(config: dict[str, Any]) -> None:
-    """The stream's first samples are read before a run is built."""
-    found = verify(config, cells=["native/nothing"], world=2, steps=3)
-    assert [(row.outcome, row.finding) for row in found.rows] == [("agrees", None)]
+def test_verify(config: dict[str, Any], tmp_path: Path) -> None:
+    """The stream is read before a run is built; a second call might write what another world reads."""
+    found = verify(config, cells=["native/nothing", "native/gradients"], world=2, steps=3)
+    assert [(row.outcome, row.finding) for row in found.rows] == [("agrees", None)] * 2
+    assert (tmp_path / "numbers-calls").read_text("utf-8") == "called\n"
 
 
 def test_plan(config: dict[str, Any]) -> None:

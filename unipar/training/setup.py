@@ -245,10 +245,12 @@ def build_run(
     trackers: TrackerWriter,
     build: EngineFactory | None = None,
     resumes: bool = False,
+    prepared: bool = False,
 ) -> TrainingRun:
     """Create the model, its engines (by `build`, if given, instead of the backend) and the run, in a joined world.
 
     `resumes`: a checkpoint is read next, so that the model needs neither values nor the file of `model.weights`.
+    `prepared`: the task's `prepare` was called; again, it might write what another rank reads.
     """
     config, sizes = settled.config, settled.sizes
     if config.eval.every and not task.defines("validation"):
@@ -256,7 +258,8 @@ def build_run(
     if sizes.tokens is None:
         config = config.changed({"batch.total": sizes.total})
     world.lay(**config.parallel.axes.sizes)
-    prepare_once_per_machine(task, world)
+    if not prepared:
+        _prepare_once_per_machine(task, world)
     base = anonymous_memory()
     may_be_empty = build is None and backend.fills_from_files(config)
     modules, loaded, files = _create_model(task, config, world, resumes=resumes, may_be_empty=may_be_empty)
@@ -366,7 +369,7 @@ def _compute_nothing(model: nn.Module, given: None) -> None:
     """Compute nothing: the function of a forward that only triggers the library's own set-up."""
 
 
-def prepare_once_per_machine(task: Task, world: World) -> None:
+def _prepare_once_per_machine(task: Task, world: World) -> None:
     """Call the task's `prepare` on one rank of each machine; others wait without a limit, as it may download data."""
     if not task.defines("prepare"):
         return

@@ -32,12 +32,13 @@ from unipar.tracking.writer import TrackerWriter
 from unipar.training.resuming import choose_checkpoint, restore_run
 from unipar.training.run import TrainingRun
 from unipar.training.saves import RunCheckpoints
-from unipar.training.setup import build_run, prepare_once_per_machine
+from unipar.training.setup import build_run
 from unipar.utils.address import Location, parse_location
 from unipar.utils.files import whole
 from unipar.verification.worker import replay, split_sums
 from unipar.verification.worker.fixed_stream import fix_stream_samples
 from unipar.verification.worker.jobs import JOBS_FILE_NAME, Job, job_result_path
+from unipar.verification.worker.preparation import prepare_once
 from unipar.verification.worker.recorder import RunRecorder
 from unipar.verification.worker.task_probe import disable_dropout, error_in_one_line, probe_task
 
@@ -57,7 +58,7 @@ def run_world_jobs(place: Place, folder: Path, control: socket.socket | None) ->
     world = backend.join(first.config, place)
     heartbeat = HeartbeatWriter(heartbeat_path(folder, place.rank))
     for i, job in enumerate(jobs):
-        result = _run_job_or_error(job, backend, ref, world, folder, heartbeat, first=i == 0)
+        result = _run_job_or_error(job, backend, ref, world, folder, heartbeat)
         with whole(job_result_path(folder, i, place.rank)) as path:
             torch.save(result, path)
         world.barrier()
@@ -65,14 +66,14 @@ def run_world_jobs(place: Place, folder: Path, control: socket.socket | None) ->
 
 
 def _run_job_or_error(
-    job: Job, backend: Backend, ref: TaskRef, world: World, folder: Path, heartbeat: HeartbeatWriter, *, first: bool
+    job: Job, backend: Backend, ref: TaskRef, world: World, folder: Path, heartbeat: HeartbeatWriter
 ) -> dict[str, Any]:
     """Return the result of a job, or a UniparError, which every rank raises alike.
 
     Any other error ends the world, except in a job that may fail: it then is the result.
     """
     try:
-        return _run_job(job, backend, ref, world, folder, heartbeat, first=first)
+        return _run_job(job, backend, ref, world, folder, heartbeat)
     except UniparError as e:
         return {"error": str(e), "kind": type(e).__name__}
     except Exception as e:
@@ -82,12 +83,11 @@ def _run_job_or_error(
 
 
 def _run_job(
-    job: Job, backend: Backend, ref: TaskRef, world: World, folder: Path, heartbeat: HeartbeatWriter, *, first: bool
+    job: Job, backend: Backend, ref: TaskRef, world: World, folder: Path, heartbeat: HeartbeatWriter
 ) -> dict[str, Any]:
     settled = job.settled
     task = ref.load()
-    if first:
-        prepare_once_per_machine(task, world)  # a stream is read before a run is built
+    prepare_once(task, folder.parent)
     dropout_names = [] if job.key.dropout else disable_dropout(task)
     settled, again = fix_stream_samples(task, settled, job.steps)
     if job.kind == "probe":
@@ -100,7 +100,15 @@ def _run_job(
         trackers = TrackerWriter((), folder, world.rank)
         try:
             live = build_run(
-                settled, backend, task, world, ledger=ledger, heartbeat=heartbeat, trackers=trackers, build=build
+                settled,
+                backend,
+                task,
+                world,
+                ledger=ledger,
+                heartbeat=heartbeat,
+                trackers=trackers,
+                build=build,
+                prepared=True,
             )
         except TaskError as e:
             if job.key.kind != "cell":
