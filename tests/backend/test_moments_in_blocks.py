@@ -1,4 +1,4 @@
-"""Where moments of 8 bits are refused, before any process starts."""
+"""Refusals of moments of 8 bits, before any process starts."""
 
 from __future__ import annotations
 

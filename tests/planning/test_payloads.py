@@ -138,7 +138,7 @@ def test_a_block_that_takes_no_gradient() -> None:
 
 
 def test_a_rank_without_parameters() -> None:
-    """That rank sends one number as it shares what it has updated."""
+    """One number more, which that rank sends as it shares what it has updated."""
     assert ("broadcast", 116 + 2 * 4, 5, 5) in sent("native/optimizer", 5, batch={"total": 10})
 
 

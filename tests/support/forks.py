@@ -53,7 +53,7 @@ MODELS = (
     "sklearn.metrics",
     "sklearn.datasets",
 )
-"""What tasks of tests import, which takes as long as torch."""
+"""Modules that tasks of tests import, which takes as long as torch."""
 
 OURS = ("tests.support.python_fork", "tests.support.warm", "unipar.cli.app", "unipar.launcher.launched_run")
 PYTEST_WORDS = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore:Module already imported")

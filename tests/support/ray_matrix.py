@@ -79,7 +79,7 @@ class RayJob:
         """Return how it stands, as `unipar jobs` says, once it is over."""
         until = time.monotonic() + PATIENCE
         while (state := self.state) in ("pending", "running") and time.monotonic() < until:
-            time.sleep(10)  # a look starts a client of Ray a job, which takes a second of a core
+            time.sleep(10)  # a look starts Ray's client, which takes seconds of a core
         return state
 
     @property

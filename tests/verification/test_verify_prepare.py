@@ -74,7 +74,7 @@ def test_verify(config: dict[str, Any], tmp_path: Path) -> None:
 
 
 def test_plan(config: dict[str, Any]) -> None:
-    """It reads samples of the data, too."""
+    """A plan reads samples of the data, too."""
     (row,) = unipar.plan(config, cells=["native/nothing"], worlds=[2]).rows
     assert row.refusal == ""
 

@@ -170,7 +170,7 @@ def _make_outline(source: ConfigSource) -> tuple[Outline, dict[str, str]]:
             "draws the order by the seed: export a task without it, and put yours into the loader of train.py"
         )
     assert depth.per_epoch is not None
-    task = load_task(config)
+    task = load_task(config, prepared=False)  # it was, for its facts
     if task.defines("train"):
         raise TaskError(
             f"{ref.task.shown}: train() is a loop over unipar's Run, which does not exist in a script: export a task "

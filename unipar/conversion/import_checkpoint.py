@@ -136,7 +136,7 @@ def _groups_of_task(config: Config, modules: Mapping[str, nn.Module]) -> list[li
     groups: list[list[str]] = []
     for prefix, module in _prefixed(modules):
         try:
-            given = load_task(config).groups(module)
+            given = load_task(config, prepared=False).groups(module)
         except Exception:  # the model may be on meta, without values; a run says what is wrong
             return []
         if given is None:

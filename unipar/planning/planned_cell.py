@@ -116,10 +116,10 @@ class PlannedCells:
     """Name of the machine; empty if none is given."""
 
     units: str = "samples"
-    """What the rate counts: samples, tokens, or units of the task's weight."""
+    """Unit of the rate: samples, tokens, or units of the task's weight."""
 
     counted: str = "samples"
-    """What a microbatch counts: samples or tokens."""
+    """Unit of a microbatch: samples or tokens."""
 
     checkpoint: int | None = None
     """Bytes of tensors in one checkpoint."""

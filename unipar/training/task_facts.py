@@ -162,14 +162,15 @@ def describe_split(config: Config, sizes: BatchSizes, backend: Backend) -> list[
 def load_part(config: Config, sizes: BatchSizes) -> tuple[Part, Callable[[int], list[Any]]]:
     """Create the task's model with its values; return it, and a function that reads so many of the first microbatches.
 
-    The model is that of seed `train.seed`; random generators are left as they were.
+    The task is prepared, as `gather_task_facts` leaves it. The model is that of seed `train.seed`; random generators
+    are left as they were.
     """
     import torch
 
     from unipar.model.create import check_parts
     from unipar.training.shares import first_microbatches
 
-    task = load_task(config)
+    task = load_task(config, prepared=False)
     with user_errors_as_task_errors("model()"), torch.random.fork_rng([]):
         made: Any = task.model()
         ((name, module),) = check_parts(made).items()

@@ -54,7 +54,7 @@ class TracedTask:
     """True if a third microbatch has allocated what the first two led to expect."""
 
     units: float | None = None
-    """What the task's weight counts in a sample, or token, of the first microbatch; None: it defines no weight."""
+    """Weight of a sample, or token, of the first microbatch, as the task counts it; None: it defines no weight."""
 
     checkpoint: int | None = None
     """Bytes of tensors in a checkpoint; None if the optimizer cannot be tried without values."""
