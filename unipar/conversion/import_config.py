@@ -15,8 +15,9 @@ from unipar.config import Config, safe_yaml
 from unipar.config.config_file import read_config_text
 from unipar.config.source import parse_set_argument
 from unipar.config.yaml_edit import yaml_value
+from unipar.conversion.given_arguments import arguments_over, read_arguments
 from unipar.conversion.trainer_file import READ_HERE, is_trainer_file, library_arguments, read_trainer_file
-from unipar.conversion.training_arguments import TrainingArguments, arguments_over, read_arguments
+from unipar.conversion.training_arguments import TrainingArguments
 from unipar.errors import ConfigError, OutExists, Unsupported
 from unipar.utils.files import whole
 from unipar.utils.text import show_value

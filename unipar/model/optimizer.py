@@ -13,7 +13,15 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from unipar.config import Config
-from unipar.config.sections.optimizer import SGD, Adam, AdamW, AdamW8bitSettings, MuonSettings, optimizer_arguments
+from unipar.config.sections.optimizer import (
+    SGD,
+    Adam,
+    AdamW,
+    AdamW8bitSettings,
+    MuonSettings,
+    RMSprop,
+    optimizer_arguments,
+)
 from unipar.errors import TaskError
 from unipar.model.matrices import matrix_names
 from unipar.optimizers.matrix_optimizer import MatrixOptimizer
@@ -24,6 +32,7 @@ _OPTIMIZER_CLASSES: Mapping[type, Any] = {
     SGD: torch.optim.SGD,
     Adam: torch.optim.Adam,
     AdamW: torch.optim.AdamW,
+    RMSprop: torch.optim.RMSprop,
     MuonSettings: Muon,
 }
 
