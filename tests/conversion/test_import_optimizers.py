@@ -1,4 +1,4 @@
-"""`unipar import` of RMSprop, and `unipar export` of it back."""
+"""`unipar import` of RMSprop and of AdamW with states of 8 bits, and `unipar export` of RMSprop."""
 
 from __future__ import annotations
 
@@ -74,6 +74,60 @@ def test_what_is_not_carried(optim: str, optim_args: str | None, sentence: str, 
     with pytest.raises(ConfigError) as caught:
         recipe(tmp_path, optim=optim, optim_args=optim_args)
     assert sentence in str(caught.value)
+
+
+OF_TORCHAO = "by torchao too, with blocks that are the same in every world: in 8 bits are weights whose rows are"
+OF_BITSANDBYTES = (
+    "with torchao's codes, not bitsandbytes'; in 8 bits are weights whose rows are blocks of 256, embeddings"
+)
+FLAT = "ZeRO joins parameters in flat tensors, where blocks of moments would reach from one parameter into the next"
+
+
+@pytest.mark.parametrize(
+    ("optim", "keys", "name", "remark"),
+    [
+        ("adamw_torch_8bit", {}, "adamw-8bit", f"adamw-8bit, {OF_TORCHAO} blocks of 256"),
+        ("adamw_bnb_8bit", {"fsdp": "full_shard"}, "adamw-8bit", f"adamw-8bit, {OF_BITSANDBYTES}"),
+        ("paged_adamw_8bit", {}, "adamw-8bit", f"adamw-8bit, {OF_BITSANDBYTES}"),
+        ("adamw_8bit", {"deepspeed": "zero2"}, "adamw", f"AdamW with states in fp32, not in 8 bits: {FLAT}"),
+        (
+            "adamw_torch_8bit",
+            {"tensor_parallel_size": 2},
+            "adamw",
+            "AdamW with states in fp32, not in 8 bits: with p",
+        ),
+        (
+            "adamw_bnb_8bit",
+            {"fsdp": "full_shard offload"},
+            "adamw",
+            "AdamW with states in fp32, not in 8 bits: with m",
+        ),
+        ("adamw_torch_4bit", {}, "adamw", "AdamW with states in fp32, not in fewer bits"),
+    ],
+)
+def test_states_of_8_bits(optim: str, keys: dict[str, Any], name: str, remark: str, tmp_path: Path) -> None:
+    """They are unipar's where the cell can hold them, and fp32 where not; either is told with what differs, or why."""
+    made = recipe(tmp_path, optim=optim, **keys)
+    assert optimizer(made)["name"] == made.config.train.optimizer.name == name
+    (told,) = (note for note in made.assumed if note.startswith("train.optimizer.name: "))
+    assert told.startswith(f"train.optimizer.name: {optim}: {remark}")
+
+
+def test_an_optimizer_that_is_said_elsewhere(tmp_path: Path) -> None:
+    """--set wins over the arguments, and so does a ds_config.json that has an optimizer; neither gets 8 bits."""
+    made = recipe(tmp_path, "train.optimizer.name=adamw", optim="adamw_torch_8bit")
+    assert optimizer(made)["name"] == "adamw"
+    mics = {"stage": 3, "mics_shard_size": 2}
+    adamw = {"type": "AdamW", "params": {"lr": 5e-7}}
+    (tmp_path / "mics.json").write_text(json.dumps({"zero_optimization": mics, "optimizer": adamw}), encoding="utf-8")
+    of_file = recipe(tmp_path, optim="adamw_torch_8bit", deepspeed="mics.json", weight_decay=0.0)
+    assert (of_file.config.backend, optimizer(of_file)["name"]) == ("native", "adamw")
+    assert [note for note in (*made.assumed, *of_file.assumed) if "8bit" in note] == []
+    kept = recipe(tmp_path, "train.optimizer.fused=true", optim="adamw_torch_8bit")
+    assert optimizer(kept)["name"] == "adamw"
+    assert any(
+        "not in 8 bits: the config: train.optimizer.fused: there is no such key" in note for note in kept.assumed
+    )
 
 
 RMSPROP = {"name": "rmsprop", "lr": 0.01, "alpha": 0.9, "eps": 1e-4, "momentum": 0.5, "centered": True}

@@ -39,15 +39,19 @@ OPTIMIZER_OF_WORD = {
     "sgd": "sgd",
     "rmsprop": "rmsprop",
 }
-ROUNDED_OPTIMIZERS = (
-    "adamw_bnb_8bit",
-    "adamw_8bit",
-    "paged_adamw_8bit",
-    "adamw_torch_8bit",
-    "adamw_torch_4bit",
-    "adamw_torch_fp8",
-)
+ROUNDED_OPTIMIZERS = ("adamw_torch_4bit", "adamw_torch_fp8")
 """AdamW with states in fewer bits, which is carried as AdamW with fp32 states and told."""
+
+_OF_BITSANDBYTES = (
+    "with torchao's codes, not bitsandbytes'; in 8 bits are weights whose rows are blocks of 256, embeddings (fp32 "
+    "under the Trainer) too"
+)
+EIGHT_BIT_OPTIMIZERS: Mapping[str, str] = {
+    **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit"), _OF_BITSANDBYTES),
+    "adamw_torch_8bit": "by torchao too, with blocks that are the same in every world: in 8 bits are weights whose "
+    "rows are blocks of 256",
+}
+"""AdamW with states of 8 bits, which is unipar's adamw-8bit where the cell can hold it; and what differs then."""
 
 AXOLOTL_NAMES = {
     "micro_batch_size": "per_device_train_batch_size",

@@ -10,6 +10,7 @@ from typing import Any
 
 from unipar.backend.foreign import AUTO, Answer, Answers
 from unipar.conversion.argument_names import (
+    EIGHT_BIT_OPTIMIZERS,
     KEY_OF_ARGUMENT,
     KEY_TO_SAY,
     MUON_DETAILS,
@@ -52,6 +53,9 @@ class TrainingArguments:
     """The names as given, of those that are not the Trainer's."""
 
     defaults: Mapping[str, Any] = field(default_factory=lambda: TRAINER_DEFAULTS)
+    eight_bits: str = ""
+    """Optimizer with states of 8 bits that is asked for; "": none. The cell decides whether unipar's own can be."""
+
     elsewhere: frozenset[str] = frozenset()
     """Arguments that somebody else reads."""
 
@@ -138,6 +142,8 @@ class TrainingArguments:
         if word in ROUNDED_OPTIMIZERS:
             name, why = "adamw", f"{word}: AdamW with states in fp32, not in fewer bits"
             self._assume("optim", why, "give adamw_torch", "train.optimizer.name")
+        if word in EIGHT_BIT_OPTIMIZERS:
+            name, self.eight_bits = "adamw", word
         if name is None:
             why = f"{word} is neither sgd nor rmsprop nor a kind of adamw, such as adamw_torch and adamw_bnb_8bit"
             self._refuse("optim", OWN_FORMULAS.get(word, why), "give another one", "train.optimizer")
