@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from unipar.backend import Backend, checks, registry
-from unipar.backend.checks import given_source
+from unipar.backend.checks import CheckedSource, given_source
 from unipar.backend.foreign import Answers, ForeignConfigReader, import_error
 from unipar.config import Config, safe_yaml
 from unipar.config.config_file import read_config_text
-from unipar.config.source import ConfigSource, parse_set_argument
+from unipar.config.source import parse_set_argument
 from unipar.config.yaml_edit import yaml_value
 from unipar.conversion.argument_names import EIGHT_BIT_OPTIMIZERS
 from unipar.conversion.given_arguments import arguments_over, read_arguments
@@ -150,7 +150,7 @@ def _add_refused_arguments(reading: ForeignConfigReader, arguments: TrainingArgu
         ]
 
 
-def _add_eight_bits(reading: ForeignConfigReader, arguments: TrainingArguments, source: ConfigSource) -> bool:
+def _add_eight_bits(reading: ForeignConfigReader, arguments: TrainingArguments, source: CheckedSource) -> bool:
     """Return whether AdamW was put into 8 bits, as the arguments ask and where the cell can hold it; tell either."""
     word = arguments.eight_bits
     if not word or reading.answered(_NAME) or reading.notes.get(_NAME) != arguments.place("optim"):
@@ -163,7 +163,7 @@ def _add_eight_bits(reading: ForeignConfigReader, arguments: TrainingArguments, 
     return True
 
 
-def _why_no_eight_bits(reading: ForeignConfigReader, source: ConfigSource) -> str | None:
+def _why_no_eight_bits(reading: ForeignConfigReader, source: CheckedSource) -> str | None:
     """Return why the cell cannot hold moments of 8 bits, or what `--set` gives AdamW besides; None if nothing does."""
     try:
         tried = given_source(_nest_keys(replace(reading, config={**reading.config, _NAME: "adamw-8bit"})))

@@ -53,9 +53,6 @@ class TrainingArguments:
     """The names as given, of those that are not the Trainer's."""
 
     defaults: Mapping[str, Any] = field(default_factory=lambda: TRAINER_DEFAULTS)
-    eight_bits: str = ""
-    """Optimizer with states of 8 bits that is asked for; "": none. The cell decides whether unipar's own can be."""
-
     elsewhere: frozenset[str] = frozenset()
     """Arguments that somebody else reads."""
 
@@ -64,6 +61,8 @@ class TrainingArguments:
     """Arguments that are carried though they mean something else; `--strict` refuses them."""
 
     refused: list[RefusedArgument] = field(default_factory=list[RefusedArgument])
+    eight_bits: str = ""
+    """Optimizer with states of 8 bits that is asked for; "": none. The cell decides whether it can be unipar's own."""
 
     def place(self, name: str) -> str:
         """Return an argument as messages name it."""
