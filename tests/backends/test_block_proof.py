@@ -82,7 +82,7 @@ def test_two_towers_in_a_pipeline(tmp_path: Path) -> None:
 
     facts = look_at_model(task.model(), blocks, loss, task.data().tensors, 2)
     assert facts.cuts[1] in (1, 2)
-    with pytest.raises(TaskError, match="only some of the blocks on each stage, and it fails with texts.2, texts.4 al"):
+    with pytest.raises(TaskError, match=r"only some of the blocks on each stage, and it fails with texts.2, texts.4"):
         look_at_model(task.model(), blocks, loss, task.data().tensors, 2, ["texts.2"])
     expected = losses(tmp_path, "unsplit.py:Towers", {}, "whole")
     assert losses(tmp_path, "unsplit.py:Towers", {"pipeline": 2}, "whole") == pytest.approx(expected, abs=1e-6)
