@@ -103,3 +103,19 @@ class Points(torch.utils.data.Dataset[Any]):
 
 if __name__ == "__main__":
     print(unipar.launch(sys.argv[1], task=Line))
+
+
+class Counted20(Words20):
+    """The same texts in batches by tokens, whose numbers do not depend on their cut into microbatches."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__(width, dropout=0.0)
+
+    def length(self, sample: Tensor) -> int:
+        return len(sample)
+
+    @override
+    def collate(self, samples: list[Tensor]) -> Words:
+        longest = max(len(s) for s in samples)
+        words = torch.stack([F.pad(s, (0, longest - len(s)), value=-1) for s in samples])
+        return words.clamp(min=0), torch.where(words < 0, -100, (words + 1) % 7)
