@@ -20,7 +20,9 @@ from unipar.conversion.export import export_script
 from unipar.errors import ConfigError
 
 TASK = {"use": f"{FILE}:Counted20", "args": {"width": 16}}
-LIMITED: dict[str, Any] = {"tokens": 20, "micro": 8}
+LIMITED: dict[str, Any] = {"tokens": 20, "micro": 6}
+"""One, two or three microbatches on each of two ranks, and a part of weight 0 in some."""
+
 EVEN: dict[str, Any] = {"tokens": 20, "accumulate": 2}
 
 
@@ -90,7 +92,7 @@ def test_what_is_written(tmp_path: Path) -> None:
     assert made.files == ("README.md", "run.sh", "samples.py", "task.py", "token_split.py", "train.py")
     train = (made.folder / "train.py").read_text("utf-8")
     assert "TOKENS = 20  # in one optimizer step at most, over all ranks and without padding\n" in train
-    assert "MICRO = 8  # tokens in one forward pass on one rank at most, with padding\n" in train
+    assert "MICRO = 6  # tokens in one forward pass on one rank at most, with padding\n" in train
     assert "SCALE = 2.0  # factor on the rate, which was chosen for 10 tokens a step\n" in train
     words = ("tokens=TOKENS", "micro=MICRO", "accumulate=None", "packed=False", "length=task.length")
     assert "".join(f"        {word},\n" for word in words) in train
