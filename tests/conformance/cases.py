@@ -139,6 +139,7 @@ _NOT_FINITE = "the loss is not finite at step 4, first on rank "
 _COSINE = {"schedule": {"name": "cosine", "warmup": 2, "end": 0.1}}
 _MUON = {"optimizer": {"name": "muon", "lr": 1e-2, "weight_decay": 0.1, "adamw": {"eps": 1e-6}}}
 _EIGHT_BITS = {"optimizer": {"name": "adamw-8bit", "block": 16, "lr": 1e-2, "weight_decay": 0.1, "eps": 1e-6}}
+_BF16_MOMENTS = {"optimizer": {"name": "adamw-bf16", "lr": 1e-2, "weight_decay": 0.1, "eps": 1e-6}}
 _EXACT = {
     "optimizer": {"name": "adamw", "lr": 1e-2, "weight_decay": 0.1, "eps": 1e-6, "fused": False, "foreach": False},
     "clip": {"max": 0.3, "norm": "fp64"},
@@ -239,6 +240,14 @@ CASES = {
              tolerance=EIGHT_BITS),
         Case("moments of 8 bits, bits", Wide, accumulate=1, sizes=(2,), cells=_BLOCKS, tolerance=EIGHT_BITS,
              train=_EIGHT_BITS | {"clip": _EXACT["clip"]}),
+        Case("moments in bf16", tasks.Grouped, train=_COSINE | _BF16_MOMENTS, hop=3, sizes=(1, 2),
+             tolerance=EIGHT_BITS),
+        Case("moments in bf16, bits", tasks.Grouped, accumulate=1, sizes=(2,), tolerance=EIGHT_BITS,
+             train=_EXACT | {"optimizer": _BF16_MOMENTS["optimizer"] | {"fused": False, "foreach": False}}),
+        Case("moments in bf16, bf16-master", tasks.Grouped, precision="bf16-master", tolerance=BF16, train=_BF16_MOMENTS,
+             hop=3, sizes=(2,)),
+        Case("moments in bf16, copies", tasks.Grouped, more=_TWO_COPIES, train=_BF16_MOMENTS, hop=3, sizes=(4,),
+             tolerance=EIGHT_BITS, cells=_CELLS_WITH_COPIES),
         Case("frozen teacher", tasks.Distilled, more={"eval": {"every": 2}}),
         Case("narrow frozen weights", Adapted, hop=3, sizes=(2,)),
         Case("tied weights", lambda: tasks.Plain(tied=True)),
@@ -343,7 +352,7 @@ VARIANTS = (
     "all but matrix products recomputed", "contrastive, ragged", "contrastive, fp64", "contrastive, bf16-mixed",
     "contrastive, bf16-master", "several parts, batch norm, dropout", "several parts, fp64",
     "several parts, bf16-mixed", "several parts, bf16-master", "several parts, averaged", "bf16-master, float inputs",
-    "muon, bf16-master", "several parts, one loss, dropout",
+    "muon, bf16-master", "moments in bf16, bits", "moments in bf16, bf16-master", "several parts, one loss, dropout",
 )  # fmt: skip
 """Cases that `make test` plays under one library, by turns, as each plays their main form."""
 

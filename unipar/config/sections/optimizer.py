@@ -79,6 +79,13 @@ class AdamW(_Moments):
     """Adam with weight decay that is separate from the gradient."""
 
 
+class AdamWBf16Settings(_Moments):
+    """Config section `train.optimizer` with name: adamw-bf16."""
+
+    name: Literal["adamw-bf16"] = "adamw-bf16"
+    """AdamW whose moments are kept in bf16, rounded up or down by chance, so that they are right on average."""
+
+
 class AdamW8bitSettings(_Rates):
     """Config section `train.optimizer` with name: adamw-8bit."""
 
@@ -166,6 +173,7 @@ Optimizer = Annotated[
     Annotated[SGD, Tag("sgd")]
     | Annotated[Adam, Tag("adam")]
     | Annotated[AdamW, Tag("adamw")]
+    | Annotated[AdamWBf16Settings, Tag("adamw-bf16")]
     | Annotated[AdamW8bitSettings, Tag("adamw-8bit")]
     | Annotated[MuonSettings, Tag("muon")],
     by_name("adamw"),
