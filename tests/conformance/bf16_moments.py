@@ -37,7 +37,7 @@ class Bf16ByHand(torch.optim.AdamW):
 
     def __init__(self, model: nn.Module, groups: Any, **settings: Any) -> None:
         super().__init__(groups, **settings)
-        self._names = {p: name for name, p in model.named_parameters()}
+        self._names: dict[Any, str] = {p: name for name, p in model.named_parameters()}
 
     @override
     def step(self, closure: Any = None) -> Any:

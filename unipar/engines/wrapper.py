@@ -327,8 +327,9 @@ class WrapperEngine(OptimizerEngine):
             dtype = p.dtype if shape == self.whole_shape(name, p) else None
             return torch.zeros(shape, dtype=dtype or read(name, kind, Region(0, prod(shape))).dtype, device=p.device)
         if shape == self.whole_shape(name, p):
-            narrow = isinstance(self.base, AdamWBf16) and kind in MOMENTS
-            return self.base.new_moment(p) if narrow else torch.empty_like(p)
+            if isinstance(self.base, AdamWBf16) and kind in MOMENTS:
+                return self.base.new_moment(p)
+            return torch.empty_like(p)
         if shape and isinstance(p, DTensor):
             raise TaskError(
                 f"the optimizer's {kind!r} of {name} has the shape {shape}, the parameter {tuple(p.shape)}: such a "

@@ -181,8 +181,10 @@ class OptimizerFactory:
         made: list[dict[str, Any]] = []
         for group in self._groups:
             lr = group.settings.get("lr", float(wanted.lr)) * self._scale
-            mine = [now[n] for n in group.names if n in now]  # a stage of a pipeline has some of them
-            made.append({"params": mine, **group.settings, "lr": lr})
+            names = [n for n in group.names if n in now]  # a stage of a pipeline has some of them
+            made.append({"params": [now[n] for n in names], **group.settings, "lr": lr})
+            if isinstance(wanted, AdamWBf16Settings) and self._own is None:
+                made[-1]["names"] = names
         if self._own is not None:
             decay = {"weight_decay": float(wanted.weight_decay)}
             optimizer = _create_own_optimizer(self._own, [decay | group for group in made], now)

@@ -52,13 +52,16 @@ class AdamWBf16(Optimizer):
         foreach: bool | None = None,
         seed: int = 0,
     ) -> None:
-        """Take groups like any optimizer of PyTorch's, and the seed of the roundings."""
+        """Take groups like any optimizer of PyTorch's, each with the `names` of its parameters; else they are numbers.
+
+        `seed` is that of the roundings.
+        """
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "seed": seed}
         super().__init__(params, defaults | {"fused": fused, "foreach": foreach})
         self._views: NamedViews | None = None
 
     def use_views(self, views: NamedViews) -> None:
-        """Let an engine say which elements this rank has; else each tensor is a parameter, named by its number."""
+        """Let an engine say which elements this rank has; without, each tensor is a whole parameter of that group."""
         self._views = views
 
     def new_moment(self, p: Tensor) -> Tensor:
@@ -72,21 +75,22 @@ class AdamWBf16(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        number = 0
+        before = 0
         for group in self.param_groups:
-            for p in group["params"]:
+            names: Sequence[str] = group.get("names", ())
+            for number, p in enumerate(group["params"], before):
+                name = names[number - before] if len(names) == len(group["params"]) else str(number)
                 if p.grad is not None:
-                    self._update(p, p.grad, group, str(number))
-                number += 1
+                    self._update(p, p.grad, group, name)
+            before += len(group["params"])
         return loss
 
-    def _update(self, p: Tensor, gradient: Tensor, group: Mapping[str, Any], number: str) -> None:
+    def _update(self, p: Tensor, gradient: Tensor, group: Mapping[str, Any], own_name: str) -> None:
         state: dict[str, Any] = self.state[p]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=p.device if group["fused"] else "cpu")
             state |= {key: self.new_moment(p) for key in MOMENTS}
-        views = self._views or (lambda _, t: [(number, ElementRuns(0, t.numel()), _local(t))])
-        each = [list(views(p, t.detach())) for t in (p, gradient, *(state[key] for key in MOMENTS))]
+        each = [self._parts(p, t.detach(), own_name) for t in (p, gradient, *(state[key] for key in MOMENTS))]
         for parts in zip(*each, strict=True):
             name, runs, _ = parts[0]
             for first, tensors in _pieces([t for _, _, t in parts]):
@@ -94,6 +98,11 @@ class AdamWBf16(Optimizer):
                 bits = draw_bits(numbers, state["step"], f"{group['seed']} {name}")
                 _update_piece(tensors, bits, state["step"], group)
         state["step"] += 1
+
+    def _parts(self, p: Tensor, t: Tensor, own_name: str) -> list[tuple[str, ElementRuns, Tensor]]:
+        if self._views is not None:
+            return list(self._views(p, t))
+        return [(own_name, ElementRuns(0, t.numel()), _local(t))]
 
 
 def _local(t: Tensor) -> Tensor:
@@ -114,14 +123,16 @@ def _pieces(tensors: Sequence[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
 
 def _update_piece(tensors: Sequence[Tensor], bits: Tensor, step: Tensor, group: Mapping[str, Any]) -> None:
     """Update a piece of a weight, and of its moments."""
-    weight, gradient, *moments = tensors
-    new = weight.contiguous()  # fused kernels take nothing else
-    full = [m.to(weight.dtype, memory_format=torch.contiguous_format) for m in moments]
+    weight, _, *moments = tensors
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    # fused kernels take contiguous tensors of one dtype
+    new, gradient, first, second = (t.to(wide).contiguous() for t in tensors)
     beta1, beta2 = group["betas"]
     adamw(
         [new],
-        [gradient.contiguous()],
-        *([one] for one in full),
+        [gradient],
+        [first],
+        [second],
         [],
         [step.clone()],
         foreach=group["foreach"],
@@ -136,5 +147,5 @@ def _update_piece(tensors: Sequence[Tensor], bits: Tensor, step: Tensor, group: 
     )
     if new is not weight:
         weight.copy_(new)
-    for moment, updated, half in zip(moments, full, (bits & 0xFFFF, (bits >> 16) & 0xFFFF), strict=True):
+    for moment, updated, half in zip(moments, (first, second), (bits & 0xFFFF, (bits >> 16) & 0xFFFF), strict=True):
         moment.copy_(round_by_chance(updated.float(), half))

@@ -158,11 +158,23 @@ class Train(Section):
         """Key of an optimizer whose moments are in bf16, if there is one."""
         return self._key_of(AdamWBf16Settings)
 
+    @property
+    def narrow_moments(self) -> str | None:
+        """Name of the optimizer, if it keeps moments in fewer bits than weights."""
+        return next(
+            (its.name for its in self._optimizers.values() if isinstance(its, AdamW8bitSettings | AdamWBf16Settings)),
+            None,
+        )
+
     def _key_of(self, kind: type[Section]) -> str | None:
         """Return the key of the first optimizer of this kind."""
+        return next((key for key, its in self._optimizers.items() if isinstance(its, kind)), None)
+
+    @property
+    def _optimizers(self) -> dict[str, Optimizer | None]:
+        """The optimizer and those of parts, by their keys."""
         of_parts = {f"train.parts.{name}.optimizer": part.optimizer for name, part in self.parts.items()}
-        optimizers = {"train.optimizer": self.optimizer, **of_parts}
-        return next((key for key, its in optimizers.items() if isinstance(its, kind)), None)
+        return {"train.optimizer": self.optimizer, **of_parts}
 
     @property
     def clipping(self) -> Clip | None:
