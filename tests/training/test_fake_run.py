@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from pathlib import Path
 from typing import Any
@@ -178,6 +179,20 @@ def test_modes_stay_as_they_are(tmp_path: Path) -> None:
     model = "made = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)); made[1].eval(); return made"
     operations = {b.operation for b in traced(small(tmp_path, "return model(x).sum()", model)).activations.blocks}
     assert not any("dropout" in one or "bernoulli" in one for one in operations)
+
+
+def test_what_was_frozen_before_stays_frozen() -> None:
+    """Python's collector passes over what a process had frozen, as it did before; where nothing was, nothing is."""
+    gc.freeze()
+    before = gc.get_freeze_count()
+    traced(CHARS)
+    assert gc.get_freeze_count() >= before
+    gc.unfreeze()
+    try:
+        traced(CHARS)
+        assert gc.get_freeze_count() == 0
+    finally:
+        gc.freeze()
 
 
 def test_operations_of_a_step(once: TracedTask, again: TracedTask) -> None:

@@ -62,14 +62,18 @@ class FakeStep:
 
 @contextmanager
 def _only_asked_collection() -> Generator[None]:
-    """Context manager: Python frees cycles of references when it is asked to, and looks at new objects alone."""
-    was_on = gc.isenabled()
+    """Context manager: Python frees cycles of references when it is asked to, and looks at new objects alone.
+
+    A process that has frozen objects before, as a fork server has for its forks, keeps them frozen.
+    """
+    was_on, was_frozen = gc.isenabled(), gc.get_freeze_count() > 0
     gc.freeze()  # what is garbage already has no part in the step; to search for it would take a third of a plan
     gc.disable()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not was_frozen:
+            gc.unfreeze()
         if was_on:
             gc.enable()
 
