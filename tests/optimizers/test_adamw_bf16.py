@@ -97,9 +97,9 @@ def test_rounding_by_chance() -> None:
     gap = 2.0**-7
     numbers = torch.tensor([1.5, 1 + gap / 4, 1 + gap / 4, -1 - gap / 4, -1 - gap / 4, float("inf"), float("nan")])
     bits = torch.tensor([65535, 49151, 49152, 49151, 49152, 65535, 65535], dtype=torch.int32)
-    found = round_by_chance(numbers, bits).tolist()
-    assert found[:6] == [1.5, 1.0, 1 + gap, -1.0, -1 - gap, float("inf")]
-    assert found[6] != found[6]
+    found = round_by_chance(numbers, bits)
+    assert found[:5].tolist() == [1.5, 1.0, 1 + gap, -1.0, -1 - gap]
+    assert found[5:].isnan().tolist() == [True, True]
     only_ones = torch.tensor([2**31 - 1], dtype=torch.int32).view(torch.float32)
     assert bool(round_by_chance(only_ones, torch.tensor([65535], dtype=torch.int32)).isnan())
 

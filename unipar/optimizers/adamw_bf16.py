@@ -148,4 +148,4 @@ def _update_piece(tensors: Sequence[Tensor], bits: Tensor, step: Tensor, group: 
     if new is not weight:
         weight.copy_(new)
     for moment, updated, half in zip(moments, (first, second), (bits & 0xFFFF, (bits >> 16) & 0xFFFF), strict=True):
-        moment.copy_(round_by_chance(updated.float(), half))
+        moment.copy_(round_by_chance(updated.to(torch.float32), half))

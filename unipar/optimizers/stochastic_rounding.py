@@ -47,9 +47,11 @@ def draw_bits(numbers: Tensor, step: Tensor, about: str) -> Tensor:
 
 
 def round_by_chance(t: Tensor, bits: Tensor) -> Tensor:
-    """Return fp32 numbers as bf16, each one of its two neighbours: the nearer that is, the more often it is taken.
+    """Round contiguous fp32 numbers in place to such as bf16 has, and return them.
 
-    `bits` is from 0 to 65,535 for each number, all equally often.
+    Each becomes one of its two neighbours: the nearer that is, the more often it is taken. `bits` is from 0 to 65,535
+    for each number, all equally often. What is not finite becomes NaN.
     """
-    raised = (t.contiguous().view(torch.int32) + bits.view(t.shape)).bitwise_and_(-0x10000).view(torch.float32)
-    return torch.where(t == t, raised, t).to(torch.bfloat16)  # NaN may have only ones, which adding makes a zero
+    nothing = t - t  # NaN where it is not finite: its bits may all be ones, and adding to them would make a zero
+    t.view(torch.int32).add_(bits.view(t.shape)).bitwise_and_(-0x10000)
+    return t.add_(nothing)
