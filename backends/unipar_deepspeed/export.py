@@ -72,7 +72,7 @@ def build_ds_config(outline: Outline) -> dict[str, Any]:
     params: dict[str, Any] = {k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()}
     params["lr"] *= learning_rate_scale(outline)
     kind = optimizer_class_name(config)
-    if kind != "SGD":
+    if kind in ("Adam", "AdamW"):
         params["torch_adam"] = True
     if kind == "Adam":
         params["adam_w_mode"] = False  # its Adam is AdamW otherwise

@@ -119,6 +119,8 @@ def _poison() -> int:
 _SGD = {"name": "sgd", "lr": 0.1, "momentum": 0.9}
 _NOT_FINITE = "the loss is not finite at step 4, first on rank "
 _COSINE = {"schedule": {"name": "cosine", "warmup": 2, "end": 0.1}}
+_RMSPROP = {"optimizer": {"name": "rmsprop", "lr": 1e-3, "weight_decay": 0.1, "alpha": 0.9, "eps": 1e-4,
+                          "momentum": 0.5, "centered": True}}  # fmt: skip
 _MUON = {"optimizer": {"name": "muon", "lr": 1e-2, "weight_decay": 0.1, "adamw": {"eps": 1e-6}}}
 _EIGHT_BITS = {"optimizer": {"name": "adamw-8bit", "block": 16, "lr": 1e-2, "weight_decay": 0.1, "eps": 1e-6}}
 _BF16_MOMENTS = {"optimizer": {"name": "adamw-bf16", "lr": 1e-2, "weight_decay": 0.1, "eps": 1e-6}}
@@ -309,6 +311,7 @@ CASES = {
         Case("not a number", lambda: tasks.Poisoned(_poison()), error=_NOT_FINITE),
         Case("bits, one microbatch", tasks.Grouped, accumulate=1, train=_EXACT, sizes=(2,)),
         Case("bits, four microbatches", tasks.Grouped, accumulate=4, train=_EXACT, sizes=(2,)),
+        Case("rmsprop", tasks.Grouped, train=_COSINE | _RMSPROP, hop=3, sizes=(1, 2)),
     )
 }  # fmt: skip
 
@@ -354,6 +357,7 @@ MESH_CASES = (
     "state out and in", "averaged", "averaged every second step",
     "blocks recomputed", "bf16-mixed", "fp64", "not a number",
     "batches by tokens", "batches by tokens, two on each rank", "contrastive", "contrastive, one tower", "muon",
+    "rmsprop",
 )  # fmt: skip
 """Cases that `make test` plays in one of the first three of them, in the smallest world; a few also in the others."""
 

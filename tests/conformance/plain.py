@@ -184,6 +184,9 @@ def optimizer_of(config: Config, model: Any, groups: Any = None) -> torch.optim.
         )
     if wanted.name == "sgd":
         return torch.optim.SGD(groups, lr=wanted.lr, momentum=wanted.momentum, weight_decay=wanted.weight_decay)
+    if wanted.name == "rmsprop":
+        own = {key: getattr(wanted, key) for key in ("lr", "weight_decay", "alpha", "eps", "momentum", "centered")}
+        return torch.optim.RMSprop(groups, **own)
     kind = torch.optim.AdamW if wanted.name == "adamw" else torch.optim.Adam
     return kind(groups, lr=wanted.lr, weight_decay=wanted.weight_decay, eps=wanted.eps)
 

@@ -15,7 +15,7 @@ from string import Template
 from typing import TYPE_CHECKING, Any
 
 from unipar.config import BatchSizes, Config
-from unipar.config.sections.optimizer import SGD, Adam, optimizer_arguments
+from unipar.config.sections.optimizer import SGD, Adam, AdamW, RMSprop, optimizer_arguments
 from unipar.config.sections.schedule import Constant, InverseRoot, OneCycle, Polynomial, Steps, WarmupStableDecay
 from unipar.errors import Unsupported
 
@@ -165,7 +165,7 @@ def _literal(value: Any) -> str:
 def optimizer_class_name(config: Config) -> str:
     """Return the name of the optimizer's class in torch.optim."""
     wanted = config.train.optimizer
-    return "SGD" if isinstance(wanted, SGD) else "Adam" if isinstance(wanted, Adam) else "AdamW"
+    return next(known.__name__ for known in (SGD, Adam, AdamW, RMSprop) if isinstance(wanted, known))
 
 
 def optimizer_code(outline: Outline, *, split: bool = False) -> str:

@@ -20,6 +20,7 @@ from unipar.config.sections.optimizer import (
     AdamW8bitSettings,
     AdamWBf16Settings,
     MuonSettings,
+    RMSprop,
     optimizer_arguments,
 )
 from unipar.errors import TaskError
@@ -33,6 +34,7 @@ _OPTIMIZER_CLASSES: Mapping[type, Any] = {
     SGD: torch.optim.SGD,
     Adam: torch.optim.Adam,
     AdamW: torch.optim.AdamW,
+    RMSprop: torch.optim.RMSprop,
     AdamWBf16Settings: AdamWBf16,
     MuonSettings: Muon,
 }

@@ -81,7 +81,7 @@ class Train(Section):
     """Passes over the data to train for, instead of `steps`."""
 
     optimizer: Optimizer = AdamW()
-    """sgd, adam, adamw, adamw-bf16, adamw-8bit or muon, with its own keys."""
+    """sgd, adam, adamw, rmsprop, adamw-bf16, adamw-8bit or muon, with its own keys."""
 
     lr_scale: LrScale = LrScale()
     """Scaling of the learning rate with the total batch."""

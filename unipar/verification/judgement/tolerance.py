@@ -18,6 +18,9 @@ SPREAD_FACTOR = 4.0
 NOISE_GRADIENT_SHARE = 1e-5
 """Share of the model's gradient below which a parameter's gradient is nothing but rounding noise."""
 
+SQUARED_GRADIENTS = ("exp_avg_sq", "square_avg")
+"""Means of squared gradients, as Adam and RMSprop call them in their states."""
+
 ROUNDING_UNITS: dict[Precision, float] = {
     "fp64": 2.0**-52,
     "fp32": 2.0**-23,
@@ -161,8 +164,8 @@ def _length(vector: SketchVector) -> float:
 
 
 def _find_noise_parameters(exact: RunRecord) -> frozenset[str]:
-    """Return parameters without a true gradient, by Adam's second moment in fp64, where rounding is negligible."""
-    second = {name: t.double() for (name, kind), t in exact.state.items() if kind == "exp_avg_sq"}
+    """Return parameters without a true gradient, by the mean of its squares in fp64, where rounding is negligible."""
+    second = {name: t.double() for (name, kind), t in exact.state.items() if kind in SQUARED_GRADIENTS}
     if not second:
         return frozenset()
     whole = sum(float(t.sum()) for t in second.values()) / sum(t.numel() for t in second.values())
@@ -170,7 +173,7 @@ def _find_noise_parameters(exact: RunRecord) -> frozenset[str]:
 
 
 def gradient_share(record: RunRecord, name: str) -> float:
-    """Return the size of a parameter's gradient relative to the model's, by Adam's second moment."""
-    second = {n: t.double() for (n, kind), t in record.state.items() if kind == "exp_avg_sq"}
+    """Return the size of a parameter's gradient relative to the model's, by the mean of its squares."""
+    second = {n: t.double() for (n, kind), t in record.state.items() if kind in SQUARED_GRADIENTS}
     whole = sum(float(t.sum()) for t in second.values()) / sum(t.numel() for t in second.values())
     return (float(second[name].mean()) / whole) ** 0.5
