@@ -198,6 +198,11 @@ def _make_outline(source: ConfigSource) -> tuple[Outline, dict[str, str]]:
             "every world, which a script's torchao.optim.AdamW8bit does not: export with adamw, and create yours in "
             "train.py"
         )
+    if (key := config.train.moments_in_bf16) is not None:
+        raise ConfigError(
+            f"{key}.name: adamw-bf16 is unipar's own optimizer, whose roundings are the same on every rank, and a "
+            "script has torch.optim's: export with adamw, and create yours in train.py"
+        )
     if task.defines("schedule"):
         raise TaskError(
             f"{ref.task.shown}: schedule() is the task's own, but a script computes the config's: export a task "

@@ -77,7 +77,7 @@ def estimate_kept_bytes(config: Config, ranks: int, model: ModelSize) -> dict[Ca
         "parameters": weight,
         "masters": 4 if precision == "bf16-master" else 0,
         "gradients": weight,
-        "optimizer": moments * (1 if optimizer.name == "adamw-8bit" else state),
+        "optimizer": moments * {"adamw-8bit": 1, "adamw-bf16": 2}.get(optimizer.name, state),
         "averages": 0 if config.train.ema is None else state,
     }
     axes = config.parallel.axes

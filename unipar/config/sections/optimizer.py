@@ -104,6 +104,13 @@ class RMSprop(_Rates):
     """One call for lists of parameters. auto: PyTorch decides."""
 
 
+class AdamWBf16Settings(_Moments):
+    """Config section `train.optimizer` with name: adamw-bf16."""
+
+    name: Literal["adamw-bf16"] = "adamw-bf16"
+    """AdamW whose moments are kept in bf16, rounded up or down by chance, so that they are right on average."""
+
+
 class AdamW8bitSettings(_Rates):
     """Config section `train.optimizer` with name: adamw-8bit."""
 
@@ -192,6 +199,7 @@ Optimizer = Annotated[
     | Annotated[Adam, Tag("adam")]
     | Annotated[AdamW, Tag("adamw")]
     | Annotated[RMSprop, Tag("rmsprop")]
+    | Annotated[AdamWBf16Settings, Tag("adamw-bf16")]
     | Annotated[AdamW8bitSettings, Tag("adamw-8bit")]
     | Annotated[MuonSettings, Tag("muon")],
     by_name("adamw"),

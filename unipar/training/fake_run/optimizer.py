@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from unipar.backend.prediction.timeline import UpdatedTensor
 from unipar.backend.resources import choose_device
 from unipar.config import Config
-from unipar.config.sections.optimizer import AdamW8bitSettings, optimizer_arguments
+from unipar.config.sections.optimizer import AdamW8bitSettings, AdamWBf16Settings, optimizer_arguments
 from unipar.errors import TaskError
 from unipar.model.optimizer import MakeOptimizer, OptimizerFactory, ParameterGroup, parameter_groups
 from unipar.optimizers.matrix_optimizer import MatrixOptimizer
@@ -109,6 +109,8 @@ class FakeOptimizer:
     def _has_temporaries(self, *, split: bool) -> bool:
         if self.own is not None:
             return not self.fused
+        if isinstance(self.config.train.optimizer, AdamWBf16Settings):
+            return True  # its moments are in fp32 while they are updated
         return not optimizer_arguments(self.config.train.optimizer, _device_type(self.config), split=split).get("fused")
 
     def _run(self, tensors: Sequence[UpdatedTensor], *, split: bool) -> int:

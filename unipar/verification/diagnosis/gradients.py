@@ -9,7 +9,15 @@ from typing import NamedTuple
 import numpy as np
 
 from unipar.config import Config
-from unipar.config.sections.optimizer import Adam, AdamW, AdamW8bitSettings, MuonSettings, Optimizer, RMSprop
+from unipar.config.sections.optimizer import (
+    Adam,
+    AdamW,
+    AdamW8bitSettings,
+    AdamWBf16Settings,
+    MuonSettings,
+    Optimizer,
+    RMSprop,
+)
 from unipar.verification.judgement.record import RunRecord, SketchVector
 
 GradientSketches = Mapping[str, SketchVector]
@@ -53,7 +61,7 @@ class StateRule:
             assert isinstance(names, list)
             assert isinstance(own, float)
             decay |= dict.fromkeys(names, own)
-        if isinstance(wanted, AdamW | AdamW8bitSettings | MuonSettings):
+        if isinstance(wanted, AdamW | AdamW8bitSettings | AdamWBf16Settings | MuonSettings):
             decay = dict.fromkeys(decay, 0.0)
         return cls(_accumulations(wanted), decay, None if clip is None else clip.max)
 
@@ -66,7 +74,7 @@ def _accumulations(wanted: Optimizer) -> Mapping[str, Accumulation]:
             "momentum_buffer": Accumulation(momentum, 1.0 - momentum),
             "exp_avg": Accumulation(first, 1.0 - first),
         }
-    if isinstance(wanted, Adam | AdamW | AdamW8bitSettings):
+    if isinstance(wanted, Adam | AdamW | AdamW8bitSettings | AdamWBf16Settings):
         first = wanted.betas[0]
         return {"exp_avg": Accumulation(first, 1.0 - first)}
     if isinstance(wanted, RMSprop):  # it keeps squares of gradients, and their mean only if it is centered
