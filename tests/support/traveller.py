@@ -115,6 +115,7 @@ class Counted20(Texts20):
     def __init__(self, width: int = 8) -> None:
         super().__init__(width, dropout=0.0)
 
+    @override
     def length(self, sample: Tensor) -> int:
         return len(sample)
 
