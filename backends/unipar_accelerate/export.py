@@ -36,7 +36,7 @@ def script(outline: Outline) -> Script:
         raise Unsupported(cell, ["options.accelerate.find_unused: true is not carried into a script; leave it out"])
     kwargs = "kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)]"
     words = ["cpu=True"] * (not outline.cuda)
-    words += [f"gradient_accumulation_steps={outline.accumulate}"] * (outline.accumulate > 1)
+    words += [f"gradient_accumulation_steps={outline.sizes.steady_accumulate}"] * (outline.sizes.steady_accumulate > 1)
     values = {"accelerator": format_call("    accelerator = Accelerator", [*words, kwargs])}
     train = fill_template(replace(outline, autocast=False), "unipar_accelerate", "train.txt", {"kwargs": True}, values)
     train = train.replace(".to(device)", "")  # prepare() moves the model

@@ -80,9 +80,9 @@ def build_ds_config(outline: Outline) -> dict[str, Any]:
     clip = config.train.clipping
     micro = sizes.micro if sizes.tokens is None else 1  # DeepSpeed counts samples, of which these have any number
     ds_config |= {
-        "train_batch_size": micro * outline.accumulate * sizes.ranks,
+        "train_batch_size": micro * sizes.steady_accumulate * sizes.ranks,
         "train_micro_batch_size_per_gpu": micro,
-        "gradient_accumulation_steps": outline.accumulate,
+        "gradient_accumulation_steps": sizes.steady_accumulate,
         "gradient_clipping": 0.0 if clip is None else float(clip.max),
         "optimizer": {"type": kind, "params": params},
     }

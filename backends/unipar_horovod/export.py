@@ -26,8 +26,8 @@ def script(outline: Outline) -> Script:
     words = ["optimizer", "named_parameters=named"]
     if options.compression == "fp16":
         words.append("compression=hvd.Compression.fp16")
-    if outline.accumulate > 1:
-        words.append(f"backward_passes_per_step={outline.accumulate}")
+    if outline.sizes.steady_accumulate > 1:
+        words.append(f"backward_passes_per_step={outline.sizes.steady_accumulate}")
     wrap = format_call("    optimizer = hvd.DistributedOptimizer", words)
     files = {
         "train.py": fill_template(outline, "unipar_horovod", "train.txt", {}, {"wrap": wrap}),

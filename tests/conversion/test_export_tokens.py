@@ -93,7 +93,7 @@ def test_what_is_written(tmp_path: Path) -> None:
     train = (made.folder / "train.py").read_text("utf-8")
     assert "TOKENS = 20  # in one optimizer step at most, over all ranks and without padding\n" in train
     assert "MICRO = 6  # tokens in one forward pass on one rank at most, with padding\n" in train
-    assert "SCALE = 2.0  # factor on the rate, which was chosen for 10 tokens a step\n" in train
+    assert "SCALE = 2.0  # factor on the rate, chosen for 10 tokens a step\n" in train
     words = ("tokens=TOKENS", "micro=MICRO", "accumulate=None", "packed=False", "length=task.length")
     assert "".join(f"        {word},\n" for word in words) in train
     files = {name: (made.folder / name).read_text("utf-8") for name in made.files}

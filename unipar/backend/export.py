@@ -61,16 +61,6 @@ class Outline:
     autocast: bool = False
     """True if the loss is computed under PyTorch's autocast; a backend may leave that to its library."""
 
-    @property
-    def varies(self) -> bool:
-        """Whether each step has a number of microbatches of its own: as many as hold its tokens."""
-        return self.sizes.tokens is not None and self.sizes.tokens.micro is not None
-
-    @property
-    def accumulate(self) -> int:
-        """Microbatches on a rank in every step; 1 if their number varies."""
-        return 1 if self.varies else self.sizes.accumulate
-
 
 @dataclass(frozen=True)
 class Script:
@@ -133,8 +123,8 @@ def shared_flags(outline: Outline) -> dict[str, bool]:
         "weighs": "weight" in gives,
         "prepares": "prepare" in gives,
         "taken": bool(outline.taken),
-        "accumulates": outline.accumulate > 1 or outline.varies,
-        "varies": outline.varies,
+        "accumulates": outline.sizes.varies or outline.sizes.accumulate > 1,
+        "varies": outline.sizes.varies,
         "tokens": outline.sizes.tokens is not None,
         "default": "collate" not in gives and not outline.loader,
     }
@@ -238,8 +228,7 @@ def _constants(outline: Outline) -> Iterator[str]:
     yield f"LOG_EVERY = {outline.config.log.every}"
     yield f"LR = {float(train.optimizer.lr)!r}"
     if (scale := learning_rate_scale(outline)) != 1.0:
-        unit = f"{train.lr_scale.at_batch} {sizes.unit}"
-        yield f"SCALE = {scale!r}  # factor on the rate, which was chosen for {unit} a step"
+        yield f"SCALE = {scale!r}  # factor on the rate, chosen for {train.lr_scale.at_batch} {sizes.unit} a step"
     if train.schedule.warmup:
         yield f"WARMUP = {train.schedule.warmup_steps(outline.steps)}  # steps"
     if train.clipping is not None:
