@@ -43,6 +43,7 @@ def test_llama_in_parts(prove: Callable[..., Verdicts]) -> None:
     assert [(row.outcome, row.note) for row in found.rows] == [("agrees", ""), ("agrees", "")]
 
 
+@pytest.mark.sweep
 def test_gpt2(prove: Callable[[str], Verdicts]) -> None:
     """Both cells are bit-for-bit equal to a replay, and nothing but dropout is remarked."""
     found = prove("Gpt2")

@@ -110,6 +110,7 @@ def _run_job(
                 trackers=trackers,
                 build=build,
                 prepared=True,
+                counts=False,
             )
         except TaskError as e:
             if job.key.kind != "cell":
