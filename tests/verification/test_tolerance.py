@@ -59,6 +59,10 @@ def runs() -> list[RunRecord]:
     return [_run(noise) for noise in range(3)]
 
 
+def _none(runs: list[RunRecord]) -> dict[Any, float]:
+    return {}
+
+
 def _worst(run: RunRecord, runs: list[RunRecord]) -> dict[str, float]:
     """Return the largest share of the tolerance by kind of state."""
     shares = judge(run, measure_tolerance(runs[0], runs[1:], runs[0], "fp32"), runs[0]).shares
@@ -69,7 +73,7 @@ def test_elements_that_became_neighbours_are_allowed(runs: list[RunRecord], monk
     """Few of twenty small tensors have any in a few runs; by the spread of these, those of another would be faults."""
     others = [_run(noise) for noise in range(3, 9)]
     allowed = [max(_worst(run, runs).values()) for run in others]
-    monkeypatch.setattr(tolerance, "_tolerance_of_neighbours", lambda _: dict[Any, float]())
+    monkeypatch.setattr(tolerance, "_tolerance_of_neighbours", _none)
     by_spread = [max(_worst(run, runs).values()) for run in others]
     assert max(allowed) < 1.0
     assert max(by_spread) > 10
