@@ -10,7 +10,7 @@ from typing import Any, final
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
@@ -20,6 +20,7 @@ from unipar_native.mesh.proof import refuse_difference
 
 import unipar
 from tests.support.stacked import Stacked
+from tests.support.unsplit import Towers
 from tests.support.world import ROOT
 from unipar.backend import registry
 from unipar.config import Config
@@ -64,11 +65,27 @@ def test_a_right_split_is_proved(tmp_path: Path, parallel: dict[str, Any]) -> No
     assert split == pytest.approx(expected or losses(tmp_path / "2", "stacked.py:Stacked", data, "whole"), abs=1e-6)
 
 
-def test_an_empty_cache_is_not_cut(tmp_path: Path) -> None:
-    """GPT-2's keys are joined to a cache of no dimension but one, which has no part for each rank."""
+def test_a_cache_of_keys_and_a_mask(tmp_path: Path) -> None:
+    """GPT-2 is planned with the cache as a block gets it, which is empty, and trained with and without padding."""
     expected = losses(tmp_path, "split_models.py:CachedGPT2", {}, "whole")
     split = losses(tmp_path, "split_models.py:CachedGPT2", {"tensor": 2}, "whole")
     assert split == pytest.approx(expected, abs=1e-5)
+
+
+def test_two_towers_in_a_pipeline(tmp_path: Path) -> None:
+    """A cut within the second tower, which balance would choose, leaves the first one out: another cut is taken."""
+    task = Towers()
+    blocks = ["images.0", "images.2", "texts.0", "texts.2", "texts.4"]
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return task.loss_across(task.features(model, batch))
+
+    facts = look_at_model(task.model(), blocks, loss, task.data().tensors, 2)
+    assert facts.cuts[1] in (1, 2)
+    with pytest.raises(TaskError, match=r"only some of the blocks on each stage, and it fails with texts.2, texts.4"):
+        look_at_model(task.model(), blocks, loss, task.data().tensors, 2, ["texts.2"])
+    expected = losses(tmp_path, "unsplit.py:Towers", {}, "whole")
+    assert losses(tmp_path, "unsplit.py:Towers", {"pipeline": 2}, "whole") == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize(

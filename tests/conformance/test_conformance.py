@@ -31,6 +31,11 @@ BITS = {
          "native/optimizer", "deepspeed/optimizer", "deepspeed/gradients", "deepspeed/parameters",
          "accelerate/optimizer+zero", "accelerate/gradients+zero", "accelerate/parameters+zero"],
     ],
+    "moments in bf16, bits": [
+        ["native/nothing", "horovod/nothing", "accelerate/nothing", "deepspeed/nothing", *FSDP2,
+         "native/optimizer", "deepspeed/optimizer", "deepspeed/gradients", "deepspeed/parameters",
+         "accelerate/optimizer+zero", "accelerate/gradients+zero", "accelerate/parameters+zero"],
+    ],
     "moments of 8 bits, bits": [
         ["native/nothing", "horovod/nothing", "accelerate/nothing", *FSDP2, "native/optimizer"],
     ],

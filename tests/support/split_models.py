@@ -63,10 +63,6 @@ class CachedGPT2(Texts):
         drops = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
         return made("GPT2LMHeadModel", "GPT2Config", bos_token_id=0, eos_token_id=0, **sizes, **drops)
 
-    @override
-    def loss(self, model: Any, batch: dict[str, Tensor]) -> Tensor:
-        return model(input_ids=batch["input_ids"], labels=batch["labels"]).loss
-
 
 class Llama(Texts):
     """Llama: grouped queries, rotary tables as a tuple by name."""

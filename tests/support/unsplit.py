@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 from typing_extensions import override
 
+import unipar
 from tests.support.stacked import Stack, Stacked, V
 
 
@@ -101,3 +104,34 @@ class Encoded(Stacked):
     @override
     def validation(self) -> TensorDataset:
         return self.data()
+
+
+class _TwoTowers(nn.Module):
+    """Towers side by side, the first of which takes no time beside the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.images = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 6))
+        self.texts = nn.Sequential(nn.Linear(4, 1024), nn.GELU(), nn.Linear(1024, 1024), nn.GELU(), nn.Linear(1024, 6))
+
+
+class Towers(unipar.Task):
+    """Two towers, contrastive: a pipeline can cut within the first, or between both."""
+
+    @override
+    def model(self) -> nn.Module:
+        return _TwoTowers()
+
+    @override
+    def data(self) -> TensorDataset:
+        g = torch.Generator().manual_seed(0)
+        return TensorDataset(torch.randn(16, 4, generator=g), torch.randn(16, 4, generator=g))
+
+    @override
+    def features(self, model: Any, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return F.normalize(model.images(batch[0]), dim=-1), model.texts(batch[1])
+
+    @override
+    def loss_across(self, features: tuple[Tensor, Tensor]) -> Tensor:
+        images, texts = features
+        return F.cross_entropy(images @ texts.T, torch.arange(len(images), device=images.device))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -21,6 +21,7 @@ from unipar.utils.text import count_of
 from unipar_native.mesh.pipeline.balance import balanced_cuts, cuts_at
 from unipar_native.mesh.pipeline.stage import Arrival, Stage, hidden_of_output
 from unipar_native.mesh.state_kept import kept_attributes, unchanged
+from unipar_native.mesh.tensor.metas import meta_arguments
 
 _TIMED_RUNS = 3
 
@@ -57,7 +58,7 @@ class ModelFacts:
     """Stage whose value of a buffer is the right one."""
 
     block_inputs: Mapping[str, tuple[Any, Any]] = field(default_factory=dict[str, Any])
-    """Arguments that the first block of each kind got."""
+    """Arguments that the first block of each kind got, without values."""
 
     def needs_of_ranks(self, ranks: int) -> list[frozenset[str]]:
         """Return the names of the parameters that each rank of the pipeline uses; stage k is on rank k mod `ranks`."""
@@ -104,7 +105,8 @@ class _Run:
     def _enter(self, name: str) -> Any:
         def hook(block: nn.Module, args: Any, kwargs: Any) -> None:
             self.order.append(name)
-            self.inputs.setdefault(name, (args, kwargs))
+            if name not in self.inputs:  # a copy: the block puts keys into a cache, which was empty when it was called
+                self.inputs[name] = meta_arguments(args, kwargs, gradients=False)
             self._begun = time.perf_counter()
 
         return hook
@@ -151,10 +153,10 @@ def look_at_model(
         balance = partial(balanced_cuts, stages, seconds, numbers, last_seconds=after, last_numbers=rest)
         cuts = balance() if given_cuts is None else cuts_at(given_cuts, blocks, stages)
         trial = CutTrial(model, blocks, [run.tuples[name] for name in blocks], fn, batch)
-        needs, right = trial.run(cuts)
-        if given_cuts is None and not right:
+        needs = trial.needs_if_right(cuts) if given_cuts is None else trial.needs(cuts)[0]
+        if needs is None:
             cuts = balance(places=trial.places(stages))
-            needs, _ = trial.run(cuts)
+            needs, _ = trial.needs(cuts)
     first = {kind_of_block(model.get_submodule(name)): name for name in reversed(blocks)}
     return ModelFacts(
         blocks,
@@ -237,11 +239,14 @@ class CutTrial:
     batch: Any
     _loss: float | None = None
 
-    def run(self, cuts: Sequence[int]) -> tuple[list[frozenset[str]], bool]:
-        """Return the parameters that each stage uses, and whether the loss is that of the whole model."""
-        needs, out = self.needs(cuts)
+    def needs_if_right(self, cuts: Sequence[int]) -> list[frozenset[str]] | None:
+        """Return the parameters that each stage uses; None if a stage fails, or the loss is not the whole model's."""
+        try:
+            needs, out = self.needs(cuts)
+        except UniparError:  # such as cuts within the second of two towers, whose first one is left out then
+            return None
         whole, split = self._whole_loss(), float(out.detach().sum())
-        return needs, abs(split - whole) <= _SAME_LOSS * max(1.0, abs(whole))
+        return needs if abs(split - whole) <= _SAME_LOSS * max(1.0, abs(whole)) else None
 
     def needs(self, cuts: Sequence[int]) -> tuple[list[frozenset[str]], Tensor]:
         """Return the parameters that each stage uses, and the loss; no values are needed.
@@ -277,11 +282,8 @@ class CutTrial:
 
     def places(self, stages: int) -> list[int]:
         """Return the numbers of the blocks with which a stage may begin; raise TaskError if they are too few."""
-        allowed: list[int] = []
-        for place in range(1, len(self.blocks)):
-            with suppress(UniparError):
-                if self.run([0, place, len(self.blocks)])[1]:
-                    allowed.append(place)
+        end = len(self.blocks)
+        allowed = [place for place in range(1, end) if self.needs_if_right([0, place, end]) is not None]
         if len(allowed) >= stages - 1:
             return allowed
         found = f" (before {', '.join(self.blocks[place] for place in allowed)})" if allowed else ""
