@@ -370,8 +370,7 @@ THIN = ("native/parameters", "deepspeed/parameters", "horovod/nothing", "acceler
 """Cells that `make test` plays in worlds of 1, too."""
 
 COMPILED = {
-    "native/parameters": ("blocks compiled", "model compiled", "blocks recomputed and compiled"),
-    "deepspeed/optimizer": ("blocks recomputed and compiled",),
+    "native/parameters": ("model compiled", "blocks recomputed and compiled"),
     "horovod/nothing": ("blocks compiled",),
 }
 """Cells in which `make test` compiles, and what: a case takes as long as ten others, a whole model as twenty."""

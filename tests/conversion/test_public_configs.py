@@ -107,7 +107,16 @@ def refusals(folder: Path, lot: int, *, aside: bool, monkeypatch: pytest.MonkeyP
     return found
 
 
-@pytest.mark.parametrize(("lot", "aside"), [(1, False), (1, True), (2, False), (2, True), (3, True)])
+LOTS = [
+    (1, False),
+    (1, True),
+    pytest.param(2, False, marks=pytest.mark.sweep),
+    (2, True),
+    pytest.param(3, True, marks=pytest.mark.sweep),
+]
+
+
+@pytest.mark.parametrize(("lot", "aside"), LOTS)
 def test_public_files(lot: int, *, aside: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every key is carried, or told, and `unipar check` accepts the result; what unipar has not is refused."""
     found = refusals(tmp_path, lot, aside=aside, monkeypatch=monkeypatch)

@@ -67,7 +67,7 @@ class WrapperEngine(OptimizerEngine):
 
         self.rates = BaseRates(self.base)
         self.trained: tuple[nn.Parameter, ...] = tuple(p for g in self.base.param_groups for p in g["params"])
-        self._names: dict[Tensor, str] = {}
+        self._names: dict[int, str] = {}
         self.share_views()
 
     @abstractmethod
@@ -136,9 +136,9 @@ class WrapperEngine(OptimizerEngine):
 
     def _named_views(self, p: Tensor, t: Tensor) -> Iterator[tuple[str, ElementRuns, Tensor]]:
         """Yield this rank's parts of `t`, a parameter of the optimizer or a tensor like it."""
-        if p not in self._names:
-            self._names = {p: name for name, p in self.local_parameters()}  # libraries put others in their place
-        name = self._names[p]
+        if id(p) not in self._names:
+            self._names = {id(p): name for name, p in self.local_parameters()}  # libraries put others in their place
+        name = self._names[id(p)]
         for region, local in self.local_regions(name, t):
             yield name, ElementRuns(*region), local
 

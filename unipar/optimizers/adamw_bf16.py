@@ -12,16 +12,11 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 from typing_extensions import override
 
+from unipar.optimizers.pieces import InPieces
 from unipar.optimizers.stochastic_rounding import ElementRuns, draw_bits, round_by_chance
 
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 """Keys of the states that are in bf16."""
-
-_PIECES: Final = {"cpu": 2**16}
-"""Elements that are updated at once, by device: their moments are in fp32 meanwhile."""
-
-_PIECE: Final = 2**22
-"""The same elsewhere, where many small kernels take longer than few large ones."""
 
 NamedViews = Callable[[Tensor, Tensor], Iterable[tuple[str, ElementRuns, Tensor]]]
 """Function of a tensor of the groups and one that is laid out like it: the second's parts that lie in each parameter.
@@ -31,7 +26,7 @@ Each with the parameter's name and the elements that it holds of it.
 
 
 @final
-class AdamWBf16(Optimizer):
+class AdamWBf16(Optimizer, InPieces):
     """AdamW, by PyTorch's own function in the precision of the weights, whose moments are in bf16 between steps.
 
     Rounded to the nearest, a second moment would stand still: a step changes it by a thousandth, and the next number
@@ -93,7 +88,7 @@ class AdamWBf16(Optimizer):
         each = [self._parts(p, t.detach(), own_name) for t in (p, gradient, *(state[key] for key in MOMENTS))]
         for parts in zip(*each, strict=True):
             name, runs, _ = parts[0]
-            for first, tensors in _pieces([t for _, _, t in parts]):
+            for first, tensors in _pieces([t for _, _, t in parts], self.elements_at_once(p.device.type)):
                 numbers = runs.numbers(first, first + tensors[0].numel(), p.device)
                 bits = draw_bits(numbers, state["step"], f"{group['seed']} {name}")
                 _update_piece(tensors, bits, state["step"], group)
@@ -109,9 +104,9 @@ def _local(t: Tensor) -> Tensor:
     return t.to_local() if isinstance(t, DTensor) else t
 
 
-def _pieces(tensors: Sequence[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
+def _pieces(tensors: Sequence[Tensor], most: int) -> Iterator[tuple[int, list[Tensor]]]:
     """Yield parts of a weight, its gradient and its moments, so many elements at a time, and where they begin."""
-    size, most = tensors[0].numel(), _PIECES.get(tensors[0].device.type, _PIECE)
+    size = tensors[0].numel()
     if size <= most or not all(t.is_contiguous() for t in tensors):
         if size:
             yield 0, list(tensors)
