@@ -185,6 +185,7 @@ def test_what_needs_four_ranks_is_played_once() -> None:
     native = backend_cells.cells_of_backend(registry.find_backend("native"))
     played = [name for cell in native for name in select_cases(cell, 4, whole=False)]
     assert sorted(played) == [
+        "moments in bf16, copies",
         "muon, copies",
         "one parameter",
         "two copies",
