@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.testing import assert_close
 from typing_extensions import override
+from unipar_native.mesh.tensor.calls import describe_difference_of_calls, kind_of_call
 from unipar_native.mesh.tensor.cuts import BlockPlan, Cut, ParameterCut, Rewrite, cut_parameters, linear_part
 from unipar_native.mesh.tensor.metas import meta_arguments, meta_block
 from unipar_native.mesh.tensor.trial import WHOLE, CannotCut, Trial
@@ -176,6 +177,19 @@ def test_calls_in_another_way() -> None:
         "parallel.tensor: 2 splits 0 as it was called on the first microbatch, and now way is softmax and was not "
         "given: softmax at test_tensor_plan.py needs it whole. Call it alike for every batch, keep these matrices "
         "whole in the task's tensor(model), or leave tensor out"
+    )
+
+
+def test_kinds_of_calls() -> None:
+    """Sizes do not matter, but for dimensions of one element; the words tell every argument that differs."""
+    x, mask = torch.randn(2, 5, 8), torch.ones(2, 1, 5, 5).bool()
+    before = kind_of_call((x, None), {"tables": (x, x), "cached": False, "cache": {"k": x}})
+    assert before == kind_of_call((torch.randn(3, 9, 8), None), {"cache": {"k": x}, "tables": (x, x), "cached": False})
+    now = kind_of_call((x, mask), {"tables": (x, x[:, :1]), "cached": True, "plan": Cut("row")})
+    assert describe_difference_of_calls(before, now) == (
+        "argument 2 is a mask of (n, 1, n, n) and was None, cache is not given and was {k: a tensor of (n, n, n)}, "
+        "cached is True and was False, tables is (a tensor of (n, n, n), a tensor of (n, 1, n)) and was "
+        "(a tensor of (n, n, n), a tensor of (n, n, n)), plan is Cut and was not given"
     )
 
 
