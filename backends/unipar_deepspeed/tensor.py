@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 import torch
@@ -50,8 +50,8 @@ class TensorSplit:
     seat: int
     """This rank's place in `tensor`: which part it has."""
 
-    calls: Mapping[str, CallsOfBlock]
-    """Calls to rewrite, by name of the block."""
+    calls: Mapping[str, CallsOfBlock] = field(default_factory=dict[str, CallsOfBlock])
+    """Calls to rewrite, by name of the block; none: those of the plans, however blocks are called."""
 
     def numel(self, name: str, p: Tensor) -> int:
         """Return how many elements of a whole parameter one rank has."""
@@ -178,7 +178,7 @@ def finish_split(part: Part, split: TensorSplit, engine: Any, world: World) -> N
             raise TaskError(f"AutoTP made {shape} of {name}, whose part has the shape {split.cuts[name].local_shape()}")
     group = world.groups.group("tensor")
     for name, plan in split.plans.items():
-        arm_block(part.module.get_submodule(name), replace(plan, cuts={}), group, sites=split.calls[name])
+        arm_block(part.module.get_submodule(name), replace(plan, cuts={}), group, sites=split.calls.get(name))
 
 
 def keep_sizes(module: nn.Module, split: TensorSplit) -> list[nn.Module]:
