@@ -16,6 +16,8 @@ DONE := $(VENV)/.done
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install -c constraints.txt
 # Modules are compiled once, not again in each of the hundreds of interpreters that tests start.
 IN_VENV := PATH="$(CURDIR)/$(BIN):$$PATH" PYRIGHT_PYTHON_IGNORE_WARNINGS=1 PYTHONDONTWRITEBYTECODE=
+# Few large collections of young objects instead of many small ones save a tenth of pyright's time.
+PYRIGHT := $(IN_VENV) NODE_OPTIONS=--max-semi-space-size=128 $(BIN)/pyright
 # Libraries compile into a folder of this run's own, which goes with it.
 PYTEST := compiled=$$(mktemp -d) && trap 'rm -rf "$$compiled"' EXIT && trap 'exit 130' INT TERM && \
     $(IN_VENV) TORCH_EXTENSIONS_DIR="$$compiled" $(BIN)/python -m pytest
@@ -41,14 +43,14 @@ verify: setup ## every cell compared with one process on two examples, bitwise w
 # pyright runs on the second core while tests run; its errors are printed at once, its last line again at the end.
 test: style $(DONE)/docs ## lint, and every test that needs no GPU
 	@typed=$$(mktemp); \
-	( $(IN_VENV) $(BIN)/pyright > "$$typed" 2>&1 || { cat "$$typed"; exit 1; } ) & types=$$!; \
+	( $(PYRIGHT) > "$$typed" 2>&1 || { cat "$$typed"; exit 1; } ) & types=$$!; \
 	trap 'kill $$types 2> /dev/null; rm -f "$$typed"; exit 130' INT TERM; \
 	( $(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS) ); tests=$$?; \
 	wait $$types || tests=1; \
 	tail -n 1 "$$typed"; rm -f "$$typed"; exit $$tests
 
 lint: style ## ruff and pyright
-	$(IN_VENV) $(BIN)/pyright
+	$(PYRIGHT)
 
 style: setup $(DONE)/tests ## ruff
 	$(IN_VENV) $(BIN)/ruff check .

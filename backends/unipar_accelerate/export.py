@@ -10,7 +10,7 @@ from unipar.backend.export import (
     fill_template,
     format_call,
     refuse_uncarried_options,
-    render_samples_file,
+    sample_files,
 )
 from unipar.errors import Unsupported
 from unipar_accelerate import options_of
@@ -36,13 +36,13 @@ def script(outline: Outline) -> Script:
         raise Unsupported(cell, ["options.accelerate.find_unused: true is not carried into a script; leave it out"])
     kwargs = "kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)]"
     words = ["cpu=True"] * (not outline.cuda)
-    words += [f"gradient_accumulation_steps={outline.sizes.accumulate}"] * (outline.sizes.accumulate > 1)
+    words += [f"gradient_accumulation_steps={outline.sizes.steady_accumulate}"] * (outline.sizes.steady_accumulate > 1)
     values = {"accelerator": format_call("    accelerator = Accelerator", [*words, kwargs])}
     train = fill_template(replace(outline, autocast=False), "unipar_accelerate", "train.txt", {"kwargs": True}, values)
     train = train.replace(".to(device)", "")  # prepare() moves the model
     files = {
         "train.py": train,
-        "samples.py": render_samples_file(outline),
+        **sample_files(outline),
         "accelerate.yaml": _accelerate_yaml(outline),
     }
     command = ["accelerate", "launch", "--config_file", "accelerate.yaml", "$@", "train.py"]

@@ -17,7 +17,7 @@ from unipar_native.fsdp2 import ShardedEngine
 
 from unipar.backend import Part, cells
 from unipar.config import Config
-from unipar.config.sections.optimizer import AdamW8bitSettings
+from unipar.config.sections import optimizer as sections
 from unipar.distributed.world import World
 from unipar.engines.placement import broadcast_model, cast_buffers, refuse_scalar_parameters, refuse_shared_parameters
 from unipar_accelerate import accelerate_precision, fsdp_plugin_settings
@@ -83,6 +83,6 @@ def fsdp2_plugin(part: Part, config: Config) -> FullyShardedDataParallelPlugin:
 def allow_sharded_sgd(optimizer: Optimizer, config: Config) -> None:
     """Leave SGD's kernel open where the config does: PyTorch has no fused one for sharded parameters."""
     settings = config.train.optimizer
-    if isinstance(optimizer, SGD) and not isinstance(settings, AdamW8bitSettings) and settings.fused == "auto":
+    if isinstance(optimizer, SGD) and isinstance(settings, sections.SGD) and settings.fused == "auto":
         for group in optimizer.param_groups:
             group["fused"] = None

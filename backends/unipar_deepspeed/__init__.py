@@ -108,6 +108,11 @@ class DeepSpeed(Backend):
                 "are joined on the device; leave one of them out"
             )
 
+        if (key := config.train.moments_in_bf16) is not None and offload != "none":
+            yield (
+                f"{key}.name: adamw-bf16 is not available with options.deepspeed.offload_optimizer: {offload}: moments "
+                "in host memory take none of the device, in bf16 or fp32; leave one of them out"
+            )
         if (key := config.train.moments_in_blocks) is not None:
             yield (
                 f"{key}.name: adamw-8bit is not available: ZeRO joins parameters in flat tensors, where blocks of "

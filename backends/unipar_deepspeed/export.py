@@ -15,7 +15,7 @@ from unipar.backend.export import (
     learning_rate_scale,
     optimizer_class_name,
     refuse_uncarried_options,
-    render_samples_file,
+    sample_files,
 )
 from unipar.config import SHARDS
 from unipar.config.sections.optimizer import optimizer_arguments
@@ -58,7 +58,7 @@ def script(outline: Outline) -> Script:
     )
     files = {
         "train.py": train,
-        "samples.py": render_samples_file(outline),
+        **sample_files(outline),
         "ds_config.json": format_json(build_ds_config(outline)),
     }
     command = ["deepspeed", "--num_gpus", str(outline.sizes.ranks), "$@", "train.py"]
@@ -72,16 +72,17 @@ def build_ds_config(outline: Outline) -> dict[str, Any]:
     params: dict[str, Any] = {k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()}
     params["lr"] *= learning_rate_scale(outline)
     kind = optimizer_class_name(config)
-    if kind != "SGD":
+    if kind in ("Adam", "AdamW"):
         params["torch_adam"] = True
     if kind == "Adam":
         params["adam_w_mode"] = False  # its Adam is AdamW otherwise
     ds_config = backend.native_config(config, outline.parameters)
     clip = config.train.clipping
+    micro = sizes.micro if sizes.tokens is None else 1  # DeepSpeed counts samples, of which these have any number
     ds_config |= {
-        "train_batch_size": sizes.total,
-        "train_micro_batch_size_per_gpu": sizes.micro,
-        "gradient_accumulation_steps": sizes.accumulate,
+        "train_batch_size": micro * sizes.steady_accumulate * sizes.ranks,
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": sizes.steady_accumulate,
         "gradient_clipping": 0.0 if clip is None else float(clip.max),
         "optimizer": {"type": kind, "params": params},
     }

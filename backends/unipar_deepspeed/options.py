@@ -12,7 +12,7 @@ from pydantic import Field
 
 from unipar.backend import resources
 from unipar.config import SHARDS, Config, Section
-from unipar.config.sections.optimizer import SGD
+from unipar.config.sections.optimizer import SGD, RMSprop
 from unipar.distributed.gpus import count_visible_gpus
 
 BucketSize = Annotated[int, Field(ge=0)] | Literal["scaled", "library"]
@@ -215,7 +215,7 @@ def _offload_refusals(config: Config, options: DeepSpeedOptions, stage: int) -> 
             "train.precision: bf16-master is not supported with offload_optimizer: disk, as the masters are on the "
             "disk; say cpu"
         )
-    if optimizer == "disk" and isinstance(config.train.optimizer, SGD):
+    if optimizer == "disk" and isinstance(config.train.optimizer, SGD | RMSprop):
         yield "options.deepspeed.offload_optimizer: disk supports only adam and adamw, whose moments it swaps; say cpu"
 
 

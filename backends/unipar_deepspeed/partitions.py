@@ -15,7 +15,9 @@ from unipar.distributed.world import World
 from unipar.engines.placement import broadcast_tensor
 from unipar.engines.plain_state import KINDS_OF_MODEL, describe_reserved_key
 from unipar.errors import CheckpointError
-from unipar_deepspeed.matrices.states import MatrixStates
+from unipar.optimizers.adamw_bf16 import MOMENTS, AdamWBf16, NamedViews
+from unipar.optimizers.stochastic_rounding import ElementRuns
+from unipar_deepspeed.matrices.states import MatrixStates, range_in_partition, range_of_shard
 
 if TYPE_CHECKING:
     from unipar_deepspeed.tensor import TensorSplit
@@ -48,6 +50,8 @@ class ZeroPartitions:
         self.master = self._masters()
         self.matrices = MatrixStates(model, engine, stage, world, matrices, self.master)
         self._cut_ids = {id(p) for name, p in model.named_parameters() if self.is_cut(name)}
+        if isinstance(self.base, AdamWBf16):
+            self.base.use_views(self._named_views(model))
 
     def _masters(self) -> dict[int, Tensor]:
         """Return the fp32 masters by the id of their bf16 parameter; only stage 0 with bf16 parameters has any."""
@@ -55,6 +59,34 @@ class ZeroPartitions:
             return {}
         pairs = zip(self.zero.fp16_groups, self.zero.fp32_groups, strict=True)
         return {id(low): high for lows, highs in pairs for low, high in zip(lows, highs, strict=True)}
+
+    def _named_views(self, model: nn.Module) -> NamedViews:
+        """Return the function that finds the parts of parameters in a tensor of the optimizer."""
+        inside: dict[int, list[tuple[str, Region, int]]] = {}
+        names = {id(p): name for name, p in model.named_parameters()}
+        if self.stage == 0:
+            for name, p in model.named_parameters():
+                inside[id(self.master.get(id(p), p))] = [(name, Region(0, p.numel()), 0)]
+        else:
+            for p, flat, (start, length, first) in self._flat_ranges():
+                inside.setdefault(id(flat), []).append((names[id(p)], Region(start, length), first))
+
+        def views(p: Tensor, t: Tensor) -> Iterator[tuple[str, ElementRuns, Tensor]]:
+            for name, where, first in inside[id(p)]:
+                for region, local in self._regions_of(name, where, t.view(-1)[first : first + where.numel]):
+                    yield name, ElementRuns(*region), local
+
+        return views
+
+    def _flat_ranges(self) -> Iterator[tuple[Any, Tensor, tuple[int, int, int]]]:
+        """Yield each trained parameter, the flat tensor that has a part of it, its range, and its place in there."""
+        zero = self.zero
+        if self.stage < 3:
+            for group, flat in zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True):
+                yield from ((p, flat, range_in_partition(p)) for p in group)
+        else:
+            for group, flat in zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True):
+                yield from ((p, flat, range_of_shard(p, zero, flat, self.world.share)) for p in group)
 
     def forget_first_step(self) -> None:
         """Set the optimizer's step count to 0: stage 0 in bf16 takes a real step, of rate 0, while it is created."""
@@ -235,7 +267,10 @@ class ZeroPartitions:
         for slot in slots:
             if self.matrices.holds(slot):
                 continue
-            fresh: dict[str, Any] = {k: torch.zeros_like(slot.data) for k in kinds - {"step"}}
+            narrow = MOMENTS if isinstance(self.base, AdamWBf16) else ()
+            fresh: dict[str, Any] = {
+                k: torch.zeros_like(slot.data, dtype=torch.bfloat16 if k in narrow else None) for k in kinds - {"step"}
+            }
             if step is not None:
                 fresh["step"] = step.clone().view(()).to(torch.float32)
             self.base.state[slot] = fresh

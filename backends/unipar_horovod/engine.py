@@ -49,6 +49,7 @@ class HorovodEngine(WrapperEngine):
             compression=compression,
         )
         self.base = self.optimizer  # Horovod copies the optimizer, with its state
+        self.share_views()
         self.passes = 1
         self._waited = 0.0
 

@@ -10,7 +10,7 @@ from unipar.backend.export import (
     fill_template,
     format_call,
     refuse_uncarried_options,
-    render_samples_file,
+    sample_files,
 )
 from unipar_horovod import fusion_buffer_bytes, options_of
 
@@ -26,12 +26,12 @@ def script(outline: Outline) -> Script:
     words = ["optimizer", "named_parameters=named"]
     if options.compression == "fp16":
         words.append("compression=hvd.Compression.fp16")
-    if outline.sizes.accumulate > 1:
-        words.append(f"backward_passes_per_step={outline.sizes.accumulate}")
+    if outline.sizes.steady_accumulate > 1:
+        words.append(f"backward_passes_per_step={outline.sizes.steady_accumulate}")
     wrap = format_call("    optimizer = hvd.DistributedOptimizer", words)
     files = {
         "train.py": fill_template(outline, "unipar_horovod", "train.txt", {}, {"wrap": wrap}),
-        "samples.py": render_samples_file(outline),
+        **sample_files(outline),
     }
     ranks = str(outline.sizes.ranks)
     command = ["horovodrun", "--gloo", "-np", ranks, "-H", f"localhost:{ranks}"]

@@ -15,7 +15,7 @@ from unipar.backend.export import (
     optimizer_code,
     optimizer_words,
     refuse_uncarried_options,
-    render_samples_file,
+    sample_files,
 )
 from unipar_native import ZERO_OPTIMIZER_SETTINGS, options_of, uses_ddp
 from unipar_native.mesh.scripts.pipeline import pipeline_script
@@ -36,7 +36,7 @@ def script(outline: Outline) -> Script:
         write = _ddp_script if uses_ddp(config) else _fsdp2_script
     text = write(outline)
     command = ["torchrun", "--standalone", "--nproc-per-node", str(outline.sizes.ranks * axes.ranks), "$@", "train.py"]
-    return Script({"train.py": text, "samples.py": render_samples_file(outline)}, command)
+    return Script({"train.py": text, **sample_files(outline)}, command)
 
 
 def _ddp_script(outline: Outline) -> str:

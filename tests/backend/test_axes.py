@@ -51,6 +51,7 @@ STEPS = {"steps": 1}
 CELLS = ("toy/nothing", "toy/nothing+tensor2", "toy/nothing+pipeline2", "toy/nothing+context2", "toy/nothing+tensor3")
 
 
+@pytest.mark.sweep
 def test_all_axes_train_the_same(forks: Forks, tmp_path: Path) -> None:
     """Weighed and ragged batches, dropout and evaluation, on two ranks; sizes that do not divide them are refused."""
     (tmp_path / "task.py").write_text(TASK, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Refusals of moments of 8 bits, before any process starts."""
+"""Refusals of moments of 8 and 16 bits, before any process starts."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from unipar.config import Config
 from unipar.errors import BackendNotInstalled, Unsupported
 
 EIGHT_BITS = {"name": "adamw-8bit", "lr": 1e-3}
+BF16 = {"name": "adamw-bf16", "lr": 1e-3}
 
 
 def _config(train: Any, **more: Any) -> Config:
@@ -52,6 +53,21 @@ def _config(train: Any, **more: Any) -> Config:
             "train.optimizer.name: adamw-8bit is not available: ZeRO joins parameters in flat tensors, where blocks of "
             "moments would reach from one parameter into the next; use native, horovod or accelerate (without "
             "options.accelerate.through), or take adamw",
+        ),
+        (
+            _config({"parts": {"critic": {"optimizer": BF16}}, "sync_every": 4}, parallel={"data": 2}),
+            "train.parts.critic.optimizer.name: adamw-bf16 is not available with train.sync_every: 4: ranks average "
+            "their moments, and their mean would be rounded to the nearest bf16; leave one of them out",
+        ),
+        (
+            _config(
+                {"optimizer": BF16},
+                backend="deepspeed",
+                parallel={"data": 2, "shard": "gradients"},
+                options={"deepspeed": {"offload_optimizer": "cpu"}},
+            ),
+            "train.optimizer.name: adamw-bf16 is not available with options.deepspeed.offload_optimizer: cpu: moments "
+            "in host memory take none of the device, in bf16 or fp32; leave one of them out",
         ),
     ],
 )

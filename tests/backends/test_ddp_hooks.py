@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.conformance.cases import Tolerance
+from tests.conformance.tolerances import Tolerance
 from tests.support.settings import Rows, assert_agrees, run_rows
 from unipar.backend import checks, registry
 from unipar.config import Config

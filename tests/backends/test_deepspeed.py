@@ -263,10 +263,10 @@ def test_refusals_of_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _refused({"offload_optimizer": "disk"}, ZERO3) == (
         "options.deepspeed: disk needs a folder, offload_to: /path/on/that/disk"
     )
-    sgd = {"train": {"steps": 1, "optimizer": {"name": "sgd"}}}
-    assert _refused(DISK, ZERO3 | sgd) == (
-        "options.deepspeed.offload_optimizer: disk supports only adam and adamw, whose moments it swaps; say cpu"
-    )
+    for name in ("sgd", "rmsprop"):
+        assert _refused(DISK, ZERO3 | {"train": {"steps": 1, "optimizer": {"name": name}}}) == (
+            "options.deepspeed.offload_optimizer: disk supports only adam and adamw, whose moments it swaps; say cpu"
+        )
     exact = {"train": {"steps": 1, "clip": {"max": 1.0, "norm": "fp64"}}}
     assert _refused(OFFLOADED, ZERO3 | exact) == (
         "train.clip: the fp64 norm is not supported for offloaded gradients; leave norm out"

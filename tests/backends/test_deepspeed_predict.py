@@ -240,6 +240,7 @@ def test_as_deepspeed_does(tmp_path: Path) -> None:
         assert compared["planned"] == compared["found"], case
 
 
+@pytest.mark.sweep
 @pytest.mark.usefixtures("forked")
 def test_as_deepspeed_does_with_a_disk(tmp_path: Path) -> None:
     """Memory and files are those planned; where it reads a parameter twice, and ends with an error, no plan is made."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.conformance import tasks
-from tests.conformance.cases import Tolerance
+from tests.conformance.tolerances import Tolerance
 from tests.support.running import running
 from tests.support.settings import Rows, assert_agrees, run_rows
 from unipar.backend import checks, registry

@@ -247,7 +247,7 @@ def test_steps_with_two_stages_on_a_rank(traces_of_four: TaskTraces) -> None:
     assert buffers.size == 2 * (2 * STATE + 2 * 3 * HIDDEN)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16-mixed"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16-mixed", marks=pytest.mark.sweep)])
 def test_activations_of_the_proof(given: dict[str, Any], precision: str) -> None:
     """Rank 0 runs a microbatch of the whole model in fp32: what one process holds in a step, but for the optimizer."""
     sizes = BatchSizes(total=64, micro=64, accumulate=1, ranks=1)

@@ -28,15 +28,26 @@ JOBS = {
     "DDP": Placed("native/nothing", "abab"),
     "unequal": Placed("native/parameters", "aaab", MACHINE),
 }
+ALWAYS = ("over all ranks", "parameters", "one machine", "pipeline", "unequal")
+"""Jobs that are played whenever tests run; the others are in the sweeps."""
+
 Said = dict[str, list[dict[str, Any]]]
 
 
+def each(*names: str) -> list[Any]:
+    """Return jobs as parameters of a test."""
+    return [pytest.param(name, marks=[] if name in ALWAYS else [pytest.mark.sweep]) for name in names]
+
+
 @pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> Said:
+def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Said:
     folder = tmp_path_factory.mktemp("placed")
-    ranks = train_placed(list(JOBS.values()), folder / "four")
+    calls = (getattr(item, "callspec", None) for item in request.session.items)
+    asked = {*ALWAYS, *(call.params.get("name") for call in calls if call is not None)}
+    jobs = {name: job for name, job in JOBS.items() if name in asked}
+    ranks = train_placed(list(jobs.values()), folder / "four")
     alone = train_placed([Placed("single", "a")], folder / "one")
-    return {**dict(zip(JOBS, ranks, strict=True)), "single": alone[0]}
+    return {**dict(zip(jobs, ranks, strict=True)), "single": alone[0]}
 
 
 def losses(ranks: list[dict[str, Any]]) -> list[float]:
@@ -44,13 +55,15 @@ def losses(ranks: list[dict[str, Any]]) -> list[float]:
     return [sum(shares) for shares in zip(*(rank["loss"] for rank in ranks), strict=True)]
 
 
-@pytest.mark.parametrize("name", ["over all ranks", "parameters", "gradients", "optimizer", "one machine", "pipeline"])
+@pytest.mark.parametrize(
+    "name", each("over all ranks", "parameters", "gradients", "optimizer", "one machine", "pipeline")
+)
 def test_same_losses(name: str, said: Said) -> None:
     """Those of one process."""
     assert losses(said[name]) == pytest.approx(losses(said["single"]), abs=2e-6, rel=0)
 
 
-@pytest.mark.parametrize("name", [name for name in JOBS if name != "unequal"])
+@pytest.mark.parametrize("name", each(*(name for name in JOBS if name != "unequal")))
 def test_bytes_are_those_planned(name: str, said: Said) -> None:
     """By axis and collective, of the rank that sends most, and between machines."""
     job, ranks = JOBS[name], said[name]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.forks import Forks
 from unipar.backend import installed, registry
 from unipar.backend.installed import ImportProbe
 from unipar.cli import app
@@ -32,14 +34,26 @@ def unipar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
     return typed
 
 
+VERSION = "import sys; from unipar.backend.registry import find_backend; print(find_backend(sys.argv[1]).version())"
+
+
+def _probe(forks: Forks, name: str) -> ImportProbe:
+    if why := registry.why_not_installed(registry.find_backend(name)):
+        return ImportProbe(absent=why)
+    return ImportProbe(version=forks.python(["-c", VERSION, name], Path.cwd()).stdout.splitlines()[-1])
+
+
 @pytest.fixture(scope="session")
-def _probes() -> dict[str, ImportProbe]:
-    return installed.probe_imports(registry.backend_names())
+def _probes(forks: Forks) -> dict[str, ImportProbe]:
+    return {name: _probe(forks, name) for name in registry.backend_names()}
 
 
 @pytest.fixture
 def probed(_probes: dict[str, ImportProbe], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every backend's library is really imported in a process of its own, once for all tests that ask for it."""
+    """Every backend's library is really imported, as its fork says, once for all tests that ask for it.
+
+    Tests of libraries that do not import start a process for each, as the commands do.
+    """
 
     def seen(names: Iterable[str]) -> dict[str, ImportProbe]:
         return {name: _probes[name] for name in names}

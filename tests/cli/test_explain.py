@@ -107,6 +107,13 @@ def test_no_key_is_left_out(source: ConfigSource) -> None:
     assert keys == {key for line in leaves for key in line.split()}
 
 
+def test_keys_of_another_optimizer(source: ConfigSource) -> None:
+    """Those of the optimizer that is named."""
+    found = rows(explain_config(changed(source, "train.optimizer={name: rmsprop}")))
+    keys = [key.rpartition(".")[2] for key in found if key.startswith("train.optimizer.")]
+    assert keys == ["name", "lr", "weight_decay", "decay", "alpha", "eps", "momentum", "centered", "foreach"]
+
+
 @pytest.mark.parametrize(
     ("batch", "key", "value"),
     [

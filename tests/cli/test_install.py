@@ -301,6 +301,7 @@ except KeyboardInterrupt:
     assert list(tmp_path.glob("unipar-horovod-*")) == []
 
 
+@pytest.mark.sweep
 def test_the_installed_one_is_proved() -> None:
     """Two processes of the installed Horovod sum a tensor; launchers' variables do not reach them."""
     done = subprocess.run(

@@ -1,10 +1,11 @@
-"""Moments of 8 bits beside those of AdamW: bytes and digits, as a comparison says them."""
+"""Moments of 8 and 16 bits beside those of AdamW: bytes and digits, as a comparison says them."""
 
 from __future__ import annotations
 
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,8 +16,12 @@ from unipar.utils.text import parse_bytes
 pytestmark = [pytest.mark.forked, pytest.mark.sweep]
 
 
-def test_bytes_saved_and_digits_lost(tmp_path: Path) -> None:
-    """One process runs again with AdamW; a weight keeps 2 bytes and its share of scales instead of 8."""
+@pytest.mark.parametrize(
+    ("optimizer", "least", "most"),
+    [({"name": "adamw-8bit", "block": 128}, 0.2, 0.35), ({"name": "adamw-bf16"}, 0.49, 0.51)],
+)
+def test_bytes_saved_and_digits_lost(tmp_path: Path, optimizer: dict[str, Any], least: float, most: float) -> None:
+    """One process runs again with AdamW; a weight keeps 2 bytes and its share of scales, or 4, instead of 8."""
     task = short_text()
     task["args"] |= {"width": 128, "heads": 2}
     config = {
@@ -24,20 +29,20 @@ def test_bytes_saved_and_digits_lost(tmp_path: Path) -> None:
         "device": "cpu",
         "parallel": {"data": 2},
         "batch": {"total": 8},
-        "train": {"steps": 10, "optimizer": {"name": "adamw-8bit", "block": 128, "lr": 1e-3}},
+        "train": {"steps": 10, "optimizer": {**optimizer, "lr": 1e-3}},
         "compare": {"repeat": 2},
         "out": str(tmp_path / "out"),
     }
     found = compare(config, cells=("native/nothing",))
     assert found.code == 0
     said = re.fullmatch(
-        r"adamw-8bit beside adamw, in one process: optimizer states of (.+) instead of (.+); losses equal to (\d) "
-        r"digits over 10 steps",
+        rf"{optimizer['name']} beside adamw, in one process: optimizer states of (.+) instead of (.+); losses equal to "
+        r"(\d) digits over 10 steps",
         found.moments,
     )
     assert said is not None, found.moments
     small, full = (parse_bytes(said[i]) for i in (1, 2))
-    assert 0.2 * full < small < 0.35 * full
+    assert least * full < small < most * full
     assert 1 <= int(said[3]) <= 5
     assert found.moments in found.remarks()
     assert json.loads((tmp_path / "out/compare/compare.json").read_text("utf-8"))["moments"] == found.moments

@@ -33,6 +33,7 @@ def _config(out: Path, name: str, batch: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.sweep
 def test_cells_are_compared_in_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planned peaks are those of the recorded steps, and the bytes sent are equal, the weight's and the loss's too."""
     monkeypatch.setattr(compare, "make_forecast", partial(make_forecast, most_seconds=20 * MOST_SECONDS))

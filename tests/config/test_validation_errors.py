@@ -60,7 +60,7 @@ def said(changes: dict[str, Any], where: dict[str, str] | None = None) -> str:
         ),
         (
             {"train/optimizer": {"momentum": 0.9}},
-            "train.optimizer.momentum: there is no such key; it is a key of sgd and muon, and this is adamw",
+            "train.optimizer.momentum: there is no such key; it is a key of sgd, rmsprop and muon, and this is adamw",
         ),
         (
             {"train/schedule": {"end": 0.1}},
@@ -183,11 +183,12 @@ def said(changes: dict[str, Any], where: dict[str, str] | None = None) -> str:
         ({"log": {"to": [1]}}, "log.to.0: wanted text, got 1"),
         (
             {"train/optimizer": {"name": "adamm"}},
-            "train.optimizer.name: wanted sgd, adam, adamw, adamw-8bit or muon, got 'adamm'; did you mean 'adam'?",
+            "train.optimizer.name: wanted sgd, adam, adamw, rmsprop, adamw-bf16, adamw-8bit or muon, got 'adamm'; did "
+            "you mean 'adam'?",
         ),
         (
             {"train/optimizer": {"name": None}},
-            "train.optimizer.name: wanted sgd, adam, adamw, adamw-8bit or muon, got null",
+            "train.optimizer.name: wanted sgd, adam, adamw, rmsprop, adamw-bf16, adamw-8bit or muon, got null",
         ),
         (
             {"train/schedule": "cosine"},
@@ -196,8 +197,8 @@ def said(changes: dict[str, Any], where: dict[str, str] | None = None) -> str:
         ),
         (
             {"train/optimizer": 3},
-            "train.optimizer: wanted a section {name: ..., ...} whose name is sgd, adam, adamw, adamw-8bit or muon, "
-            "got 3",
+            "train.optimizer: wanted a section {name: ..., ...} whose name is sgd, adam, adamw, rmsprop, adamw-bf16, "
+            "adamw-8bit or muon, got 3",
         ),
         (
             {"launch": {"heartbeat": 60, "timeout": 30}},

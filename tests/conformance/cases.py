@@ -23,6 +23,7 @@ from tests.conformance.matrix_task import WholeMatrices
 from tests.conformance.narrow import Adapted
 from tests.conformance.rates import Paced
 from tests.conformance.scores import Scored
+from tests.conformance.tolerances import BF16, CHAIN, FP32, FP64, GPT2, NARROW_MOMENTS, OWN_NORMS, Tolerance
 from unipar.backend.cells import config_in_cell
 from unipar.config import Cell, Config, Precision
 from unipar.data.order import SampleOrder
@@ -30,25 +31,6 @@ from unipar.data.order import SampleOrder
 TOTAL, STEPS = 16, 6
 FILE = Path(__file__).parent / "weights.safetensors"
 SIZES = (1, 2, 4)
-
-
-@dataclass(frozen=True)
-class Tolerance:
-    """Of the loss (absolute), the norm (relative) and parameters (absolute; None: not promised)."""
-
-    loss: float
-    norm: float
-    params: float | None
-
-
-CHAIN = Tolerance(2e-6, 1e-5, 2e-5)
-OWN_NORMS = Tolerance(2e-6, 1e9, 2e-5)
-EIGHT_BITS = Tolerance(5e-6, 1e-4, 3e-3)
-"""A sum that rounds otherwise may turn a code into its neighbour, which is several percent from it."""
-GPT2 = Tolerance(2e-6, 1e-6, 5e-5)
-"""Its larger first weights make larger roundings; greedy generation is equal all the same."""
-
-FP32, FP64, BF16 = Tolerance(2e-6, 1e-6, 2e-5), Tolerance(1e-13, 1e-13, 1e-12), Tolerance(5e-3, 2e-2, None)
 
 
 @dataclass(frozen=True)
@@ -137,8 +119,11 @@ def _poison() -> int:
 _SGD = {"name": "sgd", "lr": 0.1, "momentum": 0.9}
 _NOT_FINITE = "the loss is not finite at step 4, first on rank "
 _COSINE = {"schedule": {"name": "cosine", "warmup": 2, "end": 0.1}}
+_RMSPROP = {"optimizer": {"name": "rmsprop", "lr": 1e-3, "weight_decay": 0.1, "alpha": 0.9, "eps": 1e-4,
+                          "momentum": 0.5, "centered": True}}  # fmt: skip
 _MUON = {"optimizer": {"name": "muon", "lr": 1e-2, "weight_decay": 0.1, "adamw": {"eps": 1e-6}}}
 _EIGHT_BITS = {"optimizer": {"name": "adamw-8bit", "block": 16, "lr": 1e-2, "weight_decay": 0.1, "eps": 1e-6}}
+_BF16_MOMENTS = {"optimizer": {"name": "adamw-bf16", "lr": 1e-2, "weight_decay": 0.1, "eps": 1e-6}}
 _EXACT = {
     "optimizer": {"name": "adamw", "lr": 1e-2, "weight_decay": 0.1, "eps": 1e-6, "fused": False, "foreach": False},
     "clip": {"max": 0.3, "norm": "fp64"},
@@ -236,9 +221,17 @@ CASES = {
         Case("whole matrices of its own", WholeMatrices, train=_COSINE | {"optimizer": {"lr": 1e-3}}, hop=3, sizes=(2,),
              cells=_WHOLE),
         Case("moments of 8 bits", Wide, train=_COSINE | _EIGHT_BITS, hop=3, sizes=(1, 2), cells=_BLOCKS,
-             tolerance=EIGHT_BITS),
-        Case("moments of 8 bits, bits", Wide, accumulate=1, sizes=(2,), cells=_BLOCKS, tolerance=EIGHT_BITS,
+             tolerance=NARROW_MOMENTS),
+        Case("moments of 8 bits, bits", Wide, accumulate=1, sizes=(2,), cells=_BLOCKS, tolerance=NARROW_MOMENTS,
              train=_EIGHT_BITS | {"clip": _EXACT["clip"]}),
+        Case("moments in bf16", tasks.Grouped, train=_COSINE | _BF16_MOMENTS, hop=3, sizes=(1, 2),
+             tolerance=NARROW_MOMENTS),
+        Case("moments in bf16, bits", tasks.Grouped, accumulate=1, sizes=(2,), tolerance=NARROW_MOMENTS,
+             train=_EXACT | {"optimizer": _BF16_MOMENTS["optimizer"] | {"fused": False, "foreach": False}}),
+        Case("moments in bf16, bf16-master", tasks.Grouped, precision="bf16-master", tolerance=BF16, hop=3, sizes=(2,),
+             train=_BF16_MOMENTS),
+        Case("moments in bf16, copies", tasks.Grouped, more=_TWO_COPIES, train=_BF16_MOMENTS, hop=3, sizes=(4,),
+             tolerance=NARROW_MOMENTS, cells=_CELLS_WITH_COPIES),
         Case("frozen teacher", tasks.Distilled, more={"eval": {"every": 2}}),
         Case("narrow frozen weights", Adapted, hop=3, sizes=(2,)),
         Case("tied weights", lambda: tasks.Plain(tied=True)),
@@ -318,6 +311,7 @@ CASES = {
         Case("not a number", lambda: tasks.Poisoned(_poison()), error=_NOT_FINITE),
         Case("bits, one microbatch", tasks.Grouped, accumulate=1, train=_EXACT, sizes=(2,)),
         Case("bits, four microbatches", tasks.Grouped, accumulate=4, train=_EXACT, sizes=(2,)),
+        Case("rmsprop", tasks.Grouped, train=_COSINE | _RMSPROP, hop=3, sizes=(1, 2)),
     )
 }  # fmt: skip
 
@@ -343,7 +337,7 @@ VARIANTS = (
     "all but matrix products recomputed", "contrastive, ragged", "contrastive, fp64", "contrastive, bf16-mixed",
     "contrastive, bf16-master", "several parts, batch norm, dropout", "several parts, fp64",
     "several parts, bf16-mixed", "several parts, bf16-master", "several parts, averaged", "bf16-master, float inputs",
-    "muon, bf16-master", "several parts, one loss, dropout",
+    "muon, bf16-master", "moments in bf16, bits", "moments in bf16, bf16-master", "several parts, one loss, dropout",
 )  # fmt: skip
 """Cases that `make test` plays under one library, by turns, as each plays their main form."""
 
@@ -363,6 +357,7 @@ MESH_CASES = (
     "state out and in", "averaged", "averaged every second step",
     "blocks recomputed", "bf16-mixed", "fp64", "not a number",
     "batches by tokens", "batches by tokens, two on each rank", "contrastive", "contrastive, one tower", "muon",
+    "rmsprop",
 )  # fmt: skip
 """Cases that `make test` plays in one of the first three of them, in the smallest world; a few also in the others."""
 
@@ -375,8 +370,7 @@ THIN = ("native/parameters", "deepspeed/parameters", "horovod/nothing", "acceler
 """Cells that `make test` plays in worlds of 1, too."""
 
 COMPILED = {
-    "native/parameters": ("blocks compiled", "model compiled", "blocks recomputed and compiled"),
-    "deepspeed/optimizer": ("blocks recomputed and compiled",),
+    "native/parameters": ("model compiled", "blocks recomputed and compiled"),
     "horovod/nothing": ("blocks compiled",),
 }
 """Cells in which `make test` compiles, and what: a case takes as long as ten others, a whole model as twenty."""

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 import unipar
 from tests.conformance import chain, gan
 from tests.conformance.apart import Apart
+from tests.conformance.bf16_moments import Bf16ByHand
 from tests.conformance.cases import FILE, Case, dtype_of
 from tests.conformance.contrastive import Pairs
 from tests.conformance.eight_bits import eight_bits_by_hand
@@ -175,12 +176,17 @@ def optimizer_of(config: Config, model: Any, groups: Any = None) -> torch.optim.
     if wanted.name == "muon":
         return MuonByHand(config, model, groups)
     groups = groups or [p for p in model.parameters() if p.requires_grad]
+    if wanted.name == "adamw-bf16":
+        return Bf16ByHand(model, groups, lr=wanted.lr, weight_decay=wanted.weight_decay, eps=wanted.eps)
     if wanted.name == "adamw-8bit":
         return eight_bits_by_hand(
             groups, block_size=wanted.block, lr=wanted.lr, weight_decay=wanted.weight_decay, eps=wanted.eps
         )
     if wanted.name == "sgd":
         return torch.optim.SGD(groups, lr=wanted.lr, momentum=wanted.momentum, weight_decay=wanted.weight_decay)
+    if wanted.name == "rmsprop":
+        own = {key: getattr(wanted, key) for key in ("lr", "weight_decay", "alpha", "eps", "momentum", "centered")}
+        return torch.optim.RMSprop(groups, **own)
     kind = torch.optim.AdamW if wanted.name == "adamw" else torch.optim.Adam
     return kind(groups, lr=wanted.lr, weight_decay=wanted.weight_decay, eps=wanted.eps)
 

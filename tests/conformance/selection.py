@@ -40,8 +40,10 @@ def select_cases(cell: Cell, size: int, *, whole: bool) -> list[str]:
         if str(cell) in MESH_CELLS[:3] and size == 2:
             turn = MESH_CELLS.index(str(cell))
             names = [name for i, name in enumerate(MESH_CASES) if name in MESH_EVERYWHERE or i % 3 == turn]
+        elif size == copies * cell.axes.ranks:
+            names = SHORT_CASES if size == 2 else _mesh_cases_for_four_ranks(cell)
         else:
-            names = SHORT_CASES if size == copies * cell.axes.ranks else ()
+            names = ()
     elif not whole and size == 2:
         names = CASES if cell.backend not in OURS else _covering(cell)
     elif not whole and size == 1:
@@ -61,23 +63,38 @@ def _cases_for_four_ranks(cell: Cell) -> set[str]:
     return names
 
 
+def _mesh_cases_for_four_ranks(cell: Cell) -> set[str]:
+    """Return what every cell must do, and this cell's part of the short cases: they go round among such cells."""
+    others = [name for name in SHORT_CASES if name not in EVERYWHERE]
+    return {*EVERYWHERE, others[MESH_CELLS.index(str(cell)) % len(others)]}
+
+
 def _covering(cell: Cell) -> set[str]:
     """Return this cell's part of the cases in worlds of two, and what every cell must do."""
-    return {*EVERYWHERE, *(() if cell.variant == SIZES_ONLY_VARIANT else BITS), *_share_out(cell.backend).get(cell, ())}
+    always = (
+        EVERYWHERE if cell.variant == SIZES_ONLY_VARIANT else (*BITS, *EVERYWHERE[1:])
+    )  # BITS have four microbatches
+    return {*always, *_share_out(cell.backend).get(cell, ())}
 
 
+@cache
 def libraries_of(name: str) -> Collection[str]:
     """Return the libraries under which `make test` plays a case in worlds of two.
 
-    Main cases are played under each; a variant of a case under one, by turns; others under native and one more.
+    Main cases are played under each; a variant of a case under one, by turns; what compiles where COMPILED says; others
+    under native, if they can be, and under one more or none, by turns.
     """
     libraries = OURS[1:]
+    if "compile" in CASES[name].more.get("model", {}):
+        return {cell.partition("/")[0] for cell, names in COMPILED.items() if name in names}
     if name in MAIN_CASES:
         return libraries
     if name in VARIANTS:
         return (libraries[VARIANTS.index(name) % len(libraries)],)
-    others = libraries[1:]
-    return ("native", others[list(CASES).index(name) % len(others)])
+    cells = {library: backend_cells.cells_of_backend(registry.find_backend(library)) for library in libraries}
+    first, *more = (library for library in libraries if any(CASES[name].on(cell) for cell in cells[library]))
+    turn = list(CASES).index(name)
+    return (first,) if turn % 2 or not more else (first, more[turn // 2 % len(more)])
 
 
 @cache

@@ -127,13 +127,19 @@ def test_a_script_is_clean(to: str, tmp_path: Path) -> None:
     made = [written(tmp_path / "full", to, WORDS), written(tmp_path / "least", to, least)]
     loaded = least | {"task": {"use": f"{FILE}:Loaded"}, "device": "cuda"}
     made.append(written(tmp_path / "loaded", to, loaded))
+    counted = {"task": {"use": f"{FILE}:Counted20"}, "batch": {"tokens": 20, "micro": 8}}
+    made.append(written(tmp_path / "counted", to, WORDS | counted))
     checks = [
         ["check", "--isolated", "--select", "E,F,I,UP,B,RUF", "--ignore", "B905", "--line-length", "120"],
         ["format", "--isolated", "--line-length", "120", "--check"],
     ]
     for folder in made:
         for words in checks:
-            command = [str(BIN / "ruff"), *words, "train.py", "samples.py"]
+            command = [
+                str(BIN / "ruff"),
+                *words,
+                *(file.name for file in folder.glob("*.py") if file.name != "task.py"),
+            ]
             done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
             assert done.returncode == 0, done.stdout
 

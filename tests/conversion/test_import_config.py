@@ -146,7 +146,8 @@ def test_one_key(change: dict[str, Any], sets: tuple[str, ...], key: str, value:
         ),
         (
             {"optimizer": {"type": "Lamb", "params": {}}},
-            "optimizer.type: Lamb is not among sgd, adam, adamw and muon; choose a value with --set train.optimizer=",
+            "optimizer.type: Lamb is not among sgd, adam, adamw, rmsprop and muon; choose a value with --set train."
+            "optimizer=",
         ),
         (
             {"scheduler": {"type": "OneCycle", "params": {}}},

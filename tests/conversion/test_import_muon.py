@@ -1,4 +1,4 @@
-"""`unipar import` of Muon, as DeepSpeed and LLaMA-Factory name it, and of optimizers that have no section."""
+"""`unipar import` of Muon, as DeepSpeed and LLaMA-Factory name it."""
 
 from __future__ import annotations
 
@@ -121,8 +121,6 @@ def test_optim_config(tmp_path: Path) -> None:
         ({"optim_config": {"name": "muon", "warmth": 3}}, "optim_config (line 1): warmth: 3 has no key of unipar for"),
         ({"optim_config": {"name": "lion"}}, 'optim_config (line 1): {"name": "lion"} has no key of unipar; leave it'),
         ({"optim": "muon"}, "optim (line 1): axolotl's Muon has Newton-Schulz coefficients and a factor of the rate"),
-        ({"optim": "rmsprop"}, "returns torch.optim.RMSprop from optimizer(), and the config has its rate alone; "
-         "choose a value with --set train.optimizer=..."),
     ],
 )  # fmt: skip
 def test_what_is_not_carried(change: dict[str, Any], sentence: str, tmp_path: Path) -> None:
@@ -130,10 +128,3 @@ def test_what_is_not_carried(change: dict[str, Any], sentence: str, tmp_path: Pa
     with pytest.raises(ConfigError) as caught:
         recipe(tmp_path, **change)
     assert sentence in str(caught.value)
-
-
-def test_the_rate_of_an_optimizer_of_the_task(tmp_path: Path) -> None:
-    """The way out that the sentence on RMSprop names."""
-    made = recipe(tmp_path, "train.optimizer={lr: 1.0e-5}", optim="rmsprop")
-    assert optimizer(made) == {"lr": 1e-5}
-    assert any(note.startswith("optim: RMSprop has no section") and "(replaced by" in note for note in made.left_out)

@@ -105,14 +105,16 @@ def test_how_it_splits(
 
 
 def test_names_of_axolotl(tmp_path: Path) -> None:
-    """They are the Trainer's under other names, with other defaults; 8-bit states become fp32 ones, which is told."""
+    """They are the Trainer's under other names, with other defaults; 8-bit states are torchao's, which is told."""
     made = bring(tmp_path, AXOLOTL)
     result = said(made)
     assert result["batch"] == {"micro": 2, "accumulate": 1}
     assert result["train"]["epochs"] == 1
     assert result["train"]["schedule"] == {"name": "cosine", "warmup": 10}
     assert result["train"]["optimizer"]["lr"] == 2e-4
-    assert "train.optimizer.name: adamw_bnb_8bit: AdamW with states in fp32, not in fewer bits" in made.assumed
+    assert result["train"]["optimizer"]["name"] == "adamw-8bit"
+    (told,) = (note for note in made.assumed if note.startswith("train.optimizer.name: adamw_bnb_8bit: adamw-8bit, "))
+    assert "with torchao's codes, not bitsandbytes'; in 8 bits are weights whose rows are blocks of 256" in told
     assert "train.precision: 'auto': bf16, as on a GPU that computes in it" in made.assumed
     assert "train.epochs: 1" in made.assumed
     assert "lora_r: it is about the model, which your task makes" in made.left_out
@@ -124,8 +126,8 @@ def test_strict_assumes_nothing(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         bring(tmp_path, AXOLOTL, strict=True)
     for sentence in (
-        "optimizer (line 1): adamw_bnb_8bit: AdamW with states in fp32, not in fewer bits; choose a value with --set "
-        "train.optimizer.name=...",
+        "optimizer (line 1): adamw_bnb_8bit: unipar has adamw-8bit, with torchao's codes, not bitsandbytes'; in 8 bits",
+        "(fp32 under the Trainer) too; or adamw, with states in fp32; choose a value with --set train.optimizer.name=",
         "bf16 (line 1): 'auto': bf16, as on a GPU that computes in it; choose a value with --set train.precision=...",
         "the library that the launcher says: give it with --set backend=native",
         "gradient_accumulation_steps: give it with --set batch.accumulate=1",
@@ -152,7 +154,7 @@ def test_arguments_beside_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"optim": "lion"}, "optim (line 1): lion is neither sgd nor a kind of adamw, such as adamw_torch and"),
+        ({"optim": "lion"}, "optim (line 1): lion is neither sgd nor rmsprop nor a kind of adamw, such as"),
         ({"neftune_noise_alpha": 5}, "neftune_noise_alpha (line 1): 5 has no key of unipar; leave it out with --leave"),
         ({"use_galore": True}, "use_galore (line 1): true has no key of unipar; leave it out with --leave use_galore"),
         ({"micro_batch_size": 3}, "micro_batch_size (line 1): 3, but per_device_train_batch_size is 2; leave it out"),

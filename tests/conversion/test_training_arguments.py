@@ -180,7 +180,7 @@ def test_of_an_accelerate_yaml(tmp_path: Path) -> None:
         ),
         ("--learning_rate fast", "--args: learning_rate: 'fast' is not a number; give one"),
         ("--per_device_train_batch_size 0", "--args: per_device_train_batch_size: 0.0 is not a whole number above 0"),
-        ("--optim lion_8bit", "--args: optim: lion_8bit is neither sgd nor a kind of adamw"),
+        ("--optim lion_8bit", "--args: optim: lion_8bit is neither sgd nor rmsprop nor a kind of adamw"),
         ("--lr_scheduler_type greedy", "--args: lr_scheduler_type: greedy is not among linear, cosine"),
         (
             "--lr_scheduler_type cosine_with_min_lr",

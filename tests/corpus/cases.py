@@ -46,7 +46,6 @@ CASES: dict[str, Case] = {
         "divided twice by accumulation",
         "step 1",
         "faults._classify_factor",
-        always=True,
     ),
     "times-accumulation": Case(
         "axolotl-ai-cloud/axolotl#2262",
@@ -79,7 +78,6 @@ CASES: dict[str, Case] = {
         "a stale gradient",
         "step 2, token.weight and 26 more",
         "faults._classify_mix",
-        always=True,
     ),
     "same-samples": Case(
         "huggingface/finetrainers!415",
@@ -87,7 +85,6 @@ CASES: dict[str, Case] = {
         "samples seen twice",
         "step 1, forward token (rank 1, microbatch 1), backward head (rank 0, microbatch 1)",
         "faults._classify_samples",
-        always=True,
     ),
     "split-twice": Case(
         "huggingface/accelerate!4276",
@@ -139,7 +136,6 @@ CASES: dict[str, Case] = {
         "parameters left out",
         "step 1, blocks.0.norm1.weight and 11 more",
         "faults._classify_missing_update",
-        always=True,
     ),
     "reduced-before-last": Case(
         "deepspeedai/DeepSpeed!7985",

@@ -11,7 +11,8 @@ import pytest
 from unipar.config.sections.batch import Batch, BatchSizes
 from unipar.data.lengths import SampleLengths
 from unipar.data.order import DataPosition
-from unipar.data.token_order import TokenOrder, consecutive_microbatches, padded_tokens, split_by_tokens
+from unipar.data.token_order import TokenOrder, consecutive_microbatches, split_by_tokens
+from unipar.data.token_split import padded_tokens
 from unipar.errors import ConfigError, TaskError
 
 LENGTHS = [3, 1, 4, 1, 5, 2, 6, 5, 3, 5]

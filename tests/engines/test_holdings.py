@@ -69,16 +69,24 @@ ROWS: list[tuple[str, str, int]] = [
     ),
     *MORE,
 ]
+IN_ONE = ("native/nothing fp32", "native/parameters fp32", "native/gradients bf16-master", "deepspeed/parameters fp32")
+"""Rows of HELD that are played in a world of one whenever tests run; the others there are in the sweeps."""
+
 ALONE: list[tuple[str, str, int]] = [("single", "fp32", 1), (REPLAY, "fp32", 2)]
 
 Ranks = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def played(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, int, int], Ranks]:
+def played(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[tuple[str, str, int, int], Ranks]:
     """What each rank of each world said, by cell, precision, microbatches and the world's size."""
+    asked = {item.name.partition("[")[2] for item in request.session.items}
+    in_one = [row for row in ROWS if row in (ROWS[0], *MORE) or f"{row[0]} {row[1]}-1]" in asked]
+    horovod = [row for row in HOROVOD if f"{row[0]} {row[1]}-1]" in asked]
     found: dict[tuple[str, str, int, int], Ranks] = {}
-    for size, rows in ((1, ROWS + ALONE), (2, ROWS), (1, HOROVOD), (2, HOROVOD)):
+    for size, rows in ((1, in_one + ALONE), (2, ROWS), *([(1, HOROVOD)] if horovod else []), (2, HOROVOD)):
         if any(
             registry.why_not_installed(registry.find_backend(name))
             for name in {"deepspeed", "accelerate"}
@@ -104,8 +112,14 @@ def _of(played: dict[tuple[str, str, int, int], Ranks], cell: str, precision: st
     return played[cell, precision, micros, size]
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("row", HELD)
+@pytest.mark.parametrize(
+    ("row", "size"),
+    [
+        pytest.param(row, size, marks=[pytest.mark.sweep] * (size == 1 and row not in IN_ONE))
+        for row in HELD
+        for size in (1, 2)
+    ],
+)
 def test_bytes_a_parameter(played: Any, row: str, size: int) -> None:
     """Parameters, masters, states and gradients of each cell, between backward and update and between two steps."""
     cell, precision = row.split()

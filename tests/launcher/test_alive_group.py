@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import socket
-import subprocess
-import sys
+from contextlib import ExitStack
 from pathlib import Path
 
-from tests.support.world import PYTHONPATH_VARIABLE
+from tests.support.forks import BACKENDS, Forks
 from unipar.backend import registry
-
-BACKENDS = ["native", "deepspeed", "horovod", "accelerate"]
 
 SCRIPT = """
 import sys
@@ -30,31 +27,17 @@ print("alive", alive.item())
 """
 
 
-def test_it_is_adopted_and_left_alive(tmp_path: Path) -> None:
+def test_it_is_adopted_and_left_alive(tmp_path: Path, forks: Forks) -> None:
     """No variable says a rank here: who they are is asked of the group, and its store is where they meet."""
     here = [name for name in BACKENDS if registry.why_not_installed(registry.find_backend(name)) is None]
     (tmp_path / "x.py").write_text(SCRIPT, encoding="utf-8")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "x.py", port, str(rank), *here],
-            cwd=tmp_path,
-            env=PYTHONPATH_VARIABLE | {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = [rank.communicate(timeout=150) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    for out, err in said:
-        assert [line for line in out.splitlines() if line != "trained 12"] == [
+    with ExitStack() as both:
+        ranks = [both.enter_context(forks.begin(["x.py", port, str(rank), *here], tmp_path)) for rank in range(2)]
+        done = [rank.wait(150) for rank in ranks]
+    for rank in done:
+        assert [line for line in rank.stdout.splitlines() if line != "trained 12"] == [
             *(f"{name} 2 3.385748" for name in here),
             "alive 2.0",
-        ], err
+        ], rank.stderr

@@ -67,9 +67,11 @@ def put_nothing(machine: Machine) -> None: ...
             "node1 (10.213.7.1): name a folder on a file system that all machines mount (out: ..., or --out DIR), or "
             "say machines.folder: own, so that each machine writes to its own disk",
             marks=pytest.mark.sweep),
-        (put_nothing, put_run, ["--out", "/tmp/taken"],
-         "node2 (10.213.7.2): out: /tmp/taken already exists; name another folder (out: another/folder, or --out DIR), "
-         "or overwrite it (--overwrite, or launch(..., overwrite=True))"),
+        pytest.param(
+            put_nothing, put_run, ["--out", "/tmp/taken"],
+            "node2 (10.213.7.2): out: /tmp/taken already exists; name another folder (out: another/folder, or --out "
+            "DIR), or overwrite it (--overwrite, or launch(..., overwrite=True))",
+            marks=pytest.mark.sweep),
         (put_run, put_nothing, ["--out", "/tmp/taken", "--overwrite"],
          "rank 0 on node1 (10.213.7.1): out: /tmp/taken is not a run folder of unipar (no config.json in it), so it is "
          "not overwritten; name another folder, or remove it yourself"),
@@ -95,6 +97,7 @@ def test_a_sentence_on_both(
         assert run.left == {}
 
 
+@pytest.mark.sweep
 def test_another_version(job: Job, tmp_path: Path) -> None:
     """Of a library, on one of the machines."""
     put_library(job.machines[1])

@@ -1,7 +1,8 @@
 """Runs over machines that share nothing but a wire: a covering part of what `make machines` plays.
 
-Each launcher and each backend once, ranks placed in turn, a shared run folder, Debian's own name, IPv6 alone, a second
-network; and a machine that is lost.
+Each family of launchers and each backend once, ranks placed in turn, a shared run folder, Debian's own name with IPv6
+alone beside a second network; and a machine that is lost. The sweeps play more launchers, each of these networks by
+itself, and a machine that is killed.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.skipif(bool(reason_no_machines()), reason=reason_no_mac
 CELLS = [
     pytest.param("torchrun c10d", "native", (1, 1), marks=pytest.mark.sweep),
     ("torchrun static", "accelerate", (2, 1)),
-    ("accelerate launch", "accelerate", (1, 1)),
+    pytest.param("accelerate launch", "accelerate", (1, 1), marks=pytest.mark.sweep),
     ("deepspeed", "deepspeed", (1, 1)),
     ("horovodrun", "horovod", (1, 1)),
     pytest.param("mpirun", "native", (1, 1), marks=pytest.mark.sweep),
@@ -117,6 +118,16 @@ def test_a_shared_run_folder(job: Job, shared: Path, tmp_path: Path) -> None:
     assert set(os.listdir(shared / "runs/x")) == kept
 
 
+def test_a_network_with_every_pitfall(tmp_path: Path) -> None:
+    """Own names that mean 127.0.1.1, no IPv4 but loopback, and a default route that does not lead to other machines."""
+    with (
+        machines(2, tmp_path / "machines", hosts="debian", family="ipv6", management=True) as made,
+        Started(Job(made, (1, 1)), "by hand", "native", tmp_path / "run") as run,
+    ):
+        expect_equal(run)
+
+
+@pytest.mark.sweep
 def test_own_name_is_loopback(tmp_path: Path) -> None:
     """Debian's /etc/hosts: a machine's own name means 127.0.1.1 to itself."""
     with (
@@ -126,6 +137,7 @@ def test_own_name_is_loopback(tmp_path: Path) -> None:
         expect_equal(run)
 
 
+@pytest.mark.sweep
 def test_ipv6_alone_beside_a_management_network(tmp_path: Path) -> None:
     """No IPv4 but loopback; own name and default route belong to a network that does not lead to other machines."""
     with (
@@ -144,7 +156,7 @@ NODE1, NODE2 = r"node1 \(10\.213\.7\.1\), rank 0", r"node2 \(10\.213\.7\.2\), ra
 @pytest.mark.parametrize(
     ("fault", "sentences"),
     [
-        ("machine killed", {"node1": LOST.format(NODE2, CLOSED)}),
+        pytest.param("machine killed", {"node1": LOST.format(NODE2, CLOSED)}, marks=pytest.mark.sweep),
         ("cable pulled", {"node1": LOST.format(NODE2, SILENT), "node2": LOST.format(NODE1, SILENT)}),
     ],
 )

@@ -196,6 +196,7 @@ def test_what_a_loss_keeps_for_good_is_unattributed(forks: Forks, tmp_path: Path
     assert PLANTED <= held(row, "steady", rank=1)["unattributed"] < 1.1 * PLANTED
 
 
+@pytest.mark.sweep
 def test_what_is_offloaded_on_the_cpu_is_in_the_same_account(forks: Forks, tmp_path: Path) -> None:
     """DeepSpeed puts the optimizer's states where they would be anyway: half of them on each of two ranks."""
     options = {"deepspeed": {"offload_optimizer": "cpu", "cpu_adam": "torch"}}

@@ -144,13 +144,31 @@ def test_kernels(fused: Any, foreach: Any, wanted: tuple[Any, Any]) -> None:
         ("sgd", "auto", "cuda", True, {}),
         ("sgd", False, "cpu", True, {"foreach": False}),
         ("adamw", "auto", "mps", False, {}),
+        ("rmsprop", "auto", "cuda", False, {}),
+        ("rmsprop", True, "cpu", True, {"foreach": True}),
     ],
 )
 def test_kernels_of_split_parameters(name: str, foreach: Any, device: str, split: bool, wanted: dict[str, Any]) -> None:
-    """Split parameters have no fused SGD in PyTorch; `foreach` is then as in the config."""
+    """PyTorch has no fused SGD for split parameters, and no fused RMSprop; `foreach` is then as in the config."""
     optimizer = _config(optimizer={"name": name, "foreach": foreach}).train.optimizer
     told = optimizer_arguments(optimizer, device, split=split)
     assert {key: told[key] for key in ("fused", "foreach") if key in told} == wanted
+
+
+def test_rmsprop() -> None:
+    """torch.optim.RMSprop with its own options, whose defaults are PyTorch's; groups may set each of them."""
+    plain = _made(_Task(), _Task().model(), _config(optimizer={"name": "rmsprop"}))
+    assert isinstance(plain, torch.optim.RMSprop)
+    assert plain.defaults == torch.optim.RMSprop([torch.zeros(1)]).defaults
+    own = {"lr": 0.1, "weight_decay": 0.3, "alpha": 0.9, "eps": 1e-4, "momentum": 0.5, "centered": True}
+
+    def groups(m: Any) -> Any:
+        return [{"params": m[0].parameters(), "alpha": 0.8}, {"params": m[1:].parameters(), "centered": False}]
+
+    task = _Task(groups)
+    made = _made(task, task.model(), _config(optimizer={"name": "rmsprop", "foreach": False, **own}))
+    assert {key: made.defaults[key] for key in (*own, "foreach")} == own | {"foreach": False}
+    assert [(g["alpha"], g["centered"]) for g in made.param_groups] == [(0.8, True), (0.9, False)]
 
 
 class _Owner(_Task):

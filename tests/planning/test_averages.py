@@ -32,27 +32,29 @@ def averages(plan: Any) -> list[int]:
     ("cell", "size"),
     [
         ("single", ALL),
-        ("native/nothing", ALL),
-        ("native/optimizer", ALL),
+        pytest.param("native/nothing", ALL, marks=pytest.mark.sweep),
+        pytest.param("native/optimizer", ALL, marks=pytest.mark.sweep),
         ("native/parameters", ALL // 2),
         ("native/nothing+tensor2", 19_968),
         ("horovod/nothing", ALL),
-        ("accelerate/parameters", ALL // 2),
-        ("deepspeed/nothing", ALL),
+        pytest.param("accelerate/parameters", ALL // 2, marks=pytest.mark.sweep),
+        pytest.param("deepspeed/nothing", ALL, marks=pytest.mark.sweep),
         ("deepspeed/gradients", ALL // 2),
-        ("deepspeed/parameters", ALL // 2),
+        pytest.param("deepspeed/parameters", ALL // 2, marks=pytest.mark.sweep),
     ],
 )
 def test_each_rank_keeps_averages_of_what_it_updates(cell: str, size: int) -> None:
     """In fp32, from the set-up on, whatever the phase; none without `train.ema`."""
-    plan = planned(cell, {})
+    plan, without = planned(cell, {}), planned(cell, None)
     assert averages(plan) == [size] * 4
-    assert averages(planned(cell, None)) == [0] * 4
+    assert averages(without) == [0] * 4
     assert "ema" in plan.table(200).splitlines()[0].split()
-    assert "ema" not in planned(cell, None).table(200).splitlines()[0].split()
+    assert "ema" not in without.table(200).splitlines()[0].split()
 
 
-@pytest.mark.parametrize("cell", ["native/parameters", "deepspeed/nothing", "deepspeed/gradients"])
+@pytest.mark.parametrize(
+    "cell", ["native/parameters", pytest.param("deepspeed/nothing", marks=pytest.mark.sweep), "deepspeed/gradients"]
+)
 def test_averages_of_masters(cell: str) -> None:
     """Under bf16-master they are as large as the fp32 masters."""
     size = ALL if cell == "deepspeed/nothing" else ALL // 2

@@ -39,11 +39,11 @@ def sent(row: Any) -> int:
     ("cell", "in_a_loop"),
     [
         ("single", 3 * 4 * LARGEST),
-        ("native/nothing", 3 * 4 * LARGEST),
+        pytest.param("native/nothing", 3 * 4 * LARGEST, marks=pytest.mark.sweep),
         ("native/parameters", 3 * 4 * LARGEST // 2),
-        ("horovod/nothing", 3 * 4 * LARGEST),
+        pytest.param("horovod/nothing", 3 * 4 * LARGEST, marks=pytest.mark.sweep),
         ("deepspeed/nothing", 3 * 4 * LARGEST),
-        ("deepspeed/gradients", 2 * 4 * FLAT + 4 * FLAT),
+        pytest.param("deepspeed/gradients", 2 * 4 * FLAT + 4 * FLAT, marks=pytest.mark.sweep),
         ("deepspeed/parameters", 2 * 4 * FLAT + 4 * FLAT),
     ],
 )
@@ -56,12 +56,12 @@ def test_the_optimizers_own_tensors(cell: str, in_a_loop: int) -> None:
 @pytest.mark.parametrize(
     ("cell", "norm", "bytes_sent"),
     [
-        ("single", 16 * EMBEDDING, 0),
+        pytest.param("single", 16 * EMBEDDING, 0, marks=pytest.mark.sweep),
         ("native/nothing", 16 * EMBEDDING, 0),
-        ("native/optimizer", 16 * EMBEDDING, 0),
+        pytest.param("native/optimizer", 16 * EMBEDDING, 0, marks=pytest.mark.sweep),
         ("native/parameters", 16 * EMBEDDING // 2, 8),
-        ("horovod/nothing", 16 * EMBEDDING, 0),
-        ("deepspeed/nothing", 16 * EMBEDDING, 0),
+        pytest.param("horovod/nothing", 16 * EMBEDDING, 0, marks=pytest.mark.sweep),
+        pytest.param("deepspeed/nothing", 16 * EMBEDDING, 0, marks=pytest.mark.sweep),
         ("deepspeed/gradients", 16 * EMBEDDING, 8),
         ("deepspeed/parameters", 4 * FLAT, 8),
     ],

@@ -9,8 +9,16 @@ from typing import Any
 import pytest
 
 from tests.support.forks import Forks
-from unipar.run_folder.layout import ledger_path
+from tests.support.running import Line
+from unipar.backend import registry
+from unipar.backend.checks import settle
+from unipar.config import Config
+from unipar.distributed.place import Place
+from unipar.run_folder.heartbeat import HeartbeatWriter
+from unipar.run_folder.layout import heartbeat_path, ledger_path
 from unipar.run_folder.ledger import Ledger
+from unipar.tracking.writer import TrackerWriter
+from unipar.training.setup import build_run
 
 pytestmark = pytest.mark.forked
 
@@ -78,3 +86,23 @@ def test_a_slow_rank_is_waited_for(keys: dict[str, Any], tmp_path: Path, forks: 
     last = fast[-1]
     assert last["tokens_per_second"] == pytest.approx(3 * last["samples_per_second"])
     assert last["flops_per_second"] == pytest.approx(5 * 128 * last["samples_per_second"])
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_operations_are_counted_if_they_are_asked_for(tmp_path: Path, counts: bool) -> None:
+    """Rows of a run have them; a verification, which shows none, leaves them out: they take a third of its time."""
+    config = {"backend": "single", "device": "cpu", "batch": {"total": 4}, "train": {"steps": 3}, "log": {"every": 1}}
+    settled, backend = settle(Config.model_validate(config), 1), registry.load_backend("single")
+    place = Place(rank=0, size=1, local_rank=0, local_size=1, launcher="unipar")
+    world, heartbeat = backend.join(settled.config, place), HeartbeatWriter(heartbeat_path(tmp_path, 0))
+    with Ledger(ledger_path(tmp_path, 0)) as ledger:
+        trackers = TrackerWriter((), tmp_path, 0)
+        live = build_run(
+            settled, backend, Line(), world, ledger=ledger, heartbeat=heartbeat, trackers=trackers, counts=counts
+        )
+        live.task.train(live)
+        live.finish()
+    world.close()
+    rows = [row for row in Ledger.read(ledger_path(tmp_path, 0)) if row["event"] == "step"]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert any("flops" in row for row in rows) is counts

@@ -182,7 +182,12 @@ def test_the_other_pages_can_be_read(tmp_path: Path, width: int, flags: tuple[st
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     ("flags", "width"),
-    [((), 1280), ((DARK,), 390), ((), 390), ((DARK,), 1280)],
+    [
+        ((), 1280),
+        ((DARK,), 390),
+        pytest.param((), 390, marks=pytest.mark.sweep),
+        pytest.param((DARK,), 1280, marks=pytest.mark.sweep),
+    ],
     ids=["light-1280", "dark-390", "light-390", "dark-1280"],
 )
 def test_labels_of_many_cells_can_be_read(

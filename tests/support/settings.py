@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.conformance.cases import FP32, Tolerance
 from tests.conformance.inside import combine_pieces
 from tests.conformance.plain import train_by_hand
+from tests.conformance.tolerances import FP32, Tolerance
 from tests.support.settings_inside import case_of
 from tests.support.world import ROOT
 from unipar.launcher.processes.group import WorkerGroup

@@ -18,7 +18,7 @@ import unipar
 Words = tuple[Tensor, Tensor]
 
 
-class Words20(unipar.Task):
+class Texts20(unipar.Task):
     """20 short texts of 1 to 5 numbers: batches of 8 leave 4 over, and each batch has another number of words."""
 
     def __init__(self, width: int = 8, dropout: float = 0.1) -> None:
@@ -47,10 +47,6 @@ class Words20(unipar.Task):
         return words.clamp(min=0), torch.where(words < 0, -100, (words + random.choice([0, 1])) % 7)
 
     @override
-    def weight(self, batch: Words) -> Tensor:
-        return (batch[1] >= 0).sum()
-
-    @override
     def loss(self, model: nn.Module, batch: Words) -> Tensor:
         return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
 
@@ -58,6 +54,14 @@ class Words20(unipar.Task):
     def groups(self, model: nn.Module) -> list[Mapping[str, Any]]:
         one, *others = [p for p in model.parameters() if p.requires_grad]
         return [{"params": [one], "lr": 0.05}, {"params": (p for p in others)}]
+
+
+class Words20(Texts20):
+    """Each word counts the same."""
+
+    @override
+    def weight(self, batch: Words) -> Tensor:
+        return (batch[1] >= 0).sum()
 
 
 class Line(unipar.Task):
@@ -103,3 +107,20 @@ class Points(torch.utils.data.Dataset[Any]):
 
 if __name__ == "__main__":
     print(unipar.launch(sys.argv[1], task=Line))
+
+
+class Counted20(Texts20):
+    """The same in batches by tokens, whose numbers do not depend on their cut into microbatches."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__(width, dropout=0.0)
+
+    @override
+    def length(self, sample: Tensor) -> int:
+        return len(sample)
+
+    @override
+    def collate(self, samples: list[Tensor]) -> Words:
+        longest = max(len(s) for s in samples)
+        words = torch.stack([F.pad(s, (0, longest - len(s)), value=-1) for s in samples])
+        return words.clamp(min=0), torch.where(words < 0, -100, (words + 1) % 7)

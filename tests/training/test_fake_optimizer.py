@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,6 @@ import pytest
 from tests.support.short_text import short_text
 from unipar.backend.prediction.timeline import UpdatedTensor
 from unipar.config.source import load_given_config
-from unipar.errors import TaskError
 from unipar.training.fake_run.trace import TracedTask, trace_task
 
 LARGE, SMALL = UpdatedTensor((1000, 10), 4), UpdatedTensor((100, 10), 4)
@@ -73,11 +73,25 @@ def test_the_optimizer_of_a_task(tmp_path: Path, made: str, device: str, expecte
     assert temporaries(found, [LARGE, LARGE, SMALL]) == expected
 
 
-def test_states_in_blocks_are_not_planned() -> None:
-    """They have no one size for each element; the sentence says what to do."""
-    with pytest.raises(TaskError) as caught:
-        traced(name="adamw-8bit")
-    assert str(caught.value) == (
-        "plan: adamw-8bit is not planned, as its states have no one size for each element; plan adamw, and take "
-        "off 6 bytes for each element of the weights whose rows are whole blocks"
-    )
+@pytest.mark.parametrize(("device", "update"), [("cpu", 3_483_656), ("cuda", 111_413_256)])
+def test_states_in_blocks(device: str, update: int) -> None:
+    """Codes, a scale for each block of 32, and a table of 256 numbers for each moment; fp32 where rows are no blocks.
+
+    An update takes 53 bytes for each of the elements that it takes at once: 65,536 on the CPU, here all on a GPU.
+    """
+    task = short_text()
+    task["args"] |= {"width": 64, "heads": 2}
+    found = traced(device, task, name="adamw-8bit", block=32)
+    kept = {p.name: (p.states, p.tables) for p in found.timeline.parameters}
+    assert kept["layers.0.mlp.0.weight"] == ((1, Fraction(1, 8), 1, Fraction(1, 8)), 2048)
+    assert kept["layers.0.mlp.0.bias"] == ((4, 4), 0)
+    assert temporaries(found, [UpdatedTensor((2048, 1024), 4)]) == update
+    assert temporaries(found, [UpdatedTensor((2048, 1024), 4), SMALL]) == update
+
+
+@pytest.mark.parametrize(("device", "update"), [("cpu", 28 * 2**16), ("cuda", 28 * 2**21)])
+def test_moments_in_bf16(device: str, update: int) -> None:
+    """Two bytes for each element of a moment; an update takes moments in fp32, and their roundings."""
+    found = traced(device, name="adamw-bf16")
+    assert {p.states for p in found.timeline.parameters} == {(2, 2)}
+    assert temporaries(found, [UpdatedTensor((2048, 1024), 4)]) == update

@@ -223,6 +223,12 @@ def given(**more: Any) -> Config:
             "nothing",
             {"parameters": 400, "gradients": 400, "optimizer": 400},
         ),
+        ({"optimizer": {"name": "rmsprop"}}, "nothing", {"parameters": 400, "gradients": 400, "optimizer": 400}),
+        (
+            {"optimizer": {"name": "rmsprop", "momentum": 0.9, "centered": True}},
+            "optimizer",
+            {"parameters": 400, "gradients": 400, "optimizer": 600},
+        ),
     ],
 )
 def test_what_a_rank_keeps(train: dict[str, Any], shard: str, wanted: dict[str, int]) -> None:

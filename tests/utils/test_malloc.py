@@ -61,7 +61,7 @@ if __name__ == "__main__" and os.environ["WAY"] == "train":
 def returned_mib(folder: Path, way: str, block: int, **variables: str) -> int:
     """Return how many MiB of a freed block a process gives back to the system, to the nearest ten."""
     environment = {**os.environ, **PYTHONPATH_VARIABLE, "WAY": way, "BLOCK": str(block), **variables}
-    (folder / "script.py").write_text(CODE + TASK, encoding="utf-8")
+    (folder / "script.py").write_text(CODE + (TASK if way == "train" else ""), encoding="utf-8")
     words = [sys.executable, "script.py"]
     done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

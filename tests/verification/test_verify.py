@@ -167,3 +167,23 @@ def test_two_factors_are_told_apart(planted: tuple[Any, dict[str, Any]]) -> None
     assert micros.endswith("0.5 times that of one process; with 1 microbatch instead of 2 it changes with them (1)")
     cells = ("faulty/nothing+averaging-twice", "faulty/nothing+divided-twice")
     assert [row_of(planted[1], cell)["finding"]["candidates"] for cell in cells] == [[], []]
+
+
+RMSPROP = "optimizer: {name: rmsprop, lr: 1.0e-3, weight_decay: 0.1"
+NAMED_BY_NORM = {"no-averaging": "not averaged", "clip-per-rank": "a norm taken per rank"}
+NAMED_BY_STATE = {"stale-gradient": "a stale gradient", "bf16-reduction": "rounded to bf16"}
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    ("more", "told"), [("}", dict.fromkeys(NAMED_BY_STATE, "")), (", centered: true}", NAMED_BY_STATE)]
+)
+def test_rmsprop(more: str, told: dict[str, str], tmp_path: Path, forks: Forks) -> None:
+    """Its state tells gradients where it is centered; otherwise kinds come from norms, and others have no name."""
+    config = CONFIG.replace(next(line for line in CONFIG.splitlines() if "optimizer" in line).strip(), RMSPROP + more)
+    faults = NAMED_BY_NORM | told
+    words = [word for fault in faults for word in ("--cells", f"faulty/nothing+{fault}")]
+    _, said = proved(forks, tmp_path, config, "--steps", "5", "--cells", "faulty/nothing", *words)
+    kinds = {fault: row_of(said, f"faulty/nothing+{fault}")["finding"]["kind"] for fault in faults}
+    assert kinds == faults
+    assert row_of(said, "faulty/nothing")["bits"] == "shares"

@@ -35,7 +35,7 @@ MORE = (
 
 
 @pytest.mark.parametrize("cells", [REAL, pytest.param(REAL + MORE, marks=pytest.mark.sweep)], ids=["two", "all"])
-@pytest.mark.parametrize("more", [[], ["--resume"]], ids=["whole", "resumed"])
+@pytest.mark.parametrize("more", [pytest.param([], marks=pytest.mark.sweep), ["--resume"]], ids=["whole", "resumed"])
 def test_every_library_agrees(forks: Forks, tmp_path: Path, cells: tuple[str, ...], more: list[str]) -> None:
     """Also from a checkpoint of another cell on."""
     done, said = verified(

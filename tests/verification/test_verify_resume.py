@@ -41,7 +41,8 @@ REAL = (
 )
 
 
-@pytest.mark.parametrize("cells", [REAL[::3], pytest.param(REAL, marks=pytest.mark.sweep)], ids=["two", "all"])
+@pytest.mark.sweep
+@pytest.mark.parametrize("cells", [REAL[::3], REAL], ids=["two", "all"])
 def test_every_library_goes_on_from_one_checkpoint(forks: Forks, tmp_path: Path, cells: tuple[str, ...]) -> None:
     """Each loads exactly the tensors that native/nothing saved, and agrees with the uninterrupted process after."""
     task = "tests.support.stacked:Stacked"

@@ -103,6 +103,7 @@ def test_batch_norm_and_dropout_are_named(prove: Callable[..., Verdicts]) -> Non
     assert (found.cut_dependence.kind, found.cut_dependence.micro) == ("batch statistics", 4)
 
 
+@pytest.mark.sweep
 def test_dropout_is_set_to_0_and_named(prove: Callable[..., Verdicts]) -> None:
     """Dropout is set to 0, and a remark says so."""
     found = prove(tasks.Plain, dropout=0.3)
@@ -172,6 +173,7 @@ def test_a_loss_that_depends_on_the_number_of_ranks_is_named(prove: Callable[...
     assert ", 0.5 times, in microbatch 1 of rank 0 in step 1" in finding.says
 
 
+@pytest.mark.sweep
 def test_a_model_that_cannot_run_in_fp64(prove: Callable[..., Verdicts]) -> None:
     """In bf16-mixed, fp32 runs stand in for those in fp64, also where the numbers depend on the cut of a batch."""
     found = prove(special_tasks.NormedWithoutDouble, overrides={"train.precision": "bf16-mixed"})

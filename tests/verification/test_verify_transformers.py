@@ -2,40 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.support.world import PYTHONPATH_VARIABLE
-from unipar.launcher.processes import starters
-from unipar.launcher.processes.forkserver import ForkServer
 from unipar.results.verdicts import Verdicts
 from unipar.verification.verify import verify
+
+pytestmark = pytest.mark.forked
 
 CELLS = ("native/nothing", "native/parameters")
 
 
-@pytest.fixture(scope="module")
-def server() -> Generator[ForkServer]:
-    """Server of workers that have imported transformers already, which takes longer than all their steps."""
-    needed = ["torch._dynamo", "torch.distributed.fsdp", "unipar.verification.worker.entry", "unipar_native.engine"]
-    environment = {**PYTHONPATH_VARIABLE, "HF_HUB_OFFLINE": "1"}
-    with ForkServer([*needed, "tests.support.transformer_models"], environment) as started:
-        yield started
-
-
 @pytest.fixture
-def prove(server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Verdicts]:
+def prove(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Verdicts]:
     """Function that verifies a model over three steps of eight samples."""
     monkeypatch.setenv("PYTHONPATH", PYTHONPATH_VARIABLE["PYTHONPATH"])
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-
-    def lend(_: Sequence[str], environment: Mapping[str, str]) -> AbstractContextManager[ForkServer]:
-        return nullcontext(server)
-
-    monkeypatch.setattr(starters, "ForkServer", lend)
 
     def proved(name: str, cells: Sequence[str] = CELLS) -> Verdicts:
         config = {
@@ -58,6 +43,7 @@ def test_llama_in_parts(prove: Callable[..., Verdicts]) -> None:
     assert [(row.outcome, row.note) for row in found.rows] == [("agrees", ""), ("agrees", "")]
 
 
+@pytest.mark.sweep
 def test_gpt2(prove: Callable[[str], Verdicts]) -> None:
     """Both cells are bit-for-bit equal to a replay, and nothing but dropout is remarked."""
     found = prove("Gpt2")

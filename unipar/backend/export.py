@@ -15,7 +15,7 @@ from string import Template
 from typing import TYPE_CHECKING, Any
 
 from unipar.config import BatchSizes, Config
-from unipar.config.sections.optimizer import SGD, Adam, optimizer_arguments
+from unipar.config.sections.optimizer import SGD, Adam, AdamW, RMSprop, optimizer_arguments
 from unipar.config.sections.schedule import Constant, InverseRoot, OneCycle, Polynomial, Steps, WarmupStableDecay
 from unipar.errors import Unsupported
 
@@ -101,9 +101,12 @@ def fill_template(
     )
 
 
-def render_samples_file(outline: Outline) -> str:
-    """Return the text of samples.py, the file that all scripts share."""
-    return render_template(read_template("unipar.backend", "samples.txt"), shared_flags(outline), {})
+def sample_files(outline: Outline) -> dict[str, str]:
+    """Return the files that all scripts share, by name: which samples each rank reads."""
+    text = render_template(read_template("unipar.backend", "samples.txt"), shared_flags(outline), {})
+    if outline.sizes.tokens is None:
+        return {"samples.py": text}
+    return {"samples.py": text, "token_split.py": read_template("unipar.data", "token_split.py")}  # needs Python alone
 
 
 def shared_flags(outline: Outline) -> dict[str, bool]:
@@ -120,7 +123,9 @@ def shared_flags(outline: Outline) -> dict[str, bool]:
         "weighs": "weight" in gives,
         "prepares": "prepare" in gives,
         "taken": bool(outline.taken),
-        "accumulates": outline.sizes.accumulate > 1,
+        "accumulates": outline.sizes.varies or outline.sizes.accumulate > 1,
+        "varies": outline.sizes.varies,
+        "tokens": outline.sizes.tokens is not None,
         "default": "collate" not in gives and not outline.loader,
     }
 
@@ -165,7 +170,7 @@ def _literal(value: Any) -> str:
 def optimizer_class_name(config: Config) -> str:
     """Return the name of the optimizer's class in torch.optim."""
     wanted = config.train.optimizer
-    return "SGD" if isinstance(wanted, SGD) else "Adam" if isinstance(wanted, Adam) else "AdamW"
+    return next(known.__name__ for known in (SGD, Adam, AdamW, RMSprop) if isinstance(wanted, known))
 
 
 def optimizer_code(outline: Outline, *, split: bool = False) -> str:
@@ -219,16 +224,28 @@ def _constants(outline: Outline) -> Iterator[str]:
     train, sizes = outline.config.train, outline.sizes
     yield f"SEED = {train.seed}"
     yield f"STEPS = {outline.steps}  # optimizer steps" + (f": {train.epochs} epochs" if train.epochs else "")
-    yield f"TOTAL = {sizes.total}  # samples in one optimizer step, over all ranks"
-    yield f"MICRO = {sizes.micro}  # samples in one forward pass on one rank"
+    yield from _size_constants(sizes)
     yield f"LOG_EVERY = {outline.config.log.every}"
     yield f"LR = {float(train.optimizer.lr)!r}"
     if (scale := learning_rate_scale(outline)) != 1.0:
-        yield f"SCALE = {scale!r}  # factor on the rate, which was chosen for {train.lr_scale.at_batch} samples a step"
+        yield f"SCALE = {scale!r}  # factor on the rate, chosen for {train.lr_scale.at_batch} {sizes.unit} a step"
     if train.schedule.warmup:
         yield f"WARMUP = {train.schedule.warmup_steps(outline.steps)}  # steps"
     if train.clipping is not None:
         yield f"CLIP = {float(train.clipping.max)!r}  # the largest gradient norm"
+
+
+def _size_constants(sizes: BatchSizes) -> Iterator[str]:
+    if (limits := sizes.tokens) is None:
+        yield f"TOTAL = {sizes.total}  # samples in one optimizer step, over all ranks"
+        yield f"MICRO = {sizes.micro}  # samples in one forward pass on one rank"
+        return
+    yield f"TOKENS = {sizes.total}  # in one optimizer step at most, over all ranks and without padding"
+    if limits.micro is None:
+        yield f"ACCUMULATE = {limits.accumulate}  # forward passes on one rank in one optimizer step"
+    else:
+        how = "side by side" if limits.packed else "with padding"
+        yield f"MICRO = {limits.micro}  # tokens in one forward pass on one rank at most, {how}"
 
 
 def functions_code(outline: Outline, *, loss: bool = True) -> str:
@@ -333,7 +350,11 @@ def _batches(outline: Outline) -> Iterator[str]:
         yield "    data = task.data()"
         source[0] = "data.dataset"
         source[1] = source[1] if "collate" in outline.gives else "data.collate_fn"
-    words = [*source, "total=TOTAL", "micro=MICRO", "rank=rank", "ranks=ranks", "seed=SEED"]
+    sizes = ["total=TOTAL", "micro=MICRO"]
+    if (limits := outline.sizes.tokens) is not None:
+        cut = ["micro=None", "accumulate=ACCUMULATE"] if limits.micro is None else ["micro=MICRO", "accumulate=None"]
+        sizes = ["tokens=TOKENS", *cut, f"packed={limits.packed}", "length=task.length"]
+    words = [*source, *sizes, "rank=rank", "ranks=ranks", "seed=SEED"]
     words += [f"shuffle={data.shuffle}", f"drop_last={data.ragged == 'drop'}", f"workers={data.workers}"]
     words += [f"{name}=data.{name}" for name in outline.taken]
     if "weight" not in outline.gives:

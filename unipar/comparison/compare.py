@@ -18,7 +18,7 @@ from unipar.comparison.forecast import make_forecast
 from unipar.comparison.request import CompareRequest, batch_with_fixed_total, parse_world_sizes, threads_per_rank
 from unipar.comparison.rounds import TurnRunner
 from unipar.config import Cell, Config
-from unipar.config.sections.optimizer import AdamW, AdamW8bitSettings, Optimizer
+from unipar.config.sections.optimizer import AdamW, AdamW8bitSettings, AdamWBf16Settings, Optimizer
 from unipar.config.settled import SettledConfig
 from unipar.config.source import Given
 from unipar.errors import ConfigError, Unsupported
@@ -159,18 +159,18 @@ def compare_cells(
                 now = replace(
                     now, forecast=make_forecast(settled, ran, asked.ref, server, each, per=asked.ranks_here(ranks))
                 )
-        if config.train.moments_in_blocks is not None and now.reference is not None and not (widest or now.interrupted):
+        if config.train.narrow_moments is not None and now.reference is not None and not (widest or now.interrupted):
             now = replace(now, moments=_describe_moments(asked, ranks, now.reference, folder))
         why = keep(now)
         return replace(now, unkept=why) if why else _write_page(folder, now)
 
 
 def _describe_moments(asked: CompareRequest, ranks: int, row: CellResult, folder: Path) -> str:
-    """Return what moments of 8 bits save in one process, and how many digits they cost: it runs again with AdamW."""
+    """Return what narrow moments save in one process, and how many digits they cost: it runs again with AdamW."""
     with_full = replace(asked.source, config=asked.source.config.changed(_full_moments(asked.source.config)))
     plain = replace(asked, prepared=replace(asked.prepared, source=with_full))
     found = compare_cells(plain, ranks, [str(ONE)], folder.with_name(f"{folder.name}-adamw"), overwrite=True)
-    said = "adamw-8bit beside adamw, in one process: "
+    said = f"{asked.source.config.train.narrow_moments} beside adamw, in one process: "
     if found.reference is None:
         return f"{said}no figures, as adamw's run {found.rows[0].outcome}: {found.rows[0].note.splitlines()[0]}"
     small, full = (_optimizer_bytes(one) for one in (row, found.reference))
@@ -186,10 +186,10 @@ def _optimizer_bytes(row: CellResult) -> int:
 
 
 def _full_moments(config: Config) -> dict[str, Any]:
-    """Return the changes of a config that put AdamW in the place of AdamW with moments of 8 bits."""
+    """Return the changes of a config that put AdamW in the place of AdamW with narrow moments."""
 
     def full(optimizer: Optimizer | None) -> Optimizer | None:
-        if not isinstance(optimizer, AdamW8bitSettings):
+        if not isinstance(optimizer, AdamW8bitSettings | AdamWBf16Settings):
             return optimizer
         return AdamW.model_validate(optimizer.model_dump(exclude={"name", "block"}))
 

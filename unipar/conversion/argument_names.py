@@ -37,16 +37,21 @@ OPTIMIZER_OF_WORD = {
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw"), "adamw"),
     **dict.fromkeys(("paged_adamw", "paged_adamw_32bit", "adamw_anyprecision"), "adamw"),
     "sgd": "sgd",
+    "rmsprop": "rmsprop",
 }
-ROUNDED_OPTIMIZERS = (
-    "adamw_bnb_8bit",
-    "adamw_8bit",
-    "paged_adamw_8bit",
-    "adamw_torch_8bit",
-    "adamw_torch_4bit",
-    "adamw_torch_fp8",
-)
+ROUNDED_OPTIMIZERS = ("adamw_torch_4bit", "adamw_torch_fp8")
 """AdamW with states in fewer bits, which is carried as AdamW with fp32 states and told."""
+
+_OF_BITSANDBYTES = (
+    "with torchao's codes, not bitsandbytes'; in 8 bits are weights whose rows are blocks of 256, embeddings (fp32 "
+    "under the Trainer) too"
+)
+EIGHT_BIT_OPTIMIZERS: Mapping[str, str] = {
+    **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit"), _OF_BITSANDBYTES),
+    "adamw_torch_8bit": "by torchao too, with blocks that are the same in every world: in 8 bits are weights whose "
+    "rows are blocks of 256",
+}
+"""AdamW with states of 8 bits, which is unipar's adamw-8bit where the cell can hold it; and what differs then."""
 
 AXOLOTL_NAMES = {
     "micro_batch_size": "per_device_train_batch_size",
@@ -85,9 +90,12 @@ READ_ARGUMENTS = frozenset(
         *KEY_OF_ARGUMENT,
         *("max_steps", "warmup_ratio", "bf16", "fp16", "gradient_checkpointing", "torch_compile"),
         *("dataloader_drop_last", "optim", "lr_scheduler_kwargs", "cosine_min_lr_ratio", "pure_bf16"),
-        *("group_by_length", "train_sampling_strategy", "use_muon", "optim_config"),
+        *("group_by_length", "train_sampling_strategy", "use_muon", "optim_config", "optim_args"),
     }
 )
+RMSPROP_DETAILS = ("alpha", "eps", "momentum", "weight_decay")
+"""Numbers in `optim_args` beside `optim: rmsprop`; there is also the flag `centered`."""
+
 MUON_DETAILS: Mapping[str, tuple[str, Any]] = {
     "lr": ("lr", 1e-3),
     "wd": ("weight_decay", 0.1),
@@ -100,8 +108,6 @@ MUON_DETAILS: Mapping[str, tuple[str, Any]] = {
 """Names in LLaMA-Factory's `optim_config: {name: muon}`, each with the key in `train.optimizer` and its default."""
 
 OWN_FORMULAS = {
-    "rmsprop": "RMSprop has no section in unipar: a task returns torch.optim.RMSprop from optimizer(), and the config "
-    "has its rate alone",
     "muon": "axolotl's Muon has Newton-Schulz coefficients and a factor of the rate of its own version; unipar's is "
     "that of torch.optim.Muon",
 }
@@ -110,7 +116,6 @@ OWN_FORMULAS = {
 UNKNOWN_CHANGES = {
     "label_smoothing_factor": 0,
     "neftune_noise_alpha": None,
-    "optim_args": None,
     "optim_target_modules": None,
     "length_column_name": "length",
     **dict.fromkeys(("loraplus_lr_ratio", "lr_groups", "embedding_lr", "embedding_lr_scale"), None),

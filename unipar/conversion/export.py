@@ -36,6 +36,7 @@ _IGNORED_KEYS = {
     "log.to": "the script writes log.jsonl",
     "checkpoint": "the script does not save its state",
     "launch": "the script's launcher has its own time limits",
+    "batch.try_largest": "the script does not try its largest microbatches before the first step",
     "compare": "",
     "out": "",
 }
@@ -80,7 +81,10 @@ def export_script(source: ConfigSource, to: str, out: Path | None = None, *, ove
             "with --set batch.micro=N; `unipar explain FILE` shows the one of an earlier run, and `unipar plan FILE "
             "--memory SIZE` what to expect"
         )
-    source.config.batch.require_samples("a script reads batches of a fixed number of samples")
+    if (axes := source.config.parallel.axes).ranks > 1:
+        source.config.batch.require_samples(
+            f"a script in which ranks share the work ({axes}) reads batches of a fixed number of samples"
+        )
     cell = Cell(backend.name, source.config.parallel.shard)
     own = cells.cell_of(source.config)
     source = in_cell(source, own if own.backend == backend.name else cell, "--to")
@@ -170,6 +174,8 @@ def _make_outline(source: ConfigSource) -> tuple[Outline, dict[str, str]]:
             "draws the order by the seed: export a task without it, and put yours into the loader of train.py"
         )
     assert depth.per_epoch is not None
+    steps = config.train.steps or depth.steps
+    assert steps is not None
     task = load_task(config, prepared=False)  # it was, for its facts
     if task.defines("train"):
         raise TaskError(
@@ -192,6 +198,11 @@ def _make_outline(source: ConfigSource) -> tuple[Outline, dict[str, str]]:
             "every world, which a script's torchao.optim.AdamW8bit does not: export with adamw, and create yours in "
             "train.py"
         )
+    if (key := config.train.moments_in_bf16) is not None:
+        raise ConfigError(
+            f"{key}.name: adamw-bf16 is unipar's own optimizer, whose roundings are the same on every rank, and a "
+            "script has torch.optim's: export with adamw, and create yours in train.py"
+        )
     if task.defines("schedule"):
         raise TaskError(
             f"{ref.task.shown}: schedule() is the task's own, but a script computes the config's: export a task "
@@ -210,7 +221,7 @@ def _make_outline(source: ConfigSource) -> tuple[Outline, dict[str, str]]:
         config=config,
         sizes=sizes,
         cuda=resources.choose_device(config)[0].startswith("cuda"),
-        steps=config.train.steps or (config.train.epochs or 0) * depth.per_epoch,
+        steps=steps,
         origin=Path(source.label).name,
         task=ref.task.name,
         gives=frozenset(name for name in (*TASK_FUNCTIONS, "prepare", "tensor") if task.defines(name)),
@@ -278,6 +289,7 @@ def _readme_text(
         "train.py": "the loop",
         "task.py": "your model, data and loss",
         "samples.py": "which samples each rank reads, in which order",
+        "token_split.py": "how samples are put into batches and microbatches by their tokens",
         "run.sh": "the command",
     }
     listed = [

@@ -9,19 +9,22 @@ from pathlib import Path
 from typing import Any
 
 from unipar.backend import Backend, checks, registry
-from unipar.backend.checks import given_source
+from unipar.backend.checks import CheckedSource, given_source
 from unipar.backend.foreign import Answers, ForeignConfigReader, import_error
 from unipar.config import Config, safe_yaml
 from unipar.config.config_file import read_config_text
 from unipar.config.source import parse_set_argument
 from unipar.config.yaml_edit import yaml_value
+from unipar.conversion.argument_names import EIGHT_BIT_OPTIMIZERS
+from unipar.conversion.given_arguments import arguments_over, read_arguments
 from unipar.conversion.trainer_file import READ_HERE, is_trainer_file, library_arguments, read_trainer_file
-from unipar.conversion.training_arguments import TrainingArguments, arguments_over, read_arguments
+from unipar.conversion.training_arguments import RefusedArgument, TrainingArguments
 from unipar.errors import ConfigError, OutExists, Unsupported
 from unipar.utils.files import whole
 from unipar.utils.text import show_value
 
 _LENGTH_QUESTION = "how long to train, which the file does not say"
+_NAME = "train.optimizer.name"
 _COMMENT_COLUMN = 48
 """Column at which comments begin in the imported config."""
 
@@ -92,9 +95,12 @@ def import_library_config(
         on_gpu = given_source(_nest_keys(reading))
         if not list(checks.list_refusals(on_gpu.backend, on_gpu.config, on_gpu.cell)):
             tree, source, reasons = _nest_keys(reading), on_gpu, []
-    config = source.config
     if reasons:
         raise Unsupported(str(source.cell), reasons)
+    if _add_eight_bits(reading, arguments, source):
+        tree = _nest_keys(reading)
+        source = given_source(tree)
+    config = source.config
     if isinstance(config.parallel.data, int):
         config.batch.settle(config.parallel.data)
     kind = " with ".join([*["training arguments"] * whole_file, *([backend.imports] if backend else [])])
@@ -125,7 +131,11 @@ def _add_given_answers(reading: ForeignConfigReader, answers: Answers) -> None:
 
 def _add_refused_arguments(reading: ForeignConfigReader, arguments: TrainingArguments, *, strict: bool) -> None:
     """Add what cannot be carried; and, unless `strict`, tell what is carried though it means something else."""
-    for refusal in (*arguments.refused, *(arguments.assumed if strict else ())):
+    assumed = arguments.assumed
+    if strict and (word := arguments.eight_bits):
+        why = f"{word}: unipar has adamw-8bit, {EIGHT_BIT_OPTIMIZERS[word]}; or adamw, with states in fp32"
+        assumed = [*assumed, RefusedArgument(arguments.names.get("optim", "optim"), why, "give adamw_torch", _NAME)]
+    for refusal in (*arguments.refused, *(assumed if strict else ())):
         if not arguments.source:
             reading.refuse(refusal.name, refusal.why, refusal.ours)
         elif refusal.ours is not None and reading.answered(refusal.ours):
@@ -138,6 +148,31 @@ def _add_refused_arguments(reading: ForeignConfigReader, arguments: TrainingArgu
             for refusal in arguments.assumed
             if refusal.ours is not None and not reading.answered(refusal.ours)
         ]
+
+
+def _add_eight_bits(reading: ForeignConfigReader, arguments: TrainingArguments, source: CheckedSource) -> bool:
+    """Return whether AdamW was put into 8 bits, as the arguments ask and where the cell can hold it; tell either."""
+    word = arguments.eight_bits
+    if not word or reading.answered(_NAME) or reading.notes.get(_NAME) != arguments.place("optim"):
+        return False  # --set or the library's own config says which optimizer it is
+    if (why := _why_no_eight_bits(reading, source)) is not None:
+        reading.assumed.append(f"{_NAME}: {word}: AdamW with states in fp32, not in 8 bits: {why}")
+        return False
+    reading.put(_NAME, "adamw-8bit", f"{word}, {EIGHT_BIT_OPTIMIZERS[word]}")
+    reading.assumed.append(f"{_NAME}: {word}: adamw-8bit, {EIGHT_BIT_OPTIMIZERS[word]}")
+    return True
+
+
+def _why_no_eight_bits(reading: ForeignConfigReader, source: CheckedSource) -> str | None:
+    """Return why the cell cannot hold moments of 8 bits, or what `--set` gives AdamW besides; None if nothing does."""
+    try:
+        tried = given_source(_nest_keys(replace(reading, config={**reading.config, _NAME: "adamw-8bit"})))
+    except ConfigError as e:
+        return str(e)
+    refused = next(checks.list_refusals(source.backend, tried.config, source.cell), None)
+    if refused is None:
+        return None
+    return refused.removeprefix(f"{_NAME}: adamw-8bit is not available").lstrip(": ").partition(";")[0]
 
 
 def write_imported_config(imported: ImportedConfig, out: Path, *, overwrite: bool = False) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from unipar.backend import Backend, registry
 from unipar.backend.foreign import ForeignConfigReader, ForeignSection
-from unipar.conversion.training_arguments import knows_argument
+from unipar.conversion.given_arguments import knows_argument
 from unipar.errors import ConfigError
 from unipar.utils.text import show_value
 

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from unipar.backend.foreign import AUTO, Answer, Answers
-from unipar.config import safe_yaml
-from unipar.config.config_file import read_config_text
 from unipar.conversion.argument_names import (
-    AXOLOTL_DEFAULTS,
-    AXOLOTL_NAMES,
+    EIGHT_BIT_OPTIMIZERS,
     KEY_OF_ARGUMENT,
     KEY_TO_SAY,
     MUON_DETAILS,
@@ -23,6 +18,7 @@ from unipar.conversion.argument_names import (
     OPTIMIZER_OF_WORD,
     OWN_FORMULAS,
     READ_ARGUMENTS,
+    RMSPROP_DETAILS,
     ROUNDED_OPTIMIZERS,
     SCHEDULE_DETAILS,
     SCHEDULE_OF_WORD,
@@ -30,7 +26,6 @@ from unipar.conversion.argument_names import (
     TRAINER_DEFAULTS,
     UNKNOWN_CHANGES,
 )
-from unipar.errors import ConfigError
 from unipar.utils.text import show_value
 
 
@@ -66,6 +61,8 @@ class TrainingArguments:
     """Arguments that are carried though they mean something else; `--strict` refuses them."""
 
     refused: list[RefusedArgument] = field(default_factory=list[RefusedArgument])
+    eight_bits: str = ""
+    """Optimizer with states of 8 bits that is asked for; "": none. The cell decides whether it can be unipar's own."""
 
     def place(self, name: str) -> str:
         """Return an argument as messages name it."""
@@ -144,15 +141,20 @@ class TrainingArguments:
         if word in ROUNDED_OPTIMIZERS:
             name, why = "adamw", f"{word}: AdamW with states in fp32, not in fewer bits"
             self._assume("optim", why, "give adamw_torch", "train.optimizer.name")
+        if word in EIGHT_BIT_OPTIMIZERS:
+            name, self.eight_bits = "adamw", word
         if name is None:
-            why = f"{word} is neither sgd nor a kind of adamw, such as adamw_torch and adamw_bnb_8bit"
+            why = f"{word} is neither sgd nor rmsprop nor a kind of adamw, such as adamw_torch and adamw_bnb_8bit"
             self._refuse("optim", OWN_FORMULAS.get(word, why), "give another one", "train.optimizer")
             name = "adamw"
         given = "optim" in self.given
         why = self.place("optim") if given else "assumed: AdamW, the default of the Trainer"
         found["train.optimizer.name"] = Answer(name, why, given=given)
-        if name == "sgd":
-            del found["train.optimizer.eps"]
+        details = self._optim_args(word)
+        if name in ("sgd", "rmsprop"):
+            del found["train.optimizer.eps"]  # adam_epsilon is Adam's
+            for key, value in details.items():
+                found[f"train.optimizer.{key}"] = Answer(value, self.place("optim_args"), given=True)
             return
         betas = [float(self._number(f"adam_beta{i}")) for i in (1, 2)]
         self._put(found, "train.optimizer.betas", "adam_beta2" if "adam_beta2" in self.given else "adam_beta1", betas)
@@ -183,6 +185,22 @@ class TrainingArguments:
         why = "auto: all but those of embeddings and of the last module, not all without embed or lm_head in their name"
         self._assume(name, why, "take it out", "train.optimizer.matrices")
         return True
+
+    def _optim_args(self, word: str) -> dict[str, Any]:
+        """Return RMSprop's own settings, such as `alpha=0.9,centered=true`; other optimizers' are refused."""
+        text = str(self.given.get("optim_args") or "").replace(" ", "")
+        pairs = [pair.partition("=") for pair in text.split(",") if pair]
+        details: dict[str, Any] = {}
+        for key, _, value in pairs:
+            try:
+                known = word == "rmsprop" and key in (*RMSPROP_DETAILS, "centered")
+                details[key] = value.lower() in ("true", "1", "yes") if key == "centered" else float(value)
+            except ValueError:
+                known = False
+            if not known:
+                self._refuse("optim_args", f"{key}={value} is not carried for {word}", "take it out")
+                return {}
+        return details
 
     def _add_length(self, found: dict[str, Answer]) -> None:
         steps = -1 if self.given.get("max_steps") is None else self._number("max_steps")
@@ -316,73 +334,3 @@ def _why_left_out(name: str) -> str:
         if name in words or name.startswith(tuple(word for word in words if word.endswith("_"))):
             return why
     return "no setting of training in unipar"
-
-
-def arguments_of(given: Mapping[str, Any], source: str, elsewhere: frozenset[str] = frozenset()) -> TrainingArguments:
-    """Return arguments as given, with axolotl's names put into the Trainer's."""
-    renamed = {name: AXOLOTL_NAMES.get(name, name) for name in given if not isinstance(given[name], dict)}
-    ours = {renamed.get(name, name): value for name, value in given.items()}
-    names = {new: old for old, new in renamed.items() if new != old}
-    twice = [name for new, name in names.items() if given.get(new, given[name]) != given[name]]
-    axolotl = "base_model" in given or "micro_batch_size" in given or "num_epochs" in given
-    defaults = {**TRAINER_DEFAULTS, **AXOLOTL_DEFAULTS} if axolotl else TRAINER_DEFAULTS
-    arguments = TrainingArguments(ours, source, names, defaults, elsewhere)
-    for name in twice:
-        why = f"{show_value(given[name])}, but {AXOLOTL_NAMES[name]} is {show_value(given[AXOLOTL_NAMES[name]])}"
-        arguments.refused.append(RefusedArgument(name, why, "leave one of them out"))
-    return arguments
-
-
-def arguments_over(file: Mapping[str, Any], given: Mapping[str, Any], elsewhere: frozenset[str]) -> TrainingArguments:
-    """Return the arguments in a file, over which those given beside it win."""
-    kept = {name: value for name, value in file.items() if AXOLOTL_NAMES.get(name, name) not in given}
-    return arguments_of({**kept, **given}, "", elsewhere)
-
-
-def knows_argument(name: str) -> bool:
-    """Return whether the Trainer, or axolotl, has an argument of training by this name."""
-    return name in READ_ARGUMENTS or name in AXOLOTL_NAMES
-
-
-def read_arguments(text: str | None) -> TrainingArguments:
-    """Return the arguments in a JSON or YAML file, or on a command line such as `--learning_rate 1e-4`."""
-    if text is None:
-        return TrainingArguments({})
-    words = text.strip()
-    if words.startswith("--"):
-        return arguments_of(_parse_command_line(words), "--args")
-    file = Path(words)
-    if file.suffix not in (".json", ".yaml", ".yml"):
-        raise ConfigError(
-            f"--args {words}: give a .json or .yaml file of training arguments, or the arguments themselves: "
-            "--args '--learning_rate 1e-4 --num_train_epochs 2'"
-        )
-    content = read_config_text(file)
-    try:
-        data: Any = json.loads(content) if file.suffix == ".json" else safe_yaml.parse_yaml(content)[0]
-    except json.JSONDecodeError as e:
-        raise ConfigError(f"{file}, line {e.lineno}: {e.msg}") from None
-    except safe_yaml.YamlError as e:
-        raise ConfigError(f"{file}, line {e.line}: {e.sentence}") from None
-    if not isinstance(data, dict):
-        raise ConfigError(f"{file}, line 1: a mapping of training arguments is wanted")
-    return arguments_of({str(k): v for k, v in data.items()}, file.name)
-
-
-def _parse_command_line(text: str) -> dict[str, Any]:
-    try:
-        words = shlex.split(text)
-    except ValueError as e:
-        raise ConfigError(f"--args: {e}; close every quotation mark") from None
-    found: dict[str, Any] = {}
-    name = ""
-    for word in words:
-        if word.startswith("--"):
-            name, equals, value = word[2:].partition("=")
-            name = name.replace("-", "_")
-            found[name] = value if equals else True
-        elif found.get(name) is True:
-            found[name] = word
-        else:
-            found[name] = f"{found[name]} {word}"
-    return found

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from unipar.errors import TaskError
 
-RESERVED_MODULES = ("train", "task", "samples")
+RESERVED_MODULES = ("train", "task", "samples", "token_split")
 """Names of the modules that the script itself consists of."""
 
 _LAUNCH_FUNCTIONS = ("launch", "join")

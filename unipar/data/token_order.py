@@ -1,18 +1,17 @@
-"""Global batches of a budget of tokens, and their division into microbatches of like lengths."""
+"""Global batches of a budget of tokens, in the order of each epoch."""
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
-from itertools import accumulate
 from typing import final
 
 from unipar.config import BatchSizes
 from unipar.data.lengths import SampleLengths
 from unipar.data.order import START, DataPosition, shuffled_indices
 from unipar.data.sampler_order import SamplerOrder
+from unipar.data.token_split import divide_by_tokens, find_batch_ends
 from unipar.errors import ConfigError, TaskError
 
 _KEPT_EPOCHS = 4
@@ -130,41 +129,18 @@ class TokenOrder:
         return self._ends[epoch, first]
 
     def _find_ends(self, order: Sequence[int], first: int) -> list[int]:
-        sums = [0, *accumulate(self.lengths.of[i] for i in order)]
-        ends: list[int] = []
-        at = 0
-        while at < len(order):
-            end = bisect_right(sums, sums[at] + self.tokens, at) - 1
-            if end == len(order) and self.ragged == "drop" and sums[end] - sums[at] + self._longest <= self.tokens:
-                break  # another sample of any length would have fitted
-            ends.append(first + end)
-            at = end
-        return ends
+        lengths = [self.lengths.of[i] for i in order]
+        longest = self._longest if self.ragged == "drop" else None
+        return [first + end for end in find_batch_ends(lengths, self.tokens, longest)]
 
 
 def split_by_tokens(batch: Sequence[int], lengths: Sequence[int], sizes: BatchSizes) -> list[list[list[int]]]:
-    """Split a global batch into [microbatch][rank], the longest samples first; the last ones may be empty.
-
-    Every rank has as many microbatches, and those that ranks work on at the same time have samples of like lengths.
-    """
+    """Split a global batch into [microbatch][rank], the longest samples first; the last ones may be empty."""
     limits = sizes.tokens
     assert limits is not None
-    ordered = sorted(batch, key=lambda i: -lengths[i])  # stable, so the same on every rank
-    divide = _pack if limits.packed else _cut
-    if limits.micro is None:
-        assert limits.accumulate is not None
-        count = limits.accumulate * sizes.ranks
-    else:
-        count = _round_up(len(divide(ordered, lengths, limits.micro, None)), sizes.ranks)
-    parts = divide(ordered, lengths, limits.micro, count)
-    parts = _split_further(parts, lengths, count, packed=limits.packed)
-    parts += [[] for _ in range(count - len(parts))]
-    return [parts[i : i + sizes.ranks] for i in range(0, count, sizes.ranks)]
-
-
-def padded_tokens(part: Sequence[int], lengths: Sequence[int], *, packed: bool) -> int:
-    """Return the tokens of a microbatch as `batch.micro` counts them."""
-    return sum(lengths[i] for i in part) if packed else len(part) * max((lengths[i] for i in part), default=0)
+    return divide_by_tokens(
+        batch, lengths, sizes.ranks, micro=limits.micro, accumulate=limits.accumulate, packed=limits.packed
+    )
 
 
 def consecutive_microbatches(lengths: Sequence[int], most: int, *, packed: bool) -> Iterator[range]:
@@ -177,91 +153,3 @@ def consecutive_microbatches(lengths: Sequence[int], most: int, *, packed: bool)
             first, longest, total = i, length, length
     if first < len(lengths):
         yield range(first, len(lengths))
-
-
-def _round_up(number: int, step: int) -> int:
-    return -(-number // step) * step
-
-
-_Parts = list[list[int]]
-
-
-def _cut(ordered: Sequence[int], lengths: Sequence[int], most: int | None, count: int | None) -> _Parts:
-    """Return the samples, which are sorted, in runs of at most so many padded tokens, and as even as `count` allows."""
-    if count is not None:
-        least, enough = lengths[ordered[0]], most or lengths[ordered[0]] * -(-len(ordered) // count)
-        most = _least_that(lambda limit: len(_cut_at(ordered, lengths, limit)) <= count, least, enough)
-    assert most is not None
-    return _cut_at(ordered, lengths, most)
-
-
-def _cut_at(ordered: Sequence[int], lengths: Sequence[int], most: int) -> _Parts:
-    parts: _Parts = []
-    at = 0
-    while at < len(ordered):
-        end = at + max(1, most // lengths[ordered[at]])
-        parts.append(list(ordered[at:end]))
-        at = end
-    return parts
-
-
-def _least_that(fits: Callable[[int], bool], least: int, enough: int) -> int:
-    """Return the smallest number for which `fits` is true, which it is for `enough` and every larger one."""
-    while least < enough:
-        middle = (least + enough) // 2
-        if fits(middle):
-            enough = middle
-        else:
-            least = middle + 1
-    return least
-
-
-def _pack(ordered: Sequence[int], lengths: Sequence[int], most: int | None, count: int | None) -> _Parts:
-    """Return the samples, which are sorted, in parts of at most so many tokens, and as even as `count` allows."""
-    if count is not None:
-        even = _spread(ordered, lengths, count)
-        if most is None or max(padded_tokens(part, lengths, packed=True) for part in even) <= most:
-            return even
-    assert most is not None
-    parts: _Parts = []
-    left: list[int] = []
-    for i in ordered:  # each into the first part that has room for it
-        at = next((at for at, room in enumerate(left) if room >= lengths[i]), len(parts))
-        if at == len(parts):
-            parts.append([])
-            left.append(most)
-        parts[at].append(i)
-        left[at] -= lengths[i]
-    return parts
-
-
-def _spread(ordered: Sequence[int], lengths: Sequence[int], count: int) -> _Parts:
-    """Return so many parts, each sample put into the one that has the fewest tokens so far."""
-    parts: _Parts = [[] for _ in range(count)]
-    heap = [(0, at) for at in range(count)]
-    for i in ordered:
-        tokens, at = heap[0]
-        parts[at].append(i)
-        heapq.heapreplace(heap, (tokens + lengths[i], at))
-    return [part for part in parts if part]
-
-
-def _split_further(parts: _Parts, lengths: Sequence[int], count: int, *, packed: bool) -> _Parts:
-    """Return so many parts, the largest ones halved; fewer if each has one sample. The largest come first."""
-    heap = [(-padded_tokens(part, lengths, packed=packed), at, part) for at, part in enumerate(parts)]
-    heapq.heapify(heap)
-    single: list[tuple[int, int, list[int]]] = []
-    number = len(parts)
-    while heap and len(heap) + len(single) < count:
-        entry = heapq.heappop(heap)
-        part = entry[2]
-        if len(part) == 1:
-            single.append(entry)
-            continue
-        for half in (part[: len(part) // 2], part[len(part) // 2 :]):
-            heapq.heappush(heap, (-padded_tokens(half, lengths, packed=packed), number, half))
-            number += 1
-    found = heap + single
-    if not packed:  # ranks that work at the same time get samples of like lengths
-        return [part for _, _, part in sorted(found, key=lambda entry: (-lengths[entry[2][0]], entry[0], entry[1]))]
-    return [part for _, _, part in sorted(found)]

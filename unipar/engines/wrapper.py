@@ -34,8 +34,10 @@ from unipar.engines.state import (
     restore_buffers,
 )
 from unipar.errors import TaskError
+from unipar.optimizers.adamw_bf16 import MOMENTS, AdamWBf16
 from unipar.optimizers.block_states import BlockStates
 from unipar.optimizers.matrix_optimizer import MatrixOptimizer
+from unipar.optimizers.stochastic_rounding import ElementRuns
 
 
 class WrapperEngine(OptimizerEngine):
@@ -65,6 +67,8 @@ class WrapperEngine(OptimizerEngine):
 
         self.rates = BaseRates(self.base)
         self.trained: tuple[nn.Parameter, ...] = tuple(p for g in self.base.param_groups for p in g["params"])
+        self._names: dict[int, str] = {}
+        self.share_views()
 
     @abstractmethod
     def sync(self, micros: int, *, last: bool) -> AbstractContextManager[Any]:
@@ -123,6 +127,20 @@ class WrapperEngine(OptimizerEngine):
     def local_regions(self, name: str, t: Tensor) -> Iterator[tuple[Region, Tensor]]:
         """Yield each region that this rank has of a parameter or its state, with its elements."""
         return local_regions(t)
+
+    @final
+    def share_views(self) -> None:
+        """Tell an optimizer that rounds by chance which elements this rank has."""
+        if isinstance(self.base, AdamWBf16):
+            self.base.use_views(self._named_views)
+
+    def _named_views(self, p: Tensor, t: Tensor) -> Iterator[tuple[str, ElementRuns, Tensor]]:
+        """Yield this rank's parts of `t`, a parameter of the optimizer or a tensor like it."""
+        if id(p) not in self._names:
+            self._names = {id(p): name for name, p in self.local_parameters()}  # libraries put others in their place
+        name = self._names[id(p)]
+        for region, local in self.local_regions(name, t):
+            yield name, ElementRuns(*region), local
 
     def whole_shape(self, name: str, t: Tensor) -> tuple[int, ...]:
         """Return the shape that a parameter, or its state, has as a whole."""
@@ -309,6 +327,8 @@ class WrapperEngine(OptimizerEngine):
             dtype = p.dtype if shape == self.whole_shape(name, p) else None
             return torch.zeros(shape, dtype=dtype or read(name, kind, Region(0, prod(shape))).dtype, device=p.device)
         if shape == self.whole_shape(name, p):
+            if isinstance(self.base, AdamWBf16) and kind in MOMENTS:
+                return self.base.new_moment(p)
             return torch.empty_like(p)
         if shape and isinstance(p, DTensor):
             raise TaskError(

@@ -13,9 +13,19 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from unipar.config import Config
-from unipar.config.sections.optimizer import SGD, Adam, AdamW, AdamW8bitSettings, MuonSettings, optimizer_arguments
+from unipar.config.sections.optimizer import (
+    SGD,
+    Adam,
+    AdamW,
+    AdamW8bitSettings,
+    AdamWBf16Settings,
+    MuonSettings,
+    RMSprop,
+    optimizer_arguments,
+)
 from unipar.errors import TaskError
 from unipar.model.matrices import matrix_names
+from unipar.optimizers.adamw_bf16 import AdamWBf16
 from unipar.optimizers.matrix_optimizer import MatrixOptimizer
 from unipar.optimizers.muon import Muon
 from unipar.utils.text import first_few
@@ -24,6 +34,8 @@ _OPTIMIZER_CLASSES: Mapping[type, Any] = {
     SGD: torch.optim.SGD,
     Adam: torch.optim.Adam,
     AdamW: torch.optim.AdamW,
+    RMSprop: torch.optim.RMSprop,
+    AdamWBf16Settings: AdamWBf16,
     MuonSettings: Muon,
 }
 
@@ -151,6 +163,7 @@ class OptimizerFactory:
         if own is not None:
             _refuse_unused_settings(config)
         self._groups, self._wanted, self._device, self._own = groups, config.train.optimizer, device, own
+        self._seed = config.train.seed
         self._scale = config.train.lr_scale.factor(config.batch.size or 1)
         self.made = ""
         """Name of the class of the optimizer that was made last; empty before."""
@@ -170,8 +183,10 @@ class OptimizerFactory:
         made: list[dict[str, Any]] = []
         for group in self._groups:
             lr = group.settings.get("lr", float(wanted.lr)) * self._scale
-            mine = [now[n] for n in group.names if n in now]  # a stage of a pipeline has some of them
-            made.append({"params": mine, **group.settings, "lr": lr})
+            names = [n for n in group.names if n in now]  # a stage of a pipeline has some of them
+            made.append({"params": [now[n] for n in names], **group.settings, "lr": lr})
+            if isinstance(wanted, AdamWBf16Settings) and self._own is None:
+                made[-1]["names"] = names
         if self._own is not None:
             decay = {"weight_decay": float(wanted.weight_decay)}
             optimizer = _create_own_optimizer(self._own, [decay | group for group in made], now)
@@ -180,7 +195,10 @@ class OptimizerFactory:
             return optimizer
         if split is None:
             split = any(isinstance(p, DTensor) for group in made for p in group["params"])
-        return _optimizer_class(type(wanted))(made, **optimizer_arguments(wanted, self._device.type, split=split))
+        arguments = optimizer_arguments(wanted, self._device.type, split=split)
+        if isinstance(wanted, AdamWBf16Settings):
+            arguments["seed"] = self._seed
+        return _optimizer_class(type(wanted))(made, **arguments)
 
 
 def refuse_whole_matrices(own: MakeOptimizer, ranks: int) -> None:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from unipar.optimizers.block_states import BlockStates, blocks_fit
+from unipar.optimizers.pieces import InPieces
 
 _disabled = logging.root.manager.disable
 logging.disable(logging.WARNING)  # torchao warns of kernels that it cannot load here, none of which is used
@@ -25,18 +26,15 @@ try:
 finally:
     logging.disable(_disabled)
 
+_CODEBOOKS: Final = {"exp_avg": get_qmap_signed(), "exp_avg_sq": get_qmap_unsigned()}
+"""Numbers that the 256 codes of a moment stand for."""
+
 _LEAST: Final = 4096
 """Elements below which a parameter's moments stay in fp32, as in torchao and bitsandbytes."""
 
-_PIECES: Final = {"cpu": 2**16}
-"""Elements that are updated at once, by device: not compiled, an update needs about 60 bytes for each of them."""
-
-_PIECE: Final = 2**22
-"""The same elsewhere, where many small kernels take longer than few large ones."""
-
 
 @final
-class AdamW8bit(torchao.optim.AdamW8bit, BlockStates):
+class AdamW8bit(torchao.optim.AdamW8bit, BlockStates, InPieces):
     """torchao's AdamW8bit, whose moments are in the same blocks however a parameter is split.
 
     torchao itself decides by each rank's part, and compiles its update, which takes minutes on a CPU. Here a moment is
@@ -69,9 +67,8 @@ class AdamW8bit(torchao.optim.AdamW8bit, BlockStates):
 
     @override
     def values_of(self, key: str, codes: Tensor, scale: Tensor) -> Tensor:
-        signed = key == "exp_avg"
-        codebook = torch.tensor(get_qmap_signed() if signed else get_qmap_unsigned(), device=codes.device)
-        return OptimState8bit(codes, scale, codebook, signed).dequantize()
+        codebook = torch.tensor(_CODEBOOKS[key], device=codes.device)
+        return OptimState8bit(codes, scale, codebook, key == "exp_avg").dequantize()
 
     @override
     @torch.no_grad()
@@ -92,7 +89,7 @@ class AdamW8bit(torchao.optim.AdamW8bit, BlockStates):
             state |= {key: self.new_state(p, key) for key in sorted(self.block_keys)}
         state["step"] += 1
         beta1, beta2 = group["betas"]
-        most = _PIECES.get(p.device.type, _PIECE) // self.block_size * self.block_size
+        most = self.elements_at_once(p.device.type) // self.block_size * self.block_size
         tensors = p.detach(), gradient, state["exp_avg"], state["exp_avg_sq"]
         for weight, grad, first, second in _pieces(tensors, most):
             single_param_adam(

@@ -10,6 +10,7 @@ from typing import Final
 from unipar.backend import Category, cells, checks, registry
 from unipar.config import SHARDS, BatchSizes, Cell, Config, Shard
 from unipar.config.sections.cell import Axes
+from unipar.config.sections.optimizer import SGD, RMSprop
 from unipar.errors import UniparError
 from unipar.utils.text import format_size
 
@@ -67,12 +68,16 @@ def estimate_kept_bytes(config: Config, ranks: int, model: ModelSize) -> dict[Ca
     weight = {"fp64": 8, "bf16-master": 2}.get(precision, 4)
     state = max(4, weight)
     # muon has one for its matrices and two for what AdamW updates, of which nothing is known here
-    moments = (1 if optimizer.momentum else 0) if optimizer.name == "sgd" else 2
+    moments = 2
+    if isinstance(optimizer, SGD):
+        moments = int(optimizer.momentum > 0)
+    elif isinstance(optimizer, RMSprop):
+        moments = 1 + int(optimizer.momentum > 0) + int(optimizer.centered)
     each: dict[Category, int] = {
         "parameters": weight,
         "masters": 4 if precision == "bf16-master" else 0,
         "gradients": weight,
-        "optimizer": moments * (1 if optimizer.name == "adamw-8bit" else state),
+        "optimizer": moments * {"adamw-8bit": 1, "adamw-bf16": 2}.get(optimizer.name, state),
         "averages": 0 if config.train.ema is None else state,
     }
     axes = config.parallel.axes

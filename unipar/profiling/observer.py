@@ -41,13 +41,17 @@ class StepObserver:
         fake: FakeModel | None = None,
         why_no_fake: str = "",
         peak: float | None = None,
+        counts: bool = True,
     ) -> None:
-        """`splits`: ranks split one model; `peak`: of the device, in operations a second, or None if unknown."""
+        """`splits`: ranks split one model; `peak`: of the device, in operations a second, or None if unknown.
+
+        `counts`: operations are counted.
+        """
         self._world, self._fake, self._why_no_fake, self._peak = world, fake, why_no_fake, peak
         self._on_fake = splits or compiles
         self._compiled = CompileCounts() if compiles else None
-        self._counters: list[FlopCounter] | None = []
-        """Counters of the first step, one for each part; None when all ranks have added them up."""
+        self._counters: list[FlopCounter] | None = [] if counts else None
+        """Counters of the first step, one for each part; None when all ranks have added them up, or none counts."""
 
         self._again: list[FlopCounter] = []
         """Counters of what the first step computes once more than the loss needs."""

@@ -192,7 +192,7 @@ class Comparison(TurnResults):
     """Machines on which the ranks of every cell except `single` are."""
 
     moments: str = ""
-    """Sentence on moments of 8 bits beside those of AdamW: bytes and digits; empty with another optimizer."""
+    """Sentence on moments of 8 or 16 bits beside those of AdamW: bytes and digits; empty with another optimizer."""
 
     answer: str = ""
     """Sentence on the smallest and the fastest cell, and why; the page's first sentence, not stored."""

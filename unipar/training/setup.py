@@ -246,11 +246,13 @@ def build_run(
     build: EngineFactory | None = None,
     resumes: bool = False,
     prepared: bool = False,
+    counts: bool = True,
 ) -> TrainingRun:
     """Create the model, its engines (by `build`, if given, instead of the backend) and the run, in a joined world.
 
     `resumes`: a checkpoint is read next, so that the model needs neither values nor the file of `model.weights`.
-    `prepared`: the task's `prepare` was called; again, it might write what another rank reads.
+    `prepared`: the task's `prepare` was called; again, it might write what another rank reads. `counts`: the operations
+    of a step are counted in the first.
     """
     config, sizes = settled.config, settled.sizes
     if config.eval.every and not task.defines("validation"):
@@ -272,7 +274,7 @@ def build_run(
     if own_optimizer is not None and config.parallel.tensor > 1:
         refuse_whole_matrices(own_optimizer, config.parallel.tensor)
     parts: dict[str, TrainedPart] = {}
-    work = _make_observer(config, modules, world)
+    work = _make_observer(config, modules, world) if counts else StepObserver(world, counts=False)
     for name, module in modules.items():
         own = config.of_part(name)
         groups = parameter_groups(module, own, given=task.groups(module), own_optimizer=own_optimizer is not None)

@@ -16,7 +16,7 @@ from unipar.data.feed import MicrobatchFeed
 from unipar.data.lengths import measure_lengths
 from unipar.data.order import MicrobatchPlan, shuffled_indices
 from unipar.data.stream_feed import StreamFeed
-from unipar.data.token_order import padded_tokens
+from unipar.data.token_split import padded_tokens
 from unipar.distributed.world import World
 from unipar.engines.batch import to_device
 from unipar.errors import TaskError, UniparError

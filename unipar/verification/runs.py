@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from unipar.backend.cells import ONE, config_in_cell
 from unipar.config import Config, Precision
@@ -261,9 +260,8 @@ class RunPlan:
 def with_bitwise_arithmetic(settled: SettledConfig) -> SettledConfig:
     """Return the config with a for-loop optimizer and an fp64 norm, which do not depend on how tensors are split."""
     clip = settled.config.train.clipping
-    loops: dict[str, Any] = {"train.optimizer.fused": False, "train.optimizer.foreach": False}
-    if settled.config.train.optimizer.name == "adamw-8bit":
-        loops = {}  # its update always goes parameter by parameter
+    keys = type(settled.config.train.optimizer).model_fields.keys() & {"fused", "foreach"}
+    loops = {f"train.optimizer.{key}": False for key in sorted(keys)}
     return settled.changed({**loops, "train.clip": None if clip is None else Clip(max=clip.max, norm="fp64")})
 
 

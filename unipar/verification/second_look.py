@@ -10,7 +10,7 @@ from unipar.config.settled import SettledConfig
 from unipar.errors import UniparError
 from unipar.results.verdicts import Finding
 from unipar.verification.diagnosis import faults
-from unipar.verification.diagnosis.case import Fault, FaultCase, run_gradient, whole_gradient
+from unipar.verification.diagnosis.case import Fault, FaultCase, norm_factor, run_gradient, whole_gradient
 from unipar.verification.diagnosis.gradients import fit_gradient_mix
 from unipar.verification.diagnosis.modules import ModuleDifference, find_loss_differences, find_module_differences
 from unipar.verification.judgement.judge import Judgement
@@ -131,10 +131,10 @@ def _record_or_raise(result: JobResult) -> RunRecord:
 
 
 def _gradient_factor(case: FaultCase, step: int) -> float:
-    """Return the factor between the run's whole gradient and that of one process; NaN if it cannot be computed."""
+    """Return the factor between the run's whole gradient and that of one process, or between their norms."""
     gradient, whole = run_gradient(case, step), whole_gradient(case, step)
     mix = fit_gradient_mix(gradient, {(0, 0): whole}, {}, sorted(gradient))
-    return float("nan") if mix is None else mix.parts[0, 0]
+    return norm_factor(case, step) if mix is None else mix.parts[0, 0]
 
 
 def _of_kind(finding: Finding, kind: Fault | None) -> Finding:

@@ -158,6 +158,11 @@ class VerificationSession:
         remarks = list(self.verdicts.remarks)
         if noise:
             remarks.append(f"judged by gradient, because their gradients are rounding noise: {', '.join(noise)}")
+        if self._runs.config.train.narrow_moments is not None:
+            remarks.append(
+                "moments of few bits: where a sum rounds otherwise, one becomes a neighbour of what it is in one "
+                "process; as many elements may be as far off as in all tensors of those runs together"
+            )
         allowed, base = allowed_by_quantity(tolerance), self._base_run(first)
         self.verdicts = replace(self.verdicts, one=one, base=str(base), allowed=allowed, remarks=remarks)
 

@@ -110,13 +110,13 @@ class WorldPool:
 
     def _collect(self, world: _RunningWorld, results: dict[RunKey, JobResult], on_result: OnResult) -> None:
         """Read the results that all ranks of the world have written since the last call."""
-        import torch
+        from unipar.verification.worker.recorded import read_recorded
 
         while world.done < len(world.jobs):
             files = [job_result_path(world.folder, world.done, rank) for rank in range(world.size)]
             if not all(file.exists() for file in files):
                 return
-            ranks: list[dict[str, Any]] = [torch.load(file, map_location="cpu", weights_only=True) for file in files]
+            ranks: list[dict[str, Any]] = [read_recorded(file) for file in files]
             for file in files:
                 file.unlink()
             self._note_result(world.jobs[world.done].key, _result_or_error(ranks), results, on_result)

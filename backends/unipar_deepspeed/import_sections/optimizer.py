@@ -14,9 +14,9 @@ def read_optimizer(keys: ForeignSection) -> None:
     section = keys.below("optimizer")
     kind = section.take("type", str, "")
     name = kind.lower()
-    if name not in ("adam", "adamw", "sgd", "muon"):
+    if name not in ("adam", "adamw", "sgd", "rmsprop", "muon"):
         section.leave_rest("its type is refused")
-        why = f"{kind or 'nothing'} is not among sgd, adam, adamw and muon"
+        why = f"{kind or 'nothing'} is not among sgd, adam, adamw, rmsprop and muon"
         reading.refuse("optimizer.type", why, "train.optimizer")
         return
     section.omit({"legacy_fusion": "it is about speed"})
@@ -38,7 +38,7 @@ def read_optimizer(keys: ForeignSection) -> None:
 def _read_optimizer_params(params: ForeignSection, name: str, *, torch_adam: bool) -> None:
     reading = params.reading
     if not params.open("lr", "train.optimizer.lr", "3.0e-4"):
-        reading.put("train.optimizer.lr", params.take("lr", float, 1e-3))
+        reading.put("train.optimizer.lr", params.take("lr", float, 1e-2 if name == "rmsprop" else 1e-3))
     if not params.open("weight_decay", "train.optimizer.weight_decay", "0.01"):
         default = 0.01 if name == "adamw" and torch_adam else 0.0
         note = "torch.optim.AdamW's default" if "weight_decay" not in params and default else ""
@@ -46,21 +46,23 @@ def _read_optimizer_params(params: ForeignSection, name: str, *, torch_adam: boo
     if name == "sgd":
         reading.put("train.optimizer.momentum", params.take("momentum", float, 0.0))
         reading.put("train.optimizer.nesterov", params.take("nesterov", bool, default=False))
-    else:
-        if not params.open("betas", "train.optimizer.betas", "'[0.9, 0.999]'"):
-            reading.put("train.optimizer.betas", [float(b) for b in params.take("betas", list, [0.9, 0.999])])
-        if not params.open("eps", "train.optimizer.eps", "1.0e-8"):
-            reading.put("train.optimizer.eps", params.take("eps", float, 1e-8))
-    for kernel in ("fused", "foreach"):
+    if name == "rmsprop":
+        for key, default in (("alpha", 0.99), ("momentum", 0.0)):
+            reading.put(f"train.optimizer.{key}", params.take(key, float, default))
+        reading.put("train.optimizer.centered", params.take("centered", bool, default=False))
+    if name in ("adam", "adamw") and not params.open("betas", "train.optimizer.betas", "'[0.9, 0.999]'"):
+        reading.put("train.optimizer.betas", [float(b) for b in params.take("betas", list, [0.9, 0.999])])
+    if name != "sgd" and not params.open("eps", "train.optimizer.eps", "1.0e-8"):
+        reading.put("train.optimizer.eps", params.take("eps", float, 1e-8))
+    for kernel in ("foreach",) if name == "rmsprop" else ("fused", "foreach"):
         if kernel in params:
             reading.put(f"train.optimizer.{kernel}", params.take(kernel, bool, default=False))
     params.expect("bias_correction", True, "unipar's Adam always corrects the bias")
     params.expect("amsgrad", False, "unipar's Adam has no AMSGrad")
     params.expect("dampening", 0, "unipar's SGD has no dampening")
     params.expect("maximize", False, "unipar minimizes")
-    params.end(
-        ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov", "torch_adam", "adam_w_mode", "fused", "foreach")
-    )
+    known = ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov", "torch_adam", "adam_w_mode", "fused")
+    params.end((*known, "foreach", "alpha", "centered"))
 
 
 def _read_muon(params: ForeignSection) -> None:

@@ -57,10 +57,10 @@ class MatrixStates:
         found: list[tuple[Tensor, list[tuple[Any, int, int, int]]]] = []
         if stage < 3:
             for group, flat in zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True):
-                found.append((flat, [(p, *_range_in_partition(p)) for p in group if id(p) in names]))
+                found.append((flat, [(p, *range_in_partition(p)) for p in group if id(p) in names]))
         else:
             for group, flat in zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True):
-                own = [(p, *_range_of_shard(p, zero, flat, self._world.share)) for p in group if id(p) in names]
+                own = [(p, *range_of_shard(p, zero, flat, self._world.share)) for p in group if id(p) in names]
                 found.append((flat, own))
         mine = {names[id(p)]: (start, length) for _, several in found for p, start, length, _ in several}
         of_ranks: list[Any] = [mine]
@@ -146,7 +146,7 @@ class MatrixStates:
                 state[kind].copy_(saved.view(shape))
 
 
-def _range_in_partition(p: Any) -> tuple[int, int, int]:
+def range_in_partition(p: Any) -> tuple[int, int, int]:
     """Return this rank's range of a parameter under stages 1 and 2, and its place in the flat tensor."""
     part = p._hp_mapping
     if part is None:
@@ -154,7 +154,7 @@ def _range_in_partition(p: Any) -> tuple[int, int, int]:
     return part.lp_fragment_address.start, part.lp_fragment_address.numel, part.hp_fragment_address.start
 
 
-def _range_of_shard(p: Any, zero: Any, flat: Tensor, rank: int) -> tuple[int, int, int]:
+def range_of_shard(p: Any, zero: Any, flat: Tensor, rank: int) -> tuple[int, int, int]:
     """Return this rank's range of a parameter under stage 3, and its place in the flat tensor."""
     size = p.ds_tensor.ds_numel
     start = min(rank * size, p.ds_numel)

@@ -39,7 +39,7 @@ def _converted(model: ZeroModel, stage: int) -> Iterator[Term]:
         yield Term("parameters", "model in bf16", low)
         yield Term("masters", "masters", full)
         states = sum(p.numel * sum(p.states) for p in model.parameters if p.trained)
-        yield Term("optimizer", "states, from a first step without gradients", states)
+        yield Term("optimizer", "states, from a first step without gradients", int(states))
         yield Term("temporaries", "its gradients in fp32, and a copy of the model in bf16", full + low)
     elif stage < 3:
         yield Term("parameters", "model in bf16", low)

@@ -186,7 +186,7 @@ def merged_states(
         yield Term("averages", name, elements * MASTER_BYTES, place=model.home)
     for number, each in enumerate(model.parameters[numbers[0]].states, 1):
         since = model.timeline.at("forward")
-        yield Term("optimizer", f"{name} {number}", elements * each, since, place=model.home)
+        yield Term("optimizer", f"{name} {number}", int(elements * each), since, place=model.home)
 
 
 def update_of_partition(model: ZeroModel, elements: int, numbers: Sequence[int]) -> Iterator[Term]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.parametrize("protocol", ["", "file://"])
+@pytest.mark.parametrize("protocol", ["", pytest.param("file://", marks=pytest.mark.sweep)])
 def test_kills_leave_no_broken_checkpoint(tmp_path: Path, protocol: str) -> None:
     """Forty-five kills of one rank or all of three; `make chaos` plays a thousand, and some over HTTP."""
     place = f"{protocol}{tmp_path}/run"

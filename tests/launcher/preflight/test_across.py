@@ -63,6 +63,7 @@ def test_all_well(job: Job) -> None:
     assert max(map(len, printed.splitlines())) <= 80
 
 
+@pytest.mark.sweep
 def test_a_shared_folder(job: Job, shared: Path) -> None:
     """Found by looking, and a lock of one machine is seen by the other; the mark is gone afterwards."""
     outcome = examine(job, "x.yaml", "--out", str(shared / "runs/x"))
@@ -116,6 +117,7 @@ def test_a_config_on_one_machine_only(job: Job) -> None:
     ]
 
 
+@pytest.mark.sweep
 def test_own_name_is_loopback(tmp_path: Path) -> None:
     """Debian's /etc/hosts: a warning, for unipar itself finds the right address."""
     with machines(2, tmp_path / "machines", hosts="debian") as made:
@@ -127,6 +129,7 @@ def test_own_name_is_loopback(tmp_path: Path) -> None:
 
 
 @FIREWALL
+@pytest.mark.sweep
 def test_a_firewall_that_refuses(tmp_path: Path) -> None:
     """One direction is closed; the all-reduce, which would wait for it, is not tried."""
     with machines(2, tmp_path / "machines") as made:

@@ -54,12 +54,16 @@ def _spans(axis: str, ranks: int, stride: int, world: int, per: int, sizes: tupl
     mesh = Mesh.of(0, world, tensor=tensor, pipeline=pipeline, context=context)
     axes = [name for name in axis.split(" x ") if name in MESH_AXES] or MESH_AXES
     spans = [False] * world
-    lines = {line[0]: line for line in (mesh.line(rank, axes) for rank in range(world))}
-    for line in lines.values():
+    seen: set[int] = set()
+    for rank in range(world):
+        if rank in seen:
+            continue
+        line = mesh.line(rank, axes)
+        seen.update(line)
         for block in range(0, len(line), ranks * stride):
             for first in range(block, min(block + stride, len(line))):
                 group = line[first : first + (ranks - 1) * stride + 1 : stride]
-                if len({rank // per for rank in group}) > 1:
-                    for rank in group:
-                        spans[rank] = True
+                if len({other // per for other in group}) > 1:
+                    for other in group:
+                        spans[other] = True
     return tuple(spans)

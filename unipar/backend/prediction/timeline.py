@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import cached_property
 from math import prod
 from typing import Literal, NamedTuple, Protocol
@@ -67,8 +68,11 @@ class PredictedParameter:
     block: int = -1
     """Number of the block in which it is; -1 if it is in none."""
 
-    states: tuple[int, ...] = ()
+    states: tuple[int | Fraction, ...] = ()
     """Bytes of the optimizer's state for an element, one number for each of its tensors."""
+
+    tables: int = 0
+    """Bytes of tables beside these tensors, which every rank has that has a part of it."""
 
     group: int = 0
     """Number of the optimizer's group in which it is."""

@@ -61,6 +61,16 @@ class BatchSizes:
         return self.total // self.ranks if self.tokens is None else -(-self.total // self.ranks)
 
     @property
+    def varies(self) -> bool:
+        """Whether each step has a number of microbatches of its own: as many as hold its tokens."""
+        return self.tokens is not None and self.tokens.micro is not None
+
+    @property
+    def steady_accumulate(self) -> int:
+        """Microbatches on a rank in every step; 1 if each step has a number of its own."""
+        return 1 if self.varies else self.accumulate
+
+    @property
     def possible_micros(self) -> list[int]:
         """Sizes that a microbatch of samples may have with the same total, ascending: divisors of a rank's share."""
         return [micro for micro in range(1, self.share + 1) if self.share % micro == 0]

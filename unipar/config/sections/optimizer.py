@@ -79,6 +79,38 @@ class AdamW(_Moments):
     """Adam with weight decay that is separate from the gradient."""
 
 
+class RMSprop(_Rates):
+    """Config section `train.optimizer` with name: rmsprop."""
+
+    name: Literal["rmsprop"] = "rmsprop"
+    """RMSprop by PyTorch; its weight decay is added to the gradient."""
+
+    lr: PositiveFloat = 1e-2
+    """Base learning rate; parameter groups of the task may have their own."""
+
+    alpha: _Fraction = 0.99
+    """Decay rate of the mean of squared gradients."""
+
+    eps: PositiveFloat = 1e-8
+    """Number that is added to the root of that mean."""
+
+    momentum: _Fraction = 0.0
+    """Share of the previous step that is added to each step."""
+
+    centered: bool = False
+    """Whether to divide by the gradient's standard deviation: the square of its mean is taken off that of squares."""
+
+    foreach: bool | Literal["auto"] = "auto"
+    """One call for lists of parameters. auto: PyTorch decides."""
+
+
+class AdamWBf16Settings(_Moments):
+    """Config section `train.optimizer` with name: adamw-bf16."""
+
+    name: Literal["adamw-bf16"] = "adamw-bf16"
+    """AdamW whose moments are kept in bf16, rounded up or down by chance, so that they are right on average."""
+
+
 class AdamW8bitSettings(_Rates):
     """Config section `train.optimizer` with name: adamw-8bit."""
 
@@ -166,6 +198,8 @@ Optimizer = Annotated[
     Annotated[SGD, Tag("sgd")]
     | Annotated[Adam, Tag("adam")]
     | Annotated[AdamW, Tag("adamw")]
+    | Annotated[RMSprop, Tag("rmsprop")]
+    | Annotated[AdamWBf16Settings, Tag("adamw-bf16")]
     | Annotated[AdamW8bitSettings, Tag("adamw-8bit")]
     | Annotated[MuonSettings, Tag("muon")],
     by_name("adamw"),
@@ -181,7 +215,10 @@ def optimizer_arguments(optimizer: Optimizer, device: str, *, split: bool = Fals
     `device` is a type ("cpu", "cuda"); `split` says that parameters are split over ranks as in FSDP2.
     """
     arguments: dict[str, Any] = {"lr": float(optimizer.lr), "weight_decay": float(optimizer.weight_decay)}
-    if isinstance(optimizer, SGD):
+    if isinstance(optimizer, RMSprop):
+        arguments |= {key: float(getattr(optimizer, key)) for key in ("alpha", "eps", "momentum")}
+        arguments["centered"] = optimizer.centered
+    elif isinstance(optimizer, SGD):
         arguments |= {"momentum": float(optimizer.momentum), "nesterov": optimizer.nesterov}
     elif isinstance(optimizer, MuonSettings):
         arguments |= {key: getattr(optimizer, key) for key in _MUON_KEYS}
@@ -190,7 +227,7 @@ def optimizer_arguments(optimizer: Optimizer, device: str, *, split: bool = Fals
         arguments |= {"betas": tuple(float(b) for b in optimizer.betas), "eps": float(optimizer.eps)}
     if isinstance(optimizer, AdamW8bitSettings):
         return arguments | {"block_size": optimizer.block}  # torchao's update goes parameter by parameter
-    fused = optimizer.fused
+    fused = None if isinstance(optimizer, RMSprop) else optimizer.fused  # PyTorch has no fused RMSprop
     if fused == "auto":
         missing = split and isinstance(optimizer, SGD)  # PyTorch has no fused SGD for split parameters
         fused = True if optimizer.foreach is not True and device in ("cpu", "cuda") and not missing else None

@@ -7,7 +7,15 @@ from typing import Annotated, Self
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from unipar.config.sections.cell import Precision
-from unipar.config.sections.optimizer import AdamW, AdamW8bitSettings, Clip, LrScale, MuonSettings, Optimizer
+from unipar.config.sections.optimizer import (
+    AdamW,
+    AdamW8bitSettings,
+    AdamWBf16Settings,
+    Clip,
+    LrScale,
+    MuonSettings,
+    Optimizer,
+)
 from unipar.config.sections.schedule import Constant, Schedule
 from unipar.config.sections.section import Section
 
@@ -73,7 +81,7 @@ class Train(Section):
     """Passes over the data to train for, instead of `steps`."""
 
     optimizer: Optimizer = AdamW()
-    """sgd, adam, adamw, adamw-8bit or muon, with its own keys."""
+    """sgd, adam, adamw, rmsprop, adamw-bf16, adamw-8bit or muon, with its own keys."""
 
     lr_scale: LrScale = LrScale()
     """Scaling of the learning rate with the total batch."""
@@ -145,11 +153,28 @@ class Train(Section):
         """Key of an optimizer whose moments are codes and scales of blocks, if there is one."""
         return self._key_of(AdamW8bitSettings)
 
+    @property
+    def moments_in_bf16(self) -> str | None:
+        """Key of an optimizer whose moments are in bf16, if there is one."""
+        return self._key_of(AdamWBf16Settings)
+
+    @property
+    def narrow_moments(self) -> str | None:
+        """Name of the optimizer, if it keeps moments in fewer bits than weights."""
+        return next(
+            (its.name for its in self._optimizers.values() if isinstance(its, AdamW8bitSettings | AdamWBf16Settings)),
+            None,
+        )
+
     def _key_of(self, kind: type[Section]) -> str | None:
         """Return the key of the first optimizer of this kind."""
+        return next((key for key, its in self._optimizers.items() if isinstance(its, kind)), None)
+
+    @property
+    def _optimizers(self) -> dict[str, Optimizer | None]:
+        """The optimizer and those of parts, by their keys."""
         of_parts = {f"train.parts.{name}.optimizer": part.optimizer for name, part in self.parts.items()}
-        optimizers = {"train.optimizer": self.optimizer, **of_parts}
-        return next((key for key, its in optimizers.items() if isinstance(its, kind)), None)
+        return {"train.optimizer": self.optimizer, **of_parts}
 
     @property
     def clipping(self) -> Clip | None:

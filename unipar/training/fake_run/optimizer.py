@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from importlib import import_module
 from itertools import accumulate
 from typing import Any, Final
@@ -18,10 +19,12 @@ from torch.optim import Optimizer
 from unipar.backend.prediction.timeline import UpdatedTensor
 from unipar.backend.resources import choose_device
 from unipar.config import Config
-from unipar.config.sections.optimizer import AdamW8bitSettings, optimizer_arguments
+from unipar.config.sections.optimizer import AdamW8bitSettings, AdamWBf16Settings, optimizer_arguments
 from unipar.errors import TaskError
 from unipar.model.optimizer import MakeOptimizer, OptimizerFactory, ParameterGroup, parameter_groups
+from unipar.optimizers.block_states import BlockStates, block_tensors, inner_tensors
 from unipar.optimizers.matrix_optimizer import MatrixOptimizer
+from unipar.optimizers.pieces import InPieces
 from unipar.task import Task
 from unipar.training.fake_run.recorder import StepRecorder
 
@@ -39,8 +42,11 @@ class FakeOptimizer:
     config: Config
     own: MakeOptimizer | None
     mode: FakeTensorMode
-    states: Mapping[str, tuple[int, ...]]
+    states: Mapping[str, tuple[int | Fraction, ...]]
     """Bytes of its state for an element of each parameter, one number for each of its tensors."""
+
+    tables: Mapping[str, int]
+    """Bytes of tables beside them, which do not become smaller with the parameter."""
 
     group_of: Mapping[str, int]
     """Number of the group of each parameter."""
@@ -55,10 +61,7 @@ class FakeOptimizer:
         """Return the optimizer of a model on tensors without memory, after a step of it."""
         own = task.optimizer if task.defines("optimizer") else None
         if own is None and isinstance(config.train.optimizer, AdamW8bitSettings):
-            raise TaskError(
-                "plan: adamw-8bit is not planned, as its states have no one size for each element; plan adamw, and "
-                "take off 6 bytes for each element of the weights whose rows are whole blocks"
-            )
+            import_module("unipar.optimizers.adamw_8bit")  # torchao makes tables, which need numbers
         groups = parameter_groups(model, config, given=task.groups(model), own_optimizer=own is not None)
         names = {id(p): name for name, p in model.named_parameters()}
         with mode:
@@ -68,27 +71,21 @@ class FakeOptimizer:
                     f"plan: {type(optimizer).__name__} joins each matrix on one rank for its update, and a plan does "
                     "not know what that takes; measure it with compare"
                 )
-            trained = _step(optimizer)
-        found: dict[str, tuple[int, ...]] = {}
-        for p, state in optimizer.state.items():
-            sizes: list[int] = []
-            for key, t in state.items():
-                if not isinstance(t, Tensor) or not t.ndim or (t.numel() == 1 and p.numel() != 1):
-                    continue  # a count of steps
-                if t.shape != p.shape:
-                    raise TaskError(
-                        f"plan: the optimizer's {key!r} has the shape {tuple(t.shape)} for a parameter of "
-                        f"{tuple(p.shape)}; a plan knows states that are as large as their parameter"
-                    )
-                sizes.append(t.element_size())
-            found[names[id(p)]] = tuple(sizes)
+            trained = [p for group in optimizer.param_groups for p in group["params"]]
+            if isinstance(optimizer, BlockStates):
+                kept = {names[id(p)]: _sizes_in_blocks(optimizer, p) for p in trained}
+            else:
+                trained = _step(optimizer)
+                kept = {names[id(p)]: (_sizes(p, state), 0) for p, state in optimizer.state.items()}
         group_of = {
             names[id(p)]: number for number, group in enumerate(optimizer.param_groups) for p in group["params"]
         }
         for p in trained:
             p.grad = None
         fused = all(group.get("fused") for group in optimizer.param_groups)
-        return cls(groups, config, own, mode, found, group_of, fused)
+        states = {name: sizes for name, (sizes, _) in kept.items()}
+        tables = {name: size for name, (_, size) in kept.items()}
+        return cls(groups, config, own, mode, states, tables, group_of, fused)
 
     def temporaries(self, tensors: Sequence[UpdatedTensor], *, split: bool = False) -> int:
         """Return the bytes that the update of these tensors needs for a moment, by the optimizer's own code.
@@ -109,11 +106,14 @@ class FakeOptimizer:
     def _has_temporaries(self, *, split: bool) -> bool:
         if self.own is not None:
             return not self.fused
+        if isinstance(self.config.train.optimizer, AdamWBf16Settings):
+            return True  # its moments are in fp32 while they are updated
         return not optimizer_arguments(self.config.train.optimizer, _device_type(self.config), split=split).get("fused")
 
     def _run(self, tensors: Sequence[UpdatedTensor], *, split: bool) -> int:
         """Return the most bytes that are allocated at once while the optimizer updates these tensors."""
-        device = torch.device(_device_type(self.config))
+        in_pieces = self.own is None and self.config.train.optimizer.name in ("adamw-8bit", "adamw-bf16")
+        device = torch.device("cpu" if in_pieces else _device_type(self.config))  # they copy, for which CUDA needs CUDA
         names = [str(number) for number in range(len(tensors))]
         groups = [
             replace(group, names=tuple(name for name, t in zip(names, tensors, strict=True) if t.group == number))
@@ -126,8 +126,11 @@ class FakeOptimizer:
                 module.register_parameter(name, nn.Parameter(empty))
             filled = tuple(group for group in groups if group.names)
             optimizer = OptimizerFactory(filled, self.config, device, own=self.own)(module, split=split)
+            if isinstance(optimizer, InPieces):
+                optimizer.piece = optimizer.elements_at_once(_device_type(self.config))
             trained = _step(optimizer)
-            kept = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+            states = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+            kept = [t for state in states for t in inner_tensors(state).values() or (state,)]
             gradients = [p.grad for p in trained if p.grad is not None]
             with StepRecorder([*trained, *gradients, *kept]) as recorder:
                 optimizer.step()
@@ -137,6 +140,34 @@ class FakeOptimizer:
             if block.died is not None:
                 changes[block.died + 1] -= block.size
         return max(accumulate(changes))
+
+
+def _sizes(p: Tensor, state: Mapping[str, Any]) -> tuple[int | Fraction, ...]:
+    """Return the bytes of a parameter's states for each of its elements."""
+    sizes: list[int | Fraction] = []
+    for key, t in state.items():
+        if not isinstance(t, Tensor) or not t.ndim or (t.numel() == 1 and p.numel() != 1):
+            continue  # a count of steps
+        if t.shape != p.shape:
+            raise TaskError(
+                f"plan: the optimizer's {key!r} has the shape {tuple(t.shape)} for a parameter of "
+                f"{tuple(p.shape)}; a plan knows states that are as large as their parameter"
+            )
+        sizes.append(t.element_size())
+    return tuple(sizes)
+
+
+def _sizes_in_blocks(optimizer: BlockStates, p: Tensor) -> tuple[tuple[int | Fraction, ...], int]:
+    """Return the same of states that may be in blocks, and the bytes of tables."""
+    sizes: list[int | Fraction] = []
+    tables = 0
+    for key in sorted(optimizer.block_keys):
+        state = optimizer.new_state(p, key)
+        parts = block_tensors(state) or (state,)
+        sizes += [Fraction(t.nbytes, max(1, p.numel())) for t in parts]
+        inner = inner_tensors(state)
+        tables += sum(inner[name].nbytes for name in inner.keys() - {"codes", "scale"})
+    return tuple(sizes), tables
 
 
 def _device_type(config: Config) -> str:

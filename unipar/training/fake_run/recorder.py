@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
@@ -194,6 +194,8 @@ class StepRecorder(TorchDispatchMode):
                 parts = func.decompose(*args, **(kwargs or {}))
             if parts is not NotImplemented:
                 return parts
+        if any(map(is_traceable_wrapper_subclass_type, types)):
+            return NotImplemented  # such as states in blocks: what they do with the tensors inside is seen instead
         out = func(*args, **(kwargs or {}))
         self._count(func, args, kwargs or {}, out)
         for t in out if isinstance(out, (tuple, list)) else (out,):

@@ -158,6 +158,7 @@ class FakeTask:
                     p.requires_grad,
                     owners.get(name, -1),
                     self.optimizer.states.get(name, ()),
+                    self.optimizer.tables.get(name, 0),
                     self.optimizer.group_of.get(name, 0),
                     name in step.record.viewed,
                     name in step.record.viewed_again,

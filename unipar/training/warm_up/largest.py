@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from unipar.backend import Engine, Micro
 from unipar.data.feed import MicrobatchFeed
 from unipar.data.order import MicrobatchPlan, SampleKey
-from unipar.data.token_order import padded_tokens
+from unipar.data.token_split import padded_tokens
 from unipar.distributed.world import World
 from unipar.engines.batch import to_device
 from unipar.errors import OutOfMemory, TaskError

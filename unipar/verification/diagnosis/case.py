@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -105,6 +106,12 @@ def run_gradient(case: FaultCase, step: int) -> dict[str, SketchVector]:
     """Return the gradient of a step of the run, computed from its state."""
     config = case.config.of_part(case.run.prefixes[step - 1].removesuffix("."))
     return gradients_from_state(case.run, StateRule.of(config, case.groups(step)), step, _rate_by_parameter(case, step))
+
+
+def norm_factor(case: FaultCase, step: int) -> float:
+    """Return the factor between the norm of a step's gradient, before it is clipped, and that of one process."""
+    norm, right = case.run.norms[step - 1][0], case.base.norms[step - 1][0]
+    return norm / right if right > 0 else math.nan
 
 
 def whole_gradient(case: FaultCase, step: int) -> GradientSketches:

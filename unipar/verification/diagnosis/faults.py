@@ -11,7 +11,14 @@ import numpy as np
 from unipar.backend.engine import KIND_OF_AVERAGES
 from unipar.utils.text import count_of
 from unipar.verification.diagnosis import copies, mesh_faults, updates
-from unipar.verification.diagnosis.case import Fault, FaultCase, run_gradient, share_gradients, whole_gradient
+from unipar.verification.diagnosis.case import (
+    Fault,
+    FaultCase,
+    norm_factor,
+    run_gradient,
+    share_gradients,
+    whole_gradient,
+)
 from unipar.verification.diagnosis.gradients import GradientMix, find_unmoved_parameters, fit_gradient_mix
 from unipar.verification.diagnosis.modules import count_loss_ranks
 from unipar.verification.judgement.judge import count_used_batches
@@ -47,6 +54,7 @@ def classify_fault(case: FaultCase) -> Fault | None:
             _classify_missing_update(case, at)
             or copies.classify_kept_dtype(case)
             or _classify_whole_tensor_optimizer(case, at)
+            or _classify_norm_factor(case, at)
             or updates.classify_update(case, at)
         )
     return (
@@ -223,8 +231,19 @@ def _classify_gradient(case: FaultCase, step: int) -> Fault | None:
     stale = whole_gradient(case, step - 1) if step > 1 else {}
     mix = fit_gradient_mix(found, parts, stale, list(dict.fromkeys(names)))
     if mix is None:
-        return None
+        return _classify_norm_factor(case, step)
     return _classify_mix(case, mix, step)
+
+
+def _classify_norm_factor(case: FaultCase, step: int) -> Fault | None:
+    """Return the fault of a gradient whose norm is off by the number of ranks or microbatches.
+
+    It is all that is known of the gradient if the optimizer's state does not say more.
+    """
+    norms, factor = case.run.norms[step - 1], norm_factor(case, step)
+    if max(norms) - min(norms) > case.limit * max(norms) or not math.isfinite(factor) or case.is_near(factor, 1.0):
+        return None
+    return _known_factor(case, factor, f"the gradient's norm in step {step} is {factor:.4g} times that of one process")
 
 
 def _classify_mix(case: FaultCase, mix: GradientMix, step: int) -> Fault | None:
@@ -241,22 +260,13 @@ def _classify_mix(case: FaultCase, mix: GradientMix, step: int) -> Fault | None:
 
 
 def _classify_factor(case: FaultCase, factor: float, left: float, step: int) -> Fault | None:
-    ranks, micros = case.shares, case.accumulate
     measured = f"the gradient of step {step} is {factor:.4g} times that of one process"
-    by_world = {
-        float(ranks): ("not averaged", f"a sum over the {ranks} ranks instead of the mean"),
-        1.0 / ranks: ("averaged twice", f"divided by the {ranks} ranks once more"),
-    }
-    by_micros = {
-        1.0 / micros: ("divided twice by accumulation", f"divided by the {micros} microbatches once more"),
-        float(micros): ("not divided by accumulation", f"a sum over the {micros} microbatches instead of the mean"),
-    }
     if not case.is_near(factor, 1.0):
-        fits = [x for known in (by_world, by_micros) for value, x in known.items() if case.is_near(factor, value)]
-        if not fits:
-            return updates.classify_clip(case, factor, step) or Fault("a gradient off by a factor", measured)
-        names, says = tuple(name for name, _ in fits), f"{measured}: {', or '.join(why for _, why in fits)}"
-        return Fault(" or ".join(names), says, names if len(names) > 1 else (), measured)
+        return (
+            _known_factor(case, factor, measured)
+            or updates.classify_clip(case, factor, step)
+            or Fault("a gradient off by a factor", measured)
+        )
     for name, (least, most) in ROUNDING_ERROR_RANGES.items():
         if least <= left <= most:
             return Fault(
@@ -265,6 +275,24 @@ def _classify_factor(case: FaultCase, factor: float, left: float, step: int) -> 
                 f"like numbers that were rounded to {name}",
             )
     return None
+
+
+def _known_factor(case: FaultCase, factor: float, measured: str) -> Fault | None:
+    """Return the fault of a gradient that is off by the number of ranks or microbatches, or both if they are equal."""
+    ranks, micros = case.shares, case.accumulate
+    by_world = {
+        float(ranks): ("not averaged", f"a sum over the {ranks} ranks instead of the mean"),
+        1.0 / ranks: ("averaged twice", f"divided by the {ranks} ranks once more"),
+    }
+    by_micros = {
+        1.0 / micros: ("divided twice by accumulation", f"divided by the {micros} microbatches once more"),
+        float(micros): ("not divided by accumulation", f"a sum over the {micros} microbatches instead of the mean"),
+    }
+    fits = [x for known in (by_world, by_micros) for value, x in known.items() if case.is_near(factor, value)]
+    if not fits:
+        return None
+    names, says = tuple(name for name, _ in fits), f"{measured}: {', or '.join(why for _, why in fits)}"
+    return Fault(" or ".join(names), says, names if len(names) > 1 else (), measured)
 
 
 def _classify_uneven_mix(case: FaultCase, values: Any, step: int) -> Fault | None:

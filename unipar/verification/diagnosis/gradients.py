@@ -9,7 +9,15 @@ from typing import NamedTuple
 import numpy as np
 
 from unipar.config import Config
-from unipar.config.sections.optimizer import Adam, AdamW, AdamW8bitSettings, MuonSettings, Optimizer
+from unipar.config.sections.optimizer import (
+    Adam,
+    AdamW,
+    AdamW8bitSettings,
+    AdamWBf16Settings,
+    MuonSettings,
+    Optimizer,
+    RMSprop,
+)
 from unipar.verification.judgement.record import RunRecord, SketchVector
 
 GradientSketches = Mapping[str, SketchVector]
@@ -34,7 +42,8 @@ class StateRule:
     """Rule by which the optimizer's state follows from gradients, so that gradients can be computed from the state."""
 
     kinds: Mapping[str, Accumulation]
-    """Kinds of state that accumulate gradients, of which a parameter has one; weight, if the optimizer has none."""
+    """Kinds of state that accumulate gradients, of which a parameter has one; weight, if the optimizer has none; none
+    at all if no sum of gradients can be computed from what it keeps."""
 
     decay: Mapping[str, float]
     """Share of the weight that is added to the gradient, by name of every trained parameter."""
@@ -52,7 +61,7 @@ class StateRule:
             assert isinstance(names, list)
             assert isinstance(own, float)
             decay |= dict.fromkeys(names, own)
-        if isinstance(wanted, AdamW | AdamW8bitSettings | MuonSettings):
+        if isinstance(wanted, AdamW | AdamW8bitSettings | AdamWBf16Settings | MuonSettings):
             decay = dict.fromkeys(decay, 0.0)
         return cls(_accumulations(wanted), decay, None if clip is None else clip.max)
 
@@ -65,9 +74,11 @@ def _accumulations(wanted: Optimizer) -> Mapping[str, Accumulation]:
             "momentum_buffer": Accumulation(momentum, 1.0 - momentum),
             "exp_avg": Accumulation(first, 1.0 - first),
         }
-    if isinstance(wanted, Adam | AdamW | AdamW8bitSettings):
+    if isinstance(wanted, Adam | AdamW | AdamW8bitSettings | AdamWBf16Settings):
         first = wanted.betas[0]
         return {"exp_avg": Accumulation(first, 1.0 - first)}
+    if isinstance(wanted, RMSprop):  # it keeps squares of gradients, and their mean only if it is centered
+        return {"grad_avg": Accumulation(wanted.alpha, 1.0 - wanted.alpha)} if wanted.centered else {}
     if wanted.momentum:
         return {"momentum_buffer": Accumulation(wanted.momentum, 1.0, begins_whole=True)}
     return {"weight": Accumulation(1.0, 0.0)}

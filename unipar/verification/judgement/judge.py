@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from unipar.utils.text import count_of
 from unipar.verification.judgement.record import RankBatches, RunRecord, SketchVector, StateKey, tensor_distance
-from unipar.verification.judgement.tolerance import NOISE_GRADIENT_SHARE, Tolerance, gradient_share
+from unipar.verification.judgement.tolerance import NOISE_GRADIENT_SHARE, SQUARED_GRADIENTS, Tolerance, gradient_share
 
 SKETCH_FACTOR = 4.0
 """Factor on a sketch's tolerance: a sketch gives lengths to a factor of two, so it locates a difference only."""
@@ -203,7 +203,7 @@ def _measure_final_state(run: RunRecord, tolerance: Tolerance) -> Iterator[Measu
             yield Measurement(kind, last, math.nan, 0.0, name)
         elif name not in tolerance.noise:
             yield Measurement(kind, last, tensor_distance(run.state[key], tensor), tolerance.state[key], name)
-        elif kind == "exp_avg_sq":
+        elif kind in SQUARED_GRADIENTS:
             yield Measurement("gradient", last, gradient_share(run, name), NOISE_GRADIENT_SHARE, name)
     if run.copies:
         for name, (buffer, allowed) in tolerance.buffers.items():

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from unipar.config import Precision
@@ -18,6 +19,9 @@ SPREAD_FACTOR = 4.0
 NOISE_GRADIENT_SHARE = 1e-5
 """Share of the model's gradient below which a parameter's gradient is nothing but rounding noise."""
 
+SQUARED_GRADIENTS = ("exp_avg_sq", "square_avg")
+"""Means of squared gradients, as Adam and RMSprop call them in their states."""
+
 ROUNDING_UNITS: dict[Precision, float] = {
     "fp64": 2.0**-52,
     "fp32": 2.0**-23,
@@ -27,6 +31,14 @@ ROUNDING_UNITS: dict[Precision, float] = {
 }
 """Relative size of the last place of the compared numbers, by precision; the least spread that is assumed."""
 
+_FEW_BITS: Mapping[torch.dtype, float] = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.uint8: 2.0**-8}
+"""Distance from a number of a narrow state to the next one, as a share of the largest, by dtype."""
+
+_RATE_OF_A_NEIGHBOUR = 1 / 16
+"""Share of the rate by which a weight may be off, as its moment became the neighbour of what it is in another run."""
+
+_FEWEST_NEIGHBOURS = 4
+"""Elements of a tensor that may always be such."""
 
 _FEW_RUNS_FACTOR = 16.0
 """Factor on a tolerance that was measured on few runs."""
@@ -71,12 +83,14 @@ def measure_tolerance(
     if base.narrow:
         losses, norms = _raise_to_usual_step(losses), _raise_to_usual_step(norms)
     noise = _find_noise_parameters(exact)
+    few_bits = _tolerance_of_neighbours(runs)
+    sketches = [_sketch_tolerance([r.states[t] for r in runs], last) for t in range(1, base.steps + 1)]
     return Tolerance(
         base,
         [SPREAD_FACTOR * x for x in _running_maxima(losses)],
         [SPREAD_FACTOR * x for x in _running_maxima(norms)],
-        _state_tolerance(runs, last),
-        [{} if t == 0 else _sketch_tolerance([r.states[t] for r in runs], last) for t in range(base.steps + 1)],
+        _raised(_state_tolerance(runs, last), few_bits),
+        [{}, *(_raised(each, few_bits) for each in sketches)],
         noise,
         _buffer_tolerance(replays, last),
     )
@@ -143,6 +157,43 @@ def _state_tolerance(runs: Sequence[RunRecord], last: float) -> dict[StateKey, f
     return {k: SPREAD_FACTOR * x for k, x in _raise_to_median(apart, sizes, last).items()}
 
 
+def _tolerance_of_neighbours(runs: Sequence[RunRecord]) -> dict[StateKey, float]:
+    """Return by tensor how far single elements may take it, where the optimizer's states have few bits; else {}.
+
+    A sum that rounds otherwise makes a state the neighbour of what it is in another run: seldom, and then by a
+    thousand times more. A small tensor has none in a few runs, and one in the next. So what is allowed is measured on
+    all tensors of a kind together: how many elements are off, and how far the farthest is.
+    """
+    base = runs[0].state
+    narrow = {kind: _FEW_BITS[t.dtype] for (_, kind), t in base.items() if kind != "weight" and t.dtype in _FEW_BITS}
+    if not narrow:
+        return {}
+    rate = max(rate for step in runs[0].rates for rank in step for rate in rank)
+    least = {"weight": _RATE_OF_A_NEIGHBOUR * rate, "average": _RATE_OF_A_NEIGHBOUR * rate} | narrow
+    allowed: dict[StateKey, float] = {}
+    for kind in {kind for _, kind in base}:
+        keys = [key for key in base if key[1] == kind and base[key].numel()]
+        sizes = {k: 1.0 if kind in ("weight", "average") else float(base[k].double().abs().max()) for k in keys}
+        apart = {k: _farthest([run.state[k] for run in runs]) / (sizes[k] or 1.0) for k in keys}
+        worst = max([least.get(kind, 0.0), *(float(off.max()) for off in apart.values())])
+        share = sum(int((off > worst / 16).sum()) for off in apart.values()) / sum(
+            off.numel() for off in apart.values()
+        )
+        for k, off in apart.items():
+            allowed[k] = (_FEWEST_NEIGHBOURS + 2 * share * off.numel()) ** 0.5 * worst * sizes[k]
+    return allowed
+
+
+def _farthest(values: Sequence[Tensor]) -> Tensor:
+    """Return how far each element is at most from itself in another run."""
+    several = torch.stack([value.double() for value in values])
+    return several.amax(0) - several.amin(0)
+
+
+def _raised(allowed: dict[StateKey, float], least: Mapping[StateKey, float]) -> dict[StateKey, float]:
+    return {key: max(value, least.get(key, 0.0)) for key, value in allowed.items()}
+
+
 def _buffer_tolerance(replays: Sequence[RunRecord], last: float) -> dict[str, tuple[Tensor, float]]:
     """Return each buffer, and how far it may be off: its spread, or the rounding of the numbers that it averages."""
     found: dict[str, tuple[Tensor, float]] = {}
@@ -174,8 +225,8 @@ def _length(vector: SketchVector) -> float:
 
 
 def _find_noise_parameters(exact: RunRecord) -> frozenset[str]:
-    """Return parameters without a true gradient, by Adam's second moment in fp64, where rounding is negligible."""
-    second = {name: t.double() for (name, kind), t in exact.state.items() if kind == "exp_avg_sq"}
+    """Return parameters without a true gradient, by the mean of its squares in fp64, where rounding is negligible."""
+    second = {name: t.double() for (name, kind), t in exact.state.items() if kind in SQUARED_GRADIENTS}
     if not second:
         return frozenset()
     whole = sum(float(t.sum()) for t in second.values()) / sum(t.numel() for t in second.values())
@@ -183,7 +234,7 @@ def _find_noise_parameters(exact: RunRecord) -> frozenset[str]:
 
 
 def gradient_share(record: RunRecord, name: str) -> float:
-    """Return the size of a parameter's gradient relative to the model's, by Adam's second moment."""
-    second = {n: t.double() for (n, kind), t in record.state.items() if kind == "exp_avg_sq"}
+    """Return the size of a parameter's gradient relative to the model's, by the mean of its squares."""
+    second = {n: t.double() for (n, kind), t in record.state.items() if kind in SQUARED_GRADIENTS}
     whole = sum(float(t.sum()) for t in second.values()) / sum(t.numel() for t in second.values())
     return (float(second[name].mean()) / whole) ** 0.5

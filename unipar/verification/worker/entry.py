@@ -41,6 +41,7 @@ from unipar.verification.worker import replay, split_sums
 from unipar.verification.worker.fixed_stream import fix_stream_samples
 from unipar.verification.worker.jobs import JOBS_FILE_NAME, Job, job_result_path
 from unipar.verification.worker.preparation import prepare_once
+from unipar.verification.worker.recorded import write_recorded
 from unipar.verification.worker.recorder import RunRecorder
 from unipar.verification.worker.task_probe import disable_dropout, error_in_one_line, probe_task
 
@@ -62,7 +63,7 @@ def run_world_jobs(place: Place, folder: Path, control: socket.socket | None) ->
     for i, job in enumerate(jobs):
         result = _run_job_or_error(job, backend, ref, world, folder, heartbeat)
         with whole(job_result_path(folder, i, place.rank)) as path:
-            torch.save(result, path)
+            write_recorded(result, path)
         world.barrier()
     world.close()
 
@@ -111,6 +112,7 @@ def _run_job(
                 trackers=trackers,
                 build=build,
                 prepared=True,
+                counts=False,
             )
         except TaskError as e:
             if job.key.kind != "cell":

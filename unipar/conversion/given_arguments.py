@@ -1,0 +1,86 @@
+"""Training arguments as they are given: a .json or .yaml file, a command line, and axolotl's names."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from unipar.config import safe_yaml
+from unipar.config.config_file import read_config_text
+from unipar.conversion.argument_names import AXOLOTL_DEFAULTS, AXOLOTL_NAMES, READ_ARGUMENTS, TRAINER_DEFAULTS
+from unipar.conversion.training_arguments import RefusedArgument, TrainingArguments
+from unipar.errors import ConfigError
+from unipar.utils.text import show_value
+
+
+def arguments_of(given: Mapping[str, Any], source: str, elsewhere: frozenset[str] = frozenset()) -> TrainingArguments:
+    """Return arguments as given, with axolotl's names put into the Trainer's."""
+    renamed = {name: AXOLOTL_NAMES.get(name, name) for name in given if not isinstance(given[name], dict)}
+    ours = {renamed.get(name, name): value for name, value in given.items()}
+    names = {new: old for old, new in renamed.items() if new != old}
+    twice = [name for new, name in names.items() if given.get(new, given[name]) != given[name]]
+    axolotl = "base_model" in given or "micro_batch_size" in given or "num_epochs" in given
+    defaults = {**TRAINER_DEFAULTS, **AXOLOTL_DEFAULTS} if axolotl else TRAINER_DEFAULTS
+    arguments = TrainingArguments(ours, source, names, defaults, elsewhere)
+    for name in twice:
+        why = f"{show_value(given[name])}, but {AXOLOTL_NAMES[name]} is {show_value(given[AXOLOTL_NAMES[name]])}"
+        arguments.refused.append(RefusedArgument(name, why, "leave one of them out"))
+    return arguments
+
+
+def arguments_over(file: Mapping[str, Any], given: Mapping[str, Any], elsewhere: frozenset[str]) -> TrainingArguments:
+    """Return the arguments in a file, over which those given beside it win."""
+    kept = {name: value for name, value in file.items() if AXOLOTL_NAMES.get(name, name) not in given}
+    return arguments_of({**kept, **given}, "", elsewhere)
+
+
+def knows_argument(name: str) -> bool:
+    """Return whether the Trainer, or axolotl, has an argument of training by this name."""
+    return name in READ_ARGUMENTS or name in AXOLOTL_NAMES
+
+
+def read_arguments(text: str | None) -> TrainingArguments:
+    """Return the arguments in a JSON or YAML file, or on a command line such as `--learning_rate 1e-4`."""
+    if text is None:
+        return TrainingArguments({})
+    words = text.strip()
+    if words.startswith("--"):
+        return arguments_of(_parse_command_line(words), "--args")
+    file = Path(words)
+    if file.suffix not in (".json", ".yaml", ".yml"):
+        raise ConfigError(
+            f"--args {words}: give a .json or .yaml file of training arguments, or the arguments themselves: "
+            "--args '--learning_rate 1e-4 --num_train_epochs 2'"
+        )
+    content = read_config_text(file)
+    try:
+        data: Any = json.loads(content) if file.suffix == ".json" else safe_yaml.parse_yaml(content)[0]
+    except json.JSONDecodeError as e:
+        raise ConfigError(f"{file}, line {e.lineno}: {e.msg}") from None
+    except safe_yaml.YamlError as e:
+        raise ConfigError(f"{file}, line {e.line}: {e.sentence}") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{file}, line 1: a mapping of training arguments is wanted")
+    return arguments_of({str(k): v for k, v in data.items()}, file.name)
+
+
+def _parse_command_line(text: str) -> dict[str, Any]:
+    try:
+        words = shlex.split(text)
+    except ValueError as e:
+        raise ConfigError(f"--args: {e}; close every quotation mark") from None
+    found: dict[str, Any] = {}
+    name = ""
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            name = name.replace("-", "_")
+            found[name] = value if equals else True
+        elif found.get(name) is True:
+            found[name] = word
+        else:
+            found[name] = f"{found[name]} {word}"
+    return found
