@@ -199,7 +199,11 @@ def test_a_plan_for_another_call_is_found_wrong() -> None:
     config = transformers.LlamaConfig(hidden_size=WIDTH, intermediate_size=64, num_hidden_layers=1, **heads)
     model: Any = transformers.LlamaModel(config)
     found: list[tuple[Any, Any]] = []
-    handle = model.layers[0].register_forward_pre_hook(lambda _, a, k: found.append((a, k)), with_kwargs=True)
+
+    def keep(block: nn.Module, args: Any, kwargs: Any) -> None:
+        found.append((args, kwargs))
+
+    handle = model.layers[0].register_forward_pre_hook(keep, with_kwargs=True)
     ids = torch.zeros(2, 5).long()
     model(ids, use_cache=False)
     model(ids, use_cache=False, attention_mask=torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]))
