@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 import torch
@@ -16,7 +16,7 @@ from unipar_native.mesh.probe import WholeModel, look_at_model, whole_gradients
 from unipar_native.mesh.proof import refuse_difference, share_whole_model, sketch_regions, trained_and_narrowest_dtypes
 from unipar_native.mesh.state_kept import kept_attributes
 from unipar_native.mesh.tensor.cuts import BlockPlan, ParameterCut
-from unipar_native.mesh.tensor_model import cuts_of_model, plan_blocks
+from unipar_native.mesh.tensor_model import CallsOfBlock, calls_of_blocks, cuts_of_model, plan_blocks
 from unipar_native.mesh.tensor_parallel import arm_block
 from unipar_native.mesh.words import refuse_empty_plans, refuse_part
 
@@ -49,6 +49,9 @@ class TensorSplit:
 
     seat: int
     """This rank's place in `tensor`: which part it has."""
+
+    calls: Mapping[str, CallsOfBlock] = field(default_factory=dict[str, CallsOfBlock])
+    """Calls to rewrite, by name of the block; none: those of the plans, however blocks are called."""
 
     def numel(self, name: str, p: Tensor) -> int:
         """Return how many elements of a whole parameter one rank has."""
@@ -122,7 +125,7 @@ def plan_tensor(part: Part, config: Config, world: World) -> tuple[TensorSplit, 
         raise told[0]
     batch, plans = told[0]
     cuts = cuts_of_model(part.module, plans, None, config.parallel.tensor)
-    return TensorSplit(batch, plans, cuts, world.mesh.seat["tensor"]), whole
+    return TensorSplit(batch, plans, cuts, world.mesh.seat["tensor"], calls_of_blocks(part.module, plans)), whole
 
 
 def _try_model(part: Part, config: Config, mesh: DeviceMesh) -> tuple[Any, WholeModel]:
@@ -173,8 +176,9 @@ def finish_split(part: Part, split: TensorSplit, engine: Any, world: World) -> N
         shape = tuple(getattr(p, "ds_shape", p.shape))
         if name in split.cuts and shape != split.cuts[name].local_shape():
             raise TaskError(f"AutoTP made {shape} of {name}, whose part has the shape {split.cuts[name].local_shape()}")
+    group = world.groups.group("tensor")
     for name, plan in split.plans.items():
-        arm_block(part.module.get_submodule(name), replace(plan, cuts={}), world.groups.group("tensor"))
+        arm_block(part.module.get_submodule(name), replace(plan, cuts={}), group, sites=split.calls.get(name))
 
 
 def keep_sizes(module: nn.Module, split: TensorSplit) -> list[nn.Module]:

@@ -72,6 +72,22 @@ def test_a_cache_of_keys_and_a_mask(tmp_path: Path) -> None:
     assert split == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("parallel", "heads"),
+    [
+        ({"tensor": 2}, (2, 1)),
+        pytest.param({"tensor": 2, "sequence": True}, (4, 2), marks=pytest.mark.sweep),
+        pytest.param({"tensor": 2, "pipeline": 2}, (2, 1), marks=pytest.mark.sweep),
+    ],
+)
+def test_batches_with_and_without_a_mask(tmp_path: Path, parallel: dict[str, Any], heads: tuple[int, int]) -> None:
+    """With a mask Llama repeats its keys, of which a rank takes its heads then; without, torch does that."""
+    args = dict(zip(("heads", "keys"), heads, strict=True))
+    expected = losses(tmp_path, "split_models.py:SharedKeys", {}, "whole", **args)
+    split = losses(tmp_path, "split_models.py:SharedKeys", parallel, "whole", **args)
+    assert split == pytest.approx(expected, abs=1e-5)
+
+
 def test_two_towers_in_a_pipeline(tmp_path: Path) -> None:
     """A cut within the second tower, which balance would choose, leaves the first one out: another cut is taken."""
     task = Towers()

@@ -13,9 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.testing import assert_close
 from typing_extensions import override
-from unipar_native.mesh.tensor.cuts import BlockPlan, Cut, ParameterCut, cut_parameters, linear_part
-from unipar_native.mesh.tensor_model import derive_model_plan
-from unipar_native.mesh.tensor_plan import derive_block_plan
+from unipar_native.mesh.tensor.calls import describe_difference_of_calls, kind_of_call
+from unipar_native.mesh.tensor.cuts import BlockPlan, Cut, ParameterCut, Rewrite, cut_parameters, linear_part
+from unipar_native.mesh.tensor.metas import meta_arguments, meta_block
+from unipar_native.mesh.tensor.trial import WHOLE, CannotCut, Trial
+from unipar_native.mesh.tensor_model import calls_of_blocks, derive_model_plan
+from unipar_native.mesh.tensor_plan import derive_block_plan, plan_other_call, rehearse
 
 from tests.support.tensor_blocks import WIDTH, Called, NanoBlock, library_blocks, own_blocks
 from unipar.backend import Region
@@ -137,6 +140,92 @@ def test_a_block_that_asks_for_values() -> None:
     assert plan.cuts == {}
     assert set(plan.whole) == {"up", "down"}
     assert plan.whole["up"].startswith("the block does not run on meta tensors: RuntimeError: Tensor.item()")
+
+
+class Branching(nn.Module):
+    """A block that goes another way with a scale, and yet another with a word."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    @override
+    def forward(self, x: Tensor, scale: Tensor | None = None, way: str = "") -> Tensor:
+        y = self.up(x)
+        if scale is not None:
+            y = y * scale
+        return self.down(y.softmax(-1) if way else y)
+
+
+def test_calls_in_another_way() -> None:
+    """A call of another kind than the planned one is tried with the same cuts; where that cannot be, it is refused."""
+    block, x, scale = Branching(), torch.randn(2, 8), torch.ones(16)
+    plan = derive_block_plan(block, (x,), {}, 2)
+    assert plan.sites == {}
+    calls = calls_of_blocks(nn.ModuleList([block, block]), {"0": plan, "1": plan})
+    assert calls["0"] is calls["1"]
+    sites_of = calls["0"]
+    assert sites_of((torch.randn(5, 8),), {}) is plan.sites
+    with torch.no_grad():
+        sites = sites_of((x, scale), {})
+    assert sites_of((x, scale * 2), {}) is sites
+    assert [r for rewrites in sites.values() for r in rewrites] == [Rewrite("part", arguments=(((1,), 0),))]
+    with pytest.raises(TaskError) as e:
+        sites_of((x,), {"way": "softmax"})
+    line = re.sub(r"py:\d+", "py", str(e.value))
+    assert line == (
+        "parallel.tensor: 2 splits 0 as it was called on the first microbatch, and now way is softmax and was not "
+        "given: softmax at test_tensor_plan.py needs it whole. Call it alike for every batch, keep these matrices "
+        "whole in the task's tensor(model), or leave tensor out"
+    )
+
+
+def test_kinds_of_calls() -> None:
+    """Sizes do not matter, but for dimensions of one element; the words tell every argument that differs."""
+    x, mask = torch.randn(2, 5, 8), torch.ones(2, 1, 5, 5).bool()
+    before = kind_of_call((x, None), {"tables": (x, x), "cached": False, "cache": {"k": x}})
+    assert before == kind_of_call((torch.randn(3, 9, 8), None), {"cache": {"k": x}, "tables": (x, x), "cached": False})
+    now = kind_of_call((x, mask), {"tables": (x, x[:, :1]), "cached": True, "plan": Cut("row")})
+    assert describe_difference_of_calls(before, now) == (
+        "argument 2 is a mask of (n, 1, n, n) and was None, cache is not given and was {k: a tensor of (n, n, n)}, "
+        "cached is True and was False, tables is (a tensor of (n, n, n), a tensor of (n, 1, n)) and was "
+        "(a tensor of (n, n, n), a tensor of (n, n, n)), plan is Cut and was not given"
+    )
+
+
+def test_a_plan_for_another_call_is_found_wrong() -> None:
+    """Keys that two heads share are whole, and repeated for both if there is a mask: a rank then takes its own."""
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    config = transformers.LlamaConfig(hidden_size=WIDTH, intermediate_size=64, num_hidden_layers=1, **heads)
+    model: Any = transformers.LlamaModel(config)
+    found: list[tuple[Any, Any]] = []
+
+    def keep(block: nn.Module, args: Any, kwargs: Any) -> None:
+        found.append((args, kwargs))
+
+    handle = model.layers[0].register_forward_pre_hook(keep, with_kwargs=True)
+    ids = torch.zeros(2, 5).long()
+    model(ids, use_cache=False)
+    model(ids, use_cache=False, attention_mask=torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]))
+    handle.remove()
+    (args, kwargs), (_, masked) = found
+    block = model.layers[0]
+    plan = derive_block_plan(block, args, kwargs, 2)
+    other = plan_other_call(block, args, masked, plan)
+    parts = [
+        [r.arguments for rewrites in p.sites.values() for r in rewrites if r.kind == "part"] for p in (plan, other)
+    ]
+    assert parts == [[(((1,), None), ((2,), None))], [(((1,), -3), ((2,), -3))]]
+    trial = Trial(meta_block(block), 2, ways_of(plan), training=True)
+    trial.run(*meta_arguments(args, masked))
+    rehearse(block, other, meta_arguments(args, masked), trial, training=True)
+    with pytest.raises(CannotCut, match=r"^scaled_dot_product_attention at .* gives \(2, 2, 5, 16\) for \(2, 1, 5"):
+        rehearse(block, plan, meta_arguments(args, masked), trial, training=True)
+
+
+def ways_of(plan: BlockPlan) -> dict[str, tuple[int, ...]]:
+    """Return the ways of a trial in which these matrices stay whole."""
+    return dict.fromkeys(plan.whole, WHOLE)
 
 
 def test_the_task_wins() -> None:

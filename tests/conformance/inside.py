@@ -17,7 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from tests.conformance import tasks
-from tests.conformance.cases import CASES, Case, blocks_for
+from tests.conformance.cases import BITS, CASES, EVERYWHERE, Case, blocks_for
 from tests.conformance.generation import Generating
 from unipar.backend import Piece, Read, Region, registry
 from unipar.backend.checks import settle
@@ -89,7 +89,9 @@ def _run_case(case: Case, cell: Cell, world: World, folder: Path, heartbeat: Hea
     world.machines = WorldMachines.of_ranks(machines, machines, [""] * world.size)
     with Ledger(ledger_path(folder, world.rank)) as ledger:
         trackers = TrackerWriter((), folder, world.rank)
-        made = build_run(settled, backend, case.task(), world, ledger=ledger, heartbeat=heartbeat, trackers=trackers)
+        counts = case.name in (*BITS, *EVERYWHERE)  # every cell has a case in which operations are counted, as in runs
+        writes: dict[str, Any] = {"ledger": ledger, "heartbeat": heartbeat, "trackers": trackers, "counts": counts}
+        made = build_run(settled, backend, case.task(), world, **writes)
         made.record(made.steps)
         kept: dict[str, Any] = {"loss": []}
 
@@ -102,9 +104,7 @@ def _run_case(case: Case, cell: Cell, world: World, folder: Path, heartbeat: Hea
                 state = _gather_pieces(made.pieces())
                 kept.update(made.recorded_steps())
                 _close(made)
-                new = build_run(
-                    settled, backend, case.task(), world, ledger=ledger, heartbeat=heartbeat, trackers=trackers
-                )
+                new = build_run(settled, backend, case.task(), world, **writes)
                 new.restore(state)
                 for name, part in new.parts.items():
                     part.engine.restore_counters(counters[name])

@@ -64,6 +64,23 @@ class CachedGPT2(Texts):
         return made("GPT2LMHeadModel", "GPT2Config", bos_token_id=0, eos_token_id=0, **sizes, **drops)
 
 
+class SharedKeys(Texts):
+    """Llama whose heads of queries share those of keys, and whose batches come with a mask and without."""
+
+    def __init__(self, heads: int = 2, keys: int = 1) -> None:
+        self.heads = {"num_attention_heads": heads, "num_key_value_heads": keys}
+
+    @override
+    def model(self) -> nn.Module:
+        sizes = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": 2, "use_cache": False}
+        return made("LlamaForCausalLM", "LlamaConfig", **self.heads, **sizes)
+
+    @override
+    def loss(self, model: Any, batch: dict[str, Tensor]) -> Tensor:
+        masked = bool(batch["input_ids"][0, 0] % 2)
+        return super().loss(model, batch if masked else {k: v for k, v in batch.items() if k != "attention_mask"})
+
+
 class Llama(Texts):
     """Llama: grouped queries, rotary tables as a tuple by name."""
 

@@ -185,8 +185,8 @@ class VerificationSession:
             others = list(alike)
         else:
             others += self._other_cuts
-            if self._runs.config.train.precision != self._runs.precision:
-                others.append(exact)  # another precision stands in: its own rounding counts as well
+            if self._runs.config.train.precision != self._runs.precision or base.narrow:
+                others.append(exact)  # where another precision stands in, or in part, its own rounding counts as well
         if not self._runs.fp64:
             others.append(records[keys.perturbed])
         measured = measure_tolerance(base, others, exact, self._runs.config.train.precision, alike)

@@ -41,7 +41,7 @@ from unipar_native.mesh.sequence.parts import join_before, part_alone
 from unipar_native.mesh.state_kept import modules_not_fused
 from unipar_native.mesh.tensor.cuts import BlockPlan
 from unipar_native.mesh.tensor.vocabulary import arm_vocabulary, find_vocabulary
-from unipar_native.mesh.tensor_model import cuts_of_model, plan_blocks
+from unipar_native.mesh.tensor_model import calls_of_blocks, cuts_of_model, plan_blocks
 from unipar_native.mesh.tensor_parallel import arm_block
 from unipar_native.mesh.words import refuse_empty_plans, refuse_part
 from unipar_native.options import NativeOptions, options_of
@@ -66,8 +66,7 @@ class MeshEngine(ShardedEngine):
         options = options or options_of(config)
         told, whole = self._look(part, config, world, options.proof)
         batch, facts, plans = told
-        self._blocks = facts.blocks
-        self._buffer_stages, self._cuts = facts.buffer_stages, facts.cuts
+        self._blocks, self._buffer_stages, self._cuts = facts.blocks, facts.buffer_stages, facts.cuts
         self._needs = facts.needs_of_ranks(self._stages)
         self._shared = dict(names_in_several(self._needs))
         self._shapes = {name: tuple(p.shape) for name, p in part.module.named_parameters()}
@@ -79,6 +78,7 @@ class MeshEngine(ShardedEngine):
         ranges = [self._cuts[stage : stage + 2] for stage in range(self._stage_seat, self.axes.stages, self._stages)]
         own = [name for first, end in ranges for name in facts.blocks[first:end]]
         self.once = config.parallel.shard in ("nothing", "optimizer")
+        calls = calls_of_blocks(part.module, {} if self.axes.context > 1 else plans)
         shell = place_model(part.module, own, self.placement(config, world), world.device)
         super().__init__(part, config, world)
         if not self.trained:
@@ -95,9 +95,9 @@ class MeshEngine(ShardedEngine):
         self._counted = [self.speaks_for(names[id(p)], p) for p in self.trained]
         for name in own:
             if (plan := plans.get(name)) is not None:
-                arm_block(part.module.get_submodule(name), plan, self.group("tensor"))
+                arm_block(block := part.module.get_submodule(name), plan, self.group("tensor"), sites=calls.get(name))
                 if self.axes.sequence and plan.sequence is None:
-                    join_before(part.module.get_submodule(name))
+                    join_before(block)
         stages = [Stage(part.module, facts.blocks, first, end, facts.tuples) for first, end in ranges]
         self._stage = stages[0] if self._stages > 1 and self.axes.pieces == 1 else None
         if vocabulary is not None:

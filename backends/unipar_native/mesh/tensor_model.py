@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +15,12 @@ from torch.utils._pytree import tree_map
 from unipar.errors import TaskError
 from unipar_native.mesh.probe import kind_of_block
 from unipar_native.mesh.sequence.plan import add_sequence
-from unipar_native.mesh.tensor.cuts import BlockPlan, ParameterCut, cut_parameters
+from unipar_native.mesh.tensor.calls import CallKind, describe_difference_of_calls, kind_of_call
+from unipar_native.mesh.tensor.cuts import BlockPlan, ParameterCut, Rewrite, cut_parameters
 from unipar_native.mesh.tensor.metas import meta_arguments, meta_block
+from unipar_native.mesh.tensor.trial import CannotCut
 from unipar_native.mesh.tensor.vocabulary import Vocabulary, cut_vocabulary
-from unipar_native.mesh.tensor_plan import derive_block_plan
+from unipar_native.mesh.tensor_plan import derive_block_plan, plan_other_call
 from unipar_native.mesh.words import kinds_in_block, refuse_unknown_patterns
 
 
@@ -134,6 +136,61 @@ def plan_blocks(
             tried[key] = replace(plan, whole={**plan.whole, **reasons})
         plans[name] = tried[key]
     return plans
+
+
+@final
+class CallsOfBlock:
+    """Calls that are rewritten in blocks of one kind, by the way in which a block is called.
+
+    A batch may lead another way through a block than the one on which it was planned: packed texts come with a mask,
+    others without. Such a way is tried when it first comes, on each rank by itself. It is not for `context`, which has
+    cut the arguments by then.
+    """
+
+    def __init__(self, name: str, block: nn.Module, plan: BlockPlan) -> None:
+        """Take the name of the first of these blocks, and a whole one of them."""
+        self._name, self._block, self._plan = name, meta_block(block), plan
+        self._found: dict[CallKind, Mapping[str, tuple[Rewrite, ...]]] = {plan.call: plan.sites}
+
+    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mapping[str, tuple[Rewrite, ...]]:
+        """Return the calls that are rewritten in a block that is called like this."""
+        kind = kind_of_call(args, kwargs)
+        known = self._found.get(kind)
+        if known is None:
+            with torch.inference_mode(mode=False), torch.enable_grad(), torch.random.fork_rng(devices=[]):
+                known = self._found[kind] = self._tried(args, kwargs, kind)
+        return known
+
+    def _tried(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], kind: CallKind
+    ) -> Mapping[str, tuple[Rewrite, ...]]:
+        plan = self._plan
+        try:
+            found = plan_other_call(self._block, args, kwargs, plan)
+        except CannotCut as e:
+            raise self._refusal(kind, e.reason) from e
+        if (split := plan.sequence) is None:
+            return found.sites
+        found = add_sequence(self._name, self._block, args, kwargs, found)
+        if found.sequence is None or replace(found.sequence, joined=split.joined) != split:
+            raise self._refusal(kind, "its hidden states would be split in another way")
+        return found.sites
+
+    def _refusal(self, kind: CallKind, reason: str) -> TaskError:
+        return TaskError(
+            f"parallel.tensor: {self._plan.ranks} splits {self._name} as it was called on the first microbatch, and "
+            f"now {describe_difference_of_calls(self._plan.call, kind)}: {reason}. Call it alike for every batch, keep "
+            "these matrices whole in the task's tensor(model), or leave tensor out"
+        )
+
+
+def calls_of_blocks(model: nn.Module, plans: Mapping[str, BlockPlan]) -> dict[str, CallsOfBlock]:
+    """Return what knows the calls to rewrite, by the name of the block; the blocks are whole when it is made."""
+    made: dict[int, CallsOfBlock] = {}
+    for name, plan in plans.items():
+        if id(plan) not in made:
+            made[id(plan)] = CallsOfBlock(name, model.get_submodule(name), plan)
+    return {name: made[id(plan)] for name, plan in plans.items()}
 
 
 def block_calls(

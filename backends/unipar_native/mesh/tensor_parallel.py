@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any, Final, cast, final
 
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from unipar_native.mesh.sequence.parts import BlockParts, hook_parts, unwrap_parts, wrap_parts
 from unipar_native.mesh.tensor.attention import attend_with_parts
 from unipar_native.mesh.tensor.collectives import enter, leave
-from unipar_native.mesh.tensor.cuts import BlockPlan, is_transposed
+from unipar_native.mesh.tensor.cuts import BlockPlan, Rewrite, is_transposed
 from unipar_native.mesh.tensor.rewrites import PartCalls
 from unipar_native.mesh.tensor.sites import run_block
 
@@ -36,10 +36,12 @@ def arm_block(
     *,
     rank: int | None = None,
     watch: Callable[[nn.Module, Any], Any] | None = None,
+    sites: SitesOfCall | None = None,
 ) -> list[Handle]:
     """Make a block, whose cut parameters are this rank's parts already, compute what the whole block does.
 
-    Forward and backward then communicate over `group`. `watch`: another maker of the mode (a trial's).
+    Forward and backward then communicate over `group`. `watch`: another maker of the mode (a trial's). `sites`: which
+    calls to rewrite when the block is called with these arguments; None: those of the plan, whatever it is given.
     """
     seat = dist.get_rank(group) if rank is None else rank
     entered = _Entered(group)
@@ -67,29 +69,71 @@ def arm_block(
     mode: Any = PartCalls(block, plan.sites, seat, plan.ranks, group)
     if watch is not None:
         mode = watch(block, mode)
-    everywhere = watch is not None or not mode.modules <= {name for name, _ in block.named_modules()} - {""}
-    if not everywhere:
-        for name in mode.modules:
-            module = block.get_submodule(name)
-            handles.append(replace_forward(module, _within(mode, module.forward)))
-    handles.append(_wrap(block, entered, mode, parts, everywhere=everywhere))
+    calls = _RewrittenCalls(block, mode, handles, sites, everywhere=watch is not None)
+    handles.append(_wrap(block, entered, calls, parts))
     return handles
 
 
-def _within(mode: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a forward that runs in the mode; every call costs some microseconds there, so others stay outside."""
+SitesOfCall = Callable[[tuple[Any, ...], Mapping[str, Any]], Mapping[str, tuple[Rewrite, ...]]]
+"""Function that returns the calls to rewrite in a block that gets these arguments."""
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if mode.active:  # a module around this one
-            return plain(*args, **kwargs)
-        mode.active = True
+
+@final
+class _RewrittenCalls:
+    """Mode of a block's calls, on only within the modules that make one: there each costs some microseconds."""
+
+    def __init__(
+        self, block: nn.Module, mode: Any, handles: list[Handle], sites: SitesOfCall | None, *, everywhere: bool
+    ) -> None:
+        """`handles` takes what undoes the changes to modules; `everywhere`: the mode is on in all of the block."""
+        self.mode, self._block, self._sites, self._handles = mode, block, sites, handles
+        self._names = {name for name, _ in block.named_modules()} - {""}
+        self._wrapped: set[str] = set()
+        self._always = everywhere
+        self._wrap_modules()
+
+    def take_arguments(self, args: Any, kwargs: Any) -> None:
+        """Rewrite what calls with these arguments need."""
+        if self._sites is not None and self.mode.take(self._sites(args, kwargs)):
+            self._wrap_modules()
+
+    @contextmanager
+    def around_block(self) -> Generator[None]:
+        """Context manager for the block's forward."""
+        if not self._everywhere:
+            yield
+            return
+        self.mode.active = True
         try:
-            with mode:
-                return plain(*args, **kwargs)
+            with self.mode:
+                yield
         finally:
-            mode.active = False
+            self.mode.active = False
 
-    return forward
+    @property
+    def _everywhere(self) -> bool:
+        return self._always or not self.mode.modules <= self._names
+
+    def _wrap_modules(self) -> None:
+        if not self._everywhere:
+            for name in self.mode.modules - self._wrapped:
+                module = self._block.get_submodule(name)
+                self._handles.append(replace_forward(module, self._within(module.forward)))
+                self._wrapped.add(name)
+
+    def _within(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            mode = self.mode
+            if mode.active:  # a module around this one
+                return plain(*args, **kwargs)
+            mode.active = True
+            try:
+                with mode:
+                    return plain(*args, **kwargs)
+            finally:
+                mode.active = False
+
+        return forward
 
 
 @final
@@ -195,7 +239,7 @@ def _set(module: Any, name: str, value: Any) -> Handle:
     return Handle(undo)
 
 
-def _wrap(block: Any, entered: _Entered, mode: Any, parts: BlockParts | None, *, everywhere: bool) -> Handle:
+def _wrap(block: Any, entered: _Entered, calls: _RewrittenCalls, parts: BlockParts | None) -> Handle:
     """Wrap the block's forward, inside what recomputes or compiles it."""
     outer = block.__dict__.get("forward")
     inner: list[Callable[..., Any]] | None = getattr(outer, "unipar_inner", None)
@@ -204,14 +248,14 @@ def _wrap(block: Any, entered: _Entered, mode: Any, parts: BlockParts | None, *,
     def forward(*args: Any, **kwargs: Any) -> Any:
         if arrived := kwargs.pop(_ARRIVED, ()):
             args, kwargs = wrap_parts(args, kwargs, arrived)
+        calls.take_arguments(args, kwargs)
         with ExitStack() as stack:
             stack.callback(entered.clear)
             if parts is not None:
                 stack.callback(parts.clear)
                 args, kwargs = parts.enter(args, kwargs)
-                mode.span = parts.span
-            if everywhere:
-                stack.enter_context(mode)
+                calls.mode.span = parts.span
+            stack.enter_context(calls.around_block())
             out = run_block(plain, args, kwargs)
         return out if parts is None else parts.leave(out)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, Protocol, final
 
@@ -14,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from unipar.errors import TaskError
+from unipar_native.mesh.tensor.calls import kind_of_call
 from unipar_native.mesh.tensor.cuts import BlockPlan, Cut, Rewrite, cut_parameters, is_linear, is_transposed
 from unipar_native.mesh.tensor.metas import meta_arguments, meta_block
 from unipar_native.mesh.tensor.rewrites import PartCalls
@@ -39,7 +41,14 @@ def derive_block_plan(
     `given`: kinds by pattern of names in the block, which win.
     """
     ranks = mesh if isinstance(mesh, int) else mesh.size()
-    return Derivation(meta_block(block), *meta_arguments(args, kwargs), ranks, given or {}).plan()
+    plan = Derivation(meta_block(block), *meta_arguments(args, kwargs), ranks, given or {}).plan()
+    return replace(plan, call=kind_of_call(args, kwargs))
+
+
+def plan_other_call(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], plan: BlockPlan) -> BlockPlan:
+    """Return the plan of a whole block, with the same cuts, for calls like this; raise CannotCut if there is none."""
+    sites = Derivation(meta_block(block), *meta_arguments(args, kwargs), plan.ranks, {}).sites_with(plan.cuts)
+    return replace(plan, sites=sites, sequence=None, call=kind_of_call(args, kwargs))
 
 
 @final
@@ -107,6 +116,25 @@ class Derivation:
                 self.reasons[name] = "the block did not call it"
         return BlockPlan(found.cuts, self._whole(found.cuts), self.trials, self.ranks, found.sites)
 
+    def sites_with(self, cuts: Mapping[str, Cut]) -> Mapping[str, tuple[Rewrite, ...]]:
+        """Return the calls to rewrite if matrices are cut like this; raise CannotCut where that cannot be."""
+        for name, module in self.matrices.items():
+            if (cut := cuts.get(name)) is None:
+                self.ways[name] = WHOLE
+            elif cut.kind == "column" and not isinstance(module, nn.MultiheadAttention):
+                self.ways[name] = cut.sizes or (self._width(module) // cut.groups,) * cut.groups
+        try:
+            found = self._tried()
+        except CannotCut:
+            raise
+        except OtherGroups as e:
+            raise CannotCut(f"the output of {e.name} is taken apart at other places", (e.name,)) from e
+        except Exception as e:
+            raise CannotCut(_no_values(e)) from e
+        if other := [name for name, cut in found.cuts.items() if cuts.get(name) != cut]:
+            raise CannotCut(f"{other[0]} would be cut in another way", other)
+        return found.sites
+
     def _found(self) -> BlockPlan:
         while True:
             try:
@@ -119,8 +147,7 @@ class Derivation:
             except TaskError:
                 raise
             except Exception as e:
-                text = (str(e).splitlines() or [""])[0][:160]
-                return self._nothing(f"the block does not run on meta tensors: {type(e).__name__}: {text}")
+                return self._nothing(_no_values(e))
 
     def _nothing(self, reason: str) -> BlockPlan:
         """Return a plan in which all is whole."""
@@ -241,6 +268,12 @@ class Derivation:
         `change` is made to the copy of the block that runs. The error tells how many calls were right.
         """
         rehearse(self.block, plan, self._arguments(), trial, training=trial.block.training, change=change)
+
+
+def _no_values(e: Exception) -> str:
+    """Return why a block cannot be tried."""
+    text = (str(e).splitlines() or [""])[0][:160]
+    return f"the block does not run on meta tensors: {type(e).__name__}: {text}"
 
 
 class Expected(Protocol):

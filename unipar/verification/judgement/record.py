@@ -120,6 +120,9 @@ class RunRecord:
     groups: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     """Parameter groups of the optimizer; only of a replay."""
 
+    narrow: bool = False
+    """Whether frozen weights, and so what is computed with them, have fewer digits than the trained ones."""
+
     @property
     def steps(self) -> int:
         """Number of steps."""
@@ -158,6 +161,7 @@ def combine_ranks(ranks: list[dict[str, Any]]) -> RunRecord:
         first_buffers={name: buffer for rank in ranks for name, buffer in rank["first_buffers"].items()},
         shares=ranks[0]["shares"],
         groups=ranks[0]["groups"],
+        narrow=ranks[0]["narrow"],
     )
 
 

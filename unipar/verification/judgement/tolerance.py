@@ -80,6 +80,8 @@ def measure_tolerance(
     last = ROUNDING_UNITS[precision]
     losses = [_at_least(_spread([r.losses[t] for r in runs]), last * abs(base.losses[t])) for t in range(base.steps)]
     norms = [_at_least(_spread([r.norms[t][0] for r in runs]), last * abs(base.norms[t][0])) for t in range(base.steps)]
+    if base.narrow:
+        losses, norms = _raise_to_usual_step(losses), _raise_to_usual_step(norms)
     noise = _find_noise_parameters(exact)
     few_bits = _tolerance_of_neighbours(runs)
     sketches = [_sketch_tolerance([r.states[t] for r in runs], last) for t in range(1, base.steps + 1)]
@@ -132,6 +134,17 @@ def _running_maxima(values: Sequence[float]) -> Iterator[float]:
     for value in values:
         highest = max(highest, value)
         yield highest
+
+
+def _raise_to_usual_step(spreads: Sequence[float]) -> list[float]:
+    """Return the spreads of steps, raised to their median.
+
+    Where frozen weights have fewer digits than the numbers that are compared, a loss is off by many of its last places,
+    and two runs may be near one another by chance: if all draw from one normal distribution, a third run is off by more
+    than four times their difference in one step of seven.
+    """
+    usual = float(np.median(spreads)) if spreads else 0.0
+    return [max(spread, usual) for spread in spreads]
 
 
 def _state_tolerance(runs: Sequence[RunRecord], last: float) -> dict[StateKey, float]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from unipar.backend import Backend, registry
+from unipar.backend.precision import parameter_dtype
 from unipar.checkpoint.saved_state import SavedState
 from unipar.config import Config
 from unipar.config.sections.checkpoint import Checkpoint
@@ -23,6 +24,7 @@ from unipar.data.lengths import measure_lengths
 from unipar.distributed.place import Place
 from unipar.distributed.world import World
 from unipar.errors import TaskError, UniparError, Unsupported
+from unipar.model.create import narrow_frozen_parameters
 from unipar.run_folder.heartbeat import HeartbeatWriter
 from unipar.run_folder.layout import heartbeat_path, ledger_path
 from unipar.run_folder.ledger import Ledger
@@ -94,7 +96,7 @@ def _run_job(
     if job.kind == "probe":
         facts = {"quiet": dropout_names, "stream": again is not None, **probe_task(task, settled, world)}
         return facts | {"again": facts["again"] and again is not False}
-    build, unequal = None, list[str]()
+    build, unequal, dtype = None, list[str](), parameter_dtype(settled.config.train.precision)
     if job.kind == "replay":
         build = replay.replay_builder(job.shares, job.order, apart=job.apart, perturbed=job.key.perturbed)
     with Ledger(ledger_path(folder, world.rank)) as ledger:
@@ -163,6 +165,7 @@ def _run_job(
             "unequal": unequal,
             "first_buffers": first_buffers,
             "buffers": recorder.buffers() if job.kind == "replay" or settled.cell.axes.ranks > 1 else {},
+            "narrow": any(narrow_frozen_parameters(part.module, dtype) for part in live.parts.values()),
         }
         for engine in recorder.engines.values():
             engine.close()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from unipar.backend import Region
+from unipar_native.mesh.tensor.calls import CallKind
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,9 @@ class BlockPlan:
 
     sequence: SequencePlan | None = None
     """How the sequence is split between the matrices; None: it is not."""
+
+    call: CallKind = ()
+    """Way in which the block was called on trial: `sites` are those of such calls."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,18 @@ from unipar_native.mesh.tensor.sites import (
 )
 
 
+@final
+class _Table:
+    """Sites of calls of one kind, and what is known of the places where a block's program is."""
+
+    def __init__(self, sites: Mapping[str, tuple[Rewrite, ...]]) -> None:
+        self.sites, self.functions = sites, functions_at(sites)
+        self.wanted = {leaf_of_site(site) for site in sites}
+        self.modules = {module_of_site(site) for site in sites}
+        self.leaves: dict[tuple[int, int], bool] = {}
+        self.known: dict[tuple[Any, ...], tuple[Rewrite, ...]] = {}
+
+
 class PartCalls(TorchFunctionMode):
     """Mode in which the calls at a plan's sites are made on this rank's part."""
 
@@ -49,33 +61,44 @@ class PartCalls(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self._names = {id(m): n for n, m in block.named_modules()}
-        self._sites, self._functions = sites, functions_at(sites)
         self._rank, self._ranks, self._group = rank, ranks, group
-        self._leaves: dict[tuple[int, int], bool] = {}
-        self._wanted = {leaf_of_site(site) for site in sites}
-        self.modules = {module_of_site(site) for site in sites}
-        """Names of the modules whose own methods make these calls."""
-
+        self._tables: dict[int, _Table] = {}
+        self._table = self.table_of(sites)
         self.active = False
         self.span: Span | None = None
         """This rank's part of the sequence in this pass, where that is cut."""
 
-        self._known: dict[tuple[Any, ...], tuple[Rewrite, ...]] = {}
+    def table_of(self, sites: Mapping[str, tuple[Rewrite, ...]]) -> _Table:
+        """Return the table of these sites, which are kept."""
+        if id(sites) not in self._tables:
+            self._tables[id(sites)] = _Table(sites)
+        return self._tables[id(sites)]
+
+    def take(self, sites: Mapping[str, tuple[Rewrite, ...]]) -> bool:
+        """Rewrite the calls at these sites from now on; return whether it is for the first time."""
+        new = id(sites) not in self._tables
+        self._table = self.table_of(sites)
+        return new
+
+    @property
+    def modules(self) -> set[str]:
+        """Names of the modules whose own methods make the calls that are rewritten."""
+        return self._table.modules
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func.__name__ in self._functions and (frame := innermost_frame()) is not None:
+        kwargs, table = kwargs or {}, self._table
+        if func.__name__ in table.functions and (frame := innermost_frame()) is not None:
             leaf = (id(frame.f_code), frame.f_lasti)
-            is_leaf = self._leaves.get(leaf)
+            is_leaf = table.leaves.get(leaf)
             if is_leaf is None:  # once for each place: most are no site
-                is_leaf = self._leaves[leaf] = leaf_of(func, frame) in self._wanted
+                is_leaf = table.leaves[leaf] = leaf_of(func, frame) in table.wanted
             if is_leaf:
                 frames = frames_to(BLOCK)
                 key = key_of(frames)
-                rewrites = self._known.get(key)
+                rewrites = table.known.get(key)
                 if rewrites is None:
-                    rewrites = self._known[key] = self._sites.get(site_of(func, frames, self._names), ())
+                    rewrites = table.known[key] = table.sites.get(site_of(func, frames, self._names), ())
                 if rewrites:
                     return self._made(func, args, kwargs, rewrites)
         return func(*args, **kwargs)
