@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from tests.support.compared_rows import FAR, ONE, SAME, compared, ran
+from tests.support.compared_rows import FAR, ONE, SAME, compared, marks, ran
 from unipar import errors
 from unipar.comparison import store
 from unipar.comparison.compare import describe_comparison_errors
 from unipar.report.data.comparison import ComparisonPageData
+from unipar.results.agreement import measure_agreement
 from unipar.results.comparison import Comparison
 from unipar.results.row import (
     OLDER_REUSED,
@@ -94,6 +95,19 @@ def test_a_disagreement_is_said_and_is_a_failure() -> None:
         in found.remarks()
     )
     assert str(found).splitlines()[3].split()[:3] == ["deepspeed/gradients", "1", "digit!"]
+
+
+def test_frozen_weights_of_few_bits_have_the_tolerance_of_bf16() -> None:
+    """As `single` computes; a cell that multiplies in bf16 by itself gets none of it."""
+    near = replace(SAME, losses=[4.0, 3.5, 3.01])
+    for computed, allowed in ((("bfloat16", "float32"), 5e-3), (("float32", "float32 under autocast"), 2e-6)):
+        mine, other = marks(computed=computed), marks(computed=("bfloat16",))
+        found = compared(replace(ONE, marks=mine), replace(near, marks=other))
+        assert found.agreement(found.rows[1]) == measure_agreement([4.0, 3.5, 3.01], ONE.losses, allowed)
+    assert found.judged_as == "fp32"
+    assert (
+        compared(replace(ONE, marks=marks(computed=("bfloat16",))), precision="bf16-master").judged_as == "bf16-master"
+    )
 
 
 def test_parts_are_held_one_by_one() -> None:

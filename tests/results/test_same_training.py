@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.compared_rows import marks
 from tests.support.forks import Forks
 from tests.support.scalings import made, timed
 from unipar.backend import Region
@@ -51,19 +52,6 @@ class Sums(unipar.Task):
         with torch.autocast("cpu", torch.bfloat16, enabled=self.plant == "cast" and dist.get_world_size() == 2):
             return nn.functional.mse_loss(model(batch[0]), batch[1])
 '''
-
-
-def marks(**changed: Any) -> TrainingMarks:
-    told: dict[str, Any] = {
-        "values": {"a": "01", "b": "02", "c": "03"},
-        "kept": ("float32",),
-        "computed": ("float32",),
-        "batches": (("x", "y"),),
-        "samples": ((8, "0a"), (8, "0b")),
-        "total": 8,
-        "precision": "fp32",
-    }
-    return TrainingMarks(**told | changed)
 
 
 # Arithmetic

@@ -6,6 +6,7 @@ from typing import Any
 
 from unipar.results.comparison import Comparison
 from unipar.results.row import CellResult
+from unipar.results.same_training import TrainingMarks
 
 
 def ran(cell: str, losses: list[float], ms: float = 10.0) -> CellResult:
@@ -25,3 +26,16 @@ SAME = ran("native/nothing", [4.0, 3.5, 3.0])
 
 
 FAR = ran("deepspeed/gradients", [4.0, 3.5, 3.1])
+
+
+def marks(**changed: Any) -> TrainingMarks:
+    told: dict[str, Any] = {
+        "values": {"a": "01", "b": "02", "c": "03"},
+        "kept": ("float32",),
+        "computed": ("float32",),
+        "batches": (("x", "y"),),
+        "samples": ((8, "0a"), (8, "0b")),
+        "total": 8,
+        "precision": "fp32",
+    }
+    return TrainingMarks(**told | changed)

@@ -67,6 +67,16 @@ class TurnResults(ShownAsPage):
         """Return the samples in one optimizer step of a row."""
 
     @property
+    def judged_as(self) -> Precision:
+        """Precision whose tolerance losses have: the config's, or bf16-mixed if frozen weights compute in fewer bits.
+
+        `single` tells: a cell that computes in fewer bits by itself trains something else.
+        """
+        marks = self.rows[0].marks if self.rows else None
+        narrow = marks is not None and any(word.startswith(("bfloat16", "float16")) for word in marks.computed)
+        return "bf16-mixed" if narrow and self.precision in ("fp32", "fp64") else self.precision
+
+    @property
     def work_by_samples(self) -> dict[int, list[CellWork]]:
         """Name of each row and the work of its ranks, by the samples in a step, on which its operations depend."""
         found: dict[int, list[CellWork]] = {}
@@ -245,7 +255,7 @@ class Comparison(TurnResults):
         """Return the agreement of a row's losses with those of `single`, or None if one of them did not run."""
         if self.reference is None or row is self.reference or row.outcome != "ran":
             return None
-        allowed = loss_tolerance(self.precision)
+        allowed = loss_tolerance(self.judged_as)
         if not row.parts:
             return measure_agreement(row.losses, self.reference.losses, allowed)
         parts = [
@@ -346,11 +356,11 @@ class Comparison(TurnResults):
         judged = [(row, found) for row in self.rows if (found := self.agreement(row)) is not None]
         if not judged:
             return ["no verdict: no cell except single ran"]
-        steps, allowed = len(self.reference.losses), loss_tolerance(self.precision)
+        steps, allowed = len(self.reference.losses), loss_tolerance(self.judged_as)
         wrong = [
             f"DISAGREES: {row.cell} by {found.off:.1e} at step {found.step}{found.part_suffix}: "
             f"{_loss_furthest_off(row, found):.8g} instead of {_loss_furthest_off(self.reference, found):.8g}; "
-            f"allowed in {self.precision}: {allowed:g}"
+            f"allowed in {self.judged_as}: {allowed:g}"
             for row, found in judged
             if not found.within
         ]

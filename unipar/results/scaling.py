@@ -178,7 +178,7 @@ class Scaling(TurnResults):
         row, base = self.row(world), self.row(self.base(world))
         if not self.held or world.kinds != ("strong",) or row is base or {row.outcome, base.outcome} != {"ran"}:
             return None
-        return measure_agreement(row.losses, base.losses, loss_tolerance(self.precision))
+        return measure_agreement(row.losses, base.losses, loss_tolerance(self.judged_as))
 
     @property
     def agreements(self) -> list[tuple[ScaledCell, Agreement]]:
@@ -304,7 +304,7 @@ class Scaling(TurnResults):
         found = self.agreements
         wrong = list(self.wrong) + [
             f"DISAGREES: {world.name} with {self.base(world).name} by {a.off:.1e} at step {a.step}; "
-            f"allowed in {self.precision}: {loss_tolerance(self.precision):g}"
+            f"allowed in {self.judged_as}: {loss_tolerance(self.judged_as):g}"
             for world, a in found
             if not a.within
         ]

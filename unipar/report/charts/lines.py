@@ -184,7 +184,7 @@ def draw_loss_differences(page: ComparisonPageData, width: int) -> str:
     bins = min(count, 40 if small else 100)
     each, step = (width - left) / bins, 40 if small else 24
     drawing = Drawing(width, step * len(series) + 34, "Difference of each loss from one process, by step")
-    allowed = loss_tolerance(page.comparison.precision)
+    allowed = loss_tolerance(page.comparison.judged_as)
     for i, (name, values) in enumerate(series):
         y = step * i + (18 if small else 0)
         if small:

@@ -182,7 +182,7 @@ def _losses(page: ComparisonPageData) -> str:
             "<h3>Difference from one process</h3>",
             paragraph(
                 "Relative to the loss if the loss is above 1. Allowed over the first 20 steps in "
-                f"{page.comparison.precision}: {loss_tolerance(page.comparison.precision):g}; a cross marks a larger "
+                f"{page.comparison.judged_as}: {loss_tolerance(page.comparison.judged_as):g}; a cross marks a larger "
                 "difference."
             ),
             colour_key((f"s{i}", words) for i, words in enumerate(bounds)),
