@@ -31,7 +31,7 @@ from unipar.results.memory_tables import (
     sent_axes,
 )
 from unipar.results.row import OUTCOME_PREFIXES, CellResult, cell_result_from_json, cell_result_to_json, format_spread
-from unipar.results.same_training import TrainingMarks, describe_training_difference
+from unipar.results.same_training import TrainingMarks, describe_training_difference, judged_precision
 from unipar.results.step_work.figures import CellWork, StepFigures, flops_of_step, step_figures
 from unipar.results.step_work.table import describe_work_columns, format_work_table
 from unipar.run_folder.layout import PAGE_FILE_NAME
@@ -68,13 +68,8 @@ class TurnResults(ShownAsPage):
 
     @property
     def judged_as(self) -> Precision:
-        """Precision whose tolerance losses have: the config's, or bf16-mixed if frozen weights compute in fewer bits.
-
-        `single` tells: a cell that computes in fewer bits by itself trains something else.
-        """
-        marks = self.rows[0].marks if self.rows else None
-        narrow = marks is not None and any(word.startswith(("bfloat16", "float16")) for word in marks.computed)
-        return "bf16-mixed" if narrow and self.precision in ("fp32", "fp64") else self.precision
+        """Precision whose tolerance losses have."""
+        return judged_precision(self.precision, self.rows[0].marks if self.rows else None)
 
     @property
     def work_by_samples(self) -> dict[int, list[CellWork]]:
@@ -288,7 +283,7 @@ class Comparison(TurnResults):
 
     def _memory_tables(self, width: int) -> list[str]:
         known = [row for row in self.rows if row.memory and row.outcome != "unlike"]
-        cells = [(_name_until_failure(row), self.rank_count(row), row.memory) for row in known]
+        cells = [(row.name_until_failure, self.rank_count(row), row.memory) for row in known]
         return ["", *format_memory_tables(cells, width), *format_sent_table(cells, width)] if cells else []
 
     @override
@@ -398,11 +393,6 @@ class Comparison(TurnResults):
         planned = data.get("forecast")
         forecast = None if planned is None else Forecast.model_validate(planned, strict=False)
         return cls(**{**stored, **changed}, rows=rows, forecast=forecast)
-
-
-def _name_until_failure(row: CellResult) -> str:
-    """Return the cell's name in memory tables; figures of a failed cell are from the time before it failed."""
-    return f"{row.cell}, until it failed" if row.outcome == "failed" else row.cell
 
 
 def _loss_furthest_off(row: CellResult, found: Agreement) -> float:

@@ -73,6 +73,11 @@ class CellResult:
     """Whether the row is from an earlier run of the same comparison, and was not timed in turns with the others."""
 
     @property
+    def name_until_failure(self) -> str:
+        """Name of the cell in memory tables; figures of a failed one are from the time before it failed."""
+        return f"{self.cell}, until it failed" if self.outcome == "failed" else self.cell
+
+    @property
     def timed_seconds(self) -> list[float]:
         """Seconds of all timed steps."""
         return list(chain.from_iterable(self.seconds))

@@ -8,7 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Self, TypedDict
 
-from unipar.config import Section
+from unipar.config import Precision, Section
 from unipar.errors import ReportError
 from unipar.utils.text import count_of
 
@@ -93,6 +93,15 @@ def _add_hashes(numbers: Iterable[int]) -> str:
 
 def _distinct_words(words: Iterable[list[str]]) -> tuple[str, ...]:
     return tuple(sorted({*chain.from_iterable(words)}))
+
+
+def judged_precision(precision: Precision, of_one: TrainingMarks | None) -> Precision:
+    """Return the precision whose tolerance losses have: the config's, or bf16-mixed if frozen weights have fewer bits.
+
+    The marks are those of one process: a cell that computes in fewer bits by itself trains something else.
+    """
+    narrow = of_one is not None and any(word.startswith(("bfloat16", "float16")) for word in of_one.computed)
+    return "bf16-mixed" if narrow and precision in ("fp32", "fp64") else precision
 
 
 def describe_training_difference(
