@@ -73,7 +73,7 @@ def test_elements_that_became_neighbours_are_allowed(runs: list[RunRecord], monk
     """Few of twenty small tensors have any in a few runs; by the spread of these, those of another would be faults."""
     others = [_run(noise) for noise in range(3, 9)]
     allowed = [max(_worst(run, runs).values()) for run in others]
-    monkeypatch.setattr(tolerance, "_tolerance_of_neighbours", _none)
+    monkeypatch.setattr(tolerance, "_tolerance_of_single_elements", _none)
     by_spread = [max(_worst(run, runs).values()) for run in others]
     assert max(allowed) < 1.0
     assert max(by_spread) > 10

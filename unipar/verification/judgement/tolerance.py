@@ -83,7 +83,7 @@ def measure_tolerance(
     if base.narrow:
         losses, norms = _raise_to_usual_step(losses), _raise_to_usual_step(norms)
     noise = _find_noise_parameters(exact)
-    few_bits = _tolerance_of_neighbours(runs)
+    few_bits = _tolerance_of_single_elements(runs)
     sketches = [_sketch_tolerance([r.states[t] for r in runs], last) for t in range(1, base.steps + 1)]
     return Tolerance(
         base,
@@ -157,28 +157,30 @@ def _state_tolerance(runs: Sequence[RunRecord], last: float) -> dict[StateKey, f
     return {k: SPREAD_FACTOR * x for k, x in _raise_to_median(apart, sizes, last).items()}
 
 
-def _tolerance_of_neighbours(runs: Sequence[RunRecord]) -> dict[StateKey, float]:
-    """Return by tensor how far single elements may take it, where the optimizer's states have few bits; else {}.
+def _tolerance_of_single_elements(runs: Sequence[RunRecord]) -> dict[StateKey, float]:
+    """Return by tensor how far single elements may take it, where states or frozen weights have few bits; else {}.
 
-    A sum that rounds otherwise makes a state the neighbour of what it is in another run: seldom, and then by a
-    thousand times more. A small tensor has none in a few runs, and one in the next. So what is allowed is measured on
-    all tensors of a kind together: how many elements are off, and how far the farthest is.
+    A sum that rounds otherwise makes a state of few bits the neighbour of what it is in another run, and gradients
+    through frozen weights of few bits another sign where they are near zero: seldom, and then by a thousand times
+    more. A small tensor has none in a few runs, and one in the next. So what is allowed is measured on all tensors of a
+    kind together: how many elements are off, and how far the farthest is.
     """
     base = runs[0].state
     narrow = {kind: _FEW_BITS[t.dtype] for (_, kind), t in base.items() if kind != "weight" and t.dtype in _FEW_BITS}
-    if not narrow:
+    if not narrow and not runs[0].narrow:
         return {}
-    rate = max(rate for step in runs[0].rates for rank in step for rate in rank)
-    least = {"weight": _RATE_OF_A_NEIGHBOUR * rate, "average": _RATE_OF_A_NEIGHBOUR * rate} | narrow
+    least: dict[str, float] = {}
+    if narrow:
+        rate = max(rate for step in runs[0].rates for rank in step for rate in rank)
+        least = {"weight": _RATE_OF_A_NEIGHBOUR * rate, "average": _RATE_OF_A_NEIGHBOUR * rate} | narrow
     allowed: dict[StateKey, float] = {}
     for kind in {kind for _, kind in base}:
         keys = [key for key in base if key[1] == kind and base[key].numel()]
         sizes = {k: 1.0 if kind in ("weight", "average") else float(base[k].double().abs().max()) for k in keys}
         apart = {k: _farthest([run.state[k] for run in runs]) / (sizes[k] or 1.0) for k in keys}
         worst = max([least.get(kind, 0.0), *(float(off.max()) for off in apart.values())])
-        share = sum(int((off > worst / 16).sum()) for off in apart.values()) / sum(
-            off.numel() for off in apart.values()
-        )
+        many = sum(int((off > worst / 16).sum()) for off in apart.values())
+        share = many / max(1, sum(off.numel() for off in apart.values()))
         for k, off in apart.items():
             allowed[k] = (_FEWEST_NEIGHBOURS + 2 * share * off.numel()) ** 0.5 * worst * sizes[k]
     return allowed
