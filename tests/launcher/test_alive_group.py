@@ -9,8 +9,9 @@ from pathlib import Path
 from tests.support.forks import BACKENDS, Forks
 from unipar.backend import registry
 
+ROOT = Path(__file__).parents[2]
+
 SCRIPT = """
-import sys
 import torch
 import torch.distributed as dist
 import unipar
@@ -30,7 +31,7 @@ print("alive", alive.item())
 def test_it_is_adopted_and_left_alive(tmp_path: Path, forks: Forks) -> None:
     """No variable says a rank here: who they are is asked of the group, and its store is where they meet."""
     here = [name for name in BACKENDS if registry.why_not_installed(registry.find_backend(name)) is None]
-    (tmp_path / "x.py").write_text(SCRIPT, encoding="utf-8")
+    (tmp_path / "x.py").write_text(f"import sys\nsys.path.append({str(ROOT)!r})\n{SCRIPT}", encoding="utf-8")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     with ExitStack() as both:

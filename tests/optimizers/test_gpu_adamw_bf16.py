@@ -26,7 +26,7 @@ def _losses(cell: str, folder: Path, device: str, ranks: int) -> list[float]:
 
 
 @pytest.mark.parametrize(("cell", "ranks"), [("single", 1), ("native/optimizer", 2), ("native/parameters", 2)])
-def test_losses_are_those_of_the_cpu(cell: str, ranks: int, tmp_path: Path) -> None:
+def test_moments_in_bf16_are_those_of_the_cpu(cell: str, ranks: int, tmp_path: Path) -> None:
     """A moment may become its neighbour; four digits stay."""
     on_cpu = _losses("single", tmp_path / "cpu", "cpu", 1)
     assert _losses(cell, tmp_path / "gpu", "cuda:0", ranks) == pytest.approx(on_cpu, rel=1e-4)
