@@ -17,8 +17,11 @@ from unipar.verification.judgement.tolerance import measure_tolerance
 STEPS, RATE = 10, 1e-3
 
 
-def _run(noise: int, *, decay: float = 0.1, narrow: bool = True) -> RunRecord:
-    """Return the record of a run on gradients that differ in their last places."""
+def _run(noise: int, *, decay: float = 0.1, narrow: bool = True, frozen: bool = False) -> RunRecord:
+    """Return the record of a run on gradients that differ in their last places.
+
+    `frozen`: they come through frozen weights of few bits, so that one of ten thousand has the other sign.
+    """
     generator = torch.Generator().manual_seed(5)
     sizes = {"large": 20_000, **{f"small {i}": 100 for i in range(20)}}
     params = {name: nn.Parameter(torch.randn(n, generator=generator)) for name, n in sizes.items()}
@@ -28,6 +31,8 @@ def _run(noise: int, *, decay: float = 0.1, narrow: bool = True) -> RunRecord:
     for _ in range(STEPS):
         for p in params.values():
             off = 1 + 1e-6 * torch.randn(p.shape, generator=rounding)
+            if frozen:
+                off = torch.where(torch.rand(p.shape, generator=rounding) < 1e-4, -off, off)
             p.grad = torch.randn(p.shape, generator=generator) * off
         optimizer.step()
     state: dict[tuple[str, str], Tensor] = {}
@@ -51,6 +56,7 @@ def _run(noise: int, *, decay: float = 0.1, narrow: bool = True) -> RunRecord:
         masks=[],
         buffers={},
         first_buffers={},
+        narrow=frozen,
     )
 
 
@@ -86,6 +92,16 @@ def test_another_rule_is_found(runs: list[RunRecord]) -> None:
     plain = _worst(_run(3, narrow=False), runs)
     assert plain["exp_avg"] > 2
     assert plain["weight"] > 2
+
+
+def test_signs_over_frozen_weights_of_few_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Full moments, but gradients of another sign: seldom in a small tensor, and all of a larger decay are found."""
+    runs = [_run(noise, narrow=False, frozen=True) for noise in range(3)]
+    others = [_run(noise, narrow=False, frozen=True) for noise in range(3, 9)]
+    assert max(max(_worst(run, runs).values()) for run in others) < 1.0
+    assert _worst(_run(3, narrow=False, frozen=True, decay=0.2), runs)["weight"] > 1.0
+    monkeypatch.setattr(tolerance, "_tolerance_of_single_elements", _none)
+    assert max(max(_worst(run, runs).values()) for run in others) > 10
 
 
 def test_states_of_full_precision_have_no_neighbours() -> None:

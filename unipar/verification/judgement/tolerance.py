@@ -170,7 +170,9 @@ def _tolerance_of_single_elements(runs: Sequence[RunRecord]) -> dict[StateKey, f
     if not narrow and not runs[0].narrow:
         return {}
     least: dict[str, float] = {}
+    fewest = SPREAD_FACTOR**2  # one element, as far off as four times the farthest
     if narrow:
+        fewest = _FEWEST_NEIGHBOURS
         rate = max(rate for step in runs[0].rates for rank in step for rate in rank)
         least = {"weight": _RATE_OF_A_NEIGHBOUR * rate, "average": _RATE_OF_A_NEIGHBOUR * rate} | narrow
     allowed: dict[StateKey, float] = {}
@@ -182,7 +184,7 @@ def _tolerance_of_single_elements(runs: Sequence[RunRecord]) -> dict[StateKey, f
         many = sum(int((off > worst / 16).sum()) for off in apart.values())
         share = many / max(1, sum(off.numel() for off in apart.values()))
         for k, off in apart.items():
-            allowed[k] = (_FEWEST_NEIGHBOURS + 2 * share * off.numel()) ** 0.5 * worst * sizes[k]
+            allowed[k] = (fewest + 2 * share * off.numel()) ** 0.5 * worst * sizes[k]
     return allowed
 
 
