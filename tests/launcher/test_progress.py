@@ -32,15 +32,15 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def trained(run: Path, steps: int, every: int = 1) -> None:
+def trained(run: Path, steps: int, every: int = 1, begin: int = 1) -> None:
     """Write the files that rank 0 writes in a run."""
     heartbeat = HeartbeatWriter(heartbeat_path(run, 0))
     with Ledger(ledger_path(run, 0)) as ledger:
         ledger.note("start", rank=0, size=2, cell="native/nothing", pid=1, parameters=8912345)
-        for step in range(1, steps + 1):
+        for step in range(begin, steps + 1):
             heartbeat.step = step
             heartbeat.set_phase("between")
-            if step % every == 0 or step == 1:
+            if step % every == 0 or step == begin:
                 ledger.note("step", step=step, of=steps, loss=4.0 / step, norm=1.0, lr=0.1, samples=8, seconds=0.25)
 
 
@@ -80,6 +80,15 @@ def test_one_step_is_one(tmp_path: Path) -> None:
     with Progress(tmp_path, None, err=err):
         pass
     assert err.getvalue().splitlines()[-1].startswith("1 step in 0.0 s, ")
+
+
+def test_a_run_that_went_on(tmp_path: Path) -> None:
+    """Its last line has the steps that it took itself."""
+    err = io.StringIO()
+    trained(tmp_path, 4, begin=3)
+    with Progress(tmp_path, None, out=io.StringIO(), err=err):
+        pass
+    assert err.getvalue().splitlines()[-1] == f"steps 3 to 4 in 0.0 s, loss 1.3333 -> 1.0000; {tmp_path}"
 
 
 def test_plain_lines_are_few(tmp_path: Path) -> None:

@@ -241,7 +241,9 @@ class Progress:
 
     def _summary(self) -> str:
         first, last = self._rows[0], self._rows[-1]
-        steps, took = count_of(last["step"], "step"), format_clock(last["time"] - first["time"])
+        whole = first["step"] <= 1  # a run that goes on begins later
+        steps = count_of(last["step"], "step") if whole else f"steps {first['step']} to {last['step']}"
+        took = format_clock(last["time"] - first["time"])
         return f"{steps} in {took}, loss {first['loss']:.4f} -> {last['loss']:.4f}; {relative_path(self._run)}"
 
 
