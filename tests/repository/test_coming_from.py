@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -39,12 +40,22 @@ def sides(diff: str) -> tuple[str, str]:
 def _start(page: str, folder: Path, forks: Forks) -> list[subprocess.CompletedProcess[str]]:
     """Return what the program before printed in two ranks, as a launcher would start them; Fabric starts its own."""
     environment = {"DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(folder)}
+    if page == "torchtune":
+        words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "before.py"]
+        return [_new_python(words, folder, environment)]
     if page != "fabric":
         path = {"PYTHONPATH": os.environ.get("PYTHONPATH", str(ROOT))}
         return forks.ranks(["before.py"], folder, environment | path)
-    command = [sys.executable, "before.py"]
-    told = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    return [subprocess.run(command, cwd=folder, env=told, capture_output=True, text=True, check=False, timeout=120)]
+    return [_new_python(["before.py"], folder, environment)]
+
+
+def _new_python(
+    words: list[str], folder: Path, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run Python anew: Fabric starts ranks of its own, and torchtune takes another torchao than forks may have."""
+    told = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
+    command = [sys.executable, *words]
+    return subprocess.run(command, cwd=folder, env=told, capture_output=True, text=True, check=False, timeout=200)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +78,7 @@ def test_the_same_losses(page: str, tmp_path: Path, forks: Forks, monkeypatch: p
     if page == "deepspeed":
         (tmp_path / "ds_config.json").write_text(block(page, "json"), encoding="utf-8")
     theirs = _start(page, tmp_path, forks)
-    ours = forks.python(["train.py"], tmp_path)
+    ours = _new_python(["train.py"], tmp_path) if page == "torchtune" else forks.python(["train.py"], tmp_path)
     assert ours.returncode == 0, ours.stderr
     losses = dict(re.findall(r"^(\d+) ([\d.]+)$", theirs[0].stdout, re.MULTILINE))
     assert len(losses) == 20, theirs  # not their exit code: gloo's threads may abort a process that is done
