@@ -17,7 +17,7 @@ from unipar.engines.plain_state import KINDS_OF_MODEL, describe_reserved_key
 from unipar.errors import CheckpointError
 from unipar.optimizers.adamw_bf16 import MOMENTS, AdamWBf16, NamedViews
 from unipar.optimizers.stochastic_rounding import ElementRuns
-from unipar_deepspeed.matrices.states import MatrixStates, range_in_partition, range_of_shard
+from unipar_deepspeed.matrices.states import MatrixStates, ranges_in_flat_tensors
 
 if TYPE_CHECKING:
     from unipar_deepspeed.tensor import TensorSplit
@@ -68,8 +68,8 @@ class ZeroPartitions:
             for name, p in model.named_parameters():
                 inside[id(self.master.get(id(p), p))] = [(name, Region(0, p.numel()), 0)]
         else:
-            for p, flat, (start, length, first) in self._flat_ranges():
-                inside.setdefault(id(flat), []).append((names[id(p)], Region(start, length), first))
+            for flat, several in ranges_in_flat_tensors(self.zero, self.stage, self.world.share, names):
+                inside[id(flat)] = [(names[id(p)], Region(start, length), first) for p, start, length, first in several]
 
         def views(p: Tensor, t: Tensor) -> Iterator[tuple[str, ElementRuns, Tensor]]:
             for name, where, first in inside[id(p)]:
@@ -77,16 +77,6 @@ class ZeroPartitions:
                     yield name, ElementRuns(*region), local
 
         return views
-
-    def _flat_ranges(self) -> Iterator[tuple[Any, Tensor, tuple[int, int, int]]]:
-        """Yield each trained parameter, the flat tensor that has a part of it, its range, and its place in there."""
-        zero = self.zero
-        if self.stage < 3:
-            for group, flat in zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True):
-                yield from ((p, flat, range_in_partition(p)) for p in group)
-        else:
-            for group, flat in zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True):
-                yield from ((p, flat, range_of_shard(p, zero, flat, self.world.share)) for p in group)
 
     def forget_first_step(self) -> None:
         """Set the optimizer's step count to 0: stage 0 in bf16 takes a real step, of rate 0, while it is created."""
@@ -267,10 +257,9 @@ class ZeroPartitions:
         for slot in slots:
             if self.matrices.holds(slot):
                 continue
-            narrow = MOMENTS if isinstance(self.base, AdamWBf16) else ()
-            fresh: dict[str, Any] = {
-                k: torch.zeros_like(slot.data, dtype=torch.bfloat16 if k in narrow else None) for k in kinds - {"step"}
-            }
+            fresh: dict[str, Any] = {k: torch.zeros_like(slot.data) for k in kinds - {"step"}}
+            if isinstance(self.base, AdamWBf16):
+                fresh |= {k: self.base.new_moment(slot.data) for k in fresh.keys() & MOMENTS}
             if step is not None:
                 fresh["step"] = step.clone().view(()).to(torch.float32)
             self.base.state[slot] = fresh

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Of the loss (absolute), the norm (relative) and parameters (absolute; None: not promised)."""
+    """Largest differences of the loss (absolute), norm (relative) and parameters (absolute; None: not promised)."""
 
     loss: float
     norm: float

@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.imports import STEPS, ds, said
-from unipar.conversion.import_config import ImportedConfig, import_library_config
+from tests.support.imports import STEPS, ds, optimizer, recipe
 from unipar.errors import ConfigError
 
 RECIPE = {"per_device_train_batch_size": 1, "learning_rate": 1e-5, "weight_decay": 0.01, "max_steps": 10}
 OF_MATRICES = "all but those of embeddings and of the last module, not all without embed or lm_head in their name"
-
-
-def recipe(folder: Path, *sets: str, strict: bool = False, **changes: Any) -> ImportedConfig:
-    file = folder / "recipe.yaml"
-    file.write_text(json.dumps(RECIPE | changes), encoding="utf-8")
-    return import_library_config(file, sets, strict=strict)
-
-
-def optimizer(made: ImportedConfig) -> dict[str, Any]:
-    return said(made)["train"]["optimizer"]
 
 
 def test_a_ds_config(tmp_path: Path) -> None:
@@ -84,7 +72,7 @@ def test_what_a_ds_config_may_not_say(params: dict[str, Any], strict: bool, sent
 
 def test_use_muon(tmp_path: Path) -> None:
     """LLaMA-Factory's: rate, decay and Adam's settings are the Trainer's."""
-    made = recipe(tmp_path, use_muon=True, adam_beta2=0.95)
+    made = recipe(tmp_path, RECIPE, use_muon=True, adam_beta2=0.95)
     assert optimizer(made) == {
         "lr": 1e-5,
         "weight_decay": 0.01,
@@ -96,12 +84,12 @@ def test_use_muon(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"use_muon \(line 1\): auto: all but those of embeddings and of the last mod"
     ):
-        recipe(tmp_path, use_muon=True, strict=True)
+        recipe(tmp_path, RECIPE, use_muon=True, strict=True)
 
 
 def test_optim_config(tmp_path: Path) -> None:
     """Its own rate and decay win, also by their defaults, which is told; the Trainer's are not read."""
-    made = recipe(tmp_path, optim_config={"name": "muon", "ns_steps": 6, "adamw_betas": [0.9, 0.9], "wd": 0.2})
+    made = recipe(tmp_path, RECIPE, optim_config={"name": "muon", "ns_steps": 6, "adamw_betas": [0.9, 0.9], "wd": 0.2})
     assert optimizer(made) == {
         "lr": 1e-3,
         "weight_decay": 0.2,
@@ -126,5 +114,5 @@ def test_optim_config(tmp_path: Path) -> None:
 def test_what_is_not_carried(change: dict[str, Any], sentence: str, tmp_path: Path) -> None:
     """Others' settings and formulas, each with the way out."""
     with pytest.raises(ConfigError) as caught:
-        recipe(tmp_path, **change)
+        recipe(tmp_path, RECIPE, **change)
     assert sentence in str(caught.value)

@@ -10,25 +10,15 @@ import pytest
 
 from tests.support.exports import FORGETS, HIDES, WORDS
 from tests.support.forks import Forks
-from tests.support.imports import STEPS, ds, said
+from tests.support.imports import STEPS, ds, optimizer, recipe
 from tests.support.traveller import Words20
 from unipar import join
 from unipar.config import source
 from unipar.conversion.export import export_script
-from unipar.conversion.import_config import ImportedConfig, import_library_config
+from unipar.conversion.import_config import import_library_config
 from unipar.errors import ConfigError
 
 RECIPE = {"per_device_train_batch_size": 1, "learning_rate": 5e-7, "weight_decay": 0.01, "max_steps": 10}
-
-
-def recipe(folder: Path, *sets: str, strict: bool = False, **changes: Any) -> ImportedConfig:
-    file = folder / "recipe.yaml"
-    file.write_text(json.dumps(RECIPE | changes), encoding="utf-8")
-    return import_library_config(file, sets, strict=strict)
-
-
-def optimizer(made: ImportedConfig) -> dict[str, Any]:
-    return said(made)["train"]["optimizer"]
 
 
 def of_deepspeed(folder: Path, params: dict[str, Any]) -> dict[str, Any]:
@@ -49,9 +39,9 @@ def test_rmsprop_of_a_ds_config(tmp_path: Path) -> None:
 def test_rmsprop_of_a_trainer(tmp_path: Path) -> None:
     """Rate and decay are the Trainer's, and adam_epsilon is not read; `optim_args` hold its own settings."""
     plain = {"name": "rmsprop", "lr": 5e-7, "weight_decay": 0.01}
-    assert optimizer(recipe(tmp_path, optim="rmsprop", adam_epsilon=1e-3)) == plain
+    assert optimizer(recipe(tmp_path, RECIPE, optim="rmsprop", adam_epsilon=1e-3)) == plain
     own = "alpha=0.9, centered=True,momentum=0.5,eps=1e-6,weight_decay=0.1"
-    made = optimizer(recipe(tmp_path, optim="rmsprop", optim_args=own))
+    made = optimizer(recipe(tmp_path, RECIPE, optim="rmsprop", optim_args=own))
     wanted = {"alpha": 0.9, "centered": True, "momentum": 0.5, "eps": 1e-6, "weight_decay": 0.1}
     assert made == plain | wanted
 
@@ -72,7 +62,7 @@ def test_rmsprop_of_a_trainer(tmp_path: Path) -> None:
 def test_what_is_not_carried(optim: str, optim_args: str | None, sentence: str, tmp_path: Path) -> None:
     """Settings that RMSprop has not, those of other optimizers, and optimizers that unipar has not."""
     with pytest.raises(ConfigError) as caught:
-        recipe(tmp_path, optim=optim, optim_args=optim_args)
+        recipe(tmp_path, RECIPE, optim=optim, optim_args=optim_args)
     assert sentence in str(caught.value)
 
 
@@ -107,7 +97,7 @@ FLAT = "ZeRO joins parameters in flat tensors, where blocks of moments would rea
 )
 def test_states_of_8_bits(optim: str, keys: dict[str, Any], name: str, remark: str, tmp_path: Path) -> None:
     """They are unipar's where the cell can hold them, and fp32 where not; either is told with what differs, or why."""
-    made = recipe(tmp_path, optim=optim, **keys)
+    made = recipe(tmp_path, RECIPE, optim=optim, **keys)
     assert optimizer(made)["name"] == made.config.train.optimizer.name == name
     (told,) = (note for note in made.assumed if note.startswith("train.optimizer.name: "))
     assert told.startswith(f"train.optimizer.name: {optim}: {remark}")
@@ -115,15 +105,15 @@ def test_states_of_8_bits(optim: str, keys: dict[str, Any], name: str, remark: s
 
 def test_an_optimizer_that_is_said_elsewhere(tmp_path: Path) -> None:
     """--set wins over the arguments, and so does a ds_config.json that has an optimizer; neither gets 8 bits."""
-    made = recipe(tmp_path, "train.optimizer.name=adamw", optim="adamw_torch_8bit")
+    made = recipe(tmp_path, RECIPE, "train.optimizer.name=adamw", optim="adamw_torch_8bit")
     assert optimizer(made)["name"] == "adamw"
     mics = {"stage": 3, "mics_shard_size": 2}
     adamw = {"type": "AdamW", "params": {"lr": 5e-7}}
     (tmp_path / "mics.json").write_text(json.dumps({"zero_optimization": mics, "optimizer": adamw}), encoding="utf-8")
-    of_file = recipe(tmp_path, optim="adamw_torch_8bit", deepspeed="mics.json", weight_decay=0.0)
+    of_file = recipe(tmp_path, RECIPE, optim="adamw_torch_8bit", deepspeed="mics.json", weight_decay=0.0)
     assert (of_file.config.backend, optimizer(of_file)["name"]) == ("native", "adamw")
     assert [note for note in (*made.assumed, *of_file.assumed) if "8bit" in note] == []
-    kept = recipe(tmp_path, "train.optimizer.fused=true", optim="adamw_torch_8bit")
+    kept = recipe(tmp_path, RECIPE, "train.optimizer.fused=true", optim="adamw_torch_8bit")
     assert optimizer(kept)["name"] == "adamw"
     assert any(
         "not in 8 bits: the config: train.optimizer.fused: there is no such key" in note for note in kept.assumed

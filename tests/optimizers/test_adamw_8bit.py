@@ -59,21 +59,6 @@ def test_numbers_are_torchaos(piece: int) -> None:
     assert kept == {"0.weight": "OptimState8bit", "0.bias": "Tensor", "2.weight": "OptimState8bit", "2.bias": "Tensor"}
 
 
-def test_a_weight_that_is_not_contiguous() -> None:
-    """Its update is the same as that of its copy that is."""
-    torch.manual_seed(0)
-    start, gradient = torch.randn(16, 16, 4, 4), torch.randn(16, 16, 4, 4)
-    found: list[torch.Tensor] = []
-    for layout in (torch.contiguous_format, torch.channels_last):
-        p = nn.Parameter(start.clone().contiguous(memory_format=layout))
-        optimizer = AdamW8bit([p], **SETTINGS)
-        for _ in range(2):
-            p.grad = gradient.clone().contiguous(memory_format=layout)
-            optimizer.step()
-        found.append(p.detach().contiguous())
-    assert torch.equal(*found)
-
-
 def test_bytes_are_codes_scales_and_their_map() -> None:
     """8,192 elements: one byte each, 128 scales and a map of 256 numbers, of either moment; a checkpoint has no map."""
     model: Any = _model()

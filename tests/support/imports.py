@@ -32,6 +32,17 @@ downcast_bf16: 'no'
 ASKED = ("batch.total=32", "train.optimizer={name: sgd, lr: 0.1}", STEPS)
 
 
+def recipe(folder: Path, arguments: dict[str, Any], *sets: str, strict: bool = False, **changes: Any) -> ImportedConfig:
+    """Return the import of a file of training arguments, some of them changed."""
+    file = folder / "recipe.yaml"
+    file.write_text(json.dumps(arguments | changes), encoding="utf-8")
+    return import_library_config(file, sets, strict=strict)
+
+
+def optimizer(made: ImportedConfig) -> dict[str, Any]:
+    return said(made)["train"]["optimizer"]
+
+
 def ds(folder: Path, text: dict[str, Any] | str, *sets: str, strict: bool = True, **more: Any) -> ImportedConfig:
     file = folder / "ds_config.json"
     file.write_text(text if isinstance(text, str) else json.dumps(text, indent=1), encoding="utf-8")

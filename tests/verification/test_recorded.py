@@ -48,6 +48,6 @@ def test_small_tensors_are_written_together(tmp_path: Path) -> None:
 
 
 def test_what_is_no_plain_value_is_refused(tmp_path: Path) -> None:
-    """Nothing is written that could be code when it is read."""
+    """No code can be in a file that is read."""
     with pytest.raises(ValueError, match="unmarshallable object"):
         write_recorded({"path": tmp_path}, tmp_path / "r")

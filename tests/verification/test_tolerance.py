@@ -105,7 +105,7 @@ def test_signs_over_frozen_weights_of_few_bits(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_states_of_full_precision_have_no_neighbours() -> None:
-    """What is allowed are then a few roundings."""
+    """A few roundings are allowed then."""
     runs = [_run(noise, narrow=False) for noise in range(3)]
     allowed = measure_tolerance(runs[0], runs[1:], runs[0], "fp32").state
     assert allowed["small 0", "exp_avg"] < 1e-5 * float(runs[0].state["small 0", "exp_avg"].norm())

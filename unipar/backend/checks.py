@@ -245,8 +245,7 @@ def list_refusals(backend: Backend, config: Config, cell: Cell) -> Iterator[str]
         yield from _refuse_whole_matrices(config, key)
     if (key := config.train.moments_in_blocks) is not None:
         yield from _refuse_moments_in_blocks(config, key)
-    key, every = config.train.moments_in_bf16, config.train.sync_every
-    if key is not None and every is not None:
+    if (key := config.train.moments_in_bf16) is not None and (every := config.train.sync_every) is not None:
         yield (
             f"{key}.name: adamw-bf16 is not available with train.sync_every: {every}: ranks average their moments, and "
             "their mean would be rounded to the nearest bf16; leave one of them out"

@@ -185,7 +185,7 @@ class OptimizerFactory:
             lr = group.settings.get("lr", float(wanted.lr)) * self._scale
             names = [n for n in group.names if n in now]  # a stage of a pipeline has some of them
             made.append({"params": [now[n] for n in names], **group.settings, "lr": lr})
-            if isinstance(wanted, AdamWBf16Settings) and self._own is None:
+            if isinstance(wanted, AdamWBf16Settings):
                 made[-1]["names"] = names
         if self._own is not None:
             decay = {"weight_decay": float(wanted.weight_decay)}

@@ -6,7 +6,7 @@ Imported when a config asks for it: torchao takes seconds to import.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, final
 
 import torch
@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from unipar.optimizers.block_states import BlockStates, blocks_fit
-from unipar.optimizers.pieces import InPieces
+from unipar.optimizers.closure import loss_of_closure
+from unipar.optimizers.pieces import InPieces, split_in_pieces
 
 _disabled = logging.root.manager.disable
 logging.disable(logging.WARNING)  # torchao warns of kernels that it cannot load here, none of which is used
@@ -73,10 +74,7 @@ class AdamW8bit(torchao.optim.AdamW8bit, BlockStates, InPieces):
     @override
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of_closure(closure)
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
@@ -91,7 +89,9 @@ class AdamW8bit(torchao.optim.AdamW8bit, BlockStates, InPieces):
         beta1, beta2 = group["betas"]
         most = self.elements_at_once(p.device.type) // self.block_size * self.block_size
         tensors = p.detach(), gradient, state["exp_avg"], state["exp_avg_sq"]
-        for weight, grad, first, second in _pieces(tensors, most):
+        local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+        local[1] = local[1].contiguous()  # torchao views the new moments, laid out like it, as rows of blocks
+        for _, (weight, grad, first, second) in split_in_pieces(local, most):
             single_param_adam(
                 weight,
                 grad,
@@ -107,15 +107,3 @@ class AdamW8bit(torchao.optim.AdamW8bit, BlockStates, InPieces):
                 IS_ADAMW=True,
                 BF16_STOCHASTIC_ROUND=False,
             )
-
-
-def _pieces(tensors: tuple[Tensor, Tensor, Tensor, Tensor], most: int) -> Iterator[list[Tensor]]:
-    """Yield this rank's parts of a weight, its gradient and its moments, so many elements at a time."""
-    weight, gradient, *moments = (t.to_local() if isinstance(t, DTensor) else t for t in tensors)
-    gradient = gradient.contiguous()  # torchao views the new moments, which are laid out like it, as rows of blocks
-    if not weight.is_contiguous():
-        yield [weight, gradient, *moments]
-        return
-    flat = [t.view(-1) for t in (weight, gradient, *moments)]
-    for first in range(0, weight.numel(), most):
-        yield [t[first : min(first + most, weight.numel())] for t in flat]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, final
 
 import torch
@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 from typing_extensions import override
 
-from unipar.optimizers.pieces import InPieces
+from unipar.optimizers.closure import loss_of_closure
+from unipar.optimizers.pieces import InPieces, split_in_pieces
 from unipar.optimizers.stochastic_rounding import ElementRuns, draw_bits, round_by_chance
 
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")
@@ -66,10 +67,7 @@ class AdamWBf16(Optimizer, InPieces):
     @override
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of_closure(closure)
         before = 0
         for group in self.param_groups:
             names: Sequence[str] = group.get("names", ())
@@ -88,7 +86,7 @@ class AdamWBf16(Optimizer, InPieces):
         each = [self._parts(p, t.detach(), own_name) for t in (p, gradient, *(state[key] for key in MOMENTS))]
         for parts in zip(*each, strict=True):
             name, runs, _ = parts[0]
-            for first, tensors in _pieces([t for _, _, t in parts], self.elements_at_once(p.device.type)):
+            for first, tensors in split_in_pieces([t for _, _, t in parts], self.elements_at_once(p.device.type)):
                 numbers = runs.numbers(first, first + tensors[0].numel(), p.device)
                 bits = draw_bits(numbers, state["step"], f"{group['seed']} {name}")
                 _update_piece(tensors, bits, state["step"], group)
@@ -97,23 +95,7 @@ class AdamWBf16(Optimizer, InPieces):
     def _parts(self, p: Tensor, t: Tensor, own_name: str) -> list[tuple[str, ElementRuns, Tensor]]:
         if self._views is not None:
             return list(self._views(p, t))
-        return [(own_name, ElementRuns(0, t.numel()), _local(t))]
-
-
-def _local(t: Tensor) -> Tensor:
-    return t.to_local() if isinstance(t, DTensor) else t
-
-
-def _pieces(tensors: Sequence[Tensor], most: int) -> Iterator[tuple[int, list[Tensor]]]:
-    """Yield parts of a weight, its gradient and its moments, so many elements at a time, and where they begin."""
-    size = tensors[0].numel()
-    if size <= most or not all(t.is_contiguous() for t in tensors):
-        if size:
-            yield 0, list(tensors)
-        return
-    flat = [t.view(-1) for t in tensors]
-    for first in range(0, size, most):
-        yield first, [t[first : min(first + most, size)] for t in flat]
+        return [(own_name, ElementRuns(0, t.numel()), t.to_local() if isinstance(t, DTensor) else t)]
 
 
 def _update_piece(tensors: Sequence[Tensor], bits: Tensor, step: Tensor, group: Mapping[str, Any]) -> None:

@@ -14,6 +14,7 @@ from torch.optim import AdamW, Optimizer
 from typing_extensions import override
 
 from unipar.errors import TaskError
+from unipar.optimizers.closure import loss_of_closure
 from unipar.optimizers.matrix_parts import (
     FlatMatrix,
     MatrixLayout,
@@ -78,10 +79,7 @@ class MatrixOptimizer(Optimizer, ABC):
     @override
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of_closure(closure)
         self._update_vectors()
         self._update_matrices()
         return loss

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Final
+
+from torch import Tensor
 
 _ON_CPU: Final = 2**16
 """Elements that are updated at once on the CPU: what they need fits its caches."""
@@ -20,3 +23,17 @@ class InPieces:
     def elements_at_once(self, device: str) -> int:
         """Return how many elements are updated at once on a type of device."""
         return self.piece or (_ON_CPU if device == "cpu" else _ELSEWHERE)
+
+
+def split_in_pieces(tensors: Sequence[Tensor], most: int) -> Iterator[tuple[int, list[Tensor]]]:
+    """Yield parts of tensors that are laid out alike, so many elements at a time, each with where it begins.
+
+    Tensors that are not contiguous come whole.
+    """
+    if not all(t.is_contiguous() for t in tensors):
+        yield 0, list(tensors)
+        return
+    flat = [t.view(-1) for t in tensors]
+    size = flat[0].numel()
+    for first in range(0, size, most):
+        yield first, [t[first : min(first + most, size)] for t in flat]

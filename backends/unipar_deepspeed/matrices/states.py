@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from math import prod
 from typing import Any, final
 
@@ -54,14 +54,7 @@ class MatrixStates:
 
     def _use_flat_tensors(self, zero: Any, stage: int) -> None:
         names: dict[int, str] = {id(key): name for name, key in self._keys.items()}
-        found: list[tuple[Tensor, list[tuple[Any, int, int, int]]]] = []
-        if stage < 3:
-            for group, flat in zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True):
-                found.append((flat, [(p, *range_in_partition(p)) for p in group if id(p) in names]))
-        else:
-            for group, flat in zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True):
-                own = [(p, *range_of_shard(p, zero, flat, self._world.share)) for p in group if id(p) in names]
-                found.append((flat, own))
+        found = list(ranges_in_flat_tensors(zero, stage, self._world.share, names))
         mine = {names[id(p)]: (start, length) for _, several in found for p, start, length, _ in several}
         of_ranks: list[Any] = [mine]
         if self._world.size > 1:
@@ -146,7 +139,22 @@ class MatrixStates:
                 state[kind].copy_(saved.view(shape))
 
 
-def range_in_partition(p: Any) -> tuple[int, int, int]:
+def ranges_in_flat_tensors(
+    zero: Any, stage: int, share: int, among: Container[int]
+) -> Iterator[tuple[Tensor, list[tuple[Any, int, int, int]]]]:
+    """Yield each flat tensor of ZeRO's optimizer with the parameters that it has parts of, if their ids are asked for.
+
+    Each comes with where its part begins, its length, and its place in the flat tensor.
+    """
+    if stage < 3:
+        for group, flat in zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True):
+            yield flat, [(p, *_range_in_partition(p)) for p in group if id(p) in among]
+    else:
+        for group, flat in zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True):
+            yield flat, [(p, *_range_of_shard(p, zero, flat, share)) for p in group if id(p) in among]
+
+
+def _range_in_partition(p: Any) -> tuple[int, int, int]:
     """Return this rank's range of a parameter under stages 1 and 2, and its place in the flat tensor."""
     part = p._hp_mapping
     if part is None:
@@ -154,7 +162,7 @@ def range_in_partition(p: Any) -> tuple[int, int, int]:
     return part.lp_fragment_address.start, part.lp_fragment_address.numel, part.hp_fragment_address.start
 
 
-def range_of_shard(p: Any, zero: Any, flat: Tensor, rank: int) -> tuple[int, int, int]:
+def _range_of_shard(p: Any, zero: Any, flat: Tensor, rank: int) -> tuple[int, int, int]:
     """Return this rank's range of a parameter under stage 3, and its place in the flat tensor."""
     size = p.ds_tensor.ds_numel
     start = min(rank * size, p.ds_numel)

@@ -75,7 +75,7 @@ class FakeOptimizer:
             if isinstance(optimizer, BlockStates):
                 kept = {names[id(p)]: _sizes_in_blocks(optimizer, p) for p in trained}
             else:
-                trained = _step(optimizer)
+                _step(optimizer)
                 kept = {names[id(p)]: (_sizes(p, state), 0) for p, state in optimizer.state.items()}
         group_of = {
             names[id(p)]: number for number, group in enumerate(optimizer.param_groups) for p in group["params"]
