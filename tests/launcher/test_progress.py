@@ -37,10 +37,13 @@ def trained(run: Path, steps: int, every: int = 1, begin: int = 1) -> None:
     heartbeat = HeartbeatWriter(heartbeat_path(run, 0))
     with Ledger(ledger_path(run, 0)) as ledger:
         ledger.note("start", rank=0, size=2, cell="native/nothing", pid=1, parameters=8912345)
+        if begin > 1:
+            read = {"bytes": 4096, "seconds": 0.25, "passed": [], "told": []}
+            ledger.note("resumed", step=begin - 1, path="earlier/step-2", cell="single", size=1, **read)
         for step in range(begin, steps + 1):
             heartbeat.step = step
             heartbeat.set_phase("between")
-            if step % every == 0 or step == begin:
+            if step % every == 0 or step == 1:
                 ledger.note("step", step=step, of=steps, loss=4.0 / step, norm=1.0, lr=0.1, samples=8, seconds=0.25)
 
 
@@ -83,12 +86,12 @@ def test_one_step_is_one(tmp_path: Path) -> None:
 
 
 def test_a_run_that_went_on(tmp_path: Path) -> None:
-    """Its last line has the steps that it took itself."""
+    """Its last line has the steps that it took itself, those before its first logged one among them."""
     err = io.StringIO()
-    trained(tmp_path, 4, begin=3)
+    trained(tmp_path, 8, every=4, begin=3)
     with Progress(tmp_path, None, out=io.StringIO(), err=err):
         pass
-    assert err.getvalue().splitlines()[-1] == f"steps 3 to 4 in 0.0 s, loss 1.3333 -> 1.0000; {tmp_path}"
+    assert err.getvalue().splitlines()[-1] == f"steps 3 to 8 in 0.0 s, loss 1.0000 -> 0.5000; {tmp_path}"
 
 
 def test_plain_lines_are_few(tmp_path: Path) -> None:

@@ -88,6 +88,9 @@ class Progress:
         self._awaited = count_attempts(run) + 1 if goes_on else 0
         """Number of the attempt whose lines are to be shown, while the ledger's are those of earlier ones; else 0."""
 
+        self._resumed: Mapping[str, Any] | None = None
+        """The event of a run that goes on from another's checkpoint."""
+
         self._rows: list[Mapping[str, Any]] = []
         self._shown = (0, 0.0)
         self._work_shown = time.monotonic()
@@ -177,6 +180,8 @@ class Progress:
         elif row["event"] == "early stop":
             self.say(row["said"])
         elif row["event"] in ("resumed", "checkpoint", "checkpoint failed"):
+            if row["event"] == "resumed" and not self._rows:
+                self._resumed = row
             for line in describe_checkpoint_event(row):
                 (self.say if row["event"] == "checkpoint failed" else self._say_progress)(line)
         elif row["event"] == "step":
@@ -241,9 +246,10 @@ class Progress:
 
     def _summary(self) -> str:
         first, last = self._rows[0], self._rows[-1]
-        whole = first["step"] <= 1  # a run that goes on begins later
-        steps = count_of(last["step"], "step") if whole else f"steps {first['step']} to {last['step']}"
-        took = format_clock(last["time"] - first["time"])
+        steps, since = count_of(last["step"], "step"), first["time"]
+        if self._resumed is not None:
+            steps, since = f"steps {self._resumed['step'] + 1} to {last['step']}", self._resumed["time"]
+        took = format_clock(last["time"] - since)
         return f"{steps} in {took}, loss {first['loss']:.4f} -> {last['loss']:.4f}; {relative_path(self._run)}"
 
 
