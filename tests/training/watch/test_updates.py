@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from unipar.backend import Piece
+from unipar.backend import Piece, Region
 from unipar.training.watch.updates import UpdateObserver
 
 
@@ -16,11 +16,15 @@ def _observed(weight: Tensor, gradient: float, rate: float, *, undone: bool = Fa
     """Return what is seen of a step of SGD, which may be undone before anybody looks."""
     p, before = nn.Parameter(weight), weight.clone()
     optimizer = torch.optim.SGD([p], lr=rate)
+
+    def undo(*_: Any) -> None:
+        p.data.copy_(before)
+
     if undone:
-        optimizer.register_step_post_hook(lambda *_: p.data.copy_(before))
+        optimizer.register_step_post_hook(undo)
     p.grad = torch.full_like(p, gradient)
-    piece: Any = Piece("norm.weight", "weight", tuple(p.shape), (), p.detach())
-    with UpdateObserver([piece]) as observer:
+    whole = Region(0, p.numel())
+    with UpdateObserver([Piece("norm.weight", "weight", tuple(p.shape), whole, p.detach())]) as observer:
         optimizer.step()
     assert torch.equal(p, before)
     return observer
