@@ -23,6 +23,7 @@ from unipar.errors import TaskError
 from unipar.model.blocks import find_blocks
 from unipar.model.create import cast_if_float, check_parts, narrow_frozen_parameters
 from unipar.model.transforms import apply_transforms
+from unipar.model.without_values import create_without_values
 from unipar.planning.activations import Activations, AllocatedBlock, MicrobatchPayload
 from unipar.planning.pieces import PlannedPieces, StagePiece
 from unipar.planning.stages import PlannedStage
@@ -213,15 +214,17 @@ def fake_task(config: Config, micro: int, task: Task | None = None, rows: TokenR
     """
     task = task or load_task(config)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with user_errors_as_task_errors("model()"), mode, explain_values("model()"):
-        parts = check_parts(task.model())
+    with user_errors_as_task_errors("model()"), explain_values("model()"):
+        made, taken = create_without_values(task.model, mode)
+        parts = check_parts(made)
         if len(parts) > 1:
             raise TaskError(
                 f"plan: model() returned several parts ({', '.join(parts)}), and a plan has one model: "
                 "measure it (unipar compare)"
             )
         ((name, model),) = parts.items()
-        checkpoint = checkpoint_bytes(task, {name: model}, config)
+        with mode:
+            checkpoint = checkpoint_bytes(task, {name: model}, config)
     blocks = find_blocks(model, config, given=task.blocks(model))
     masters = config.train.precision == "bf16-master"
     with mode:
