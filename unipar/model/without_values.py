@@ -8,7 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.utils.weak import WeakIdKeyDictionary
 
 from unipar.errors import TaskError
@@ -138,3 +143,19 @@ def _fake_of(x: Tensor, mode: FakeTensorMode) -> Tensor:
         return _fake_parameter(x, mode)
     with mode:
         return torch.empty(x.shape, dtype=x.dtype)
+
+
+class NeedsValuesError(TaskError):
+    """An operation needs values that fake tensors do not have."""
+
+
+@contextmanager
+def explain_values(what: str) -> Generator[None]:
+    """Context manager: turn an error of fake tensors, which have no values, into a TaskError with the operation."""
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as e:
+        raise NeedsValuesError(
+            f"plan: {what} needs the values of a tensor ({e.func}), and a plan computes without values: keep such "
+            "numbers in Python, or choose by shapes"
+        ) from e
