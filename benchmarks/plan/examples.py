@@ -28,7 +28,7 @@ from unipar.utils.text import format_size
 CELLS = ("single", "native/nothing", "native/parameters")
 
 
-def measured_examples(names: Sequence[str], patterns: Sequence[str], *, whole: bool) -> Iterator[Result]:
+def measured_examples(names: Sequence[str], patterns: tuple[str, ...], *, whole: bool) -> Iterator[Result]:
     """Yield planned and measured memory of examples in cells, on two ranks where the cell has several."""
     environment = preload_environment(build_meter())
     for name in names:
@@ -67,7 +67,7 @@ def main(words: Sequence[str]) -> int:
     if unknown := {*given.examples} - {*EXAMPLES}:
         parser.error(f"{', '.join(sorted(unknown))}: the examples are {', '.join(EXAMPLES)}")
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    patterns = [cell for text in given.cells for cell in text.split(",")] or CELLS
+    patterns = tuple(cell for text in given.cells for cell in text.split(",")) or CELLS
     results: list[Result] = []
     for result in measured_examples(given.examples or EXAMPLES, patterns, whole=given.whole):
         results.append(result)

@@ -107,7 +107,7 @@ def test_parameters_become_fake_at_once() -> None:
         def __init__(self) -> None:
             super().__init__()
             weight = nn.Parameter(torch.ones(round(torch.linspace(2, 3, 2).tolist()[1])))
-            weight.__dict__["no_decay"] = True
+            setattr(weight, "no_decay", True)  # noqa: B010
             self.weight = weight
             seen.append(type(self.weight))
 

@@ -117,7 +117,7 @@ def _fake_parameter(p: nn.Parameter, mode: FakeTensorMode) -> nn.Parameter:
     """Return a fake parameter with the marks that groups() may look at."""
     with mode:
         fake = nn.Parameter(torch.empty(p.shape, dtype=p.dtype), p.requires_grad)
-    fake.__dict__.update(p.__dict__)
+    vars(fake).update(vars(p))
     return fake
 
 
