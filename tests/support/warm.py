@@ -1,11 +1,14 @@
 """First work of each process of unipar, done once in the server: forks have validators of configs, and backends.
 
-It is imported last: what libraries would do at this process's end is left out in its forks, which else unregister
-torch's operators one by one, and the memory that all modules have filled moves into huge pages.
+DeepSpeed's own first work, too: it compiles small programs to see which of its operations could be built. What
+libraries would do at this process's end is left out in its forks, where torch would unregister its operators one by
+one. The module is imported last: then the memory that all modules have filled moves into huge pages.
 """
 
 from __future__ import annotations
 
+import importlib
+import sys
 import weakref
 
 from tests.support.huge_pages import use_huge_pages
@@ -15,6 +18,9 @@ from unipar.config import Config
 Config.model_rebuild()
 for name in registry.backend_names():
     registry.find_backend(name)
+if "deepspeed" in sys.modules:
+    vars(importlib.import_module("deepspeed.ops"))["__getattr__"]("__compatible_ops__")
+    importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
 for finalizer in list(vars(weakref.finalize)["_registry"]):
     finalizer.atexit = False
 use_huge_pages()
