@@ -11,10 +11,12 @@ import importlib
 import sys
 import weakref
 
+from tests.support.forks import metered_environment
 from tests.support.huge_pages import use_huge_pages
 from unipar.backend import registry
 from unipar.config import Config
 
+metered_environment()  # it runs a program to see whether allocations can be counted
 Config.model_rebuild()
 for name in registry.backend_names():
     registry.find_backend(name)
