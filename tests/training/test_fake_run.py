@@ -119,8 +119,6 @@ def test_autocast_makes_copies(once: TracedTask) -> None:
         ("return model(x).sum() * (1.0 if x.sum().item() > 0 else 2.0)", "return nn.Linear(4, 4)",
          "plan: loss() needs the values of a tensor (aten._local_scalar_dense.default), and a plan computes without "
          "values: keep such numbers in Python, or choose by shapes"),
-        ("return model(x).sum()", "return nn.Linear(4, int(torch.full((), 3.0).item()))",
-         "plan: model() needs the values of a tensor (aten._local_scalar_dense.default), and a plan computes without"),
         ("return (model(x).relu() if len(x) > 2 else model(x)).sum()", "return nn.Linear(4, 4)",
          "plan: microbatches of 2 and 4 samples run different operations, so that their memory cannot be told in"),
         ("return model[0](model[0](x)).sum()", "return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))",
@@ -133,6 +131,19 @@ def test_what_cannot_be_planned(tmp_path: Path, loss: str, model: str, sentence:
     """The model is refused with the operation, and what to do."""
     with pytest.raises(TaskError, match=re.escape(sentence)):
         traced(small(tmp_path, loss, model))
+
+
+@pytest.mark.parametrize(
+    ("model", "parameters", "allocated"),
+    [
+        ("return nn.Linear(4, int(torch.full((), 3.0).item()))", 15, 0),
+        ("x = nn.Linear(4, 3); return nn.Sequential(x, nn.Linear(3, 1 + int(x.bias.abs().max().item())))", 19, 76),
+    ],
+)
+def test_a_model_that_needs_values(tmp_path: Path, model: str, parameters: int, allocated: int) -> None:
+    """It is planned as it is with them; told are the bytes of those parameters that had to have values."""
+    found = traced(small(tmp_path, "return model(x).sum()", model))
+    assert (found.parameters, found.allocated) == (parameters, allocated)
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,7 @@ def plan(
         units=config.batch.unit if planner.traced.units is None else "weight",
         counted=config.batch.unit,
         checkpoint=planner.traced.checkpoint,
+        allocated=planner.traced.allocated,
         blocks=planner.traced.timeline.blocks,
         exclude=excluded,
     )

@@ -142,7 +142,12 @@ def _recommended(plan: PlannedCells) -> Iterator[str]:
 
 
 def _explanations(plan: PlannedCells, columns: Mapping[str, Shown]) -> Iterator[str]:
-    yield f"{plan.parameters:,} parameters; planned in {plan.seconds:.1f} s of CPU, without allocating them"
+    took = (
+        f"; model() needed their values: {format_size(plan.allocated)}"
+        if plan.allocated
+        else ", without allocating them"
+    )
+    yield f"{plan.parameters:,} parameters; planned in {plan.seconds:.1f} s of CPU{took}"
     if plan.checkpoint is not None:
         yield f"one checkpoint: {format_size(plan.checkpoint)} of tensors"
     if plan.device == "cpu":

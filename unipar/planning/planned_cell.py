@@ -124,6 +124,9 @@ class PlannedCells:
     checkpoint: int | None = None
     """Bytes of tensors in one checkpoint."""
 
+    allocated: int = 0
+    """Bytes of parameters with values that model() needed to be created; 0: none."""
+
     blocks: tuple[str, ...] = ()
     """Names of the model's blocks."""
 

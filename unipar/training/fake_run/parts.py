@@ -20,6 +20,7 @@ from unipar.config import BatchSizes, Config
 from unipar.config.sections.cell import Axes
 from unipar.config.settled import SettledConfig
 from unipar.data.lengths import TokenRows
+from unipar.model.without_values import explain_values
 from unipar.planning.activations import Activations, MicrobatchPayload
 from unipar.planning.peaks import (
     OffloadedBytes,
@@ -42,7 +43,6 @@ from unipar.training.fake_run.trace import (
     Proof,
     TracedTask,
     combine_steps,
-    explain_values,
     line_through,
     trace_compiled,
     trace_fake_task,

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from unipar.backend.precision import parameter_dtype
 from unipar.backend.prediction.rank_part import RankPart
@@ -23,6 +23,7 @@ from unipar.errors import TaskError
 from unipar.model.blocks import find_blocks
 from unipar.model.create import cast_if_float, check_parts, narrow_frozen_parameters
 from unipar.model.transforms import apply_transforms
+from unipar.model.without_values import NeedsValuesError, create_without_values, explain_values
 from unipar.planning.activations import Activations, AllocatedBlock, MicrobatchPayload
 from unipar.planning.pieces import PlannedPieces, StagePiece
 from unipar.planning.stages import PlannedStage
@@ -58,6 +59,9 @@ class TracedTask:
 
     checkpoint: int | None = None
     """Bytes of tensors in a checkpoint; None if the optimizer cannot be tried without values."""
+
+    allocated: int = 0
+    """Bytes of parameters with values that model() needed to be created; 0: it runs without values."""
 
     assumed: tuple[str, ...] = ()
     """Assumptions on values, in sentences; empty if none are needed."""
@@ -110,6 +114,7 @@ class FakeTask:
     """Samples, or tokens, of the smallest microbatch that is traced."""
 
     checkpoint: int | None
+    allocated: int
     rows: TokenRows | None = None
     """Microbatches if they are counted in tokens; None: in samples."""
 
@@ -199,7 +204,7 @@ def trace_fake_task(
     fake = fake_task(config, micro, task, rows)
     try:
         return fake, trace_whole(fake)
-    except _NeedsValuesError:
+    except NeedsValuesError:
         for p in fake.model.parameters():
             p.grad = None
         fake = replace(fake, assumed=AssumedValues(fake.mode))
@@ -213,15 +218,17 @@ def fake_task(config: Config, micro: int, task: Task | None = None, rows: TokenR
     """
     task = task or load_task(config)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with user_errors_as_task_errors("model()"), mode, explain_values("model()"):
-        parts = check_parts(task.model())
+    with user_errors_as_task_errors("model()"), explain_values("model()"):
+        made, allocated = create_without_values(task.model, mode)
+        parts = check_parts(made)
         if len(parts) > 1:
             raise TaskError(
                 f"plan: model() returned several parts ({', '.join(parts)}), and a plan has one model: "
                 "measure it (unipar compare)"
             )
         ((name, model),) = parts.items()
-        checkpoint = checkpoint_bytes(task, {name: model}, config)
+        with mode:
+            checkpoint = checkpoint_bytes(task, {name: model}, config)
     blocks = find_blocks(model, config, given=task.blocks(model))
     masters = config.train.precision == "bf16-master"
     with mode:
@@ -237,7 +244,9 @@ def fake_task(config: Config, micro: int, task: Task | None = None, rows: TokenR
     with user_errors_as_task_errors("data()"):
         data = task.data()
         micro = rows.length * rows.samples if rows is not None else _samples_to_trace(task, data, config, micro)
-    return FakeTask(task, name, model, blocks, config, mode, optimizer, element_sizes, data, micro, checkpoint, rows)
+    return FakeTask(
+        task, name, model, blocks, config, mode, optimizer, element_sizes, data, micro, checkpoint, allocated, rows
+    )
 
 
 def trace_whole(fake: FakeTask) -> TracedTask:
@@ -254,6 +263,7 @@ def trace_whole(fake: FakeTask) -> TracedTask:
         even=_is_even(activations, third),
         units=None if weight is None else float(weight) / fake.micro,
         checkpoint=fake.checkpoint,
+        allocated=fake.allocated,
         assumed=() if fake.assumed is None else tuple(fake.assumed.notes()),
     )
 
@@ -375,19 +385,3 @@ def _is_even(activations: Activations, third: FakeStep) -> bool:
         return False
     expected = sum(block.size(third.micro) for block in activations.blocks)
     return abs(expected - sum(block.size for block in third.record.blocks)) <= expected / 1000
-
-
-class _NeedsValuesError(TaskError):
-    """An operation needs values that fake tensors do not have."""
-
-
-@contextmanager
-def explain_values(what: str) -> Generator[None]:
-    """Context manager: turn an error of fake tensors, which have no values, into a TaskError with the operation."""
-    try:
-        yield
-    except (DataDependentOutputException, DynamicOutputShapeException) as e:
-        raise _NeedsValuesError(
-            f"plan: {what} needs the values of a tensor ({e.func}), and a plan computes without values: keep such "
-            "numbers in Python, or choose by shapes"
-        ) from e

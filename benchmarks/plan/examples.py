@@ -1,0 +1,91 @@
+"""Predicted memory of every example beside measured: `python -m benchmarks.plan.examples [NAME ...] [--cells CELL]`.
+
+Examples are as small as in `python -m benchmarks.examples`, or with --whole as their configs have them. Compared are
+bytes beyond what libraries and Python hold for themselves, with the range of the measured steps. Exit 1: a row is
+farther off than 5 %, or failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Sequence
+
+from benchmarks.examples import EXAMPLES, ROOT, SMALL
+from benchmarks.memory import measure_account
+from benchmarks.plan.__main__ import NOT_PLANNED, PUBLIC_LIMIT, Result
+from unipar.backend import cells
+from unipar.comparison.plan import predict_cell
+from unipar.config import Cell, Config
+from unipar.config.settled import SettledConfig
+from unipar.config.source import load_config_file
+from unipar.errors import UniparError
+from unipar.memory.sources.malloc_build import build_meter, preload_environment
+from unipar.utils.table import format_table
+from unipar.utils.text import format_size
+
+CELLS = ("single", "native/nothing", "native/parameters")
+
+
+def measured_examples(names: Sequence[str], patterns: tuple[str, ...], *, whole: bool) -> Iterator[Result]:
+    """Yield planned and measured memory of examples in cells, on two ranks where the cell has several."""
+    environment = preload_environment(build_meter())
+    for name in names:
+        changes = {"device": "cpu", "parallel.data": 2} | ({} if whole else dict(SMALL.get(name, {})))
+        given = load_config_file(ROOT / "configs" / f"{name}.yaml", overrides=changes).config
+        for cell in cells.expand_cell_patterns(patterns):
+            row = {"model": name, "cell": str(cell)}
+            try:
+                config = cells.config_in_cell(given, cell)
+                yield _measured(row, SettledConfig.of(config, cell, _ranks(config), "cpu"), environment)
+            except UniparError as e:
+                yield Result(row, error=str(e).splitlines()[0])
+
+
+def _ranks(config: Config) -> int:
+    assert isinstance(config.parallel.ranks, int)
+    return config.parallel.ranks
+
+
+def _measured(row: dict[str, str], settled: SettledConfig, environment: dict[str, str]) -> Result:
+    config, cell = settled.config, Cell.parse(row["cell"])
+    planned = predict_cell(config, cell, settled.ranks, "cpu").step_peak
+    account = measure_account(settled, environment)
+    full = max((phase for phase in account.phases if phase.name != "built"), key=lambda phase: phase.peak)
+    own = sum(full.held.get(category, 0) for category in NOT_PLANNED)
+    return Result(row, planned.phase, planned.peak, min(account.peaks) - own, max(account.peaks) - own)
+
+
+def main(words: Sequence[str]) -> int:
+    """Print the table; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.plan.examples", description=__doc__)
+    parser.add_argument("examples", nargs="*", metavar="NAME", help=", ".join(EXAMPLES))
+    parser.add_argument("--cells", action="append", default=[], metavar="CELL")
+    parser.add_argument("--whole", action="store_true")
+    given = parser.parse_args(words)
+    if unknown := {*given.examples} - {*EXAMPLES}:
+        parser.error(f"{', '.join(sorted(unknown))}: the examples are {', '.join(EXAMPLES)}")
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    patterns = tuple(cell for text in given.cells for cell in text.split(",")) or CELLS
+    results: list[Result] = []
+    for result in measured_examples(given.examples or EXAMPLES, patterns, whole=given.whole):
+        results.append(result)
+        print(*_shown(result), file=sys.stderr, flush=True)
+    print(
+        format_table(("example", "cell", "in", "planned", "measured", "off by"), list(map(_shown, results)), width=160)
+    )
+    return int(any(abs(result.off) > PUBLIC_LIMIT for result in results))
+
+
+def _shown(result: Result) -> tuple[str, ...]:
+    name, cell = result.row["model"], result.row["cell"]
+    if result.error:
+        return name, cell, result.error
+    low, high = format_size(result.low), format_size(result.high)
+    spread = low if low == high else f"{low} to {high}"
+    return name, cell, result.phase, format_size(result.planned), spread, f"{result.off:+.2%}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
