@@ -349,7 +349,7 @@ def _read_inline_deepspeed(keys: ForeignSection) -> None:
 
 
 def _load_deepspeed_file(reading: ForeignConfigReader, file: str) -> Mapping[str, Any]:
-    path = reading.folder / file
+    path = reading.locate(file)
     if not path.resolve().is_relative_to(path.parent.resolve()):
         raise ConfigError(
             f"{reading.label}: deepspeed_config.deepspeed_config_file: {file} is a link to {path.resolve()}, outside "

@@ -144,6 +144,24 @@ def test_strict_assumes_nothing(tmp_path: Path) -> None:
     assert bring(tmp_path, AXOLOTL, *sets, strict=True).config.train.epochs == 2
 
 
+def test_a_file_that_is_named_from_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As trainers take it, which are started in a folder above; a file beside this one comes first."""
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "zero.json").write_text('{"zero_optimization": {"stage": 3}}', encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    recipe = RECIPE | {"deepspeed": "zero.json"}
+    assert said(bring(tmp_path / "recipes", recipe))["parallel"] == {"shard": "parameters"}
+    (tmp_path / "recipes" / "zero.json").write_text('{"zero_optimization": {"stage": 1}}', encoding="utf-8")
+    assert said(bring(tmp_path / "recipes", recipe))["parallel"] == {"shard": "optimizer"}
+    with pytest.raises(ConfigError) as caught:
+        bring(tmp_path / "recipes", recipe | {"deepspeed": "none.json"})
+    assert str(caught.value).endswith(
+        f"recipe.yaml: it names none.json, and there is no such file, neither from its folder "
+        f"({tmp_path}/recipes/none.json) nor from the working directory: call import in the folder from which the path "
+        "leads there"
+    )
+
+
 def test_arguments_beside_it(tmp_path: Path) -> None:
     """Those on the command line win, by whichever name."""
     made = bring(tmp_path, AXOLOTL, args="--per_device_train_batch_size 5 --max_steps 70")
@@ -156,6 +174,8 @@ def test_arguments_beside_it(tmp_path: Path) -> None:
     [
         ({"optim": "lion"}, "optim (line 1): lion is neither sgd nor rmsprop nor a kind of adamw, such as"),
         ({"neftune_noise_alpha": 5}, "neftune_noise_alpha (line 1): 5 has no key of unipar; leave it out with --leave"),
+        ({"learning_rte": 1e-4},
+         "learning_rte (line 1): there is no such argument (did you mean 'learning_rate'?); leave it out with --leave"),
         ({"use_galore": True}, "use_galore (line 1): true has no key of unipar; leave it out with --leave use_galore"),
         ({"micro_batch_size": 3}, "micro_batch_size (line 1): 3, but per_device_train_batch_size is 2; leave it out"),
         ({"warmup_ratio": 1.5}, "warmup_ratio (line 1): 1.5 is not below 1; choose a value with --set train.schedule"),

@@ -91,6 +91,7 @@ def test_everything_assumed(tmp_path: Path) -> None:
         "    lr: 5e-05                                   # assumed: learning_rate is 5e-05 by default in the Trainer"
         in made.text.splitlines()
     )
+    assert "# assumed: adam_beta1 and adam_beta2 are [0.9, 0.999] by default in the Trainer\n" in made.text
     assert "train.optimizer.lr: 5e-05" in made.assumed
     assert "train.precision: 'fp32'" in made.assumed
 
@@ -241,6 +242,11 @@ def test_of_an_accelerate_yaml(tmp_path: Path) -> None:
         ),
         ("--warmup_ratio 1", "--args: warmup_ratio: 1.0 is not below 1; give warmup_steps"),
         ("--label_smoothing_factor 0.1", "--args: label_smoothing_factor: '0.1' has no key of unipar; take it out"),
+        (
+            "--per_device_train_batchsize 4",
+            "--args: per_device_train_batchsize: there is no such argument (did you mean "
+            "'per_device_train_batch_size'?); correct it, or take it out",
+        ),
         ("--bf16 maybe", "--args: bf16: 'maybe' is neither true nor false; give one of them"),
         (
             "arguments",
@@ -254,6 +260,25 @@ def test_arguments_refused(args: str, wrong: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as e:
         ds(tmp_path, LEAST, STEPS, strict=False, args=args)
     assert wrong in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("args", "comment"),
+    [
+        ("--lr_scheduler_type linear", "; the Trainer's reaches its end one step after the last"),
+        (
+            "--lr_scheduler_type cosine --warmup_steps 5",
+            "; the Trainer's begins at rate 0 and reaches its end one step after the last",
+        ),
+        ("--lr_scheduler_type constant_with_warmup --warmup_steps 5", "; the Trainer's begins at rate 0"),
+        ("--lr_scheduler_type constant", ""),
+    ],
+)
+def test_how_the_trainers_rates_differ(args: str, comment: str, tmp_path: Path) -> None:
+    """A comment says where the curve is not the Trainer's."""
+    made = ds(tmp_path, LEAST, STEPS, strict=False, args=args)
+    (line,) = (line for line in made.text.splitlines() if line.startswith("    name: ") and "scheduler" in line)
+    assert line.partition("# ")[2] == f"--args: lr_scheduler_type{comment}"
 
 
 def test_keys_that_deepspeed_takes_under_two_names(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from itertools import islice
+from itertools import cycle, islice
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from torch.utils.data import (
 
 from unipar.config import Config
 from unipar.config.sections.batch import Batch
+from unipar.data import sampler_order
 from unipar.data.dataset import DataSource, data_source_of
 from unipar.data.feed import MicrobatchFeed
 from unipar.data.lengths import measure_lengths
@@ -170,6 +171,18 @@ def test_what_is_no_order(epochs: list[Any], sentence: str) -> None:
     with pytest.raises(TaskError) as e:
         _order(_Told(*epochs))(1)
     assert str(e.value) == sentence
+
+
+def test_a_sampler_without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused after ten times the samples, unless its len() says that it gives more."""
+    monkeypatch.setattr(sampler_order, "_LEAST_LIMIT", 20)
+    with pytest.raises(TaskError) as e:
+        _order(cycle(range(10)))(0)
+    assert str(e.value) == (
+        "the DataLoader's sampler (cycle) gave 100 indices of 10 samples in epoch 1, and goes on: let it end after an "
+        "epoch (unipar begins the next one), or give it a len()"
+    )
+    assert len(_order([3] * 101)(0)) == 101
 
 
 @pytest.mark.parametrize(

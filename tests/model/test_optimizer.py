@@ -217,9 +217,18 @@ def _more(groups: Any) -> Any:
     return torch.optim.SGD([*groups, {"params": [_STRANGE]}], lr=1.0)
 
 
+def _with_closure(groups: Any) -> Any:
+    return torch.optim.LBFGS(groups[0]["params"])
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (
+            _with_closure,
+            "optimizer() returned LBFGS, whose step() needs a closure, which computes the loss again: a step of unipar "
+            "has the gradients of one batch; return an optimizer whose step() does without",
+        ),
         (_none, "optimizer() returned 3; it must return a torch.optim.Optimizer over the groups that it is given"),
         (_first, "optimizer() leaves out '0.bias': give it all groups, or freeze the parameter"),
         (_more, "optimizer() holds a parameter that is in none of the groups that it was given"),

@@ -43,7 +43,7 @@ class ForeignConfigReader:
 
     label: str
     folder: Path
-    """Folder to which paths in the file are relative."""
+    """Folder of the file; paths in it are relative to that, or to the working directory, as the libraries take them."""
 
     lines: Mapping[str, int]
     """Dotted key -> its line in the file, where known."""
@@ -77,6 +77,19 @@ class ForeignConfigReader:
 
     used: set[str] = field(default_factory=set[str])
     """Keys of `leave` that the file has."""
+
+    def locate(self, named: str) -> Path:
+        """Return the path of a file that this one names; raise ConfigError if there is none."""
+        beside = self.folder / named
+        if beside.exists():
+            return beside
+        here = Path(named).absolute()
+        if here.exists():
+            return here
+        raise ConfigError(
+            f"{self.label}: it names {named}, and there is no such file, neither from its folder ({beside}) nor from "
+            "the working directory: call import in the folder from which the path leads there"
+        )
 
     def put(self, key: str, value: Any, note: str = "") -> None:
         """Set a key of the unipar config, with a remark, unless `--set` gave it."""

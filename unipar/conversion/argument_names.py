@@ -165,6 +165,8 @@ NOT_OF_TRAINING = {
             "tokenizer_",
         ),
     ),
+    "an evaluation reads batch.micro samples at a time": ("per_device_eval_batch_size", "eval_batch_size"),
+    "model.recompute has no settings of its own": ("gradient_checkpointing_kwargs",),
     "it is about the loss, which your task computes": ("rl", "stage", "beta", "gamma_beta_ratio", "loss_type"),
 }
 """Arguments that belong to the user's code; a word that ends with _ stands for all that begin with it."""

@@ -25,6 +25,7 @@ from unipar.utils.text import show_value
 
 _LENGTH_QUESTION = "how long to train, which the file does not say"
 _NAME = "train.optimizer.name"
+_SCHEDULE = "train.schedule.name"
 _COMMENT_COLUMN = 48
 """Column at which comments begin in the imported config."""
 
@@ -103,6 +104,7 @@ def import_library_config(
     config = source.config
     if isinstance(config.parallel.data, int):
         config.batch.settle(config.parallel.data)
+    _tell_trainers_schedule(reading, answers)
     kind = " with ".join([*["training arguments"] * whole_file, *([backend.imports] if backend else [])])
     text = _config_text(f"{file.name}, {kind}", reading, tree)
     left_out, assumed = tuple(reading.left_out), tuple(reading.assumed)
@@ -173,6 +175,19 @@ def _why_no_eight_bits(reading: ForeignConfigReader, source: CheckedSource) -> s
     if refused is None:
         return None
     return refused.removeprefix(f"{_NAME}: adamw-8bit is not available").lstrip(": ").partition(";")[0]
+
+
+def _tell_trainers_schedule(reading: ForeignConfigReader, answers: Answers) -> None:
+    """Add to the schedule's comment where the Trainer's rates differ, if it is the Trainer's that was carried."""
+    answer, word = answers.by_key.get(_SCHEDULE), reading.config.get(_SCHEDULE)
+    if answer is None or reading.answered(_SCHEDULE) or reading.notes.get(_SCHEDULE) != answer.why:
+        return
+    differences = [
+        *(["begins at rate 0"] if reading.config.get("train.schedule.warmup") else []),
+        *(["reaches its end one step after the last"] if word in ("linear", "cosine", "polynomial") else []),
+    ]
+    if differences:
+        reading.notes[_SCHEDULE] = f"{answer.why}; the Trainer's {' and '.join(differences)}"
 
 
 def write_imported_config(imported: ImportedConfig, out: Path, *, overwrite: bool = False) -> None:

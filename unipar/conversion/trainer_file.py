@@ -79,7 +79,8 @@ def library_arguments() -> frozenset[str]:
 
 def _read_library_of(keys: ForeignSection, library: str, named: str, load: Load, choose: Choose) -> Backend:
     """Carry the library's config that the arguments name, hold, or mean by a stage such as `zero2_offload`."""
-    reading, path = keys.reading, keys.reading.folder / named
+    reading = keys.reading
+    path = reading.locate(named) if _is_path(named) else reading.folder / named
     if not named:
         inner = keys.take(library, dict, {})
     else:

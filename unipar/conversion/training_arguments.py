@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from typing import Any
 
 from unipar.backend.foreign import AUTO, Answer, Answers
 from unipar.conversion.argument_names import (
+    AXOLOTL_NAMES,
     EIGHT_BIT_OPTIMIZERS,
     KEY_OF_ARGUMENT,
     KEY_TO_SAY,
@@ -157,7 +159,12 @@ class TrainingArguments:
                 found[f"train.optimizer.{key}"] = Answer(value, self.place("optim_args"), given=True)
             return
         betas = [float(self._number(f"adam_beta{i}")) for i in (1, 2)]
-        self._put(found, "train.optimizer.betas", "adam_beta2" if "adam_beta2" in self.given else "adam_beta1", betas)
+        said = [self.place(name) for name in ("adam_beta1", "adam_beta2") if self.given.get(name) is not None]
+        why = (
+            " and ".join(said)
+            or f"assumed: adam_beta1 and adam_beta2 are {show_value(betas)} by default in the Trainer"
+        )
+        found["train.optimizer.betas"] = Answer(betas, why, given=bool(said))
 
     def _add_muon(self, found: dict[str, Answer]) -> bool:
         """Carry LLaMA-Factory's Muon, if it is asked for: with the Trainer's rate and decay, or with its own."""
@@ -323,8 +330,12 @@ class TrainingArguments:
                 continue
             if name in UNKNOWN_CHANGES and value not in (None, False, {}, UNKNOWN_CHANGES[name]):
                 self._refuse(name, f"{show_value(value)} has no key of unipar", "take it out")
-            elif name not in READ_ARGUMENTS:
-                self.left_out.append(f"{self.place(name)}: {_why_left_out(name)}")
+            elif name in READ_ARGUMENTS:
+                continue
+            elif (why := _why_left_out(name)) == _NO_SETTING and (meant := _misspelt(name)) is not None:
+                self._refuse(name, f"there is no such argument (did you mean {meant!r}?)", "correct it, or take it out")
+            else:
+                self.left_out.append(f"{self.place(name)}: {why}")
 
 
 def _why_left_out(name: str) -> str:
@@ -333,4 +344,15 @@ def _why_left_out(name: str) -> str:
     for why, words in NOT_OF_TRAINING.items():
         if name in words or name.startswith(tuple(word for word in words if word.endswith("_"))):
             return why
-    return "no setting of training in unipar"
+    return _NO_SETTING
+
+
+_NO_SETTING = "no setting of training in unipar"
+_MISSPELT = 0.85
+"""Likeness of two names from which one counts as the other misspelt."""
+
+
+def _misspelt(name: str) -> str | None:
+    """Return the argument that is probably meant by a name that is none; None if it is like none of them."""
+    known = [*READ_ARGUMENTS, *AXOLOTL_NAMES, *UNKNOWN_CHANGES]
+    return next(iter(difflib.get_close_matches(name, known, 1, _MISSPELT)), None)

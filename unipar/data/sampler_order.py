@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from array import array
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -15,6 +15,9 @@ from torch import Tensor
 
 from unipar.errors import TaskError
 from unipar.utils.seeding import mix_seed, seed_all
+
+_MOST_REPEATS, _LEAST_LIMIT = 10, 1_000_000
+"""Limit of an epoch's indices, unless `len(sampler)` is more: so many for each sample, and at least so many."""
 
 Agree = Callable[[str, Callable[[str], str]], None]
 """Function that compares this rank's text with that of rank 0, and raises its sentence if they differ."""
@@ -49,7 +52,7 @@ class SamplerOrder:
         with _seeded(mix_seed(self._seed, 5, epoch)):
             if callable(set_epoch := getattr(self._sampler, "set_epoch", None)):
                 set_epoch(epoch)
-            found = array("q", (self._checked(index, epoch) for index in self._sampler))
+            found = array("q", self._checked_indices(epoch))
         if not found:
             raise TaskError(f"{self._called} gave no index in epoch {epoch + 1}")
         if self._drawn and len(found) != len(self._drawn[0]):
@@ -61,6 +64,21 @@ class SamplerOrder:
             mine = f"{len(found)} indices ({hashlib.sha256(found.tobytes()).hexdigest()[:16]})"
             self._agree(mine, lambda first: self._differs(epoch, mine, first))
         return found
+
+    def _checked_indices(self, epoch: int) -> Iterator[int]:
+        """Yield what the sampler gives; raise TaskError if it does not come to an end."""
+        try:
+            promised = len(self._sampler) if isinstance(self._sampler, Sized) else 0
+        except (TypeError, NotImplementedError):  # a sampler that says by it that it has no end
+            promised = 0
+        most = max(promised, _MOST_REPEATS * self._samples, _LEAST_LIMIT)
+        for number, index in enumerate(self._sampler):
+            if number == most:
+                raise TaskError(
+                    f"{self._called} gave {most:,} indices of {self._samples:,} samples in epoch {epoch + 1}, and goes "
+                    "on: let it end after an epoch (unipar begins the next one), or give it a len()"
+                )
+            yield self._checked(index, epoch)
 
     def _checked(self, index: Any, epoch: int) -> int:
         if isinstance(index, np.integer) or (isinstance(index, Tensor) and index.numel() == 1):

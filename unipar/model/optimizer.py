@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -238,12 +239,23 @@ def _create_own_optimizer(
             f"optimizer() returned {optimizer!r}; it must return a torch.optim.Optimizer over the groups that it is "
             "given"
         )
+    if _needs_closure(optimizer):
+        raise TaskError(
+            f"optimizer() returned {type(optimizer).__name__}, whose step() needs a closure, which computes the loss "
+            "again: a step of unipar has the gradients of one batch; return an optimizer whose step() does without"
+        )
     covered = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if left := [name for name, p in names.items() if id(p) in wanted - covered]:
         raise TaskError(f"optimizer() leaves out {left[0]!r}: give it all groups, or freeze the parameter")
     if covered - wanted:
         raise TaskError("optimizer() holds a parameter that is in none of the groups that it was given")
     return optimizer
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    """Return whether a step must be given a function, as LBFGS's is."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is closure.empty
 
 
 def _refuse_unused_settings(config: Config) -> None:

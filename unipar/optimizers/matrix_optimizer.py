@@ -118,7 +118,7 @@ class MatrixOptimizer(Optimizer, ABC):
         for number in sorted(gradients):
             part = parts[number]
             state: dict[str, Any] = self.state[part.parameter]
-            direction = self.direction(gradients.pop(number), state, part.settings)
+            direction = _checked(self.direction(gradients.pop(number), state, part.settings), part.layout.shape)
             # multiplied before it is sent: a sum with a factor rounds otherwise where a part's vector ends
             updates[number] = direction.to(part.gradient.dtype).mul(part.settings["lr"])
         for number, update in scatter_updates(parts, updates).items():
@@ -154,6 +154,17 @@ class MatrixOptimizer(Optimizer, ABC):
 def is_matrix(p: Tensor, group: Mapping[str, Any]) -> bool:
     """Return whether a parameter is updated as a matrix: as its group says, else if it has two dimensions."""
     return bool(group.get("matrices", p.ndim == 2))
+
+
+def _checked(direction: Any, shape: tuple[int, ...]) -> Tensor:
+    """Return what `direction` gave; raise TaskError unless it is a tensor of the matrix's shape."""
+    if isinstance(direction, Tensor) and tuple(direction.shape) == shape:
+        return direction
+    given = f"a tensor of shape {tuple(direction.shape)}" if isinstance(direction, Tensor) else repr(direction)
+    raise TaskError(
+        f"direction() returned {given} for a matrix of shape {shape}: return a tensor of its shape, which, times the "
+        "rate, is subtracted from it"
+    )
 
 
 def _row(t: Tensor) -> Tensor:

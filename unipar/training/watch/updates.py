@@ -39,8 +39,15 @@ class _Spot(NamedTuple):
         return t.as_strided(self.shape, self.stride, t.storage_offset() + skipped)
 
 
+_ROUNDINGS = 8.0
+"""An update that should change a weight is at least so many times the distance from it to the next number."""
+
+_LARGE = 0.01
+"""Share of the rate by which an element changes at least, if its gradient is as large: AdamW's updates are bounded."""
+
+
 class UnchangedWeight(NamedTuple):
-    """A weight that an update left as it was, though it had a gradient."""
+    """A weight that an update left as it was, though it had a gradient that should have changed it."""
 
     name: str
     norm: float
@@ -76,7 +83,7 @@ class UpdateObserver:
                 self._spots.setdefault(t.untyped_storage().data_ptr(), []).append(spot)
         self._depth = 0
         self._handles: list[RemovableHandle] = []
-        self._before: list[tuple[UnchangedWeight, Tensor, int]] = []
+        self._before: list[tuple[UnchangedWeight, Tensor, Tensor, int]] = []
 
     @property
     def left_out(self) -> set[str]:
@@ -116,27 +123,43 @@ class UpdateObserver:
             for p in group["params"]:
                 if p.grad is not None:
                     found += [(*seen, rate) for seen in self._find(local_part(p), local_part(p.grad))]
-        gradients = [gradient for _, _, gradient, _ in found]
+        gradients = [_in_full(gradient) for _, _, gradient, _ in found]
         each = cast("list[Tensor]", torch._foreach_norm(gradients) if gradients else [])  # pyright: ignore[reportPrivateUsage]
         norms: list[float] = torch.stack(each).tolist() if each else []
-        for (spot, value, _gradient, rate), norm in zip(found, norms, strict=True):
+        for (spot, value, gradient, rate), norm in zip(found, norms, strict=True):
             self.norms[spot.name] = (self.norms.get(spot.name, 0.0) ** 2 + norm * norm) ** 0.5
             if norm > 0 and rate > 0:
-                self._before.append((UnchangedWeight(spot.name, norm, rate, value.dtype), value, digest_tensor(value)))
+                seen = UnchangedWeight(spot.name, norm, rate, value.dtype)
+                self._before.append((seen, value, gradient, digest_tensor(value)))
 
+    @torch.no_grad()
     def _after_update(self, *_: Any) -> None:
         self._depth -= 1
         if self._depth == 0:
-            self.unchanged += [seen for seen, value, before in self._before if digest_tensor(value) == before]
+            for seen, value, gradient, before in self._before:
+                if digest_tensor(value) == before and _should_change(value, gradient, seen.rate):
+                    self.unchanged.append(seen)
             self._before.clear()
 
     def _find(self, p: Tensor, gradient: Tensor) -> Iterable[tuple[_Spot, Tensor, Tensor]]:
         """Yield each region of a weight that is in the optimizer's tensor `p`: its values, and its gradient."""
         first, last = p.data_ptr(), p.data_ptr() + p.numel() * p.element_size()
-        if gradient.dtype not in (torch.float32, torch.float64):
-            gradient = gradient.float()
         for spot in self._spots.get(p.untyped_storage().data_ptr(), ()):
             if first <= spot.start < last:
                 value, mine = spot.of(p, p), spot.of(gradient, p)
                 if value is not None and mine is not None:
                     yield spot, value, mine
+
+
+def _in_full(gradient: Tensor) -> Tensor:
+    """Return a gradient of which a norm can be taken."""
+    return gradient if gradient.dtype in (torch.float32, torch.float64) else gradient.float()
+
+
+def _should_change(value: Tensor, gradient: Tensor, rate: float) -> bool:
+    """Return whether a step at this rate is large enough for some element to become another number.
+
+    It is not where a rate has just begun to rise, or has nearly ended: a norm's weight of 1 stays 1 in fp32 at 1e-8.
+    """
+    step = _in_full(gradient).abs().clamp(max=_LARGE) * rate
+    return bool((step > _ROUNDINGS * torch.finfo(value.dtype).eps * _in_full(value).abs()).any())
