@@ -116,7 +116,11 @@ def test_one_key_of_the_optimizer_leaves_the_others(
     elif library == "accelerate":
         made = yaml(tmp_path, YAML, given, strict=False)
     else:
-        made = recipe(tmp_path, {"per_device_train_batch_size": 2, "num_train_epochs": 1}, given)
+        made = recipe(
+            tmp_path,
+            {"per_device_train_batch_size": 2, "num_train_epochs": 1, "output_dir": "out", "bf16": True},
+            given,
+        )
     train = said(made)["train"]
     assert (train["optimizer"], train["clip"]) == (expected, 1.0)
     told = {line.partition(":")[0] for line in made.assumed if line.startswith(("train.optimizer", "train.clip"))}

@@ -57,8 +57,8 @@ class AssumedValues(TorchDispatchMode):
             )
         if self.draws:
             yield (
-                "the loss draws single numbers by chance, as to leave out a layer: planned is that each is nearly 1, so "
-                "that what is left out with a probability is not left out"
+                "the loss draws single numbers by chance, as to leave out a layer: planned is that each is nearly 1, "
+                "so that what is left out with a probability is not left out"
             )
         if self.bounds:
             yield (
