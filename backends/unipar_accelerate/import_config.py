@@ -86,9 +86,7 @@ def read(reading: ForeignConfigReader, data: Mapping[str, Any]) -> None:
     _read_parallelism(keys.below("parallelism_config"))
     if kind != "DEEPSPEED":
         reading.ask("batch, which your script says", "batch", "'{total: 32, micro: 4}'")
-        reading.ask("the optimizer, which your script makes", "train.optimizer", "'{name: adamw, lr: 3.0e-4}'")
-        if not reading.answered("train.optimizer"):
-            reading.assume("train.clip")
+        reading.ask_optimizer("the optimizer, which your script makes")
     if "train.precision" not in reading.config and reading.answers and (wanted := reading.answers.precision):
         meaning = "bf16-master" if wanted == "bf16" and kind in ("FSDP", "DEEPSPEED") else _PRECISIONS[wanted]
         reading.put("train.precision", meaning, reading.answers.precision_why)
@@ -345,7 +343,7 @@ def _read_inline_deepspeed(keys: ForeignSection) -> None:
         reading.ask("batch, which your script says", "batch", f"'{{micro: 4, accumulate: {accumulate}}}'")
     elif not reading.answered("batch.accumulate"):
         reading.put("batch.accumulate", accumulate)
-    reading.ask("the optimizer, which your script makes", "train.optimizer", "'{name: adamw, lr: 3.0e-4}'")
+    reading.ask_optimizer("the optimizer, which your script makes")
 
 
 def _load_deepspeed_file(reading: ForeignConfigReader, file: str) -> Mapping[str, Any]:

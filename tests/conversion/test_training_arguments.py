@@ -96,6 +96,24 @@ def test_everything_assumed(tmp_path: Path) -> None:
     assert "train.precision: 'fp32'" in made.assumed
 
 
+@pytest.mark.parametrize(
+    ("set_", "optimizer", "clip"),
+    [
+        (
+            "train.optimizer.weight_decay=0.1",
+            {"name": "adamw", "lr": 5e-5, "weight_decay": 0.1, "betas": [0.9, 0.999], "eps": 1e-8},
+            1.0,
+        ),
+        ("train.optimizer.name=sgd", {"name": "sgd", "lr": 5e-5, "weight_decay": 0.0}, 1.0),
+        ("train.optimizer={name: sgd, lr: 0.1}", {"name": "sgd", "lr": 0.1}, None),
+    ],
+)
+def test_a_part_of_the_optimizer_said(set_: str, optimizer: dict[str, Any], clip: float | None, tmp_path: Path) -> None:
+    """The rest of it is assumed, as far as that optimizer has it, and the clip; an optimizer said whole is as said."""
+    train = said(yaml(tmp_path, YAML, set_, strict=False))["train"]
+    assert (train["optimizer"], train.get("clip")) == (optimizer, clip)
+
+
 @pytest.mark.parametrize("form", ["json", "yaml", "line"])
 def test_arguments_given(form: str, tmp_path: Path) -> None:
     """A file of either kind, or a command line, fills the same keys."""

@@ -61,9 +61,7 @@ def read_trainer_file(
     if not reading.answered("batch.total"):
         reading.ask("per_device_train_batch_size", "batch.micro", "4")
         reading.ask("gradient_accumulation_steps", "batch.accumulate", "1")
-    reading.ask("learning_rate", "train.optimizer", "'{name: adamw, lr: 3.0e-4}'")
-    if not reading.answered("train.optimizer"):
-        reading.assume("train.clip")
+    reading.ask_optimizer("learning_rate")
     if reading.answers and (wanted := reading.answers.precision):
         master = wanted == "bf16" and reading.config.get("parallel.shard") in ("gradients", "parameters")
         alone = all(f"parallel.{axis}" not in reading.config for axis in ("tensor", "context"))
