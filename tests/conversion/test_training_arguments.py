@@ -127,6 +127,14 @@ def test_one_key_of_the_optimizer_leaves_the_others(
     assert told == {f"train.optimizer.{key}" for key in expected if f"{key}=" not in given} | {"train.clip"}
 
 
+def test_no_clip_where_the_file_has_none(tmp_path: Path) -> None:
+    """DeepSpeed's section of an accelerate.yaml that does not clip: neither does DeepSpeed under the Trainer then."""
+    text = YAML.replace("MULTI_GPU", "DEEPSPEED") + "deepspeed_config: {zero_stage: 2}\n"
+    for given in ((), ("train.optimizer.lr=0.1",)):
+        train = said(yaml(tmp_path, text, *given, strict=False))["train"]
+        assert (train["optimizer"]["name"], train.get("clip")) == ("adamw", None)
+
+
 def test_an_optimizer_given_as_a_whole(tmp_path: Path) -> None:
     """Nothing is added to it; under --strict one key of it answers the question."""
     made = yaml(tmp_path, YAML, "train.optimizer={name: sgd, lr: 0.1}", strict=False)
