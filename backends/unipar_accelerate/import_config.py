@@ -86,8 +86,8 @@ def read(reading: ForeignConfigReader, data: Mapping[str, Any]) -> None:
     _read_parallelism(keys.below("parallelism_config"))
     if kind != "DEEPSPEED":
         reading.ask("batch, which your script says", "batch", "'{total: 32, micro: 4}'")
-        reading.ask("the optimizer, which your script makes", "train.optimizer", "'{name: adamw, lr: 3.0e-4}'")
-        if not reading.answered("train.optimizer"):
+        reading.ask_optimizer("the optimizer, which your script makes")
+        if "train.optimizer" not in reading.said:
             reading.assume("train.clip")
     if "train.precision" not in reading.config and reading.answers and (wanted := reading.answers.precision):
         meaning = "bf16-master" if wanted == "bf16" and kind in ("FSDP", "DEEPSPEED") else _PRECISIONS[wanted]
@@ -345,7 +345,7 @@ def _read_inline_deepspeed(keys: ForeignSection) -> None:
         reading.ask("batch, which your script says", "batch", f"'{{micro: 4, accumulate: {accumulate}}}'")
     elif not reading.answered("batch.accumulate"):
         reading.put("batch.accumulate", accumulate)
-    reading.ask("the optimizer, which your script makes", "train.optimizer", "'{name: adamw, lr: 3.0e-4}'")
+    reading.ask_optimizer("the optimizer, which your script makes")
 
 
 def _load_deepspeed_file(reading: ForeignConfigReader, file: str) -> Mapping[str, Any]:

@@ -41,13 +41,14 @@ def select_cases(cell: Cell, size: int, *, whole: bool) -> list[str]:
             turn = MESH_CELLS.index(str(cell))
             names = [name for i, name in enumerate(MESH_CASES) if name in MESH_EVERYWHERE or i % 3 == turn]
         elif size == copies * cell.axes.ranks:
-            names = SHORT_CASES if size == 2 else _mesh_cases_for_four_ranks(cell)
+            names = _short_cases(MESH_CELLS.index(str(cell)), 2 if size == 2 else 1)
         else:
             names = ()
     elif not whole and size == 2:
         names = CASES if cell.backend not in OURS else _covering(cell)
     elif not whole and size == 1:
-        names = MAIN_CASES if cell.backend not in OURS[1:] else SHORT_CASES if str(cell) in THIN else ()
+        thin = _short_cases(THIN.index(str(cell)), 2) if str(cell) in THIN else ()
+        names = MAIN_CASES if cell.backend not in OURS[1:] else thin
     elif not whole:
         names = SHORT_CASES if cell.backend not in OURS else _cases_for_four_ranks(cell)
     return [name for name, case in CASES.items() if name in names and case.on(cell)]
@@ -63,10 +64,10 @@ def _cases_for_four_ranks(cell: Cell) -> set[str]:
     return names
 
 
-def _mesh_cases_for_four_ranks(cell: Cell) -> set[str]:
-    """Return what every cell must do, and this cell's part of the short cases: they go round among such cells."""
+def _short_cases(turn: int, count: int) -> set[str]:
+    """Return what every cell must do, and so many of the other short cases: they go round among cells."""
     others = [name for name in SHORT_CASES if name not in EVERYWHERE]
-    return {*EVERYWHERE, others[MESH_CELLS.index(str(cell)) % len(others)]}
+    return {*EVERYWHERE, *(others[(turn + i) % len(others)] for i in range(count))}
 
 
 def _covering(cell: Cell) -> set[str]:

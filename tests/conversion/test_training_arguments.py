@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.imports import LEAST, STEPS, YAML, ds, said, yaml
+from tests.support.imports import LEAST, STEPS, YAML, ds, recipe, said, yaml
 from unipar.cli.commands.convert import import_
 from unipar.conversion.argument_names import TRAINER_DEFAULTS
 from unipar.errors import ConfigError
@@ -94,6 +94,54 @@ def test_everything_assumed(tmp_path: Path) -> None:
     assert "# assumed: adam_beta1 and adam_beta2 are [0.9, 0.999] by default in the Trainer\n" in made.text
     assert "train.optimizer.lr: 5e-05" in made.assumed
     assert "train.precision: 'fp32'" in made.assumed
+
+
+@pytest.mark.parametrize("library", ["deepspeed", "accelerate", "trainer"])
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (
+            "train.optimizer.weight_decay=0.1",
+            {"name": "adamw", "lr": 5e-5, "weight_decay": 0.1, "betas": [0.9, 0.999], "eps": 1e-8},
+        ),
+        ("train.optimizer.name=sgd", {"name": "sgd", "lr": 5e-5, "weight_decay": 0.0}),
+    ],
+)
+def test_one_key_of_the_optimizer_leaves_the_others(
+    tmp_path: Path, library: str, given: str, expected: dict[str, Any]
+) -> None:
+    """What the optimizer has beside it is assumed as without `--set`, and so is the clip."""
+    if library == "deepspeed":
+        made = ds(tmp_path, {key: AUTO[key] for key in AUTO if key != "optimizer"}, given, strict=False)
+    elif library == "accelerate":
+        made = yaml(tmp_path, YAML, given, strict=False)
+    else:
+        made = recipe(
+            tmp_path,
+            {"per_device_train_batch_size": 2, "num_train_epochs": 1, "output_dir": "out", "bf16": True},
+            given,
+        )
+    train = said(made)["train"]
+    assert (train["optimizer"], train["clip"]) == (expected, 1.0)
+    told = {line.partition(":")[0] for line in made.assumed if line.startswith(("train.optimizer", "train.clip"))}
+    assert told == {f"train.optimizer.{key}" for key in expected if f"{key}=" not in given} | {"train.clip"}
+
+
+def test_no_clip_where_the_file_has_none(tmp_path: Path) -> None:
+    """DeepSpeed's section of an accelerate.yaml that does not clip: neither does DeepSpeed under the Trainer then."""
+    text = YAML.replace("MULTI_GPU", "DEEPSPEED") + "deepspeed_config: {zero_stage: 2}\n"
+    for given in ((), ("train.optimizer.lr=0.1",)):
+        train = said(yaml(tmp_path, text, *given, strict=False))["train"]
+        assert (train["optimizer"]["name"], train.get("clip")) == ("adamw", None)
+
+
+def test_an_optimizer_given_as_a_whole(tmp_path: Path) -> None:
+    """Nothing is added to it; under --strict one key of it answers the question."""
+    made = yaml(tmp_path, YAML, "train.optimizer={name: sgd, lr: 0.1}", strict=False)
+    assert said(made)["train"]["optimizer"] == {"name": "sgd", "lr": 0.1}
+    assert "clip" not in said(made)["train"]
+    made = yaml(tmp_path, YAML, "batch.total=32", "train.optimizer.lr=0.1", STEPS)
+    assert said(made)["train"]["optimizer"] == {"lr": 0.1}
 
 
 @pytest.mark.parametrize("form", ["json", "yaml", "line"])

@@ -55,7 +55,7 @@ MODELS = (
 )
 """Modules that tasks of tests import, which takes as long as torch."""
 
-OURS = ("tests.support.python_fork", "tests.support.warm", "unipar.cli.app", "unipar.launcher.launched_run")
+OURS = ("tests.support.python_fork", "unipar.cli.app", "unipar.launcher.launched_run")
 PYTEST_WORDS = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore:Module already imported")
 """A pytest in a fork, where modules are that it would rewrite."""
 
@@ -74,7 +74,7 @@ def modules(*, metered: bool) -> list[str]:
     here = [name for name in BACKENDS if registry.why_not_installed(registry.find_backend(name)) is None]
     engines = [f"unipar_{name}.engine" for name in here if not (metered and name == "accelerate")]
     rest = () if metered else (*TRACED, *MODELS)
-    return ["torch", "torch._dynamo", "torch.distributed.fsdp", *rest, *RUNS, *OURS, *engines]
+    return ["torch", "torch._dynamo", "torch.distributed.fsdp", *rest, *RUNS, *OURS, *engines, "tests.support.warm"]
 
 
 @final
@@ -332,6 +332,6 @@ def find_modules_as_new_interpreters_do() -> None:
     ours = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     servers = BEGUN["PYTHONPATH"].split(os.pathsep)
     sys.path[:] = [*filter(None, ours), *(path for path in sys.path if path not in servers)]
-    importlib.invalidate_caches()
     if {*ours} - {*servers, str(ROOT)}:
+        importlib.invalidate_caches()
         registry.find_backend.cache_clear()  # other folders may hold other backends

@@ -43,6 +43,10 @@ SIZED_BY_CONFIG = ("python",)
 """Those that are told the number of ranks by the config alone."""
 
 
+ABSENT = Path(__file__).parent / "absent"
+"""Modules that take long to import, in the place of those that are installed."""
+
+
 def reason_missing(launcher: str) -> str:
     """Why it cannot be had here; empty: it can."""
     if launcher == "srun":
@@ -56,7 +60,8 @@ def reason_missing(launcher: str) -> str:
 
 def environment(temporary: Path | None = None) -> dict[str, str]:
     path = os.pathsep.join([str(BIN), os.environ.get("PATH", os.defpath)])
-    made = {**os.environ, **PYTHONPATH_VARIABLE, "OMP_NUM_THREADS": "1", "PATH": path}
+    modules = os.pathsep.join([PYTHONPATH_VARIABLE["PYTHONPATH"], str(ABSENT)])
+    made = {**os.environ, "PYTHONPATH": modules, "OMP_NUM_THREADS": "1", "PATH": path}
     return made if temporary is None else {**made, "TMPDIR": str(temporary)}
 
 

@@ -52,6 +52,19 @@ class Masked(Mixture):
         return out[out > 0].sum() + out.masked_select(out < 0).sum()
 
 
+class LeavingOut(Mixture):
+    """A layer that is left out by chance, as transformers' wav2vec2 does, and one that is kept so, as peft's LoHa."""
+
+    @override
+    def loss(self, model: Any, batch: Any) -> Tensor:
+        out = batch[0]
+        if not torch.rand([]) < 0.9:
+            out = torch.cat([out, model["experts"][0](out)], -1)
+        if torch.rand(1) > 0.9:
+            out = torch.cat([out, model["experts"][1](batch[0])], -1)
+        return out.sum()
+
+
 class Branching(Mixture):
     """Control flow by a sum of numbers."""
 
@@ -119,6 +132,16 @@ def test_masks_of_numbers() -> None:
     assert found.assumed == (
         "the loss selects by value (masked_select, nonzero): planned is that it selects everything, so that peaks are "
         "upper bounds",
+    )
+
+
+def test_layers_left_out_by_chance() -> None:
+    """Both run."""
+    found = traced(LeavingOut())
+    assert sizes(found, "cat.default", 4) == [4 * TEXT * (4 + WIDTH) * 4, 4 * TEXT * (4 + 2 * WIDTH) * 4]
+    assert found.assumed == (
+        "the loss draws single numbers by chance, as to leave out a layer: planned is that each is nearly 1, so that "
+        "what is left out with a probability is not left out",
     )
 
 

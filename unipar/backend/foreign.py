@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from unipar.config.sections.optimizer import optimizer_fields
 from unipar.errors import ConfigError
 from unipar.utils.text import did_you_mean, show_value
 
@@ -125,7 +126,7 @@ class ForeignConfigReader:
         wanted = ("train.steps", "train.epochs") if ours == "train.steps" else (ours,)
         found = {k: a for k, a in known.items() if any(k == w or k.startswith(f"{w}.") for w in wanted)}
         for key, answer in found.items():
-            if key in self.config or self.answered(key):
+            if key in self.config or self.answered(key) or not self._fits_optimizer(key):
                 continue
             if answer.value is not None:
                 self.put(key, answer.value, answer.why)
@@ -141,6 +142,18 @@ class ForeignConfigReader:
             self.put(key, value, f"assumed: {why}")
             self.assumed.append(f"{key}: {show_value(value)}")
         return True
+
+    def _fits_optimizer(self, key: str) -> bool:
+        """Return whether the optimizer that `--set` names has this key, if it is one of an optimizer."""
+        section, name = "train.optimizer.", self.said.get("train.optimizer.name")
+        return name is None or not key.startswith(section) or key.split(".")[2] in optimizer_fields(str(name))
+
+    def ask_optimizer(self, theirs: str) -> None:
+        """Ask for the optimizer, which the file leaves to the script; what `--set` gives of it leaves the rest open."""
+        known = "train.optimizer" in self.said or self.assume("train.optimizer")
+        if not known and not self.answered("train.optimizer"):
+            way = "give it with --set train.optimizer='{name: adamw, lr: 3.0e-4}'"
+            self.wrong.append(f"{self.place(theirs)}: {way}")
 
     def ask(self, theirs: str, ours: str, example: str) -> None:
         """Ask for the unipar key `ours` by `--set`, if the file leaves its value open and no answer is known."""

@@ -61,8 +61,8 @@ def read_trainer_file(
     if not reading.answered("batch.total"):
         reading.ask("per_device_train_batch_size", "batch.micro", "4")
         reading.ask("gradient_accumulation_steps", "batch.accumulate", "1")
-    reading.ask("learning_rate", "train.optimizer", "'{name: adamw, lr: 3.0e-4}'")
-    if not reading.answered("train.optimizer"):
+    reading.ask_optimizer("learning_rate")
+    if "train.optimizer" not in reading.said:
         reading.assume("train.clip")
     if reading.answers and (wanted := reading.answers.precision):
         master = wanted == "bf16" and reading.config.get("parallel.shard") in ("gradients", "parameters")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import entry_points
+from functools import lru_cache
+from importlib.metadata import EntryPoint, distributions
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from unipar.errors import BackendNotInstalled, UniparError
@@ -37,11 +41,11 @@ class PluginGroup(Generic[P]):
 
     def names(self) -> list[str]:
         """Return the names of all plugins that are installed, sorted."""
-        return sorted({point.name for point in entry_points(group=self.group)})
+        return sorted({point.name for point in _entry_points(self.group)})
 
     def find(self, name: str) -> P:
         """Return the plugin of that name; the libraries that the plugin needs may be missing."""
-        by_package = {point.value: point for point in entry_points(group=self.group, name=name)}
+        by_package = {point.value: point for point in _entry_points(self.group) if point.name == name}
         if not by_package:
             known = self.names()
             near = closest(name, known)
@@ -78,3 +82,34 @@ class PluginGroup(Generic[P]):
         """Raise BackendNotInstalled unless every module that the plugin needs is installed. Nothing is imported."""
         if why := self.missing(name, requires, hint):
             raise BackendNotInstalled(why)
+
+
+def _entry_points(group: str) -> list[EntryPoint]:
+    """Return the entry points of a group, as `importlib.metadata.entry_points` does, which reads all files each time.
+
+    Of a package that is in several folders of `sys.path` the first counts.
+    """
+    points: dict[str, tuple[EntryPoint, ...]] = {}
+    for folder in sys.path:
+        for package, its_points in _points_of_packages(folder, _changed(folder)):
+            points.setdefault(package, its_points)
+    return [point for its_points in points.values() for point in its_points if point.group == group]
+
+
+def _changed(folder: str) -> int | None:
+    """Return when packages were last put into a folder, or taken out; None if there is no such folder."""
+    try:
+        return Path(folder).stat().st_mtime_ns
+    except OSError:
+        return None
+
+
+@lru_cache(maxsize=64)
+def _points_of_packages(folder: str, changed: int | None) -> list[tuple[str, tuple[EntryPoint, ...]]]:
+    """Return the packages in a folder, each by its normalized name, with its entry points."""
+    found: list[tuple[str, tuple[EntryPoint, ...]]] = []
+    for package in distributions(path=[folder]):
+        quick = getattr(package, "_normalized_name", None)  # from the folder's name: METADATA is not read
+        name = quick or re.sub("[-_.]+", "_", package.name).lower()
+        found.append((name, tuple(package.entry_points)))
+    return found

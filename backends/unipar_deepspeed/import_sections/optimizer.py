@@ -9,7 +9,7 @@ def read_optimizer(keys: ForeignSection) -> None:
     """Carry the section `optimizer`."""
     reading = keys.reading
     if "optimizer" not in keys:
-        reading.ask("optimizer, which your script makes", "train.optimizer", "'{name: adamw, lr: 3.0e-4}'")
+        reading.ask_optimizer("optimizer, which your script makes")
         return
     section = keys.below("optimizer")
     kind = section.take("type", str, "")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, PositiveFloat, PositiveInt, Tag, model_validator
 
@@ -204,6 +204,13 @@ Optimizer = Annotated[
     | Annotated[MuonSettings, Tag("muon")],
     by_name("adamw"),
 ]
+
+
+def optimizer_fields(name: str) -> frozenset[str]:
+    """Return the keys of the optimizer of this name; empty if there is none."""
+    union, *_ = get_args(Optimizer)
+    kinds: list[type[_Optimizer]] = [get_args(kind)[0] for kind in get_args(union)]
+    return frozenset(key for kind in kinds if kind.model_fields["name"].default == name for key in kind.model_fields)
 
 
 _MUON_KEYS = ("momentum", "nesterov", "ns_steps", "ns_coefficients", "ns_eps", "ns_precision", "adjust_lr")

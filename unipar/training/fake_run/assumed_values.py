@@ -32,7 +32,7 @@ class AssumedValues(TorchDispatchMode):
     """Mode above fake tensors: it assumes places that are chosen by value, and computes with them what follows.
 
     Of places that a router chooses each is chosen by one row, and all other rows choose the first ones. Where a
-    mask's values are unknown, it selects everything.
+    mask's values are unknown, it selects everything. A single number drawn between 0 and 1 is nearly 1.
     """
 
     def __init__(self, mode: FakeTensorMode) -> None:
@@ -41,6 +41,9 @@ class AssumedValues(TorchDispatchMode):
         self._values: Any = WeakTensorKeyDictionary()
         self.routes = False
         """True if places were assumed."""
+
+        self.draws = False
+        """True if a number was assumed that is drawn by chance."""
 
         self.bounds: set[str] = set()
         """Names of operations of which the most is assumed that they can return."""
@@ -51,6 +54,11 @@ class AssumedValues(TorchDispatchMode):
             yield (
                 "the loss sends rows to places that it chooses by value (experts of a mixture): planned is that each "
                 "place gets a row and all others go to the first ones, which takes the most memory at once"
+            )
+        if self.draws:
+            yield (
+                "the loss draws single numbers by chance, as to leave out a layer: planned is that each is nearly 1, "
+                "so that what is left out with a probability is not left out"
             )
         if self.bounds:
             yield (
@@ -77,6 +85,10 @@ class AssumedValues(TorchDispatchMode):
             return most(*args)
         if func.overloadpacket in _BY_RANK:
             self._choose(func, out, args, kwargs)
+        if func.overloadpacket is _ATEN.rand and out.numel() == 1:
+            with no_dispatch():
+                self._values[out] = torch.full(out.shape, 1 - 2.0**-8, dtype=out.dtype)
+            self.draws = True
         return out
 
     def _with_values(self, func: Any, args: Any, kwargs: Any) -> Any:
