@@ -369,16 +369,16 @@ def test_where_it_is_written(tmp_path: Path) -> None:
     write_imported_config(made, out)
     with pytest.raises(OutExists) as e:
         write_imported_config(made, out)
-    assert str(e.value) == f"-o {out}: it already exists; name another file, or write over it (--overwrite)"
+    assert str(e.value) == f"{out}: it already exists; name another file with -o, or write over it (--overwrite)"
     write_imported_config(made, out, overwrite=True)
     assert out.read_text("utf-8") == made.text
     (tmp_path / "link.yaml").symlink_to(out)
     with pytest.raises(OutExists) as e:
         write_imported_config(made, tmp_path / "link.yaml", overwrite=True)
-    assert str(e.value) == f"-o {tmp_path}/link.yaml: it is a link; name the file itself"
+    assert str(e.value) == f"{tmp_path}/link.yaml: it is a link; name the file itself with -o"
     with pytest.raises(ConfigError) as f:
         write_imported_config(made, tmp_path / "nowhere/x.yaml")
     assert (
         str(f.value)
-        == f"-o {tmp_path}/nowhere/x.yaml: it cannot be written (No such file or directory); name another file"
+        == f"{tmp_path}/nowhere/x.yaml: it cannot be written (No such file or directory); name another file with -o"
     )

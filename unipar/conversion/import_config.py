@@ -198,16 +198,16 @@ def write_imported_config(imported: ImportedConfig, out: Path, *, overwrite: boo
 def write_config(text: str, out: Path, *, overwrite: bool = False) -> None:
     """Write a config's text to `out`, as a whole or not at all; never follow a symbolic link."""
     if out.is_symlink():
-        raise OutExists(f"-o {out}: it is a link; name the file itself")
+        raise OutExists(f"{out}: it is a link; name the file itself with -o")
     if out.exists() and (out.is_dir() or not overwrite):
-        way = "name another file" if out.is_dir() else "name another file, or write over it (--overwrite)"
-        raise OutExists(f"-o {out}: it already exists; {way}")
+        way = "" if out.is_dir() else ", or write over it (--overwrite)"
+        raise OutExists(f"{out}: it already exists; name another file with -o{way}")
     try:
         with whole(out) as partial:
             partial.write_text(text, encoding="utf-8")
             partial.chmod(0o644)
     except OSError as e:
-        raise ConfigError(f"-o {out}: it cannot be written ({e.strerror}); name another file") from None
+        raise ConfigError(f"{out}: it cannot be written ({e.strerror}); name another file with -o") from None
 
 
 def _read_library_config(file: Path) -> tuple[Mapping[str, Any], Mapping[str, int]]:
