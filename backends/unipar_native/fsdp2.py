@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any, Literal, final
 
@@ -96,10 +96,14 @@ class ShardedEngine(WrapperEngine):
         self.run_forward(_compute_nothing, None)  # in the first forward FSDP2 settles which module is the root
         self.before_state_access()
         marked = [m for m in self.wrapped.modules() if vars(m).get(_SPLIT_MARK)]
+        groups = [group for module in self._groups for group in fsdp_groups(_state_of(module))]
         try:
-            with _forwards_unrecorded([group for module in self._groups for group in fsdp_groups(_state_of(module))]):
+            with _forwards_unrecorded(groups), ExitStack() as stay_gathered:
                 for module in self._groups:
                     module.unshard()
+                for group in groups:  # state_dict() splits parameters by it first, as FSDP2 wants to save them
+                    stay_gathered.callback(delattr, group, "_to_sharded")
+                    group._to_sharded = _leave_gathered
                 for module in marked:
                     setattr(module, _SPLIT_MARK, False)  # by it transformers' generate waits for other ranks
                 yield
@@ -147,6 +151,10 @@ class FSDP2Engine(ShardedEngine):
         self.call = self.wrapped = shell
         self.divisor = float(world.size)
         self.copies = world.size // mesh.size(mesh.ndim - 1)
+
+
+def _leave_gathered() -> None:
+    """Do nothing: the function that stands for splitting gathered parameters again."""
 
 
 def _compute_nothing(model: nn.Module, given: None) -> None:

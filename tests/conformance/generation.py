@@ -55,6 +55,8 @@ class Generating(tasks.Plain):
             run.step(share)
             if run.done == 2:
                 with run.whole() as model:
+                    if run.rank == 0:  # which saves it: save_pretrained, too, reads state_dict
+                        assert all(type(t) is Tensor and t.isfinite().all() for t in model.state_dict().values())
                     self.generated(model, run.rank)  # as many as the rank says: none on the first
                     assert not model.training
                     assert not torch.is_grad_enabled()
