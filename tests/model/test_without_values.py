@@ -56,7 +56,8 @@ def from_numpy() -> nn.Module:
 
 def tied() -> nn.Module:
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, torch.tensor([2.0]).numpy().astype(int).item()))
-    model[1].weight = model[0].weight
+    shared = nn.Parameter(torch.ones(2, 2))
+    model[0].weight = model[1].weight = shared
     return model
 
 
