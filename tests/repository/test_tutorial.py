@@ -36,7 +36,7 @@ def test_the_tutorial(whole: bool, tmp_path: Path, forks: Forks) -> None:
     for shown, printed in played(page if whole else shortened(page), tmp_path, forks):
         told = printed.replace(str(tmp_path), "/home/you/tutorial")
         check_shown(numberless(shown.output), numberless(told))
-        if shown.command.startswith("unipar run") and not shown.fails:
+        if shown.command.startswith("unipar run ") and not shown.fails:
             runs.append(losses(printed))
         if shown.command.startswith("unipar verify"):
             assert "all 4 cells agree with one process over 10 steps on 2 ranks" in printed

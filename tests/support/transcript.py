@@ -14,7 +14,7 @@ from tests.support.forks import Forks
 MEASURED = (
     r"[\d,.]+ samples/s",
     r"[\d.e+]+ [kMGTP]FLOP/s",
-    r"\d+(\.\d+)? (s|ms)\b|\d+:\d\d(:\d\d)?|\d+ min \d\d s",
+    r"\d+(\.\d+)? (s|ms|us)\b|\d+:\d\d(:\d\d)?|\d+ min \d\d s",
     r"\d+(\.\d+)? (B|KiB|MiB|GiB)\b",
 )
 """Figures of a machine: times, speeds and sizes."""
