@@ -51,7 +51,7 @@ def test_nothing_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OutOfMemory) as e:
         unipar.launch({**CONFIG, "batch": {"total": 2, "micro": "auto", "memory": "12MiB"}}, task=Wide, quiet=True)
     assert str(e.value).startswith(
-        f"batch.micro: auto: nothing fits in 11 MiB a rank, and 14 MiB are needed by the plan: in {NAME}, with a "
+        f"batch.micro: auto: nothing fits in 11 MiB a rank, and 15 MiB are needed by the plan: in {NAME}, with a "
         "microbatch of 1, rank "
     )
     assert str(e.value).endswith(

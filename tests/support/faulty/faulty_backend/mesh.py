@@ -24,7 +24,7 @@ from tests.support.mesh_faults import (
     let_each_rank_add_the_bias,
     replace_until_closed,
 )
-from unipar.backend import Engine, Part
+from unipar.backend import Engine, Part, Piece, Region
 from unipar.config import Config
 from unipar.data.feed import MicrobatchFeed
 from unipar.data.order import MicrobatchPlan
@@ -163,6 +163,21 @@ def _other_columns(engine: Any) -> None:
             dist.all_gather(parts, part.data, group=group)
             thirds = [torch.cat([one, other]) for one, other in zip(*(p.chunk(3) for p in parts), strict=True)]
             part.data.copy_(torch.cat(thirds).chunk(2)[rank])
+    pieces = engine.pieces
+
+    def as_cut() -> Iterator[Piece]:
+        """Yield what this rank keeps where this cut has it: the start is that of one process."""
+        fused: dict[tuple[str, str], list[Piece]] = {}
+        for piece in pieces():
+            if ".qkv." in piece.name:
+                fused.setdefault((piece.name, piece.kind), []).append(piece)
+            else:
+                yield piece
+        for parts in fused.values():
+            whole = torch.cat([piece.tensor.flatten() for piece in parts])
+            yield replace(parts[0], where=Region(rank * whole.numel(), whole.numel()), tensor=whole)
+
+    engine.pieces = as_cut
 
 
 PLANTS: dict[str, Callable[[Any], None]] = {
