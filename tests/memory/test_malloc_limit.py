@@ -47,6 +47,7 @@ with uncounted_allocations():
     data = tell("100 of data", 100)
 tell("15 beside the data", 15)
 tell("17 beside the data", 17)
+sys.stdout.flush()  # or the fork prints it again
 if not (child := os.fork()):
     tell("64 in a fork", 64)
     sys.stdout.flush()
