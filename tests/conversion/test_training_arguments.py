@@ -110,7 +110,7 @@ def test_everything_assumed(tmp_path: Path) -> None:
 def test_one_key_of_the_optimizer_leaves_the_others(
     tmp_path: Path, library: str, given: str, expected: dict[str, Any]
 ) -> None:
-    """What the optimizer has beside it is assumed as without `--set`, and so is the clip."""
+    """Other keys of the optimizer are assumed as without `--set`, and so is the clip."""
     if library == "deepspeed":
         made = ds(tmp_path, {key: AUTO[key] for key in AUTO if key != "optimizer"}, given, strict=False)
     elif library == "accelerate":
@@ -136,7 +136,7 @@ def test_no_clip_where_the_file_has_none(tmp_path: Path) -> None:
 
 
 def test_an_optimizer_given_as_a_whole(tmp_path: Path) -> None:
-    """Nothing is added to it; under --strict one key of it answers the question."""
+    """The optimizer stays as it is given; under --strict one key of it answers the question."""
     made = yaml(tmp_path, YAML, "train.optimizer={name: sgd, lr: 0.1}", strict=False)
     assert said(made)["train"]["optimizer"] == {"name": "sgd", "lr": 0.1}
     assert "clip" not in said(made)["train"]

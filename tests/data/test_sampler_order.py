@@ -174,7 +174,7 @@ def test_what_is_no_order(epochs: list[Any], sentence: str) -> None:
 
 
 def test_a_sampler_without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is refused after ten times the samples, unless its len() says that it gives more."""
+    """A sampler without an end is refused after ten times the samples, unless its len() says that it gives more."""
     monkeypatch.setattr(sampler_order, "_LEAST_LIMIT", 20)
     with pytest.raises(TaskError) as e:
         _order(cycle(range(10)))(0)

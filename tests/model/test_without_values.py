@@ -141,7 +141,7 @@ def test_a_model_that_takes_too_much_memory(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_an_error_of_the_model() -> None:
-    """It is raised as it is, and torch is as it was."""
+    """An error of model() is raised as it is, and torch is as it was."""
     before = nn.Module.register_parameter, torch.utils.swap_tensors, nn.init.trunc_normal_
     with pytest.raises(ValueError, match="mine"):
         create_without_values(lambda: Path(_raise("mine")), FakeTensorMode(allow_non_fake_inputs=True))

@@ -1,4 +1,4 @@
-"""What `direction` of an optimizer by whole matrices may return."""
+"""Shapes that `direction` of an optimizer by whole matrices may return."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_direction_that_is_not_contiguous() -> None:
     ],
 )
 def test_a_direction_of_another_shape(direction: Tensor | None, given: str) -> None:
-    """It is refused, also where it has enough elements."""
+    """Another shape is refused, also where it has enough elements."""
     with pytest.raises(TaskError) as e:
         _step(lambda g: direction)
     assert str(e.value) == (

@@ -61,7 +61,7 @@ def test_a_plan_for_the_cpu_says_how_to_plan_for_gpus() -> None:
 
 
 def test_a_model_that_was_created_with_values() -> None:
-    """What that took is told where else it says that nothing is allocated."""
+    """The bytes taken are told where else it says that nothing is allocated."""
     rows = (planned("native/nothing", 2),)
     text = format_plan(PlannedCells(rows, None, 0.05, "cpu", 100, 1.0, allocated=2**20), 120)
     assert "100 parameters; planned in 1.0 s of CPU; model() needed their values: 1.0 MiB" in text.splitlines()

@@ -141,7 +141,7 @@ def test_what_cannot_be_planned(tmp_path: Path, loss: str, model: str, sentence:
     ],
 )
 def test_a_model_that_needs_values(tmp_path: Path, model: str, parameters: int, allocated: int) -> None:
-    """It is planned as it is with them; told are the bytes of those parameters that had to have values."""
+    """The plan is that of the model with values; told are the bytes of those parameters that had to have them."""
     found = traced(small(tmp_path, "return model(x).sum()", model))
     assert (found.parameters, found.allocated) == (parameters, allocated)
 

@@ -1,4 +1,4 @@
-"""What the guard sees of one update by an optimizer of torch."""
+"""The guard's view of one update by an optimizer of torch."""
 
 from __future__ import annotations
 
