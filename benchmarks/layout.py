@@ -15,9 +15,6 @@ from pathlib import Path
 from benchmarks.floors import FLOORS
 
 ROOT = Path(__file__).parents[1]
-MOST_FILES, MOST_LINES = 12, 400
-"""Limits of a folder, without its `__init__.py`, and of a file."""
-
 
 class Layout:
     """Modules below one or more source folders, and which of them import which."""
