@@ -16,6 +16,7 @@ from benchmarks.floors import FLOORS
 
 ROOT = Path(__file__).parents[1]
 
+
 class Layout:
     """Modules below one or more source folders, and which of them import which."""
 
