@@ -72,6 +72,39 @@ def test_look_refuses(tmp_path: Path, name: str, args: dict[str, Any], message: 
     assert str(e.value) == message.format(file=tmp_path / "mine.py")
 
 
+MISSPELT = """
+import unipar
+class {name}(unipar.Task):
+    def model(self): ...
+    def data(self): ...
+    def loss(self, model, batch): return self.losses(batch)
+    def losses(self, batch): ...
+    def {method}(self, batch): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("method", "near"), [("weights", "weight"), ("validate", "validation"), ("optimiser", "optimizer")]
+)
+def test_a_misspelt_method(tmp_path: Path, method: str, near: str) -> None:
+    """A method that nobody calls is refused when its file is read, and when its class is made; a helper is not."""
+    text = MISSPELT.format(name="Mine", method=method)
+    sentence = f"{method} is never called; did you mean {near}? Call a helper of your own _{method}"
+    with pytest.raises(TaskError) as e:
+        _ref(tmp_path, text, "Mine").check_code()
+    assert str(e.value) == f"task.use: Mine in {tmp_path / 'mine.py'}: {sentence}"
+    with pytest.raises(TaskError) as e:
+        exec(text, {})
+    assert str(e.value) == f"Mine.{sentence}"
+
+
+def test_a_helper_may_have_any_name(tmp_path: Path) -> None:
+    """A method that the task itself calls is its own."""
+    text = MISSPELT.format(name="Mine", method="weights") + "    def weight(self, batch): return self.weights(batch)\n"
+    _ref(tmp_path, text, "Mine").check_code()
+    exec(text, {})
+
+
 VALID = """
 import unipar
 from train import Sum as B

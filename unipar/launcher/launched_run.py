@@ -188,7 +188,7 @@ def _train_in_process(plan: PreparedRun, task: Task, quiet: bool) -> Path:
     from unipar.launcher.in_process import meet_in_run_folder, training_in_process
 
     with meet_in_run_folder(plan, quiet=quiet) as placed, training_in_process(placed, task) as run:
-        task.train(run)
+        run.train()
     return placed.out
 
 
