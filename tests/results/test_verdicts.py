@@ -62,7 +62,7 @@ def test_summary(outcomes: tuple[VerdictOutcome, ...], summary: str, code: int) 
 
 @pytest.mark.parametrize("outcome", ["refused", "absent"])
 def test_a_cell_that_was_named_and_cannot_run(outcome: VerdictOutcome) -> None:
-    """The exit code is that of Unsupported, 3, unless a cell disagrees; a cell that a pattern gave does not change 0."""
+    """The exit code is that of Unsupported, 3, unless a cell disagrees; it stays 0 for one that a pattern gave."""
     found = verdicts("agrees", outcome)
     agrees, missing = found.rows
     assert found.code == 0
