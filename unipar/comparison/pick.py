@@ -114,8 +114,8 @@ def _paths(source: ConfigSource, folder: Path) -> Iterator[tuple[str, Any]]:
     if folder == source.folder:
         return
     task = source.config.task
-    use = "" if task is None else task.use
-    if os.path.isabs(use):
+    use = None if task is None else task.use
+    if use is not None and os.path.isabs(use):
         file, _, name = use.rpartition(":")
         yield "task.use", f"{os.path.relpath(file, folder)}:{name}"
     weights = source.config.model.weights

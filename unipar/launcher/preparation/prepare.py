@@ -15,7 +15,7 @@ from unipar.config.source import Given
 from unipar.distributed.launchers import Launcher, find_launcher
 from unipar.distributed.meeting.alive_group import find_place
 from unipar.distributed.place import Place
-from unipar.errors import Unsupported, WorldMismatch
+from unipar.errors import TaskError, Unsupported, WorldMismatch
 from unipar.launcher.micro_batch.choice import (
     list_candidates,
     with_micro,
@@ -96,12 +96,19 @@ def prepare(
     """
     if is_importing_task():
         raise LaunchReached
+    if isinstance(task, Task):
+        name = type(task).__name__
+        raise TaskError(
+            f"task= is an instance of {name}, and each rank creates its own: pass the class, task={name}, and its "
+            'arguments as task.args (in the config, or overrides={"task.args": {...}})'
+        )
     source = given_source(config, overrides)
     if starts:  # what compares runs neither saves nor resumes them
         source = replace(source, config=source.config.changed(_NEITHER_SAVES_NOR_STOPS))
     place = _foreign_place(source, starts)
     ref = None
-    if code == "needed" or (code == "if named" and source.config.task is not None):
+    use = source.config.task.use if source.config.task is not None else None
+    if code == "needed" or (code == "if named" and use is not None):
         ref = TaskRef.of(task, source.config.task, functions or {})
         ref.check_code()
     if (wanted := source.config.model.loading) is not None:

@@ -105,7 +105,7 @@ def _expand_compare_cells(source: ConfigSource) -> list[Cell]:
 
 def _describe_task(source: ConfigSource, *, deep: bool) -> str:
     task = source.config.task
-    if task is None:
+    if task is None or task.use is None:
         return "not in this config; a script passes it to unipar.launch"
     if not deep:
         return f"{task.use}, checked without importing it (--deep imports it)"
