@@ -242,8 +242,8 @@ def test_arguments_for_a_class_that_a_script_passes() -> None:
     use = TaskUse(args={"width": 64})
     assert TaskRef.of(tasks.Plain, use, {}).args == {"width": 64}
     said = (
-        r"^task.args \(width\) are given, and no task: set task.use: file.py:Class in the config, or pass the class from "
-        r"a script: launch\(..., task=Class\)$"
+        r"^task.args \(width\) are given, and no task: set task.use: file.py:Class in the config, or pass the class "
+        r"from a script: launch\(..., task=Class\)$"
     )
     with pytest.raises(TaskError, match=said):
         TaskRef.of(None, use, {})

@@ -22,7 +22,7 @@ class TaskUse(Section):
     """Config section `task`."""
 
     use: str | None = None
-    """`file.py:Class`, relative to this file, or `package.module:Class`; null: a script passes the class, as `task=`."""
+    """`file.py:Class`, relative to this file, or `package.module:Class`; null: a script passes `task=`."""
 
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of that class."""

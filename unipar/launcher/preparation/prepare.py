@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -63,6 +64,11 @@ class Prepared:
         source = self.source
         return resources.ranks_in(source.cell, source.config, self.place, alone=source.alone)
 
+    def show_notes(self, *, quiet: bool) -> None:
+        """Print what was changed to fit to an override; once, by rank 0, if a launcher started several processes."""
+        if not quiet and (self.place is None or self.place.rank == 0):
+            sys.stderr.writelines(f"{note}\n" for note in self.source.notes)
+
     def with_micro(self, micro: int) -> Self:
         """Return the same with a microbatch of this size."""
         return replace(self, source=replace(self.source, config=with_micro(self.source.config, micro)))
@@ -113,7 +119,10 @@ def prepare(
         ref.check_code()
     if (wanted := source.config.model.loading) is not None:
         weight_file.validate_weight_file(wanted, (source.folder, Path.cwd()))
-    return Prepared(source, ref, place, *resources.choose_device(source.config))
+    prepared = Prepared(source, ref, place, *resources.choose_device(source.config))
+    if starts:
+        prepared.show_notes(quiet=False)
+    return prepared
 
 
 def _foreign_place(source: CheckedSource, starts: str) -> Place | None:

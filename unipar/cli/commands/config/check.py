@@ -60,6 +60,7 @@ def check_config(source: ConfigSource, *, deep: bool = False, overwrite: bool = 
         ("task", _describe_task(source, deep=deep)),
         ("compare", f"{len(compared)} cell{'s' * (len(compared) > 1)}: {', '.join(config.compare.cells)}"),
         ("out", str(plan.out)),
+        *(("note", note) for note in source.notes),
     ]
     return "\n".join([f"{source.label}: good", *(f"  {name:<7}  {text}" for name, text in rows)])
 
