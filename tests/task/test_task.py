@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.conformance import tasks
 from unipar.config.config import TaskUse
 from unipar.errors import TaskError
 from unipar.task import Task
@@ -267,6 +268,18 @@ def test_a_task_or_functions() -> None:
         TaskRef.of(Task, None, functions)
     with pytest.raises(TaskError, match=r"^there is no task: set task.use in the config, or pass task=, or model="):
         TaskRef.of(None, None, {})
+
+
+def test_arguments_for_a_class_that_a_script_passes() -> None:
+    """The config's task.args go to the class of task=; without it the error names both ways out."""
+    use = TaskUse(args={"width": 64})
+    assert TaskRef.of(tasks.Plain, use, {}).args == {"width": 64}
+    said = (
+        r"^task.args \(width\) are given, and no task: set task.use: file.py:Class in the config, or pass the class "
+        r"from a script: launch\(..., task=Class\)$"
+    )
+    with pytest.raises(TaskError, match=said):
+        TaskRef.of(None, use, {})
 
 
 def test_refs_travel_as_json() -> None:

@@ -223,7 +223,14 @@ def _settled(config: Config, backend: Backend, cell: Cell, ranks: int, device: s
 def _checked(source: ConfigSource, backend: Backend) -> CheckedSource:
     cell = cell_of(source.config, backend)
     return CheckedSource(
-        source.config, source.name, source.folder, source.origins, source.label, backend=backend, cell=cell
+        source.config,
+        source.name,
+        source.folder,
+        source.origins,
+        source.label,
+        source.notes,
+        backend=backend,
+        cell=cell,
     )
 
 
