@@ -176,7 +176,8 @@ def _attempts_table(attempts: Sequence[ShownAttempt]) -> str:
         first = _NO_VALUE if a.after is None else str(a.after + 1)
         rows.append([str(a.number), a.cell, str(a.ranks or _NO_VALUE), first, str(a.reached), a.end])
     head = ["attempt", "cell", "ranks", "from step", "to step", "end"]
-    return html_table(head, rows, "Attempts of this run", text=(0, 1, 5))
+    changes = [f"Config of attempt {a.number}: {'; '.join(a.changes)}." for a in attempts if a.changes]
+    return html_table(head, rows, "Attempts of this run", text=(0, 1, 5)) + "".join(map(paragraph, changes))
 
 
 def _changes_section(run: RunPageData, before: RunPageData | None) -> str:
