@@ -144,7 +144,7 @@ def test_checkpoints_in_the_place_of_an_earlier_config(here: Path) -> None:
         f"two/{own}; or begin a run with that one (--from {newest.relative_to(here)})"
     )
     with pytest.raises(CheckpointError, match=r"checkpoint\.to was one and is null, where there is none: to go on, "):
-        planned(resume="auto")
+        planned(resume="auto", checkpoint__to=None)
     (here / "two").mkdir()
     (here / "one" / own).rename(here / "two" / own)
     assert planned(resume="auto", checkpoint__to="two").goes_on

@@ -76,6 +76,14 @@ def test_an_early_stop(mode: str, sentence: str, run: Path) -> None:
     assert f"eval.stop: the run ends when loss {sentence}" in text
 
 
+def test_a_step_has_the_rate_of_each_group(run: Path) -> None:
+    """One number if all groups have it, else all of them, in their order."""
+    wrote(run, 0, [*EVENTS[:3], {**EVENTS[3], "lr": [0.5, 0.05]}, *EVENTS[4:]])
+    text = render_run(RunPageData.read(run / "rank-0.jsonl"))
+    assert "<td>0.001</td>" in text
+    assert "<td>0.5, 0.05</td>" in text
+
+
 def test_memory_that_was_watched_is_on_the_page(run: Path) -> None:
     """Memory accounts are shown by phase and category, for the fullest rank."""
     for rank in (0, 1):

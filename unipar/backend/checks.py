@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from pydantic import ValidationError
 
@@ -27,7 +27,15 @@ from unipar.config import SHARDS, Cell, Config, Precision, Section, Shard
 from unipar.config.job_system import find_job_system, job_system_names
 from unipar.config.sections.machines import Machines
 from unipar.config.settled import SettledConfig
-from unipar.config.source import OVERRIDES, ConfigSource, Given, load_config_file, load_given_config
+from unipar.config.source import (
+    KEPT_ORIGIN,
+    OVERRIDES,
+    ConfigSource,
+    Given,
+    keep_changes,
+    load_config_file,
+    load_given_config,
+)
 from unipar.config.validation_errors import KeyOrigins, join_mistakes, list_option_mistakes
 from unipar.errors import BackendNotFound, BackendNotInstalled, ConfigError, UniparError, Unsupported
 from unipar.tracking import tracker
@@ -58,6 +66,11 @@ def given_source(config: Given, overrides: Mapping[str, Any] | None = None) -> C
     """Return the config that a script gave, with its overrides applied and its names checked."""
     source = load_given_config(config, overrides, _name_sentences)
     return source if isinstance(source, CheckedSource) else check_names(source)
+
+
+def with_earlier_changes(source: ConfigSource, earlier: Sequence[tuple[str, Any]]) -> CheckedSource:
+    """Return a config with the changes that an earlier command made, as far as this one does not make them anew."""
+    return check_names(keep_changes(source, earlier, _name_sentences))
 
 
 def check_names(source: ConfigSource) -> CheckedSource:
@@ -162,7 +175,11 @@ def _unknown_backend(name: str, key: str, places: KeyOrigins) -> Iterator[tuple[
         yield BackendNotFound, f"{key}{_place(places, key)}: {e}"
 
 
-def in_cell(source: ConfigSource, text: str, origin: str = "--backend") -> CheckedSource:
+CELL: Final = "--backend"
+"""Key of a change that moves a config to another cell."""
+
+
+def in_cell(source: ConfigSource, text: str, origin: str = CELL) -> CheckedSource:
     """Return the same run in the cell that `origin` names, on as many ranks; keys that it does not name stay.
 
     Raise ConfigError if another argument of the command, or an override, says otherwise.
@@ -175,7 +192,8 @@ def in_cell(source: ConfigSource, text: str, origin: str = "--backend") -> Check
                 f"{origin} {text} sets {key}: {yaml_word(value)}, and {said} sets {key}: {yaml_word(other)}; leave one "
                 "of them out"
             )
-    keep_data = places.get("parallel.data") in OVERRIDES and "parallel.data" not in named
+    explicit = (*OVERRIDES, *((KEPT_ORIGIN,) if origin == KEPT_ORIGIN else ()))
+    keep_data = places.get("parallel.data") in explicit and "parallel.data" not in named
     ranks, least = config.parallel.ranks, cell.axes.ranks
     if isinstance(ranks, int) and ranks % least and not keep_data:
         raise ConfigError(
@@ -183,7 +201,12 @@ def in_cell(source: ConfigSource, text: str, origin: str = "--backend") -> Check
             f"parallel.data to {least}, or to a multiple of it"
         )
     origins = {**places, **dict.fromkeys(named, origin)}
-    moved = replace(source, config=config_with_cell(config, cell, keep_data=keep_data), origins=origins)
+    moved = replace(
+        source,
+        config=config_with_cell(config, cell, keep_data=keep_data),
+        origins=origins,
+        changes=(*source.changes, (CELL, text, origin)),
+    )
     return _checked(moved, registry.find_backend(cell.backend))
 
 
@@ -222,16 +245,8 @@ def _settled(config: Config, backend: Backend, cell: Cell, ranks: int, device: s
 
 def _checked(source: ConfigSource, backend: Backend) -> CheckedSource:
     cell = cell_of(source.config, backend)
-    return CheckedSource(
-        source.config,
-        source.name,
-        source.folder,
-        source.origins,
-        source.label,
-        source.notes,
-        backend=backend,
-        cell=cell,
-    )
+    given = {field.name: getattr(source, field.name) for field in fields(ConfigSource)}
+    return CheckedSource(**given, backend=backend, cell=cell)
 
 
 def check_can_run(config: Config) -> Backend:

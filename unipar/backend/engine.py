@@ -254,7 +254,10 @@ class Engine(ABC):
         """
 
     def learning_rates(self) -> list[float]:
-        """Return each group's learning rate as the optimizer holds it; empty if the library does not show it."""
+        """Return each group's learning rate as the optimizer used it last; empty if the library does not show it.
+
+        Called at logged steps: a rate that is a tensor on a device is read there.
+        """
         return []
 
     def counters(self) -> dict[str, float]:

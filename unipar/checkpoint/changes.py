@@ -52,10 +52,12 @@ def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any], among: Colle
     return [ChangedKey(key, old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)]
 
 
-def refuse_changes(before: Mapping[str, Any], now: Mapping[str, Any], said: Collection[str], called: str) -> list[str]:
+def refuse_changes(
+    before: Mapping[str, Any], now: Mapping[str, Any], said: Collection[str], called: str
+) -> list[ChangedKey]:
     """Raise CheckpointError if a fixed key has another value than in the checkpoint `called`, unless it was said now.
 
-    Return a sentence for each change that is told.
+    Return the changes that are told.
     """
     fixed = [change for change in changed_keys(before, now, FIXED) if not _within(change.key, FREE)]
     if refused := [change for change in fixed if not _within(change.key, said)]:
@@ -66,7 +68,7 @@ def refuse_changes(before: Mapping[str, Any], now: Mapping[str, Any], said: Coll
             f"one again with --set {first.key}={show_value(first.now)}"
         )
     told = [change for change in changed_keys(before, now, TOLD) if not _within(change.key, FIXED)]
-    return [str(change) for change in (*fixed, *told)]
+    return [*fixed, *told]
 
 
 def describe_other_code(saved: Mapping[str, Any], revision: str | None, code: str | None) -> list[str]:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self, TypeGuard
+from typing import Any, NamedTuple, Self, TypeGuard
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
@@ -30,8 +30,21 @@ LENGTH_KEYS = ("steps", "epochs")
 SHORTENED = "shortened for"
 """First words of the origin of a length that an overridden `train.steps` has changed."""
 
-_FROM_SCRIPT = "given"
+FROM_SCRIPT = "given"
 """Origin of a value that a script gave in a mapping or a Config."""
+
+KEPT_ORIGIN = "kept from the run before"
+"""Origin of a value that an earlier attempt's command has set, in a run that goes on."""
+
+_CHANGES = (*OVERRIDES, KEPT_ORIGIN)
+"""Origins of values that a command line or a call gave, now or before."""
+
+
+class WrittenConfig(NamedTuple):
+    """A config as its file, or a script's mapping, has it: before a command or overrides changed it."""
+
+    values: Mapping[str, Any]
+    origins: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -54,6 +67,10 @@ class ConfigSource:
     notes: tuple[str, ...] = ()
     """Sentences on values that were changed so that they fit to an overridden one."""
 
+    written: WrittenConfig = field(default_factory=lambda: WrittenConfig({}, {}))
+    changes: tuple[tuple[str, Any, str], ...] = ()
+    """Changes that the command or the overrides made, in order: key, value and origin."""
+
     @property
     def out(self) -> Path:
         """Path of the run folder."""
@@ -72,7 +89,8 @@ class ConfigSource:
     def with_out(self, out: str, origin: str = "--out") -> Self:
         """Return a copy with another run folder."""
         config = self.config.model_copy(update={"out": out})
-        return replace(self, config=config, origins={**self.origins, "out": origin})
+        changes = (*self.changes, ("out", out, origin))
+        return replace(self, config=config, origins={**self.origins, "out": origin}, changes=changes)
 
 
 def load_config_file(
@@ -94,6 +112,7 @@ def load_config_file(
         )
     draft = _ConfigDraft(data, {".".join(path): f"line {n}" for path, n in lines.items()}, label)
     draft.locate(file.resolve().parent)
+    draft.finish_written()
     for text in sets:
         draft.put(*parse_set_argument(text), "--set")
     for key, value in (overrides or {}).items():
@@ -109,6 +128,7 @@ def load_given_config(
         if not overrides:
             return config
         draft = _ConfigDraft(_explicit_values(config.config), dict(config.origins), config.label)
+        draft.written, draft.changes = config.written, [*config.changes]
         name, folder = config.name, config.folder
     elif isinstance(config, str | Path):
         return load_config_file(Path(config), (), overrides, names)
@@ -117,14 +137,28 @@ def load_given_config(
         draft = _ConfigDraft({}, {}, "the config")
         if isinstance(config, Config):
             draft.data = _explicit_values(config)
-            draft.origins.update((key, _FROM_SCRIPT) for key in _dotted_keys(draft.data))
+            draft.origins.update((key, FROM_SCRIPT) for key in _dotted_keys(draft.data))
         else:
             for key, value in config.items():
-                draft.put(key, value, _FROM_SCRIPT)
+                draft.put(key, value, FROM_SCRIPT)
+        draft.finish_written()
     draft.locate(folder)
     for key, value in (overrides or {}).items():
         draft.put(key, value, "overrides")
     return draft.checked(name, folder, names)
+
+
+def keep_changes(
+    source: ConfigSource, earlier: Iterable[tuple[str, Any]], names: NameCheck | None = None
+) -> ConfigSource:
+    """Return the config as written, with an earlier command's changes before those of this one; `names` as above."""
+    draft = _ConfigDraft(copy.deepcopy({**source.written.values}), {**source.written.origins}, source.label)
+    draft.written = source.written
+    for key, value in earlier:
+        draft.put(key, value, KEPT_ORIGIN)
+    for change in source.changes:
+        draft.put(*change)
+    return draft.checked(source.name, source.folder, names)
 
 
 Given = str | Path | Mapping[str, Any] | Config | ConfigSource
@@ -139,11 +173,20 @@ class _ConfigDraft:
         self._written_steps: Any = None
         """`train.steps` before the first override."""
 
+        self.written = WrittenConfig({}, {})
+        self.changes: list[tuple[str, Any, str]] = []
+
+    def finish_written(self) -> None:
+        """Keep what is in the draft as the config that was written: what follows are changes to it."""
+        self.written = WrittenConfig(copy.deepcopy(self.data), {**self.origins})
+        self.changes.clear()
+
     def put(self, dotted: str, value: Any, origin: str) -> None:
         """Set one key. A section changes only the keys that it names; one with another `name` replaces the old one."""
         value = _plain_copy(value, dotted, origin)
+        self.changes.append((dotted, value, origin))
         steps = dotted.split(".")
-        if origin in OVERRIDES and self.origins.get("train.steps") not in OVERRIDES:
+        if origin in _CHANGES and self.origins.get("train.steps") not in _CHANGES:
             self._written_steps = _section(self.data, "train").get("steps")
         into = self.data
         for i, step in enumerate(steps[:-1]):
@@ -158,7 +201,7 @@ class _ConfigDraft:
                     f"{origin} {dotted}: {above} is {show_value(into)} ({place}), not a section; "
                     f"give {above} as a whole: {{{steps[i + 1]}: ..., ...}}"
                 )
-        if origin != _FROM_SCRIPT:
+        if origin != FROM_SCRIPT:
             self._drop_other_length(steps, value, origin)
         self._merge(into, steps[-1], value, tuple(steps), origin)
 
@@ -215,7 +258,7 @@ class _ConfigDraft:
         except ValidationError as e:
             mistakes = [*list_mistakes(e, places), *(names(self.data, places) if names is not None else ())]
             raise ConfigError(f"{self.label}: {join_mistakes(mistakes)}") from None
-        return ConfigSource(config, name, folder, self.origins, self.label, notes)
+        return ConfigSource(config, name, folder, self.origins, self.label, notes, self.written, tuple(self.changes))
 
     def _shorten_schedule(self) -> tuple[str, ...]:
         """Shorten a schedule that does not fit into an overridden `train.steps`; return a sentence that says so.
@@ -225,8 +268,8 @@ class _ConfigDraft:
         train = _section(self.data, "train")
         steps, given, written = train.get("steps"), _section(train, "schedule"), self._written_steps
         origin = self.origins.get("train.steps")
-        said = any(self.origins[key] in OVERRIDES for key in self.origins if key.startswith("train.schedule"))
-        if origin not in OVERRIDES or said or not _is_count(steps):
+        said = any(self.origins[key] in _CHANGES for key in self.origins if key.startswith("train.schedule"))
+        if origin not in _CHANGES or said or not _is_count(steps):
             return ()
         schedule = _read_schedule(given)
         if schedule is None or schedule.misfit(steps) is None:
@@ -273,7 +316,7 @@ def _is_count(value: Any) -> TypeGuard[int]:
 
 
 def _places(origins: Mapping[str, str]) -> dict[str, str]:
-    return {key: origin for key, origin in origins.items() if origin != _FROM_SCRIPT}
+    return {key: origin for key, origin in origins.items() if origin != FROM_SCRIPT}
 
 
 def _parse_file(text: str, label: str) -> tuple[Any, dict[safe_yaml.KeyPath, int]]:

@@ -169,10 +169,10 @@ class WrapperEngine(OptimizerEngine):
         if self.scaler is not None:
             self.scaler.unscale(self._local_grads()[0])
         norm = self.norm_in_fp64() if self.fp64 else self.norm()
+        self.rates.set(self.optimizer, factor)
         if self.scaler is not None and self.scaler.overflowed(norm):
             self.optimizer.zero_grad()
             return Step(share, norm, skipped=True)
-        self.rates.set(self.optimizer, factor)
         self.update()
         return Step(share, norm)
 

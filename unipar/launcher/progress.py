@@ -26,6 +26,9 @@ LINES_IN_SHORT_RUN = 20
 
 SECONDS_BETWEEN_LINES = 30.0
 
+MOST_CHANGES = 12
+"""Largest number of lines on how the config of a run that goes on differs from before."""
+
 
 class FileTail:
     """Reader of a growing file: lines that were added since the last call."""
@@ -177,6 +180,10 @@ class Progress:
             self.say(f"{row['what']}: {row['why']}")
         elif row["event"] in ("training mode", "data", "tracker", "memory", "read on"):
             self.say(f"{'data' if row['event'] == 'read on' else row['event']}: {row['said']}")
+        elif row["event"] == "config":
+            shown, left = row["said"][:MOST_CHANGES], len(row["said"]) - MOST_CHANGES
+            for line in [*shown, *([f"{left} more, in launch.json"] if left > 0 else [])]:
+                self.say(f"config: {line}")
         elif row["event"] == "early stop":
             self.say(row["said"])
         elif row["event"] in ("resumed", "checkpoint", "checkpoint failed"):

@@ -66,7 +66,7 @@ class TrainedPart:
         """Numbers (from 1) of the run's steps whose losses are in the window."""
 
         self.last: dict[str, Any] | None = None
-        """Step, loss, norm and learning rate of the last report."""
+        """Step, loss, norm and learning rates of the last report."""
 
         self.tied = [list(names) for names in tied]
         """Names that share one parameter."""
@@ -84,14 +84,20 @@ class TrainedPart:
         """Whether the norms since the last save were finite, without those that are pending."""
 
         self._norm: Tensor | None = None
-        self._rate = 0.0
+        self._factor = 0.0
+        """The schedule's factor in the last step."""
+
         self._loss_and_norm: Tensor | None = None
         self._step_numbers: list[int] = []
 
     def _plain_groups(self) -> list[dict[str, Any]]:
-        """Return the settings of the optimizer's groups that are plain values."""
+        """Return each group's settings that are plain values, and its rate as a number if it is a tensor."""
         return [
-            {key: value for key, value in group.items() if key != "params" and _is_plain(value)}
+            {
+                key: float(value) if isinstance(value, Tensor) else value
+                for key, value in group.items()
+                if key != "params" and (_is_plain(value) or (key in _RATES and isinstance(value, Tensor)))
+            }
             for group in self.engine.optimizer_groups()
         ]
 
@@ -125,13 +131,13 @@ class TrainedPart:
             if name in self._names:
                 p.requires_grad_(wanted)
 
-    def add_step(self, number: int, out: Step, rate: float) -> None:
-        """Keep loss, norm and rate of the run's step `number`, on the device."""
+    def add_step(self, number: int, out: Step, factor: float) -> None:
+        """Keep loss and norm of the run's step `number`, on the device, and the schedule's factor."""
         self.steps.append(number)
         self._pending_losses.append(out.loss)
         if not out.skipped:
             self._pending_norms.append(out.norm)
-        self._norm, self._rate = out.norm, rate
+        self._norm, self._factor = out.norm, factor
         if len(self._pending_losses) == _MAX_PENDING_LOSSES:
             self.settle()
         if self._loss_and_norm is not None:
@@ -183,7 +189,8 @@ class TrainedPart:
         assert self._norm is not None
         self.settle()
         loss = self._reduce_loss(self.window[len(self.steps) - 1])
-        lr = self._rate * self.config.train.optimizer.lr
+        rates = self.engine.learning_rates() or [base * self._factor for base in self.rates]
+        lr = rates[0] if len(set(rates)) == 1 else rates
         self.last = {"step": self.steps[-1], "loss": loss, "norm": float(self._norm), "lr": lr}
         self.steps.clear()
         return loss
@@ -280,9 +287,12 @@ def refuse_other_loss(loss: object, own: object, config: Config) -> None:
         )
 
 
-def collect_step_values(parts: Mapping[str, TrainedPart], scale: float) -> dict[str, Any]:
-    """Return loss, norm and rate of a logged step; for several parts, the sum of losses, the joint norm, and each."""
-    rows = {name: part.last | {"lr": part.last["lr"] * scale} for name, part in parts.items() if part.last is not None}
+def collect_step_values(parts: Mapping[str, TrainedPart]) -> dict[str, Any]:
+    """Return loss, norm and rate of a logged step; for several parts, the sum of losses, the joint norm, and each.
+
+    The rate is a number if all groups of the optimizer have one rate, else the list of the groups' rates.
+    """
+    rows = {name: part.last for name, part in parts.items() if part.last is not None}
     if len(parts) == 1:
         return {key: value for row in rows.values() for key, value in row.items() if key != "step"}
     loss, norm = sum(row["loss"] for row in rows.values()), math.hypot(*(row["norm"] for row in rows.values()))
@@ -290,12 +300,17 @@ def collect_step_values(parts: Mapping[str, TrainedPart], scale: float) -> dict[
 
 
 def flatten_logged_step(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the row of a logged step as a flat mapping of names to numbers, such as `loss/critic`, for trackers."""
+    """Return the row of a logged step as a flat mapping of names to numbers, for trackers.
+
+    Names are such as `loss/critic` for a part, `lr/0` for a group of the optimizer, and `lr/critic/0` for both.
+    """
     flat = {key: value for key, value in row.items() if key not in ("parts", "memory", "flops_by")}
     for phase in row.get("memory", []):
         flat[f"memory/{phase['name']}"] = phase["peak"]
     for name, part in row.get("parts", {}).items():
         flat |= {f"{key}/{name}": value for key, value in part.items() if key != "step"}
+    for key in [key for key, value in flat.items() if isinstance(value, list)]:
+        flat |= {f"{key}/{group}": rate for group, rate in enumerate(flat.pop(key))}
     return flat
 
 

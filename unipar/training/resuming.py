@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from unipar.checkpoint.changes import describe_other_code, find_new_optimizers, refuse_changes
+from unipar.checkpoint.changes import ChangedKey, describe_other_code, find_new_optimizers, refuse_changes
 from unipar.checkpoint.format.manifest import StoredTensor
 from unipar.checkpoint.packed_values import unpack_values
 from unipar.checkpoint.protocol.verifying import CheckpointContents, HashProgress, find_checkpoints, verify_checkpoint
@@ -38,8 +38,8 @@ class ChosenCheckpoint:
     passed: tuple[str, ...]
     """Sentences about newer checkpoints that are broken, and were passed over."""
 
-    told: tuple[str, ...]
-    """Sentences about keys of the config that have changed since."""
+    told: tuple[ChangedKey, ...]
+    """Keys of the config that have changed since."""
 
     said: Collection[str] = ()
     """Keys of the config that were given for this run."""
@@ -153,7 +153,7 @@ def restore_run(live: TrainingRun, chosen: ChosenCheckpoint) -> None:
         bytes=read,
         seconds=time.monotonic() - began,
         passed=list(chosen.passed),
-        told=[*chosen.told, *begin_anew.values(), *_other_code(live, state)],
+        told=[*map(str, chosen.told), *begin_anew.values(), *_other_code(live, state)],
         cell=state["cell"],
         size=state["ranks"],
     )

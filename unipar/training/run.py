@@ -66,7 +66,7 @@ class TrainingRun(Run):
         self.done = 0
         self._choice = PartChoice(parts, task, config)
         self.heartbeat, self.work = heartbeat, work
-        self._log = StepLog(ledger, trackers, config.log.every, config.train.lr_scale.factor(sizes.total), work)
+        self._log = StepLog(ledger, trackers, config.log.every, work)
         self._mark = heartbeat.set_phase
         self._loss = StepLoss(task, world, config, self._mark, work)
         self._rates = RateSchedule(config.train.schedule, task.schedule if task.defines("schedule") else None)

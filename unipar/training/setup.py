@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -162,6 +162,9 @@ def _choose_checkpoint(
         said, progress = launched.get("said", []), partial(heartbeat.set_work, "verifying the checkpoint")
         chosen = choose_checkpoint(config.resume, folder, world, config, said, progress, again=again)
         heartbeat.set_work("")
+        if chosen is not None:  # what has changed since the attempt before is shown with its origin
+            shown = {change["key"] for change in launched.get("changes", ())}
+            chosen = replace(chosen, told=tuple(change for change in chosen.told if change.key not in shown))
     if again:  # in the folder of an earlier attempt, which may have had more ranks
         step = 0 if chosen is None or chosen.path.parent != folder else chosen.step
         ledger.continue_after(step, attempt=earlier + 1)
@@ -170,6 +173,8 @@ def _choose_checkpoint(
                 if not (path := ledger_path(run, rank)).exists():
                     break
                 Ledger.trim(path, step)
+    if world.rank == 0 and (lines := launched.get("lines")):
+        ledger.note("config", said=lines)
     return chosen, step
 
 

@@ -22,11 +22,8 @@ if TYPE_CHECKING:
 class StepLog:
     """Log of one rank: the first step, then every so many, and the last."""
 
-    def __init__(
-        self, ledger: Ledger, trackers: TrackerWriter, every: int, scale: float, observer: StepObserver
-    ) -> None:
-        """`scale`: factor of the learning rate, for the one that is logged."""
-        self._ledger, self._trackers, self._every, self._scale = ledger, trackers, every, scale
+    def __init__(self, ledger: Ledger, trackers: TrackerWriter, every: int, observer: StepObserver) -> None:
+        self._ledger, self._trackers, self._every = ledger, trackers, every
         self._observer = observer
         self._since_log = self._timed = self._samples = self._all_samples = 0
         self._weight: float | None = None
@@ -74,7 +71,7 @@ class StepLog:
     def write_step(self, number: int, steps: int, parts: Mapping[str, TrainedPart]) -> None:
         """Write what the parts report of step `number` of `steps`."""
         elapsed = time.perf_counter() - self._since
-        row = collect_step_values(parts, self._scale) | {"samples": self._samples, "seconds": elapsed / self._timed}
+        row = collect_step_values(parts) | {"samples": self._samples, "seconds": elapsed / self._timed}
         row |= self._work_values(elapsed) | self._counted
         self._counted = {}
         self._since_log = self._timed = self._all_samples = 0

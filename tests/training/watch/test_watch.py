@@ -21,8 +21,8 @@ FOUND = {
     "were not reduced over all ranks, or something changes weights on one rank alone; ",
     "norm": "rank 0: the optimizer got gradients with a norm of 2.4, and the norm that is reported is {norm}, which "
     "train.clip (0.3) makes 0.3: they were scaled, clipped or reduced in another way than the norm says; ",
-    "rate": "rank 0: the optimizer took the step at the learning rate 0.2 in its group 0, where train.optimizer.lr and "
-    "the schedule say 0.1: something else sets the rate (a scheduler of the library's, or of the task's); ",
+    "rate": "rank 0: the optimizer took the step at the learning rate 0.2 in its group 0, where the group's own rate "
+    "and the schedule say 0.1: something else sets the rate (a scheduler of the library's, or of the task's); ",
     "update": "rank 0: the update left embed.weight as it was, though its gradient's norm is {gradient} and its "
     "learning rate 0.1: the step had no effect, or is too small for float32; ",
     "no update": "rank 0: the optimizer took no step, and did before; ",

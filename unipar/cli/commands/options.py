@@ -22,15 +22,22 @@ def print_result(result: TurnResults | Verdicts, more: str = "") -> NoReturn:
 
 
 def read_config_file(
-    file: Path, sets: list[str] | None, cell: str | None = None, out: str | None = None
+    file: Path, sets: list[str] | None, cell: str | None = None, out: str | None = None, *, runs: bool = False
 ) -> CheckedSource:
-    """Return the config of `file` with the changes of `--set`, `--backend` and `--out`."""
+    """Return the config of `file` with the changes of `--set`, `--backend` and `--out`.
+
+    If it `runs`, or is to be shown as a run has it, `resume: auto` keeps what the command of the run before has set.
+    """
     from unipar.backend.checks import in_cell, read_source
 
     source = read_source(file, sets or ())
-    if cell is not None:
-        source = in_cell(source, cell)
-    return source if out is None else source.with_out(out)
+    if out is not None:
+        source = source.with_out(out)
+    if runs:
+        from unipar.launcher.preparation.earlier_config import keep_earlier_changes
+
+        source = keep_earlier_changes(source, other_cell=cell is not None)
+    return source if cell is None else in_cell(source, cell)
 
 
 def location_given(text: str) -> Location:

@@ -75,7 +75,7 @@ def run(
     unipar run configs/char_gpt.yaml --resume --backend deepspeed/parameters
     """
     sets = [*(sets or ()), *resume_settings(file, resume=resume, checkpoint=checkpoint)]
-    source = read_config_file(file, sets, cell, out)
+    source = read_config_file(file, sets, cell, out, runs=True)
     if resume:
         refuse_nothing_to_resume(source)
     from unipar.backend.resources import find_foreign_place

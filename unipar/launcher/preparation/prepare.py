@@ -12,7 +12,7 @@ from unipar.backend import registry, resources
 from unipar.backend.checks import CheckedSource, given_source
 from unipar.config import Config
 from unipar.config.settled import SettledConfig
-from unipar.config.source import Given
+from unipar.config.source import ConfigSource, Given
 from unipar.distributed.launchers import Launcher, find_launcher
 from unipar.distributed.meeting.alive_group import find_place
 from unipar.distributed.place import Place
@@ -21,6 +21,7 @@ from unipar.launcher.micro_batch.choice import (
     list_candidates,
     with_micro,
 )
+from unipar.launcher.preparation.earlier_config import keep_earlier_changes
 from unipar.model import weight_file
 from unipar.task import Task
 from unipar.task.importing import LaunchReached, is_importing_task
@@ -109,6 +110,8 @@ def prepare(
             'arguments as task.args (in the config, or overrides={"task.args": {...}})'
         )
     source = given_source(config, overrides)
+    if not starts and not isinstance(config, ConfigSource):  # what the command line has read has it already
+        source = keep_earlier_changes(source)
     if starts:  # what compares runs neither saves nor resumes them
         source = replace(source, config=source.config.changed(_NEITHER_SAVES_NOR_STOPS))
     place = _foreign_place(source, starts)

@@ -14,7 +14,7 @@ from typing import Any, Self
 from unipar.backend import Backend, checks
 from unipar.backend.installed import library_versions, machine_summary
 from unipar.checkpoint.changes import sections_said
-from unipar.checkpoint.protocol.verifying import find_checkpoints
+from unipar.checkpoint.protocol.verifying import find_checkpoints, inspect_checkpoint
 from unipar.checkpoint.starting_points import (
     check_start,
     configured_folder,
@@ -24,6 +24,7 @@ from unipar.checkpoint.starting_points import (
 from unipar.checkpoint.storage.remote import open_file_system
 from unipar.config import Config
 from unipar.config.settled import SettledConfig
+from unipar.config.source import ConfigSource
 from unipar.distributed.place import Place
 from unipar.distributed.restarts import LaunchedJob, find_job
 from unipar.errors import ConfigError, UniparError, WorldMismatch
@@ -34,12 +35,18 @@ from unipar.launcher.micro_batch.choice import (
     name_of_world,
     usable_memory,
 )
+from unipar.launcher.preparation.earlier_config import (
+    describe_changed_config,
+    given_config,
+    kept_keys,
+    list_changed_values,
+)
 from unipar.launcher.preparation.prepare import Prepared
 from unipar.run_folder import folder
 from unipar.run_folder.layout import read_launch_file
 from unipar.task.reference import TaskRef
 from unipar.tracking.tracker import require_tracker
-from unipar.utils.address import is_address, parse_address
+from unipar.utils.address import is_address, parse_address, parse_location
 from unipar.utils.files import relative_path
 from unipar.utils.procfs import boot_id
 
@@ -71,6 +78,9 @@ class PreparedRun:
 
     job: tuple[str, ...] = ()
     """Names of the launcher's or scheduler's job, by which a restart finds the folder of its first attempt."""
+
+    source: ConfigSource | None = None
+    """Config as it was given, with the origin of each key; None in a run that a test has made."""
 
     goes_on: bool = False
     """Whether the run goes on in the folder of an earlier one."""
@@ -148,7 +158,7 @@ class PreparedRun:
             elif wanted != "never" and not finished:
                 refuse_lost_checkpoints(out, config)
         why = ranks.why or prepared.why
-        run = cls(settled, source.backend, out, overwrite, place, prepared.ref, why, said, numbered, job.names)
+        run = cls(settled, source.backend, out, overwrite, place, prepared.ref, why, said, numbered, job.names, source)
         if earlier is not None:
             launched = folder.launch_time(earlier) if job.same_clock else None
             launched = run.launched if launched is None else launched
@@ -257,7 +267,22 @@ class PreparedRun:
         launch["checkpoints"] = self._own_folder()
         if self.micro is not None:
             launch["micro"] = self.micro.to_json()
+        if self.source is not None:
+            launch |= {"given": given_config(self.source)} | self._changes(self.source)
         return self.config.json_for_ranks(), json.dumps(launch | ran, indent=2)
+
+    def _changes(self, source: ConfigSource) -> dict[str, Any]:
+        """Return for launch.json how the config differs from that of the run, or the state, that this goes on from."""
+        wanted, settled = self.config.resume, self.settled
+        if wanted == "never" or not (self.goes_on or wanted not in (None, "auto")):
+            return {}
+        if self.goes_on:
+            before = json.loads((self.out / "config.json").read_bytes())
+        else:
+            before = inspect_checkpoint(parse_location(str(wanted))).state["config"]
+        changes = list_changed_values(before, settled, source.origins, of_state=not self.goes_on)
+        lines = describe_changed_config(changes, kept_keys(source), self.config)
+        return {"changes": [change._asdict() for change in changes], "lines": [*lines]}
 
 
 def _resume_of_restart(config: Config, job: LaunchedJob) -> str:

@@ -29,6 +29,9 @@ class ShownAttempt:
     end: str
     """How it ended, in words."""
 
+    changes: tuple[str, ...] = ()
+    """Lines on how its config differs from that of the attempt before."""
+
     @property
     def name(self) -> str:
         """Cell and number of ranks."""
@@ -36,9 +39,14 @@ class ShownAttempt:
 
 
 def shown_attempts(
-    folder: Path, report: Report, rows: Iterable[Mapping[str, Any]], failure: str, problems: list[str]
+    folder: Path,
+    report: Report,
+    rows: Iterable[Mapping[str, Any]],
+    failure: str,
+    problems: list[str],
+    launched: Mapping[str, Any],
 ) -> list[ShownAttempt]:
-    """Return all attempts of a run, this one last; none if there was only one."""
+    """Return all attempts of a run, this one last, with the launch.json `launched`; none if there was only one."""
     try:
         earlier = read_attempts(folder)
     except (OSError, AttributeError, LookupError, TypeError, ValueError) as e:
@@ -55,12 +63,21 @@ def shown_attempts(
             0 if i == 1 else began.get(i),
             a.step,
             _first_line(a.message) or "no error recorded",
+            _lines(a.launch),
         )
         for i, a in enumerate(earlier, 1)
     ]
     last = len(earlier) + 1
     end = _first_line(failure) or ("" if report.stopped is None else f"stopped by {report.stopped_by}") or "–"
-    return [*shown, ShownAttempt(last, report.cell, report.size, began.get(last, 0), report.steps, end)]
+    return [
+        *shown,
+        ShownAttempt(last, report.cell, report.size, began.get(last, 0), report.steps, end, _lines(launched)),
+    ]
+
+
+def _lines(launched: Mapping[str, Any]) -> tuple[str, ...]:
+    lines = launched.get("lines")
+    return tuple(map(str, lines)) if isinstance(lines, list) else ()
 
 
 def saved_steps(rows: Sequence[Mapping[str, Any]]) -> list[int]:

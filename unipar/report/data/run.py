@@ -106,7 +106,7 @@ class RunPageData:
             command=_command_to_repeat(folder, launched, config),
             versions={str(k): str(v) for k, v in nested_mapping(launched, "versions").items()},
             machine=nested_mapping(launched, "machine"),
-            attempts=tuple(shown_attempts(folder, report, ranks[0], failure, problems)),
+            attempts=tuple(shown_attempts(folder, report, ranks[0], failure, problems, launched)),
             saved=tuple(saved_steps(ranks[0])),
             problems=tuple(problems),
         )

@@ -121,7 +121,8 @@ def _losses(run: RunPageData, before: RunPageData | None) -> str:
         [
             str(row["step"]),
             f"{row['loss']:.8g}",
-            *(_NO_VALUE if row.get(key) is None else f"{row[key]:.4g}" for key in ("norm", "lr")),
+            _NO_VALUE if row.get("norm") is None else f"{row['norm']:.4g}",
+            _format_rates(row.get("lr")),
         ]
         for row in run.rows
     ]
@@ -138,6 +139,12 @@ def _losses(run: RunPageData, before: RunPageData | None) -> str:
         ),
         _attempts_table(run.attempts),
     )
+
+
+def _format_rates(lr: float | Sequence[float] | None) -> str:
+    """Return the rate of a logged step, or those of the optimizer's groups."""
+    rates = lr if isinstance(lr, Sequence) else [lr]
+    return ", ".join(_NO_VALUE if rate is None else f"{rate:.4g}" for rate in rates)
 
 
 def _describe_losses(run: RunPageData, before: RunPageData | None) -> str:
@@ -169,7 +176,8 @@ def _attempts_table(attempts: Sequence[ShownAttempt]) -> str:
         first = _NO_VALUE if a.after is None else str(a.after + 1)
         rows.append([str(a.number), a.cell, str(a.ranks or _NO_VALUE), first, str(a.reached), a.end])
     head = ["attempt", "cell", "ranks", "from step", "to step", "end"]
-    return html_table(head, rows, "Attempts of this run", text=(0, 1, 5))
+    changes = [f"Config of attempt {a.number}: {'; '.join(a.changes)}." for a in attempts if a.changes]
+    return html_table(head, rows, "Attempts of this run", text=(0, 1, 5)) + "".join(map(paragraph, changes))
 
 
 def _changes_section(run: RunPageData, before: RunPageData | None) -> str:

@@ -140,7 +140,7 @@ class StateWatch:
                 wanted = f"{expected[i]:g}" if in_order else " or ".join(f"{e:g}" for e in expected)
                 self._faults.append(
                     f"the optimizer took the step at the learning rate {rate:g} in its group {i}, where "
-                    f"train.optimizer.lr and the schedule say {wanted}: something else sets the rate (a scheduler of "
+                    f"the group's own rate and the schedule say {wanted}: something else sets the rate (a scheduler of "
                     "the library's, or of the task's)"
                 )
                 return

@@ -39,7 +39,7 @@ def check_run(
     unipar check configs/char_gpt.yaml
     unipar check configs/char_gpt.yaml --backend native/parameters --set batch.micro=3
     """
-    typer.echo(check_config(read_config_file(file, sets, cell, out), deep=deep, overwrite=overwrite))
+    typer.echo(check_config(read_config_file(file, sets, cell, out, runs=True), deep=deep, overwrite=overwrite))
 
 
 def check_config(source: ConfigSource, *, deep: bool = False, overwrite: bool = False) -> str:

@@ -59,7 +59,7 @@ def explain(
     unipar explain configs/char_gpt.yaml --cell 'deepspeed/*' --deep
     unipar explain configs/char_gpt.yaml --set train.optimizer.lr=1e-3 --json
     """
-    explanation = explain_config(read_config_file(file, sets), cells or (), compare=compare, deep=deep)
+    explanation = explain_config(read_config_file(file, sets, runs=True), cells or (), compare=compare, deep=deep)
     if as_json:
         typer.echo(explanation.to_json())
     elif sys.stdout.isatty():

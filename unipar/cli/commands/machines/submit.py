@@ -76,7 +76,7 @@ def submit(
     given: dict[str, object] = {"--backend": cell, "--cell": cells, "--world": world}
     given |= {"--resume": resume or None, "--detach": detach or None}
     _refuse_options(command, given)
-    source = read_config_file(file, sets, cell, out)
+    source = read_config_file(file, sets, cell, out, runs=command == "run")
     arguments = [word for text in sets if not _is_for_submission(text) for word in ("--set", text)]
     arguments += ["--backend", cell] if cell is not None else []
     arguments += ["--cell", ",".join(cells)] if cells else []
