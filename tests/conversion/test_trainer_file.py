@@ -56,7 +56,7 @@ def test_a_recipe(tmp_path: Path) -> None:
             "clip": 1.0,
             "precision": "bf16-mixed",
             "epochs": 1,
-            "schedule": {"name": "cosine", "warmup": 0.1},
+            "schedule": {"name": "cosine", "warmup": 0.1, "timing": "transformers"},
             "seed": 42,
         },
     }
@@ -110,7 +110,7 @@ def test_names_of_axolotl(tmp_path: Path) -> None:
     result = said(made)
     assert result["batch"] == {"micro": 2, "accumulate": 1}
     assert result["train"]["epochs"] == 1
-    assert result["train"]["schedule"] == {"name": "cosine", "warmup": 10}
+    assert result["train"]["schedule"] == {"name": "cosine", "warmup": 10, "timing": "transformers"}
     assert result["train"]["optimizer"]["lr"] == 2e-4
     assert result["train"]["optimizer"]["name"] == "adamw-8bit"
     (told,) = (note for note in made.assumed if note.startswith("train.optimizer.name: adamw_bnb_8bit: adamw-8bit, "))
@@ -132,6 +132,7 @@ def test_strict_assumes_nothing(tmp_path: Path) -> None:
         "the library that the launcher says: give it with --set backend=native",
         "gradient_accumulation_steps: give it with --set batch.accumulate=1",
         "how long to train, which the file does not say: give it with --set train.steps=1000",
+        "lr_scheduler_type: give it with --set train.schedule.name=linear",
     ):
         assert sentence in str(caught.value)
     sets = (
@@ -140,6 +141,7 @@ def test_strict_assumes_nothing(tmp_path: Path) -> None:
         "train.optimizer.name=adamw",
         "train.precision=bf16-mixed",
         "train.epochs=2",
+        "train.schedule.name=linear",
     )
     assert bring(tmp_path, AXOLOTL, *sets, strict=True).config.train.epochs == 2
 
@@ -205,7 +207,7 @@ def test_refusals(change: dict[str, Any], sentence: str, tmp_path: Path) -> None
 )  # fmt: skip
 def test_schedules(change: dict[str, Any], schedule: dict[str, Any], tmp_path: Path) -> None:
     """A share of the steps stays a share unless the steps are known."""
-    assert said(bring(tmp_path, RECIPE | change))["train"]["schedule"] == schedule
+    assert said(bring(tmp_path, RECIPE | change))["train"]["schedule"] == schedule | {"timing": "transformers"}
 
 
 def test_samples_beside_others_of_their_length(tmp_path: Path) -> None:

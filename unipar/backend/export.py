@@ -348,7 +348,7 @@ def _rate_code(config: Config, steps: int) -> Iterator[str]:
         yield "    progress = (step - top) / (STEPS - 1 - top)"
     elif isinstance(schedule, WarmupStableDecay):
         shape, decay = schedule.shape, schedule.decay
-        yield f"    progress = max(0.0, (step - {f'({all_steps})' if ' ' in all_steps else all_steps} + {decay}) / {decay})"
+        yield f"    progress = max(0.0, (step - ({all_steps}) + {decay}) / {decay})".replace("(STEPS)", "STEPS")
     else:
         shape = schedule.name
         yield f"    progress = {since} / max(1, {last})"
