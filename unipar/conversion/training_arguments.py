@@ -384,15 +384,14 @@ class TrainingArguments:
         return value is True
 
     def _leave_out_others(self, *, evaluates: bool) -> None:
+        untold = {*NEVER_TOLD, *(["do_eval"] if evaluates else [])}
         for name, value in self.given.items():
             if name in self.elsewhere:
                 continue
             unknown = name not in KNOWN_ARGUMENTS and _why_left_out(name) == _NO_SETTING
             if unknown and (meant := _misspelt(name)) is not None:
                 self._refuse(name, f"there is no such argument (did you mean {meant!r}?)", "correct it, or take it out")
-            elif name in NEVER_TOLD or name.startswith("_") or (name == "do_eval" and evaluates):
-                self.usual.add(name)
-            elif has_default(name, value):
+            elif has_default(name, value) or name in untold or name.startswith("_"):
                 self.usual.add(name)
             elif name == "accelerator_config":
                 self._read_loader_settings(value)
