@@ -44,6 +44,10 @@ class _Schedule(Section):
     warmup: Annotated[int, Field(ge=0)] | Annotated[float, Field(gt=0, lt=1)] = 0
     """Optimizer steps over which the learning rate rises to its full value; or their share of all: 0.1."""
 
+    timing: Literal["own", "transformers"] = "own"
+    """Where the curve begins and ends. own: the first step already has a rate, and the last step has that of the end;
+    transformers: as its Trainer, a warm-up begins at rate 0, and the end would be one step after the last."""
+
     def warmup_steps(self, steps: int) -> int:
         """Return the length of the warm-up in a run of so many optimizer steps; a share is rounded up."""
         return self.warmup if isinstance(self.warmup, int) else math.ceil(self.warmup * steps)
@@ -52,12 +56,20 @@ class _Schedule(Section):
         """Return the factor of the learning rate at optimizer step `step` (from 0) of `steps`."""
         warmup = self.warmup_steps(steps)
         if step < warmup:
-            return (step + 1) / warmup
-        return self._after_warmup(step - warmup, max(1, steps - 1 - warmup))
+            return self._rise(step, warmup)
+        return self._after_warmup(step - warmup, max(1, steps - self._first - warmup))
+
+    @property
+    def _first(self) -> int:
+        """Number from which steps are counted on the curve."""
+        return 1 if self.timing == "own" else 0
+
+    def _rise(self, step: int, warmup: int) -> float:
+        return (step + self._first) / warmup
 
     @abstractmethod
     def _after_warmup(self, since: int, last: int) -> float:
-        """Return the factor so many steps behind the warm-up; `last`: that of the last step."""
+        """Return the factor so many steps behind the warm-up; `last`: number of steps from there to the end."""
 
     def misfit(self, steps: int) -> str | None:
         """Return a sentence if the schedule does not fit into so many steps."""
@@ -147,7 +159,7 @@ class InverseRoot(_Schedule):
     @override
     def factor(self, step: int, steps: int) -> float:
         warmup, scale = self.warmup_steps(steps), self.steps_to_half(steps)
-        return (step + 1) / warmup if step < warmup else math.sqrt(scale / (step - warmup + scale))
+        return self._rise(step, warmup) if step < warmup else math.sqrt(scale / (step - warmup + scale))
 
     @override
     def shortened(self, steps: int, of: int) -> dict[str, Any]:
@@ -178,7 +190,7 @@ class Steps(_Schedule):
     def factor(self, step: int, steps: int) -> float:
         falls = step // self.every if self.every is not None else sum(step >= at for at in self.at)
         warmup = self.warmup_steps(steps)
-        rise = (step + 1) / warmup if step < warmup else 1.0
+        rise = self._rise(step, warmup) if step < warmup else 1.0
         return rise * self.by**falls
 
     @override
@@ -236,6 +248,11 @@ class WarmupStableDecay(_Schedule):
         return self.end + (1.0 - self.end) * remaining_share(self.shape, progress)
 
     @override
+    def _rise(self, step: int, warmup: int) -> float:
+        rise = super()._rise(step, warmup)
+        return rise if self.timing == "own" else self.end + (1.0 - self.end) * rise
+
+    @override
     def misfit(self, steps: int) -> str | None:
         if (warmup := self.warmup_steps(steps)) + self.decay > steps:
             return (
@@ -285,6 +302,8 @@ class OneCycle(_Schedule):
                 f"warmup ({self.warmup}) and one-cycle exclude each other: it rises by itself, over the share `rise` "
                 "of the steps; leave warmup out"
             )
+        if self.timing != "own":
+            raise ValueError(f"timing ({self.timing}) and one-cycle exclude each other: leave timing out")
         return self
 
     @override
