@@ -167,9 +167,11 @@ class Report(ShownAsPage):
         The checkpoint may be of any strategy and number of ranks. Of several parts, all as a ModuleDict, or `part`.
         `averages`: those of `train.ema` in place of the weights. Raise CheckpointError if the run has saved nothing.
         """
-        from unipar.results.trained_model import load_model, load_task
+        from unipar.results.trained_model import import_task_of_run, load_model
 
-        return load_model(self.folder, self.make_task or partial(load_task, self.folder), part, averages=averages)
+        return load_model(
+            self.folder, self.make_task or partial(import_task_of_run, self.folder), part, averages=averages
+        )
 
     @override
     def __str__(self) -> str:

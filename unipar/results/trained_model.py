@@ -39,7 +39,7 @@ def newest_whole_checkpoint(
     return None
 
 
-def load_task(run: Path) -> Task:
+def import_task_of_run(run: Path) -> Task:
     """Return the task of a run as its ranks have loaded it; raise TaskError if its code is in no file."""
     from unipar.task.reference import TaskRef
 
