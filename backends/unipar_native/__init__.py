@@ -181,17 +181,19 @@ class Native(Backend):
     @override
     def idle_options(self, config: Config) -> Iterator[tuple[str, str]]:
         options, axes = options_of(config), config.parallel.axes
-        idle = {
-            "vocabulary": axes.tensor == 1 and "parallel.tensor is 1",
-            "attention": axes.context == 1 and "parallel.context is 1",
-            "proof": axes.ranks == 1 and "nothing is split over tensor, pipeline or context",
-            "powersgd_rank": options.hook != "powersgd" and "hook is not powersgd",
-            "powersgd_start": options.hook != "powersgd" and "hook is not powersgd",
-            "find_unused": not wraps_in_ddp(config) and "it is DDP's, which this cell does not use",
-            "bucket_mb": not wraps_in_ddp(config) and "it is DDP's, which this cell does not use",
+        no_ddp = "it is DDP's, which this cell does not use"
+        idle: dict[str, tuple[bool, str]] = {
+            "vocabulary": (axes.tensor == 1, "parallel.tensor is 1"),
+            "attention": (axes.context == 1, "parallel.context is 1"),
+            "proof": (axes.ranks == 1, "nothing is split over tensor, pipeline or context"),
+            "powersgd_rank": (options.hook != "powersgd", "hook is not powersgd"),
+            "powersgd_start": (options.hook != "powersgd", "hook is not powersgd"),
+            "find_unused": (not wraps_in_ddp(config), no_ddp),
+            "bucket_mb": (not wraps_in_ddp(config), no_ddp),
         }
         for name in options.model_dump(exclude_defaults=True):
-            if why := idle.get(name):
+            is_idle, why = idle.get(name, (False, ""))
+            if is_idle:
                 yield f"options.native.{name}", why
 
     @override

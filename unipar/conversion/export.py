@@ -85,10 +85,10 @@ def export_script(source: ConfigSource, to: str, out: Path | None = None, *, ove
         source.config.batch.require_samples(
             f"a script in which ranks share the work ({axes}) reads batches of a fixed number of samples"
         )
-    if source.config.backend != backend.name:
-        source = in_cell(source, backend.name, "--to")
+    same = source.config.backend == backend.name
+    source = checked = checks.check_names(source) if same else in_cell(source, backend.name, "--to")
     checks.check_can_run(source.config)
-    _refuse_unsupported_keys(source.config, source.cell, backend.exported_axes)
+    _refuse_unsupported_keys(source.config, checked.cell, backend.exported_axes)
     folder = out or Path(f"{source.name}-{to}")
     _check_out_folder(folder, overwrite=overwrite)
     outline, files = _make_outline(source)

@@ -40,6 +40,14 @@ def create_parts(
     return parts
 
 
+def create_on_cpu(make_model: Callable[[], Any], config: Config) -> dict[str, nn.Module]:
+    """Return the task's parts by name, with values on the CPU and in the dtypes in which they are trained."""
+    parts = check_parts(_create_model(make_model))
+    for module in parts.values():
+        _cast_floats(module, parameter_dtype(config.train.precision))
+    return parts
+
+
 def check_parts(made: Any) -> dict[str, nn.Module]:
     """Return what model() returned as parts by name; raise TaskError if it cannot be trained."""
     if isinstance(made, nn.Module):

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from unipar.cli.commands.options import (
-    CellsOption,
+    CELLS_METAVAR,
     ConfigArgument,
     OutOption,
     OverwriteOption,
@@ -15,12 +15,23 @@ from unipar.cli.commands.options import (
     location_given,
     print_result,
     read_config_file,
+    split_at_commas,
 )
 
 
 def verify(
     file: ConfigArgument,
-    cells: CellsOption = None,
+    cells: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--cell",
+            "--cells",
+            "--backend",
+            metavar=CELLS_METAVAR,
+            callback=split_at_commas,
+            help="Verify these cells instead of those that FILE names. May be repeated.",
+        ),
+    ] = None,
     world: Annotated[int | None, typer.Option("--world", metavar="N", min=2, help="Ranks in each cell.")] = None,
     steps: Annotated[
         int | None, typer.Option("--steps", metavar="K", min=1, help="Optimizer steps; the default is 10.")
@@ -51,6 +62,7 @@ def verify(
 
     \b
     unipar verify configs/char_gpt.yaml
+    unipar verify configs/char_gpt.yaml --backend native/parameters
     unipar verify configs/char_gpt.yaml --resume
     unipar verify configs/char_gpt.yaml --cells native/parameters --cells 'deepspeed/*' --world 4
     """
