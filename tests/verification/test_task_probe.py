@@ -13,7 +13,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from tests.conformance import tasks
-from unipar.verification.worker.task_probe import error_in_one_line, optimizer_uses_whole_tensors
+from unipar.verification.remarks import describe_task
+from unipar.verification.worker.task_probe import disable_dropout, error_in_one_line, optimizer_uses_whole_tensors
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "verify.md").read_text("utf-8")
 
@@ -81,3 +82,23 @@ def test_optimizers_that_work_element_by_element(optimizer: Callable[[Any], torc
 def test_an_error_in_one_line(error: Exception, line: str) -> None:
     """The class and the first line of its text, without the rest of what C++ adds."""
     assert error_in_one_line(error) == line
+
+
+def test_dropout_of_a_model_in_eval_mode_is_disabled() -> None:
+    """A model as from_pretrained returns it trains with its dropout, which a verification sets to 0."""
+    task = tasks.Pretrained(dropout=0.3)
+    names = disable_dropout(task)
+    model: Any = task.model()
+    assert names == ["dropout"]
+    assert model.training
+    assert model.dropout.p == 0.0
+
+
+def test_a_trained_module_in_eval_mode_is_reported() -> None:
+    """The remark names the modules whose dropout is off and whose statistics are fixed."""
+    facts: dict[str, Any] = {"quiet": [], "stream": False, "parts": ["model"], "optimizer": False, "readable": True}
+    facts |= {"draws": False, "apart": False, "trained_in_eval": ["norm1", "norm2"]}
+    assert describe_task(facts) == [
+        "trained modules are in eval mode (norm1, norm2): dropout inside is off, and BatchNorm uses its running "
+        "statistics"
+    ]

@@ -51,6 +51,9 @@ class Outline:
 
     blocks: tuple[str, ...]
     parameters: int
+    woken: tuple[str, ...] = ()
+    """Modules to be put into training mode, which model() returns in eval mode; "" is the model itself."""
+
     cuts: tuple[str, ...] | None = None
     """Blocks with which the task lets the second and each further stage of a pipeline begin; None: it does not say."""
 
@@ -123,6 +126,7 @@ def shared_flags(outline: Outline) -> dict[str, bool]:
         "weighs": "weight" in gives,
         "prepares": "prepare" in gives,
         "taken": bool(outline.taken),
+        "wakes": bool(outline.woken),
         "accumulates": outline.sizes.varies or outline.sizes.accumulate > 1,
         "varies": outline.sizes.varies,
         "tokens": outline.sizes.tokens is not None,
@@ -156,6 +160,7 @@ def shared_values(outline: Outline) -> dict[str, str]:
         "constants": "\n".join(_constants(outline)),
         "functions": functions_code(outline),
         "placed": placed + (".to(device)" if outline.cuda else ""),
+        "modes": "\n".join(f"    model{f'.get_submodule({name!r})' * bool(name)}.train()" for name in outline.woken),
         "groups": groups_code(outline),
         "optimizer": optimizer_code(outline),
         "batches": "\n".join(_batches(outline)),

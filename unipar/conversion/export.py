@@ -229,6 +229,7 @@ def _make_outline(source: ConfigSource) -> tuple[Outline, dict[str, str]]:
         taken=depth.loader_arguments,
         blocks=depth.blocks,
         parameters=depth.parameters,
+        woken=depth.modes.woken,
         cuts=cuts_of_task(task, config.parallel.axes.stages) if config.parallel.pipeline > 1 else None,
         load=partial(load_part, config, sizes),
     )

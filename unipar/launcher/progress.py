@@ -175,7 +175,7 @@ class Progress:
             self.say(f"work: {row['said']}")
         elif row["event"] == "compiler":
             self.say(f"{row['what']}: {row['why']}")
-        elif row["event"] in ("data", "tracker", "memory", "read on"):
+        elif row["event"] in ("training mode", "data", "tracker", "memory", "read on"):
             self.say(f"{'data' if row['event'] == 'read on' else row['event']}: {row['said']}")
         elif row["event"] == "early stop":
             self.say(row["said"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, ClassVar, final
 
 from typing_extensions import override
 
@@ -26,6 +26,11 @@ LOSS_ACROSS = ("features", "loss_across")
 
 class Task(ABC):
     """Training task in plain PyTorch: the model, its data and its loss."""
+
+    keep_modes: ClassVar[bool] = False
+    """True: modules train in the mode in which model() returns them, those in eval mode too. False: a model that is in
+    eval mode, as from_pretrained returns it, is put into training mode; frozen modules inside others stay as they are.
+    """
 
     @abstractmethod
     def model(self) -> nn.Module | dict[str, Any]:

@@ -27,6 +27,11 @@ def describe_task(facts: Mapping[str, Any]) -> list[str]:
     remarks: list[str] = []
     if quiet := facts["quiet"]:
         remarks.append(f"{DROPOUT_REMARK}: {first_few(quiet)}")
+    if trained := facts["trained_in_eval"]:
+        remarks.append(
+            f"trained modules are in eval mode ({first_few(trained)}): dropout inside is off, and BatchNorm uses its "
+            "running statistics"
+        )
     if facts["stream"]:
         remarks.append(
             "data() returns a stream: its first samples were read once and kept, and every cell takes its samples from "

@@ -23,7 +23,8 @@ from unipar.engines.batch import to_device
 from unipar.engines.fingerprint import fingerprint_batch
 from unipar.engines.forward import ForwardCall, OpaqueBatch
 from unipar.errors import UniparError
-from unipar.model.create import ONLY_PART, create_parts
+from unipar.model.create import ONLY_PART, combine_parts, create_parts
+from unipar.model.modes import enter_training_mode
 from unipar.optimizers.matrix_optimizer import MatrixOptimizer
 from unipar.task import Task
 from unipar.utils.seeding import seed_all
@@ -48,6 +49,7 @@ def disable_dropout(task: Task) -> list[str]:
         names.clear()
         for part in created.values() if isinstance(created, dict) else [created]:
             if isinstance(part, nn.Module):
+                enter_training_mode(part, keep=task.keep_modes)
                 names.extend(_zero_dropout(part))
         return created
 
@@ -87,6 +89,7 @@ def probe_task(task: Task, settled: SettledConfig, world: World) -> dict[str, An
     keys = next(feed.plans(0))[0].keys
     batch = feed.read(keys)
     modules = create_parts(task.model, config, world)
+    modes = enter_training_mode(combine_parts(modules), keep=task.keep_modes)
     norms = [n for n, m in next(iter(modules.values())).named_modules() if _uses_batch_statistics(m)]
     facts: dict[str, Any] = {
         "readable": bool(fingerprint_batch(batch)),
@@ -94,6 +97,7 @@ def probe_task(task: Task, settled: SettledConfig, world: World) -> dict[str, An
         "draws": False,
         "parts": list(modules),
         "norms": norms,
+        "trained_in_eval": list(modes.trained),
         "apart": None,
         "optimizer": optimizer_uses_whole_tensors(task) if task.defines("optimizer") else None,
     }
@@ -107,6 +111,7 @@ def probe_task(task: Task, settled: SettledConfig, world: World) -> dict[str, An
     except Exception:  # whether fp64 is the reason is decided by trying: an error in fp32 too is the task's own
         config = config.changed({"train.precision": "fp32"})
         module = create_parts(task.model, config, world)[ONLY_PART]
+        enter_training_mode(module, keep=task.keep_modes)
         return facts | compare(_TaskLoss(task, module, config, world), feed, keys)
 
 

@@ -284,6 +284,8 @@ def _derived_values(
         yield ExplainedValue(
             "parameters", depth.parameters, f"the task's model(); {depth.trainable_parameters:,} of them are trained"
         )
+        if modes := depth.modes.describe():
+            yield ExplainedValue("training mode", depth.modes.changed, modes)
         if depth.stream_description:
             yield ExplainedValue("stream", config.data.stream, depth.stream_description)
         if config.checkpoint is not None and depth.checkpoint is not None:
