@@ -335,11 +335,9 @@ def test_written_for_the_ranks() -> None:
 
 def test_in_another_cell(config: Reader) -> None:
     """--backend and --out change the config and say that they did."""
-    from unipar.config import Cell
-
-    source = in_cell(config(), Cell.parse("deepspeed/gradients")).with_out("there")
+    source = in_cell(config(), "deepspeed/gradients").with_out("there")
     assert (source.config.backend, source.config.parallel.shard) == ("deepspeed", "gradients")
-    assert source.config.options == {"deepspeed": {}}  # the plain cell, without the variant that the file asks for
+    assert source.config.options == {"deepspeed": {"buckets": "library"}}  # which --backend does not name
     assert source.origins["parallel.shard"] == "--backend"
     assert (source.out, source.origins["out"]) == (Path("there"), "--out")
 
@@ -354,10 +352,8 @@ def test_our_configs(file: Path) -> None:
 
 def test_a_cell_whose_axes_do_not_divide_the_ranks(config: Reader) -> None:
     """The config's ranks are kept in another cell, so the sentence says which number they need."""
-    from unipar.config import Cell
-
     with pytest.raises(ConfigError) as wrong:
-        in_cell(config(GOOD, "parallel.data=3"), Cell.parse("native/nothing+tensor2"))
+        in_cell(config(GOOD + "parallel: {data: 3}\n"), "native/nothing+tensor2")
     assert str(wrong.value) == (
         "--backend: native/nothing+tensor2 needs a multiple of 2 ranks (tensor 2), and the config has 3: set "
         "parallel.data to 2, or to a multiple of it"

@@ -11,14 +11,23 @@ from typing import Any
 from pydantic import ValidationError
 
 from unipar.backend import registry, resources
-from unipar.backend.cells import cell_of, cells_of_backend, check_offers, config_in_cell, is_single_process, refuse_axes
+from unipar.backend.cells import (
+    cell_of,
+    cells_of_backend,
+    check_offers,
+    config_in_cell,
+    config_with_cell,
+    is_single_process,
+    named_cell,
+    refuse_axes,
+)
 from unipar.backend.description import Backend
 from unipar.backend.registry import backend_names, find_backend, why_not_installed
 from unipar.config import SHARDS, Cell, Config, Precision, Section, Shard
 from unipar.config.job_system import find_job_system, job_system_names
 from unipar.config.sections.machines import Machines
 from unipar.config.settled import SettledConfig
-from unipar.config.source import ConfigSource, Given, load_config_file, load_given_config
+from unipar.config.source import OVERRIDES, ConfigSource, Given, load_config_file, load_given_config
 from unipar.config.validation_errors import KeyOrigins, join_mistakes, list_option_mistakes
 from unipar.errors import BackendNotFound, BackendNotInstalled, ConfigError, UniparError, Unsupported
 from unipar.tracking import tracker
@@ -153,18 +162,42 @@ def _unknown_backend(name: str, key: str, places: KeyOrigins) -> Iterator[tuple[
         yield BackendNotFound, f"{key}{_place(places, key)}: {e}"
 
 
-def in_cell(source: ConfigSource, cell: Cell, origin: str = "--backend") -> CheckedSource:
-    """Return the same run in another cell, which `origin` asked for, on as many ranks."""
-    check_offers(find_backend(cell.backend), cell)
-    ranks, least = source.config.parallel.ranks, cell.axes.ranks
-    if isinstance(ranks, int) and ranks % least:
+def in_cell(source: ConfigSource, text: str, origin: str = "--backend") -> CheckedSource:
+    """Return the same run in the cell that `origin` names, on as many ranks; keys that it does not name stay.
+
+    Raise ConfigError if another argument of the command, or an override, says otherwise.
+    """
+    config, places = source.config, source.origins
+    cell, named = named_cell(config, text)
+    for key, value in named.items():
+        if (said := places.get(key)) in OVERRIDES and (other := _value_of(config, key)) != value:
+            raise ConfigError(
+                f"{origin} {text} sets {key}: {yaml_word(value)}, and {said} sets {key}: {yaml_word(other)}; leave one "
+                "of them out"
+            )
+    keep_data = places.get("parallel.data") in OVERRIDES and "parallel.data" not in named
+    ranks, least = config.parallel.ranks, cell.axes.ranks
+    if isinstance(ranks, int) and ranks % least and not keep_data:
         raise ConfigError(
             f"{origin}: {cell} needs a multiple of {least} ranks ({cell.axes}), and the config has {ranks}: set "
             f"parallel.data to {least}, or to a multiple of it"
         )
-    origins = {**source.origins, "backend": origin, "parallel.shard": origin}
-    moved = replace(source, config=config_in_cell(source.config, cell), origins=origins)
+    origins = {**places, **dict.fromkeys(named, origin)}
+    moved = replace(source, config=config_with_cell(config, cell, keep_data=keep_data), origins=origins)
     return _checked(moved, registry.find_backend(cell.backend))
+
+
+def yaml_word(value: Any) -> str:
+    """Return a plain value as a config file has it."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _value_of(config: Config, key: str) -> Any:
+    """Return the value of a dotted key; None if an option is not set."""
+    value: Any = config
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else getattr(value, name)
+    return value
 
 
 def settle(config: Config, ranks: int) -> SettledConfig:
@@ -206,19 +239,31 @@ def check_can_run(config: Config) -> Backend:
     return backend
 
 
-def check_cell(config: Config, backend: Backend, cell: Cell) -> None:
-    """Raise with every reason why `config` cannot run in its cell of this backend. Imports no library."""
+def check_cell(config: Config, backend: Backend, cell: Cell, places: KeyOrigins | None = None) -> None:
+    """Raise with every reason why `config` cannot run in its cell of this backend. Imports no library.
+
+    `places`: origins of keys, which the reasons then name.
+    """
     if why := why_not_installed(backend):
         raise BackendNotInstalled(why)
     if (key := config.train.moments_in_blocks) is not None and find_spec("torchao") is None:
         raise BackendNotInstalled(
             f"{key}.name: adamw-8bit needs torchao, not installed here: pip install 'unipar[torchao]'"
         )
-    reasons = list(list_refusals(backend, config, cell))
+    places = places or {}
+    reasons = [_with_place(reason, places) for reason in list_refusals(backend, config, cell)]
     if reasons:
         plain = Cell(backend.name, config.parallel.shard, axes=cell.axes)
-        raise Unsupported(str(cell if cell.without_axes in cells_of_backend(backend) else plain), reasons)
+        title = str(cell if cell.without_axes in cells_of_backend(backend) else plain)
+        chosen = [places[key] for key in ("backend", "parallel.shard") if places.get(key, "").startswith("--")]
+        raise Unsupported(title + (f" ({' and '.join(dict.fromkeys(chosen))})" if chosen else ""), reasons)
     check_offers(backend, cell)
+
+
+def _with_place(reason: str, places: KeyOrigins) -> str:
+    """Return a reason that begins with a key with the origin of that key."""
+    key, colon, rest = reason.partition(":")
+    return f"{key}{_place(places, key)}:{rest}" if colon and key in places else reason
 
 
 def list_refusals(backend: Backend, config: Config, cell: Cell) -> Iterator[str]:
@@ -252,7 +297,11 @@ def list_refusals(backend: Backend, config: Config, cell: Cell) -> Iterator[str]
         )
     if kind == "cpu":
         yield from _refuse_on_cpu(config)
+    for key, why in backend.idle_options(config):
+        yield f"{key}: {yaml_word(_value_of(config, key))} has no effect: {why}; leave it out"
     yield from backend.refuse(config)
+    for name in backend_names():
+        yield from find_backend(name).launch_refusals(config)
 
 
 def _describe_shards(backend: Backend) -> Iterator[str]:

@@ -114,6 +114,17 @@ class Backend(ABC):
         """Yield each reason, beyond `capabilities`, why `config` cannot run here."""
         yield from ()
 
+    def idle_options(self, config: Config) -> Iterator[tuple[str, str]]:
+        """Yield each key of `options` that the config sets and that has no effect in its cell, with the reason."""
+        yield from ()
+
+    def launch_refusals(self, config: Config) -> Iterator[str]:
+        """Yield each setting of the library's own launcher, or variable of the library, that contradicts a config.
+
+        Asked of every installed backend, whichever one trains the config.
+        """
+        yield from ()
+
     def fills_from_files(self, config: Config) -> bool:
         """Return whether the engine needs no whole model: rank 0's parameters may still be in a file when it is built.
 

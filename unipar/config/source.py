@@ -22,6 +22,9 @@ from unipar.utils.text import show_value
 NameCheck = Callable[[Mapping[str, Any], KeyOrigins], Iterable[str]]
 """Function that yields a sentence for each wrong name of a backend or tracker in a config that may be invalid."""
 
+OVERRIDES = ("--set", "overrides")
+"""Origins of values that a command line or a call gave beside a config."""
+
 LENGTH_KEYS = ("steps", "epochs")
 _FROM_SCRIPT = "given"
 """Origin of a value that a script gave in a mapping or a Config."""
@@ -174,7 +177,7 @@ class _ConfigDraft:
         if len(new) != 1 or not isinstance(train, dict):
             return
         other = LENGTH_KEYS[1 - LENGTH_KEYS.index(new[0])]
-        if self.origins.get(f"train.{other}", "") not in ("--set", "overrides") and train.get(other) is not None:
+        if self.origins.get(f"train.{other}", "") not in OVERRIDES and train.get(other) is not None:
             train[other] = None
             self.origins[f"train.{other}"] = f"{origin} train.{new[0]}"
 

@@ -26,11 +26,10 @@ def read_config_file(
 ) -> CheckedSource:
     """Return the config of `file` with the changes of `--set`, `--backend` and `--out`."""
     from unipar.backend.checks import in_cell, read_source
-    from unipar.config import Cell
 
     source = read_source(file, sets or ())
     if cell is not None:
-        source = in_cell(source, Cell.parse(cell))
+        source = in_cell(source, cell)
     return source if out is None else source.with_out(out)
 
 
@@ -59,7 +58,8 @@ SetOption = Annotated[
 
 
 BackendOption = Annotated[
-    str | None, typer.Option("--backend", metavar="CELL", help="Another cell: native/parameters, horovod.")
+    str | None,
+    typer.Option("--backend", metavar="CELL", help="Another cell: native/parameters, horovod. The rest stays."),
 ]
 
 

@@ -105,7 +105,7 @@ class PreparedRun:
             prepared = prepared.with_micro(sizes[0])
         source, place = prepared.source, prepared.place
         config, kind = source.config, prepared.device
-        checks.check_cell(prepared.computed if kind == "cpu" else config, source.backend, source.cell)
+        checks.check_cell(prepared.computed if kind == "cpu" else config, source.backend, source.cell, source.places)
         for tracker in config.log.to:
             require_tracker(tracker)
         _require_file_systems(config)
