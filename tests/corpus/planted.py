@@ -18,6 +18,7 @@ from unipar.utils.table import format_table
 ROOT = Path(__file__).parents[2]
 COPIED = ("unipar", "backends", "tests", "benchmarks", "configs", "docs", "examples")
 HAND_LOOPS = "tests/training/test_hand_loops.py"
+CHECKS = "tests/backend/test_checks.py"
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,8 @@ FAULTS = (
     Planted(
         "The warmup is not counted.",
         "unipar/config/sections/schedule.py",
-        "        if step < warmup:\n            return (step + 1) / warmup\n",
-        "",
+        "if step < warmup:",
+        "if step < 0:",
         f"{HAND_LOOPS}::test_one_process[warmup]",
     ),
     Planted(
@@ -79,6 +80,27 @@ FAULTS = (
         'self._weighs = task.defines("weight")',
         "self._weighs = False",
         f"{HAND_LOOPS}::test_one_process[padding with -100]",
+    ),
+    Planted(
+        "--backend native/nothing drops parallel.tensor.",
+        "unipar/backend/cells.py",
+        "kept = config.parallel.model_copy(update=parallel)",
+        'kept = config.parallel.model_copy(update={"tensor": 1, **parallel})',
+        f"{CHECKS}::test_settings_are_obeyed",
+    ),
+    Planted(
+        "An option that has no effect in its strategy is ignored.",
+        "unipar/backend/checks.py",
+        "for key, why in backend.idle_options(config):",
+        "for key, why in ():",
+        f"{CHECKS}::test_contradictions_are_refused",
+    ),
+    Planted(
+        "Flags of accelerate launch are ignored under another backend.",
+        "unipar/backend/checks.py",
+        "    for name in backend_names():\n        yield from find_backend(name).launch_refusals(config)\n",
+        "    yield from backend.launch_refusals(config)\n",
+        f"{CHECKS}::test_launchers_are_not_ignored",
     ),
 )
 

@@ -59,7 +59,7 @@ def in_world(
 
     @cache
     def folder_of(strategy: str) -> Path:
-        calls = [getattr(item, "callspec", None) for item in request.session.items]
+        calls = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
         names = [call.params["name"] for call in calls if call and call.params.get("strategy") == strategy]
         backend, _, shard = strategy.partition("/")
         folder = tmp_path_factory.mktemp("world")
