@@ -47,6 +47,7 @@ class Accelerate(Backend):
     requires = ("accelerate",)
     hint = "pip install 'unipar[accelerate]'"
     options: ClassVar[type[Section]] = AccelerateOptions
+    further_options = (deepspeed.name,)
     capabilities = Capabilities(
         shards=("nothing", "gradients", "parameters"),
         variants={

@@ -143,8 +143,10 @@ def _deepspeed_contradictions(config: Config, through: str, variables: LaunchVar
 
 def _accumulation_contradictions(config: Config, variables: LaunchVariables) -> Iterator[str]:
     accumulate = variables.word("ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
+    if not accumulate or config.batch.is_auto:
+        return
     ours = _accumulation_steps(config, variables)
-    if accumulate and ours is not None and accumulate != str(ours):
+    if ours is not None and accumulate != str(ours):
         why = f"batch: {ours} microbatches a step"
         yield _contradiction(
             "gradient_accumulation_steps", accumulate, why, f"which is gradient_accumulation_steps: {ours}"

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from unipar.backend.cells import config_in_cell
-from unipar.backend.checks import CheckedSource, check_cell, in_cell, read_source
+from unipar.backend.checks import CheckedSource, check_cell, check_run_settings, in_cell, read_source
 from unipar.backend.registry import find_backend
 from unipar.config import Cell
-from unipar.errors import UniparError
+from unipar.errors import ConfigError, UniparError
 
 FILE = """\
 device: cpu
@@ -176,3 +176,37 @@ def test_horovodruns_buffer_is_obeyed(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("HOROVOD_CYCLE_TIME", "2.5")
     settings = find_backend("horovod").native_config(chosen(tmp_path, "--set backend=horovod").config, 1000)
     assert (settings["HOROVOD_FUSION_THRESHOLD"], settings["HOROVOD_CYCLE_TIME"]) == (9_437_184, 2.5)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--set eval.every=20",
+         "eval.every (--set): 20 is beyond the last step, train.steps (line 3): 10; lower it, or leave it out"),
+        ("--set train.ema.every=20",
+         "train.ema.every (--set): 20 is beyond the last step, train.steps (line 3): 10; lower it, or leave it out"),
+        ("--set train.watch.every=20",
+         "train.watch.every (--set): 20 is beyond the last step, train.steps (line 3): 10; lower it, or leave it out"),
+        ("--set batch.memory=1GiB",
+         "batch.memory (--set) limits the search of batch.micro: auto, and a run with a microbatch of its own has no "
+         "limit; leave it out, or set batch.micro: auto"),
+        ("--set batch.headroom=10%",
+         "batch.headroom (--set) limits the search of batch.micro: auto, and a run with a microbatch of its own has no "
+         "limit; leave it out, or set batch.micro: auto"),
+        ("--set options.deepspeed.reduce=4",
+         "options.deepspeed.reduce (--set) has no effect: native/nothing uses options.native; leave it out"),
+        ("--set launch.restarts=2", "launch.restarts (--set): 2 has no effect under torchrun, which starts the ranks: "
+         "use its own restarts"),
+    ],
+)  # fmt: skip
+def test_settings_without_effect_in_a_run(tmp_path: Path, words: str, sentence: str) -> None:
+    """A run refuses keys that are set and change nothing, with their places."""
+    with pytest.raises(ConfigError) as refused:
+        check_run_settings(chosen(tmp_path, words), "torchrun")
+    assert str(refused.value) == f"{tmp_path / 'x.yaml'}: {sentence}"
+
+
+def test_settings_with_effect_in_a_run(tmp_path: Path) -> None:
+    """Defaults, and options of other backends in a file, which --backend may use, are no contradiction."""
+    file = FILE + "options: {deepspeed: {reduce: 4}}\nlaunch: {restarts: 2}\n"
+    check_run_settings(chosen(tmp_path, "--set train.watch={} --set eval.every=10", file))

@@ -252,6 +252,16 @@ def test_keys_of_an_optimizer_that_is_not_made(key: str, value: Any, shown: str)
     )
 
 
+def test_decay_of_groups_that_the_task_makes() -> None:
+    """train.optimizer.decay says nothing about a task's own groups, and is refused beside them."""
+    with pytest.raises(TaskError) as e:
+        _owned(torch.optim.SGD, lambda m: [{"params": m.parameters()}], optimizer={"decay": "matrices"})
+    assert str(e.value) == (
+        "train.optimizer.decay: matrices has no effect beside the task's groups(), which decide on the decay of each: "
+        "leave one of them out"
+    )
+
+
 def test_schedules() -> None:
     """Warm-up rises to the full rate; linear and cosine reach `end` at the last of ten steps."""
     cosine, linear = Cosine(warmup=2, end=0.1), Linear(warmup=2)

@@ -223,7 +223,14 @@ def _settled(config: Config, backend: Backend, cell: Cell, ranks: int, device: s
 def _checked(source: ConfigSource, backend: Backend) -> CheckedSource:
     cell = cell_of(source.config, backend)
     return CheckedSource(
-        source.config, source.name, source.folder, source.origins, source.label, backend=backend, cell=cell
+        source.config,
+        source.name,
+        source.folder,
+        source.origins,
+        source.label,
+        source.notes,
+        backend=backend,
+        cell=cell,
     )
 
 
@@ -302,6 +309,45 @@ def list_refusals(backend: Backend, config: Config, cell: Cell) -> Iterator[str]
     yield from backend.refuse(config)
     for name in backend_names():
         yield from find_backend(name).launch_refusals(config)
+
+
+def check_run_settings(source: CheckedSource, launcher: str = "") -> None:
+    """Raise ConfigError with a sentence for each key that is set and has no effect in a run.
+
+    `launcher`: name of the foreign launcher that starts the ranks; "" if unipar starts them.
+    """
+    if idle := list(_idle_settings(source, launcher)):
+        raise ConfigError(f"{source.label}: {join_mistakes(idle)}")
+
+
+def _idle_settings(source: CheckedSource, launcher: str) -> Iterator[str]:
+    config, explicit = source.config, source.origins
+    steps, batch = config.train.steps, config.batch
+    counted = {"eval.every": config.eval.every, "train.ema.every": config.train.ema and config.train.ema.every}
+    counted["train.watch.every"] = config.train.watch and config.train.watch.every
+    for key, every in counted.items():
+        if key in explicit and steps is not None and every is not None and every > steps:
+            yield (
+                f"{key}{source.place(key)}: {every} is beyond the last step, train.steps{source.place('train.steps')}: "
+                f"{steps}; lower it, or leave it out"
+            )
+    for key in ("batch.memory", "batch.headroom"):
+        if key in explicit and _value_of(config, key) is not None and not batch.is_auto:
+            yield (
+                f"{key}{source.place(key)} limits the search of batch.micro: auto, and a run with a microbatch of its "
+                "own has no limit; leave it out, or set batch.micro: auto"
+            )
+    if "launch.restarts" in explicit and config.launch.restarts and launcher:
+        yield (
+            f"launch.restarts{source.place('launch.restarts')}: {config.launch.restarts} has no effect under "
+            f"{launcher}, which starts the ranks: use its own restarts"
+        )
+    used = (source.backend.name, *source.backend.further_options)
+    for key, origin in explicit.items():
+        if origin in OVERRIDES and key.count(".") == 2 and key.startswith("options.") and key.split(".")[1] not in used:
+            yield (
+                f"{key} ({origin}) has no effect: {source.cell} uses options.{' and options.'.join(used)}; leave it out"
+            )
 
 
 def _describe_shards(backend: Backend) -> Iterator[str]:

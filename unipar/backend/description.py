@@ -98,6 +98,9 @@ class Backend(ABC):
 
     capabilities: ClassVar[Capabilities]
     options: ClassVar[type[Section]] = NoOptions
+    further_options: ClassVar[tuple[str, ...]] = ()
+    """Other backends whose section of `options` this one uses, too."""
+
     exports: ClassVar[str] = ""
     """Name for `unipar export --to` of the script that export.py beside the description writes; empty: no script."""
 

@@ -73,7 +73,7 @@ def export_script(source: ConfigSource, to: str, out: Path | None = None, *, ove
     if to not in known:
         raise BackendNotFound(f"--to {to}: unknown target; known: {', '.join(sorted(known))}")
     backend = known[to]
-    if source.config.task is None:
+    if source.config.task is None or source.config.task.use is None:
         raise TaskError(f"{source.label}: there is no task.use; export needs the class: task: {{use: file.py:Class}}")
     if source.config.batch.is_auto:
         raise ConfigError(

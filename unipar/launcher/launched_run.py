@@ -60,6 +60,7 @@ def run_launch(
         start = CommonStart()
         with start.sharing_errors():
             prepared = prepare(config, task, overrides, functions=functions)
+            prepared.show_notes(quiet=quiet)
             plan = PreparedRun.of(prepared, overwrite=overwrite, restarts=start.meet(prepared.source.config))
         plan = start.agree(plan)
         _earlier_launches[:] = _launches_without(plan.out)
@@ -115,6 +116,7 @@ def run_join(
     start = CommonStart()
     with start.sharing_errors():
         prepared = prepare(config, task, overrides, code="in the script")
+        prepared.show_notes(quiet=quiet)
         plan = PreparedRun.of(prepared, overwrite=overwrite, restarts=start.meet(prepared.source.config))
     plan = start.agree(plan)
     if plan.finished:
@@ -188,7 +190,7 @@ def _train_in_process(plan: PreparedRun, task: Task, quiet: bool) -> Path:
     from unipar.launcher.in_process import meet_in_run_folder, training_in_process
 
     with meet_in_run_folder(plan, quiet=quiet) as placed, training_in_process(placed, task) as run:
-        task.train(run)
+        run.train()
     return placed.out
 
 

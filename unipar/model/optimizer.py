@@ -106,6 +106,11 @@ def _whole_groups(
 ) -> tuple[ParameterGroup, ...]:
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     if given is not None:
+        if config.train.optimizer.decay != "all":
+            raise TaskError(
+                f"train.optimizer.decay: {config.train.optimizer.decay} has no effect beside the task's groups(), "
+                "which decide on the decay of each: leave one of them out"
+            )
         return _groups_of_task(given, trained, module, config, own=own_optimizer)
     if config.train.optimizer.decay == "all":
         return (ParameterGroup(tuple(trained), {}),)

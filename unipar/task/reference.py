@@ -61,7 +61,12 @@ class TaskRef:
             return cls(args=args, path=path, earlier=tuple(earlier)).with_pickled(describe_name(task), task)
         if task is not None:
             return cls(CodeLocation.of(task), args=args, path=path, earlier=tuple(earlier))
-        if use is None:
+        if use is not None and use.use is None:
+            raise TaskError(
+                f"task.args ({', '.join(use.args)}) are given, and no task: set task.use: file.py:Class in the config, "
+                "or pass the class from a script: launch(..., task=Class)"
+            )
+        if use is None or use.use is None:
             raise TaskError(
                 "there is no task: set task.use in the config, or pass task=, or model=, loss= and data=, to launch"
             )

@@ -25,7 +25,7 @@ from unipar.task import Run, Share, Task
 from unipar.task.run import Position, StepOutcome
 from unipar.tracking.writer import TrackerWriter
 from unipar.training.evaluating.early_stop import EarlyStop
-from unipar.training.evaluating.evaluation import Evaluation, refuse_unsynced_evaluation
+from unipar.training.evaluating.evaluation import Evaluation, refuse_idle_evaluation, refuse_unsynced_evaluation
 from unipar.training.evaluating.whole_model import GatheredModel
 from unipar.training.feeds import RunFeeds, refuse_shared_stream
 from unipar.training.losses.step_loss import StepLoss
@@ -191,6 +191,11 @@ class TrainingRun(Run):
     @override
     def frozen(self, part: str) -> Callable[[Fn, Any], Any]:
         return self._choice.frozen(part)
+
+    def train(self) -> None:
+        """Run the loop of the task, or the default one."""
+        refuse_idle_evaluation(self.task, self.config)
+        self.task.train(self)
 
     # Methods for the loop
 

@@ -58,6 +58,12 @@ def describe_task(facts: Mapping[str, Any]) -> list[str]:
                 f"BatchNorm without sync takes the statistics of a microbatch on one rank ({first_few(norms)}): the "
                 f"loss depends on how a batch is split, {figures}"
             )
+        elif "gradient" in facts:
+            remarks.append(
+                "the gradient of a batch is not the mean of its halves' gradients, although the losses are equal to "
+                f"rounding: most of all that of {facts['gradient']}, by {facts['gradient_off']:.1e} of its norm; the "
+                "loss has a small term that combines samples, as a balancing of experts does"
+            )
         elif facts["sum"]:
             remarks.append(f"the loss of a batch is the sum of its halves' losses, not their mean: {figures}")
         else:

@@ -45,8 +45,9 @@ def verify(
     then in every cell. For a cell that differs: the first step, module and parameter, and the kind of fault.
     Cells with axes (native/nothing+tensor2) split a batch into fewer shares and are compared with one process that
     does so too; their copies of parameters, buffers and dropout masks are checked as well.
-    Exit 0 when all cells that ran agree. A loss that is a sum, or that combines samples, and BatchNorm without sync
-    train another model on another number of ranks: the first line says so, and with --strict this is exit 1.
+    Exit 0 when all cells that ran agree, 3 if another one was named and cannot run. A loss that is a sum, or that
+    combines samples, and BatchNorm without sync train another model on another number of ranks: the first line says
+    so, and with --strict this is exit 1.
 
     \b
     unipar verify configs/char_gpt.yaml

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, PositiveFloat, PositiveInt, Tag, model_validator
 from typing_extensions import override
@@ -35,6 +35,11 @@ def remaining_share(shape: Decay, progress: float) -> float:
     return max(0.0, 1.0 - math.sqrt(progress))
 
 
+def scaled_length(length: int, steps: int, of: int) -> int:
+    """Return the length that has in `steps` steps the share that `length` has in `of`, rounded down, and 1 at least."""
+    return max(1, length * steps // of)
+
+
 class _Schedule(Section):
     warmup: Annotated[int, Field(ge=0)] | Annotated[float, Field(gt=0, lt=1)] = 0
     """Optimizer steps over which the learning rate rises to its full value; or their share of all: 0.1."""
@@ -62,6 +67,12 @@ class _Schedule(Section):
                 "value; give a shorter warmup (train.schedule.warmup: 0), or more steps"
             )
         return None
+
+    def shortened(self, steps: int, of: int) -> dict[str, Any]:
+        """Return lengths, by key, that are about the share of `steps` steps that these are of `of`, and 1 at least."""
+        if not isinstance(self.warmup, int) or not self.warmup:
+            return {}
+        return {"warmup": scaled_length(self.warmup, steps, of)}
 
 
 class Constant(_Schedule):
@@ -139,6 +150,11 @@ class InverseRoot(_Schedule):
         return (step + 1) / warmup if step < warmup else math.sqrt(scale / (step - warmup + scale))
 
     @override
+    def shortened(self, steps: int, of: int) -> dict[str, Any]:
+        lengths = super().shortened(steps, of)
+        return lengths if self.scale is None else {**lengths, "scale": scaled_length(self.scale, steps, of)}
+
+    @override
     def _after_warmup(self, since: int, last: int) -> float:
         raise AssertionError("factor() needs the number of all steps")
 
@@ -191,6 +207,13 @@ class Steps(_Schedule):
             )
         return super().misfit(steps)
 
+    @override
+    def shortened(self, steps: int, of: int) -> dict[str, Any]:
+        lengths = super().shortened(steps, of)
+        if self.every is not None:
+            return {**lengths, "every": min(scaled_length(self.every, steps, of), max(1, steps - 1))}
+        return {**lengths, "at": sorted({at for at in (scaled_length(at, steps, of) for at in self.at) if at < steps})}
+
 
 class WarmupStableDecay(_Schedule):
     """Config section `train.schedule` with name: wsd (warm-up, stable, decay)."""
@@ -220,6 +243,14 @@ class WarmupStableDecay(_Schedule):
                 "together; give fewer steps of each, or more steps"
             )
         return None
+
+    @override
+    def shortened(self, steps: int, of: int) -> dict[str, Any]:
+        lengths = super().shortened(steps, of)
+        share = 0 if lengths else self.warmup_steps(steps)
+        decay = min(scaled_length(self.decay, steps, of), max(1, steps - share))
+        warmup = {key: min(length, steps - decay) for key, length in lengths.items()}
+        return {**warmup, "decay": decay}
 
 
 class OneCycle(_Schedule):
@@ -264,6 +295,10 @@ class OneCycle(_Schedule):
                 "larger share, or more steps"
             )
         return None
+
+    @override
+    def shortened(self, steps: int, of: int) -> dict[str, Any]:
+        return {"rise": min(0.99, math.ceil(200 / steps) / 100)}  # two steps of these
 
 
 Schedule = Annotated[
