@@ -102,6 +102,34 @@ FAULTS = (
         "    yield from backend.launch_refusals(config)\n",
         f"{CHECKS}::test_launchers_are_not_ignored",
     ),
+    Planted(
+        "A loader's collate_fn is ignored beside the task's collate.",
+        "unipar/data/dataset.py",
+        "if collate is not None and loader.collate_fn not in (default_collate, collate):",
+        "if False:",
+        "tests/data/test_feed.py::test_a_collate_fn_beside_the_tasks_collate",
+    ),
+    Planted(
+        "A task's misspelt method is not called.",
+        "unipar/task/task.py",
+        "if near and near[0] not in defined:",
+        "if False:",
+        "tests/task/test_task.py::test_a_misspelt_method",
+    ),
+    Planted(
+        "verify's first line does not count the strategies that cannot run.",
+        "unipar/results/verdicts.py",
+        'row.outcome in ("refused", "absent") and not row.alone',
+        'row.outcome == "absent" and not row.alone',
+        "tests/results/test_verdicts.py::test_summary",
+    ),
+    Planted(
+        "verify misses a router's auxiliary loss of weight 0.001.",
+        "unipar/verification/worker/task_probe.py",
+        '"apart": apart or bool(off),',
+        '"apart": apart,',
+        "tests/verification/test_task_probe.py::test_a_balance_of_experts_depends_on_the_cut[0.001]",
+    ),
 )
 
 

@@ -60,7 +60,7 @@ def run(place: Place, folder: Path, control: socket.socket | None) -> None:
             live = build_run(
                 settle(config, place.size), backend, task, world, ledger=ledger, heartbeat=heartbeat, trackers=trackers
             )
-            task.train(live)
+            live.train()
             live.finish()
             for part in live.parts.values():
                 part.engine.close()

@@ -92,7 +92,7 @@ def train_alone(task: unipar.Task, name: str, folder: Path) -> dict[str, torch.T
     """Train a task in this process, as a run in the folder, and return the model's state at the end."""
     config = config_of(name, "single", "nothing", 1).model_dump(mode="json", exclude_unset=True)
     with running(task, folder, **config) as live:
-        task.train(live)
+        live.train()
         with live.whole() as model:
             return {key: value.clone() for key, value in model.state_dict().items()}
 
