@@ -32,13 +32,12 @@ Rows = list[Mapping[str, Any]]
 class _Recording(Trainer):
     """The Trainer, which notes each step's loss and rate, before its log rounds them."""
 
-    def __init__(self, recipe: Recipe, arguments: TrainingArguments) -> None:
+    def __init__(self, recipe: Recipe, arguments: Any) -> None:
         samples = Samples(recipe.sample, recipe.size)
         super().__init__(model=model_of(recipe), args=arguments, train_dataset=samples, callbacks=[_EachStep(self)])
         self.rows: Rows = []
         self.losses: list[float] = []
 
-    @override
     def training_step(self, *args: Any, **words: Any) -> torch.Tensor:
         loss = super().training_step(*args, **words)
         self.losses.append(float(loss))
@@ -49,19 +48,18 @@ class _EachStep(TrainerCallback):
     def __init__(self, trainer: _Recording) -> None:
         self.trainer: Any = trainer
 
-    @override
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **words: Any) -> None:
         rate = float(self.trainer.optimizer.param_groups[0]["lr"])
         self.trainer.rows.append({"loss": sum(self.trainer.losses), "lr": rate})
         self.trainer.losses.clear()
 
 
-def arguments_of(recipe: Recipe, folder: Path, **changes: Any) -> TrainingArguments:
+def arguments_of(recipe: Recipe, folder: Path, **changes: Any) -> Any:
     own: dict[str, Any] = {"save_strategy": "no", "report_to": [], "disable_tqdm": True}
     return TrainingArguments(output_dir=str(folder / "out"), **own, **READ_IN_ORDER, **{**recipe.arguments, **changes})
 
 
-def by_trainer(recipe: Recipe, arguments: TrainingArguments) -> Rows:
+def by_trainer(recipe: Recipe, arguments: Any) -> Rows:
     """Return loss, rate and gradient norm of each step."""
     trainer = _Recording(recipe, arguments)
     trainer.train()
@@ -69,7 +67,7 @@ def by_trainer(recipe: Recipe, arguments: TrainingArguments) -> Rows:
     return [{**row, "norm": norm} for row, norm in zip(trainer.rows, norms, strict=True)]
 
 
-def imported(arguments: TrainingArguments, folder: Path, *sets: str, **more: Any) -> ImportedConfig:
+def imported(arguments: Any, folder: Path, *sets: str, **more: Any) -> ImportedConfig:
     """Return the import of what `to_json_string()` gives."""
     file = folder / "training_args.json"
     file.write_text(arguments.to_json_string(), encoding="utf-8")
@@ -128,6 +126,8 @@ def test_a_loss_that_is_not_divided(tmp_path: Path) -> None:
     arguments = arguments_of(recipe, tmp_path, gradient_accumulation_steps=2)
     theirs = by_trainer(recipe, arguments)
     made = imported(arguments, tmp_path, "backend=single")
+    why = "a mean, where the Trainer adds up the losses of some models, as those of T5 and of BERT's classifiers"
+    assert f"# gradient_accumulation_steps; {why}\n" in made.text
     assert_equal_steps(by_unipar(_Summed("t5"), made, tmp_path / "run"), theirs)
 
 

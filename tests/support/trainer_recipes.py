@@ -138,7 +138,7 @@ class Recipe:
 RECIPES: Mapping[str, Recipe] = {
     "bert": Recipe(
         _bert, _sentence, 22,
-        {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_train_epochs": 3, "learning_rate": 2e-3, "weight_decay": 0.01,
+        {"per_device_train_batch_size": 8, "num_train_epochs": 3, "learning_rate": 2e-3, "weight_decay": 0.01,
          "warmup_steps": 0.1},
     ),
     "gpt2": Recipe(

@@ -31,7 +31,7 @@ OTHER_DEFAULTS: Mapping[str, Any] = {
     **dict.fromkeys(("metric_for_best_model", "greater_is_better", "data_seed", "parallelism_config", "label_names")),
     **dict.fromkeys(("dataloader_prefetch_factor", "dataloader_multiprocessing_context", "ddp_find_unused_parameters")),
     **dict.fromkeys(("ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph", "ddp_backend", "fsdp")),
-    **dict.fromkeys(("fsdp_config", "deepspeed", "resume_from_checkpoint", "output_dir")),
+    **dict.fromkeys(("fsdp_config", "resume_from_checkpoint", "output_dir")),
     **dict.fromkeys(("bf16", "fp16", "bf16_full_eval", "fp16_full_eval", "gradient_checkpointing"), False),
     **dict.fromkeys(("activation_checkpointing", "torch_compile", "use_liger_kernel", "use_cache"), False),
     **dict.fromkeys(("auto_find_batch_size", "logging_first_step", "prediction_loss_only", "eval_on_start"), False),

@@ -6,7 +6,7 @@ import difflib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from unipar.backend.foreign import AUTO, Answer, Answers
@@ -93,6 +93,8 @@ class TrainingArguments:
         for name, key in KEY_OF_ARGUMENT.items():
             if name in TRAINER_DEFAULTS or not has_default(name, self.given.get(name)):
                 self._put(found, key, name, self._number(name))
+        if (micros := found["batch.accumulate"]).given and micros.value > 1:
+            found["batch.accumulate"] = replace(micros, why=f"{micros.why}; {_ADDED_UP}")
         self._add_optimizer(found)
         self._add_length(found)
         self._add_schedule(found)
@@ -322,7 +324,7 @@ class TrainingArguments:
             self._put(found, "checkpoint.keep", "save_total_limit", int(self._number("save_total_limit")))
         elif (saves := found.get("checkpoint.every")) is not None:
             why = f"{saves.why}; the newest 3 are kept (checkpoint.keep), where the Trainer keeps all"
-            found["checkpoint.every"] = Answer(saves.value, why, given=True)
+            found["checkpoint.every"] = replace(saves, why=why, usual=False)
 
     def _steps_of(self, found: Mapping[str, Answer], name: str, key: str) -> int | None:
         """Return a number of steps, which may be given as a share of all; None if that is told instead."""
@@ -443,6 +445,7 @@ def _why_left_out(name: str) -> str:
     return _NO_SETTING
 
 
+_ADDED_UP = "a mean, where the Trainer adds up the losses of some models, as those of T5 and of BERT's classifiers"
 _NO_SETTING = "no setting of training in unipar"
 _MISSPELT = 0.85
 """Likeness of two names from which one counts as the other misspelt."""

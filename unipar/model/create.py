@@ -219,7 +219,19 @@ def _create_on_meta(make_model: Callable[[], Any]) -> Any:
             return make_model()
     except Exception:  # an error that is not caused by meta is raised again on the CPU
         model = _create_model(make_model)
-        return {name: m.to("meta") for name, m in model.items()} if isinstance(model, dict) else model.to("meta")
+        for module in model.values() if isinstance(model, dict) else [model]:
+            if isinstance(module, nn.Module):
+                _move_to_meta(module)
+        return model
+
+
+def _move_to_meta(module: nn.Module) -> None:
+    """Move all tensors to the meta device; a parameter of several modules stays one, as it would not by `to` alone."""
+    places = [(own, key, p) for own in (vars(m)["_parameters"] for m in module.modules()) for key, p in own.items()]
+    module.to("meta")
+    moved: dict[int, Any] = {}
+    for parameters, key, old in places:
+        parameters[key] = moved.setdefault(id(old), parameters[key]) if old is not None else None
 
 
 def _check_same_on_all_ranks(parts: Mapping[str, nn.Module], world: World) -> None:
