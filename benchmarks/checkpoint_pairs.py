@@ -71,7 +71,7 @@ def save_in(cell: str, ranks: int, folder: Path) -> Path:
     if checkpoint.exists():
         return checkpoint
     config = config_of(HALF, checkpoint={"every": None}, parallel={"data": ranks}, out=str(out))
-    unipar.launch(in_cell(load_given_config(config), parsed), quiet=True)
+    unipar.launch(in_cell(load_given_config(config), str(parsed)), quiet=True)
     return checkpoint
 
 
@@ -96,7 +96,7 @@ def _alone(checkpoint: Path, cell: str, out: Path) -> tuple[bool, str]:
     """Go on in one process and compare the losses with those of one that was never interrupted."""
     config = config_of(STEPS, resume=str(checkpoint), parallel={"data": 1})
     whole = unipar.launch({**config_of(STEPS), "backend": "single", "out": f"{out}-whole"}, quiet=True, overwrite=True)
-    source = in_cell(load_given_config({**config, "out": f"{out}-{Cell.parse(cell).slug}"}), Cell.parse(cell))
+    source = in_cell(load_given_config({**config, "out": f"{out}-{Cell.parse(cell).slug}"}), cell)
     mine = unipar.launch(source, quiet=True, overwrite=True)
     wanted = dict(whole.losses)
     off = max(abs(loss - wanted[step]) / wanted[step] for step, loss in mine.losses)

@@ -387,6 +387,17 @@ def test_fewer_steps_shorten_the_schedule(config: Reader, schedule: str, steps: 
     assert source.origins[f"train.schedule.{key}"] == f"shortened for {why}"
 
 
+def test_fewer_steps_lower_intervals(config: Reader) -> None:
+    """A smoke test evaluates once, at its end, and says so; an interval of the command line stays."""
+    text = GOOD + "eval: {every: 5}\n"
+    source = config(text, "train.steps=3")
+    assert source.config.eval.every == 3
+    assert source.notes == ("--set train.steps=3 lowers eval.every: 5 -> 3",)
+    assert source.origins["eval.every"] == "shortened for --set train.steps=3"
+    assert config(text, "train.steps=3", "eval.every=4").config.eval.every == 4
+    assert config(text).notes == ()
+
+
 def test_a_schedule_that_fits_is_not_shortened(config: Reader) -> None:
     """Overridden steps change nothing else. Where the file gives epochs, the length it was written for is not known."""
     text = SHORT.replace("{schedule}", "{warmup: 5}")

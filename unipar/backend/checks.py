@@ -28,6 +28,7 @@ from unipar.config.job_system import find_job_system, job_system_names
 from unipar.config.sections.machines import Machines
 from unipar.config.settled import SettledConfig
 from unipar.config.source import (
+    INTERVALS,
     KEPT_ORIGIN,
     OVERRIDES,
     ConfigSource,
@@ -216,10 +217,10 @@ def yaml_word(value: Any) -> str:
 
 
 def _value_of(config: Config, key: str) -> Any:
-    """Return the value of a dotted key; None if an option is not set."""
+    """Return the value of a dotted key; None if an option or its section is not set."""
     value: Any = config
     for name in key.split("."):
-        value = value.get(name) if isinstance(value, Mapping) else getattr(value, name)
+        value = value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
     return value
 
 
@@ -338,10 +339,8 @@ def check_run_settings(source: CheckedSource, launcher: str = "") -> None:
 def _idle_settings(source: CheckedSource, launcher: str) -> Iterator[str]:
     config, explicit = source.config, source.origins
     steps, batch = config.train.steps, config.batch
-    counted = {"eval.every": config.eval.every, "train.ema.every": config.train.ema and config.train.ema.every}
-    counted["train.watch.every"] = config.train.watch and config.train.watch.every
-    for key, every in counted.items():
-        if key in explicit and steps is not None and every is not None and every > steps:
+    for key in INTERVALS:
+        if key in explicit and steps is not None and (every := _value_of(config, key) or 0) > steps:
             yield (
                 f"{key}{source.place(key)}: {every} is beyond the last step, train.steps{source.place('train.steps')}: "
                 f"{steps}; lower it, or leave it out"

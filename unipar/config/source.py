@@ -27,6 +27,9 @@ OVERRIDES = ("--set", "overrides")
 """Origins of values that a command line or a call gave beside a config."""
 
 LENGTH_KEYS = ("steps", "epochs")
+INTERVALS = ("eval.every", "train.ema.every", "train.watch.every")
+"""Keys that are numbers of steps between two actions, which have no effect beyond the last step."""
+
 SHORTENED = "shortened for"
 """First words of the origin of a length that an overridden `train.steps` has changed."""
 
@@ -251,7 +254,7 @@ class _ConfigDraft:
     def checked(self, name: str, folder: Path, names: NameCheck | None) -> ConfigSource:
         """Return the validated config; raise ConfigError if it is invalid."""
         self.locate(Path.cwd())  # paths from the command line or a script, which are still relative
-        notes = self._shorten_schedule()
+        notes = (*self._shorten_schedule(), *self._shorten_intervals())
         places = _places(self.origins)
         try:
             config = Config.model_validate(self.data)
@@ -292,6 +295,24 @@ class _ConfigDraft:
         why = f"{origin} train.steps={steps}"
         self.origins.update({f"train.schedule.{key}": f"{SHORTENED} {why}" for key in lengths})
         return (f"{why} shortens train.schedule{f', written for {written} steps' if of == written else ''}: {said}",)
+
+    def _shorten_intervals(self) -> Iterator[str]:
+        """Lower each number of steps between two actions to an overridden `train.steps`; yield a sentence for each.
+
+        One that was overridden as well stays as it is, and is refused by a run.
+        """
+        steps, origin = _section(self.data, "train").get("steps"), self.origins.get("train.steps")
+        if origin not in _CHANGES or not _is_count(steps):
+            return
+        for key in INTERVALS:
+            section, (*path, name) = self.data, key.split(".")
+            for step in path:
+                section = _section(section, step)
+            every = section.get(name)
+            if _is_count(every) and every > steps and self.origins.get(key) not in _CHANGES:
+                section[name] = steps
+                self.origins[key] = f"{SHORTENED} {origin} train.steps={steps}"
+                yield f"{origin} train.steps={steps} lowers {key}: {every} -> {steps}"
 
 
 def _read_schedule(data: Mapping[str, Any]) -> Schedule | None:
