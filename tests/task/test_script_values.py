@@ -63,6 +63,16 @@ class Pair(NamedTuple):
     second: list[int]
 
 
+class Raising:
+    """Object whose attributes are not there yet."""
+
+    def __getattr__(self, name: str) -> None:
+        raise RuntimeError(name)
+
+    def __call__(self) -> None:
+        """Return None."""
+
+
 class Settings(BaseModel):
     """Settings as pydantic has them."""
 
@@ -187,6 +197,7 @@ def test_what_cannot_be_sent() -> None:
     assert encode_value(torch.nn.Linear(2, 2)) == {"opaque": "a Linear"}
     assert encode_value(torch.zeros(300, 300)) == {"opaque": "a tensor of torch.float32 [300, 300] on cpu"}
     assert encode_value(np.zeros(40_000)) == {"opaque": "an array of <f8 [40000]"}
+    assert encode_value(Raising()) == {"opaque": "a Raising"}
     assert encode_value(list(range(20_000))) == {"opaque": "a large list"}
 
 

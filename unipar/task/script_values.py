@@ -197,7 +197,10 @@ def _text(encoded: Any) -> str:
 def encode_value(value: Any) -> Any:
     """Return a value as JSON data; what cannot be sent is {"opaque": description}, by which it is compared."""
     encoder = _Encoder()
-    encoded = encoder.encode(value)
+    try:
+        encoded = encoder.encode(value)
+    except Exception:  # whatever attributes of the user's objects raise
+        return {"opaque": f"a {type(value).__name__}"}
     return encoded if encoder.left > 0 else {"opaque": f"a large {type(value).__name__}"}
 
 
