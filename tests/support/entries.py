@@ -392,6 +392,7 @@ def tells_what_it_has(place: Place, run: Path, control: socket.socket | None) ->
         "stdin": sys.stdin.read(),
         "threads": sys.modules["torch"].get_num_threads(),
         "fork": procfs.shared_bytes() > 0,
+        "seeded": not sys.modules["torch"].random.get_rng_state().equal(sys.modules["torch"].Generator().get_state()),
     }
     (run / "told.json").write_text(json.dumps(told), encoding="utf-8")
 

@@ -39,6 +39,10 @@ class Gathering(Stacked):
             odd = numbers[0][numbers[0] % 2 == 1]
             got["chosen"].append(run.gather(odd.bool(), first).tolist())
             got["rank"].append(run.gather(torch.full((3 + run.rank,), run.rank, dtype=torch.bfloat16)).tolist())
+        try:
+            run.gather(torch.zeros(2, 1 + run.rank % 2))
+        except unipar.TaskError as e:
+            got["error"] = [str(e)]
         got["after"] = run.gather(torch.tensor(7.0)).tolist()
         (self.to / f"rank-{run.rank}.json").write_text(json.dumps(got), "utf-8")
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from pydantic import BaseModel
+from transformers.models.gpt2.configuration_gpt2 import GPT2Config
 
 from unipar.errors import TaskError
 from unipar.task.importing import imported_files
@@ -51,6 +54,30 @@ class T(Base):
     def loss(self, model, batch): return [NESTED for _ in model.model]
     def unrelated(self): self.UNREAD = 1
 """
+
+
+class Pair(NamedTuple):
+    """Two values."""
+
+    first: int
+    second: list[int]
+
+
+class Raising:
+    """Object whose attributes are not there yet."""
+
+    def __getattr__(self, name: str) -> None:
+        raise RuntimeError(name)
+
+    def __call__(self) -> None:
+        """Return None."""
+
+
+class Settings(BaseModel):
+    """Settings as pydantic has them."""
+
+    width: int
+
 
 Imported = Callable[..., ModuleType]
 
@@ -142,6 +169,7 @@ def test_what_was_set_travels(imported: Imported) -> None:
     [
         *(None, True, 3, 0.5, "text", [1, (2, "3")], {"a": {1: frozenset({1, 2})}}, Path("a/b")),
         *(torch.bfloat16, torch.device("cpu"), torch.nn.GELU, json.dumps, np.float32(0.5)),
+        *(SimpleNamespace(width=4), OrderedDict(b=1, a=2), Pair(1, [2]), Settings(width=4), GPT2Config(n_embd=8)),
     ],
 )
 def test_a_value_and_back(value: object) -> None:
@@ -169,6 +197,7 @@ def test_what_cannot_be_sent() -> None:
     assert encode_value(torch.nn.Linear(2, 2)) == {"opaque": "a Linear"}
     assert encode_value(torch.zeros(300, 300)) == {"opaque": "a tensor of torch.float32 [300, 300] on cpu"}
     assert encode_value(np.zeros(40_000)) == {"opaque": "an array of <f8 [40000]"}
+    assert encode_value(Raising()) == {"opaque": "a Raising"}
     assert encode_value(list(range(20_000))) == {"opaque": "a large list"}
 
 
@@ -215,6 +244,17 @@ def test_no_false_alarm(imported: Imported) -> None:
     assert _load_as_rank(TaskRef.of(script.T, None, {})).loss(None, None)[-1] == drawn
     script.out.close()
     sys.modules["of_script"].out.close()  # pyright: ignore[reportAttributeAccessIssue] - the text above has it
+
+
+def test_a_token_stays_out_of_the_run_folder(imported: Imported, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text that is the value of an environment variable is sent as the variable's name, alone and in a list."""
+    monkeypatch.setenv("UNIPAR_TESTS_TOKEN", "hf_0123456789")
+    script: Any = imported(VALUES)
+    script.ARGS, script.CFG["of"], script.ABSENT = "hf_0123456789", ["hf_0123456789"], None
+    ref = TaskRef.of(script.T, None, {})
+    assert "hf_0123456789" not in json.dumps(ref.to_json())
+    cfg, args, *_ = _load_as_rank(ref).model()
+    assert (cfg["of"], args) == (["hf_0123456789"], "hf_0123456789")
 
 
 def test_arguments_of_the_script(imported: Imported, monkeypatch: pytest.MonkeyPatch) -> None:

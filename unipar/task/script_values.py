@@ -10,6 +10,7 @@ import base64
 import dis
 import enum
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
@@ -35,8 +36,15 @@ MOST_ITEMS: Final = 10_000
 MOST_BYTES: Final = 2**18
 """Bytes of an array that is sent; a larger one is compared by its type, shape and dtype."""
 
+SHORTEST_SECRET: Final = 8
+"""Characters from which on a text that is the value of an environment variable is sent as the variable's name.
+
+The run folder keeps what is sent, and is no place for a token; ranks have the variable themselves.
+"""
+
 _OPAQUE: Final = '{"opaque":'
 _MISSING: Final = object()
+_USUAL: Final[Any] = object
 _WRAPPERS: Final = (staticmethod, classmethod, property, cached_property, partial)
 
 
@@ -169,8 +177,8 @@ def set_script_values(values: Sequence[ScriptValue]) -> None:
             try:
                 setattr(owner, last, decode_value(sent))
                 continue
-            except (ImportError, AttributeError, TypeError):  # of a class that the block defines, as an example
-                pass
+            except (ImportError, AttributeError, TypeError, KeyError):
+                pass  # as an example, of a class that the block defines
         there = "no such variable" if held is _MISSING else describe_value(here)
         raise TaskError(
             f"the task reads {name} of {Path(key).name}, which is {describe_value(sent)} in the script, and "
@@ -189,7 +197,10 @@ def _text(encoded: Any) -> str:
 def encode_value(value: Any) -> Any:
     """Return a value as JSON data; what cannot be sent is {"opaque": description}, by which it is compared."""
     encoder = _Encoder()
-    encoded = encoder.encode(value)
+    try:
+        encoded = encoder.encode(value)
+    except Exception:  # whatever attributes of the user's objects raise
+        return {"opaque": f"a {type(value).__name__}"}
     return encoded if encoder.left > 0 else {"opaque": f"a large {type(value).__name__}"}
 
 
@@ -200,13 +211,17 @@ class _Encoder:
     def __init__(self) -> None:
         self.left = MOST_ITEMS
         self._open: set[int] = set()
+        self._variables = {value: name for name, value in sorted(os.environ.items(), reverse=True)}
 
     def encode(self, value: Any) -> Any:
         self.left -= 1
         if self.left < 0 or id(value) in self._open:
             return _opaque(value)
-        if value is None or type(value) in (bool, int, float) or (type(value) is str and len(value) < MOST_BYTES):
+        if value is None or type(value) in (bool, int, float):
             return value
+        if type(value) is str and len(value) < MOST_BYTES:
+            variable = self._variables.get(value) if len(value) >= SHORTEST_SECRET else None
+            return value if variable is None else {"environment": variable}
         self._open.add(id(value))
         try:
             return self._encode(value)
@@ -232,8 +247,12 @@ class _Encoder:
             return {kind.__name__: str(value)}
         if (array := _encode_array(value)) is not None:
             return array
+        if isinstance(value, dict):  # a class of the user's, or of a library of configs
+            return {"mapping": [_name_of(kind), self._encode(dict(value))]}
+        if isinstance(value, tuple) and hasattr(kind, "_fields"):
+            return {"named tuple": [_name_of(kind), [self.encode(item) for item in value]]}
         if kind is SimpleNamespace or _is_plain_object(kind, value):
-            state = {name: self.encode(item) for name, item in vars(value).items()}
+            state = self.encode(vars(value) if kind.__getstate__ is _USUAL.__getstate__ else value.__getstate__())
             if _OPAQUE not in _text(state):
                 return {"object": [_name_of(kind), state]}
         return _opaque(value)
@@ -273,17 +292,16 @@ def _attribute(owner: Any, path: str) -> Any:
 
 
 def _is_plain_object(kind: type, value: Any) -> bool:
-    """Return whether an object is no more than its `__dict__`, so that a copy of that is a copy of the object."""
-    usual: Any = object
+    """Return whether an object is no more than its attributes, so that a copy of them is a copy of the object."""
+    own_state = kind.__getstate__ is not _USUAL.__getstate__ or hasattr(kind, "__setstate__")
     return (
         hasattr(value, "__dict__")
-        and kind.__reduce_ex__ is usual.__reduce_ex__
-        and kind.__reduce__ is usual.__reduce__
-        and getattr(kind, "__getstate__", None) is usual.__getstate__
-        and not hasattr(kind, "__setstate__")
-        and kind.__new__ is usual.__new__
+        and kind.__reduce_ex__ is _USUAL.__reduce_ex__
+        and kind.__reduce__ is _USUAL.__reduce__
+        and kind.__new__ is _USUAL.__new__
         and "<" not in kind.__qualname__
-        and not any(getattr(base, "__slots__", ()) for base in kind.__mro__)
+        and (not own_state or any(base.__module__ == "pydantic.main" for base in kind.__mro__))
+        and (own_state or not any(getattr(base, "__slots__", ()) for base in kind.__mro__))
     )
 
 
@@ -325,7 +343,10 @@ def _decode_object(content: Any) -> Any:
     name, state = content
     kind = _thing_named(name)
     made = kind.__new__(kind)
-    vars(made).update({key: decode_value(item) for key, item in state.items()})
+    if hasattr(kind, "__setstate__"):
+        made.__setstate__(decode_value(state))
+    else:
+        vars(made).update(decode_value(state))
     return made
 
 
@@ -361,9 +382,12 @@ _DECODERS: Final[dict[str, Callable[[Any], Any]]] = {
     "dict": lambda content: {decode_value(key): decode_value(item) for key, item in content},
     "name": _thing_named,
     "path": Path,
+    "environment": lambda name: os.environ[name],
     "enum": lambda content: _thing_named(content[0])[content[1]],
     "dtype": _torch_name,
     "device": lambda content: import_module("torch").device(content),
+    "mapping": lambda content: _thing_named(content[0])(decode_value(content[1])),
+    "named tuple": lambda content: _thing_named(content[0])(*_items(content[1])),
     "object": _decode_object,
     "tensor": _decode_tensor,
     "array": _decode_array,
@@ -378,4 +402,4 @@ def describe_value(encoded: Any) -> str:
     ((how, content),) = encoded.items()
     if how == "opaque":
         return str(content)
-    return f"a {content[0][1]}" if how == "object" else f"a {how}"
+    return f"a {content[0][1]}" if how in ("object", "mapping", "named tuple") else f"a {how}"

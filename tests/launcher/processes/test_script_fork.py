@@ -24,6 +24,8 @@ from unipar.launcher.processes.forkserver import ForkServer, ForkServerFailed
 from unipar.launcher.processes.group import WorkerGroup
 
 beside.state = "changed by the script"
+torch.manual_seed(7)
+torch.randn(3)
 signal.signal(signal.SIGTERM, lambda *_: None)
 kept = open("kept", "w")
 print(repr(script_fork.why_not_fork()))
@@ -68,6 +70,7 @@ def test_a_fork_is_like_a_new_process(tmp_path: Path) -> None:
         "stdin": "",
         "threads": 2,
         "fork": True,
+        "seeded": False,
     }
     assert (tmp_path / "rank-0.log").read_text("utf-8") == "printed at once\n"
 

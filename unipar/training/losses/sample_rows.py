@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any, final
@@ -62,14 +63,6 @@ class SampleRows:
 def gather_rows(world: World, tensor: Tensor, of: Share | Micro | None, current: Share | None) -> Tensor:
     """Return a tensor's rows of all ranks, as `Run.gather` says; `current`: the share that the loop has now, if any."""
     rows = tensor.detach().reshape(1) if tensor.ndim == 0 else tensor.detach()
-    shown = f"{rows.dtype} and the shape {[..., *rows.shape[1:]]}".replace("Ellipsis", "...")
-    world.agree(
-        "gather",
-        shown,
-        lambda first: (
-            f"run.gather() got rows of {shown} on rank {world.rank}, and of {first} on rank 0: pad or cast them first"
-        ),
-    )
     if of is None and current is not None:
         fits = torch.tensor([float(sum(_sizes(current)) == len(rows))], device=world.device)
         of = current if world.sum(fits).item() == world.size else None
@@ -91,16 +84,25 @@ def _all_rows(world: World, parts: Sequence[Tensor]) -> Tensor:
     if world.size == 1:
         return torch.cat([*parts])
     mine = torch.cat([*parts]).to(world.device).contiguous()
-    table = torch.zeros(world.size, len(parts) + 1, dtype=torch.int64, device=world.device)
-    table[world.rank] = torch.tensor([*map(len, parts), world.share if world.leads else -1])
-    counts: list[list[int]] = world.sum(table).tolist()
+    kind = f"{mine.dtype} and the shape [{', '.join(map(str, ('...', *mine.shape[1:])))}]"
+    table = torch.zeros(world.size, 2 + len(parts), dtype=torch.int64, device=world.device)
+    table[world.rank] = torch.tensor(
+        [zlib.crc32(kind.encode()), world.share if world.leads else -1, *map(len, parts)], dtype=torch.int64
+    )
+    kinds, shares, *columns = world.sum(table).T.tolist()
+    if (other := next((rank for rank, one in enumerate(kinds) if one != kinds[world.rank]), None)) is not None:
+        raise TaskError(
+            f"run.gather() got rows of {kind} on rank {world.rank}, and of another dtype or shape on rank {other}: "
+            "cast them, or pad them to one shape, first"
+        )
+    counts: list[list[int]] = [list(of_rank) for of_rank in zip(*columns, strict=True)]
     flat = _as_bytes(mine)
-    padded = flat.new_zeros(max(sum(row[:-1]) for row in counts), flat.shape[1])
+    padded = flat.new_zeros(max(map(sum, counts)), flat.shape[1])
     padded[: len(flat)] = flat
     of_ranks = [torch.empty_like(padded) for _ in counts]
     dist.all_gather(of_ranks, padded)
-    leading = sorted((row[-1], rank) for rank, row in enumerate(counts) if row[-1] >= 0)
-    pieces = [of_ranks[rank][: sum(counts[rank][:-1])].split(counts[rank][:-1]) for _, rank in leading]
+    leading = sorted((share, rank) for rank, share in enumerate(shares) if share >= 0)
+    pieces = [of_ranks[rank][: sum(counts[rank])].split(counts[rank]) for _, rank in leading]
     rows = torch.cat([piece for of_part in zip(*pieces, strict=True) for piece in of_part])
     return rows.view(mine.dtype).view(-1, *mine.shape[1:]) if rows.numel() else mine[:0]
 
