@@ -249,6 +249,8 @@ def test_what_is_not_the_step(keys: dict[str, Any], sections: dict[str, Any], tm
             {"eval_strategy": "steps", "eval_steps": 500, "max_steps": 90},
             "eval_steps: 500 is more than the 90 steps of the run",
         ),
+        ({"logging_steps": 0.1}, "logging_steps: a share of the steps; say log.every"),
+        ({"logging_strategy": "epoch"}, "logging_strategy: epoch: say log.every in steps"),
         ({"do_eval": True}, "do_eval: say eval.every"),
         ({"load_best_model_at_end": True}, "load_best_model_at_end: say checkpoint.best"),
         ({"data_seed": 3}, "data_seed: the order of samples comes from train.seed"),

@@ -421,13 +421,14 @@ KNOWN_ARGUMENTS = frozenset({*READ_ARGUMENTS, *OTHER_DEFAULTS, *UNKNOWN_CHANGES,
 """Arguments of the Trainer, and those that unipar reads."""
 
 
+_DEFAULTS: Mapping[str, Any] = {**OTHER_DEFAULTS, **UNKNOWN_CHANGES, **TRAINER_DEFAULTS}
+
+
 def has_default(name: str, value: Any) -> bool:
     """Return whether a value, however it is written, is the Trainer's default of an argument, or leaves it open."""
     if value is None or value in ([], {}, ""):
         return True
-    default: Any = {**OTHER_DEFAULTS, **UNKNOWN_CHANGES, **TRAINER_DEFAULTS}.get(name)
-    if default is None:
-        default = False
+    default = False if (known := _DEFAULTS.get(name)) is None else known
     if isinstance(value, str) and isinstance(default, int | float):
         try:
             return float(value) == default and not isinstance(default, bool)
