@@ -102,7 +102,7 @@ def test_no_key_is_left_out(source: ConfigSource) -> None:
         "options.native.find_unused options.native.bucket_mb options.native.wrapper options.native.vocabulary",
         "options.native.attention options.native.proof options.native.static_graph options.native.hook compare.cells",
         "options.native.powersgd_rank options.native.powersgd_start",
-        "compare.repeat compare.memory out machines",
+        "compare.repeat compare.memory out machines train.schedule.timing",
     }
     assert keys == {key for line in leaves for key in line.split()}
 

@@ -129,6 +129,8 @@ def test_a_script_is_clean(to: str, tmp_path: Path) -> None:
     made.append(written(tmp_path / "loaded", to, loaded))
     counted = {"task": {"use": f"{FILE}:Counted20"}, "batch": {"tokens": 20, "micro": 8}}
     made.append(written(tmp_path / "counted", to, WORDS | counted))
+    rules = {"optimizer": {"decay": "transformers"}, "schedule": {"name": "linear", "timing": "transformers"}}
+    made.append(written(tmp_path / "rules", to, least | {"train": least["train"] | rules}))
     checks = [
         ["check", "--isolated", "--select", "E,F,I,UP,B,RUF", "--ignore", "B905", "--line-length", "120"],
         ["format", "--isolated", "--line-length", "120", "--check"],

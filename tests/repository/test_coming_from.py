@@ -116,7 +116,8 @@ def test_the_trainer_counts_a_token_too_many(tmp_path: Path, forks: Forks) -> No
     )
     (tmp_path / "before.py").write_text(before.replace("max_steps=20", "max_steps=1"), encoding="utf-8")
     (tmp_path / "train.py").write_text(after, encoding="utf-8")
-    (tmp_path / "train.yaml").write_text(block("hf-trainer", "yaml").replace("steps: 20", "steps: 1"), encoding="utf-8")
+    config = block("hf-trainer", "yaml").replace("steps: 20", "steps: 1").replace("warmup: 5", "warmup: 1")
+    (tmp_path / "train.yaml").write_text(config, encoding="utf-8")
     theirs = _start("hf-trainer", tmp_path, forks)[0]
     ours = forks.python(["train.py"], tmp_path)
     assert ours.returncode == 0, ours.stderr

@@ -80,7 +80,6 @@ KEY_OF_ARGUMENT = {
     "max_grad_norm": "train.clip",
     "seed": "train.seed",
     "dataloader_num_workers": "data.workers",
-    "logging_steps": "log.every",
 }
 OPTIMIZER_OF_WORD = {
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw"), "adamw"),
@@ -141,7 +140,7 @@ READ_ARGUMENTS = frozenset(
         *("dataloader_drop_last", "optim", "lr_scheduler_kwargs", "cosine_min_lr_ratio", "pure_bf16"),
         *("group_by_length", "train_sampling_strategy", "use_muon", "optim_config", "optim_args"),
         *("activation_checkpointing", "use_cpu", "no_cuda", "accelerator_config", "logging_strategy", "eval_strategy"),
-        *("evaluation_strategy", "eval_steps", "save_strategy", "save_steps", "save_total_limit"),
+        *("evaluation_strategy", "logging_steps", "eval_steps", "save_strategy", "save_steps", "save_total_limit"),
     }
 )
 RMSPROP_DETAILS = ("alpha", "eps", "momentum", "weight_decay")

@@ -309,7 +309,8 @@ class TrainingArguments:
             if not named:
                 continue
             usual = "steps" if self.defaults is not TRAINER_DEFAULTS else OTHER_DEFAULTS[f"{what}_strategy"]
-            strategy = str(self.given.get(how) or usual)
+            wanted: Any = self.given.get(how)
+            strategy = "no" if wanted is False else str(wanted or usual)  # YAML's no is false
             if strategy == "no" and every in named and what != "save":
                 self.left_out.append(f"{self.place(every)}: it has no effect, as {how} is no")
             if strategy not in ("no", "steps"):
@@ -320,8 +321,8 @@ class TrainingArguments:
                 self._add_kept(found)
 
     def _add_kept(self, found: dict[str, Answer]) -> None:
-        if self.given.get("save_total_limit") is not None:
-            self._put(found, "checkpoint.keep", "save_total_limit", int(self._number("save_total_limit")))
+        if self.given.get("save_total_limit") is not None and (most := int(self._number("save_total_limit"))) > 0:
+            self._put(found, "checkpoint.keep", "save_total_limit", most)
         elif (saves := found.get("checkpoint.every")) is not None:
             why = f"{saves.why}; the newest 3 are kept (checkpoint.keep), where the Trainer keeps all"
             found["checkpoint.every"] = replace(saves, why=why, usual=False)
@@ -421,13 +422,14 @@ KNOWN_ARGUMENTS = frozenset({*READ_ARGUMENTS, *OTHER_DEFAULTS, *UNKNOWN_CHANGES,
 """Arguments of the Trainer, and those that unipar reads."""
 
 
+_DEFAULTS: Mapping[str, Any] = {**OTHER_DEFAULTS, **UNKNOWN_CHANGES, **TRAINER_DEFAULTS}
+
+
 def has_default(name: str, value: Any) -> bool:
     """Return whether a value, however it is written, is the Trainer's default of an argument, or leaves it open."""
     if value is None or value in ([], {}, ""):
         return True
-    default: Any = {**OTHER_DEFAULTS, **UNKNOWN_CHANGES, **TRAINER_DEFAULTS}.get(name)
-    if default is None:
-        default = False
+    default = False if (known := _DEFAULTS.get(name)) is None else known
     if isinstance(value, str) and isinstance(default, int | float):
         try:
             return float(value) == default and not isinstance(default, bool)
