@@ -47,6 +47,7 @@ class Accelerate(Backend):
     requires = ("accelerate",)
     hint = "pip install 'unipar[accelerate]'"
     options: ClassVar[type[Section]] = AccelerateOptions
+    further_options = (deepspeed.name,)
     capabilities = Capabilities(
         shards=("nothing", "gradients", "parameters"),
         variants={
@@ -90,9 +91,6 @@ class Accelerate(Backend):
 
     @override
     def refuse(self, config: Config) -> Iterator[str]:
-        half = config.train.precision == "fp16" and config.parallel.shard == "nothing"  # unipar scales the loss itself
-        word = "fp16" if half else accelerate_precision(config)
-        yield from find_contradictions(config, splitting_library(config), word, self.capabilities.launchers)
         if config.parallel.axes.ranks > 1:
             yield from _axes_refusals(config)
         if not uses_deepspeed(config):
@@ -105,6 +103,25 @@ class Accelerate(Backend):
         if reason := deepspeed.capabilities.gaps.get((config.parallel.shard, config.train.precision)):
             yield f"train.precision: {config.train.precision} is not available: {reason}"
         yield from deepspeed.refuse(config)
+
+    @override
+    def launch_refusals(self, config: Config) -> Iterator[str]:
+        if config.backend == self.name:
+            half = config.train.precision == "fp16" and config.parallel.shard == "nothing"  # unipar scales the loss
+            word = "fp16" if half else accelerate_precision(config)
+            yield from find_contradictions(config, splitting_library(config), word)
+        else:
+            yield from find_contradictions(config, _library_of_backend(config), None)
+
+    @override
+    def idle_options(self, config: Config) -> Iterator[tuple[str, str]]:
+        own = options_of(config)
+        if own.find_unused != "auto" and (config.parallel.shard != "nothing" or config.parallel.axes.ranks > 1):
+            yield "options.accelerate.find_unused", "it is DDP's, which this cell does not use"
+        if own.through != "deepspeed" and config.parallel.shard != "nothing":
+            theirs = deepspeed.options.model_validate(config.options.get("deepspeed", {}))
+            for name in theirs.model_dump(exclude_defaults=True):
+                yield f"options.deepspeed.{name}", "Accelerate shards with FSDP2 (options.accelerate.through: auto)"
 
     @override
     def dtypes(self, config: Config) -> Dtypes:
@@ -205,6 +222,13 @@ def splitting_library(config: Config) -> str:
     if config.parallel.shard == "nothing":
         return ""
     return "DeepSpeed" if uses_deepspeed(config) else "FSDP2"
+
+
+def _library_of_backend(config: Config) -> str:
+    """Return the library that another backend shards with, if Accelerate has it too; "" if it does not."""
+    if config.backend == deepspeed.name and config.parallel.shard != "nothing":
+        return "DeepSpeed"
+    return "FSDP2" if config.backend == native.name and config.parallel.shard in ("gradients", "parameters") else ""
 
 
 def accelerate_precision(config: Config) -> str:

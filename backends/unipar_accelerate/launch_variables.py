@@ -1,4 +1,4 @@
-"""Comparison of the variables that `accelerate launch` sets from the user's yaml with the config."""
+"""Comparison of the config with Accelerate's variables, which `accelerate launch` sets from flags and a yaml."""
 
 from __future__ import annotations
 
@@ -6,25 +6,33 @@ import os
 from collections.abc import Iterator, Mapping
 
 from unipar.config import SHARDS, Config
-from unipar.distributed.launchers import Launcher, find_launcher
 from unipar.errors import ConfigError
 
 _LAUNCH_WAS_TOLD = "accelerate launch was told"
+_BF16_WORDS = {"bf16-mixed": "bf16", "bf16-master": "bf16", "fp16": "fp16"}
 _TRUE_WORDS = ("true", "1", "yes")
 
 
 def find_contradictions(
-    config: Config, through: str, word: str, launchers: tuple[Launcher, ...], environ: Mapping[str, str] = os.environ
+    config: Config, through: str, word: str | None, environ: Mapping[str, str] = os.environ
 ) -> Iterator[str]:
-    """Yield a sentence for each variable that contradicts the config.
+    """Yield a sentence for each variable that contradicts the config, whoever set it.
 
-    `through` is the library that the cell shards with, `word` Accelerate's name of the precision.
+    `through` is the library that the cell shards with, `word` Accelerate's name of the precision; None: Accelerate does
+    not train it, so that "no", which `accelerate launch` always sets, says nothing.
     """
-    launcher = find_launcher(launchers, environ)
-    if launcher is None or launcher.refusal:
-        return
+    launched = "ACCELERATE_MIXED_PRECISION" in environ
+    for sentence in _contradictions(config, through, word, environ):
+        yield sentence if launched else sentence.replace(_LAUNCH_WAS_TOLD, "Accelerate's variables here say", 1)
+
+
+def _contradictions(config: Config, through: str, word: str | None, environ: Mapping[str, str]) -> Iterator[str]:
     variables = LaunchVariables(environ)
-    if (theirs := environ.get("ACCELERATE_MIXED_PRECISION", "no")) != word:
+    theirs = environ.get("ACCELERATE_MIXED_PRECISION")
+    if word is None:
+        word = _BF16_WORDS.get(config.train.precision, "no")
+        theirs = None if theirs == "no" else theirs
+    if theirs is not None and theirs != word:
         yield _contradiction(
             "mixed_precision", theirs, f"train.precision: {config.train.precision}", f"which is {word} there"
         )
@@ -39,6 +47,8 @@ def find_contradictions(
         yield from _fsdp_contradictions(config, through, variables)
     if variables.on("ACCELERATE_USE_DEEPSPEED"):
         yield from _deepspeed_contradictions(config, through, variables)
+    if not variables.word("ACCELERATE_DEEPSPEED_CONFIG_FILE"):
+        yield from _accumulation_contradictions(config, variables)
 
 
 def _parallelism_contradictions(config: Config, variables: LaunchVariables) -> Iterator[str]:
@@ -115,13 +125,6 @@ def _deepspeed_contradictions(config: Config, through: str, variables: LaunchVar
     if stage and stage != str(SHARDS.index(config.parallel.shard)):
         way = f"which is zero_stage {SHARDS.index(config.parallel.shard)}"
         yield _contradiction("zero_stage", stage, f"parallel.shard: {config.parallel.shard}", way)
-    accumulate = variables.word("ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
-    ours = _accumulation_steps(config, variables)
-    if accumulate and ours is not None and accumulate != str(ours):
-        why = f"batch: {ours} microbatches a step"
-        yield _contradiction(
-            "gradient_accumulation_steps", accumulate, why, f"which is gradient_accumulation_steps: {ours}"
-        )
     clip = variables.word("ACCELERATE_GRADIENT_CLIPPING")
     limit = config.train.clipping
     if clip and (limit is None or float(clip) != limit.max):
@@ -138,8 +141,24 @@ def _deepspeed_contradictions(config: Config, through: str, variables: LaunchVar
             yield _contradiction(theirs, variables.environ[variable], shown, "which would take precedence")
 
 
+def _accumulation_contradictions(config: Config, variables: LaunchVariables) -> Iterator[str]:
+    accumulate = variables.word("ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
+    if not accumulate or config.batch.is_auto:
+        return
+    ours = _accumulation_steps(config, variables)
+    if ours is not None and accumulate != str(ours):
+        why = f"batch: {ours} microbatches a step"
+        yield _contradiction(
+            "gradient_accumulation_steps", accumulate, why, f"which is gradient_accumulation_steps: {ours}"
+        )
+
+
 def _accumulation_steps(config: Config, variables: LaunchVariables) -> int | None:
+    """Return the microbatches of a step on each rank, on the ranks of the config or else of the launcher."""
+    ranks = config.parallel.data
     try:
-        return config.batch.settle(int(variables.environ.get("WORLD_SIZE", "1"))).accumulate
+        if ranks == "auto":
+            ranks = int(variables.environ.get("WORLD_SIZE", "1")) // config.parallel.axes.ranks
+        return config.batch.settle(ranks).accumulate
     except (ConfigError, ValueError):  # another check refuses such a batch
         return None

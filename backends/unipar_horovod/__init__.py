@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from importlib import import_module
@@ -96,6 +97,29 @@ class Horovod(Backend):
             yield from process_set_refusals(options, config.parallel.data)
 
     @override
+    def launch_refusals(self, config: Config) -> Iterator[str]:
+        options, theirs = options_of(config), launcher_fusion_bytes()
+        if config.backend != self.name:
+            return
+        if theirs is not None and options.fusion_mb is not None and theirs != options.fusion_mb * 2**20:
+            yield (
+                f"horovodrun was told --fusion-threshold-mb {theirs / 2**20:g}, and the config says "
+                f"options.horovod.fusion_mb: {options.fusion_mb}; leave one of them out"
+            )
+        cycle = os.environ.get("HOROVOD_CYCLE_TIME")
+        if cycle is not None and options.cycle_ms != 1.0 and float(cycle) != options.cycle_ms:
+            yield (
+                f"horovodrun was told --cycle-time-ms {float(cycle):g}, and the config says options.horovod.cycle_ms: "
+                f"{options.cycle_ms:g}; leave one of them out"
+            )
+
+    @override
+    def idle_options(self, config: Config) -> Iterator[tuple[str, str]]:
+        options = options_of(config)
+        if options.buckets == "library" and options.fusion_mb is not None:
+            yield "options.horovod.buckets", f"fusion_mb: {options.fusion_mb} says the size"
+
+    @override
     def dtypes(self, config: Config) -> Dtypes:
         half = options_of(config).compression == "fp16"
         return default_dtypes(config.train.precision, reduction="fp16" if half else None)
@@ -105,7 +129,7 @@ class Horovod(Backend):
         options = options_of(config)
         return {
             "HOROVOD_FUSION_THRESHOLD": fusion_buffer_bytes(config, parameters),
-            "HOROVOD_CYCLE_TIME": options.cycle_ms,
+            "HOROVOD_CYCLE_TIME": float(os.environ.get("HOROVOD_CYCLE_TIME", options.cycle_ms)),
             "process_sets": [list(ranks) for ranks in options.process_sets],
             "DistributedOptimizer": {"op": "Sum", "compression": options.compression},
         }
@@ -177,11 +201,19 @@ LARGEST_FUSION_BYTES = 128 * 2**20
 """Default size of Horovod's fusion buffer, in bytes."""
 
 
+def launcher_fusion_bytes() -> int | None:
+    """Return the size of the fusion buffer that horovodrun's --fusion-threshold-mb, or the user, has set."""
+    text = os.environ.get("HOROVOD_FUSION_THRESHOLD", "")
+    return int(text) if text.isdecimal() else None
+
+
 def fusion_buffer_bytes(config: Config, parameters: int | None) -> int | str:
     """Return the bytes of the fusion buffer, or the rule in words where the number of parameters is not known yet."""
     options = options_of(config)
     if options.fusion_mb is not None:
         return options.fusion_mb * 2**20
+    if (theirs := launcher_fusion_bytes()) is not None:
+        return theirs
     if options.buckets == "library":
         return LARGEST_FUSION_BYTES
     if parameters is None:

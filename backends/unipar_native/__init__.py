@@ -98,7 +98,6 @@ class Single(Backend):
     name = "single"
     capabilities = Capabilities(
         shards=("nothing",),
-        also={"train.sync_every": ("nothing",)},
         alone=True,
         gaps={
             (None, "bf16-master"): f"one process {_NO_FP32_MASTER}; compare with it in fp32",
@@ -178,6 +177,24 @@ class Native(Backend):
         if config.parallel.axes.ranks > 1:
             yield from mesh_refusals(config)
         yield from _ddp_refusals(config)
+
+    @override
+    def idle_options(self, config: Config) -> Iterator[tuple[str, str]]:
+        options, axes = options_of(config), config.parallel.axes
+        no_ddp = "it is DDP's, which this cell does not use"
+        idle: dict[str, tuple[bool, str]] = {
+            "vocabulary": (axes.tensor == 1, "parallel.tensor is 1"),
+            "attention": (axes.context == 1, "parallel.context is 1"),
+            "proof": (axes.ranks == 1, "nothing is split over tensor, pipeline or context"),
+            "powersgd_rank": (options.hook != "powersgd", "hook is not powersgd"),
+            "powersgd_start": (options.hook != "powersgd", "hook is not powersgd"),
+            "find_unused": (not wraps_in_ddp(config), no_ddp),
+            "bucket_mb": (not wraps_in_ddp(config), no_ddp),
+        }
+        for name in options.model_dump(exclude_defaults=True):
+            is_idle, why = idle.get(name, (False, ""))
+            if is_idle:
+                yield f"options.native.{name}", why
 
     @override
     def dtypes(self, config: Config) -> Dtypes:
@@ -279,6 +296,12 @@ def uses_ddp(config: Config) -> bool:
     return config.parallel.shard == "nothing" or (config.parallel.shard == "optimizer" and alike)
 
 
+def wraps_in_ddp(config: Config) -> bool:
+    """Return whether the config's options of DDP have an effect: neither nn.DataParallel nor a mesh takes its place."""
+    plain = config.parallel.axes.ranks == 1 and config.train.sync_every is None
+    return uses_ddp(config) and plain and options_of(config).wrapper != "dp"
+
+
 def ddp_settings(options: NativeOptions) -> dict[str, Any]:
     """Return DDP's arguments; with find_unused: auto the first step decides whether to search for unused parameters."""
     settings: dict[str, Any] = {"bucket_cap_mb": options.bucket_mb, "gradient_as_bucket_view": True}
@@ -347,9 +370,9 @@ def _data_parallel_refusals(config: Config) -> Iterator[str]:
 
 
 def _ddp_refusals(config: Config) -> Iterator[str]:
-    options, wrapped = options_of(config), uses_ddp(config) and config.parallel.axes.ranks == 1
+    options = options_of(config)
     given = [f"hook: {options.hook}"] * (options.hook != "none") + ["static_graph: true"] * options.static_graph
-    if not wrapped or options.wrapper == "dp" or config.train.sync_every is not None:
+    if not wraps_in_ddp(config):
         for what in given:
             yield f"options.native.{what} is not available: it is DDP's, which this cell does not use; leave it out"
         return

@@ -58,18 +58,12 @@ def mesh_refusals(config: Config) -> Iterator[str]:
             "options.native.proof: blocks is not available with parallel.sequence: true, where a block between others "
             "has a part of its input; take proof: whole, or leave sequence out"
         )
-    if options_of(config).vocabulary == "split":
-        if axes.tensor == 1:
-            yield "options.native.vocabulary: split has no effect without parallel.tensor: leave it out"
-        elif axes.pipeline > 1:
-            yield (
-                "options.native.vocabulary: split is not available with pipeline: embedding and head lie on different "
-                "stages; leave it out"
-            )
-    if options_of(config).attention != "auto" and axes.context == 1:
-        way = options_of(config).attention
-        yield f"options.native.attention: {way} has no effect without parallel.context: leave it out"
-    elif options_of(config).attention == "torch":
+    if options_of(config).vocabulary == "split" and axes.tensor > 1 and axes.pipeline > 1:
+        yield (
+            "options.native.vocabulary: split is not available with pipeline: embedding and head lie on different "
+            "stages; leave it out"
+        )
+    if options_of(config).attention == "torch" and axes.context > 1:
         yield from _torch_ring_refusals(config)
     yield from axes_refusals(config)
     if axes.pieces > 1:

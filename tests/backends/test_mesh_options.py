@@ -78,7 +78,7 @@ def test_eight_ranks(tmp_path: Path, shard: str) -> None:
 @pytest.mark.parametrize(
     ("parallel", "sentence"),
     [
-        ({"context": 2}, "options.native.vocabulary: split has no effect without parallel.tensor: leave it out"),
+        ({"context": 2}, "options.native.vocabulary: split has no effect: parallel.tensor is 1; leave it out"),
         (
             {"tensor": 2, "pipeline": 2},
             "options.native.vocabulary: split is not available with pipeline: embedding and head lie on different "

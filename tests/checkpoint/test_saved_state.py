@@ -10,8 +10,9 @@ import torch
 
 from tests.support.checkpoints import save_two_steps
 from unipar.backend import Region
+from unipar.checkpoint.format.manifest import StoredTensor
 from unipar.checkpoint.protocol.verifying import verify_checkpoint
-from unipar.checkpoint.saved_state import SavedState
+from unipar.checkpoint.saved_state import SavedState, refuse_other_model
 from unipar.errors import CheckpointError
 
 MATRIX = [float(i) for i in range(1, 25)]
@@ -66,3 +67,11 @@ def test_what_is_not_saved(saved: SavedState) -> None:
         saved("net.weight", "weight", Region(20, 6))
     assert str(beyond.value).startswith(f"{saved.folder}: ")
     assert str(beyond.value).endswith(" has 4 of the 6 elements that are asked for")
+
+
+def test_another_dtype_is_refused() -> None:
+    """A tensor that is saved in other numbers than the model's is named with both; nothing is cast in silence."""
+    there = {("w", "weight"): StoredTensor("w", "weight", "F32", (2, 3), ())}
+    with pytest.raises(CheckpointError) as caught:
+        refuse_other_model({("w", "weight"): ((2, 3), "BF16")}, there, "checkpoint here")
+    assert str(caught.value) == "checkpoint here: w (weight) is F32, in the model BF16"

@@ -291,6 +291,19 @@ def test_cells_may_have_commas_between_them(unipar: Any, monkeypatch: pytest.Mon
     assert asked == ["single", "native/nothing", "deepspeed/*"]
 
 
+def test_verify_of_a_backend(unipar: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--backend` of verify names cells, as `--cell` does."""
+    asked: list[Any] = []
+
+    def met(_: Any, /, **named: Any) -> None:
+        asked.extend(named["cells"])
+        raise ConfigError("far enough")
+
+    monkeypatch.setattr(CALLED["verify"], met)
+    assert unipar("verify", "x.yaml", "--backend", "native/parameters", "--backend", "horovod").code == 2
+    assert asked == ["native/parameters", "horovod"]
+
+
 def test_plan_ends_at_once(unipar: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also after Ctrl-C: Python does not collect what was traced when it exits. Into a pipe goes no word of waiting."""
     registered: list[Any] = []
@@ -310,6 +323,23 @@ def test_explain(unipar: Any) -> None:
     assert "train.steps                    2" in unipar("explain", "x.yaml").out
     told = json.loads(unipar("explain", "x.yaml", "--json", "--cell", "single").out)
     assert [cell["cell"] for cell in told["cells"]] == ["single"]
+
+
+def test_explain_another_backend(unipar: Any) -> None:
+    """`--backend` moves the whole run into that cell, as it does for run and check."""
+    told = json.loads(unipar("explain", "x.yaml", "--json", "--backend", "native/parameters").out)
+    assert [cell["cell"] for cell in told["cells"]] == ["native/parameters"]
+    values = {row["key"]: (row["value"], row["origin"]) for row in told["values"]}
+    assert (values["backend"], values["parallel.shard"]) == (("native", "--backend"), ("parameters", "--backend"))
+
+
+def test_the_tasks_file_has_no_arguments(unipar: Any) -> None:
+    """Words of the command line are the program's: a parser at the top of the task's file gives its defaults."""
+    parser = "import argparse, unipar\nargparse.ArgumentParser().parse_args()\n"
+    Path("net.py").write_text(parser + NET.replace("Net:", "Net(unipar.Task):"), "utf-8")
+    answer = unipar("check", "x.yaml", "--deep")
+    assert (answer.code, answer.err) == (0, "")
+    assert "net.py:Net, imported and created" in answer.out
 
 
 def test_schema(unipar: Any) -> None:

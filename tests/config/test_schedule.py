@@ -90,6 +90,22 @@ def test_an_inverse_root() -> None:
     assert InverseRoot(scale=5, warmup=2).factor(2 + 15, 100) == 0.5
 
 
+@pytest.mark.parametrize(
+    ("schedule", "wanted"),
+    [
+        (Linear(warmup=2, timing="transformers"), [0.0, 0.5, 1.0, 0.75, 0.5, 0.25]),
+        (Cosine(timing="transformers"), [1.0, 0.9330127, 0.75, 0.5, 0.25, 0.0669873]),
+        (Constant(warmup=2, timing="transformers"), [0.0, 0.5, 1.0, 1.0, 1.0, 1.0]),
+        (Steps(every=3, by=0.5, warmup=2, timing="transformers"), [0.0, 0.5, 1.0, 0.5, 0.5, 0.5]),
+        (InverseRoot(warmup=2, timing="transformers"), [0.0, 0.5, 1.0, (2 / 3) ** 0.5, 0.5**0.5, 0.4**0.5]),
+        (WarmupStableDecay(warmup=2, decay=2, end=0.2, timing="transformers"), [0.2, 0.6, 1.0, 1.0, 1.0, 0.6]),
+    ],
+)
+def test_the_timing_of_transformers(schedule: Schedule, wanted: list[float]) -> None:
+    """A warm-up begins at rate 0, or at the end's of wsd, and the end would be one step after the last."""
+    assert factors(schedule, 6) == pytest.approx(wanted, abs=1e-7)
+
+
 @pytest.mark.parametrize("schedule", [Cosine(warmup=0.12), Steps(every=9, warmup=0.12), InverseRoot(warmup=0.12)])
 def test_a_share_of_the_steps(schedule: Schedule) -> None:
     """A warm-up of 12 % of 20 steps has 3 steps, as that of 3."""
@@ -112,6 +128,8 @@ def test_a_share_of_the_steps(schedule: Schedule) -> None:
         ({"warmup": 21}, "schedule.warmup (21) is more than steps (20), so the rate would never reach its full value"),
         ({"warmup": 1.5}, "wanted a whole number of at least 0 or a number above 0 and below 1, got 1.5"),
         ({"name": "one-cycle", "warmup": 2}, "warmup (2) and one-cycle exclude each other: it rises by itself"),
+        ({"name": "one-cycle", "timing": "transformers"},
+         "timing (transformers) and one-cycle exclude each other: leave timing out"),
         ({"name": "one-cycle", "rise": 0.05}, "schedule.rise (0.05) is less than 2 of 20 steps"),
     ],
 )  # fmt: skip
@@ -127,6 +145,9 @@ def test_refusals(schedule: dict[str, Any], sentence: str) -> None:
     [
         Constant(warmup=3), Linear(warmup=3, end=0.1), Cosine(end=0.2), Polynomial(warmup=2, power=3.0),
         Steps(every=3, warmup=2), Steps(at=(4, 9), by=0.3), WarmupStableDecay(warmup=2, decay=6, shape="sqrt", end=0.1),
+        Linear(warmup=3, end=0.1, timing="transformers"), Cosine(timing="transformers"),
+        Steps(every=3, warmup=2, timing="transformers"), InverseRoot(warmup=2, timing="transformers"),
+        WarmupStableDecay(warmup=2, decay=6, end=0.1, timing="transformers"),
         OneCycle(), OneCycle(rise=0.5, shape="linear"), InverseRoot(), InverseRoot(warmup=0.2), Cosine(warmup=0.12),
     ],
 )  # fmt: skip

@@ -335,11 +335,9 @@ def test_written_for_the_ranks() -> None:
 
 def test_in_another_cell(config: Reader) -> None:
     """--backend and --out change the config and say that they did."""
-    from unipar.config import Cell
-
-    source = in_cell(config(), Cell.parse("deepspeed/gradients")).with_out("there")
+    source = in_cell(config(), "deepspeed/gradients").with_out("there")
     assert (source.config.backend, source.config.parallel.shard) == ("deepspeed", "gradients")
-    assert source.config.options == {"deepspeed": {}}  # the plain cell, without the variant that the file asks for
+    assert source.config.options == {"deepspeed": {"buckets": "library"}}  # which --backend does not name
     assert source.origins["parallel.shard"] == "--backend"
     assert (source.out, source.origins["out"]) == (Path("there"), "--out")
 
@@ -349,16 +347,67 @@ def test_our_configs(file: Path) -> None:
     """Every config in the repository is one, and names a task that is there."""
     source = read_source(file)
     assert source.config.task is not None
-    assert Path(source.config.task.use.rpartition(":")[0]).is_file()
+    assert Path(str(source.config.task.use).rpartition(":")[0]).is_file()
 
 
 def test_a_cell_whose_axes_do_not_divide_the_ranks(config: Reader) -> None:
     """The config's ranks are kept in another cell, so the sentence says which number they need."""
-    from unipar.config import Cell
-
     with pytest.raises(ConfigError) as wrong:
-        in_cell(config(GOOD, "parallel.data=3"), Cell.parse("native/nothing+tensor2"))
+        in_cell(config(GOOD + "parallel: {data: 3}\n"), "native/nothing+tensor2")
     assert str(wrong.value) == (
         "--backend: native/nothing+tensor2 needs a multiple of 2 ranks (tensor 2), and the config has 3: set "
         "parallel.data to 2, or to a multiple of it"
     )
+
+
+SHORT = GOOD.replace("steps: 10", "steps: 50\n  schedule: {schedule}")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "steps", "said"),
+    [
+        ("{warmup: 5}", 3, "warmup 5 -> 1"),
+        ("{name: wsd, warmup: 10, decay: 20}", 10, "warmup 10 -> 2, decay 20 -> 4"),
+        ("{name: wsd, warmup: 10, decay: 20}", 1, "warmup 10 -> 0, decay 20 -> 1"),
+        ("{name: wsd, warmup: 0.1, decay: 40}", 4, "decay 40 -> 3"),
+        ("{name: step, every: 20}", 10, "every 20 -> 4"),
+        ("{name: step, at: [10, 40], warmup: 5}", 10, "warmup 5 -> 1, at [10, 40] -> [2, 8]"),
+        ("{name: step, at: [10, 40]}", 1, "step -> constant"),
+        ("{name: inverse-root, warmup: 20, scale: 10}", 5, "warmup 20 -> 2, scale 10 -> 1"),
+        ("{name: one-cycle}", 3, "rise 0.3 -> 0.67"),
+        ("{name: one-cycle}", 2, "one-cycle -> constant"),
+    ],
+)
+def test_fewer_steps_shorten_the_schedule(config: Reader, schedule: str, steps: int, said: str) -> None:
+    """Its lengths keep their share of the run, and a note says so; a shortened value names its cause as its origin."""
+    source = config(SHORT.replace("{schedule}", schedule), f"train.steps={steps}")
+    why = f"--set train.steps={steps}"
+    assert source.notes == (f"{why} shortens train.schedule, written for 50 steps: {said}",)
+    key = "name" if "constant" in said else said.partition(" ")[0]
+    assert source.origins[f"train.schedule.{key}"] == f"shortened for {why}"
+
+
+def test_a_schedule_that_fits_is_not_shortened(config: Reader) -> None:
+    """Overridden steps change nothing else. Where the file gives epochs, the length it was written for is not known."""
+    text = SHORT.replace("{schedule}", "{warmup: 5}")
+    source = config(text, "train.steps=5")
+    assert (source.notes, source.config.train.schedule.warmup) == ((), 5)
+    by_epochs = config(text.replace("steps: 50", "epochs: 2"), "train.steps=3")
+    assert by_epochs.notes == ("--set train.steps=3 shortens train.schedule: warmup 5 -> 2",)
+    assert config(text, **{"train.steps": 3}).notes[0].startswith("overrides train.steps=3 shortens ")
+
+
+@pytest.mark.parametrize(
+    ("steps", "sets"),
+    [
+        (3, ()),
+        (50, ("train.steps=3", "train.schedule.warmup=5")),
+        (50, ("train={steps: 3, schedule: {warmup: 5}}",)),
+        (4, ("train.steps=3",)),
+    ],
+    ids=["in one file", "both by --set", "in one --set", "in a file that was wrong before"],
+)
+def test_a_schedule_that_was_given_with_the_steps_is_refused(config: Reader, steps: int, sets: tuple[str, ...]) -> None:
+    """Nothing is shortened that was said together with the steps, or that has never fitted."""
+    text = SHORT.replace("{schedule}", "{warmup: 5}").replace("steps: 50", f"steps: {steps}")
+    assert "schedule.warmup (5) is more than steps (3)" in refusal(config, text, *sets)

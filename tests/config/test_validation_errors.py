@@ -74,7 +74,10 @@ def said(changes: dict[str, Any], where: dict[str, str] | None = None) -> str:
             "batch is missing; wanted a section with the keys total, tokens, longest, rows, try_largest, micro, "
             "accumulate, memory, headroom",
         ),
-        ({"task": {}}, "task.use is missing; wanted text"),
+        (
+            {"task": {}},
+            "task: use is missing: write file.py:Class, or give args for the class that a script passes",
+        ),
         ({"train/clip": {"norm": "fp64"}}, "train.clip.max is missing; wanted a number above 0"),
         ({"train/steps": ...}, "train: give one of steps and epochs, not both"),
         ({"batch/total": ...}, "batch: two of total, micro and accumulate are needed (or total alone); given: none"),

@@ -257,6 +257,8 @@ CASES = {
         Case("one parameter", tasks.OneWeight, hop=3, sizes=(4,), cells=("native/*",)),
         Case("batch norm", tasks.Normed, micro=True),
         Case("dropout", lambda: tasks.Plain(dropout=0.3), micro=True),
+        Case("dropout, from eval mode", lambda: tasks.Pretrained(dropout=0.3), micro=True, hop=3, sizes=(2,),
+             more={"eval": {"every": 2}}),
         Case("random transforms", tasks.Transformed),
         Case("data workers", tasks.Loaded, sizes=(2,)),
         Case("scores of all samples", Scored, more={"eval": {"every": 2}}),

@@ -56,6 +56,8 @@ def train_by_hand(case: Case, size: int) -> Result:
     task: Any = case.task()
     seed_all(config.train.seed)
     model = task.model()
+    if not model.training:
+        model.train()
     if config.model.loading is not None:
         held = load_file(FILE)
         model.load_state_dict({n.removeprefix("module."): t for n, t in held.items()}, strict=False)

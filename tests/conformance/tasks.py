@@ -163,6 +163,14 @@ class Plain(unipar.Task):
         return {"right": right, "loss": (token_mean(logits, batch), tokens)}
 
 
+class Pretrained(Plain):
+    """A model that arrives in eval mode, as from_pretrained returns it."""
+
+    @override
+    def model(self) -> nn.Module:
+        return super().model().eval()
+
+
 class Tokens(Plain):
     """A mean over tokens; five sequences have none at all."""
 

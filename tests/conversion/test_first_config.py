@@ -38,7 +38,7 @@ def test_a_first_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "  # Others in this file: Other." in written.read_text("utf-8").splitlines()
     source = read_source(written)
     assert source.config.task is not None
-    assert source.config.task.use.endswith("train.py:Net")
+    assert str(source.config.task.use).endswith("train.py:Net")
     assert "good" in check_config(source)
 
 

@@ -56,7 +56,7 @@ def test_a_recipe(tmp_path: Path) -> None:
             "clip": 1.0,
             "precision": "bf16-mixed",
             "epochs": 1,
-            "schedule": {"name": "cosine", "warmup": 0.1},
+            "schedule": {"name": "cosine", "warmup": 0.1, "timing": "transformers"},
             "seed": 42,
         },
     }
@@ -110,7 +110,7 @@ def test_names_of_axolotl(tmp_path: Path) -> None:
     result = said(made)
     assert result["batch"] == {"micro": 2, "accumulate": 1}
     assert result["train"]["epochs"] == 1
-    assert result["train"]["schedule"] == {"name": "cosine", "warmup": 10}
+    assert result["train"]["schedule"] == {"name": "cosine", "warmup": 10, "timing": "transformers"}
     assert result["train"]["optimizer"]["lr"] == 2e-4
     assert result["train"]["optimizer"]["name"] == "adamw-8bit"
     (told,) = (note for note in made.assumed if note.startswith("train.optimizer.name: adamw_bnb_8bit: adamw-8bit, "))
@@ -132,6 +132,7 @@ def test_strict_assumes_nothing(tmp_path: Path) -> None:
         "the library that the launcher says: give it with --set backend=native",
         "gradient_accumulation_steps: give it with --set batch.accumulate=1",
         "how long to train, which the file does not say: give it with --set train.steps=1000",
+        "lr_scheduler_type: give it with --set train.schedule.name=linear",
     ):
         assert sentence in str(caught.value)
     sets = (
@@ -140,6 +141,7 @@ def test_strict_assumes_nothing(tmp_path: Path) -> None:
         "train.optimizer.name=adamw",
         "train.precision=bf16-mixed",
         "train.epochs=2",
+        "train.schedule.name=linear",
     )
     assert bring(tmp_path, AXOLOTL, *sets, strict=True).config.train.epochs == 2
 
@@ -176,6 +178,10 @@ def test_arguments_beside_it(tmp_path: Path) -> None:
         ({"neftune_noise_alpha": 5}, "neftune_noise_alpha (line 1): 5 has no key of unipar; leave it out with --leave"),
         ({"learning_rte": 1e-4},
          "learning_rte (line 1): there is no such argument (did you mean 'learning_rate'?); leave it out with --leave"),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor (line 1): 0.1 has no key of unipar; leave it out"),
+        ({"logging_steps": 2.5}, "logging_steps (line 1): 2.5 is not a whole number above 0; choose a value with"),
+        ({"accelerator_config": {"split_batches": True}},
+         "accelerator_config (line 1): split_batches: per_device_train_batch_size is that of all ranks together;"),
         ({"use_galore": True}, "use_galore (line 1): true has no key of unipar; leave it out with --leave use_galore"),
         ({"micro_batch_size": 3}, "micro_batch_size (line 1): 3, but per_device_train_batch_size is 2; leave it out"),
         ({"warmup_ratio": 1.5}, "warmup_ratio (line 1): 1.5 is not below 1; choose a value with --set train.schedule"),
@@ -205,7 +211,68 @@ def test_refusals(change: dict[str, Any], sentence: str, tmp_path: Path) -> None
 )  # fmt: skip
 def test_schedules(change: dict[str, Any], schedule: dict[str, Any], tmp_path: Path) -> None:
     """A share of the steps stays a share unless the steps are known."""
-    assert said(bring(tmp_path, RECIPE | change))["train"]["schedule"] == schedule
+    assert said(bring(tmp_path, RECIPE | change))["train"]["schedule"] == schedule | {"timing": "transformers"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "sections"),
+    [
+        ({"eval_strategy": "steps", "eval_steps": 50}, {"eval": {"every": 50}}),
+        ({"evaluation_strategy": "steps", "logging_steps": 20}, {"eval": {"every": 20}, "log": {"every": 20}}),
+        ({"eval_strategy": "steps", "eval_steps": 0.25, "max_steps": 90}, {"eval": {"every": 23}}),
+        ({"eval_strategy": "no", "save_strategy": "no", "save_total_limit": 2}, {}),
+        ({"save_steps": 100, "save_total_limit": 2}, {"checkpoint": {"every": 100, "keep": 2}}),
+        ({"save_strategy": "steps"}, {"checkpoint": {"every": 500}}),
+        ({"save_strategy": "epoch", "save_total_limit": 1}, {"checkpoint": {"keep": 1}}),
+        ({"use_cpu": True}, {"device": "cpu"}),
+        ({"no_cuda": True, "seed": 7}, {"device": "cpu"}),
+        ({"train_sampling_strategy": "sequential"}, {"data": {"shuffle": False}}),
+        ({"dataloader_num_workers": 0, "dataloader_drop_last": True}, {"data": {"ragged": "drop"}}),
+        ({"activation_checkpointing": True}, {"model": {"recompute": "blocks"}}),
+        ({"fsdp": [], "fsdp_config": {"min_num_params": 0, "xla": False}}, {}),
+    ],
+)
+def test_what_is_not_the_step(keys: dict[str, Any], sections: dict[str, Any], tmp_path: Path) -> None:
+    """When it logs, evaluates and saves, on which device, and the order of samples."""
+    made = said(bring(tmp_path, RECIPE | keys))
+    assert {name: its for name, its in made.items() if name not in ("backend", "batch", "train")} == sections
+
+
+@pytest.mark.parametrize(
+    ("keys", "remark"),
+    [
+        ({"eval_strategy": "epoch"}, "eval_strategy: epoch: say eval.every in steps"),
+        ({"save_strategy": "best"}, "save_strategy: best: say checkpoint.every in steps"),
+        ({"eval_steps": 50}, "eval_steps: it has no effect, as eval_strategy is no"),
+        ({"eval_strategy": "steps", "eval_steps": 0.1}, "eval_steps: a share of the steps; say eval.every"),
+        (
+            {"eval_strategy": "steps", "eval_steps": 500, "max_steps": 90},
+            "eval_steps: 500 is more than the 90 steps of the run",
+        ),
+        ({"do_eval": True}, "do_eval: say eval.every"),
+        ({"load_best_model_at_end": True}, "load_best_model_at_end: say checkpoint.best"),
+        ({"data_seed": 3}, "data_seed: the order of samples comes from train.seed"),
+        ({"accelerator_config": {"even_batches": False}},
+         "accelerator_config.even_batches: no setting of training in unipar"),
+    ],
+)  # fmt: skip
+def test_remarks(keys: dict[str, Any], remark: str, tmp_path: Path) -> None:
+    """One line for each argument that is not carried and is not at its default."""
+    assert sorted(bring(tmp_path, RECIPE | keys).left_out) == sorted(["output_dir: say out", remark])
+
+
+def test_members_of_enumerations(tmp_path: Path) -> None:
+    """A member that was written as text means its value."""
+    written = {
+        "lr_scheduler_type": "SchedulerType.COSINE",
+        "optim": "OptimizerNames.ADAMW_BNB",
+        "save_strategy": "SaveStrategy.NO",
+        "eval_strategy": "IntervalStrategy.STEPS",
+        "eval_steps": 5,
+    }
+    made = bring(tmp_path, RECIPE | written)
+    assert (made.config.train.schedule.name, made.config.train.optimizer.name) == ("cosine", "adamw-8bit")
+    assert (made.config.eval.every, made.config.checkpoint) == (5, None)
 
 
 def test_samples_beside_others_of_their_length(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.imports import LEAST, STEPS, YAML, ds, recipe, said, yaml
+from tests.support.imports import ADAMW, LEAST, STEPS, YAML, ds, recipe, said, yaml
 from unipar.cli.commands.convert import import_
 from unipar.conversion.argument_names import TRAINER_DEFAULTS
 from unipar.errors import ConfigError
@@ -122,9 +122,11 @@ def test_one_key_of_the_optimizer_leaves_the_others(
             given,
         )
     train = said(made)["train"]
-    assert (train["optimizer"], train["clip"]) == (expected, 1.0)
+    rule = {"decay": "transformers"} if library == "trainer" and expected["weight_decay"] else {}
+    assert (train["optimizer"], train["clip"]) == (expected | rule, 1.0)
     told = {line.partition(":")[0] for line in made.assumed if line.startswith(("train.optimizer", "train.clip"))}
-    assert told == {f"train.optimizer.{key}" for key in expected if f"{key}=" not in given} | {"train.clip"}
+    filled = {f"train.optimizer.{key}" for key in expected if f"{key}=" not in given} | {"train.clip"}
+    assert told == (set() if library == "trainer" else filled)  # a trainer's file means the Trainer's defaults
 
 
 def test_no_clip_where_the_file_has_none(tmp_path: Path) -> None:
@@ -207,7 +209,7 @@ def test_schedules_with_details(given: dict[str, Any], schedule: dict[str, Any],
     arguments = {"learning_rate": 1e-4, "max_steps": 100, "warmup_steps": 5, **given}
     file.write_text(json.dumps(arguments), encoding="utf-8")
     made = yaml(tmp_path, YAML, strict=False, args=str(file))
-    assert said(made)["train"]["schedule"] == pytest.approx(schedule)
+    assert said(made)["train"]["schedule"] == pytest.approx(schedule | {"timing": "transformers"})
 
 
 def test_of_an_accelerate_yaml(tmp_path: Path) -> None:
@@ -275,22 +277,38 @@ def test_arguments_refused(args: str, wrong: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "comment"),
+    ("args", "timing"),
     [
-        ("--lr_scheduler_type linear", "; the Trainer's reaches its end one step after the last"),
-        (
-            "--lr_scheduler_type cosine --warmup_steps 5",
-            "; the Trainer's begins at rate 0 and reaches its end one step after the last",
-        ),
-        ("--lr_scheduler_type constant_with_warmup --warmup_steps 5", "; the Trainer's begins at rate 0"),
-        ("--lr_scheduler_type constant", ""),
+        ("--lr_scheduler_type linear", "transformers"),
+        ("--lr_scheduler_type cosine --warmup_steps 5", "transformers"),
+        ("--lr_scheduler_type constant_with_warmup --warmup_steps 5", "transformers"),
+        ("--lr_scheduler_type constant", None),
     ],
 )
-def test_how_the_trainers_rates_differ(args: str, comment: str, tmp_path: Path) -> None:
-    """A comment says where the curve is not the Trainer's."""
+def test_the_timing_of_the_trainers_rates(args: str, timing: str | None, tmp_path: Path) -> None:
+    """It is the Trainer's where the curve has a beginning or an end."""
     made = ds(tmp_path, LEAST, STEPS, strict=False, args=args)
-    (line,) = (line for line in made.text.splitlines() if line.startswith("    name: ") and "scheduler" in line)
-    assert line.partition("# ")[2] == f"--args: lr_scheduler_type{comment}"
+    assert said(made)["train"]["schedule"].get("timing") == timing
+
+
+def test_the_timing_of_another_schedule(tmp_path: Path) -> None:
+    """Neither a scheduler of DeepSpeed's config nor one by --set has the Trainer's."""
+    theirs = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 5, "total_num_steps": 100}}
+    file = LEAST | {"scheduler": theirs}
+    assert "timing" not in said(ds(tmp_path, file, strict=False))["train"]["schedule"]
+    made = ds(tmp_path, LEAST, STEPS, "train.schedule={name: linear}", strict=False, args="--learning_rate 3e-4")
+    assert said(made)["train"]["schedule"] == {"name": "linear"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "decay"),
+    [({"optimizer": ADAMW}, None), ({}, "transformers")],
+)
+def test_whose_rule_of_decay(keys: dict[str, Any], decay: str | None, tmp_path: Path) -> None:
+    """An optimizer of DeepSpeed's config decays everything; that of the Trainer leaves out biases and norms."""
+    file = {"train_batch_size": 32} | keys
+    made = ds(tmp_path, file, STEPS, strict=False, args="--learning_rate 3e-4 --weight_decay 0.1")
+    assert said(made)["train"]["optimizer"].get("decay") == decay
 
 
 def test_keys_that_deepspeed_takes_under_two_names(tmp_path: Path) -> None:

@@ -140,6 +140,18 @@ def _collate(samples: list[Any]) -> Any:
     return samples
 
 
+def test_a_collate_fn_beside_the_tasks_collate() -> None:
+    """Two functions that make batches contradict each other; the task's own in the loader is one."""
+    loader = DataLoader(DATA, batch_size=4, collate_fn=_collate)
+    sizes = BatchSizes(4, 2, 1, 2)
+    assert data_source_of(loader, _collate, default_collate, _config(), sizes).collate is _collate
+    with pytest.raises(TaskError) as e:
+        data_source_of(loader, list, default_collate, _config(), sizes)
+    assert str(e.value) == (
+        "the DataLoader has a collate_fn of its own, and the task has collate(samples): leave one of them out"
+    )
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

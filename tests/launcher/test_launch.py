@@ -105,6 +105,50 @@ def test_two_launches_and_no_guard(python: Python, tmp_path: Path) -> None:
     ]
 
 
+ARGUMENTS = """
+import argparse, sys
+import torch, unipar
+from tests.support.tiny import CONFIG, Tiny
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--width", type=int, default=3)
+args, depth, extra = parser.parse_args(), 4, None
+
+class Wide(Tiny):
+    def model(self):
+        assert sys.argv[1:] == ["--width", "16"]
+        print("model of", args.width, depth, extra)
+        return torch.nn.Sequential(torch.nn.Linear(4, args.width), torch.nn.Linear(args.width, depth, bias=False))
+
+if __name__ == "__main__":
+    depth, more = 64, {"train.steps": 2, "out": "out"}
+    extra = parser.parse_args(["--width", "5"])
+    print(unipar.launch(CONFIG, task=Wide, overrides=more, quiet=True).parameters)
+    extra = unipar.verify(CONFIG, task=Wide, overrides=more, steps=2, cells=["native/nothing"])
+    print(extra.code, extra.rows[0].outcome)
+    extra = torch.nn.ReLU()
+    try:
+        unipar.launch(CONFIG, task=Wide, overrides={**more, "out": "other"}, quiet=True)
+    except unipar.TaskError as e:
+        print(e)
+"""
+
+
+def test_arguments_and_variables_of_the_script(python: Python) -> None:
+    """Ranks have the script's arguments, and what its main block has set, or they say what they lack."""
+    done = python(ARGUMENTS, "--width", "16")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "model of 16 64 Namespace(width=5)",
+        "trained 2",
+        str(4 * 16 + 16 + 16 * 64),
+        "0 agrees",
+        "the task reads extra of script.py, which is a ReLU in the script, and None in its ranks, which "
+        'import the file without its `if __name__ == "__main__"` block; such a value cannot be sent to them: set it '
+        "above the block, or create it in the task's methods, from task.args",
+    ]
+
+
 NO_OUT = """
 import unipar
 from tests.support.tiny import CONFIG, Tiny

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 import unipar
+from tests.conformance.tasks import Plain
 from tests.support.checkpoints import save_two_steps
 from tests.support.tiny import CONFIG, Tiny
-from unipar.errors import CheckpointError, ConfigError, UniparError
+from unipar.cli.commands.config.check import check_config
+from unipar.errors import CheckpointError, ConfigError, TaskError, UniparError
 from unipar.launcher.preparation.prepare import prepare
 from unipar.launcher.preparation.prepared_run import PreparedRun
 from unipar.run_folder.attempts import count_attempts
@@ -179,3 +181,29 @@ def test_the_run_to_go_on_with_has_trained() -> None:
     assert planned(resume="auto").out == first
     ledger_path(first, 0).unlink()
     assert planned(resume="auto").out == Path("runs/run-2")
+
+
+def test_an_instance_of_a_task_is_refused() -> None:
+    """Its class is wanted, and the arguments as task.args, which reach a class that is passed without task.use."""
+    with pytest.raises(TaskError) as e:
+        prepare(CONFIG, Plain(count=8))  # pyright: ignore[reportArgumentType]
+    assert str(e.value) == (
+        "task= is an instance of Plain, and each rank creates its own: pass the class, task=Plain, and its arguments "
+        'as task.args (in the config, or overrides={"task.args": {...}})'
+    )
+    ref = prepare(CONFIG, Plain, {"task.args": {"count": 8}}).ref
+    assert ref is not None
+    assert ref.args == {"count": 8}
+
+
+def test_what_an_override_shortens_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    """One line on stderr, unless the launch is quiet; the ranks' config has the shortened value."""
+    train = {**CONFIG["train"], "schedule": {"warmup": 4}}
+    prepared = prepare({**CONFIG, "train": train}, Tiny, {"train.steps": 3})
+    prepared.show_notes(quiet=True)
+    assert capsys.readouterr().err == ""
+    prepared.show_notes(quiet=False)
+    said = "overrides train.steps=3 shortens train.schedule, written for 12 steps: warmup 4 -> 1"
+    assert capsys.readouterr().err == f"{said}\n"
+    assert '"warmup": 1' in prepared.settled(2).config.json_for_ranks()
+    assert f"note     {said}" in check_config(prepared.source)

@@ -1,9 +1,10 @@
-"""A model that its author has spread over devices: recognized, refused where it cannot stay, trained where it can."""
+"""A model as ranks create it; and one that its author has spread over devices: where it is refused, or trained."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,13 +14,35 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from typing_extensions import override
 
 from tests.support.running import Line, running
-from unipar.config import Cell
+from unipar.config import Cell, Config
+from unipar.distributed.world import World
 from unipar.errors import TaskError
-from unipar.model.create import device_in_place, devices_by_hand, refuse_devices_by_hand
+from unipar.model.create import create_parts, device_in_place, devices_by_hand, refuse_devices_by_hand
 from unipar.run_folder.layout import ledger_path
 from unipar.run_folder.ledger import Ledger
 
 CPU, FIRST, SECOND = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
+
+
+class _Tied(nn.Module):
+    """Two layers of one matrix, made from values, as `from_pretrained` makes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+        if self.first.weight.sum().item() != 0.0:
+            self.second.weight = self.first.weight
+        self.register_buffer("sizes", torch.ones(2))
+
+
+def test_tied_parameters_stay_tied_on_other_ranks() -> None:
+    """A constructor that needs values works on the CPU first; on the meta device, the model is the one of rank 0."""
+    other: Any = SimpleNamespace(rank=1, agree=lambda *_: None)  # pyright: ignore[reportUnknownLambdaType]
+    config = Config.model_validate({"batch": {"total": 1}, "train": {"steps": 1}})
+    made: Any = create_parts(_Tied, config, cast("World", other))["model"]
+    assert [name for name, _ in made.named_parameters()] == ["first.weight", "first.bias", "second.bias"]
+    assert made.first.weight is made.second.weight
+    assert {t.device.type for t in (*made.parameters(), *made.buffers())} == {"meta"}
 
 
 class _Parts(nn.Module):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from typing_extensions import override
 
 import unipar
+from unipar.backend.export import groups_code
 from unipar.config import Config
 from unipar.config.sections.optimizer import optimizer_arguments
 from unipar.config.sections.schedule import Constant, Cosine, Linear
@@ -68,6 +70,44 @@ def test_matrices_alone_decay() -> None:
     assert wide.names == ("0.weight", "2.weight")
     assert thin.names == ("0.bias", "1.weight", "1.bias", "2.bias")
     assert dict(thin.settings) == {"weight_decay": 0.0}
+
+
+class _Norms(nn.Module):
+    """Parameters of which no two are alike to the rule of transformers' Trainer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.relative_bias = nn.Embedding(3, 2)
+        self.ln_1 = nn.LayerNorm(2)
+        self.bn = nn.BatchNorm1d(2)
+        self.norm = nn.BatchNorm1d(2)
+        self.final_norm = nn.RMSNorm(2)
+        self.normal = nn.Linear(2, 2)
+        self.scale = nn.Parameter(torch.ones(2))
+        self.frozen = nn.Parameter(torch.ones(2, 2), requires_grad=False)
+
+
+DECAYED = ("scale", "bn.weight", "normal.weight")
+
+
+def test_what_transformers_decays() -> None:
+    """`decay: transformers` goes by names and by LayerNorm, whatever the number of dimensions."""
+    decayed, rest = parameter_groups(_Norms(), _config(optimizer={"decay": "transformers"}), None, own_optimizer=False)
+    assert (decayed.names, dict(decayed.settings)) == (DECAYED, {})
+    assert (len(rest.names), dict(rest.settings)) == (8, {"weight_decay": 0.0})
+
+
+@pytest.mark.parametrize("decay", ["matrices", "transformers"])
+def test_an_exported_script_has_the_same_groups(decay: str) -> None:
+    """The statements of a script, run, divide the parameters as the run does."""
+    from types import SimpleNamespace
+
+    model, wanted = _Norms(), _config(optimizer={"decay": decay})
+    names: dict[str, Any] = {"model": model, "nn": nn, "Any": Any}
+    exec(inspect.cleandoc("\n" + groups_code(cast("Any", SimpleNamespace(config=wanted, gives=())))), names)
+    of_parameter = {id(p): name for name, p in model.named_parameters()}
+    made = parameter_groups(model, wanted, None, own_optimizer=False)
+    assert [tuple(of_parameter[id(p)] for p in group["params"]) for group in names["groups"]] == [g.names for g in made]
 
 
 def test_groups_keep_their_ratio() -> None:
@@ -249,6 +289,16 @@ def test_keys_of_an_optimizer_that_is_not_made(key: str, value: Any, shown: str)
     assert str(e.value) == (
         f"train.optimizer.{key}: {shown} has no effect, as the task makes an optimizer of its own: leave it out; lr, "
         "weight_decay and decay are in the groups that it is given"
+    )
+
+
+def test_decay_of_groups_that_the_task_makes() -> None:
+    """train.optimizer.decay says nothing about a task's own groups, and is refused beside them."""
+    with pytest.raises(TaskError) as e:
+        _owned(torch.optim.SGD, lambda m: [{"params": m.parameters()}], optimizer={"decay": "matrices"})
+    assert str(e.value) == (
+        "train.optimizer.decay: matrices has no effect beside the task's groups(), which decide on the decay of each: "
+        "leave one of them out"
     )
 
 

@@ -42,6 +42,16 @@ def test_the_first_sentence_is_the_verdict() -> None:
     assert "<li>dropout is set to 0 for this verification: dropout</li>" in text
 
 
+def test_the_headline_counts_cells_that_cannot_run() -> None:
+    """With the reason, as the table's first line does."""
+    verdicts = agreeing_verdicts()
+    rows = [replace(row, alone=False) for row in verdicts.rows]
+    assert (
+        "<h1>3 of 4 strategies agree with one process over 12 steps on 2 ranks; 1 cannot run this model: "
+        "native/nothing+dp (device: cpu is &lt;not&gt; available).</h1>"
+    ) in render_verification(page_of(replace(verdicts, rows=rows)))
+
+
 def test_a_training_that_depends_on_the_cut_is_told_first() -> None:
     """The headline says so, the way out is below it; losses are compared with the replay that cuts alike."""
     page = page_of(cut_dependent_verdicts())

@@ -29,7 +29,7 @@ def test_every_config_reads_and_points_editors_to_the_schema(file: Path) -> None
     assert file.read_text("utf-8").startswith("# yaml-language-server: $schema=../docs/config.schema.json\n")
     task = load_config_file(file).config.task
     assert task is not None
-    assert Path(task.use.partition(":")[0]).is_file()
+    assert Path(str(task.use).partition(":")[0]).is_file()
 
 
 def test_the_character_model_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

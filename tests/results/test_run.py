@@ -26,6 +26,7 @@ def test_everything_comes_from_the_ledgers(run: Path) -> None:
     assert (report.steps, report.seconds, report.stopped) == (12, 6.0, None)
     assert report.losses == [(1, 4.5), (10, 3.25)]
     assert report.norms == [(1, 2.0)]
+    assert report.rates == [(1, 1e-3), (10, 1e-3)]
     assert report.evals == [(10, {"loss": 3.5, "accuracy": 0.25})]
     assert report.logs == [(1, {"tokens": 512})]
     assert report.peak_rss == [3 * 2**20, 5 * 2**20]
@@ -45,6 +46,20 @@ def test_a_report_prints_as_a_few_lines(run: Path, monkeypatch: pytest.MonkeyPat
         "peak RSS    5.0 MiB on the largest rank\n"
         "folder      RUN"
     )
+
+
+def test_where_a_run_is(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`folder` is absolute, and a run that has saved nothing has no checkpoint."""
+    monkeypatch.chdir(run.parent)
+    report = Report.read(Path(run.name))
+    assert (report.folder, report.checkpoint) == (run, None)
+
+
+def test_rates_of_parts(tmp_path: Path) -> None:
+    """Each part has a rate of its own."""
+    parts = {"actor": {"step": 1, "loss": 1.0, "lr": 0.5}, "critic": {"step": 1, "loss": 1.0, "lr": 0.25}}
+    wrote(tmp_path, 0, [EVENTS[0], {"event": "step", "time": 101.0, "step": 1, "loss": 2.0, "parts": parts}])
+    assert Report.read(tmp_path).rates == [(1, {"actor": 0.5, "critic": 0.25})]
 
 
 def test_a_run_that_was_cut_short_is_a_report_too(tmp_path: Path) -> None:

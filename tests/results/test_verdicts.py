@@ -13,7 +13,10 @@ CUT = CutDependence(kind="sum", off=0.5, micro=None, way_out="return the mean")
 
 
 def verdicts(*outcomes: VerdictOutcome) -> Verdicts:
-    rows = [Verdict(cell=f"native/{i}", outcome=outcome) for i, outcome in enumerate(outcomes)]
+    reason = {"refused": "train.sync_every: 2 is not available here; use another"}
+    rows = [
+        Verdict(cell=f"native/{i}", outcome=outcome, note=reason.get(outcome, "")) for i, outcome in enumerate(outcomes)
+    ]
     return Verdicts(name="x", out="runs/x", precision="fp32", ranks=2, steps=10, rows=rows)
 
 
@@ -21,10 +24,31 @@ def verdicts(*outcomes: VerdictOutcome) -> Verdicts:
     ("outcomes", "summary", "code"),
     [
         (("agrees", "agrees"), "all 2 cells agree with one process over 10 steps on 2 ranks", 0),
-        (("agrees", "refused"), "native/0 agrees with one process over 10 steps on 2 ranks", 0),
+        (
+            ("agrees", "agrees", "refused", "refused"),
+            "2 of 4 strategies agree with one process over 10 steps on 2 ranks; 2 cannot run this model: native/2, "
+            "native/3 (train.sync_every: 2 is not available here)",
+            0,
+        ),
+        (
+            ("agrees", "failed", "absent"),
+            "1 of 3 strategies agrees with one process over 10 steps on 2 ranks; 1 cell failed; 1 not installed: "
+            "native/2",
+            1,
+        ),
+        (
+            ("refused", "refused"),
+            "no verdict: no cell ran; 2 cannot run this model: native/0, native/1 (train.sync_every: 2 is not "
+            "available here)",
+            1,
+        ),
         (("agrees", "disagrees"), "1 of 2 cells disagrees with one process over 10 steps on 2 ranks", 1),
         (("disagrees", "disagrees"), "2 of 2 cells disagree with one process over 10 steps on 2 ranks", 1),
-        (("disagrees", "absent"), "native/0 disagrees with one process over 10 steps on 2 ranks", 1),
+        (
+            ("disagrees", "absent"),
+            "native/0 disagrees with one process over 10 steps on 2 ranks; 1 not installed: native/1",
+            1,
+        ),
         (("agrees", "failed"), "native/0 agrees with one process over 10 steps on 2 ranks; 1 cell failed", 1),
         (("failed", "failed"), "no verdict: no cell ran; 2 cells failed", 1),
     ],
@@ -34,6 +58,24 @@ def test_summary(outcomes: tuple[VerdictOutcome, ...], summary: str, code: int) 
     found = verdicts(*outcomes)
     assert (found.summary, found.code) == (summary, code)
     assert found.remark_lines()[0] == summary
+
+
+@pytest.mark.parametrize("outcome", ["refused", "absent"])
+def test_a_cell_that_was_named_and_cannot_run(outcome: VerdictOutcome) -> None:
+    """The exit code is that of Unsupported, 3, unless a cell disagrees; it stays 0 for one that a pattern gave."""
+    found = verdicts("agrees", outcome)
+    agrees, missing = found.rows
+    assert found.code == 0
+    assert replace(found, rows=[agrees, replace(missing, named=True)]).code == 3
+    wrong = replace(agrees, outcome="disagrees")
+    assert replace(found, rows=[wrong, replace(missing, named=True)]).code == 1
+
+
+def test_one_process_out_of_a_pattern_is_not_counted() -> None:
+    """All strategies agree, although the pattern also gave nn.DataParallel, which is one process."""
+    found = verdicts("agrees", "agrees", "refused")
+    rows = [*found.rows[:2], replace(found.rows[2], alone=True)]
+    assert replace(found, rows=rows).summary == "all 2 cells agree with one process over 10 steps on 2 ranks"
 
 
 def test_a_training_that_depends_on_the_cut_is_no_plain_yes() -> None:

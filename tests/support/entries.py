@@ -394,3 +394,11 @@ def tells_what_it_has(place: Place, run: Path, control: socket.socket | None) ->
         "fork": procfs.shared_bytes() > 0,
     }
     (run / "told.json").write_text(json.dumps(told), encoding="utf-8")
+
+
+def loads_a_task(place: Place, run: Path, control: Control) -> None:
+    """Load the task of ref.json, and say what its model() returns."""
+    from unipar.task.reference import TaskRef
+
+    task = TaskRef.from_json(json.loads((run / "ref.json").read_text("utf-8"))).load()
+    (run / f"seen-{place.rank}").write_text(f"{task.model()} {sys.argv}", "utf-8")

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
 
@@ -22,6 +22,41 @@ class Contrast(tasks.Plain):
     def loss(self, model: Any, batch: tasks.Batch) -> Tensor:
         means = F.normalize(model.encode(batch.tokens[:, :-1]).mean(1), dim=-1)
         return super().loss(model, batch) + F.cross_entropy(means @ means.T * 5, torch.arange(len(means)))
+
+
+class _Experts(tasks.Tiny):
+    """Four experts behind a router that computes in fp32, as routers do; returns logits and how uneven the load is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(tasks.D, 4, bias=False)
+        nn.init.normal_(self.gate.weight, std=0.02)  # so the load is almost even at first, as usual
+        self.experts = nn.ModuleList(nn.Linear(tasks.D, tasks.V) for _ in range(4))
+
+    @override
+    def forward(self, tokens: Tensor, use_extra: bool = False) -> Any:
+        x = self.encode(tokens)
+        shares = self.gate(x).float().softmax(-1)
+        chosen = F.one_hot(shares.argmax(-1), 4).float()
+        logits = sum(e(x) * (chosen * shares)[..., i, None] for i, e in enumerate(self.experts))
+        return self.head(x) + logits, 4 * (chosen.mean((0, 1)) * shares.mean((0, 1))).sum()
+
+
+class Balanced(tasks.Plain):
+    """A mixture of experts with a loss that balances their load over the batch."""
+
+    def __init__(self, balance: float) -> None:
+        super().__init__()
+        self.balance = balance
+
+    @override
+    def model(self) -> nn.Module:
+        return _Experts()
+
+    @override
+    def loss(self, model: Any, batch: tasks.Batch) -> Tensor:
+        logits, load = model(batch.tokens[:, :-1])
+        return F.cross_entropy(logits.float().transpose(1, 2), batch.tokens[:, 1:]) + self.balance * load
 
 
 class Drawing(tasks.Plain):
@@ -48,6 +83,15 @@ def refuse_fp64(model: Any) -> None:
 
 class NormedWithoutDouble(tasks.Normed):
     """BatchNorm, in a model that cannot run in fp64."""
+
+    @override
+    def loss(self, model: Any, batch: tasks.Batch) -> Tensor:
+        refuse_fp64(model)
+        return super().loss(model, batch)
+
+
+class InSinglePrecision(tasks.Tokens):
+    """A mean over tokens, in a model that cannot run in fp64."""
 
     @override
     def loss(self, model: Any, batch: tasks.Batch) -> Tensor:

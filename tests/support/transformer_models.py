@@ -15,7 +15,7 @@ import unipar
 WORDS, LENGTH = 31, 8
 
 
-def _create(model: Any, config: Any, sizes: dict[str, int]) -> nn.Module:
+def _create(model: Any, config: Any, sizes: dict[str, Any]) -> nn.Module:
     """Return a model of these sizes; Any, because configs of transformers are typed for some checkers only."""
     return model(config(use_cache=False, **sizes))
 
@@ -43,8 +43,11 @@ class Gpt2(_LanguageModel):
 class Mixtral(_LanguageModel):
     """A mixture of experts, whose kernel for experts takes no fp64."""
 
+    def __init__(self, **router: Any) -> None:
+        self.router = router
+
     @override
     def model(self) -> nn.Module:
         sizes = {"vocab_size": WORDS, "max_position_embeddings": LENGTH, "hidden_size": 16, "intermediate_size": 16}
         parts = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4}
-        return _create(MixtralForCausalLM, MixtralConfig, sizes | parts)
+        return _create(MixtralForCausalLM, MixtralConfig, sizes | parts | self.router)

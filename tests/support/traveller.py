@@ -57,7 +57,11 @@ class Texts20(unipar.Task):
 
 
 class Words20(Texts20):
-    """Each word counts the same."""
+    """Each word counts the same; the model arrives in eval mode, as from_pretrained returns it."""
+
+    @override
+    def model(self) -> nn.Module:
+        return super().model().eval()
 
     @override
     def weight(self, batch: Words) -> Tensor:

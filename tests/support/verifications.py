@@ -74,7 +74,7 @@ def agreeing_verdicts() -> Verdicts:
             _cell("native/nothing", 2e-7, 0.2),
             _cell("native/optimizer", 2e-7, 0.2),
             _cell("deepspeed/gradients", 4e-7, 0.4, ""),
-            Verdict(cell="native/nothing+dp", outcome="refused", note="device: cpu is <not> available"),
+            Verdict(cell="native/nothing+dp", outcome="refused", note="device: cpu is <not> available", alone=True),
         ],
         one={
             "one process, fp64": {"loss": [v + 1e-8 for v in LOSSES], "norm": NORMS},

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.conformance import tasks
 from unipar.config.config import TaskUse
 from unipar.errors import TaskError
 from unipar.task import Task
@@ -70,6 +71,39 @@ def test_look_refuses(tmp_path: Path, name: str, args: dict[str, Any], message: 
     with pytest.raises(TaskError) as e:
         _ref(tmp_path, GOOD, name, **args).check_code()
     assert str(e.value) == message.format(file=tmp_path / "mine.py")
+
+
+MISSPELT = """
+import unipar
+class {name}(unipar.Task):
+    def model(self): ...
+    def data(self): ...
+    def loss(self, model, batch): return self.losses(batch)
+    def losses(self, batch): ...
+    def {method}(self, batch): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("method", "near"), [("weights", "weight"), ("validate", "validation"), ("optimiser", "optimizer")]
+)
+def test_a_misspelt_method(tmp_path: Path, method: str, near: str) -> None:
+    """A method that nobody calls is refused when its file is read, and when its class is made; a helper is not."""
+    text = MISSPELT.format(name="Mine", method=method)
+    sentence = f"{method} is never called; did you mean {near}? Call a helper of your own _{method}"
+    with pytest.raises(TaskError) as e:
+        _ref(tmp_path, text, "Mine").check_code()
+    assert str(e.value) == f"task.use: Mine in {tmp_path / 'mine.py'}: {sentence}"
+    with pytest.raises(TaskError) as e:
+        exec(text, {})
+    assert str(e.value) == f"Mine.{sentence}"
+
+
+def test_a_helper_may_have_any_name(tmp_path: Path) -> None:
+    """A method that the task itself calls is its own."""
+    text = MISSPELT.format(name="Mine", method="weights") + "    def weight(self, batch): return self.weights(batch)\n"
+    _ref(tmp_path, text, "Mine").check_code()
+    exec(text, {})
 
 
 VALID = """
@@ -234,6 +268,18 @@ def test_a_task_or_functions() -> None:
         TaskRef.of(Task, None, functions)
     with pytest.raises(TaskError, match=r"^there is no task: set task.use in the config, or pass task=, or model="):
         TaskRef.of(None, None, {})
+
+
+def test_arguments_for_a_class_that_a_script_passes() -> None:
+    """The config's task.args go to the class of task=; without it the error names both ways out."""
+    use = TaskUse(args={"width": 64})
+    assert TaskRef.of(tasks.Plain, use, {}).args == {"width": 64}
+    said = (
+        r"^task.args \(width\) are given, and no task: set task.use: file.py:Class in the config, or pass the class "
+        r"from a script: launch\(..., task=Class\)$"
+    )
+    with pytest.raises(TaskError, match=said):
+        TaskRef.of(None, use, {})
 
 
 def test_refs_travel_as_json() -> None:

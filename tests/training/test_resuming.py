@@ -14,12 +14,10 @@ from typing_extensions import override
 
 import tests.support.running
 from tests.support.running import Line, running
-from unipar.checkpoint.format.manifest import StoredTensor
 from unipar.checkpoint.protocol.verifying import find_checkpoints, inspect_checkpoint
 from unipar.errors import CheckpointError, NonFinite, TaskError, UniparError
 from unipar.run_folder.layout import ledger_path
 from unipar.run_folder.ledger import Ledger
-from unipar.training.resuming import refuse_other_model
 from unipar.training.run import TrainingRun
 from unipar.utils.git import git_revision
 
@@ -254,14 +252,6 @@ def test_another_task_is_refused(tmp_path: Path, task: Any, sentence: str) -> No
     with pytest.raises(UniparError) as caught:
         trained(tmp_path / "again", task(), **settings(resume=str(path)))
     assert str(caught.value) == sentence.format(path)
-
-
-def test_another_dtype_is_refused() -> None:
-    """A tensor that is saved in other numbers than the model's is named with both; nothing is cast in silence."""
-    there = {("w", "weight"): StoredTensor("w", "weight", "F32", (2, 3), ())}
-    with pytest.raises(CheckpointError) as caught:
-        refuse_other_model({("w", "weight"): ((2, 3), "BF16")}, there, "checkpoint here")
-    assert str(caught.value) == "checkpoint here: w (weight) is F32, in the model BF16"
 
 
 def test_the_newest_whole_checkpoint_is_taken(tmp_path: Path) -> None:

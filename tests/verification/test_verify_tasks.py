@@ -146,6 +146,19 @@ def test_a_sum_is_named_and_strict_fails(tmp_path: Path, forks: Forks) -> None:
     assert "so another number of ranks trains another model" in (tmp_path / "verify" / "report.html").read_text("utf-8")
 
 
+def test_cells_that_were_named_are_known(prove: Callable[..., Verdicts]) -> None:
+    """A cell by its name was asked for, one by a pattern was not; the headline has the reason why neither runs."""
+    found = prove(tasks.Plain, cells=("horovod/*", "deepspeed/nothing"), overrides={"train.sync_every": 2})
+    assert [(row.cell, row.outcome, row.named) for row in found.rows] == [
+        ("horovod/nothing", "refused", False),
+        ("deepspeed/nothing", "refused", True),
+    ]
+    assert found.summary == (
+        "no verdict: no cell ran; 2 cannot run this model: horovod/nothing, deepspeed/nothing (train.sync_every: 2 is "
+        "not available here, only in native/nothing, single)"
+    )
+
+
 def test_a_loss_that_depends_on_the_rank_is_named(prove: Callable[..., Verdicts]) -> None:
     """The modules agree and the loss does not: a fault of its own, also for a model that cannot run in fp64."""
     found = prove(special_tasks.RankScaled, cells=ONLY[:1])

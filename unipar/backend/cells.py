@@ -7,8 +7,8 @@ from typing import Any
 
 from unipar.backend.description import Backend, Variant
 from unipar.backend.registry import backend_names, find_backend
-from unipar.config import SHARDS, Cell, Config, Shard
-from unipar.config.sections.cell import AXES
+from unipar.config import SHARDS, Cell, Config
+from unipar.config.sections.cell import AXES, Axes
 from unipar.config.sections.parallel import Parallel
 from unipar.errors import ConfigError, Unsupported
 
@@ -86,45 +86,108 @@ def is_single_process(cell: Cell, backend: Backend | None = None) -> bool:
 
 
 def config_in_cell(config: Config, cell: Cell) -> Config:
-    """Return `config` moved to another cell, with the same global batch.
+    """Return `config` moved to another cell of a list, with the same global batch and the same number of ranks.
 
     In a cell of one process, ranks become further microbatches; and so they do in one whose axes leave fewer ranks for
-    the data, because the number of ranks in all stays the same.
+    the data. Keys that have no effect there are left out: a list has cells of several kinds.
     """
     backend = find_backend(cell.backend)
     check_offers(backend, cell)
     can, one = backend.capabilities, is_single_process(cell, backend)
-    shard: Shard = cell.shard
-    data, over = config.parallel.data, config.parallel.shard_over
-    axes = cell.axes
-    if one:
-        data = 1
-    elif isinstance(ranks := config.parallel.ranks, int):
-        data = count_data_ranks(ranks, cell)
-    parallel = Parallel(
-        data=data,
-        shard=shard,
-        shard_over=None if shard == "nothing" else over,  # it has a meaning only where something is split
-        **{name: getattr(axes, name) for name in (*AXES, "sequence", "schedule")},
-    )
+    parallel = _parallel_in_cell(config.parallel, cell, one=one)
+    if cell.shard == "nothing":
+        parallel = parallel.model_copy(update={"shard_over": None})
     options = dict(config.options)
     if cell.variant:
         options[backend.name] = _with_variant(options.get(backend.name, {}), can.variants[cell.variant], cell)
     elif backend.name in options:
         options[backend.name] = _without_variants(options[backend.name], can.variants.values())
-    batch, other = config.batch, one or data != config.parallel.data
+    moved = config_on_ranks_of(config.changed({"backend": cell.backend, "options": options}), parallel, one=one)
+    if one:
+        moved = moved.changed({"train.sync_every": None})
+    return _without_idle_options(moved, backend)
+
+
+def named_cell(config: Config, text: str) -> tuple[Cell, dict[str, Any]]:
+    """Return the cell of a config once a text such as `native/parameters+tensor2` is applied, and the keys it names.
+
+    Keys that it does not name stay: a bare backend keeps `parallel.shard`. A cell of one process names all of them.
+    """
+    cell = Cell.parse(text)
+    backend = find_backend(cell.backend)
+    check_offers(backend, cell)
+    words = dict.fromkeys(cell.axes.words)
+    named: dict[str, Any] = {"backend": cell.backend}
+    if is_single_process(cell, backend):
+        named |= {"parallel.data": 1, "parallel.shard": "nothing"}
+        named |= {f"parallel.{name}": getattr(Axes(), name) for name in (*AXES, "sequence", "schedule")}
+        return cell, named
+    if "/" in text:
+        named["parallel.shard"] = cell.shard
+    named |= {f"parallel.{name}": size for name, size in cell.axes.sizes.items()}
+    named |= {"parallel.sequence": True} if "sequence" in words else {}
+    named |= {"parallel.schedule": cell.axes.schedule} if cell.axes.schedule in words else {}
+    variant = backend.capabilities.variants[cell.variant].options if cell.variant else {}
+    named |= {f"options.{backend.name}.{key}": value for key, value in variant.items()}
+    parallel = {key.partition(".")[2]: value for key, value in named.items() if key.startswith("parallel.")}
+    kept = config.parallel.model_copy(update=parallel)
+    given = {**config.options.get(backend.name, {}), **variant}
+    options = {**config.options, backend.name: given}
+    return cell_of(config.changed({"backend": backend.name, "parallel": kept, "options": options}), backend), named
+
+
+def config_with_cell(config: Config, cell: Cell, *, keep_data: bool = False) -> Config:
+    """Return `config` in a cell as `named_cell` gives it, with the same global batch; every other key stays.
+
+    The number of ranks stays too, and `parallel.data` follows from it, unless `keep_data`.
+    """
+    backend = find_backend(cell.backend)
+    one = is_single_process(cell, backend)
+    parallel = _parallel_in_cell(config.parallel, cell, one=one)
+    if keep_data:
+        parallel = parallel.model_copy(update={"data": config.parallel.data})
+    options = dict(config.options)
+    if cell.variant:
+        variant = backend.capabilities.variants[cell.variant]
+        options[backend.name] = {**options.get(backend.name, {}), **variant.options}
+    return config_on_ranks_of(config.changed({"backend": cell.backend, "options": options}), parallel, one=one)
+
+
+def _parallel_in_cell(parallel: Parallel, cell: Cell, *, one: bool) -> Parallel:
+    """Return the section `parallel` of a cell, on as many ranks."""
+    axes, data = cell.axes, parallel.data
+    if one:
+        data = 1
+    elif isinstance(ranks := parallel.ranks, int):
+        data = count_data_ranks(ranks, cell)
+    keys = {name: getattr(axes, name) for name in (*AXES, "sequence", "schedule")}
+    return parallel.model_copy(update={"data": data, "shard": cell.shard, **keys})
+
+
+def config_on_ranks_of(config: Config, parallel: Parallel, *, one: bool) -> Config:
+    """Return `config` with another section `parallel`, and the same global batch; `one`: in one process."""
+    before, data, batch = config.parallel.data, parallel.data, config.batch
+    other = one or data != before
     if batch.tokens is not None:
-        before = config.parallel.data
         if isinstance(before, int) and isinstance(data, int):
             batch = batch.on_other_ranks(before, data)
-    elif other and batch.total is None and isinstance(config.parallel.data, int):
-        sizes = batch.settle(config.parallel.data)  # the same microbatches, one after another
+    elif other and batch.total is None and isinstance(before, int):
+        sizes = batch.settle(before)  # the same microbatches, one after another
         batch = batch.model_copy(update={"total": sizes.total, "accumulate": None})
-    elif other and batch.micro is None and isinstance(config.parallel.data, int):
-        batch = batch.model_copy(update={"micro": batch.settle(config.parallel.data).micro, "accumulate": None})
+    elif other and batch.micro is None and isinstance(before, int):
+        batch = batch.model_copy(update={"micro": batch.settle(before).micro, "accumulate": None})
     elif other and batch.micro is not None:
         batch = batch.model_copy(update={"accumulate": None})
-    return config.model_copy(update={"backend": cell.backend, "parallel": parallel, "options": options, "batch": batch})
+    return config.model_copy(update={"parallel": parallel, "batch": batch})
+
+
+def _without_idle_options(config: Config, backend: Backend) -> Config:
+    """Return the config without options that have no effect in its cell."""
+    options = {name: dict(given) for name, given in config.options.items()}
+    for key, _ in backend.idle_options(config):
+        _, name, option = key.split(".")
+        del options[name][option]
+    return config.model_copy(update={"options": options})
 
 
 def count_data_ranks(ranks: int, cell: Cell) -> int:

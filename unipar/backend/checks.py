@@ -11,14 +11,31 @@ from typing import Any, Final
 from pydantic import ValidationError
 
 from unipar.backend import registry, resources
-from unipar.backend.cells import cell_of, cells_of_backend, check_offers, config_in_cell, is_single_process, refuse_axes
+from unipar.backend.cells import (
+    cell_of,
+    cells_of_backend,
+    check_offers,
+    config_in_cell,
+    config_with_cell,
+    is_single_process,
+    named_cell,
+    refuse_axes,
+)
 from unipar.backend.description import Backend
 from unipar.backend.registry import backend_names, find_backend, why_not_installed
 from unipar.config import SHARDS, Cell, Config, Precision, Section, Shard
 from unipar.config.job_system import find_job_system, job_system_names
 from unipar.config.sections.machines import Machines
 from unipar.config.settled import SettledConfig
-from unipar.config.source import ConfigSource, Given, keep_changes, load_config_file, load_given_config
+from unipar.config.source import (
+    KEPT_ORIGIN,
+    OVERRIDES,
+    ConfigSource,
+    Given,
+    keep_changes,
+    load_config_file,
+    load_given_config,
+)
 from unipar.config.validation_errors import KeyOrigins, join_mistakes, list_option_mistakes
 from unipar.errors import BackendNotFound, BackendNotInstalled, ConfigError, UniparError, Unsupported
 from unipar.tracking import tracker
@@ -162,19 +179,48 @@ CELL: Final = "--backend"
 """Key of a change that moves a config to another cell."""
 
 
-def in_cell(source: ConfigSource, cell: Cell, origin: str = "--backend") -> CheckedSource:
-    """Return the same run in another cell, which `origin` asked for, on as many ranks."""
-    check_offers(find_backend(cell.backend), cell)
-    ranks, least = source.config.parallel.ranks, cell.axes.ranks
-    if isinstance(ranks, int) and ranks % least:
+def in_cell(source: ConfigSource, text: str, origin: str = CELL) -> CheckedSource:
+    """Return the same run in the cell that `origin` names, on as many ranks; keys that it does not name stay.
+
+    Raise ConfigError if another argument of the command, or an override, says otherwise.
+    """
+    config, places = source.config, source.origins
+    cell, named = named_cell(config, text)
+    for key, value in named.items():
+        if (said := places.get(key)) in OVERRIDES and (other := _value_of(config, key)) != value:
+            raise ConfigError(
+                f"{origin} {text} sets {key}: {yaml_word(value)}, and {said} sets {key}: {yaml_word(other)}; leave one "
+                "of them out"
+            )
+    explicit = (*OVERRIDES, *((KEPT_ORIGIN,) if origin == KEPT_ORIGIN else ()))
+    keep_data = places.get("parallel.data") in explicit and "parallel.data" not in named
+    ranks, least = config.parallel.ranks, cell.axes.ranks
+    if isinstance(ranks, int) and ranks % least and not keep_data:
         raise ConfigError(
             f"{origin}: {cell} needs a multiple of {least} ranks ({cell.axes}), and the config has {ranks}: set "
             f"parallel.data to {least}, or to a multiple of it"
         )
-    origins = {**source.origins, "backend": origin, "parallel.shard": origin}
-    changes = (*source.changes, (CELL, str(cell), origin))
-    moved = replace(source, config=config_in_cell(source.config, cell), origins=origins, changes=changes)
+    origins = {**places, **dict.fromkeys(named, origin)}
+    moved = replace(
+        source,
+        config=config_with_cell(config, cell, keep_data=keep_data),
+        origins=origins,
+        changes=(*source.changes, (CELL, text, origin)),
+    )
     return _checked(moved, registry.find_backend(cell.backend))
+
+
+def yaml_word(value: Any) -> str:
+    """Return a plain value as a config file has it."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _value_of(config: Config, key: str) -> Any:
+    """Return the value of a dotted key; None if an option is not set."""
+    value: Any = config
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else getattr(value, name)
+    return value
 
 
 def settle(config: Config, ranks: int) -> SettledConfig:
@@ -215,19 +261,31 @@ def check_can_run(config: Config) -> Backend:
     return backend
 
 
-def check_cell(config: Config, backend: Backend, cell: Cell) -> None:
-    """Raise with every reason why `config` cannot run in its cell of this backend. Imports no library."""
+def check_cell(config: Config, backend: Backend, cell: Cell, places: KeyOrigins | None = None) -> None:
+    """Raise with every reason why `config` cannot run in its cell of this backend. Imports no library.
+
+    `places`: origins of keys, which the reasons then name.
+    """
     if why := why_not_installed(backend):
         raise BackendNotInstalled(why)
     if (key := config.train.moments_in_blocks) is not None and find_spec("torchao") is None:
         raise BackendNotInstalled(
             f"{key}.name: adamw-8bit needs torchao, not installed here: pip install 'unipar[torchao]'"
         )
-    reasons = list(list_refusals(backend, config, cell))
+    places = places or {}
+    reasons = [_with_place(reason, places) for reason in list_refusals(backend, config, cell)]
     if reasons:
         plain = Cell(backend.name, config.parallel.shard, axes=cell.axes)
-        raise Unsupported(str(cell if cell.without_axes in cells_of_backend(backend) else plain), reasons)
+        title = str(cell if cell.without_axes in cells_of_backend(backend) else plain)
+        chosen = [places[key] for key in ("backend", "parallel.shard") if places.get(key, "").startswith("--")]
+        raise Unsupported(title + (f" ({' and '.join(dict.fromkeys(chosen))})" if chosen else ""), reasons)
     check_offers(backend, cell)
+
+
+def _with_place(reason: str, places: KeyOrigins) -> str:
+    """Return a reason that begins with a key with the origin of that key."""
+    key, colon, rest = reason.partition(":")
+    return f"{key}{_place(places, key)}:{rest}" if colon and key in places else reason
 
 
 def list_refusals(backend: Backend, config: Config, cell: Cell) -> Iterator[str]:
@@ -261,7 +319,50 @@ def list_refusals(backend: Backend, config: Config, cell: Cell) -> Iterator[str]
         )
     if kind == "cpu":
         yield from _refuse_on_cpu(config)
+    for key, why in backend.idle_options(config):
+        yield f"{key}: {yaml_word(_value_of(config, key))} has no effect: {why}; leave it out"
     yield from backend.refuse(config)
+    for name in backend_names():
+        yield from find_backend(name).launch_refusals(config)
+
+
+def check_run_settings(source: CheckedSource, launcher: str = "") -> None:
+    """Raise ConfigError with a sentence for each key that is set and has no effect in a run.
+
+    `launcher`: name of the foreign launcher that starts the ranks; "" if unipar starts them.
+    """
+    if idle := list(_idle_settings(source, launcher)):
+        raise ConfigError(f"{source.label}: {join_mistakes(idle)}")
+
+
+def _idle_settings(source: CheckedSource, launcher: str) -> Iterator[str]:
+    config, explicit = source.config, source.origins
+    steps, batch = config.train.steps, config.batch
+    counted = {"eval.every": config.eval.every, "train.ema.every": config.train.ema and config.train.ema.every}
+    counted["train.watch.every"] = config.train.watch and config.train.watch.every
+    for key, every in counted.items():
+        if key in explicit and steps is not None and every is not None and every > steps:
+            yield (
+                f"{key}{source.place(key)}: {every} is beyond the last step, train.steps{source.place('train.steps')}: "
+                f"{steps}; lower it, or leave it out"
+            )
+    for key in ("batch.memory", "batch.headroom"):
+        if key in explicit and _value_of(config, key) is not None and not batch.is_auto:
+            yield (
+                f"{key}{source.place(key)} limits the search of batch.micro: auto, and a run with a microbatch of its "
+                "own has no limit; leave it out, or set batch.micro: auto"
+            )
+    if "launch.restarts" in explicit and config.launch.restarts and launcher:
+        yield (
+            f"launch.restarts{source.place('launch.restarts')}: {config.launch.restarts} has no effect under "
+            f"{launcher}, which starts the ranks: use its own restarts"
+        )
+    used = (source.backend.name, *source.backend.further_options)
+    for key, origin in explicit.items():
+        if origin in OVERRIDES and key.count(".") == 2 and key.startswith("options.") and key.split(".")[1] not in used:
+            yield (
+                f"{key} ({origin}) has no effect: {source.cell} uses options.{' and options.'.join(used)}; leave it out"
+            )
 
 
 def _describe_shards(backend: Backend) -> Iterator[str]:

@@ -98,6 +98,9 @@ class Backend(ABC):
 
     capabilities: ClassVar[Capabilities]
     options: ClassVar[type[Section]] = NoOptions
+    further_options: ClassVar[tuple[str, ...]] = ()
+    """Other backends whose section of `options` this one uses, too."""
+
     exports: ClassVar[str] = ""
     """Name for `unipar export --to` of the script that export.py beside the description writes; empty: no script."""
 
@@ -112,6 +115,17 @@ class Backend(ABC):
 
     def refuse(self, config: Config) -> Iterator[str]:
         """Yield each reason, beyond `capabilities`, why `config` cannot run here."""
+        yield from ()
+
+    def idle_options(self, config: Config) -> Iterator[tuple[str, str]]:
+        """Yield each key of `options` that the config sets and that has no effect in its cell, with the reason."""
+        yield from ()
+
+    def launch_refusals(self, config: Config) -> Iterator[str]:
+        """Yield each setting of the library's own launcher, or variable of the library, that contradicts a config.
+
+        Asked of every installed backend, whichever one trains the config.
+        """
         yield from ()
 
     def fills_from_files(self, config: Config) -> bool:

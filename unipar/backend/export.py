@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 from unipar.config import BatchSizes, Config
 from unipar.config.sections.optimizer import SGD, Adam, AdamW, RMSprop, optimizer_arguments
-from unipar.config.sections.schedule import Constant, InverseRoot, OneCycle, Polynomial, Steps, WarmupStableDecay
+from unipar.config.sections.schedule import (
+    Constant,
+    InverseRoot,
+    OneCycle,
+    Polynomial,
+    Schedule,
+    Steps,
+    WarmupStableDecay,
+)
 from unipar.errors import Unsupported
 
 if TYPE_CHECKING:
@@ -51,6 +59,9 @@ class Outline:
 
     blocks: tuple[str, ...]
     parameters: int
+    woken: tuple[str, ...] = ()
+    """Modules to be put into training mode, which model() returns in eval mode; "" is the model itself."""
+
     cuts: tuple[str, ...] | None = None
     """Blocks with which the task lets the second and each further stage of a pipeline begin; None: it does not say."""
 
@@ -123,6 +134,7 @@ def shared_flags(outline: Outline) -> dict[str, bool]:
         "weighs": "weight" in gives,
         "prepares": "prepare" in gives,
         "taken": bool(outline.taken),
+        "wakes": bool(outline.woken),
         "accumulates": outline.sizes.varies or outline.sizes.accumulate > 1,
         "varies": outline.sizes.varies,
         "tokens": outline.sizes.tokens is not None,
@@ -156,6 +168,7 @@ def shared_values(outline: Outline) -> dict[str, str]:
         "constants": "\n".join(_constants(outline)),
         "functions": functions_code(outline),
         "placed": placed + (".to(device)" if outline.cuda else ""),
+        "modes": "\n".join(f"    model{f'.get_submodule({name!r})' * bool(name)}.train()" for name in outline.woken),
         "groups": groups_code(outline),
         "optimizer": optimizer_code(outline),
         "batches": "\n".join(_batches(outline)),
@@ -211,13 +224,29 @@ def groups_code(outline: Outline, *, listed: bool = False) -> str:
             f"    groups = [{one}]" if len(one) + 15 <= SCRIPT_LINE_WIDTH else f"    groups = [\n        {one}\n    ]"
         )
     trained = "[p for p in model.parameters() if p.requires_grad]"
-    if outline.config.train.optimizer.decay == "all":
+    decay = outline.config.train.optimizer.decay
+    if decay == "all":
         return f"    groups = {trained}"
+    if decay == "transformers":
+        return _TRAINERS_GROUPS
     return f"""    trained = {trained}
     groups: list[dict[str, Any]] = [
         {{"params": [p for p in trained if p.ndim > 1]}},
         {{"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0}},
     ]"""
+
+
+_TRAINERS_GROUPS = """    norms = tuple(f"{name}." for name, m in model.named_modules() if isinstance(m, nn.LayerNorm))
+    decayed: list[nn.Parameter] = []
+    rest: list[nn.Parameter] = []
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            words, parts = ("bias", "layernorm", "rmsnorm"), name.lower().split(".")
+            thin = name.startswith(norms) or any(word in name.lower() for word in words)
+            thin = thin or any(part == "norm" or part.endswith("_norm") for part in parts)
+            (rest if thin else decayed).append(p)
+    groups: list[dict[str, Any]] = [{"params": decayed}, {"params": rest, "weight_decay": 0.0}]"""
+"""Statements with the rule of `unipar.model.optimizer`, which a script does not have."""
 
 
 def _constants(outline: Outline) -> Iterator[str]:
@@ -296,13 +325,13 @@ def _rate_code(config: Config, steps: int) -> Iterator[str]:
     yield '    """Return the factor on the learning rate at `step`, counted from 0."""'
     if isinstance(schedule, Steps):
         falls = f"step // {schedule.every}" if schedule.every else f"sum(step >= at for at in {list(schedule.at)})"
-        rise = "min(1.0, (step + 1) / WARMUP) * " if schedule.warmup else ""
+        rise = f"min(1.0, {_rise_code(schedule)}) * " if schedule.warmup else ""
         yield f"    return {rise}{float(schedule.by)!r} ** ({falls})"
         yield ""
         return
     if schedule.warmup:
         yield "    if step < WARMUP:"
-        yield "        return (step + 1) / WARMUP"
+        yield f"        return {_rise_code(schedule)}"
     if isinstance(schedule, Constant):
         yield "    return 1.0"
         yield ""
@@ -312,7 +341,8 @@ def _rate_code(config: Config, steps: int) -> Iterator[str]:
         yield f"    return math.sqrt({scale} / ({since} + {scale}))"
         yield ""
         return
-    since, last = ("(step - WARMUP)", "STEPS - 1 - WARMUP") if schedule.warmup else ("step", "STEPS - 1")
+    all_steps = "STEPS - 1" if schedule.timing == "own" else "STEPS"
+    since, last = ("(step - WARMUP)", f"{all_steps} - WARMUP") if schedule.warmup else ("step", all_steps)
     shape, end = "linear", float(schedule.end)
     if isinstance(schedule, OneCycle):
         shape, begin = schedule.shape, float(schedule.begin)
@@ -323,7 +353,7 @@ def _rate_code(config: Config, steps: int) -> Iterator[str]:
         yield "    progress = (step - top) / (STEPS - 1 - top)"
     elif isinstance(schedule, WarmupStableDecay):
         shape, decay = schedule.shape, schedule.decay
-        yield f"    progress = max(0.0, (step - (STEPS - 1) + {decay}) / {decay})"
+        yield f"    progress = max(0.0, (step - ({all_steps}) + {decay}) / {decay})".replace("(STEPS)", "STEPS")
     else:
         shape = schedule.name
         yield f"    progress = {since} / max(1, {last})"
@@ -332,6 +362,15 @@ def _rate_code(config: Config, steps: int) -> Iterator[str]:
     over = f"{end!r} + {1.0 - end!r} * " if end else ""
     yield f"    return {over}{left}{power}"
     yield ""
+
+
+def _rise_code(schedule: Schedule) -> str:
+    """Return the factor at a step of the warm-up."""
+    if schedule.timing == "own":
+        return "(step + 1) / WARMUP"
+    if isinstance(schedule, WarmupStableDecay) and schedule.end:
+        return f"{schedule.end!r} + {1.0 - schedule.end!r} * step / WARMUP"
+    return "step / WARMUP"
 
 
 _REMAINING = {

@@ -25,6 +25,9 @@ class Answer:
     given: bool
     """Whether the user gave it by `--args`, rather than a default."""
 
+    usual: bool = False
+    """Whether it is the default of the Trainer whose arguments are given, which needs no remark."""
+
 
 @dataclass(frozen=True)
 class Answers:
@@ -60,6 +63,9 @@ class ForeignConfigReader:
 
     strict: bool = False
     """Whether nothing is to be assumed."""
+
+    optimizer_asked: bool = False
+    """Whether the file leaves the optimizer to the script."""
 
     assumed: list[str] = field(default_factory=list[str])
     """Keys that were filled by a default, each with its value."""
@@ -130,7 +136,7 @@ class ForeignConfigReader:
                 continue
             if answer.value is not None:
                 self.put(key, answer.value, answer.why)
-            if not answer.given:
+            if not answer.given and not answer.usual:
                 self.assumed.append(f"{key}: {show_value(answer.value)}")
         return bool(found)
 
@@ -150,6 +156,7 @@ class ForeignConfigReader:
 
     def ask_optimizer(self, theirs: str) -> None:
         """Ask for the optimizer, which the file leaves to the script; what `--set` gives of it leaves the rest open."""
+        self.optimizer_asked = True
         known = "train.optimizer" in self.said or self.assume("train.optimizer")
         if not known and not self.answered("train.optimizer"):
             way = "give it with --set train.optimizer='{name: adamw, lr: 3.0e-4}'"

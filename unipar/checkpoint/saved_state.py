@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Self, final
 
@@ -19,6 +19,7 @@ from unipar.checkpoint.overlaps import Overlap, find_overlaps
 from unipar.checkpoint.tensor_bytes import DTYPE_OF_NAME, bytes_of
 from unipar.errors import CheckpointError
 from unipar.utils.address import Location
+from unipar.utils.text import first_few
 
 _LONG_RUN = 2**16
 """Bytes of a run from which each is read by itself; shorter ones are read together with what lies between them."""
@@ -142,3 +143,26 @@ class SavedState(Read):
         self._shards[piece.file].read_tensor_into(piece.key, first * into.element_size(), memory)
         self.bytes_read += memory.nbytes
         self.on_read(self.bytes_read)
+
+
+def refuse_other_model(
+    wanted: Mapping[tuple[str, str], tuple[Sequence[int], str]],
+    there: Mapping[tuple[str, str], StoredTensor],
+    called: str,
+) -> None:
+    """Raise CheckpointError if names, shapes or dtypes of a model's tensors are not those of a checkpoint."""
+    _refuse_names(wanted.keys() - there.keys(), called, "lacks", "which the model has")
+    _refuse_names(there.keys() - wanted.keys(), called, "has", "which the model lacks")
+    for key, (shape, dtype) in sorted(wanted.items()):
+        stored = there[key]
+        if tuple(shape) != stored.shape:
+            raise CheckpointError(f"{called}: {stored} has the shape {list(stored.shape)}, in the model {list(shape)}")
+        if dtype != stored.dtype:
+            raise CheckpointError(f"{called}: {stored} is {stored.dtype}, in the model {dtype}")
+
+
+def _refuse_names(names: Iterable[tuple[str, str]], called: str, verb: str, words: str) -> None:
+    found = sorted(names)
+    if found:
+        shown = first_few([name if kind == "weight" else f"{name} ({kind})" for name, kind in found], most=4)
+        raise CheckpointError(f"{called} {verb} {shown}, {words}: it is of another model")

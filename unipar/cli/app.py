@@ -78,6 +78,7 @@ def build_app(names: Iterable[str] = COMMANDS) -> typer.Typer:
 def main() -> None:
     """Run the program: print an error as one short paragraph; with `--debug`, anywhere, print its traceback first."""
     words = without_launcher_arguments(sys.argv[1:])
+    del sys.argv[1:]  # a task's file has no arguments here; what it sets by itself are their defaults
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
     asked = next((word for word in words if not word.startswith("-")), "")

@@ -11,7 +11,7 @@ from unipar.backend import cells, registry
 from unipar.config import Cell, Config
 from unipar.config.config_file import read_config_text
 from unipar.config.sections.cell import AXES
-from unipar.config.source import ConfigSource, load_config_file
+from unipar.config.source import SHORTENED, ConfigSource, load_config_file
 from unipar.config.yaml_edit import CannotEdit, change_keys
 from unipar.errors import ConfigError, OutExists
 from unipar.utils.files import whole
@@ -86,7 +86,8 @@ def _changes(source: ConfigSource, wanted: Config, folder: Path) -> Iterator[tup
     config = source.config
     for key, origin in source.origins.items():
         value = _value_at(config, key)
-        if origin in ("--set", "overrides") and not isinstance(value, Mapping) and not key.startswith(_CHANGED):
+        changed = origin in ("--set", "overrides") or origin.startswith(SHORTENED)
+        if changed and not isinstance(value, Mapping) and not key.startswith(_CHANGED):
             yield key, value
     yield from _paths(source, folder)
     if wanted.backend != config.backend or "backend" in source.origins:
@@ -114,8 +115,8 @@ def _paths(source: ConfigSource, folder: Path) -> Iterator[tuple[str, Any]]:
     if folder == source.folder:
         return
     task = source.config.task
-    use = "" if task is None else task.use
-    if os.path.isabs(use):
+    use = None if task is None else task.use
+    if use is not None and os.path.isabs(use):
         file, _, name = use.rpartition(":")
         yield "task.use", f"{os.path.relpath(file, folder)}:{name}"
     weights = source.config.model.weights

@@ -58,7 +58,11 @@ def comparison_identity(
 
 def _hash_task(ref: TaskRef) -> str:
     """Return a hash of the task's files and arguments; modules that they import are not included."""
-    reference = json.dumps(ref.to_json() | {"path": None}, sort_keys=True, default=str).encode()
+    told = ref.to_json() | {"path": None}
+    del told["argv"]  # what the script makes of its arguments is in the values that the task reads
+    if not told["values"]:
+        del told["values"]  # as in a version that had none
+    reference = json.dumps(told, sort_keys=True, default=str).encode()
     places = [ref.task, *ref.functions.values()]
     files = sorted({place.file for place in places if place is not None and place.file is not None})
     return hashlib.sha256(reference + b"".join(Path(file).read_bytes() for file in files)).hexdigest()

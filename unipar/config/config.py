@@ -21,11 +21,17 @@ from unipar.utils.address import is_address, parse_address
 class TaskUse(Section):
     """Config section `task`."""
 
-    use: str
-    """`file.py:Class`, relative to this file, or `package.module:Class`."""
+    use: str | None = None
+    """`file.py:Class`, relative to this file, or `package.module:Class`; null: a script passes `task=`."""
 
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of that class."""
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Self:
+        if self.use is None and not self.args:
+            raise ValueError("use is missing: write file.py:Class, or give args for the class that a script passes")
+        return self
 
 
 class Data(Section):

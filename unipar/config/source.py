@@ -8,13 +8,14 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeGuard
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from unipar.config import safe_yaml
 from unipar.config.config import Config
 from unipar.config.config_file import read_config_text
+from unipar.config.sections.schedule import Schedule
 from unipar.config.validation_errors import KeyOrigins, join_mistakes, list_mistakes
 from unipar.errors import ConfigError
 from unipar.utils.text import show_value
@@ -22,12 +23,21 @@ from unipar.utils.text import show_value
 NameCheck = Callable[[Mapping[str, Any], KeyOrigins], Iterable[str]]
 """Function that yields a sentence for each wrong name of a backend or tracker in a config that may be invalid."""
 
+OVERRIDES = ("--set", "overrides")
+"""Origins of values that a command line or a call gave beside a config."""
+
 LENGTH_KEYS = ("steps", "epochs")
+SHORTENED = "shortened for"
+"""First words of the origin of a length that an overridden `train.steps` has changed."""
+
 FROM_SCRIPT = "given"
 """Origin of a value that a script gave in a mapping or a Config."""
 
 KEPT_ORIGIN = "kept from the run before"
 """Origin of a value that an earlier attempt's command has set, in a run that goes on."""
+
+_CHANGES = (*OVERRIDES, KEPT_ORIGIN)
+"""Origins of values that a command line or a call gave, now or before."""
 
 
 class WrittenConfig(NamedTuple):
@@ -53,6 +63,9 @@ class ConfigSource:
 
     label: str = "the config"
     """Name of the config in error messages."""
+
+    notes: tuple[str, ...] = ()
+    """Sentences on values that were changed so that they fit to an overridden one."""
 
     written: WrittenConfig = field(default_factory=lambda: WrittenConfig({}, {}))
     changes: tuple[tuple[str, Any, str], ...] = ()
@@ -157,6 +170,9 @@ class _ConfigDraft:
 
     def __init__(self, data: dict[str, Any], origins: dict[str, str], label: str) -> None:
         self.data, self.origins, self.label = data, origins, label
+        self._written_steps: Any = None
+        """`train.steps` before the first override."""
+
         self.written = WrittenConfig({}, {})
         self.changes: list[tuple[str, Any, str]] = []
 
@@ -170,6 +186,8 @@ class _ConfigDraft:
         value = _plain_copy(value, dotted, origin)
         self.changes.append((dotted, value, origin))
         steps = dotted.split(".")
+        if origin in _CHANGES and self.origins.get("train.steps") not in _CHANGES:
+            self._written_steps = _section(self.data, "train").get("steps")
         into = self.data
         for i, step in enumerate(steps[:-1]):
             above = ".".join(steps[: i + 1])
@@ -213,7 +231,7 @@ class _ConfigDraft:
         if len(new) != 1 or not isinstance(train, dict):
             return
         other = LENGTH_KEYS[1 - LENGTH_KEYS.index(new[0])]
-        if self.origins.get(f"train.{other}", "") not in ("--set", "overrides") and train.get(other) is not None:
+        if self.origins.get(f"train.{other}", "") not in OVERRIDES and train.get(other) is not None:
             train[other] = None
             self.origins[f"train.{other}"] = f"{origin} train.{new[0]}"
 
@@ -233,13 +251,68 @@ class _ConfigDraft:
     def checked(self, name: str, folder: Path, names: NameCheck | None) -> ConfigSource:
         """Return the validated config; raise ConfigError if it is invalid."""
         self.locate(Path.cwd())  # paths from the command line or a script, which are still relative
+        notes = self._shorten_schedule()
         places = _places(self.origins)
         try:
             config = Config.model_validate(self.data)
         except ValidationError as e:
             mistakes = [*list_mistakes(e, places), *(names(self.data, places) if names is not None else ())]
             raise ConfigError(f"{self.label}: {join_mistakes(mistakes)}") from None
-        return ConfigSource(config, name, folder, self.origins, self.label, self.written, tuple(self.changes))
+        return ConfigSource(config, name, folder, self.origins, self.label, notes, self.written, tuple(self.changes))
+
+    def _shorten_schedule(self) -> tuple[str, ...]:
+        """Shorten a schedule that does not fit into an overridden `train.steps`; return a sentence that says so.
+
+        One that was overridden as well, or that did not fit before, stays as it is, and is refused.
+        """
+        train = _section(self.data, "train")
+        steps, given, written = train.get("steps"), _section(train, "schedule"), self._written_steps
+        origin = self.origins.get("train.steps")
+        said = any(self.origins[key] in _CHANGES for key in self.origins if key.startswith("train.schedule"))
+        if origin not in _CHANGES or said or not _is_count(steps):
+            return ()
+        schedule = _read_schedule(given)
+        if schedule is None or schedule.misfit(steps) is None:
+            return ()
+        of = written if _is_count(written) else steps
+        while of != written and schedule.misfit(of) is not None:
+            of *= 2  # the file gives train.epochs, and their number of steps is not known here
+        if schedule.misfit(of) is not None:
+            return ()
+        lengths = schedule.shortened(steps, of)
+        shorter = _read_schedule({**given, **lengths})
+        if shorter is not None and shorter.misfit(steps) is None:
+            given.update(lengths)
+            said = ", ".join(
+                f"{key} {show_value(getattr(schedule, key))} -> {show_value(lengths[key])}" for key in lengths
+            )
+        else:  # a run of one or two steps
+            train["schedule"], lengths = {"name": "constant"}, {"name": "constant"}
+            said = f"{schedule.name} -> constant"
+        why = f"{origin} train.steps={steps}"
+        self.origins.update({f"train.schedule.{key}": f"{SHORTENED} {why}" for key in lengths})
+        return (f"{why} shortens train.schedule{f', written for {written} steps' if of == written else ''}: {said}",)
+
+
+def _read_schedule(data: Mapping[str, Any]) -> Schedule | None:
+    """Return a section train.schedule, or None if it is invalid."""
+    try:
+        return _SCHEDULE.validate_python(data)
+    except ValidationError:
+        return None
+
+
+_SCHEDULE: TypeAdapter[Schedule] = TypeAdapter(Schedule)
+
+
+def _section(data: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return a section of a config that may be invalid; {} if there is none."""
+    section = data.get(name)
+    return section if isinstance(section, dict) else {}
+
+
+def _is_count(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _places(origins: Mapping[str, str]) -> dict[str, str]:

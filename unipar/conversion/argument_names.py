@@ -22,6 +22,55 @@ TRAINER_DEFAULTS: Mapping[str, Any] = {
 }
 """Defaults of the Trainer's own arguments, where neither the file nor --args says otherwise."""
 
+OTHER_DEFAULTS: Mapping[str, Any] = {
+    **dict.fromkeys(("lr_scheduler_kwargs", "optim_args", "tf32", "activation_checkpointing_kwargs")),
+    **dict.fromkeys(("gradient_checkpointing_kwargs", "torch_compile_backend", "torch_compile_mode")),
+    **dict.fromkeys(("liger_kernel_config", "torch_empty_cache_steps", "run_name", "trackio_space_id")),
+    **dict.fromkeys(("trackio_bucket_id", "trackio_static_space_id", "eval_steps", "eval_accumulation_steps")),
+    **dict.fromkeys(("save_total_limit", "hub_private_repo", "hub_model_id", "hub_revision")),
+    **dict.fromkeys(("metric_for_best_model", "greater_is_better", "data_seed", "parallelism_config", "label_names")),
+    **dict.fromkeys(("dataloader_prefetch_factor", "dataloader_multiprocessing_context", "ddp_find_unused_parameters")),
+    **dict.fromkeys(("ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph", "ddp_backend", "fsdp")),
+    **dict.fromkeys(("fsdp_config", "resume_from_checkpoint", "output_dir")),
+    **dict.fromkeys(("bf16", "fp16", "bf16_full_eval", "fp16_full_eval", "gradient_checkpointing"), False),
+    **dict.fromkeys(("activation_checkpointing", "torch_compile", "use_liger_kernel", "use_cache"), False),
+    **dict.fromkeys(("auto_find_batch_size", "logging_first_step", "prediction_loss_only", "eval_on_start"), False),
+    **dict.fromkeys(("eval_use_gather_object", "batch_eval_metrics", "save_only_model", "save_on_each_node"), False),
+    **dict.fromkeys(("enable_jit_checkpoint", "push_to_hub", "hub_always_push", "load_best_model_at_end"), False),
+    **dict.fromkeys(("ignore_data_skip", "restore_callback_states_from_checkpoint", "full_determinism"), False),
+    **dict.fromkeys(("use_cpu", "dataloader_drop_last", "dataloader_persistent_workers"), False),
+    **dict.fromkeys(("do_eval", "do_predict"), False),
+    **dict.fromkeys(("average_tokens_across_devices", "logging_nan_inf_filter", "eval_do_concat_batches"), True),
+    **dict.fromkeys(("dataloader_in_order", "remove_unused_columns", "skip_memory_metrics"), True),
+    **dict.fromkeys(("include_for_metrics", "debug"), ()),
+    "max_steps": -1,
+    "logging_strategy": "steps",
+    "logging_steps": 500,
+    "include_num_input_tokens_seen": "no",
+    "log_level": "passive",
+    "log_level_replica": "warning",
+    "report_to": "none",
+    "project": "huggingface",
+    "eval_strategy": "no",
+    "eval_delay": 0,
+    "per_device_eval_batch_size": 8,
+    "save_strategy": "steps",
+    "save_steps": 500,
+    "hub_strategy": "every_save",
+    "hub_token": "<HUB_TOKEN>",
+    "dataloader_num_workers": 0,
+    "train_sampling_strategy": "random",
+    "ddp_timeout": 1800,
+    "local_rank": -1,
+}
+"""Defaults of the Trainer's other arguments; a value that is one of these needs no remark."""
+
+LOADER_DEFAULTS: Mapping[str, Any] = {"even_batches": True, "use_seedable_sampler": True}
+"""Defaults in `accelerator_config`, of those that are not off."""
+
+NEVER_TOLD = frozenset({"do_train", "dataloader_pin_memory", "disable_tqdm", "log_on_each_node"})
+"""Arguments that need no remark, whatever their value."""
+
 KEY_OF_ARGUMENT = {
     "per_device_train_batch_size": "batch.micro",
     "gradient_accumulation_steps": "batch.accumulate",
@@ -91,6 +140,8 @@ READ_ARGUMENTS = frozenset(
         *("max_steps", "warmup_ratio", "bf16", "fp16", "gradient_checkpointing", "torch_compile"),
         *("dataloader_drop_last", "optim", "lr_scheduler_kwargs", "cosine_min_lr_ratio", "pure_bf16"),
         *("group_by_length", "train_sampling_strategy", "use_muon", "optim_config", "optim_args"),
+        *("activation_checkpointing", "use_cpu", "no_cuda", "accelerator_config", "logging_strategy", "eval_strategy"),
+        *("evaluation_strategy", "eval_steps", "save_strategy", "save_steps", "save_total_limit"),
     }
 )
 RMSPROP_DETAILS = ("alpha", "eps", "momentum", "weight_decay")
@@ -135,10 +186,11 @@ _FLAGS = frozenset({"bf16", "fp16", "gradient_checkpointing", "torch_compile", "
 
 
 KEY_TO_SAY = {
-    **dict.fromkeys(("eval_steps", "evaluation_strategy", "eval_strategy", "evals_per_epoch", "do_eval"), "eval.every"),
-    **dict.fromkeys(("save_steps", "save_strategy", "saves_per_epoch"), "checkpoint.every"),
+    **dict.fromkeys(("evals_per_epoch", "do_eval"), "eval.every"),
+    **dict.fromkeys(("load_best_model_at_end", "metric_for_best_model", "greater_is_better"), "checkpoint.best"),
+    **dict.fromkeys(("torch_compile_backend", "torch_compile_mode"), "model.compile"),
+    "saves_per_epoch": "checkpoint.every",
     **dict.fromkeys(("report_to", "wandb_project", "use_wandb", "use_tensorboard"), "log.to"),
-    "save_total_limit": "checkpoint.keep",
     "early_stopping_patience": "eval.stop",
     "resume_from_checkpoint": "resume",
     "ddp_timeout": "launch.timeout",
@@ -166,7 +218,12 @@ NOT_OF_TRAINING = {
         ),
     ),
     "an evaluation reads batch.micro samples at a time": ("per_device_eval_batch_size", "eval_batch_size"),
-    "model.recompute has no settings of its own": ("gradient_checkpointing_kwargs",),
+    "model.recompute has no settings of its own": (
+        "activation_checkpointing_kwargs",
+        "gradient_checkpointing_kwargs",
+    ),
+    "the order of samples comes from train.seed": ("data_seed",),
+    "a loss is a mean over all ranks, by the weight() of your task": ("average_tokens_across_devices",),
     "it is about the loss, which your task computes": ("rl", "stage", "beta", "gamma_beta_ratio", "loss_type"),
 }
 """Arguments that belong to the user's code; a word that ends with _ stands for all that begin with it."""

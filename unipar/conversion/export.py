@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel
 from typing_extensions import override
 
-from unipar.backend import Backend, cells, checks, registry, resources
-from unipar.backend.checks import in_cell
+from unipar.backend import Backend, checks, registry, resources
+from unipar.backend.checks import in_cell, yaml_word
 from unipar.config import Cell, Config
 from unipar.errors import BackendNotFound, ConfigError, OutExists, TaskError, Unsupported
 from unipar.task.reference import TaskRef
@@ -73,7 +73,7 @@ def export_script(source: ConfigSource, to: str, out: Path | None = None, *, ove
     if to not in known:
         raise BackendNotFound(f"--to {to}: unknown target; known: {', '.join(sorted(known))}")
     backend = known[to]
-    if source.config.task is None:
+    if source.config.task is None or source.config.task.use is None:
         raise TaskError(f"{source.label}: there is no task.use; export needs the class: task: {{use: file.py:Class}}")
     if source.config.batch.is_auto:
         raise ConfigError(
@@ -85,11 +85,10 @@ def export_script(source: ConfigSource, to: str, out: Path | None = None, *, ove
         source.config.batch.require_samples(
             f"a script in which ranks share the work ({axes}) reads batches of a fixed number of samples"
         )
-    cell = Cell(backend.name, source.config.parallel.shard)
-    own = cells.cell_of(source.config)
-    source = in_cell(source, own if own.backend == backend.name else cell, "--to")
+    same = source.config.backend == backend.name
+    source = checked = checks.check_names(source) if same else in_cell(source, backend.name, "--to")
     checks.check_can_run(source.config)
-    _refuse_unsupported_keys(source.config, source.cell, backend.exported_axes)
+    _refuse_unsupported_keys(source.config, checked.cell, backend.exported_axes)
     folder = out or Path(f"{source.name}-{to}")
     _check_out_folder(folder, overwrite=overwrite)
     outline, files = _make_outline(source)
@@ -108,7 +107,7 @@ def _refuse_unsupported_keys(config: Config, cell: Cell, axes: tuple[str, ...] =
     """
     clip, carried = config.train.clipping, {f"parallel.{name}" for name in axes}
     reasons = [
-        f"{key}: a script does not carry it; leave it out (--set {key}={_override_text(default)})"
+        f"{key}: a script does not carry it; leave it out (--set {key}={yaml_word(default)})"
         for key, default in _unsupported_keys(config, Config.model_fields)
         if key not in carried
     ]
@@ -135,10 +134,6 @@ def _unsupported_keys(section: BaseModel, fields: Any, prefix: str = "") -> Iter
             yield from _unsupported_keys(value, type(value).model_fields, f"{key}.")
         elif value != default:  # also a section that is null by default, whatever is in it
             yield key, default
-
-
-def _override_text(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _make_outline(source: ConfigSource) -> tuple[Outline, dict[str, str]]:
@@ -229,6 +224,7 @@ def _make_outline(source: ConfigSource) -> tuple[Outline, dict[str, str]]:
         taken=depth.loader_arguments,
         blocks=depth.blocks,
         parameters=depth.parameters,
+        woken=depth.modes.woken,
         cuts=cuts_of_task(task, config.parallel.axes.stages) if config.parallel.pipeline > 1 else None,
         load=partial(load_part, config, sizes),
     )

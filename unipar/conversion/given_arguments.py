@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ from unipar.utils.text import show_value
 
 def arguments_of(given: Mapping[str, Any], source: str, elsewhere: frozenset[str] = frozenset()) -> TrainingArguments:
     """Return arguments as given, with axolotl's names put into the Trainer's."""
+    given = {name: _without_class(value) for name, value in given.items()}
     renamed = {name: AXOLOTL_NAMES.get(name, name) for name in given if not isinstance(given[name], dict)}
     ours = {renamed.get(name, name): value for name, value in given.items()}
     names = {new: old for old, new in renamed.items() if new != old}
@@ -29,6 +31,21 @@ def arguments_of(given: Mapping[str, Any], source: str, elsewhere: frozenset[str
         why = f"{show_value(given[name])}, but {AXOLOTL_NAMES[name]} is {show_value(given[AXOLOTL_NAMES[name]])}"
         arguments.refused.append(RefusedArgument(name, why, "leave one of them out"))
     return arguments
+
+
+def _without_class(value: Any) -> Any:
+    """Return the value of an enumeration's member that was written as text, such as `SchedulerType.COSINE`."""
+    member = _MEMBER.fullmatch(value) if isinstance(value, str) else None
+    return value if member is None else _VALUE_OF_MEMBER.get(member[1], member[1].lower())
+
+
+_MEMBER = re.compile(r"(?:[A-Z][A-Za-z]*Strategy|SchedulerType|OptimizerNames)\.([A-Z][A-Z0-9_]*)")
+_VALUE_OF_MEMBER = {
+    "ADAMW_BNB": "adamw_bnb_8bit",
+    "PAGED_ADAMW": "paged_adamw_32bit",
+    "REDUCE_ON_PLATEAU": "reduce_lr_on_plateau",
+}
+"""Values of members whose value is not their name."""
 
 
 def arguments_over(file: Mapping[str, Any], given: Mapping[str, Any], elsewhere: frozenset[str]) -> TrainingArguments:

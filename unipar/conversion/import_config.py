@@ -80,11 +80,15 @@ def import_library_config(
     _add_given_answers(reading, answers)
     _add_refused_arguments(reading, arguments, strict=strict)
     reading.left_out += arguments.left_out
+    reading.read |= arguments.usual
     if not any(reading.answered(key) or key in reading.config for key in ("train.steps", "train.epochs")):
         reading.ask(_LENGTH_QUESTION, "train.steps", "1000")
-    if reading.assumed:
+    if reading.assumed or arguments.given:
         for key in ("train.schedule", "train.seed"):
             reading.assume(key)
+    if strict and arguments.given and _SCHEDULE not in reading.config:
+        reading.ask("lr_scheduler_type", _SCHEDULE, "linear")
+    _carry_trainers_rules(reading, arguments, answers)
     reading.wrong += [f"--leave {key}: the file has no such key" for key in sorted(reading.leave - reading.used)]
     if reading.wrong:
         raise import_error(reading)
@@ -104,7 +108,9 @@ def import_library_config(
     config = source.config
     if isinstance(config.parallel.data, int):
         config.batch.settle(config.parallel.data)
-    _tell_trainers_schedule(reading, answers)
+    for key, answer in answers.by_key.items():
+        if answer.usual and reading.notes.get(key) == answer.why:
+            del reading.notes[key]
     kind = " with ".join([*["training arguments"] * whole_file, *([backend.imports] if backend else [])])
     text = _config_text(f"{file.name}, {kind}", reading, tree)
     left_out, assumed = tuple(reading.left_out), tuple(reading.assumed)
@@ -177,17 +183,17 @@ def _why_no_eight_bits(reading: ForeignConfigReader, source: CheckedSource) -> s
     return refused.removeprefix(f"{_NAME}: adamw-8bit is not available").lstrip(": ").partition(";")[0]
 
 
-def _tell_trainers_schedule(reading: ForeignConfigReader, answers: Answers) -> None:
-    """Add to the schedule's comment where the Trainer's rates differ, if it is the Trainer's that was carried."""
+def _carry_trainers_rules(reading: ForeignConfigReader, arguments: TrainingArguments, answers: Answers) -> None:
+    """Add which parameters decay and where the rates begin and end, if optimizer and schedule are the Trainer's."""
+    result = {**reading.config, **reading.said}
+    given, decays = bool(arguments.given) and reading.optimizer_asked, result.get("train.optimizer.weight_decay")
+    if given and decays and "train.optimizer" not in reading.said and result.get(_NAME) != "muon":
+        reading.put("train.optimizer.decay", "transformers")
     answer, word = answers.by_key.get(_SCHEDULE), reading.config.get(_SCHEDULE)
     if answer is None or reading.answered(_SCHEDULE) or reading.notes.get(_SCHEDULE) != answer.why:
         return
-    differences = [
-        *(["begins at rate 0"] if reading.config.get("train.schedule.warmup") else []),
-        *(["reaches its end one step after the last"] if word in ("linear", "cosine", "polynomial") else []),
-    ]
-    if differences:
-        reading.notes[_SCHEDULE] = f"{answer.why}; the Trainer's {' and '.join(differences)}"
+    if word not in ("constant", "inverse-root") or result.get("train.schedule.warmup"):
+        reading.put("train.schedule.timing", "transformers")
 
 
 def write_imported_config(imported: ImportedConfig, out: Path, *, overwrite: bool = False) -> None:

@@ -127,7 +127,7 @@ def _read_shards(keys: ForeignSection, kind: str) -> None:
     )
     options = {name.removeprefix("fsdp_"): value for name, value in keys.take("fsdp_config", dict, {}).items()}
     reading.read.update(f"fsdp_config.{name}" for name in options)
-    split = bool(words) or given is True or bool(options) or kind.startswith("fsdp")
+    split = bool(words) or given is True or bool(options.keys() - _OPTIONS_OF_ALL) or kind.startswith("fsdp")
     split = split or keys.data.get("fsdp_version") is not None or _size(keys, "dp_shard_size") > 1
     shard = next((_SHARD_OF_WORD[word] for word in words if word in _SHARD_OF_WORD), "parameters")
     if options.get("reshard_after_forward") in (False, "false") or options.get("sharding_strategy") == "SHARD_GRAD_OP":
@@ -147,6 +147,9 @@ def _read_shards(keys: ForeignSection, kind: str) -> None:
     if options.get("activation_checkpointing") is True:
         reading.put("model.recompute", "blocks", "fsdp_config.activation_checkpointing")
 
+
+_OPTIONS_OF_ALL = {"min_num_params", "xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt"}
+"""Options that older versions of the Trainer save in `fsdp_config` when there is no FSDP."""
 
 _OPTIONS_READ = (
     "reshard_after_forward",

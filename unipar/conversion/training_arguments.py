@@ -6,7 +6,7 @@ import difflib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from unipar.backend.foreign import AUTO, Answer, Answers
@@ -15,9 +15,12 @@ from unipar.conversion.argument_names import (
     EIGHT_BIT_OPTIMIZERS,
     KEY_OF_ARGUMENT,
     KEY_TO_SAY,
+    LOADER_DEFAULTS,
     MUON_DETAILS,
+    NEVER_TOLD,
     NOT_OF_TRAINING,
     OPTIMIZER_OF_WORD,
+    OTHER_DEFAULTS,
     OWN_FORMULAS,
     READ_ARGUMENTS,
     RMSPROP_DETAILS,
@@ -63,6 +66,9 @@ class TrainingArguments:
     """Arguments that are carried though they mean something else; `--strict` refuses them."""
 
     refused: list[RefusedArgument] = field(default_factory=list[RefusedArgument])
+    usual: set[str] = field(default_factory=set[str])
+    """Arguments that have the Trainer's default and are not told."""
+
     eight_bits: str = ""
     """Optimizer with states of 8 bits that is asked for; "": none. The cell decides whether it can be unipar's own."""
 
@@ -85,28 +91,34 @@ class TrainingArguments:
         """Return keys of unipar that these arguments, or the Trainer's defaults, give."""
         found: dict[str, Answer] = {}
         for name, key in KEY_OF_ARGUMENT.items():
-            if name == "logging_steps" and self._is_share(name):
-                self.left_out.append(f"{self.place(name)}: a share of the steps; say log.every")
-            elif name in self.given or name in TRAINER_DEFAULTS:
+            if name in TRAINER_DEFAULTS or not has_default(name, self.given.get(name)):
                 self._put(found, key, name, self._number(name))
+        if (micros := found["batch.accumulate"]).given and micros.value > 1:
+            found["batch.accumulate"] = replace(micros, why=f"{micros.why}; {_ADDED_UP}")
         self._add_optimizer(found)
         self._add_length(found)
         self._add_schedule(found)
+        self._add_times(found)
         for name, key, value in (
             ("gradient_checkpointing", "model.recompute", "blocks"),
+            ("activation_checkpointing", "model.recompute", "blocks"),
             ("torch_compile", "model.compile", "model"),
             ("dataloader_drop_last", "data.ragged", "drop"),
+            ("no_cuda", "device", "cpu"),
+            ("use_cpu", "device", "cpu"),
         ):
             if self._flag(name):
                 self._put(found, key, name, value)
         if found.get("train.clip", Answer(1, "", given=False)).value == 0:
             found["train.clip"] = Answer(None, found["train.clip"].why, given=True)
-        if self._flag("group_by_length") or self.given.get("train_sampling_strategy") == "group_by_length":
+        if (order := self.given.get("train_sampling_strategy")) == "sequential":
+            self._put(found, "data.shuffle", "train_sampling_strategy", value=False)
+        elif self._flag("group_by_length") or not has_default("train_sampling_strategy", order):
             name = "group_by_length" if self._flag("group_by_length") else "train_sampling_strategy"
             why = "samples come in a random order, not beside others of their length"
             self._assume(name, why, "take it out", "data.shuffle")
         precision = self._precision()
-        self._leave_out_others()
+        self._leave_out_others(evaluates="eval.every" in found)
         return Answers(found, precision, self.place(precision) if precision else "")
 
     def _precision(self) -> str | None:
@@ -125,15 +137,14 @@ class TrainingArguments:
                 return name
         return None
 
-    def _is_share(self, name: str) -> bool:
-        value = self.given.get(name)
-        return isinstance(value, float) and 0 < value < 1
-
     def _put(self, found: dict[str, Answer], key: str, name: str, value: Any) -> None:
         given = self.given.get(name) is not None
         who = "the Trainer" if self.defaults is TRAINER_DEFAULTS else "axolotl"
         why = self.place(name) if given else f"assumed: {name} is {show_value(value)} by default in {who}"
-        found[key] = Answer(value, why, given=given)
+        found[key] = Answer(value, why, given=given, usual=self._is_usual(name, value))
+
+    def _is_usual(self, name: str, value: Any) -> bool:
+        return bool(self.given) and has_default(name, value)
 
     def _add_optimizer(self, found: dict[str, Answer]) -> None:
         if self._add_muon(found):
@@ -151,7 +162,8 @@ class TrainingArguments:
             name = "adamw"
         given = "optim" in self.given
         why = self.place("optim") if given else "assumed: AdamW, the default of the Trainer"
-        found["train.optimizer.name"] = Answer(name, why, given=given)
+        usual = bool(self.given) and OPTIMIZER_OF_WORD.get(word) == "adamw"
+        found["train.optimizer.name"] = Answer(name, why, given=given, usual=usual)
         details = self._optim_args(word)
         if name in ("sgd", "rmsprop"):
             del found["train.optimizer.eps"]  # adam_epsilon is Adam's
@@ -164,7 +176,8 @@ class TrainingArguments:
             " and ".join(said)
             or f"assumed: adam_beta1 and adam_beta2 are {show_value(betas)} by default in the Trainer"
         )
-        found["train.optimizer.betas"] = Answer(betas, why, given=bool(said))
+        usual = all(self._is_usual(f"adam_beta{i}", beta) for i, beta in enumerate(betas, 1))
+        found["train.optimizer.betas"] = Answer(betas, why, given=bool(said), usual=usual)
 
     def _add_muon(self, found: dict[str, Answer]) -> bool:
         """Carry LLaMA-Factory's Muon, if it is asked for: with the Trainer's rate and decay, or with its own."""
@@ -207,6 +220,9 @@ class TrainingArguments:
             if not known:
                 self._refuse("optim_args", f"{key}={value} is not carried for {word}", "take it out")
                 return {}
+        if details.pop("weight_decay", None) is not None:
+            why = "weight_decay has no effect, as the Trainer gives each group its own argument of that name"
+            self.left_out.append(f"{self.place('optim_args')}: {why}")
         return details
 
     def _add_length(self, found: dict[str, Answer]) -> None:
@@ -240,7 +256,7 @@ class TrainingArguments:
             warmup = math.ceil(found["train.steps"].value * ratio) if "train.steps" in found else float(ratio)
         if word == "constant":
             warmup, ratio = 0, 0
-        name = "warmup_ratio" if ratio else "warmup_steps"
+        name = "warmup_ratio" if ratio and self.given.get("warmup_ratio") else "warmup_steps"
         self._put(found, "train.schedule.warmup", name, warmup if ratio else int(warmup))
         self._add_schedule_details(found, word)
 
@@ -283,6 +299,51 @@ class TrainingArguments:
         elif word == "cosine" and (least := self.given.get("cosine_min_lr_ratio")) is not None:
             self._put(found, "train.schedule.end", "cosine_min_lr_ratio", float(least))
 
+    def _add_times(self, found: dict[str, Answer]) -> None:
+        """Carry after how many steps the Trainer logs, evaluates and saves; an argument about that must be given."""
+        for what, key in (("logging", "log.every"), ("eval", "eval.every"), ("save", "checkpoint.every")):
+            old = "evaluation_strategy" if what == "eval" else ""
+            how = old if self.given.get(old) is not None else f"{what}_strategy"
+            every = f"{what}_steps"
+            named = [name for name in (how, every) if self.given.get(name) is not None]
+            if not named:
+                continue
+            usual = "steps" if self.defaults is not TRAINER_DEFAULTS else OTHER_DEFAULTS[f"{what}_strategy"]
+            strategy = str(self.given.get(how) or usual)
+            if strategy == "no" and every in named and what != "save":
+                self.left_out.append(f"{self.place(every)}: it has no effect, as {how} is no")
+            if strategy not in ("no", "steps"):
+                self.left_out.append(f"{self.place(how)}: {strategy}: say {key} in steps")
+            if strategy == "steps" and (steps := self._steps_of(found, every, key)) is not None:
+                self._put(found, key, every if every in named else how, steps)
+            if what == "save" and strategy != "no":
+                self._add_kept(found)
+
+    def _add_kept(self, found: dict[str, Answer]) -> None:
+        if self.given.get("save_total_limit") is not None:
+            self._put(found, "checkpoint.keep", "save_total_limit", int(self._number("save_total_limit")))
+        elif (saves := found.get("checkpoint.every")) is not None:
+            why = f"{saves.why}; the newest 3 are kept (checkpoint.keep), where the Trainer keeps all"
+            found["checkpoint.every"] = replace(saves, why=why, usual=False)
+
+    def _steps_of(self, found: Mapping[str, Answer], name: str, key: str) -> int | None:
+        """Return a number of steps, which may be given as a share of all; None if that is told instead."""
+        if self.given.get(name) is None and name == "eval_steps":
+            return self._steps_of(found, "logging_steps", key)
+        value, whole = self._number(name), found.get("train.steps")
+        if 0 < value < 1 and whole is None:
+            self.left_out.append(f"{self.place(name)}: a share of the steps; say {key}")
+            return None
+        if 0 < value < 1 and whole is not None:
+            value = math.ceil(value * whole.value)
+        if value < 1 or value != int(value):
+            self._refuse(name, f"{show_value(value)} is not a whole number above 0", "give one", key)
+            return None
+        if key == "eval.every" and whole is not None and value > whole.value:
+            self.left_out.append(f"{self.place(name)}: {int(value)} is more than the {whole.value} steps of the run")
+            return None
+        return int(value)
+
     def _schedule_kwargs(self) -> dict[str, Any]:
         given: Any = self.given.get("lr_scheduler_kwargs") or {}
         if isinstance(given, str):  # as on a command line
@@ -297,9 +358,9 @@ class TrainingArguments:
         return {}
 
     def _number(self, name: str) -> Any:
-        default, ours = self.defaults.get(name, 1), KEY_OF_ARGUMENT.get(name)
+        default, ours = {**OTHER_DEFAULTS, **self.defaults}.get(name, 1), KEY_OF_ARGUMENT.get(name)
         value = self.given.get(name)
-        value = self.defaults.get(name) if value is None else value
+        value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float):
             try:
                 value = float(str(value))
@@ -307,7 +368,7 @@ class TrainingArguments:
                 self._refuse(name, f"{show_value(value)} is not a number", "give one", ours)
                 return default
         whole = name in ("per_device_train_batch_size", "gradient_accumulation_steps", "seed", "dataloader_num_workers")
-        if whole or name == "logging_steps":
+        if whole:
             if value != int(value) or value < (0 if name in ("seed", "dataloader_num_workers") else 1):
                 self._refuse(name, f"{show_value(value)} is not a whole number above 0", "give one", ours)
                 return default
@@ -324,18 +385,55 @@ class TrainingArguments:
             self._refuse(name, f"{show_value(value)} is neither true nor false", "give one of them")
         return value is True
 
-    def _leave_out_others(self) -> None:
+    def _leave_out_others(self, *, evaluates: bool) -> None:
+        untold = {*NEVER_TOLD, *(["do_eval"] if evaluates else [])}
         for name, value in self.given.items():
             if name in self.elsewhere:
                 continue
-            if name in UNKNOWN_CHANGES and value not in (None, False, {}, UNKNOWN_CHANGES[name]):
-                self._refuse(name, f"{show_value(value)} has no key of unipar", "take it out")
-            elif name in READ_ARGUMENTS:
-                continue
-            elif (why := _why_left_out(name)) == _NO_SETTING and (meant := _misspelt(name)) is not None:
+            unknown = name not in KNOWN_ARGUMENTS and _why_left_out(name) == _NO_SETTING
+            if unknown and (meant := _misspelt(name)) is not None:
                 self._refuse(name, f"there is no such argument (did you mean {meant!r}?)", "correct it, or take it out")
-            else:
-                self.left_out.append(f"{self.place(name)}: {why}")
+            elif has_default(name, value) or name in untold or name.startswith("_"):
+                self.usual.add(name)
+            elif name == "accelerator_config":
+                self._read_loader_settings(value)
+            elif name in UNKNOWN_CHANGES:
+                self._refuse(name, f"{show_value(value)} has no key of unipar", "take it out")
+            elif name not in READ_ARGUMENTS:
+                self.left_out.append(f"{self.place(name)}: {_why_left_out(name)}")
+
+    def _read_loader_settings(self, settings: Any) -> None:
+        """Refuse what would change a batch; leave out other settings of `accelerator_config`."""
+        inside: dict[str, Any] = settings if isinstance(settings, dict) else {}
+        if not inside or inside.get("gradient_accumulation_kwargs"):
+            self.left_out.append(f"{self.place('accelerator_config')}: {_NO_SETTING}")
+        if inside.get("split_batches") is True:
+            why = "split_batches: per_device_train_batch_size is that of all ranks together"
+            self._refuse("accelerator_config", why, "take it out, and divide it", "batch.micro")
+        for name, value in inside.items():
+            self.usual.add(f"accelerator_config.{name}")
+            read = name in ("split_batches", "gradient_accumulation_kwargs")
+            if not read and value not in (None, LOADER_DEFAULTS.get(name, False)):
+                self.left_out.append(f"{self.place('accelerator_config')}.{name}: {_NO_SETTING}")
+
+
+KNOWN_ARGUMENTS = frozenset({*READ_ARGUMENTS, *OTHER_DEFAULTS, *UNKNOWN_CHANGES, *NEVER_TOLD})
+"""Arguments of the Trainer, and those that unipar reads."""
+
+
+def has_default(name: str, value: Any) -> bool:
+    """Return whether a value, however it is written, is the Trainer's default of an argument, or leaves it open."""
+    if value is None or value in ([], {}, ""):
+        return True
+    default: Any = {**OTHER_DEFAULTS, **UNKNOWN_CHANGES, **TRAINER_DEFAULTS}.get(name)
+    if default is None:
+        default = False
+    if isinstance(value, str) and isinstance(default, int | float):
+        try:
+            return float(value) == default and not isinstance(default, bool)
+        except ValueError:
+            return value.lower() == str(default).lower()
+    return bool(value == default)
 
 
 def _why_left_out(name: str) -> str:
@@ -347,6 +445,7 @@ def _why_left_out(name: str) -> str:
     return _NO_SETTING
 
 
+_ADDED_UP = "a mean, where the Trainer adds up the losses of some models, as those of T5 and of BERT's classifiers"
 _NO_SETTING = "no setting of training in unipar"
 _MISSPELT = 0.85
 """Likeness of two names from which one counts as the other misspelt."""
@@ -354,5 +453,5 @@ _MISSPELT = 0.85
 
 def _misspelt(name: str) -> str | None:
     """Return the argument that is probably meant by a name that is none; None if it is like none of them."""
-    known = [*READ_ARGUMENTS, *AXOLOTL_NAMES, *UNKNOWN_CHANGES]
+    known = sorted({*READ_ARGUMENTS, *AXOLOTL_NAMES, *UNKNOWN_CHANGES} - {name})
     return next(iter(difflib.get_close_matches(name, known, 1, _MISSPELT)), None)

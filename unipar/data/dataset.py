@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, final
 
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, default_collate
 from typing_extensions import override
 
 from unipar.config import BatchSizes, Config
@@ -128,6 +128,10 @@ def _source_from_loader(
                 f"({type(sampler).__name__}), which gives the order; leave the key out, or the sampler"
             )
         own_order = sampler
+    if collate is not None and loader.collate_fn not in (default_collate, collate):
+        raise TaskError(
+            "the DataLoader has a collate_fn of its own, and the task has collate(samples): leave one of them out"
+        )
     own = getattr(sampler, "generator", None) if type(sampler) is RandomSampler else None  # torchdata makes one always
     if loader.generator is not None or own is not None:
         raise TaskError("the DataLoader has a generator of its own; the order follows from train.seed: leave it out")

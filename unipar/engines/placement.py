@@ -70,7 +70,8 @@ def place_tensors(
         if id(p) not in done:
             keep.append(p)
             new = place(p)
-            done[id(p)] = new if isinstance(new, nn.Parameter) else nn.Parameter(new, p.requires_grad)
+            new = new if isinstance(new, nn.Parameter) else nn.Parameter(new, p.requires_grad)
+            done[id(p)] = done[id(new)] = new  # recurrent layers list their parameters again, as they are set
         return done[id(p)]
 
     def place_value(value: Any) -> Any:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -53,13 +55,14 @@ def run_launch(
 ) -> Report:
     """Train what `config` says, in workers or as a rank of a foreign launcher's world, and return the report."""
     if is_importing_task():
-        return _result_of_earlier(next_earlier_run())
+        return _result_of_earlier(next_earlier_run(), task, functions)
     if worker_entries.script_context is not None:
         return _refuse_launch_with_join()
     try:
         start = CommonStart()
         with start.sharing_errors():
             prepared = prepare(config, task, overrides, functions=functions)
+            prepared.show_notes(quiet=quiet)
             plan = PreparedRun.of(prepared, overwrite=overwrite, restarts=start.meet(prepared.source.config))
         plan = start.agree(plan)
         _earlier_launches[:] = _launches_without(plan.out)
@@ -71,7 +74,7 @@ def run_launch(
             out = _train_in_process(plan, make_task(task, functions, plan.config, plan.ref), quiet)
         else:
             out = _start_workers(find_micro(plan, quiet), "unipar.launcher.worker_entries:train_task", quiet)
-        report = Report.read(out)
+        report = _read_report(out, task, functions)
     except UniparError as e:
         _earlier_launches.append(f"!{type(e).__name__}: {e}")
         raise
@@ -115,6 +118,7 @@ def run_join(
     start = CommonStart()
     with start.sharing_errors():
         prepared = prepare(config, task, overrides, code="in the script")
+        prepared.show_notes(quiet=quiet)
         plan = PreparedRun.of(prepared, overwrite=overwrite, restarts=start.meet(prepared.source.config))
     plan = start.agree(plan)
     if plan.finished:
@@ -188,7 +192,7 @@ def _train_in_process(plan: PreparedRun, task: Task, quiet: bool) -> Path:
     from unipar.launcher.in_process import meet_in_run_folder, training_in_process
 
     with meet_in_run_folder(plan, quiet=quiet) as placed, training_in_process(placed, task) as run:
-        task.train(run)
+        run.train()
     return placed.out
 
 
@@ -263,9 +267,19 @@ def _launches_without(out: Path) -> list[str]:
     return [gone if entry == str(out.resolve()) else entry for entry in _earlier_launches]
 
 
-def _result_of_earlier(entry: str) -> Report:
+def _read_report(out: Path, task: type[Task] | None, functions: Mapping[str, TaskFunction]) -> Report:
+    """Return the report of a run, which loads its model with the class or functions that the script has."""
+    make = partial(_make_task_again, out.absolute(), task, functions) if task is not None or functions else None
+    return replace(Report.read(out), make_task=make)
+
+
+def _make_task_again(out: Path, task: type[Task] | None, functions: Mapping[str, TaskFunction]) -> Task:
+    return make_task(task, functions, read_settled(out).config, None)
+
+
+def _result_of_earlier(entry: str, task: type[Task] | None, functions: Mapping[str, TaskFunction]) -> Report:
     """Return the report of an earlier launch of the same script, or raise the error that it raised."""
     if not entry.startswith("!"):
-        return Report.read(Path(entry))
+        return _read_report(Path(entry), task, functions)
     kind, _, sentence = entry[1:].partition(": ")
     raise rebuild(kind, sentence) or WorkerFailed(sentence)

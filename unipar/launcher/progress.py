@@ -178,7 +178,7 @@ class Progress:
             self.say(f"work: {row['said']}")
         elif row["event"] == "compiler":
             self.say(f"{row['what']}: {row['why']}")
-        elif row["event"] in ("data", "tracker", "memory", "read on"):
+        elif row["event"] in ("training mode", "data", "tracker", "memory", "read on"):
             self.say(f"{'data' if row['event'] == 'read on' else row['event']}: {row['said']}")
         elif row["event"] == "config":
             shown, left = row["said"][:MOST_CHANGES], len(row["said"]) - MOST_CHANGES

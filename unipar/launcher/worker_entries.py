@@ -42,7 +42,7 @@ def train_task(place: Place, run: Path, control: socket.socket | None) -> None:
         # after the import of the task: the parent has already printed what the user's file prints at its top level
         sys.stdout = WorkerStdout(sys.stdout, run)
     with open_run(settled, backend, task, place, run) as training, exit_on_error(run, place.rank, training):
-        task.train(training)
+        training.train()
 
 
 def rerun_script(place: Place, run: Path, control: socket.socket | None) -> None:

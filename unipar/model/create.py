@@ -40,6 +40,14 @@ def create_parts(
     return parts
 
 
+def create_on_cpu(make_model: Callable[[], Any], config: Config) -> dict[str, nn.Module]:
+    """Return the task's parts by name, with values on the CPU and in the dtypes in which they are trained."""
+    parts = check_parts(_create_model(make_model))
+    for module in parts.values():
+        _cast_floats(module, parameter_dtype(config.train.precision))
+    return parts
+
+
 def check_parts(made: Any) -> dict[str, nn.Module]:
     """Return what model() returned as parts by name; raise TaskError if it cannot be trained."""
     if isinstance(made, nn.Module):
@@ -211,7 +219,19 @@ def _create_on_meta(make_model: Callable[[], Any]) -> Any:
             return make_model()
     except Exception:  # an error that is not caused by meta is raised again on the CPU
         model = _create_model(make_model)
-        return {name: m.to("meta") for name, m in model.items()} if isinstance(model, dict) else model.to("meta")
+        for module in model.values() if isinstance(model, dict) else [model]:
+            if isinstance(module, nn.Module):
+                _move_to_meta(module)
+        return model
+
+
+def _move_to_meta(module: nn.Module) -> None:
+    """Move all tensors to the meta device; a parameter of several modules stays one, as it would not by `to` alone."""
+    places = [(own, key, p) for own in (vars(m)["_parameters"] for m in module.modules()) for key, p in own.items()]
+    module.to("meta")
+    moved: dict[int, Any] = {}
+    for parameters, key, old in places:
+        parameters[key] = moved.setdefault(id(old), parameters[key]) if old is not None else None
 
 
 def _check_same_on_all_ranks(parts: Mapping[str, nn.Module], world: World) -> None:

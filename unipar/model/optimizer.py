@@ -106,13 +106,36 @@ def _whole_groups(
 ) -> tuple[ParameterGroup, ...]:
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     if given is not None:
+        if config.train.optimizer.decay != "all":
+            raise TaskError(
+                f"train.optimizer.decay: {config.train.optimizer.decay} has no effect beside the task's groups(), "
+                "which decide on the decay of each: leave one of them out"
+            )
         return _groups_of_task(given, trained, module, config, own=own_optimizer)
     if config.train.optimizer.decay == "all":
         return (ParameterGroup(tuple(trained), {}),)
-    thick = tuple(n for n, p in trained.items() if p.ndim > 1)
-    thin = tuple(n for n, p in trained.items() if p.ndim <= 1)
-    groups = (ParameterGroup(thick, {}), ParameterGroup(thin, {"weight_decay": 0.0}))
+    if config.train.optimizer.decay == "matrices":
+        decayed = {n for n, p in trained.items() if p.ndim > 1}
+    else:
+        decayed = _names_the_trainer_decays(module)
+    rest = tuple(n for n in trained if n not in decayed)
+    groups = (
+        ParameterGroup(tuple(n for n in trained if n in decayed), {}),
+        ParameterGroup(rest, {"weight_decay": 0.0}),
+    )
     return tuple(g for g in groups if g.names)
+
+
+def _names_the_trainer_decays(module: nn.Module) -> set[str]:
+    """Return the names of the parameters that transformers' Trainer decays (get_decay_parameter_names of 5.23)."""
+    inside = tuple(f"{name}." for name, child in module.named_modules() if name and isinstance(child, nn.LayerNorm))
+    return {n for n, _ in module.named_parameters() if not n.startswith(inside) and not _is_bias_or_norm(n.lower())}
+
+
+def _is_bias_or_norm(name: str) -> bool:
+    if any(word in name for word in ("bias", "layernorm", "rmsnorm")):
+        return True
+    return any(part == "norm" or part.endswith("_norm") for part in name.split("."))
 
 
 def _groups_of_task(

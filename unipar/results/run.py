@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from typing_extensions import override
 
@@ -16,6 +17,12 @@ from unipar.run_folder.ledger import Ledger
 from unipar.utils.notebook import ShownAsPage
 from unipar.utils.table import format_table
 from unipar.utils.text import count_of, format_duration, format_flops, format_number, format_rate, format_size
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from unipar.task import Task
+    from unipar.utils.address import Location
 
 _EVENT_KEYS = ("event", "time", "step")
 
@@ -59,6 +66,9 @@ class Report(ShownAsPage):
     norms: list[tuple[int, float]]
     """(step, gradient norm before clipping)."""
 
+    rates: list[tuple[int, Any]]
+    """(step, learning rate) of the steps that logged; of several parts, a mapping of their names to rates."""
+
     evals: list[tuple[int, dict[str, float]]]
     """(step, metric by name) of each evaluation."""
 
@@ -89,6 +99,9 @@ class Report(ShownAsPage):
     stopped_by: str = "a signal"
     """Cause of its end: a signal, or launch.deadline."""
 
+    make_task: Callable[[], Task] | None = field(default=None, repr=False, compare=False)
+    """Function that makes the task for `load`; None: its code is imported as the run's ranks have imported it."""
+
     @classmethod
     def read(cls, run: Path) -> Self:
         """Return the report of a run folder; raise FileNotFoundError if it holds no run."""
@@ -101,7 +114,8 @@ class Report(ShownAsPage):
         start = next((row for row in reversed(rows) if row["event"] == "start"), {})
         stops = [int(row["step"]) for row in _select_events(rows, "stopped")]
         ends = [int(row["steps"]) for row in _select_events(rows, "end")]
-        steps = [int(row["step"]) for row in _select_events(rows, "step")]
+        steps_logged = _select_events(rows, "step")
+        steps = [int(row["step"]) for row in steps_logged]
         return cls(
             out=run,
             cell=str(start.get("cell", "")),
@@ -115,6 +129,7 @@ class Report(ShownAsPage):
                 for row in _select_events(rows, "step")
                 if row.get("norm") is not None
             ],
+            rates=[(int(row["step"]), rate) for row in steps_logged if (rate := _rate(row)) is not None],
             evals=[(int(row["step"]), _named_values(row)) for row in _select_events(rows, "eval")],
             logs=[(int(row["step"]), _named_values(row)) for row in _select_events(rows, "log")],
             images=_images_by_step(run, rows),
@@ -131,6 +146,31 @@ class Report(ShownAsPage):
             flops=next((float(row["flops"]) for row in reversed(_select_events(rows, "step")) if "flops" in row), None),
             stopped=stops[-1] if stops else None,
             stopped_by=next((str(row["why"]) for row in _select_events(rows, "stopped") if row.get("why")), "a signal"),
+        )
+
+    @property
+    def folder(self) -> Path:
+        """The run folder, as an absolute path."""
+        return self.out.absolute()
+
+    @property
+    def checkpoint(self) -> Location | None:
+        """Path, or address, of the run's newest complete checkpoint; None if it has saved none."""
+        from unipar.results.trained_model import newest_whole_checkpoint
+
+        found = newest_whole_checkpoint(self.folder)
+        return None if found is None else found.path
+
+    def load(self, part: str | None = None, *, averages: bool = False) -> nn.Module:
+        """Return the trained model in this process, on the CPU and in evaluation mode, from the newest checkpoint.
+
+        The checkpoint may be of any strategy and number of ranks. Of several parts, all as a ModuleDict, or `part`.
+        `averages`: those of `train.ema` in place of the weights. Raise CheckpointError if the run has saved nothing.
+        """
+        from unipar.results.trained_model import import_task_of_run, load_model
+
+        return load_model(
+            self.folder, self.make_task or partial(import_task_of_run, self.folder), part, averages=averages
         )
 
     @override
@@ -199,6 +239,13 @@ def _find_ledgers(run: Path) -> list[Path]:
 
 def _select_events(rows: Iterable[Mapping[str, Any]], event: str) -> list[Mapping[str, Any]]:
     return [row for row in rows if row["event"] == event]
+
+
+def _rate(row: Mapping[str, Any]) -> Any:
+    """Return the learning rate in the row of a step, or each part's; None if it has none."""
+    if "parts" in row:
+        return {name: part["lr"] for name, part in row["parts"].items() if "lr" in part}
+    return row.get("lr")
 
 
 def _losses_by_part(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[tuple[int, float]]]:

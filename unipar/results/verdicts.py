@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import textwrap
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -12,10 +13,11 @@ from pydantic import TypeAdapter
 from typing_extensions import override
 
 from unipar.config import Precision
+from unipar.errors import Unsupported
 from unipar.run_folder.layout import PAGE_FILE_NAME
 from unipar.utils.notebook import ShownAsPage
 from unipar.utils.table import format_table_rows
-from unipar.utils.text import count_of
+from unipar.utils.text import count_of, first_few
 
 VerdictOutcome = Literal["waits", "agrees", "disagrees", "refused", "absent", "failed"]
 
@@ -26,6 +28,9 @@ CUT_ALIKE_RUN_NAME: Final = "a replay, share by share, as configured"
 """Name of the run that takes its place if the numbers depend on how a batch is cut."""
 
 CutKind = Literal["sum", "batch statistics", "samples combined"]
+
+LONGEST_REASON: Final = 100
+"""Characters of the reason why a cell did not run that the sentence on all cells shows."""
 
 _VERDICT_PREFIXES = {"refused": "refused: ", "absent": "", "failed": "failed: ", "waits": ""}
 
@@ -120,6 +125,17 @@ class Verdict:
     allowed: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
     """Allowed difference of a loss and of a norm, by step; {} if it is that of the whole verification."""
 
+    named: bool = False
+    """Whether the cell was asked for by name, not by a pattern such as `*`."""
+
+    alone: bool = False
+    """Whether the cell is one process and a pattern gave it: verify cannot compare it, and it is not counted."""
+
+    @property
+    def short_reason(self) -> str:
+        """Beginning of the reason why the cell did not run, for a sentence on several cells."""
+        return textwrap.shorten(re.split(r"; |\n", self.note, maxsplit=1)[0], LONGEST_REASON, placeholder=" ...")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Verdicts(ShownAsPage):
@@ -190,10 +206,17 @@ class Verdicts(ShownAsPage):
         """Exit code of the command line."""
         if self.interrupted:
             return 130
-        outcomes = [row.outcome for row in self.rows]
+        outcomes = {row.outcome for row in self.rows}
         if self.stopped or (self.strict and self.cut_dependence is not None):
             return 1
-        return 0 if "agrees" in outcomes and not {"disagrees", "failed"} & set(outcomes) else 1
+        if "agrees" not in outcomes or {"disagrees", "failed"} & outcomes:
+            return 1
+        return Unsupported.code if any(row.named for row in self._without_verdict) else 0
+
+    @property
+    def _without_verdict(self) -> list[Verdict]:
+        """Cells that cannot run here."""
+        return [row for row in self.rows if row.outcome in ("refused", "absent") and not row.alone]
 
     @property
     def summary(self) -> str:
@@ -206,17 +229,32 @@ class Verdicts(ShownAsPage):
             return "interrupted: cells without a verdict did not finish"
         failures = sum(row.outcome == "failed" for row in self.rows)
         failed = f"; {count_of(failures, 'cell')} failed" if failures else ""
+        missing = self._missing()
         if not ran:
-            return f"no verdict: no cell ran{failed}"
+            return f"no verdict: no cell ran{failed}{missing}"
         if differing:
             several = f"{len(differing)} of {len(ran)} cells disagree{'s' * (len(differing) == 1)}"
             each = several if len(ran) > 1 else f"{ran[0].cell} disagrees"
+        elif missing:
+            each = f"{len(ran)} of {len(ran) + failures + len(self._without_verdict)} strategies"
+            each += " agrees" if len(ran) == 1 else " agree"
         else:
             each = f"all {len(ran)} cells agree" if len(ran) > 1 else f"{ran[0].cell} agrees"
         line = f"{each} with one process over {count_of(self.steps, 'step')} on {count_of(self.ranks, 'rank')}"
         line += f" of {count_of(self.machines, 'machine')}" if self.machines > 1 else ""
         cut = "" if self.cut_dependence is None else f", {self.cut_dependence.consequence}"
-        return f"{line}{cut}{failed}"
+        return f"{line}{cut}{failed}{missing}"
+
+    def _missing(self) -> str:
+        """Return how many cells cannot run here, and why, as the end of a sentence; "" if all ran."""
+        refused = [row for row in self._without_verdict if row.outcome == "refused"]
+        absent = [row.cell for row in self._without_verdict if row.outcome == "absent"]
+        by_reason: dict[str, list[str]] = {}
+        for row in refused:
+            by_reason.setdefault(row.short_reason, []).append(row.cell)
+        reasons = first_few([f"{first_few(cells)} ({reason})" for reason, cells in by_reason.items()])
+        line = f"; {len(refused)} cannot run this model: {reasons}" if refused else ""
+        return line + (f"; {len(absent)} not installed: {first_few(absent)}" if absent else "")
 
     @override
     def __str__(self) -> str:

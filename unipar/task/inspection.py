@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unipar.errors import TaskError
-from unipar.task.task import LOSS_ACROSS
+from unipar.task.task import LOSS_ACROSS, describe_misspelt_method
 from unipar.utils.text import closest
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ def check_task_code(where: CodeLocation, args: Mapping[str, Any], path: Sequence
         _check_class_name(where.name, file, tree, list(classes))
         return
     _check_methods(classes[where.name], classes, file)
+    _check_spelling(classes[where.name], tree, file)
     _check_arguments(classes[where.name], args)
 
 
@@ -87,6 +88,14 @@ def _check_methods(node: ast.ClassDef, classes: Mapping[str, ast.ClassDef], file
     lacking = [f"{m}()" for m in needed if m not in have]
     if lacking:
         raise TaskError(f"task.use: {node.name} in {file} lacks {', '.join(lacking)}")
+
+
+def _check_spelling(node: ast.ClassDef, tree: ast.Module, file: Path) -> None:
+    """Raise if a method's name is nearly that of one of Task's, and nothing in the file uses it."""
+    used = {inner.attr for inner in ast.walk(tree) if isinstance(inner, ast.Attribute)}
+    names = [n.name for n in node.body if isinstance(n, ast.FunctionDef)] + sorted(_assigned_names(node))
+    if (sentence := describe_misspelt_method([n for n in names if n not in used], names)) is not None:
+        raise TaskError(f"task.use: {node.name} in {file}: {sentence}")
 
 
 def _check_arguments(node: ast.ClassDef, args: Mapping[str, Any]) -> None:

@@ -31,19 +31,15 @@ class CodeLocation:
                 f"{name or thing!r} cannot be found by other processes: "
                 "define it at the top level of a file, by def or class"
             )
-        here = sys.modules.get(module)
-        spec = getattr(here, "__spec__", None)
-        if module != "__main__" and spec is not None and importlib.util.find_spec(module) is not None:
-            return cls(name, module=module)
-        if module == "__main__" and spec is not None:
-            return cls(name, module=spec.name)  # python -m package.module
-        file = getattr(here, "__file__", None)
-        if file is None or not Path(file).exists():
+        found, file = module_place(module)
+        if found is not None:
+            return cls(name, module=found)
+        if file is None:
             raise TaskError(
                 f"{name} was defined in a prompt, a notebook or a -c command, where other processes cannot find it: "
                 "put it into a file and import it from there"
             )
-        return cls(name, file=str(Path(file).resolve()))
+        return cls(name, file=file)
 
     @classmethod
     def from_config(cls, use: str) -> Self:
@@ -59,6 +55,33 @@ class CodeLocation:
     def shown(self) -> str:
         """Location as `file.py:name` or `module:name`."""
         return f"{self.file or self.module}:{self.name}"
+
+
+def module_place(name: str) -> tuple[str | None, str | None]:
+    """Return the name or the file from which other processes import a module of this one; twice None if neither."""
+    here = sys.modules.get(name)
+    spec = getattr(here, "__spec__", None)
+    if name != "__main__" and spec is not None and importlib.util.find_spec(name) is not None:
+        return name, None
+    if name == "__main__" and spec is not None:
+        return spec.name, None  # python -m package.module
+    file = getattr(here, "__file__", None)
+    return None, str(Path(file).resolve()) if file is not None and Path(file).exists() else None
+
+
+def find_definition(where: CodeLocation) -> Any:
+    """Return the class or function at this place if its module is imported in this process, else None."""
+    found: Any = next((m for name, m in list(sys.modules.items()) if _is_at(name, where)), None)
+    for step in where.name.split("."):
+        found = getattr(found, step, None)
+    return found
+
+
+def _is_at(name: str, where: CodeLocation) -> bool:
+    """Return whether a module is the one at this place: by its name, or as the script that runs."""
+    if where.module is not None:
+        return name == where.module
+    return name == "__main__" and module_place(name)[1] == where.file
 
 
 def code_folder(task: Task) -> Path:

@@ -12,8 +12,9 @@ from typing import Any, Self
 from unipar.config.config import TaskUse
 from unipar.errors import TaskError
 from unipar.task.importing import fetch_definition
-from unipar.task.location import CodeLocation
+from unipar.task.location import CodeLocation, find_definition
 from unipar.task.pickled import describe_name, is_without_file, pickle_task, unpickle_task
+from unipar.task.script_values import ScriptValue, collect_script_values, set_script_values
 from unipar.task.task import LOSS_ACROSS, TASK_FUNCTIONS, FunctionTask, Task
 
 
@@ -30,6 +31,12 @@ class TaskRef:
     earlier: Sequence[str] = ()
     """Run folders of earlier launches in the same script."""
 
+    argv: Sequence[str] = ()
+    """`sys.argv` of the parent: that of the user's script, or the program's name alone under the command line."""
+
+    values: Sequence[ScriptValue] = ()
+    """Variables that the task's code reads, as the script has set them."""
+
     carried: str = ""
     """Names, size and digest of code that is in no file; empty if all code is in files."""
 
@@ -45,7 +52,12 @@ class TaskRef:
         earlier: Sequence[str] = (),
     ) -> Self:
         """Return the reference to a task class, to functions, or to the config's `task.use`."""
-        path, args = tuple(p or str(Path.cwd()) for p in sys.path), use.args if use else {}
+        of_parent: dict[str, Any] = {
+            "path": tuple(p or str(Path.cwd()) for p in sys.path),
+            "argv": tuple(sys.argv),
+            "earlier": tuple(earlier),
+        }
+        args = use.args if use else {}
         if functions:
             absent = [name for name in TASK_FUNCTIONS[:3] if name not in functions]
             if task is not None or absent:
@@ -53,19 +65,27 @@ class TaskRef:
                 raise TaskError(f"{way}: give a task, or model=, loss= and data=")
             if any(is_without_file(f) for f in functions.values()):
                 names = ", ".join(f"{name}={describe_name(f)}" for name, f in functions.items())
-                return cls(path=path, earlier=tuple(earlier)).with_pickled(names, dict(functions))
+                return cls(**of_parent).with_pickled(names, dict(functions))
             locations = {name: CodeLocation.of(f) for name, f in functions.items()}
-            return cls(functions=locations, path=path, earlier=tuple(earlier))
+            return cls(functions=locations, values=collect_script_values([*functions.values()]), **of_parent)
         if task is not None and is_without_file(task):
             _check_task_class(task, describe_name(task))
-            return cls(args=args, path=path, earlier=tuple(earlier)).with_pickled(describe_name(task), task)
+            return cls(args=args, **of_parent).with_pickled(describe_name(task), task)
         if task is not None:
-            return cls(CodeLocation.of(task), args=args, path=path, earlier=tuple(earlier))
-        if use is None:
+            return cls(CodeLocation.of(task), args=args, values=collect_script_values([task]), **of_parent)
+        if use is not None and use.use is None:
+            raise TaskError(
+                f"task.args ({', '.join(use.args)}) are given, and no task: set task.use: file.py:Class in the config, "
+                "or pass the class from a script: launch(..., task=Class)"
+            )
+        if use is None or use.use is None:
             raise TaskError(
                 "there is no task: set task.use in the config, or pass task=, or model=, loss= and data=, to launch"
             )
-        return cls(CodeLocation.from_config(use.use), args=args, path=path, earlier=tuple(earlier))
+        location = CodeLocation.from_config(use.use)
+        known = find_definition(location)
+        values = collect_script_values([] if known is None else [known])
+        return cls(location, args=args, values=values, **of_parent)
 
     def with_pickled(self, names: str, thing: Any) -> Self:
         """Return this reference with code that other processes cannot import, pickled."""
@@ -85,6 +105,8 @@ class TaskRef:
             functions={k: CodeLocation(**v) for k, v in data["functions"].items()},
             args=data["args"],
             path=tuple(data["path"]),
+            argv=tuple(data["argv"]),
+            values=tuple((module, name, value) for module, name, value in data["values"]),
             earlier=tuple(data["earlier"]),
             carried=data["carried"],
         )
@@ -97,15 +119,20 @@ class TaskRef:
             check_task_code(self.task, self.args, self.path)
 
     def load(self) -> Task:
-        """Import the user's code and return the task."""
+        """Import the user's code with the arguments of the script, give it the script's values; return the task."""
         sys.path[:0] = [p for p in self.path if p not in sys.path]
+        sys.argv = list(self.argv)
         if self.carried:
             thing = unpickle_task()
             return FunctionTask(thing) if isinstance(thing, dict) else _create_task(thing, self.args, thing.__name__)
         if self.functions:
-            return FunctionTask({name: fetch_definition(where, self.earlier) for name, where in self.functions.items()})
+            functions = {name: fetch_definition(where, self.earlier) for name, where in self.functions.items()}
+            set_script_values(self.values)
+            return FunctionTask(functions)
         assert self.task is not None
-        return _create_task(fetch_definition(self.task, self.earlier), self.args, self.task.shown)
+        definition = fetch_definition(self.task, self.earlier)
+        set_script_values(self.values)
+        return _create_task(definition, self.args, self.task.shown)
 
 
 def _create_task(definition: Any, args: Mapping[str, Any], shown: str) -> Task:

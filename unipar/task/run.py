@@ -12,7 +12,7 @@ from unipar.backend import Fn, Micro, Piece, Read
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
+    from torch import Tensor, nn
 
     from unipar.data.feed import MicrobatchFeed
     from unipar.data.stream_feed import StreamFeed
@@ -158,6 +158,17 @@ class Run(ABC):
         """Context manager: all parts have the averages of `train.ema` inside, as in `evaluate`; nothing without it.
 
         All ranks enter it together, between steps; no step is taken and nothing saved inside.
+        """
+
+    @abstractmethod
+    def gather(self, tensor: Tensor, of: Share | Micro | None = None) -> Tensor:
+        """Return the rows of a tensor (its first dimension) of all ranks, in the order of the global batch.
+
+        All ranks call it, and each gets all rows; ranks may have different numbers of them. `of`: the share, or the
+        microbatch of it, from which the rows were computed; rows of a microbatch that a rank has only because others
+        have more samples (its scale is 0) are left out. None: the share that the loop has now, if the tensor has a row
+        for each of its samples on every rank; else every row counts, rank after rank. Ranks that have the same samples,
+        as those of `parallel.tensor`, count once.
         """
 
     @abstractmethod

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, final
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from types import CodeType, FunctionType
+from typing import TYPE_CHECKING, Any, ClassVar, final
 
 from typing_extensions import override
 
@@ -26,6 +28,18 @@ LOSS_ACROSS = ("features", "loss_across")
 
 class Task(ABC):
     """Training task in plain PyTorch: the model, its data and its loss."""
+
+    keep_modes: ClassVar[bool] = False
+    """True: modules train in the mode in which model() returns them, those in eval mode too. False: a model that is in
+    eval mode, as from_pretrained returns it, is put into training mode; frozen modules inside others stay as they are.
+    """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        called = {name for f in vars(cls).values() if isinstance(f, FunctionType) for name in _names_in(f.__code__)}
+        own = [name for name in vars(cls) if name not in called]
+        if (sentence := describe_misspelt_method(own, {n for n in _METHODS if _is_defined(cls, n)})) is not None:
+            raise TaskError(f"{cls.__name__}.{sentence}")
 
     @abstractmethod
     def model(self) -> nn.Module | dict[str, Any]:
@@ -155,7 +169,36 @@ class Task(ABC):
 
     def defines(self, name: str) -> bool:
         """Return whether the task defines an optional method itself."""
-        return getattr(type(self), name) is not getattr(Task, name)
+        return _is_defined(type(self), name)
+
+
+_METHODS = frozenset(name for name in vars(Task) if not name.startswith("_"))
+"""Names of a task's methods and settings."""
+
+
+def describe_misspelt_method(own: Iterable[str], defined: Collection[str]) -> str | None:
+    """Return a sentence on a name of a task's class that is nearly that of a method of Task, or None.
+
+    `own`: names that the class defines and does not use itself, as it uses its helpers. `defined`: methods of Task that
+    it defines.
+    """
+    for name in own:
+        near = () if name.startswith("_") or name in _METHODS else get_close_matches(name, _METHODS, 1, 0.75)
+        if near and near[0] not in defined:
+            return f"{name} is never called; did you mean {near[0]}? Call a helper of your own _{name}"
+    return None
+
+
+def _is_defined(task: type[Task], name: str) -> bool:
+    return getattr(task, name) is not getattr(Task, name)
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    """Yield the names of attributes and globals that a function uses, those of functions inside it too."""
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names_in(inner)
 
 
 @final

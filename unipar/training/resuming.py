@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from unipar.checkpoint.changes import ChangedKey, describe_other_code, find_new_optimizers, refuse_changes
-from unipar.checkpoint.format.manifest import StoredTensor
 from unipar.checkpoint.packed_values import unpack_values
 from unipar.checkpoint.protocol.verifying import CheckpointContents, HashProgress, find_checkpoints, verify_checkpoint
-from unipar.checkpoint.saved_state import SavedState
+from unipar.checkpoint.saved_state import SavedState, refuse_other_model
 from unipar.checkpoint.starting_points import describe_nothing_left
 from unipar.checkpoint.tensor_bytes import dtype_name
 from unipar.config import Config
@@ -24,7 +23,6 @@ from unipar.task.location import code_folder, code_hash
 from unipar.training.feeds import place_feed, refuse_other_data, was_in_loader
 from unipar.utils.address import Location, parse_location
 from unipar.utils.git import git_revision
-from unipar.utils.text import first_few
 
 if TYPE_CHECKING:
     from unipar.training.run import TrainingRun
@@ -193,26 +191,3 @@ def _refuse_other_tensors(live: TrainingRun, saved: SavedState) -> int:
     rows = [[*key, *value] for key, value in mine.items()]
     open_rounds(world, world.key("tensors"))(json.dumps(rows), judge)
     return total
-
-
-def refuse_other_model(
-    wanted: Mapping[tuple[str, str], tuple[Sequence[int], str]],
-    there: Mapping[tuple[str, str], StoredTensor],
-    called: str,
-) -> None:
-    """Raise CheckpointError if names, shapes or dtypes of a model's tensors are not those of a checkpoint."""
-    _refuse_names(wanted.keys() - there.keys(), called, "lacks", "which the model has")
-    _refuse_names(there.keys() - wanted.keys(), called, "has", "which the model lacks")
-    for key, (shape, dtype) in sorted(wanted.items()):
-        stored = there[key]
-        if tuple(shape) != stored.shape:
-            raise CheckpointError(f"{called}: {stored} has the shape {list(stored.shape)}, in the model {list(shape)}")
-        if dtype != stored.dtype:
-            raise CheckpointError(f"{called}: {stored} is {stored.dtype}, in the model {dtype}")
-
-
-def _refuse_names(names: Iterable[tuple[str, str]], called: str, verb: str, words: str) -> None:
-    found = sorted(names)
-    if found:
-        shown = first_few([name if kind == "weight" else f"{name} ({kind})" for name, kind in found], most=4)
-        raise CheckpointError(f"{called} {verb} {shown}, {words}: it is of another model")

@@ -7,10 +7,10 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
-from torch import nn
+from torch import Tensor, nn
 from typing_extensions import override
 
-from unipar.backend import Engine, Fn, Piece, Read
+from unipar.backend import Engine, Fn, Micro, Piece, Read
 from unipar.config import BatchSizes, Config
 from unipar.data.feed import MicrobatchFeed
 from unipar.data.order import MicrobatchPlan
@@ -25,9 +25,10 @@ from unipar.task import Run, Share, Task
 from unipar.task.run import Position, StepOutcome
 from unipar.tracking.writer import TrackerWriter
 from unipar.training.evaluating.early_stop import EarlyStop
-from unipar.training.evaluating.evaluation import Evaluation, refuse_unsynced_evaluation
+from unipar.training.evaluating.evaluation import Evaluation, refuse_idle_evaluation, refuse_unsynced_evaluation
 from unipar.training.evaluating.whole_model import GatheredModel
 from unipar.training.feeds import RunFeeds, refuse_shared_stream
+from unipar.training.losses.sample_rows import gather_rows
 from unipar.training.losses.step_loss import StepLoss
 from unipar.training.losses.through_parts import NumberedLoss, OutputFn, OutputsOfParts
 from unipar.training.part_choice import PartChoice
@@ -75,6 +76,8 @@ class TrainingRun(Run):
         self.watch = StateWatch(world, config, ledger, own_optimizer=task.defines("optimizer"))
         self._plans: Sequence[MicrobatchPlan] = ()
         """This rank's plans of the current share."""
+
+        self._share: Share | None = None
 
         self._stop_agreement = StopAgreement(world, config.train.sync_every or 1)
         self.feeds = RunFeeds(self, task.collate if task.defines("collate") else None)
@@ -192,6 +195,11 @@ class TrainingRun(Run):
     def frozen(self, part: str) -> Callable[[Fn, Any], Any]:
         return self._choice.frozen(part)
 
+    def train(self) -> None:
+        """Run the loop of the task, or the default one."""
+        refuse_idle_evaluation(self.task, self.config)
+        self.task.train(self)
+
     # Methods for the loop
 
     @override
@@ -290,6 +298,10 @@ class TrainingRun(Run):
         return self._whole.gather(part, self)
 
     @override
+    def gather(self, tensor: Tensor, of: Share | Micro | None = None) -> Tensor:
+        return gather_rows(self.world, tensor, of, self._share)
+
+    @override
     def log(self, **named: Any) -> None:
         self._log.write_logged(self.done, named)
 
@@ -368,7 +380,9 @@ class TrainingRun(Run):
             self._plans = [plan for _, plan in read]
             if self._batch_observer is not None:
                 self._batch_observer(read)
-            yield self.work.make_share(partial(self._maker.make, read, feed, before))
+            self._share = share = self.work.make_share(partial(self._maker.make, read, feed, before))
+            yield share
+            self._share = share = None
             self._end_share()
             if self.done != before + 1:
                 times = "once" if self._choice.alone else "at most once for each part, and for at least one part"

@@ -25,6 +25,7 @@ from unipar.engines.averages.engine import with_averages
 from unipar.errors import BackendNotInstalled, Stopped, TaskError
 from unipar.model.blocks import find_blocks
 from unipar.model.create import combine_parts, create_parts, refuse_devices_by_hand
+from unipar.model.modes import enter_training_mode
 from unipar.model.optimizer import OptimizerFactory, parameter_groups, refuse_whole_matrices
 from unipar.model.pretrained import LoadedWeights, load_weights, point_to_weights
 from unipar.model.state_names import state_names
@@ -271,6 +272,7 @@ def build_run(
     may_be_empty = build is None and backend.fills_from_files(config)
     modules, loaded, files = _create_model(task, config, world, resumes=resumes, may_be_empty=may_be_empty)
     whole = combine_parts(modules)
+    modes = enter_training_mode(whole, keep=task.keep_modes).describe()
     if settled.cell != ONE:
         refuse_devices_by_hand(whole, world.device, settled.cell)
     parameters = sum(p.numel() for p in whole.parameters())
@@ -310,6 +312,8 @@ def build_run(
             part.engine.evaluate(_compute_nothing, None)
     process = {"rank": world.rank, "size": world.size, "cell": str(settled.cell), "pid": os.getpid()}
     ledger.note("start", **process, parameters=parameters, **in_blocks, resident=base)
+    if modes and world.rank == 0:
+        ledger.note("training mode", said=modes)
     if loaded is not None and world.rank == 0:
         ledger.note("weights", **asdict(loaded))
     if files is not None:

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from unipar.backend import Backend, Part
 from unipar.config import BatchSizes, Config
@@ -17,6 +17,9 @@ from unipar.config.config import Data
 from unipar.errors import TaskError, UniparError
 from unipar.task import Task
 from unipar.task.reference import TaskRef
+
+if TYPE_CHECKING:
+    from unipar.model.modes import TrainingModes
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,9 @@ class TaskFacts:
     sampler: str
     """Class of the DataLoader's own sampler, which gives the order; empty if unipar draws it."""
 
+    modes: TrainingModes
+    """Modules that are put into training mode, and those in eval mode."""
+
     checkpoint: int | None
     """Bytes of tensors in a checkpoint; None without a section `checkpoint`, or if the optimizer cannot be tried."""
 
@@ -83,6 +89,8 @@ def gather_task_facts(config: Config, sizes: BatchSizes) -> TaskFacts:
     from unipar.data.stream import STREAM_PROMISES
     from unipar.data.token_order import TokenOrder
     from unipar.model.blocks import find_blocks
+    from unipar.model.create import combine_parts
+    from unipar.model.modes import enter_training_mode
 
     task = load_task(config)
     with user_errors_as_task_errors("model()"):
@@ -123,6 +131,7 @@ def gather_task_facts(config: Config, sizes: BatchSizes) -> TaskFacts:
             name for name, value in source.loader_arguments.items() if value != _LOADER_DEFAULTS.get(name)
         ),
         sampler="" if source.sampler is None else type(source.sampler).__name__,
+        modes=enter_training_mode(combine_parts(modules), keep=task.keep_modes),
         checkpoint=None if config.checkpoint is None else checkpoint_bytes(task, modules, config),
     )
 
@@ -168,12 +177,14 @@ def load_part(config: Config, sizes: BatchSizes) -> tuple[Part, Callable[[int], 
     import torch
 
     from unipar.model.create import check_parts
+    from unipar.model.modes import enter_training_mode
     from unipar.training.shares import first_microbatches
 
     task = load_task(config, prepared=False)
     with user_errors_as_task_errors("model()"), torch.random.fork_rng([]):
         made: Any = task.model()
         ((name, module),) = check_parts(made).items()
+    enter_training_mode(module, keep=task.keep_modes)
 
     def samples(number: int) -> list[Any]:
         with user_errors_as_task_errors("data()"):

@@ -1,13 +1,26 @@
-"""Atomic writing of files; the user's cache folder; PATH with this environment's scripts first."""
+"""Atomic writing of files; the user's cache folder; PATH with this environment's scripts first; files of libraries."""
 
 from __future__ import annotations
 
 import os
+import sys
 import sysconfig
 import tempfile
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Final
+
+_LIBRARY_FOLDERS: Final = tuple(
+    {os.path.realpath(path) for path in (*sysconfig.get_paths().values(), sys.prefix, sys.base_prefix) if path}
+)
+"""Folders of installed packages and of the standard library."""
+
+
+def is_library_file(file: str) -> bool:
+    """Return whether a file belongs to an installed package or to the standard library."""
+    path = os.path.realpath(file)
+    return any(path.startswith(folder + os.sep) for folder in _LIBRARY_FOLDERS)
 
 
 def cache_folder() -> Path:

@@ -27,6 +27,11 @@ def describe_task(facts: Mapping[str, Any]) -> list[str]:
     remarks: list[str] = []
     if quiet := facts["quiet"]:
         remarks.append(f"{DROPOUT_REMARK}: {first_few(quiet)}")
+    if trained := facts["trained_in_eval"]:
+        remarks.append(
+            f"trained modules are in eval mode ({first_few(trained)}): dropout inside is off, and BatchNorm uses its "
+            "running statistics"
+        )
     if facts["stream"]:
         remarks.append(
             "data() returns a stream: its first samples were read once and kept, and every cell takes its samples from "
@@ -52,6 +57,12 @@ def describe_task(facts: Mapping[str, Any]) -> list[str]:
             remarks.append(
                 f"BatchNorm without sync takes the statistics of a microbatch on one rank ({first_few(norms)}): the "
                 f"loss depends on how a batch is split, {figures}"
+            )
+        elif "gradient" in facts:
+            remarks.append(
+                "the gradient of a batch is not the mean of its halves' gradients, although the losses are equal to "
+                f"rounding: most of all that of {facts['gradient']}, by {facts['gradient_off']:.1e} of its norm; the "
+                "loss has a small term that combines samples, as a balancing of experts does"
             )
         elif facts["sum"]:
             remarks.append(f"the loss of a batch is the sum of its halves' losses, not their mean: {figures}")

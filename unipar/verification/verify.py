@@ -25,6 +25,7 @@ from unipar.launcher.remote.across import StarterOnMachines, starter_on_machines
 from unipar.report.build import try_write_page, write_page
 from unipar.results.files import ORIGINAL_CONFIG_FOLDER, VERIFY_JSON, original_config_path
 from unipar.results.live_table import LiveTable
+from unipar.results.row import CellResult
 from unipar.results.verdicts import Verdict, Verdicts
 from unipar.run_folder import folder
 from unipar.run_folder.layout import PAGE_FILE_NAME
@@ -86,7 +87,8 @@ def _verify(asked: _VerifyRequest, micro: ChosenMicro | None, *, strict: bool, o
     assert prepared.ref is not None
     source = prepared.source
     train = settled.config.train
-    selected = select_multi_rank_cells(settled, tuple(cells) or settled.config.compare.cells)
+    patterns = tuple(cells) or settled.config.compare.cells
+    selected = select_multi_rank_cells(settled, patterns)
     checkpoint = None if isinstance(resume, bool) else inspect_checkpoint(parse_location(str(resume)))
     begin = checkpoint.manifest.step if checkpoint is not None else 0
     wanted = steps or begin + DEFAULT_STEPS
@@ -109,9 +111,7 @@ def _verify(asked: _VerifyRequest, micro: ChosenMicro | None, *, strict: bool, o
         versions=installed_versions(Cell.parse(cell).backend for cell in selected),
         machine=machine_summary(),
         remarks=[] if micro is None else [f"{PREFIX}: {micro.micro}, {micro.says}"],
-        rows=[
-            Verdict(cell=row.cell, outcome=_initial_outcome(row.outcome), note=row.note) for row, _ in selected.values()
-        ],
+        rows=[_initial_row(row, patterns) for row, _ in selected.values()],
     )
     configs = {name: at for name, (row, at) in selected.items() if row.outcome == "waits" and at is not None}
     with folder.lock_folder(out):
@@ -139,8 +139,12 @@ def select_multi_rank_cells(settled: SettledConfig, patterns: Iterable[str]) -> 
     return selected
 
 
-def _initial_outcome(outcome: str) -> Any:
-    return outcome if outcome in ("waits", "refused", "absent") else "failed"
+def _initial_row(row: CellResult, patterns: Sequence[str]) -> Verdict:
+    """Return the verdict on a cell before anything runs; it may have been named, or a pattern such as `*` gave it."""
+    outcome: Any = row.outcome if row.outcome in ("waits", "refused", "absent") else "failed"
+    named = row.cell in {name for p in patterns if not p.endswith("*") for name in (p, str(Cell.parse(p)))}
+    alone = not named and is_single_process(Cell.parse(row.cell))
+    return Verdict(cell=row.cell, outcome=outcome, note=row.note, named=named, alone=alone)
 
 
 def _count_ranks(prepared: Prepared, world: int | None) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import logging
 import os
@@ -10,16 +11,19 @@ import subprocess
 import sys
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.world import PYTHONPATH_VARIABLE, short_folder
 from unipar.errors import TaskError, WorkerFailed
 from unipar.launcher.processes.group import WorkerGroup
+from unipar.launcher.processes.process import SubprocessStarter
 from unipar.launcher.processes.worker_arguments import PARENT_GONE_EXIT_CODE, WorkerArguments
 from unipar.launcher.worker_stdout import WorkerStdout
 from unipar.run_folder.error_file import write_error
 from unipar.run_folder.layout import error_path, stdout_path
+from unipar.task.reference import TaskRef
 
 ORDERS = WorkerArguments(
     rank=1,
@@ -66,6 +70,32 @@ def test_importing_the_worker_loads_no_torch() -> None:
         subprocess.run([sys.executable, "-c", code], env={**os.environ, **PYTHONPATH_VARIABLE}, check=False).returncode
         == 0
     )
+
+
+TOP = """
+import argparse, unipar
+parser = argparse.ArgumentParser()
+parser.add_argument("--width", type=int, default=3)
+args, depth = parser.parse_args(), 4
+
+class Mine(unipar.Task):
+    def model(self): return args.width, depth
+    def data(self): ...
+    def loss(self, model, batch): ...
+"""
+
+
+def test_a_new_interpreter_has_the_scripts_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker's own arguments are not those that the task's file reads; what the script has set arrives."""
+    (tmp_path / "top_of_script.py").write_text(TOP, "utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["top.py", "--width", "16"])
+    script: Any = importlib.import_module("top_of_script")
+    script.depth = 64
+    (tmp_path / "ref.json").write_text(json.dumps(TaskRef.of(script.Mine, None, {}).to_json()), "utf-8")
+    with WorkerGroup(tmp_path, 1, "tests.support.entries:loads_a_task", starter=SubprocessStarter()) as workers:
+        workers.wait()
+    assert (tmp_path / "seen-0").read_text("utf-8") == "(16, 64) ['top.py', '--width', '16']"
 
 
 def test_the_first_error_is_kept(tmp_path: Path) -> None:

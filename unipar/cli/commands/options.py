@@ -29,7 +29,6 @@ def read_config_file(
     If it `runs`, or is to be shown as a run has it, `resume: auto` keeps what the command of the run before has set.
     """
     from unipar.backend.checks import in_cell, read_source
-    from unipar.config import Cell
 
     source = read_source(file, sets or ())
     if out is not None:
@@ -38,7 +37,7 @@ def read_config_file(
         from unipar.launcher.preparation.earlier_config import keep_earlier_changes
 
         source = keep_earlier_changes(source, other_cell=cell is not None)
-    return source if cell is None else in_cell(source, Cell.parse(cell))
+    return source if cell is None else in_cell(source, cell)
 
 
 def location_given(text: str) -> Location:
@@ -66,7 +65,8 @@ SetOption = Annotated[
 
 
 BackendOption = Annotated[
-    str | None, typer.Option("--backend", metavar="CELL", help="Another cell: native/parameters, horovod.")
+    str | None,
+    typer.Option("--backend", metavar="CELL", help="Another cell: native/parameters, horovod. The rest stays."),
 ]
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from unipar.cli.commands.options import (
-    CellsOption,
+    CELLS_METAVAR,
     ConfigArgument,
     OutOption,
     OverwriteOption,
@@ -15,12 +15,23 @@ from unipar.cli.commands.options import (
     location_given,
     print_result,
     read_config_file,
+    split_at_commas,
 )
 
 
 def verify(
     file: ConfigArgument,
-    cells: CellsOption = None,
+    cells: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--cell",
+            "--cells",
+            "--backend",
+            metavar=CELLS_METAVAR,
+            callback=split_at_commas,
+            help="Verify these cells instead of those that FILE names. May be repeated.",
+        ),
+    ] = None,
     world: Annotated[int | None, typer.Option("--world", metavar="N", min=2, help="Ranks in each cell.")] = None,
     steps: Annotated[
         int | None, typer.Option("--steps", metavar="K", min=1, help="Optimizer steps; the default is 10.")
@@ -45,11 +56,13 @@ def verify(
     then in every cell. For a cell that differs: the first step, module and parameter, and the kind of fault.
     Cells with axes (native/nothing+tensor2) split a batch into fewer shares and are compared with one process that
     does so too; their copies of parameters, buffers and dropout masks are checked as well.
-    Exit 0 when all cells that ran agree. A loss that is a sum, or that combines samples, and BatchNorm without sync
-    train another model on another number of ranks: the first line says so, and with --strict this is exit 1.
+    Exit 0 when all cells that ran agree, 3 if another one was named and cannot run. A loss that is a sum, or that
+    combines samples, and BatchNorm without sync train another model on another number of ranks: the first line says
+    so, and with --strict this is exit 1.
 
     \b
     unipar verify configs/char_gpt.yaml
+    unipar verify configs/char_gpt.yaml --backend native/parameters
     unipar verify configs/char_gpt.yaml --resume
     unipar verify configs/char_gpt.yaml --cells native/parameters --cells 'deepspeed/*' --world 4
     """

@@ -17,8 +17,9 @@ class _Rates(Section):
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Decay of the weights at each step."""
 
-    decay: Literal["all", "matrices"] = "all"
-    """Parameters that decay. matrices: not biases, norms and other parameters of one dimension."""
+    decay: Literal["all", "matrices", "transformers"] = "all"
+    """Parameters that decay. matrices: not biases, norms and other parameters of one dimension; transformers: as its
+    Trainer, all but those of LayerNorm and those with bias or norm in their name."""
 
 
 class _Optimizer(_Rates):

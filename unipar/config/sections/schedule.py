@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, PositiveFloat, PositiveInt, Tag, model_validator
 from typing_extensions import override
@@ -35,9 +35,18 @@ def remaining_share(shape: Decay, progress: float) -> float:
     return max(0.0, 1.0 - math.sqrt(progress))
 
 
+def scaled_length(length: int, steps: int, of: int) -> int:
+    """Return the length that has in `steps` steps the share that `length` has in `of`, rounded down, and 1 at least."""
+    return max(1, length * steps // of)
+
+
 class _Schedule(Section):
     warmup: Annotated[int, Field(ge=0)] | Annotated[float, Field(gt=0, lt=1)] = 0
     """Optimizer steps over which the learning rate rises to its full value; or their share of all: 0.1."""
+
+    timing: Literal["own", "transformers"] = "own"
+    """Where the curve begins and ends. own: the first step already has a rate, and the last step has that of the end;
+    transformers: as its Trainer, a warm-up begins at rate 0, and the end would be one step after the last."""
 
     def warmup_steps(self, steps: int) -> int:
         """Return the length of the warm-up in a run of so many optimizer steps; a share is rounded up."""
@@ -47,12 +56,20 @@ class _Schedule(Section):
         """Return the factor of the learning rate at optimizer step `step` (from 0) of `steps`."""
         warmup = self.warmup_steps(steps)
         if step < warmup:
-            return (step + 1) / warmup
-        return self._after_warmup(step - warmup, max(1, steps - 1 - warmup))
+            return self._rise(step, warmup)
+        return self._after_warmup(step - warmup, max(1, steps - self._first - warmup))
+
+    @property
+    def _first(self) -> int:
+        """Number from which steps are counted on the curve."""
+        return 1 if self.timing == "own" else 0
+
+    def _rise(self, step: int, warmup: int) -> float:
+        return (step + self._first) / warmup
 
     @abstractmethod
     def _after_warmup(self, since: int, last: int) -> float:
-        """Return the factor so many steps behind the warm-up; `last`: that of the last step."""
+        """Return the factor so many steps behind the warm-up; `last`: number of steps from there to the end."""
 
     def misfit(self, steps: int) -> str | None:
         """Return a sentence if the schedule does not fit into so many steps."""
@@ -62,6 +79,12 @@ class _Schedule(Section):
                 "value; give a shorter warmup (train.schedule.warmup: 0), or more steps"
             )
         return None
+
+    def shortened(self, steps: int, of: int) -> dict[str, Any]:
+        """Return lengths, by key, that are about the share of `steps` steps that these are of `of`, and 1 at least."""
+        if not isinstance(self.warmup, int) or not self.warmup:
+            return {}
+        return {"warmup": scaled_length(self.warmup, steps, of)}
 
 
 class Constant(_Schedule):
@@ -136,7 +159,12 @@ class InverseRoot(_Schedule):
     @override
     def factor(self, step: int, steps: int) -> float:
         warmup, scale = self.warmup_steps(steps), self.steps_to_half(steps)
-        return (step + 1) / warmup if step < warmup else math.sqrt(scale / (step - warmup + scale))
+        return self._rise(step, warmup) if step < warmup else math.sqrt(scale / (step - warmup + scale))
+
+    @override
+    def shortened(self, steps: int, of: int) -> dict[str, Any]:
+        lengths = super().shortened(steps, of)
+        return lengths if self.scale is None else {**lengths, "scale": scaled_length(self.scale, steps, of)}
 
     @override
     def _after_warmup(self, since: int, last: int) -> float:
@@ -162,7 +190,7 @@ class Steps(_Schedule):
     def factor(self, step: int, steps: int) -> float:
         falls = step // self.every if self.every is not None else sum(step >= at for at in self.at)
         warmup = self.warmup_steps(steps)
-        rise = (step + 1) / warmup if step < warmup else 1.0
+        rise = self._rise(step, warmup) if step < warmup else 1.0
         return rise * self.by**falls
 
     @override
@@ -191,6 +219,13 @@ class Steps(_Schedule):
             )
         return super().misfit(steps)
 
+    @override
+    def shortened(self, steps: int, of: int) -> dict[str, Any]:
+        lengths = super().shortened(steps, of)
+        if self.every is not None:
+            return {**lengths, "every": min(scaled_length(self.every, steps, of), max(1, steps - 1))}
+        return {**lengths, "at": sorted({at for at in (scaled_length(at, steps, of) for at in self.at) if at < steps})}
+
 
 class WarmupStableDecay(_Schedule):
     """Config section `train.schedule` with name: wsd (warm-up, stable, decay)."""
@@ -213,6 +248,11 @@ class WarmupStableDecay(_Schedule):
         return self.end + (1.0 - self.end) * remaining_share(self.shape, progress)
 
     @override
+    def _rise(self, step: int, warmup: int) -> float:
+        rise = super()._rise(step, warmup)
+        return rise if self.timing == "own" else self.end + (1.0 - self.end) * rise
+
+    @override
     def misfit(self, steps: int) -> str | None:
         if (warmup := self.warmup_steps(steps)) + self.decay > steps:
             return (
@@ -220,6 +260,14 @@ class WarmupStableDecay(_Schedule):
                 "together; give fewer steps of each, or more steps"
             )
         return None
+
+    @override
+    def shortened(self, steps: int, of: int) -> dict[str, Any]:
+        lengths = super().shortened(steps, of)
+        share = 0 if lengths else self.warmup_steps(steps)
+        decay = min(scaled_length(self.decay, steps, of), max(1, steps - share))
+        warmup = {key: min(length, steps - decay) for key, length in lengths.items()}
+        return {**warmup, "decay": decay}
 
 
 class OneCycle(_Schedule):
@@ -254,6 +302,8 @@ class OneCycle(_Schedule):
                 f"warmup ({self.warmup}) and one-cycle exclude each other: it rises by itself, over the share `rise` "
                 "of the steps; leave warmup out"
             )
+        if self.timing != "own":
+            raise ValueError(f"timing ({self.timing}) and one-cycle exclude each other: leave timing out")
         return self
 
     @override
@@ -264,6 +314,10 @@ class OneCycle(_Schedule):
                 "larger share, or more steps"
             )
         return None
+
+    @override
+    def shortened(self, steps: int, of: int) -> dict[str, Any]:
+        return {"rise": min(0.99, math.ceil(200 / steps) / 100)}  # two steps of these
 
 
 Schedule = Annotated[

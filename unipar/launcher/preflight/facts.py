@@ -177,7 +177,7 @@ def read_config_facts(file: Path, out: str | None) -> tuple[CheckedSource | None
         source = source.with_out(out)
     config, error, code = source.config, "", dict[str, str]()
     backend = find_backend(config.backend)
-    if config.task is not None:
+    if config.task is not None and config.task.use is not None:
         try:
             ref = TaskRef.of(None, config.task, {})
             ref.check_code()

@@ -8,8 +8,9 @@ from typing import Any, Final, NamedTuple
 
 from pydantic import BaseModel, ValidationError
 
+from unipar.backend.cells import named_cell
 from unipar.backend.checks import CELL, CheckedSource, in_cell, with_earlier_changes
-from unipar.config import BatchSizes, Cell, Config
+from unipar.config import BatchSizes, Config
 from unipar.config.settled import SettledConfig
 from unipar.config.source import FROM_SCRIPT, KEPT_ORIGIN, ConfigSource
 from unipar.run_folder.folder import newest_run_folder
@@ -55,9 +56,9 @@ def keep_earlier_changes(source: CheckedSource, *, other_cell: bool = False) -> 
         elif not edited & _keys_of(key, value):
             kept.append((key, value))
     source = with_earlier_changes(source, kept)
-    if cell is None or other_cell or {"backend", "parallel.shard"} & (edited | anew):
+    if cell is None or other_cell or named_cell(source.config, cell)[1].keys() & (edited | anew):
         return source
-    return in_cell(source, Cell.parse(cell), KEPT_ORIGIN)
+    return in_cell(source, cell, KEPT_ORIGIN)
 
 
 def given_config(source: ConfigSource) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from unipar.config.source import ConfigSource, Given
 from unipar.distributed.launchers import Launcher, find_launcher
 from unipar.distributed.meeting.alive_group import find_place
 from unipar.distributed.place import Place
-from unipar.errors import Unsupported, WorldMismatch
+from unipar.errors import TaskError, Unsupported, WorldMismatch
 from unipar.launcher.micro_batch.choice import (
     list_candidates,
     with_micro,
@@ -64,6 +65,11 @@ class Prepared:
         source = self.source
         return resources.ranks_in(source.cell, source.config, self.place, alone=source.alone)
 
+    def show_notes(self, *, quiet: bool) -> None:
+        """Print what was changed to fit to an override; once, by rank 0, if a launcher started several processes."""
+        if not quiet and (self.place is None or self.place.rank == 0):
+            sys.stderr.writelines(f"{note}\n" for note in self.source.notes)
+
     def with_micro(self, micro: int) -> Self:
         """Return the same with a microbatch of this size."""
         return replace(self, source=replace(self.source, config=with_micro(self.source.config, micro)))
@@ -97,6 +103,12 @@ def prepare(
     """
     if is_importing_task():
         raise LaunchReached
+    if isinstance(task, Task):
+        name = type(task).__name__
+        raise TaskError(
+            f"task= is an instance of {name}, and each rank creates its own: pass the class, task={name}, and its "
+            'arguments as task.args (in the config, or overrides={"task.args": {...}})'
+        )
     source = given_source(config, overrides)
     if not starts and not isinstance(config, ConfigSource):  # what the command line has read has it already
         source = keep_earlier_changes(source)
@@ -104,12 +116,16 @@ def prepare(
         source = replace(source, config=source.config.changed(_NEITHER_SAVES_NOR_STOPS))
     place = _foreign_place(source, starts)
     ref = None
-    if code == "needed" or (code == "if named" and source.config.task is not None):
+    use = source.config.task.use if source.config.task is not None else None
+    if code == "needed" or (code == "if named" and use is not None):
         ref = TaskRef.of(task, source.config.task, functions or {})
         ref.check_code()
     if (wanted := source.config.model.loading) is not None:
         weight_file.validate_weight_file(wanted, (source.folder, Path.cwd()))
-    return Prepared(source, ref, place, *resources.choose_device(source.config))
+    prepared = Prepared(source, ref, place, *resources.choose_device(source.config))
+    if starts:
+        prepared.show_notes(quiet=False)
+    return prepared
 
 
 def _foreign_place(source: CheckedSource, starts: str) -> Place | None:

@@ -115,7 +115,8 @@ class PreparedRun:
             prepared = prepared.with_micro(sizes[0])
         source, place = prepared.source, prepared.place
         config, kind = source.config, prepared.device
-        checks.check_cell(prepared.computed if kind == "cpu" else config, source.backend, source.cell)
+        checks.check_cell(prepared.computed if kind == "cpu" else config, source.backend, source.cell, source.places)
+        checks.check_run_settings(source, "" if place is None else place.launcher)
         for tracker in config.log.to:
             require_tracker(tracker)
         _require_file_systems(config)

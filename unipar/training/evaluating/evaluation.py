@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from unipar.backend import Engine, Mark
 from unipar.config import BatchSizes, Config
+from unipar.config.config import Eval
 from unipar.data.data_worker import with_worker_start
 from unipar.data.dataset import SeededDataset, data_source_of
 from unipar.data.lengths import SampleLengths, measure_lengths
@@ -28,6 +29,19 @@ from unipar.training.evaluating.whole_metrics import WholeKind, WholeMetrics
 from unipar.utils.seeding import mix_seed, seed_all
 
 _NO_SAMPLES = "validation() has no samples"
+
+
+def refuse_idle_evaluation(task: Task, config: Config) -> None:
+    """Raise ConfigError if a key of `eval` has no effect: the default loop evaluates only where eval.every is given."""
+    if config.eval.every is not None or task.defines("train"):
+        return
+    default = Eval()
+    for key in ("batches", "check"):
+        if (value := getattr(config.eval, key)) != getattr(default, key):
+            raise ConfigError(
+                f"eval.{key}: {str(value).lower()} has no effect: nothing is evaluated without eval.every; give it, or "
+                "leave eval out"
+            )
 
 
 def refuse_unsynced_evaluation(done: int, every: int, call: str = "evaluate()") -> None:

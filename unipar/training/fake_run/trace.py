@@ -22,6 +22,7 @@ from unipar.engines.placement import cast_buffers, replace_parameters
 from unipar.errors import TaskError
 from unipar.model.blocks import find_blocks
 from unipar.model.create import cast_if_float, check_parts, narrow_frozen_parameters
+from unipar.model.modes import enter_training_mode
 from unipar.model.transforms import apply_transforms
 from unipar.model.without_values import NeedsValuesError, create_without_values, explain_values
 from unipar.planning.activations import Activations, AllocatedBlock, MicrobatchPayload
@@ -227,6 +228,7 @@ def fake_task(config: Config, micro: int, task: Task | None = None, rows: TokenR
                 "measure it (unipar compare)"
             )
         ((name, model),) = parts.items()
+        enter_training_mode(model, keep=task.keep_modes)
         with mode:
             checkpoint = checkpoint_bytes(task, {name: model}, config)
     blocks = find_blocks(model, config, given=task.blocks(model))

@@ -1,9 +1,11 @@
 """Probe of a task in one process, before anything is compared: does its loss draw random numbers, is its data the same
-when read again, and is the loss of a batch the mean of its halves' losses?"""
+when read again, and are loss and gradient of a batch the means of its halves'?"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,7 +25,8 @@ from unipar.engines.batch import to_device
 from unipar.engines.fingerprint import fingerprint_batch
 from unipar.engines.forward import ForwardCall, OpaqueBatch
 from unipar.errors import UniparError
-from unipar.model.create import ONLY_PART, create_parts
+from unipar.model.create import ONLY_PART, combine_parts, create_parts
+from unipar.model.modes import enter_training_mode
 from unipar.optimizers.matrix_optimizer import MatrixOptimizer
 from unipar.task import Task
 from unipar.utils.seeding import seed_all
@@ -33,6 +36,9 @@ EQUAL_LOSS_TOLERANCE: dict[Precision, float] = {"fp64": 1e-9, "fp32": 64 * 2.0**
 
 COARSE_LOSS_TOLERANCE = 16 * 2.0**-23
 """The same for a model in fp64 that computes its loss in a coarser dtype, as models of transformers do."""
+
+ORDER_ALLOWANCE = 16
+"""Difference of two gradients that should be equal, as a multiple of what the reversed order of the samples changes."""
 
 LONGEST_ERROR = 200
 """Characters of the text of an error that are shown."""
@@ -48,6 +54,7 @@ def disable_dropout(task: Task) -> list[str]:
         names.clear()
         for part in created.values() if isinstance(created, dict) else [created]:
             if isinstance(part, nn.Module):
+                enter_training_mode(part, keep=task.keep_modes)
                 names.extend(_zero_dropout(part))
         return created
 
@@ -87,6 +94,7 @@ def probe_task(task: Task, settled: SettledConfig, world: World) -> dict[str, An
     keys = next(feed.plans(0))[0].keys
     batch = feed.read(keys)
     modules = create_parts(task.model, config, world)
+    modes = enter_training_mode(combine_parts(modules), keep=task.keep_modes)
     norms = [n for n, m in next(iter(modules.values())).named_modules() if _uses_batch_statistics(m)]
     facts: dict[str, Any] = {
         "readable": bool(fingerprint_batch(batch)),
@@ -94,6 +102,7 @@ def probe_task(task: Task, settled: SettledConfig, world: World) -> dict[str, An
         "draws": False,
         "parts": list(modules),
         "norms": norms,
+        "trained_in_eval": list(modes.trained),
         "apart": None,
         "optimizer": optimizer_uses_whole_tensors(task) if task.defines("optimizer") else None,
     }
@@ -107,6 +116,7 @@ def probe_task(task: Task, settled: SettledConfig, world: World) -> dict[str, An
     except Exception:  # whether fp64 is the reason is decided by trying: an error in fp32 too is the task's own
         config = config.changed({"train.precision": "fp32"})
         module = create_parts(task.model, config, world)[ONLY_PART]
+        enter_training_mode(module, keep=task.keep_modes)
         return facts | compare(_TaskLoss(task, module, config, world), feed, keys)
 
 
@@ -117,26 +127,60 @@ def _find_draws(loss_of: _TaskLoss, feed: MicrobatchFeed, keys: list[SampleKey])
 
 
 def _compare_losses(loss_of: _TaskLoss, feed: MicrobatchFeed, keys: list[SampleKey]) -> dict[str, Any]:
-    """Return whether the loss draws random numbers, and whether that of a batch is the mean of its halves' losses."""
+    """Return whether the loss draws random numbers, and whether loss and gradient of a batch are its halves' means."""
     batch = feed.read(keys)
     first, drawn = loss_of(batch, 0), loss_of(batch, 1)
     if not loss_of.equal(first, drawn):
         return {"draws": True}
     half = len(keys) // 2
-    halves = [keys[:half], keys[half:]] if half else []
-    parts = [feed.read(mine) for mine in halves]
-    weights = [loss_of.weight(part, feed.units(mine)) for part, mine in zip(parts, halves, strict=True)]
+    cut = [keys[:half], keys[half:]] if half else []
+    parts = [feed.read(mine) for mine in cut]
+    weights = [loss_of.weight(part, feed.units(mine)) for part, mine in zip(parts, cut, strict=True)]
     if not sum(weights) > 0:
         return {}
     losses = [loss_of(part, 0) if weight else 0.0 for part, weight in zip(parts, weights, strict=True)]
     mean = sum(loss * weight for loss, weight in zip(losses, weights, strict=True)) / sum(weights)
     apart = not loss_of.equal(first, mean)
+    shares = [weight / sum(weights) for weight in weights]
+    off = (
+        {}
+        if apart
+        else _compare_gradients(loss_of, batch, feed.read(keys[::-1]), list(zip(parts, shares, strict=True)))
+    )
     return {
-        "apart": apart,
+        "apart": apart or bool(off),
         "sum": apart and loss_of.equal(first, sum(losses)),
         "batch_loss": first,
         "halves_loss": mean,
+        **off,
     }
+
+
+def _compare_gradients(
+    loss_of: _TaskLoss, batch: Any, other_order: Any, parts: list[tuple[Any, float]]
+) -> dict[str, Any]:
+    """Return the parameter whose gradient differs most from the mean of the parts' gradients; {} if all are equal.
+
+    A term of small weight, as a balancing of experts is, is lost in the rounding of the loss. In the gradient of the
+    few parameters that it trains it is a large part.
+    """
+    whole, reversed_ = loss_of.gradients(batch), loss_of.gradients(other_order)
+    mean = {name: torch.zeros_like(gradient) for name, gradient in whole.items()}
+    for part, share in parts:
+        for name, gradient in loss_of.gradients(part).items() if share else ():
+            mean[name] += share * gradient
+    norms = {name: float(gradient.norm()) for name, gradient in whole.items()}
+    total = math.hypot(*norms.values())
+    tolerance = min(loss_of.tolerance, COARSE_LOSS_TOLERANCE)
+    worst, most = "", 1.0
+    for name, gradient in whole.items():
+        rounding = ORDER_ALLOWANCE * float((reversed_[name] - gradient).norm())
+        allowed = rounding + tolerance * (norms[name] + total / 16)  # a gradient near zero is rounded as large ones are
+        if (off := float((mean[name] - gradient).norm())) > most * allowed:
+            worst, most = name, off / allowed
+    if not worst:
+        return {}
+    return {"gradient": worst, "gradient_off": float((mean[worst] - whole[worst]).norm()) / (norms[worst] or total)}
 
 
 def optimizer_uses_whole_tensors(task: Task) -> bool:
@@ -168,23 +212,42 @@ class _TaskLoss:
     def __init__(self, task: Task, module: nn.Module, config: Config, world: World) -> None:
         self._task, self._module, self._world = task, module.to(world.device), world
         self._cast = batch_dtype(config.train.precision)
-        self._tolerance = EQUAL_LOSS_TOLERANCE[config.train.precision]
+        self.tolerance = EQUAL_LOSS_TOLERANCE[config.train.precision]
 
     def __call__(self, batch: Any, seed: int) -> float:
+        with torch.no_grad(), self._evaluated(batch, seed) as loss:
+            return float(loss)
+
+    def gradients(self, batch: Any) -> dict[str, Tensor]:
+        """Return the gradient of a batch's loss with respect to each parameter, in fp64 on the CPU."""
+        with self._evaluated(batch, 0) as loss:
+            if loss.requires_grad:
+                loss.backward()
+        found = {
+            name: (torch.zeros_like(p) if p.grad is None else p.grad.to_dense()).to("cpu", torch.float64)
+            for name, p in self._module.named_parameters()
+            if p.requires_grad
+        }
+        self._module.zero_grad()
+        return found
+
+    @contextmanager
+    def _evaluated(self, batch: Any, seed: int) -> Generator[Tensor]:
+        """Context manager: the loss of a batch; buffers that changed are reset at the end."""
         call = ForwardCall(self._module, self._world.device, cast=self._cast)
         before = [(b, b.clone()) for b in self._module.buffers()]
         seed_all(seed)
+        loss: Tensor = call(self._task.loss, OpaqueBatch(to_device(batch, self._world.device)))
+        if loss.dtype != torch.float64:
+            self.tolerance = max(self.tolerance, COARSE_LOSS_TOLERANCE)
+        yield loss
         with torch.no_grad():
-            loss: Tensor = call(self._task.loss, OpaqueBatch(to_device(batch, self._world.device)))
             for buffer, was in before:
                 buffer.copy_(was)
-        if loss.dtype != torch.float64:
-            self._tolerance = max(self._tolerance, COARSE_LOSS_TOLERANCE)
-        return float(loss)
 
     def equal(self, one: float, other: float) -> bool:
         """Return whether two losses are equal up to rounding."""
-        return abs(one - other) <= self._tolerance * max(1.0, abs(one))
+        return abs(one - other) <= self.tolerance * max(1.0, abs(one))
 
     def weight(self, batch: Any, units: int) -> float:
         """Return the weight of a batch of so many samples, or tokens."""

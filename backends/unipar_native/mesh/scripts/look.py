@@ -97,7 +97,6 @@ def look_at_calls(part: Part, batches: list[Any]) -> ModelLook:
         module = model.get_submodule(name)
         handles.append(module.register_forward_pre_hook(before(name), with_kwargs=True))
         handles.append(module.register_forward_hook(behind))
-    model.train()
     try:
         with torch.random.fork_rng([]), torch.enable_grad(), watch:
             for batch in batches:

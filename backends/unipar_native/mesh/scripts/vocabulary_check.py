@@ -28,7 +28,7 @@ def refused_vocabulary(part: Part, batch: Any, vocabulary: Vocabulary) -> list[s
     watch = _Watch(part.module, (vocabulary.embedding, vocabulary.head))
     try:
         with torch.random.fork_rng([]), torch.no_grad(), watch:
-            part.loss(part.module.train(), batch)
+            part.loss(part.module, batch)
     finally:
         for handle in watch.handles:
             handle.remove()

@@ -60,6 +60,7 @@ def check_config(source: ConfigSource, *, deep: bool = False, overwrite: bool = 
         ("task", _describe_task(source, deep=deep)),
         ("compare", f"{len(compared)} cell{'s' * (len(compared) > 1)}: {', '.join(config.compare.cells)}"),
         ("out", str(plan.out)),
+        *(("note", note) for note in source.notes),
     ]
     return "\n".join([f"{source.label}: good", *(f"  {name:<7}  {text}" for name, text in rows)])
 
@@ -105,7 +106,7 @@ def _expand_compare_cells(source: ConfigSource) -> list[Cell]:
 
 def _describe_task(source: ConfigSource, *, deep: bool) -> str:
     task = source.config.task
-    if task is None:
+    if task is None or task.use is None:
         return "not in this config; a script passes it to unipar.launch"
     if not deep:
         return f"{task.use}, checked without importing it (--deep imports it)"

@@ -13,6 +13,7 @@ import typer
 
 from unipar.cli.commands.options import (
     CELLS_METAVAR,
+    BackendOption,
     ConfigArgument,
     JsonOption,
     SetOption,
@@ -41,6 +42,7 @@ def explain(
             help="Show the settings of these cells; deepspeed/* for all of one backend.",
         ),
     ] = None,
+    cell: BackendOption = None,
     sets: SetOption = None,
     *,
     compare: Annotated[bool, typer.Option("--compare", help="Show all cells of compare.cells.")] = False,
@@ -49,7 +51,7 @@ def explain(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show every value of the config, and where it came from.
+    """Show every value of the config, and where it came from; with --backend, as `run` in that cell has them.
 
     Then, for each cell, the settings that its library will get, and the dtype of parameters, gradients and so on; with
     further axes of the mesh (native/nothing+pipeline2) its share of the batch, and how long a stage waits.
@@ -57,9 +59,11 @@ def explain(
     \b
     unipar explain configs/char_gpt.yaml
     unipar explain configs/char_gpt.yaml --cell 'deepspeed/*' --deep
+    unipar explain configs/char_gpt.yaml --backend native/parameters
     unipar explain configs/char_gpt.yaml --set train.optimizer.lr=1e-3 --json
     """
-    explanation = explain_config(read_config_file(file, sets, runs=True), cells or (), compare=compare, deep=deep)
+    source = read_config_file(file, sets, cell, runs=True)
+    explanation = explain_config(source, cells or (), compare=compare, deep=deep)
     if as_json:
         typer.echo(explanation.to_json())
     elif sys.stdout.isatty():
@@ -284,6 +288,8 @@ def _derived_values(
         yield ExplainedValue(
             "parameters", depth.parameters, f"the task's model(); {depth.trainable_parameters:,} of them are trained"
         )
+        if modes := depth.modes.describe():
+            yield ExplainedValue("training mode", depth.modes.changed, modes)
         if depth.stream_description:
             yield ExplainedValue("stream", config.data.stream, depth.stream_description)
         if config.checkpoint is not None and depth.checkpoint is not None:

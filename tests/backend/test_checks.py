@@ -1,0 +1,212 @@
+"""Every explicit setting is obeyed, or refused with both places named: --backend, --set, the file, the environment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from unipar.backend.cells import config_in_cell
+from unipar.backend.checks import CheckedSource, check_cell, check_run_settings, in_cell, read_source
+from unipar.backend.registry import find_backend
+from unipar.config import Cell
+from unipar.errors import ConfigError, UniparError
+
+FILE = """\
+device: cpu
+batch: {total: 32, micro: 8}
+train: {steps: 10}
+parallel: {data: 2}
+"""
+
+
+def chosen(tmp_path: Path, words: str, file: str = FILE) -> CheckedSource:
+    """Return the config of a command line such as `--backend native --set train.steps=3`, once it is checked."""
+    (tmp_path / "x.yaml").write_text(file, "utf-8")
+    flags = [*zip(words.split()[::2], words.split()[1::2], strict=True)]
+    source = read_source(tmp_path / "x.yaml", [value for flag, value in flags if flag == "--set"])
+    for value in (value for flag, value in flags if flag == "--backend"):
+        source = in_cell(source, value)
+    check_cell(source.config, source.backend, source.cell, source.places)
+    return source
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--backend native/nothing --set parallel.shard=parameters",
+         "--backend native/nothing sets parallel.shard: nothing, and --set sets parallel.shard: parameters; leave one "
+         "of them out"),
+        ("--backend native/nothing --set parallel.shard_over=2",
+         "native/nothing (--backend): parallel.shard_over (--set): 2 is not available here, only in native/optimizer, "
+         "native/gradients, native/parameters"),
+        ("--backend horovod --set parallel.shard=optimizer",
+         "horovod/optimizer (--backend and --set): parallel.shard (--set): optimizer is not available; horovod has "
+         "nothing"),
+        ("--backend native/parameters --set backend=deepspeed",
+         "--backend native/parameters sets backend: native, and --set sets backend: deepspeed; leave one of them out"),
+        ("--backend native/nothing+tensor2 --set parallel.tensor=4",
+         "--backend native/nothing+tensor2 sets parallel.tensor: 2, and --set sets parallel.tensor: 4; leave one of "
+         "them out"),
+        ("--backend single --set parallel.shard=parameters",
+         "--backend single sets parallel.shard: nothing, and --set sets parallel.shard: parameters; leave one of them "
+         "out"),
+        ("--backend single --set parallel.tensor=2",
+         "--backend single sets parallel.tensor: 1, and --set sets parallel.tensor: 2; leave one of them out"),
+        ("--backend single --set train.sync_every=2",
+         "single (--backend): train.sync_every (--set): 2 is not available here, only in native/nothing"),
+        ("--backend deepspeed/gradients+library --set options.deepspeed.buckets=scaled",
+         "--backend deepspeed/gradients+library sets options.deepspeed.buckets: library, and --set sets "
+         "options.deepspeed.buckets: scaled; leave one of them out"),
+        ("--backend accelerate --set options.accelerate.through=deepspeed",
+         "accelerate/nothing (--backend): options.accelerate.through (--set): deepspeed has no effect, as nothing is "
+         "split; leave it out"),
+        ("--backend native/parameters --set options.native.bucket_mb=3",
+         "native/parameters (--backend): options.native.bucket_mb (--set): 3 has no effect: it is DDP's, which this "
+         "cell does not use; leave it out"),
+        ("--set parallel.shard=parameters --set options.native.find_unused=true",
+         "native/parameters (--set): options.native.find_unused (--set): true has no effect: it is DDP's, which this "
+         "cell does not use; leave it out"),
+        ("--backend accelerate/parameters --set options.accelerate.find_unused=true",
+         "accelerate/parameters (--backend): options.accelerate.find_unused (--set): true has no effect: it is DDP's, "
+         "which this cell does not use; leave it out"),
+        ("--backend accelerate/gradients --set options.deepspeed.reduce=5",
+         "accelerate/gradients (--backend): options.deepspeed.reduce (--set): 5 has no effect: Accelerate shards with "
+         "FSDP2 (options.accelerate.through: auto); leave it out"),
+        ("--set options.native.powersgd_rank=2",
+         "native/nothing: options.native.powersgd_rank (--set): 2 has no effect: hook is not powersgd; leave it out"),
+        ("--set options.native.vocabulary=split",
+         "native/nothing: options.native.vocabulary (--set): split has no effect: parallel.tensor is 1; leave it out"),
+        ("--set options.native.attention=ring",
+         "native/nothing: options.native.attention (--set): ring has no effect: parallel.context is 1; leave it out"),
+        ("--set options.native.proof=off",
+         "native/nothing: options.native.proof (--set): off has no effect: nothing is split over tensor, pipeline or "
+         "context; leave it out"),
+    ],
+)  # fmt: skip
+def test_contradictions_are_refused(tmp_path: Path, words: str, sentence: str) -> None:
+    """The sentence names the flag and the key, with the place of each."""
+    with pytest.raises(UniparError) as refused:
+        chosen(tmp_path, words)
+    assert str(refused.value) == sentence
+
+
+def test_a_key_of_the_file_has_its_line(tmp_path: Path) -> None:
+    """What --backend does not name stays as in the file, and is refused with its line."""
+    file = FILE.replace("{data: 2}", "{data: 1, tensor: 2}")
+    with pytest.raises(UniparError) as refused:
+        chosen(tmp_path, "--backend horovod", file)
+    assert str(refused.value) == (
+        "horovod/nothing+tensor2 (--backend): parallel.tensor (line 4): 2 is not available here, only in "
+        "accelerate/nothing, accelerate/gradients, accelerate/parameters, deepspeed/nothing, deepspeed/optimizer, "
+        "deepspeed/gradients, deepspeed/parameters, native/nothing, native/optimizer, native/gradients, "
+        "native/parameters: Horovod sums tensors over ranks and has no part that splits a model"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "parallel", "cell", "data"),
+    [
+        ("--backend native/nothing --set parallel.tensor=2", "{data: 2}", "native/nothing+tensor2", 2),
+        ("--backend native/nothing --set parallel.pipeline=2", "{data: 2}", "native/nothing+pipeline2", 2),
+        ("--backend native/nothing --set parallel.context=2", "{data: 2}", "native/nothing+context2", 2),
+        ("--backend native/parameters", "{data: 1, tensor: 2}", "native/parameters+tensor2", 1),
+        ("--backend native/parameters+tensor2", "{data: 2}", "native/parameters+tensor2", 1),
+        ("--backend native/parameters+tensor2 --set parallel.data=2", "{data: 4}", "native/parameters+tensor2", 2),
+        ("--backend deepspeed", "{data: 2, shard: parameters}", "deepspeed/parameters", 2),
+        ("--set backend=deepspeed", "{data: 2, shard: parameters}", "deepspeed/parameters", 2),
+        ("--backend single", "{data: 2, shard: parameters}", "single", 1),
+        ("--backend native/parameters --set parallel.shard_over=2", "{data: 4}", "native/parameters", 4),
+    ],
+)
+def test_settings_are_obeyed(tmp_path: Path, words: str, parallel: str, cell: str, data: int) -> None:
+    """--backend changes the keys that it names, and the number of ranks stays unless parallel.data is set."""
+    source = chosen(tmp_path, words, FILE.replace("{data: 2}", parallel))
+    assert str(source.cell) == cell
+    assert source.config.parallel.data == data
+    assert source.config.batch.total == 32
+
+
+def test_an_option_of_another_cell_is_left_out_of_a_list(tmp_path: Path) -> None:
+    """compare and verify move a config to cells of several kinds, each of which has the options that it uses."""
+    file = FILE + "options: {native: {find_unused: true}, deepspeed: {buckets: library}}\n"
+    config = chosen(tmp_path, "", file).config
+    assert config_in_cell(config, Cell.parse("native/nothing")).options["native"] == {"find_unused": True}
+    assert config_in_cell(config, Cell.parse("native/parameters")).options["native"] == {}
+    assert config_in_cell(config, Cell.parse("accelerate/parameters")).options["deepspeed"] == {}
+
+
+@pytest.mark.parametrize(
+    ("backend", "variables", "sentence"),
+    [
+        ("native", {"ACCELERATE_MIXED_PRECISION": "bf16"},
+         "accelerate launch was told mixed_precision: bf16, and the config says train.precision: fp32, which is no "
+         "there; change one of them"),
+        ("deepspeed", {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_FSDP": "true"},
+         "accelerate launch was told distributed_type: FSDP, and the config says parallel.shard: nothing, which is not "
+         "FSDP; change one of them"),
+        ("native", {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"},
+         "Accelerate's variables here say distributed_type: DEEPSPEED, and the config says parallel.shard: nothing, "
+         "which is not DeepSpeed; change one of them"),
+        ("native", {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"},
+         "Accelerate's variables here say gradient_accumulation_steps: 4, and the config says batch: 2 microbatches a "
+         "step, which is gradient_accumulation_steps: 2; change one of them"),
+        ("horovod --set options.horovod.fusion_mb=4", {"HOROVOD_FUSION_THRESHOLD": "9437184"},
+         "horovodrun was told --fusion-threshold-mb 9, and the config says options.horovod.fusion_mb: 4; leave one of "
+         "them out"),
+        ("horovod --set options.horovod.cycle_ms=4.0", {"HOROVOD_CYCLE_TIME": "9"},
+         "horovodrun was told --cycle-time-ms 9, and the config says options.horovod.cycle_ms: 4; leave one of them "
+         "out"),
+    ],
+)  # fmt: skip
+def test_launchers_are_not_ignored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str, variables: dict[str, str], sentence: str
+) -> None:
+    """A launcher's flags contradict the config whichever backend trains it, and without that launcher, too."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UniparError) as refused:
+        chosen(tmp_path, f"--set backend={backend}")
+    assert str(refused.value).partition(": ")[2] == sentence
+
+
+def test_horovodruns_buffer_is_obeyed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--fusion-threshold-mb 9 is the size that Horovod gets, if the config says none."""
+    monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", "9437184")
+    monkeypatch.setenv("HOROVOD_CYCLE_TIME", "2.5")
+    settings = find_backend("horovod").native_config(chosen(tmp_path, "--set backend=horovod").config, 1000)
+    assert (settings["HOROVOD_FUSION_THRESHOLD"], settings["HOROVOD_CYCLE_TIME"]) == (9_437_184, 2.5)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--set eval.every=20",
+         "eval.every (--set): 20 is beyond the last step, train.steps (line 3): 10; lower it, or leave it out"),
+        ("--set train.ema.every=20",
+         "train.ema.every (--set): 20 is beyond the last step, train.steps (line 3): 10; lower it, or leave it out"),
+        ("--set train.watch.every=20",
+         "train.watch.every (--set): 20 is beyond the last step, train.steps (line 3): 10; lower it, or leave it out"),
+        ("--set batch.memory=1GiB",
+         "batch.memory (--set) limits the search of batch.micro: auto, and a run with a microbatch of its own has no "
+         "limit; leave it out, or set batch.micro: auto"),
+        ("--set batch.headroom=10%",
+         "batch.headroom (--set) limits the search of batch.micro: auto, and a run with a microbatch of its own has no "
+         "limit; leave it out, or set batch.micro: auto"),
+        ("--set options.deepspeed.reduce=4",
+         "options.deepspeed.reduce (--set) has no effect: native/nothing uses options.native; leave it out"),
+        ("--set launch.restarts=2", "launch.restarts (--set): 2 has no effect under torchrun, which starts the ranks: "
+         "use its own restarts"),
+    ],
+)  # fmt: skip
+def test_settings_without_effect_in_a_run(tmp_path: Path, words: str, sentence: str) -> None:
+    """A run refuses keys that are set and change nothing, with their places."""
+    with pytest.raises(ConfigError) as refused:
+        check_run_settings(chosen(tmp_path, words), "torchrun")
+    assert str(refused.value) == f"{tmp_path / 'x.yaml'}: {sentence}"
+
+
+def test_settings_with_effect_in_a_run(tmp_path: Path) -> None:
+    """Defaults, and options of other backends in a file, which --backend may use, are no contradiction."""
+    file = FILE + "options: {deepspeed: {reduce: 4}}\nlaunch: {restarts: 2}\n"
+    check_run_settings(chosen(tmp_path, "--set train.watch={} --set eval.every=10", file))

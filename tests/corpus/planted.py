@@ -1,0 +1,183 @@
+"""Silent errors of our own, planted again one by one in a copy of the code: `make planted` shows what finds each."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from unipar.utils.table import format_table
+
+ROOT = Path(__file__).parents[2]
+COPIED = ("unipar", "backends", "tests", "benchmarks", "configs", "docs", "examples")
+HAND_LOOPS = "tests/training/test_hand_loops.py"
+CHECKS = "tests/backend/test_checks.py"
+
+
+@dataclass(frozen=True)
+class Planted:
+    """One silent error: an edit of one file, and the test that fails with it."""
+
+    fault: str
+    """Training that differs from what was asked, as a sentence."""
+
+    file: str
+
+    old: str
+    """Text that the file has once."""
+
+    new: str
+
+    found_by: str
+    """Test that passes without the edit and fails with it."""
+
+    @contextmanager
+    def planted(self, copy: Path) -> Generator[None]:
+        """Context manager: the copy of the code has the error."""
+        path = copy / self.file
+        text = path.read_text("utf-8")
+        if (times := text.count(self.old)) != 1:
+            raise ValueError(f"{self.file} has {times} times what is to be replaced: {self.old!r}")
+        try:
+            _write(path, text.replace(self.old, self.new))
+            yield
+        finally:
+            _write(path, text)
+
+
+FAULTS = (
+    Planted(
+        "A model of from_pretrained trains in eval mode, without dropout.",
+        "unipar/training/setup.py",
+        "modes = enter_training_mode(whole, keep=task.keep_modes)",
+        "modes = enter_training_mode(whole, keep=True)",
+        f"{HAND_LOOPS}::test_one_process[from_pretrained with dropout]",
+    ),
+    Planted(
+        "A frozen teacher in eval mode is put into training mode.",
+        "unipar/model/modes.py",
+        "if not name or _is_trained_model(inner))",
+        ")",
+        f"{HAND_LOOPS}::test_one_process[frozen teacher]",
+    ),
+    Planted(
+        "The warmup is not counted.",
+        "unipar/config/sections/schedule.py",
+        "if step < warmup:",
+        "if step < 0:",
+        f"{HAND_LOOPS}::test_one_process[warmup]",
+    ),
+    Planted(
+        "Microbatches count alike, however many words they have.",
+        "unipar/training/shares.py",
+        'self._weighs = task.defines("weight")',
+        "self._weighs = False",
+        f"{HAND_LOOPS}::test_one_process[padding with -100]",
+    ),
+    Planted(
+        "--backend native/nothing drops parallel.tensor.",
+        "unipar/backend/cells.py",
+        "kept = config.parallel.model_copy(update=parallel)",
+        'kept = config.parallel.model_copy(update={"tensor": 1, **parallel})',
+        f"{CHECKS}::test_settings_are_obeyed",
+    ),
+    Planted(
+        "An option that has no effect in its strategy is ignored.",
+        "unipar/backend/checks.py",
+        "for key, why in backend.idle_options(config):",
+        "for key, why in ():",
+        f"{CHECKS}::test_contradictions_are_refused",
+    ),
+    Planted(
+        "Flags of accelerate launch are ignored under another backend.",
+        "unipar/backend/checks.py",
+        "    for name in backend_names():\n        yield from find_backend(name).launch_refusals(config)\n",
+        "    yield from backend.launch_refusals(config)\n",
+        f"{CHECKS}::test_launchers_are_not_ignored",
+    ),
+    Planted(
+        "A loader's collate_fn is ignored beside the task's collate.",
+        "unipar/data/dataset.py",
+        "if collate is not None and loader.collate_fn not in (default_collate, collate):",
+        "if False:",
+        "tests/data/test_feed.py::test_a_collate_fn_beside_the_tasks_collate",
+    ),
+    Planted(
+        "A task's misspelt method is not called.",
+        "unipar/task/task.py",
+        "if near and near[0] not in defined:",
+        "if False:",
+        "tests/task/test_task.py::test_a_misspelt_method",
+    ),
+    Planted(
+        "verify's first line does not count the strategies that cannot run.",
+        "unipar/results/verdicts.py",
+        'row.outcome in ("refused", "absent") and not row.alone',
+        'row.outcome == "absent" and not row.alone',
+        "tests/results/test_verdicts.py::test_summary",
+    ),
+    Planted(
+        "verify misses a router's auxiliary loss of weight 0.001.",
+        "unipar/verification/worker/task_probe.py",
+        '"apart": apart or bool(off),',
+        '"apart": apart,',
+        "tests/verification/test_task_probe.py::test_a_balance_of_experts_depends_on_the_cut[0.001]",
+    ),
+)
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file's text, and remove what Python has compiled of it: within a second, both may have one time."""
+    path.write_text(text, "utf-8")
+    for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
+        compiled.unlink()
+
+
+def copy_code(folder: Path) -> None:
+    """Copy what tests need into an empty folder."""
+    for name in COPIED:
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+
+
+def run_tests(copy: Path, tests: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run these tests on a copy of the code."""
+    command = [sys.executable, "-m", "pytest", "-q", "--tb=line", "-p", "no:cacheprovider", *tests]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(copy), str(copy / "backends")])}
+    return subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
+
+
+def look_for(fault: Planted, copy: Path) -> str:
+    """Return `found` if the fault's test fails with it, else why not."""
+    with fault.planted(copy):
+        done = run_tests(copy, [fault.found_by])
+    last = (done.stdout.strip().splitlines() or [done.stderr.strip()])[-1]
+    if done.returncode == 0:
+        return f"not found: {last}"
+    asserted = re.search(r":\d+: (assert |AssertionError|Failed: )", done.stdout)
+    return "found" if done.returncode == 1 and asserted else f"the test ended otherwise: {last}"
+
+
+def main() -> int:
+    with tempfile.TemporaryDirectory(prefix="planted-") as folder:
+        copy = Path(folder)
+        copy_code(copy)
+        done = run_tests(copy, sorted({fault.found_by for fault in FAULTS}))
+        if done.returncode:
+            print(f"{done.stdout}\n{done.stderr}\nThe tests fail without a fault.", file=sys.stderr)
+            return 1
+        results = [look_for(fault, copy) for fault in FAULTS]
+    rows = [(f.fault, f.file, f.found_by, result) for f, result in zip(FAULTS, results, strict=True)]
+    print(format_table(("fault", "file", "found by", "result"), rows, width=240))
+    return int(any(result != "found" for result in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
