@@ -12,6 +12,7 @@ import unipar
 from tests.support.ledgers import rows_of
 from tests.support.running import Line, running
 from tests.support.tiny import CONFIG, Tiny
+from unipar.cli.commands.config.explain import explain_config
 from unipar.cli.commands.options import read_config_file
 from unipar.launcher.preparation.prepare import prepare
 from unipar.launcher.preparation.prepared_run import PreparedRun
@@ -127,13 +128,10 @@ def test_a_total_that_the_ranks_make() -> None:
     """Total follows from micro and the number of ranks, and is listed where that has changed."""
     write(batch={"micro": 2, "accumulate": 1})
     begun(command())
-    assert (
-        lines(command(RESUME, "parallel.data=4"))
-        == [
-            "batch.total: 4 -> 8 (micro, accumulate and the number of ranks)",
-            "parallel.data: 2 -> 4 (--set)",
-        ][::-1]
-    )
+    assert lines(command(RESUME, "parallel.data=4")) == [
+        "parallel.data: 2 -> 4 (--set)",
+        "batch.total: 4 -> 8 (micro, accumulate and the number of ranks)",
+    ]
 
 
 def test_a_run_that_will_save_nothing() -> None:
@@ -220,3 +218,13 @@ def test_a_run_that_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
         f"config: {line}" for line in row["said"]
     ]
     assert [row["step"] for row in rows_of(Path("runs/x"), "checkpoint")] == [3, 6, 9]
+
+
+def test_explain_shows_what_is_kept() -> None:
+    """With the origin of the key, before the run goes on."""
+    write(checkpoint=None)
+    begun(command("checkpoint.every=3"))
+    shown = explain_config(read_config_file(FILE, [RESUME], runs=True)).values
+    assert [(row.value, row.origin) for row in shown if row.key == "checkpoint.every"] == [
+        (3, "kept from the run before")
+    ]

@@ -66,6 +66,19 @@ def test_plain_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert err.getvalue().count(f"run folder: {tmp_path.name}\n") == 1  # short, below the working directory
 
 
+def test_changes_of_the_config(tmp_path: Path) -> None:
+    """A run that goes on shows twelve lines of what differs from before, and counts the rest."""
+    err = io.StringIO()
+    with Ledger(ledger_path(tmp_path, 0)) as ledger:
+        ledger.note("config", said=[f"key{i}: 1 -> 2 (--set)" for i in range(14)])
+    with Progress(tmp_path, None, err=err):
+        pass
+    _, first, *_, twelfth, last = err.getvalue().splitlines()
+    assert first == "config: key0: 1 -> 2 (--set)"
+    assert twelfth == "config: key11: 1 -> 2 (--set)"
+    assert last == "config: 2 more, in launch.json"
+
+
 def test_rate_of_steps_of_several_sizes(tmp_path: Path) -> None:
     """The rate is that of all steps since the last line, as the ledger says, not of the last one's samples."""
     err = io.StringIO()

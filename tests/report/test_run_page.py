@@ -349,6 +349,9 @@ def test_a_run_that_went_on(run: Path) -> None:
     resumed = {"event": "resumed", "time": 102.0, "step": 6}
     went_on = [{"event": "continued", "time": 102.0, "step": 6, "attempt": 2}, resumed]
     wrote(run, 0, [*EVENTS[:2], *went_on, EVENTS[3], {"event": "checkpoint", "time": 103.5, "step": 10}, EVENTS[5]])
+    launched = json.loads((run / "launch.json").read_text("utf-8"))
+    changed = {"lines": ["batch.total: 8 -> 16 (--set)", "train.clip: null -> 1.0 (line 3)"]}
+    (run / "launch.json").write_text(json.dumps(launched | changed), "utf-8")
     text = render_run(RunPageData.read(run / "rank-0.jsonl"))
     assert "The run has 2 attempts: a vertical line is where one went on from a checkpoint" in text
     assert "Ticks on the axis: checkpoints." in text
@@ -360,6 +363,8 @@ def test_a_run_that_went_on(run: Path) -> None:
         ["1", "deepspeed/parameters", "4", "1", "7", "stopped by SIGINT after step 7"],
         ["2", "native/nothing", "2", "7", "12", "–"],
     ]
+    changes = "batch.total: 8 -&gt; 16 (--set); train.clip: null -&gt; 1.0 (line 3)."
+    assert f"<p>Config of attempt 2: {changes}</p>" in text.replace("\N{NO-BREAK SPACE}", " ")
     svg = text.partition("<svg")[2].partition("</svg>")[0]
     assert re.findall(r">([^<]*ranks)<", svg) == ["deepspeed/parameters, 4 ranks", "native/nothing, 2 ranks"]
     assert svg.count('class="saved"') == 2

@@ -67,7 +67,10 @@ class Report(ShownAsPage):
     """(step, gradient norm before clipping)."""
 
     rates: list[tuple[int, Any]]
-    """(step, learning rate) of the steps that logged; of several parts, a mapping of their names to rates."""
+    """(step, learning rate) of the steps that logged; a list if the optimizer's groups have different rates.
+
+    For several parts, a mapping of their names to these.
+    """
 
     evals: list[tuple[int, dict[str, float]]]
     """(step, metric by name) of each evaluation."""

@@ -21,8 +21,8 @@ from unipar.utils.text import show_value
 _OF_ONE_ATTEMPT: Final = ("out", "resume")
 """Keys that say where a run is and how it begins: they are not kept, and not listed."""
 
-_NOT_OF_THE_STATE: Final = ("log", "launch", "machines", "compare")
-"""Sections in which a run may differ from another one whose checkpoint it begins with."""
+_NOT_OF_THE_STATE: Final = ("backend", "device", "parallel", "log", "launch", "machines", "compare")
+"""Keys that are not listed for another run's checkpoint; its cell and its number of ranks are shown anyway."""
 
 
 class ChangedValue(NamedTuple):
