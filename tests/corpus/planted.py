@@ -18,6 +18,7 @@ from unipar.utils.table import format_table
 ROOT = Path(__file__).parents[2]
 COPIED = ("unipar", "backends", "tests", "benchmarks", "configs", "docs", "examples")
 HAND_LOOPS = "tests/training/test_hand_loops.py"
+SCRIPTS = "tests/task/test_script_values.py"
 CHECKS = "tests/backend/test_checks.py"
 
 
@@ -115,6 +116,27 @@ FAULTS = (
         "if near and near[0] not in defined:",
         "if False:",
         "tests/task/test_task.py::test_a_misspelt_method",
+    ),
+    Planted(
+        "Ranks have other arguments than the script.",
+        "unipar/task/reference.py",
+        "sys.argv = list(self.argv)",
+        "sys.argv = sys.argv[:1]",
+        f"{SCRIPTS}::test_arguments_of_the_script",
+    ),
+    Planted(
+        "What the script has set in its variables is lost in the ranks.",
+        "unipar/task/reference.py",
+        "values = collect_script_values([] if known is None else [known])",
+        "values = collect_script_values([])",
+        f"{SCRIPTS}::test_a_class_named_in_the_config",
+    ),
+    Planted(
+        "An import of the Trainer's arguments has all parameters decay.",
+        "unipar/conversion/import_config.py",
+        'reading.put("train.optimizer.decay", "transformers")',
+        'reading.put("train.optimizer.decay", "all")',
+        "tests/conversion/test_trainer_recipes.py::test_each_step[gpt2]",
     ),
     Planted(
         "verify's first line does not count the strategies that cannot run.",
