@@ -118,6 +118,20 @@ FAULTS = (
         "tests/task/test_task.py::test_a_misspelt_method",
     ),
     Planted(
+        "The logged rate is the config's, where groups have rates of their own.",
+        "unipar/training/parts.py",
+        "rates = self.engine.learning_rates() or [base * self._factor for base in self.rates]",
+        "rates = [self.config.train.optimizer.lr * self._factor]",
+        f"{HAND_LOOPS}::test_one_process[own groups]",
+    ),
+    Planted(
+        "A run that goes on forgets the checkpoint.every of its first command.",
+        "unipar/launcher/preparation/earlier_config.py",
+        "source = with_earlier_changes(source, kept)",
+        "source = with_earlier_changes(source, [])",
+        "tests/launcher/test_earlier_config.py::test_what_the_earlier_command_set_is_kept",
+    ),
+    Planted(
         "Ranks have other arguments than the script.",
         "unipar/task/reference.py",
         "sys.argv = list(self.argv)",
