@@ -18,6 +18,7 @@ from unipar.utils.table import format_table
 ROOT = Path(__file__).parents[2]
 COPIED = ("unipar", "backends", "tests", "benchmarks", "configs", "docs", "examples")
 HAND_LOOPS = "tests/training/test_hand_loops.py"
+SCRIPTS = "tests/task/test_script_values.py"
 CHECKS = "tests/backend/test_checks.py"
 
 
@@ -115,6 +116,41 @@ FAULTS = (
         "if near and near[0] not in defined:",
         "if False:",
         "tests/task/test_task.py::test_a_misspelt_method",
+    ),
+    Planted(
+        "The logged rate is the config's, where groups have rates of their own.",
+        "unipar/training/parts.py",
+        "rates = self.engine.learning_rates() or [base * self._factor for base in self.rates]",
+        "rates = [self.config.train.optimizer.lr * self._factor]",
+        f"{HAND_LOOPS}::test_one_process[own groups]",
+    ),
+    Planted(
+        "A run that goes on forgets the checkpoint.every of its first command.",
+        "unipar/launcher/preparation/earlier_config.py",
+        "source = with_earlier_changes(source, kept)",
+        "source = with_earlier_changes(source, [])",
+        "tests/launcher/test_earlier_config.py::test_what_the_earlier_command_set_is_kept",
+    ),
+    Planted(
+        "Ranks have other arguments than the script.",
+        "unipar/task/reference.py",
+        "sys.argv = list(self.argv)",
+        "sys.argv = sys.argv[:1]",
+        f"{SCRIPTS}::test_arguments_of_the_script",
+    ),
+    Planted(
+        "What the script has set in its variables is lost in the ranks.",
+        "unipar/task/reference.py",
+        "values = collect_script_values([] if known is None else [known])",
+        "values = collect_script_values([])",
+        f"{SCRIPTS}::test_a_class_named_in_the_config",
+    ),
+    Planted(
+        "An import of the Trainer's arguments has all parameters decay.",
+        "unipar/conversion/import_config.py",
+        'reading.put("train.optimizer.decay", "transformers")',
+        'reading.put("train.optimizer.decay", "all")',
+        "tests/conversion/test_trainer_recipes.py::test_each_step[gpt2]",
     ),
     Planted(
         "verify's first line does not count the strategies that cannot run.",

@@ -35,6 +35,7 @@ FIRST = (
     "tests/engines/test_holdings.py",
     *PROBED,
     "tests/verification/test_verify_axes.py",
+    "tests/training/test_hand_loops.py",
     "tests/verification/test_verify_resume.py",
     "tests/verification/test_verify_transformers.py",
     "tests/conversion/test_import_checkpoint.py",
