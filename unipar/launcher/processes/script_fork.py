@@ -5,19 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import sysconfig
 import threading
 import warnings
 from collections.abc import Callable, Mapping
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final, final
+from typing import Any, final
 
-_LIBRARY_FOLDERS: Final = tuple(
-    {os.path.realpath(path) for path in (*sysconfig.get_paths().values(), sys.prefix, sys.base_prefix) if path}
-)
-"""Folders of installed packages and of the standard library."""
+from unipar.utils.tracebacks import is_library_file
 
 _kept: list[object] = []
 """The script's modules and streams in a fork of it: kept, because their ends could close or remove what they hold."""
@@ -32,7 +28,7 @@ def why_not_fork() -> str:
     if torch is None:
         return "torch is not imported"
     main = getattr(sys.modules["__main__"], "__file__", None)
-    if main is None or _is_library(main):
+    if main is None or is_library_file(main):
         return "no script of the user's is running"
     if threading.current_thread() is not threading.main_thread():
         return "it is not the main thread"
@@ -136,9 +132,4 @@ def _is_of_user(name: str) -> bool:
     module = sys.modules.get(name)
     paths = [*getattr(module, "__path__", []), getattr(module, "__file__", None) or ""]
     file = next((str(path) for path in paths if path), "")
-    return bool(file) and not file.endswith(tuple(EXTENSION_SUFFIXES)) and not _is_library(file)
-
-
-def _is_library(file: str) -> bool:
-    path = os.path.realpath(file)
-    return any(path.startswith(folder + os.sep) for folder in _LIBRARY_FOLDERS)
+    return bool(file) and not file.endswith(tuple(EXTENSION_SUFFIXES)) and not is_library_file(file)
