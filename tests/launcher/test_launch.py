@@ -200,11 +200,12 @@ if __name__ == "__main__":
     done = python(script)
     assert done.returncode == 1
     assert (
-        f"WorkerFailed: rank 1 failed: ArithmeticError: no loss here\n  its log: {tmp_path}/out/rank-1.log\n"
-        in done.stderr
-    )
+        "WorkerFailed: rank 1 failed: ArithmeticError: no loss here (script.py:8, in loss)\n"
+        f"  its log: {tmp_path}/out/rank-1.log\n"
+    ) in done.stderr
     _, _, own = done.stderr.partition("Rank 1's own traceback:")
-    assert f'File "{tmp_path}/script.py", line 8, in loss' in own
+    first, place, *_ = own.strip().splitlines()
+    assert (first, place) == ("Traceback (most recent call last):", f'  File "{tmp_path}/script.py", line 8, in loss')
 
 
 @pytest.mark.parametrize("to", ["parent", "one rank"])
@@ -326,7 +327,9 @@ def test_join_and_a_rank_fails(python: Python, tmp_path: Path) -> None:
     """The caller ends with the sentence and the rank's traceback, and an exit code."""
     done = python(JOINS, "2", "fail")
     assert done.returncode == 1
-    assert done.stderr.endswith(f"unipar: rank 1 failed: KeyError: 'labels'\n  its log: {tmp_path}/out/rank-1.log\n")
+    assert done.stderr.endswith(
+        f"unipar: rank 1 failed: KeyError: 'labels' (script.py:13, in <module>)\n  its log: {tmp_path}/out/rank-1.log\n"
+    )
     assert 'script.py", line 13, in <module>' in done.stderr
 
 

@@ -14,6 +14,7 @@ from unipar.cli.commands.options import EXIT_CODES_HELP, VersionOption
 from unipar.distributed.launchers import without_launcher_arguments
 from unipar.errors import UniparError
 from unipar.launcher.processes import early
+from unipar.utils.tracebacks import user_place_of
 
 HELP = """One PyTorch training loop under many backends, from one config.
 
@@ -89,7 +90,8 @@ def main() -> None:
     except UniparError as e:
         _exit_with_error(e, str(e), e.code, debug=debug)
     except Exception as e:  # a defect of unipar, or an error of the user's own code
-        hint = "" if debug else " (unexpected; --debug shows where)"
+        place = user_place_of(e)
+        hint = f" ({place})" if place else "" if debug else " (unexpected; --debug shows where)"
         _exit_with_error(e, f"{type(e).__name__}: {e}{hint}", 1, debug=debug)
     finally:
         early.end_imports()

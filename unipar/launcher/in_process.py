@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING
 
 from unipar.distributed.launchers import without_launcher_arguments
 from unipar.distributed.place import Place
-from unipar.errors import Stopped, WorldMismatch
+from unipar.errors import Stopped, UniparError, WorldMismatch
 from unipar.launcher.preparation.prepared_run import PreparedRun
+from unipar.launcher.processes.debugger import call_before_debugger
 from unipar.launcher.processes.worker_arguments import die_with_parent
 from unipar.launcher.progress import Progress
 from unipar.run_folder.error_file import write_error
@@ -28,6 +29,7 @@ from unipar.run_folder.folder import existing_numbered_folders
 from unipar.training.out_of_memory import explain_out_of_memory
 from unipar.utils.files import write_file_atomically
 from unipar.utils.procfs import BEGAN, PARENT, boot_id, process_stat
+from unipar.utils.tracebacks import user_place_of
 
 if TYPE_CHECKING:
     from unipar.distributed.meeting.watch import MachineWatch
@@ -74,6 +76,8 @@ def meet_in_run_folder(plan: PreparedRun, *, quiet: bool = False) -> Generator[P
 def _progress(plan: PreparedRun, *, quiet: bool) -> Generator[None]:
     steps, run = plan.config.train.steps, plan.out.resolve()
     with Progress(run, steps, quiet=quiet, prints=False, goes_on=plan.goes_on) as shown, shown.tick_in_background():
+        if plan.size == 1:
+            call_before_debugger(shown.stop_drawing)
         yield
 
 
@@ -125,6 +129,8 @@ def training_in_process(plan: PreparedRun, task: Task) -> Generator[TrainingRun]
         raise
     except BaseException as e:
         write_error(run, place.rank, e)
+        if not isinstance(e, UniparError) and (at := user_place_of(e)):
+            e.add_note(f"rank {place.rank} failed at {at}")
         raise
 
 

@@ -31,14 +31,18 @@ def launch(
     overrides: Mapping[str, Any] | None = None,
     overwrite: bool = False,
     quiet: bool = False,
+    debug_rank: int | None = None,
 ) -> Report:
-    """Train what `config` says and return its report; under a foreign launcher, train as one of its ranks."""
+    """Train what `config` says and return its report; under a foreign launcher, train as one of its ranks.
+
+    `debug_rank`: rank in which `breakpoint()` takes the terminal; a single rank needs no such word.
+    """
     functions = _select_functions(locals())
     early.begin_imports()
     try:
         from unipar.launcher.launched_run import run_launch
 
-        return run_launch(config, task, functions, overrides, overwrite=overwrite, quiet=quiet)
+        return run_launch(config, task, functions, overrides, overwrite=overwrite, quiet=quiet, debug_rank=debug_rank)
     finally:
         early.end_imports()
 
@@ -60,6 +64,7 @@ def join(
     overrides: Mapping[str, Any] | None = None,
     overwrite: bool = False,
     quiet: bool = False,
+    debug_rank: int | None = None,
 ) -> Generator[Run]:
     """Context manager: a run whose loop is the body; this process is one of its ranks, or starts them and exits."""
     functions = _select_functions(locals())
@@ -67,7 +72,9 @@ def join(
     try:
         from unipar.launcher.launched_run import run_join
 
-        with run_join(config, task, functions, overrides, overwrite=overwrite, quiet=quiet) as run:
+        with run_join(
+            config, task, functions, overrides, overwrite=overwrite, quiet=quiet, debug_rank=debug_rank
+        ) as run:
             yield run
     finally:
         early.end_imports()

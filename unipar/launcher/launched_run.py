@@ -52,6 +52,7 @@ def run_launch(
     *,
     overwrite: bool,
     quiet: bool,
+    debug_rank: int | None = None,
 ) -> Report:
     """Train what `config` says, in workers or as a rank of a foreign launcher's world, and return the report."""
     if is_importing_task():
@@ -64,7 +65,7 @@ def run_launch(
             prepared = prepare(config, task, overrides, functions=functions)
             prepared.show_notes(quiet=quiet)
             plan = PreparedRun.of(prepared, overwrite=overwrite, restarts=start.meet(prepared.source.config))
-        plan = start.agree(plan)
+        plan = start.agree(plan).for_debugging(debug_rank)
         _earlier_launches[:] = _launches_without(plan.out)
         plan = plan.after(_earlier_launches)
         if plan.finished:
@@ -102,6 +103,7 @@ def run_join(
     *,
     overwrite: bool,
     quiet: bool,
+    debug_rank: int | None = None,
 ) -> Generator[Run]:
     """Context manager: a run whose loop is the body; this process is one of its ranks, or starts them and exits."""
     from unipar.launcher.in_process import meet_in_run_folder, training_in_process
@@ -120,7 +122,7 @@ def run_join(
         prepared = prepare(config, task, overrides, code="in the script")
         prepared.show_notes(quiet=quiet)
         plan = PreparedRun.of(prepared, overwrite=overwrite, restarts=start.meet(prepared.source.config))
-    plan = start.agree(plan)
+    plan = start.agree(plan).for_debugging(debug_rank)
     if plan.finished:
         _show_finished(plan, quiet, "; the script ends here, before its loop and what follows it")
         raise SystemExit(0)
@@ -148,6 +150,7 @@ def _start_workers(plan: PreparedRun, entry: str, quiet: bool, script: Sequence[
                 {**environment, **metered},
                 pickled_task=plan.ref.pickled_task if plan.ref is not None else b"",
                 starter=server.starter_of(plan.backend),
+                debug_rank=plan.rank_with_terminal,
             ) as workers,
         ):
             workers.wait(shown.tick, shown.every)

@@ -16,7 +16,7 @@ from unipar.model.weight_file import describe_loaded_weights
 from unipar.run_folder.attempts import count_attempts
 from unipar.run_folder.checkpoint_lines import describe_checkpoint_event
 from unipar.run_folder.heartbeat import MEASURING, READING_ON, Heartbeat, LongWork, read_heartbeat
-from unipar.run_folder.layout import heartbeat_path, ledger_path, stdout_path
+from unipar.run_folder.layout import debugger_path, debugging_path, heartbeat_path, ledger_path, stdout_path
 from unipar.utils.files import relative_path
 from unipar.utils.terminal import Terminal
 from unipar.utils.text import count_of, format_clock, format_number, format_size
@@ -120,8 +120,15 @@ class Progress:
             if tail is not None:
                 tail.close()
 
+    def stop_drawing(self) -> None:
+        """Show plain lines from now on: a debugger has the terminal."""
+        self._err.stop()
+
     def tick(self) -> None:
         """Show new prints and events."""
+        if (asked := debugger_path(self._run)).exists():
+            self.stop_drawing()
+            asked.rename(debugging_path(self._run))
         for line in self._stdout_tail.lines() if self._stdout_tail is not None else ():
             self._write_rank_output(line)
         for line in self._ledger.lines():

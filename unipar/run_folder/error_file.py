@@ -15,6 +15,7 @@ from typing import Any
 
 from unipar.run_folder.layout import error_path, run_error_path
 from unipar.utils.files import write_file_atomically
+from unipar.utils.tracebacks import from_user_code, user_place
 
 _PEER_GONE_WORDS = (
     "closed by peer",
@@ -56,9 +57,17 @@ class RecordedError:
 
     @property
     def line(self) -> str:
-        """The error's type and the first line of its message."""
-        first = self.message.strip().partition("\n")[0]
-        return f"{self.kind}: {first}" if first else self.kind
+        """The error's type, the first line of its message and the place in the user's code."""
+        return describe_error(self.kind, self.message, self.traceback)
+
+
+def describe_error(kind: str, message: str, trace: str) -> str:
+    """Return an error in one line: "ValueError: bad value (train.py:41, in loss)"."""
+    first, _, rest = message.strip().partition("\n")
+    if first.startswith("Caught ") and (own := rest.strip().rpartition("\n")[2]).startswith(f"{kind}: "):
+        first = f"{own.removeprefix(f'{kind}: ')}, {first.removeprefix('Caught ').removeprefix(kind).strip(' .')}"
+    place = user_place(trace)
+    return (f"{kind}: {first}" if first else kind) + (f" ({place})" if place else "")
 
 
 def read_error(run: Path, rank: int) -> RecordedError | None:
@@ -92,7 +101,7 @@ def is_timeout(text: str) -> bool:
 def write_error(run: Path, rank: int, error: BaseException, hidden: Collection[str] = ()) -> None:
     """Write an error to the rank's error file, unless an earlier error is there: the first one is the cause.
 
-    Leading frames of `hidden` files are left out of its traceback.
+    Its traceback begins in the user's code; if that has no frame, leading frames of `hidden` files are left out.
     """
     _write(error_path(run, rank), error, hidden)
 
@@ -114,7 +123,7 @@ def record_run_error(run: Path) -> Generator[None]:
 
 
 def _write(path: Path, error: BaseException, hidden: Collection[str]) -> None:
-    frames = _without_hidden_frames(error.__traceback__, hidden)
+    frames = _without_hidden_frames(from_user_code(error.__traceback__), hidden)
     row = {
         "time": time.time(),
         "kind": type(error).__name__,

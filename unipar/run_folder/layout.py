@@ -78,3 +78,13 @@ def read_launch_file(run: Path) -> dict[str, Any]:
     """Return the contents of launch.json; empty for a run folder without it, as tests make them."""
     path = run / "launch.json"
     return json.loads(path.read_text("utf-8")) if path.exists() else {}
+
+
+def debugger_path(run: Path) -> Path:
+    """Return the path of the mark by which a rank whose debugger starts asks its parent to stop drawing."""
+    return run / ".debugger"
+
+
+def debugging_path(run: Path) -> Path:
+    """Return the path to which the parent renames that mark when it has."""
+    return run / ".debugging"

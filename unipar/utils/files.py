@@ -6,7 +6,7 @@ import os
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
@@ -19,8 +19,13 @@ _LIBRARY_FOLDERS: Final = tuple(
 
 def is_library_file(file: str) -> bool:
     """Return whether a file belongs to an installed package or to the standard library."""
+    return is_in_folders(file, _LIBRARY_FOLDERS)
+
+
+def is_in_folders(file: str, folders: Iterable[str]) -> bool:
+    """Return whether a file is in one of these folders, or below it; links are followed."""
     path = os.path.realpath(file)
-    return any(path.startswith(folder + os.sep) for folder in _LIBRARY_FOLDERS)
+    return any(path.startswith(folder + os.sep) for folder in folders)
 
 
 def cache_folder() -> Path:

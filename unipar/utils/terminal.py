@@ -105,6 +105,7 @@ class Terminal:
         """End the bar, spinner or block, if there is one."""
         if self._drawn is not None:
             self._drawn.stop()
+            self._drawn = None
 
     def _console(self) -> Any:
         from rich.console import Console

@@ -122,7 +122,10 @@ def test_one_fails_and_all_stop(workers: Make, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(group, "SECONDS_TO_END", 600.0)
     began = time.monotonic()
     error = failure(workers("first_raises"))
-    assert str(error) == f"rank 1 failed: ValueError: the batch is empty\n  its log: {tmp_path}/rank-1.log"
+    sentence, log = str(error).splitlines()
+    assert sentence.startswith("rank 1 failed: ValueError: the batch is empty (")
+    assert sentence.endswith(", in first_raises)")
+    assert log == f"  its log: {tmp_path}/rank-1.log"
     assert error.rank == 1
     assert error.log == f"{tmp_path}/rank-1.log"
     assert error.traceback.endswith("ValueError: the batch is empty\nand more\n")
@@ -167,7 +170,7 @@ def test_a_known_abort_is_explained(workers: Make) -> None:
 def test_who_lost_a_peer_is_not_to_blame(workers: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that says first that its peer is gone waits for that peer's own error."""
     monkeypatch.setattr(group, "SECONDS_FOR_LOST_RANK", SOON)
-    assert str(failure(workers("echoes"))).startswith("rank 1 failed: KeyError: 'labels'\n")
+    assert str(failure(workers("echoes"))).startswith("rank 1 failed: KeyError: 'labels' (")
 
 
 def test_a_peer_that_ended_too_early(workers: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +184,7 @@ def test_a_peer_that_ended_too_early(workers: Make, monkeypatch: pytest.MonkeyPa
 def test_a_deaf_rank_is_killed(workers: Make) -> None:
     """Who ignores SIGTERM has three seconds."""
     began = time.monotonic()
-    assert str(failure(workers("stubborn"))).startswith("rank 1 failed: ValueError: no\n")
+    assert str(failure(workers("stubborn"))).startswith("rank 1 failed: ValueError: no (")
     assert 3 <= time.monotonic() - began < SOON
 
 

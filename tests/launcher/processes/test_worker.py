@@ -145,7 +145,7 @@ def test_sys_exit(tmp_path: Path, how: str, code: str | None) -> None:
         if code is None:
             workers.wait()
         else:
-            with pytest.raises(WorkerFailed, match=f"^rank 0 failed: {code}\n"):
+            with pytest.raises(WorkerFailed, match=rf"^rank 0 failed: {code} \(.+, in {how}\)\n"):
                 workers.wait()
 
 

@@ -65,6 +65,16 @@ def run(
     checkpoint: Annotated[
         str | None, typer.Option("--from", metavar="PATH", help="Begin a run with the state of this checkpoint.")
     ] = None,
+    debug_rank: Annotated[
+        int | None,
+        typer.Option(
+            "--debug-rank",
+            metavar="N",
+            min=0,
+            help="Give rank N the terminal when breakpoint() starts there; the other ranks wait for it, up to a week, "
+            "and no time limit but launch.deadline ends the run. A single rank needs no flag.",
+        ),
+    ] = None,
 ) -> None:
     """Train as FILE describes.
 
@@ -81,7 +91,7 @@ def run(
     from unipar.backend.resources import find_foreign_place
     from unipar.launcher.launch import launch
 
-    report = launch(source, overwrite=overwrite)
+    report = launch(source, overwrite=overwrite, debug_rank=debug_rank)
     place = find_foreign_place()
     if place is None or place.rank == 0:  # the other ranks of a foreign world share this terminal
         typer.echo(str(report))

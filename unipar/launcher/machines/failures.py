@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from unipar.config import Config
 from unipar.distributed.meeting.watch import MachineWatch
 from unipar.errors import Stopped, UniparError, WorkerFailed, rebuild
-from unipar.run_folder.error_file import is_consequence, write_error, write_failure
+from unipar.run_folder.error_file import describe_error, is_consequence, write_error, write_failure
 
 if TYPE_CHECKING:
     from unipar.distributed.meeting.session import Session
@@ -64,8 +64,8 @@ def _described(error: BaseException, session: Session) -> dict[str, Any]:
     """Return what the other ranks are told of an error of this rank."""
     kind, rank = type(error).__name__, session.place.rank
     own = isinstance(error, UniparError)
-    first = str(error) if own else f"{kind}: {str(error).strip().partition(chr(10))[0]}".removesuffix(": ")
     text = "".join(traceback.format_exception(error))[-_LONGEST_TRACEBACK:]
+    first = str(error) if own else describe_error(kind, str(error), text)
     return {
         "kind": kind if own else WorkerFailed.__name__,
         "message": f"rank {rank} on {session.machines.of(rank)} failed: {first}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import time
 from collections.abc import Generator, Sequence
@@ -49,6 +50,9 @@ from unipar.tracking.tracker import require_tracker
 from unipar.utils.address import is_address, parse_address, parse_location
 from unipar.utils.files import relative_path
 from unipar.utils.procfs import boot_id
+
+DEBUG_TIMEOUT_SECONDS = 7 * 24 * 3600.0
+"""Seconds that ranks wait for one that is at a debugger's prompt."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,9 @@ class PreparedRun:
 
     apart: tuple[int, ...] = ()
     """Ranks on machines that do not see rank 0's run folder, and have one of their own."""
+
+    debug_rank: int | None = None
+    """Rank in which a debugger may take the terminal, as the command or the call says."""
 
     launched: float = field(default_factory=time.monotonic)
     """Time of time.monotonic() from which `launch.deadline` counts; a restart does not change it."""
@@ -194,6 +201,27 @@ class PreparedRun:
         """Return the same run with this run folder."""
         settled = replace(self.settled, config=self.settled.config.changed({"out": str(out)}))
         return replace(self, out=out, settled=settled)
+
+    def for_debugging(self, rank: int | None) -> Self:
+        """Return the run whose other ranks wait for this one while it is at a debugger's prompt; None: no such rank."""
+        if rank is None:
+            return self
+        if self.place is not None:
+            raise WorldMismatch(
+                f"--debug-rank (debug_rank=): {self.place.launcher} has started the ranks, and unipar gives the "
+                "terminal only to ranks that it starts itself: start it with python, or `unipar run`"
+            )
+        if not 0 <= rank < self.size:
+            raise ConfigError(f"--debug-rank (debug_rank=) {rank}: the run has the ranks 0 to {self.size - 1}")
+        if not os.isatty(0):
+            raise ConfigError(f"--debug-rank (debug_rank=) {rank}: standard input is not a terminal")
+        waits = {"launch.timeout": max(self.config.launch.timeout, DEBUG_TIMEOUT_SECONDS)}
+        return replace(self, debug_rank=rank, settled=self.settled.changed(waits))
+
+    @property
+    def rank_with_terminal(self) -> int | None:
+        """Rank in which a debugger takes the terminal: the one that was named, or the only one; None: no rank."""
+        return 0 if self.debug_rank is None and self.size == 1 and os.isatty(0) else self.debug_rank
 
     def after(self, launches: Sequence[str]) -> Self:
         """Return the same run, with the results of earlier launches of the same script for its workers."""

@@ -41,7 +41,7 @@ _SERVER_ENVIRONMENT: Final = {
     # libraries ask at import whether there is a GPU; torch would start CUDA for the answer, and a fork could not use it
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
-_FD_FIELDS = ("parent_alive_fd", "listener", "control", "pickled_task_fd")
+_FD_FIELDS = ("parent_alive_fd", "listener", "control", "pickled_task_fd", "terminal")
 
 
 def _server_environment() -> dict[str, str]:

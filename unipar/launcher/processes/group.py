@@ -8,15 +8,17 @@ import selectors
 import shutil
 import signal
 import socket
+import sys
+import termios
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from unipar.backend import Backend
 from unipar.config.settled import SettledConfig
@@ -33,7 +35,7 @@ from unipar.launcher.processes.process import (
 from unipar.launcher.processes.signals import SignalReceiver
 from unipar.launcher.processes.watchdog import HangDetector, end_of_grace_while_saving
 from unipar.launcher.processes.worker_arguments import WorkerArguments
-from unipar.run_folder.layout import log_path, stack_path
+from unipar.run_folder.layout import debugger_path, debugging_path, log_path, stack_path
 from unipar.task import pickled
 from unipar.utils.files import short_temporary_folder
 from unipar.utils.procfs import cores_per_rank, count_oom_kills
@@ -81,8 +83,13 @@ class WorkerGroup:
         waits: Sequence[str] = (),
         pickled_task: bytes = b"",
         starter: WorkerStarter | None = None,
+        debug_rank: int | None = None,
     ) -> None:
         self.run, self.size = run.resolve(), size
+        self._debug_rank = debug_rank
+        """Rank whose debugger has the terminal; None: no rank's."""
+
+        self._terminal_settings: list[Any] = []
         self._entry, self._environment, self._grace, self._control = entry, environment or {}, grace, control
         self._pickled_task = pickled_task
         self._starter: WorkerStarter = starter or SubprocessStarter()
@@ -106,6 +113,7 @@ class WorkerGroup:
         control: bool = False,
         pickled_task: bytes = b"",
         starter: WorkerStarter | None = None,
+        debug_rank: int | None = None,
     ) -> Self:
         """Return the workers of a settled config, watched as its `launch` section says."""
         settings = settled.config.launch
@@ -121,6 +129,7 @@ class WorkerGroup:
             waits=backend.capabilities.waits,
             pickled_task=pickled_task,
             starter=starter,
+            debug_rank=debug_rank,
         )
 
     def __enter__(self) -> Self:
@@ -139,6 +148,10 @@ class WorkerGroup:
 
     def _start(self) -> None:
         self._kills_before = count_oom_kills()
+        if self._debug_rank is not None:
+            debugger_path(self.run).unlink(missing_ok=True)
+            debugging_path(self.run).unlink(missing_ok=True)
+            self._terminal_settings = termios.tcgetattr(0)
         # the kernel sends the parent-death signal when the thread that started the worker ends
         mortal = int(threading.current_thread() is threading.main_thread())
         environment = build_worker_environment(self.size, self._environment)
@@ -167,6 +180,7 @@ class WorkerGroup:
                     port=listener.getsockname()[1] if listener else 0,
                     control=theirs,
                     pickled_task_fd=self._open_task_pipe(pipes, passed),
+                    terminal=self._open_terminal(passed) if rank.rank == self._debug_rank else -1,
                     run=str(self.run),
                     entry=self._entry,
                     folder=rank.folder,
@@ -179,6 +193,12 @@ class WorkerGroup:
     def _open_listener(self, passed: ExitStack) -> socket.socket:
         """Return rank 0's socket, made here, so that the port is known before ranks start, and is taken."""
         return passed.enter_context(socket.create_server((self._starter.host, 0), backlog=max(128, self.size)))
+
+    def _open_terminal(self, passed: ExitStack) -> int:
+        """Return a copy of standard input, which is a terminal."""
+        terminal = os.dup(0)
+        passed.callback(os.close, terminal)
+        return terminal
 
     def _open_task_pipe(self, pipes: list[int], passed: ExitStack) -> int:
         """Return the worker's end of a pipe for the pickled task, or -1 if the task is in a file."""
@@ -231,16 +251,24 @@ class WorkerGroup:
             return self._check_stopped()
         if failed:
             raise self._end_after_failure(failed)
-        hung = self._hang_detector.find_hang(self.running_pids)
+        hung = None if self._debugging else self._hang_detector.find_hang(self.running_pids)
         if hung is not None:
             self.kill()
             raise hung
         return not self.running_pids
 
+    @property
+    def _debugging(self) -> bool:
+        """Whether a debugger has started in a rank: time at its prompt does not count."""
+        return self._debug_rank is not None and debugging_path(self.run).exists()
+
     def stop(self, why: str) -> None:
         """Ask all ranks to stop at the next step boundary; `poll` and `wait` raise Stopped when they have."""
         self._stop_reason = why
         self._stop_deadline = time.monotonic() + self._grace
+        if self._debugging:
+            self._stop_deadline = float("inf")
+            sys.stderr.write(f"\n{why}: the run stops after this step (c at the prompt); Ctrl-C again kills it\n")
         for rank in self._ranks:
             if rank.process is not None and rank.alive:
                 send_signal(rank.process, signal.SIGTERM)
@@ -368,6 +396,9 @@ class WorkerGroup:
                     stack.callback(self._reap, rank)
 
     def _close(self) -> None:
+        if self._terminal_settings:  # a debugger that was killed at its prompt leaves a terminal that does not echo
+            with suppress(termios.error):
+                termios.tcsetattr(0, termios.TCSADRAIN, self._terminal_settings)
         for rank in self._ranks:
             if rank.control is not None:
                 rank.control.close()

@@ -39,6 +39,12 @@ _CRASH_SIGNALS = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")
 _TIMEOUT_NOTE = "it waited for the other ranks until launch.timeout; which of them was late is not known"
 
 
+_QUIT_NOTE = (
+    "a debugger was left by q, or had no terminal: breakpoint() needs a single rank (--backend single) or "
+    "--debug-rank N (launch(..., debug_rank=N))"
+)
+
+
 LOG_TAIL_BYTES = 64 * 1024
 """Bytes at the end of a log in which an explanation is searched."""
 
@@ -100,7 +106,7 @@ def _recorded_failure(run: Path, rank: int, error: RecordedError, well: Sequence
     """Return the error that the rank recorded: of its own type if that is a UniparError, else WorkerFailed."""
     log = log_path(run, rank)
     before = f"\n  rank {well[0]} had ended before it, with exit code 0" if well else ""
-    late = f"\n  {_TIMEOUT_NOTE}" if error.timed_out else ""
+    late = f"\n  {_TIMEOUT_NOTE}" if error.timed_out else f"\n  {_QUIT_NOTE}" if error.kind == "BdbQuit" else ""
     text = f"rank {rank} failed: {error.line}{_explain_log(log)}{late}{before}\n  its log: {log}"
     failed = WorkerFailed(text, rank=rank, traceback=error.traceback, log=str(log))
     failed.add_note(f"Rank {rank}'s own traceback:\n\n{error.traceback}")  # Python shows it if nobody catches the error

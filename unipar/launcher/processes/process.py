@@ -79,7 +79,13 @@ class SubprocessStarter:
     def start(self, arguments: WorkerArguments, environment: Mapping[str, str], log: int) -> WorkerProcess:
         passed = [
             fd
-            for fd in (arguments.parent_alive_fd, arguments.listener, arguments.control, arguments.pickled_task_fd)
+            for fd in (
+                arguments.parent_alive_fd,
+                arguments.listener,
+                arguments.control,
+                arguments.pickled_task_fd,
+                arguments.terminal,
+            )
             if fd >= 0
         ]
         # -P: files in the current folder must not hide modules

@@ -52,6 +52,10 @@ def run_worker(arguments: WorkerArguments) -> NoReturn:
     stack = stack_path(run, arguments.rank).open("w", encoding="utf-8")
     record_on_signal(STACK_SIGNAL, collectives_path(run, arguments.rank))
     faulthandler.register(STACK_SIGNAL, stack, chain=True)
+    if arguments.terminal >= 0:
+        from unipar.launcher.processes.debugger import give_terminal_to_debugger
+
+        give_terminal_to_debugger(run, arguments.terminal)
     try:
         _import_entry(arguments.entry)(_place_of_worker(arguments), run, _control_socket(arguments.control))
     except SystemExit as e:

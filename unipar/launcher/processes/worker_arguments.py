@@ -26,6 +26,7 @@ _INTEGER_FIELDS = (
     "port",
     "control",
     "pickled_task_fd",
+    "terminal",
 )
 
 
@@ -62,6 +63,9 @@ class WorkerArguments:
 
     pickled_task_fd: int = -1
     """The reading end of a pipe that brings the pickled task, or -1 if the task is in a file."""
+
+    terminal: int = -1
+    """The terminal, which a debugger in this rank reads and writes; -1: it has none."""
 
     run: str
     entry: str
