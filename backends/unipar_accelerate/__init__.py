@@ -47,7 +47,6 @@ class Accelerate(Backend):
     requires = ("accelerate",)
     hint = "pip install 'unipar[accelerate]'"
     options: ClassVar[type[Section]] = AccelerateOptions
-    further_options = (deepspeed.name,)
     capabilities = Capabilities(
         shards=("nothing", "gradients", "parameters"),
         variants={
@@ -112,6 +111,10 @@ class Accelerate(Backend):
             yield from find_contradictions(config, splitting_library(config), word)
         else:
             yield from find_contradictions(config, _library_of_backend(config), None)
+
+    @override
+    def used_options(self, config: Config) -> tuple[str, ...]:
+        return (self.name,) if config.parallel.shard == "nothing" else (self.name, deepspeed.name)
 
     @override
     def idle_options(self, config: Config) -> Iterator[tuple[str, str]]:

@@ -356,7 +356,7 @@ def _idle_settings(source: CheckedSource, launcher: str) -> Iterator[str]:
             f"launch.restarts{source.place('launch.restarts')}: {config.launch.restarts} has no effect under "
             f"{launcher}, which starts the ranks: use its own restarts"
         )
-    used = (source.backend.name, *source.backend.further_options)
+    used = source.backend.used_options(config)
     for key, origin in explicit.items():
         if origin in OVERRIDES and key.count(".") == 2 and key.startswith("options.") and key.split(".")[1] not in used:
             yield (

@@ -98,9 +98,6 @@ class Backend(ABC):
 
     capabilities: ClassVar[Capabilities]
     options: ClassVar[type[Section]] = NoOptions
-    further_options: ClassVar[tuple[str, ...]] = ()
-    """Other backends whose section of `options` this one uses, too."""
-
     exports: ClassVar[str] = ""
     """Name for `unipar export --to` of the script that export.py beside the description writes; empty: no script."""
 
@@ -116,6 +113,10 @@ class Backend(ABC):
     def refuse(self, config: Config) -> Iterator[str]:
         """Yield each reason, beyond `capabilities`, why `config` cannot run here."""
         yield from ()
+
+    def used_options(self, config: Config) -> tuple[str, ...]:
+        """Return the names of the sections of `options` that the config's cell uses."""
+        return (self.name,)
 
     def idle_options(self, config: Config) -> Iterator[tuple[str, str]]:
         """Yield each key of `options` that the config sets and that has no effect in its cell, with the reason."""

@@ -200,6 +200,7 @@ def _all_values(source: ConfigSource) -> Iterator[ExplainedValue]:
     from unipar.config.sections.machines import Machines
 
     config, machines = source.config, source.config.machines or Machines()
+    used = registry.find_backend(config.backend).used_options(config)
     plugins: dict[str, tuple[Callable[[str], Any], dict[str, Any]]]
     plugins = {"options": (registry.find_backend, {config.backend: {}, **config.options})}
     plugins["machines.before"] = find_job_system, {**({machines.on: {}} if machines.on else {}), **machines.options}
@@ -208,8 +209,10 @@ def _all_values(source: ConfigSource) -> Iterator[ExplainedValue]:
             yield ExplainedValue(key, value, source.origins.get(key, "default"))
         find, options_by_name = plugins.get(key, (registry.find_backend, {}))
         for name, given in options_by_name.items():
+            unused = f"; {config.backend} does not use it" if key == "options" and name not in used else ""
             for inner, v in _section_values(find(name).options.model_validate(given), f"{key.split('.')[0]}.{name}."):
-                yield ExplainedValue(inner, v, source.origins.get(inner, "default"))
+                origin = source.origins.get(inner)
+                yield ExplainedValue(inner, v, "default" if origin is None else f"{origin}{unused}")
 
 
 def _section_values(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:
