@@ -21,7 +21,7 @@ from unipar.distributed.launchers import without_launcher_arguments
 from unipar.distributed.place import Place
 from unipar.errors import Stopped, UniparError, WorldMismatch
 from unipar.launcher.preparation.prepared_run import PreparedRun
-from unipar.launcher.processes.debugger import call_before_debugger
+from unipar.launcher.processes.debugger import call_before_debugger, stop_drawing
 from unipar.launcher.processes.worker_arguments import die_with_parent
 from unipar.launcher.progress import Progress
 from unipar.run_folder.error_file import write_error
@@ -77,7 +77,7 @@ def _progress(plan: PreparedRun, *, quiet: bool) -> Generator[None]:
     steps, run = plan.config.train.steps, plan.out.resolve()
     with Progress(run, steps, quiet=quiet, prints=False, goes_on=plan.goes_on) as shown, shown.tick_in_background():
         if plan.size == 1:
-            call_before_debugger(shown.stop_drawing)
+            call_before_debugger(partial(stop_drawing, run))
         yield
 
 
