@@ -10,6 +10,9 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+SECONDS = 120.0
+"""Seconds after which a command is killed."""
+
 _IN_FOREGROUND = (
     "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.executable, sys.argv[1:])"
 )
@@ -21,7 +24,6 @@ def type_into(
     typed: Sequence[tuple[str, str]],
     folder: Path,
     more: Mapping[str, str],
-    seconds: float = 120.0,
 ) -> tuple[int, str]:
     """Run Python with these words; type each second text once the first one is shown; return exit code and output."""
     ours, theirs = os.openpty()
@@ -37,7 +39,7 @@ def type_into(
     )
     os.close(theirs)
     shown, read, left = "", 0, list(typed)
-    until = time.monotonic() + seconds
+    until = time.monotonic() + SECONDS
     try:
         while time.monotonic() < until:
             if select.select([ours], [], [], 0.1)[0]:
