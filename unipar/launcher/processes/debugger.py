@@ -16,16 +16,20 @@ SECONDS_FOR_PARENT = 5.0
 """Seconds that a debugger waits for the parent to stop drawing."""
 
 
-def call_before_debugger(prepare: Callable[[], object]) -> None:
-    """Have `prepare` called in this process before a debugger (pdb, or another one on bdb) starts the first time."""
+def call_before_debugger(prepare: Callable[[], object]) -> Callable[[], None]:
+    """Have `prepare` called before a debugger (pdb, or another one on bdb) first starts here; return what undoes it."""
     original: Callable[..., None] = bdb.Bdb.__init__
 
-    def begin(self: bdb.Bdb, *args: Any, **named: Any) -> None:
+    def undo() -> None:
         bdb.Bdb.__init__ = original
+
+    def begin(self: bdb.Bdb, *args: Any, **named: Any) -> None:
+        undo()
         prepare()  # pdb takes sys.stdout after this call
         original(self, *args, **named)
 
     bdb.Bdb.__init__ = begin
+    return undo
 
 
 def give_terminal_to_debugger(run: Path, terminal: int) -> None:
