@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -154,6 +155,11 @@ def test_an_error_is_one_paragraph(unipar: Any, folder: Path, words: list[str], 
     assert answer.err == f"unipar: {sentence.format(folder=folder)}\n"
 
 
+def _never(file: str) -> bool:
+    """No file is the user's."""
+    return False
+
+
 @pytest.mark.parametrize(
     ("error", "code", "sentence"),
     [
@@ -173,8 +179,20 @@ def test_what_a_run_may_end_with(
         raise error
 
     monkeypatch.setattr("unipar.launcher.launch.launch", launch)
+    monkeypatch.setattr("unipar.utils.tracebacks.is_user_file", _never)
     answer = unipar("run", "x.yaml")
     assert (answer.code, answer.err) == (code, f"unipar: {sentence}\n")
+
+
+def test_an_error_in_the_users_code_says_where(unipar: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where this process is a rank itself, as under torchrun, its error ends with the place in the user's code."""
+
+    def loss(*_: Any, **__: Any) -> Any:
+        raise ValueError("bad value")
+
+    monkeypatch.setattr("unipar.launcher.launch.launch", loss)
+    answer = unipar("run", "x.yaml")
+    assert re.fullmatch(r"unipar: ValueError: bad value \(.*test_app\.py:\d+, in loss\)\n", answer.err)
 
 
 def test_interrupted(unipar: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,18 +219,20 @@ def test_run_hands_over_what_was_typed(unipar: Any, monkeypatch: pytest.MonkeyPa
     """Cell, changes, folder and overwriting reach launch; its report is printed."""
     given: dict[str, Any] = {}
 
-    def launch(source: Any, *, overwrite: bool) -> str:
-        given.update(config=source.config, overwrite=overwrite, origins=source.origins)
+    def launch(source: Any, *, overwrite: bool, debug_rank: int | None) -> str:
+        given.update(config=source.config, overwrite=overwrite, origins=source.origins, debug_rank=debug_rank)
         return "the report"
 
     monkeypatch.setattr("unipar.launcher.launch.launch", launch)
     words = "run x.yaml --backend native/parameters --set train.steps=7 --set train.seed=1 --out there --overwrite"
+    words += " --debug-rank 1"
     answer = unipar(*words.split(), "--local_rank=1")
     assert (answer.code, answer.out) == (0, "the report\n")
     config = given["config"]
     assert (config.backend, config.parallel.shard) == ("native", "parameters")
     assert (config.train.steps, config.train.seed, config.out) == (7, 1, "there")
     assert given["overwrite"] is True
+    assert given["debug_rank"] == 1
     assert given["origins"]["out"] == "--out"
 
 

@@ -21,11 +21,12 @@ from unipar.distributed.launchers import without_launcher_arguments
 from unipar.distributed.place import Place
 from unipar.errors import Stopped, UniparError, WorldMismatch
 from unipar.launcher.preparation.prepared_run import PreparedRun
-from unipar.launcher.processes.debugger import call_before_debugger
+from unipar.launcher.processes.debugger import call_before_debugger, stop_drawing
 from unipar.launcher.processes.worker_arguments import die_with_parent
 from unipar.launcher.progress import Progress
 from unipar.run_folder.error_file import write_error
 from unipar.run_folder.folder import existing_numbered_folders
+from unipar.run_folder.layout import debugging_path
 from unipar.training.out_of_memory import explain_out_of_memory
 from unipar.utils.files import write_file_atomically
 from unipar.utils.procfs import BEGAN, PARENT, boot_id, process_stat
@@ -76,9 +77,12 @@ def meet_in_run_folder(plan: PreparedRun, *, quiet: bool = False) -> Generator[P
 def _progress(plan: PreparedRun, *, quiet: bool) -> Generator[None]:
     steps, run = plan.config.train.steps, plan.out.resolve()
     with Progress(run, steps, quiet=quiet, prints=False, goes_on=plan.goes_on) as shown, shown.tick_in_background():
-        if plan.size == 1:
-            call_before_debugger(shown.stop_drawing)
-        yield
+        undo = call_before_debugger(partial(stop_drawing, run))
+        try:
+            yield
+        finally:
+            undo()
+            debugging_path(run).unlink(missing_ok=True)
 
 
 def _folder_on_all_machines(plan: PreparedRun, place: Place) -> AbstractContextManager[PreparedRun]:

@@ -120,14 +120,10 @@ class Progress:
             if tail is not None:
                 tail.close()
 
-    def stop_drawing(self) -> None:
-        """Show plain lines from now on: a debugger has the terminal."""
-        self._err.stop()
-
     def tick(self) -> None:
         """Show new prints and events."""
         if (asked := debugger_path(self._run)).exists():
-            self.stop_drawing()
+            self._err.stop()  # a debugger has the terminal
             asked.rename(debugging_path(self._run))
         for line in self._stdout_tail.lines() if self._stdout_tail is not None else ():
             self._write_rank_output(line)

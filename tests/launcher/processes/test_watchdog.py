@@ -148,11 +148,12 @@ def test_both_wait(tmp_path: Path, server: ForkServer, monkeypatch: pytest.Monke
     )
     with short_folder(monkeypatch), pytest.raises(WorkerFailed) as raised, workers:
         workers.wait()
-    assert str(raised.value) == (
-        "rank 0 failed: RuntimeError: wait timeout after 1000ms, keys: /unipar/1/samples\n"
-        "  it waited for the other ranks until launch.timeout; which of them was late is not known\n"
-        f"  its log: {tmp_path}/rank-0.log"
-    )
+    first, *rest = str(raised.value).splitlines()
+    assert first.startswith("rank 0 failed: RuntimeError: wait timeout after 1000ms, keys: /unipar/1/samples (")
+    assert rest == [
+        "  it waited for the other ranks until launch.timeout; which of them was late is not known",
+        f"  its log: {tmp_path}/rank-0.log",
+    ]
 
 
 def test_silence_that_is_meant(tmp_path: Path, server: ForkServer) -> None:

@@ -46,6 +46,8 @@ SECONDS_TO_END = 3.0
 SECONDS_FOR_LOST_RANK = 1.0
 """Seconds to wait for the error of a rank whose loss another rank reports."""
 
+_STOP_IN_DEBUGGER = "the run stops after the step that the debugger is in (c goes on); Ctrl-C again kills it"
+
 CONTROL_MESSAGE_BYTES = 1 << 17
 """The longest message to or from a rank, in bytes."""
 
@@ -268,7 +270,7 @@ class WorkerGroup:
         self._stop_deadline = time.monotonic() + self._grace
         if self._debugging:
             self._stop_deadline = float("inf")
-            sys.stderr.write(f"\n{why}: the run stops after this step (c at the prompt); Ctrl-C again kills it\n")
+            sys.stderr.write(f"\n{why}: {_STOP_IN_DEBUGGER}\n")
         for rank in self._ranks:
             if rank.process is not None and rank.alive:
                 send_signal(rank.process, signal.SIGTERM)
@@ -396,6 +398,8 @@ class WorkerGroup:
                     stack.callback(self._reap, rank)
 
     def _close(self) -> None:
+        if self._debug_rank is not None:
+            debugging_path(self.run).unlink(missing_ok=True)
         if self._terminal_settings:  # a debugger that was killed at its prompt leaves a terminal that does not echo
             with suppress(termios.error):
                 termios.tcsetattr(0, termios.TCSADRAIN, self._terminal_settings)
