@@ -27,7 +27,7 @@ WORKERS := $(shell [ "$$(nproc)" -gt 1 ] && echo 2 || echo 0)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo verify test lint style bench layout route memory mesh examples bubble pairs conformance chaos matrix machines ray sweeps planted compiled versions torchtune docs gpu gpu-wheels setup horovod clean
+.PHONY: help demo verify test lint style bench layout route settings memory mesh examples bubble pairs conformance chaos matrix machines ray sweeps planted compiled versions torchtune docs gpu gpu-wheels setup horovod clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
@@ -64,6 +64,9 @@ route: setup ## the way of a config from launch to the first step: modules, call
 
 layout: setup ## the shape of unipar/: modules, packages, floors, import circles, largest folder, longest file
 	$(IN_VENV) $(BIN)/python -m benchmarks.layout $(ARGS)
+
+settings: setup $(DONE)/tests ## every key of the config, from every source, in every strategy: obeyed or refused, as a table
+	$(IN_VENV) $(BIN)/python -m tests.support.every_setting
 
 memory: setup ## whether every byte has a name, in every cell: two models, three precisions, worlds of 1 and 2
 	$(IN_VENV) $(BIN)/python -m benchmarks.memory $(ARGS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from unipar.config import SHARDS, Config
 from unipar.errors import ConfigError
@@ -143,6 +144,8 @@ def _deepspeed_contradictions(config: Config, through: str, variables: LaunchVar
 
 def _accumulation_contradictions(config: Config, variables: LaunchVariables) -> Iterator[str]:
     accumulate = variables.word("ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
+    if not accumulate and "ACCELERATE_MIXED_PRECISION" in variables.environ:
+        accumulate = _argument_of_launch("--gradient_accumulation_steps")
     if not accumulate or config.batch.is_auto:
         return
     ours = _accumulation_steps(config, variables)
@@ -151,6 +154,23 @@ def _accumulation_contradictions(config: Config, variables: LaunchVariables) -> 
         yield _contradiction(
             "gradient_accumulation_steps", accumulate, why, f"which is gradient_accumulation_steps: {ours}"
         )
+
+
+def _argument_of_launch(name: str) -> str:
+    """Return an argument of the `accelerate launch` that started this process; "" if it was not given.
+
+    Without DeepSpeed it sets no variable for the steps of accumulation.
+    """
+    try:
+        words = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode("utf-8", "replace").split("\0")
+    except OSError:
+        return ""
+    names = (name, name.replace("_", "-"))
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        head, equals, value = word.partition("=")
+        if head in names:
+            return value if equals else following
+    return ""
 
 
 def _accumulation_steps(config: Config, variables: LaunchVariables) -> int | None:

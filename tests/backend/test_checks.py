@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -168,6 +171,23 @@ def test_launchers_are_not_ignored(
     with pytest.raises(UniparError) as refused:
         chosen(tmp_path, f"--set backend={backend}")
     assert str(refused.value).partition(": ")[2] == sentence
+
+
+@pytest.mark.parametrize("words", [["--gradient_accumulation_steps", "4"], ["--gradient-accumulation-steps=4"]])
+def test_accumulation_without_deepspeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
+    """accelerate launch sets no variable for it then, so the words of the command itself are read."""
+    launch = subprocess.Popen([sys.executable, "-c", "input()", *words], stdin=subprocess.PIPE)
+    try:
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+        monkeypatch.setattr(os, "getppid", lambda: launch.pid)
+        with pytest.raises(UniparError) as refused:
+            chosen(tmp_path, "")
+    finally:
+        launch.communicate(b"\n")
+    assert str(refused.value) == (
+        "native/nothing: accelerate launch was told gradient_accumulation_steps: 4, and the config says batch: 2 "
+        "microbatches a step, which is gradient_accumulation_steps: 2; change one of them"
+    )
 
 
 def test_horovodruns_buffer_is_obeyed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tests.support.every_setting import (
     SETTINGS,
     SOURCES,
     STRATEGIES,
+    VARIABLES,
     Probe,
     Setting,
     leaf_keys,
@@ -23,8 +25,10 @@ from tests.support.every_setting import (
     outcomes,
     play,
 )
-from unipar.backend.checks import given_source
+from unipar.backend.cells import cell_of
+from unipar.backend.checks import check_cell, given_source
 from unipar.cli.commands.config.explain import explain_config
+from unipar.errors import UniparError
 
 ROOT = Path(__file__).parents[2]
 KEYS = list(SETTINGS)
@@ -111,6 +115,18 @@ def test_a_library_is_told_what_a_setting_says(key: str) -> None:
     assert told[0] != told[1]
 
 
+@pytest.mark.parametrize("key", VARIABLES)
+def test_a_launchers_variable_is_refused_in_every_strategy(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """accelerate launch was told what the config does not say: whichever backend trains, a sentence says so."""
+    configs = {s: given_source(nested({**BASE, **of_strategy(s)})) for s in STRATEGIES}
+    for name, value in VARIABLES[key].items():
+        monkeypatch.setenv(name, value)
+    for strategy, source in configs.items():
+        with pytest.raises(UniparError) as refused:
+            check_cell(source.config, source.backend, source.cell)
+        assert re.search("accelerate launch was told|Accelerate's variables here say", str(refused.value)), strategy
+
+
 def test_tests_that_entries_name_exist() -> None:
     """Where a run of one process cannot show an effect, an entry names the test that does."""
     missing: list[str] = []
@@ -127,7 +143,5 @@ def test_tests_that_entries_name_exist() -> None:
 
 def test_strategies_are_complete() -> None:
     """Each strategy that is tried is one that its keys select."""
-    from unipar.backend.cells import cell_of
-
     chosen = [str(cell_of(given_source(nested({**BASE, **of_strategy(s)})).config)) for s in STRATEGIES]
     assert chosen == list(STRATEGIES)

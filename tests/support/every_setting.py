@@ -25,10 +25,12 @@ from unipar.backend.checks import (
     check_cell,
     check_run_settings,
     given_source,
+    in_cell,
     read_source,
     with_earlier_changes,
 )
 from unipar.config import Cell, Config
+from unipar.config.sections.cell import AXES, Axes
 from unipar.config.settled import SettledConfig
 from unipar.config.validation_errors import list_known_keys
 from unipar.distributed.place import Place
@@ -467,6 +469,36 @@ def from_earlier_run(values: Values, key: str, value: Any, folder: Path) -> Chec
     return with_earlier_changes(read_source(_written(values, folder)), [(key, value)])
 
 
+def from_flag(values: Values, key: str, value: Any, folder: Path) -> CheckedSource:
+    """Return the config of --backend, for keys that a strategy names."""
+    chosen = {**values, key: value}
+    axes = Axes(**{name: chosen.get(f"parallel.{name}", 1) for name in AXES})
+    file = {k: v for k, v in values.items() if k not in (key, "backend")}
+    return in_cell(
+        read_source(_written(file, folder)), str(Cell(chosen["backend"], chosen["parallel.shard"], axes=axes))
+    )
+
+
+FLAGS = ("parallel.shard", "parallel.tensor", "parallel.pipeline", "parallel.context")
+"""Keys that --backend sets."""
+
+VARIABLES: Mapping[str, Values] = {
+    "train.precision": {"ACCELERATE_MIXED_PRECISION": "bf16"},
+    "batch.accumulate": {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "7"},
+    "parallel.shard": {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"},
+    "parallel.tensor": {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_SIZE": "4"},
+    "train.clip": {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_GRADIENT_CLIPPING": "0.5"},
+    "options.deepspeed.buckets": {
+        "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds.json"},
+    "options.deepspeed.offload_optimizer": {
+        "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu"},
+    "model.compile": {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"},
+    "model.offload": {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_OFFLOAD_PARAMS": "true"},
+    "model.recompute": {
+        "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_ACTIVATION_CHECKPOINTING": "true"},
+}  # fmt: skip
+"""Variables that `accelerate launch` sets from its flags and its file, by the key that they stand for."""
+
 SOURCES: Mapping[str, Callable[[Values, str, Any, Path], CheckedSource]] = {
     "file": from_file,
     "--set": from_set,
@@ -498,7 +530,7 @@ def outcomes(key: str, folder: Path, strategies: Sequence[str] = STRATEGIES) -> 
         beside = {k: v for k, v in setting.beside.items() if k not in chosen}
         base = {k: v for k, v in BASE.items() if k not in setting.without}
         values = {**base, **chosen, **beside}
-        for name, read in SOURCES.items():
+        for name, read in {**SOURCES, **({"--backend": from_flag} if key in FLAGS else {})}.items():
             yield name, strategy, _outcome(read, values, key, setting.value, folder)
 
 
