@@ -12,6 +12,9 @@ from unipar.config.sections.cell import AXES, Axes
 from unipar.config.sections.parallel import Parallel
 from unipar.errors import ConfigError, Unsupported
 
+_AXES_KEYS = (*AXES, "sequence", "schedule")
+"""Keys of `parallel` that say how ranks which train on the same samples split the work."""
+
 ONE = Cell("single")
 """Cell of one process without a wrapper: the reference that all other cells are compared with."""
 
@@ -116,17 +119,14 @@ def named_cell(config: Config, text: str) -> tuple[Cell, dict[str, Any]]:
     cell = Cell.parse(text)
     backend = find_backend(cell.backend)
     check_offers(backend, cell)
-    words = dict.fromkeys(cell.axes.words)
     named: dict[str, Any] = {"backend": cell.backend}
     if is_single_process(cell, backend):
         named |= {"parallel.data": 1, "parallel.shard": "nothing"}
-        named |= {f"parallel.{name}": getattr(Axes(), name) for name in (*AXES, "sequence", "schedule")}
+        named |= {f"parallel.{name}": getattr(Axes(), name) for name in _AXES_KEYS}
         return cell, named
     if "/" in text:
         named["parallel.shard"] = cell.shard
-    named |= {f"parallel.{name}": size for name, size in cell.axes.sizes.items()}
-    named |= {"parallel.sequence": True} if "sequence" in words else {}
-    named |= {"parallel.schedule": cell.axes.schedule} if cell.axes.schedule in words else {}
+    named |= {f"parallel.{n}": v for n in _AXES_KEYS if (v := getattr(cell.axes, n)) != getattr(Axes(), n)}
     variant = backend.capabilities.variants[cell.variant].options if cell.variant else {}
     named |= {f"options.{backend.name}.{key}": value for key, value in variant.items()}
     parallel = {key.partition(".")[2]: value for key, value in named.items() if key.startswith("parallel.")}
@@ -160,7 +160,7 @@ def _parallel_in_cell(parallel: Parallel, cell: Cell, *, one: bool) -> Parallel:
         data = 1
     elif isinstance(ranks := parallel.ranks, int):
         data = count_data_ranks(ranks, cell)
-    keys = {name: getattr(axes, name) for name in (*AXES, "sequence", "schedule")}
+    keys = {name: getattr(axes, name) for name in _AXES_KEYS}
     return parallel.model_copy(update={"data": data, "shard": cell.shard, **keys})
 
 
