@@ -155,7 +155,7 @@ def test_its_devices(device: str, ids: list[int]) -> None:
 
 def test_no_script_is_written(tmp_path: Path) -> None:
     """Export has DDP and FSDP2 from here."""
-    changes = {"device": "cuda", "options": {"native": {"wrapper": "dp"}}}
+    changes = {"device": "cuda", "parallel.data": 1, "options": {"native": {"wrapper": "dp"}}}
     with pytest.raises(Unsupported) as e:
         export_script(load_given_config(WORDS, changes), "torchrun", tmp_path / "made")
     assert list(tmp_path.iterdir()) == []

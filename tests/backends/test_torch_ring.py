@@ -207,10 +207,6 @@ def _config(parallel: dict[str, Any], device: str = "cpu", precision: str = "fp3
             ],
         ),
         (_config({"context": 2}, "cuda", "bf16-mixed", attention="torch"), []),
-        (
-            _config({"tensor": 2}, attention="ring"),
-            ["options.native.attention: ring has no effect without parallel.context: leave it out"],
-        ),
     ],
 )
 def test_refused_before_any_process_starts(config: Config, sentences: list[str]) -> None:

@@ -183,7 +183,7 @@ def test_a_script_is_clean(to: str, tmp_path: Path) -> None:
         (
             "horovod",
             {"parallel.shard": "parameters"},
-            "horovod/parameters: there is no such cell; horovod has: horovod/nothing",
+            "horovod/parameters: parallel.shard: parameters is not available; horovod has nothing",
         ),
         (
             "accelerate",

@@ -164,7 +164,7 @@ def test_compiled_means_compiled(tmp_path: Path) -> None:
         ({"train": {"steps": 1, "precision": "fp16"}},
          "native/nothing: train.precision: fp16 needs CUDA, where it is fast; on the CPU use bf16-mixed or fp32"),
         ({"train": {"steps": 1, "sync_every": 2}, "parallel": {"shard": "gradients"}},
-         "native/gradients: train.sync_every: 2 is not available here, only in native/nothing, single"),
+         "native/gradients: train.sync_every: 2 is not available here, only in native/nothing"),
     ],
 )  # fmt: skip
 def test_refused_on_the_cpu(sections: dict[str, Any], message: str) -> None:
@@ -229,7 +229,7 @@ def test_nothing_to_put_syncbatchnorm_in_place_of(model: nn.Module, message: str
 
 def test_an_evaluation_between_two_means(tmp_path: Path) -> None:
     """Evaluation is refused between two averages, when each rank has a different model."""
-    with running(Line(), tmp_path, train={"steps": 4, "sync_every": 2}) as run:
+    with running(Line(), tmp_path, backend="native", train={"steps": 4, "sync_every": 2}) as run:
         shares = run.batches()
         run.step(next(shares))
         with pytest.raises(TaskError) as e:

@@ -118,4 +118,4 @@ def test_another_decay_is_told(tmp_path: Path) -> None:
     before, weights = tensors(first, "average"), tensors(second, "weight")
     expected = {name: average + (1 - 0.25) * (weights[name] - average) for name, average in before.items()}
     assert all(torch.equal(t, expected[n]) for n, t in tensors(second, "average").items())
-    assert "train.ema.decay was 0.9 and is 0.25" in (tmp_path / "second" / "rank-0.jsonl").read_text("utf-8")
+    assert "train.ema.decay: 0.9 -> 0.25 (the script)" in (tmp_path / "second" / "rank-0.jsonl").read_text("utf-8")

@@ -155,7 +155,7 @@ def test_cells_that_were_named_are_known(prove: Callable[..., Verdicts]) -> None
     ]
     assert found.summary == (
         "no verdict: no cell ran; 2 cannot run this model: horovod/nothing, deepspeed/nothing (train.sync_every: 2 is "
-        "not available here, only in native/nothing, single)"
+        "not available here, only in native/nothing)"
     )
 
 

@@ -66,7 +66,7 @@ def describe_error(kind: str, message: str, trace: str) -> str:
     first, _, rest = message.strip().partition("\n")
     if first.startswith("Caught ") and (own := rest.strip().rpartition("\n")[2]).startswith(f"{kind}: "):
         first = f"{own.removeprefix(f'{kind}: ')}, {first.removeprefix('Caught ').removeprefix(kind).strip(' .')}"
-    place = user_place(trace)
+    place = "" if kind == KeyboardInterrupt.__name__ else user_place(trace)
     return (f"{kind}: {first}" if first else kind) + (f" ({place})" if place else "")
 
 

@@ -17,7 +17,7 @@ from unipar.data.order import MicrobatchPlan
 from unipar.data.stream_feed import StreamFeed
 from unipar.distributed.world import World
 from unipar.engines.learning_rate import RateSchedule
-from unipar.errors import Stopped, TaskError
+from unipar.errors import ConfigError, Stopped, TaskError
 from unipar.profiling.observer import StepObserver
 from unipar.run_folder.heartbeat import HeartbeatWriter
 from unipar.run_folder.ledger import Ledger
@@ -369,6 +369,7 @@ class TrainingRun(Run):
     def _shares(self, feed: MicrobatchFeed | StreamFeed) -> Iterator[Share]:
         every = self.config.eval.every
         self._rates.check(self.steps, self.world)
+        _require_step(self.config, self.steps)
         ready = feed.batches(self.done)
         while self.done < self.steps and not self._ends_early:
             before = self.done
@@ -404,6 +405,17 @@ class TrainingRun(Run):
             if part.steps:  # parts that took a step in this share have reported it already
                 part.report()
         self._log.write_step(number, self.steps, self._parts)
+
+
+def _require_step(config: Config, steps: int) -> None:
+    """Raise ConfigError if `train.epochs` end before the first evaluation, or the first update of averages."""
+    ema = config.train.ema
+    for key, every in (("eval.every", config.eval.every), ("train.ema.every", None if ema is None else ema.every)):
+        if config.train.epochs is not None and every is not None and every > steps:
+            raise ConfigError(
+                f"{key}: {every} is beyond the last step: train.epochs: {config.train.epochs} are {steps} steps; lower "
+                "it, or leave it out"
+            )
 
 
 def _require_share(share: object) -> None:

@@ -37,3 +37,15 @@ def test_a_loop_of_its_own_may_evaluate(tmp_path: Path) -> None:
     with running(task, tmp_path, eval={"batches": 1}) as run:
         run.train()
     assert task.means["loss"] > 0
+
+
+def test_an_evaluation_beyond_the_last_epoch(tmp_path: Path) -> None:
+    """How many steps train.epochs are is known when the data is: ten samples in batches of four are three steps."""
+    with (
+        pytest.raises(ConfigError) as e,
+        running(Line(), tmp_path, train={"epochs": 1}, eval={"every": 4}) as run,
+    ):
+        run.train()
+    assert str(e.value) == (
+        "eval.every: 4 is beyond the last step: train.epochs: 1 are 3 steps; lower it, or leave it out"
+    )

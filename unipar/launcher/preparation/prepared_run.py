@@ -116,6 +116,7 @@ class PreparedRun:
 
         `restarts`: how often the launcher has started its ranks again, as far as any rank knows.
         """
+        checks.check_run_settings(prepared.source, "" if prepared.place is None else prepared.place.launcher)
         auto, sizes = prepared.source.config.batch.is_auto, list[int]()
         if auto:
             sizes = prepared.candidates(prepared.ranks().number)
@@ -123,7 +124,6 @@ class PreparedRun:
         source, place = prepared.source, prepared.place
         config, kind = source.config, prepared.device
         checks.check_cell(prepared.computed if kind == "cpu" else config, source.backend, source.cell, source.places)
-        checks.check_run_settings(source, "" if place is None else place.launcher)
         for tracker in config.log.to:
             require_tracker(tracker)
         _require_file_systems(config)
