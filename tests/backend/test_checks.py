@@ -176,7 +176,10 @@ def test_launchers_are_not_ignored(
 @pytest.mark.parametrize("words", [["--gradient_accumulation_steps", "4"], ["--gradient-accumulation-steps=4"]])
 def test_accumulation_without_deepspeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
     """accelerate launch sets no variable for it then, so the words of the command itself are read."""
-    launch = subprocess.Popen([sys.executable, "-c", "input()", *words], stdin=subprocess.PIPE)
+    command = [sys.executable, "-c", "print(flush=True); input()", *words]
+    launch = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert launch.stdout is not None
+    launch.stdout.readline()
     try:
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
         monkeypatch.setattr(os, "getppid", lambda: launch.pid)

@@ -153,10 +153,8 @@ def test_a_run_that_failed(tmp_path: Path) -> None:
     assert abs(time.time() - 100 - entry.seconds) < 60  # up to the error
     other = begun(tmp_path / "y")
     fails(other, KeyError("labels"))
-    assert [entry.why for entry in list_runs(tmp_path)] == [
-        entry.why,
-        "KeyError: 'labels' (tests/results/test_run_list.py:46, in fails)",
-    ]
+    at = "(tests/results/test_run_list.py:46, in fails)"
+    assert [entry.why for entry in list_runs(tmp_path)] == [entry.why, f"KeyError: 'labels' {at}"]
 
 
 @pytest.mark.parametrize("by", ["parent", "rank", "ledger", "keyboard"])
