@@ -95,7 +95,7 @@ def test_contradictions_are_refused(tmp_path: Path, words: str, sentence: str) -
 
 
 def test_a_key_of_the_file_has_its_line(tmp_path: Path) -> None:
-    """What --backend does not name stays as in the file, and is refused with its line."""
+    """A key that --backend does not name stays as in the file, and is refused with its line."""
     file = FILE.replace("{data: 2}", "{data: 1, tensor: 2}")
     with pytest.raises(UniparError) as refused:
         chosen(tmp_path, "--backend horovod", file)

@@ -20,7 +20,7 @@ def in_eval(module: nn.Module) -> list[str]:
 
 
 def test_a_model_in_training_mode_is_left_as_it_is() -> None:
-    """Nothing is changed, and there is no line."""
+    """No module is changed, and there is no line."""
     model = layers()
     modes = enter_training_mode(model)
     assert (modes.woken, modes.changed, modes.left, modes.describe()) == ((), 0, 0, "")

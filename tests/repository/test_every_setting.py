@@ -107,7 +107,7 @@ def test_a_run_does_what_a_setting_says(tmp_path: Path, key: str) -> None:
 
 @pytest.mark.parametrize("key", TOLD)
 def test_a_library_is_told_what_a_setting_says(key: str) -> None:
-    """What the backend gives its library differs from that without the key."""
+    """The settings that the backend gives its library differ from those without the key."""
     setting, told = SETTINGS[key], list[Any]()
     for more in ({}, {key: setting.value}):
         source = given_source(nested({**BASE, **setting.beside, **more, "backend": setting.cell.partition("/")[0]}))
@@ -128,7 +128,7 @@ def test_a_launchers_variable_is_refused_in_every_strategy(key: str, monkeypatch
 
 
 def test_tests_that_entries_name_exist() -> None:
-    """Where a run of one process cannot show an effect, an entry names the test that does."""
+    """An entry names the test that shows an effect which a run of one process cannot."""
     missing: list[str] = []
     for key, setting in SETTINGS.items():
         file, _, name = setting.test.partition("::")

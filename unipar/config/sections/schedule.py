@@ -45,7 +45,7 @@ class _Schedule(Section):
     """Optimizer steps over which the learning rate rises to its full value; or their share of all: 0.1."""
 
     timing: Literal["own", "transformers"] = "own"
-    """Where the curve begins and ends. own: the first step already has a rate, and the last step has that of the end;
+    """Begin and end of the curve. own: the first step already has a rate, and the last step has that of the end;
     transformers: as its Trainer, a warm-up begins at rate 0, and the end would be one step after the last."""
 
     def warmup_steps(self, steps: int) -> int:
