@@ -90,7 +90,13 @@ def assert_equal_steps(ours: Rows, theirs: Rows) -> None:
         assert [row[key] for row in ours] == pytest.approx([row[key] for row in theirs], rel=digits), key
 
 
-@pytest.mark.parametrize("name", RECIPES)
+PLAYED = ("gpt2", "t5", "resnet")
+"""Recipes that `make test` trains; the others train in `make sweeps`."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in PLAYED else pytest.mark.sweep) for name in RECIPES]
+)
 def test_each_step(name: str, tmp_path: Path) -> None:
     """Losses, rates and norms of gradients are the Trainer's."""
     recipe = RECIPES[name]
@@ -101,6 +107,7 @@ def test_each_step(name: str, tmp_path: Path) -> None:
     assert_equal_steps(ours, theirs)
 
 
+@pytest.mark.sweep
 def test_two_ranks(tmp_path: Path, forked: None) -> None:
     """Half of the Trainer's batch on each of two ranks gives the steps of its whole batch."""
     recipe = RECIPES["gpt2"]
@@ -120,6 +127,7 @@ class _Summed(Trained):
         return 2 * super().loss(model, batch)
 
 
+@pytest.mark.sweep
 def test_a_loss_that_is_not_divided(tmp_path: Path) -> None:
     """The Trainer adds up T5's losses over two microbatches, where a mean is meant, as docs/from-hf-trainer.md says."""
     recipe = RECIPES["t5"]

@@ -44,7 +44,7 @@ def typed(folder: Path, ranks: int, rank: int, *words: tuple[str, str]) -> tuple
     return type_into(["script.py"], words, folder, {**PYTHONPATH_VARIABLE, "TERM": "xterm", "COLUMNS": "100"})
 
 
-@pytest.mark.parametrize(("ranks", "rank"), [(1, 0), (2, 1)])
+@pytest.mark.parametrize(("ranks", "rank"), [(1, 0), pytest.param(2, 1, marks=pytest.mark.sweep)])
 def test_a_breakpoint(tmp_path: Path, ranks: int, rank: int) -> None:
     """A value is printed at the prompt, time there is not counted, the bar is gone, and the run ends well."""
     waits = "import time; time.sleep(4)\n"

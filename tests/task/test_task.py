@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -286,3 +287,15 @@ def test_refs_travel_as_json() -> None:
     """A reference that is written as JSON and read back is unchanged."""
     ref = TaskRef(CodeLocation("Mine", file="/x/mine.py"), {}, {"width": 3}, ("/x",), ("runs/a",))
     assert TaskRef.from_json(ref.to_json()) == ref
+
+
+def test_a_reference_without_arguments_keeps_those_of_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """sys.argv is the script's where the reference has it."""
+    monkeypatch.setattr(sys, "argv", ["here"])
+    ref = _ref(tmp_path, GOOD, "Mine", width=3)
+    replace(ref, argv=()).load()
+    assert sys.argv == ["here"]
+    replace(ref, argv=("there", "--width", "16")).load()
+    assert sys.argv == ["there", "--width", "16"]

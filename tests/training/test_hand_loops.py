@@ -138,6 +138,7 @@ def test_running_statistics(saved_model: Path, tmp_path: Path) -> None:
         assert torch.allclose(ours[key], value, rtol=SIX_DIGITS, atol=1e-7), key
 
 
+@pytest.mark.sweep
 def test_checkpointed_blocks_are_computed_again(saved_model: Path, tmp_path: Path) -> None:
     """A block of a model from `from_pretrained` is computed twice for each microbatch, as in the loop by hand."""
     name = "gradient checkpointing"

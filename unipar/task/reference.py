@@ -121,7 +121,7 @@ class TaskRef:
     def load(self) -> Task:
         """Import the user's code with the arguments of the script, give it the script's values; return the task."""
         sys.path[:0] = [p for p in self.path if p not in sys.path]
-        sys.argv = list(self.argv)
+        sys.argv = list(self.argv) or sys.argv
         if self.carried:
             thing = unpickle_task()
             return FunctionTask(thing) if isinstance(thing, dict) else _create_task(thing, self.args, thing.__name__)
