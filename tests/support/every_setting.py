@@ -530,7 +530,8 @@ def outcomes(key: str, folder: Path, strategies: Sequence[str] = STRATEGIES) -> 
         beside = {k: v for k, v in setting.beside.items() if k not in chosen}
         base = {k: v for k, v in BASE.items() if k not in setting.without}
         values = {**base, **chosen, **beside}
-        for name, read in {**SOURCES, **({"--backend": from_flag} if key in FLAGS else {})}.items():
+        flags = {"--backend": from_flag} if key in FLAGS and strategy != "single" else {}
+        for name, read in {**SOURCES, **flags}.items():
             yield name, strategy, _outcome(read, values, key, setting.value, folder)
 
 
