@@ -14,6 +14,7 @@ from unipar.backend import resources
 from unipar.config import SHARDS, Config, Section
 from unipar.config.sections.optimizer import SGD, RMSprop
 from unipar.distributed.gpus import count_visible_gpus
+from unipar.utils.text import yaml_word
 
 BucketSize = Annotated[int, Field(ge=0)] | Literal["scaled", "library"]
 OffloadDevice = Literal["none", "cpu", "disk"]
@@ -153,11 +154,11 @@ def deepspeed_option_refusals(config: Config) -> Iterator[str]:
     given = {name: value for name, value in own.model_dump(exclude_defaults=True).items() if value is not None}
     if stage == 0:
         for name, value in given.items():
-            yield f"options.deepspeed.{name}: {_value_text(value)} has no effect, as nothing is split; leave it out"
+            yield f"options.deepspeed.{name}: {yaml_word(value)} has no effect, as nothing is split; leave it out"
         return
     for name in given:
         if name in DS_KEY_OF_SIZE and name not in SIZES_OF_STAGE[stage]:
-            yield f"options.deepspeed.{name}: {_value_text(given[name])} has no effect with {here}; leave it out"
+            yield f"options.deepspeed.{name}: {yaml_word(given[name])} has no effect with {here}; leave it out"
     for name in ("reduce", "gather", "live"):
         if given.get(name) == 0:
             yield f"options.deepspeed.{name}: 0 elements are too few; give a number above 0"
@@ -227,7 +228,3 @@ def _can_start_here(config: Config) -> bool:
 def _has_libaio() -> bool:
     header = any((Path(folder) / "libaio.h").exists() for folder in ("/usr/include", "/usr/local/include"))
     return header and ctypes.util.find_library("aio") is not None
-
-
-def _value_text(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -185,7 +185,7 @@ def test_what_a_run_may_end_with(
 
 
 def test_an_error_in_the_users_code_says_where(unipar: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where this process is a rank itself, as under torchrun, its error ends with the place in the user's code."""
+    """An error of a process that is a rank itself, as under torchrun, ends with the place in the user's code."""
 
     def loss(*_: Any, **__: Any) -> Any:
         raise ValueError("bad value")

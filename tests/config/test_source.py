@@ -419,6 +419,6 @@ def test_a_schedule_that_fits_is_not_shortened(config: Reader) -> None:
     ids=["in one file", "both by --set", "in one --set", "in a file that was wrong before"],
 )
 def test_a_schedule_that_was_given_with_the_steps_is_refused(config: Reader, steps: int, sets: tuple[str, ...]) -> None:
-    """Nothing is shortened that was said together with the steps, or that has never fitted."""
+    """A schedule that was said together with the steps, or that has never fitted, is not shortened."""
     text = SHORT.replace("{schedule}", "{warmup: 5}").replace("steps: 50", f"steps: {steps}")
     assert "schedule.warmup (5) is more than steps (3)" in refusal(config, text, *sets)

@@ -182,7 +182,7 @@ def test_rates(kind: str, details: dict[str, Any], warmup: int, tmp_path: Path) 
 
 @pytest.mark.parametrize("dumped", ["to_json_string", "to_dict", "vars"])
 def test_defaults_need_no_remark(dumped: str, tmp_path: Path) -> None:
-    """What people save of TrainingArguments is taken as it is, and 114 defaults are told in no line."""
+    """A saved TrainingArguments is taken as it is, and its 114 defaults are told in no line."""
     arguments = TrainingArguments(output_dir="out", learning_rate=3e-4)
     kinds: dict[str, Any] = {"to_dict": arguments.to_dict(), "vars": vars(arguments)}
     text = arguments.to_json_string() if dumped not in kinds else json.dumps(kinds[dumped], default=str)

@@ -286,7 +286,7 @@ def test_arguments_refused(args: str, wrong: str, tmp_path: Path) -> None:
     ],
 )
 def test_the_timing_of_the_trainers_rates(args: str, timing: str | None, tmp_path: Path) -> None:
-    """It is the Trainer's where the curve has a beginning or an end."""
+    """The curve begins and ends as the Trainer's, where it has a beginning or an end."""
     made = ds(tmp_path, LEAST, STEPS, strict=False, args=args)
     assert said(made)["train"]["schedule"].get("timing") == timing
 

@@ -67,7 +67,7 @@ def test_what_the_earlier_command_set_is_kept() -> None:
 
 
 def test_what_this_command_sets_is_listed() -> None:
-    """It wins over what was set before, and each changed key is listed with both values."""
+    """This command wins over the earlier one, and each changed key is listed with both values."""
     write()
     begun(command("batch.total=16", "checkpoint.every=3"))
     plan = command("batch.total=32", "train.clip=1", RESUME)
@@ -82,7 +82,7 @@ def test_what_this_command_sets_is_listed() -> None:
 
 
 def test_what_was_edited_in_the_file_is_listed() -> None:
-    """It wins over what was set before: batch.total and log.every; a key that is no longer written has its default."""
+    """An edited file wins over the earlier command: batch.total, log.every; a key no longer written has its default."""
     write()
     begun(command("batch.total=16", "train.steps=20"))
     write(batch={"total": 32}, train={**CONFIG["train"], "clip": 1.0}, log={})
@@ -107,7 +107,7 @@ def test_what_was_edited_in_the_file_is_listed() -> None:
     ],
 )
 def test_the_cell_of_the_earlier_command(first: Any, again: Any, cell: str, listed: list[str]) -> None:
-    """It is kept, unless this command names another."""
+    """The earlier cell is kept, unless this command names another."""
     write()
     begun(command(*first[1], cell=first[0]))
     plan = command(RESUME, *again[1], cell=again[0])

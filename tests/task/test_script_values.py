@@ -238,7 +238,7 @@ class T(Base):
 
 @pytest.mark.filterwarnings("ignore:unclosed file")
 def test_no_false_alarm(imported: Imported) -> None:
-    """What each process makes for itself is no difference, and a number that was drawn is the script's everywhere."""
+    """Values that each process makes for itself are no difference; a drawn number is the script's everywhere."""
     script: Any = imported(SAME)
     drawn = script.drawn
     assert _load_as_rank(TaskRef.of(script.T, None, {})).loss(None, None)[-1] == drawn

@@ -113,7 +113,7 @@ def test_a_warmup_and_a_scale_of_the_batch(tmp_path: Path) -> None:
 
 
 def test_a_rate_that_is_a_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is read in logged steps only, and is a number in the log and in the checkpoint."""
+    """A rate that is a tensor is read in logged steps only, and is a number in the log and in the checkpoint."""
     reads: list[int] = []
     read = OptimizerEngine.learning_rates
 

@@ -105,7 +105,7 @@ def config_in_cell(config: Config, cell: Cell) -> Config:
         options[backend.name] = _with_variant(options.get(backend.name, {}), can.variants[cell.variant], cell)
     elif backend.name in options:
         options[backend.name] = _without_variants(options[backend.name], can.variants.values())
-    moved = config_on_ranks_of(config.changed({"backend": cell.backend, "options": options}), parallel, one=one)
+    moved = _with_parallel(config.changed({"backend": cell.backend, "options": options}), parallel, one=one)
     if one:
         moved = moved.changed({"train.sync_every": None})
     return _without_idle_options(moved, backend)
@@ -150,7 +150,7 @@ def config_with_cell(config: Config, cell: Cell, *, keep_data: bool = False) -> 
     if cell.variant:
         variant = backend.capabilities.variants[cell.variant]
         options[backend.name] = {**options.get(backend.name, {}), **variant.options}
-    return config_on_ranks_of(config.changed({"backend": cell.backend, "options": options}), parallel, one=one)
+    return _with_parallel(config.changed({"backend": cell.backend, "options": options}), parallel, one=one)
 
 
 def _parallel_in_cell(parallel: Parallel, cell: Cell, *, one: bool) -> Parallel:
@@ -164,7 +164,7 @@ def _parallel_in_cell(parallel: Parallel, cell: Cell, *, one: bool) -> Parallel:
     return parallel.model_copy(update={"data": data, "shard": cell.shard, **keys})
 
 
-def config_on_ranks_of(config: Config, parallel: Parallel, *, one: bool) -> Config:
+def _with_parallel(config: Config, parallel: Parallel, *, one: bool) -> Config:
     """Return `config` with another section `parallel`, and the same global batch; `one`: in one process."""
     before, data, batch = config.parallel.data, parallel.data, config.batch
     other = one or data != before

@@ -40,7 +40,7 @@ from unipar.config.source import (
 from unipar.config.validation_errors import KeyOrigins, join_mistakes, list_option_mistakes
 from unipar.errors import BackendNotFound, BackendNotInstalled, ConfigError, UniparError, Unsupported
 from unipar.tracking import tracker
-from unipar.utils.text import did_you_mean, show_value
+from unipar.utils.text import did_you_mean, show_value, yaml_word
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,8 +193,8 @@ def in_cell(source: ConfigSource, text: str, origin: str = CELL) -> CheckedSourc
                 f"{origin} {text} sets {key}: {yaml_word(value)}, and {said} sets {key}: {yaml_word(other)}; leave one "
                 "of them out"
             )
-    explicit = (*OVERRIDES, *((KEPT_ORIGIN,) if origin == KEPT_ORIGIN else ()))
-    keep_data = places.get("parallel.data") in explicit and "parallel.data" not in named
+    of_data = places.get("parallel.data")
+    keep_data = (of_data in OVERRIDES or of_data == origin == KEPT_ORIGIN) and "parallel.data" not in named
     ranks, least = config.parallel.ranks, cell.axes.ranks
     if isinstance(ranks, int) and ranks % least and not keep_data:
         raise ConfigError(
@@ -209,11 +209,6 @@ def in_cell(source: ConfigSource, text: str, origin: str = CELL) -> CheckedSourc
         changes=(*source.changes, (CELL, text, origin)),
     )
     return _checked(moved, registry.find_backend(cell.backend))
-
-
-def yaml_word(value: Any) -> str:
-    """Return a plain value as a config file has it."""
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _value_of(config: Config, key: str) -> Any:

@@ -16,11 +16,12 @@ from pydantic import BaseModel
 from typing_extensions import override
 
 from unipar.backend import Backend, checks, registry, resources
-from unipar.backend.checks import in_cell, yaml_word
+from unipar.backend.checks import in_cell
 from unipar.config import Cell, Config
 from unipar.errors import BackendNotFound, ConfigError, OutExists, TaskError, Unsupported
 from unipar.task.reference import TaskRef
 from unipar.task.task import LOSS_ACROSS, TASK_FUNCTIONS
+from unipar.utils.text import yaml_word
 
 if TYPE_CHECKING:
     from unipar.backend.export import Outline, Script

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import sysconfig
 import traceback
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from unipar.config.config import Data
 from unipar.errors import TaskError, UniparError
 from unipar.task import Task
 from unipar.task.reference import TaskRef
+from unipar.utils.files import is_library_file
 
 if TYPE_CHECKING:
     from unipar.model.modes import TrainingModes
@@ -246,7 +246,6 @@ def user_errors_as_task_errors(what: str) -> Generator[None]:
         raise
     except Exception as e:
         frames = traceback.extract_tb(e.__traceback__)
-        library = sysconfig.get_path("stdlib")
-        own = (f for f in reversed(frames) if "site-packages" not in f.filename and not f.filename.startswith(library))
+        own = (f for f in reversed(frames) if not is_library_file(f.filename))
         last = next(own, frames[-1])
         raise TaskError(f"{what} raised {type(e).__name__}: {e} ({last.filename}, line {last.lineno})") from e

@@ -133,6 +133,11 @@ def did_you_mean(word: str, words: Iterable[str]) -> str:
     return f"; did you mean {join_with_or([repr(w) for w in likely])}?" if likely else ""
 
 
+def yaml_word(value: object) -> str:
+    """Return a plain value as a config file has it."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def show_value(value: object) -> str:
     """Return a value as a config would write it, shortened to 60 characters."""
     if isinstance(value, str):

@@ -27,6 +27,7 @@ from unipar.task import Task
 from unipar.training.evaluating.mean_check import differs, names_that_differ, refuse_no_mean, split_in_halves
 from unipar.training.evaluating.whole_metrics import WholeKind, WholeMetrics
 from unipar.utils.seeding import mix_seed, seed_all
+from unipar.utils.text import yaml_word
 
 _NO_SAMPLES = "validation() has no samples"
 
@@ -39,7 +40,7 @@ def refuse_idle_evaluation(task: Task, config: Config) -> None:
     for key in ("batches", "check"):
         if (value := getattr(config.eval, key)) != getattr(default, key):
             raise ConfigError(
-                f"eval.{key}: {str(value).lower()} has no effect: nothing is evaluated without eval.every; give it, or "
+                f"eval.{key}: {yaml_word(value)} has no effect: nothing is evaluated without eval.every; give it, or "
                 "leave eval out"
             )
 
