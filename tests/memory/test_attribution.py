@@ -117,6 +117,15 @@ def test_a_named_block_keeps_its_name_for_its_whole_life() -> None:
     assert phase(tape, "forward").largest[0].name == "w"
 
 
+def test_the_highest_moment_of_tensors_is_not_that_of_a_workspace() -> None:
+    """A library's 5,000 bytes make the peak while a tensor has 100; tensors are highest later, with 3,000."""
+    workspace = [came(16, 100), came(32, 5000, caller=LIBRARY), went(32, 5000), went(16, 100)]
+    tape = played({2: [*workspace, came(48, 3000), went(48, 3000)]})
+    forward = phase(tape, "forward")
+    assert (forward.peak, forward.held) == (5100, {"temporaries": 100, "library": 5000})
+    assert forward.tensors == {"temporaries": 3000}
+
+
 def test_a_storage_with_two_names_counts_once() -> None:
     """A tied weight, or gradients that are views of one bucket; the category that comes first wins."""
     twice = [

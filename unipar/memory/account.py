@@ -59,6 +59,9 @@ class PhasePeak(Section):
     largest: tuple[NamedBlock, ...] = ()
     """The largest blocks at the peak."""
 
+    tensors: dict[Category, int] = Field(default_factory=dict)
+    """Bytes of tensors by category when their sum is highest: a workspace of MKL may put the peak at another moment."""
+
     reserved: int | None = None
     """CUDA only: highest number of bytes that torch reserved in this phase, counted from 0 and not from the base."""
 

@@ -54,6 +54,19 @@ def test_what_is_measured_of_a_step() -> None:
     assert measured_step([account(phases=(SETUP,))]) is None
 
 
+def test_a_workspace_of_a_library_does_not_choose_the_moment() -> None:
+    """The peak has 700 bytes of a library and 900 of tensors; at another moment of that phase tensors had 1,200."""
+    full = PhasePeak(
+        name="backward",
+        peak=1_600,
+        held={"parameters": 800, "temporaries": 100, "library": 700},
+        tensors={"parameters": 800, "temporaries": 400},
+    )
+    step = measured_step([account(phases=(SETUP, full), peaks=(1_590, 1_600))])
+    assert step is not None
+    assert (step.held, step.low, step.high) == ({"parameters": 800, "temporaries": 400}, 1_190, 1_200)
+
+
 @pytest.mark.parametrize(("peak", "off"), [(1_500, 0.0), (1_550, 0.0), (1_600, 0.0), (1_650, 0.03125), (1_200, -0.2)])
 def test_the_distance_is_that_from_the_range(peak: int, off: float) -> None:
     """A peak between the lowest and the highest recorded step is right."""

@@ -89,6 +89,15 @@ class Attribution:
         self._start, self._end = np.array(starts, dtype=np.int64), np.array(ends, dtype=np.int64)
         self._size = self._seen.events["size"][self._start]
         self._asked = self._seen.events["asked"][self._start]
+        self._tensor_bytes = self._sum_tensors(len(sizes))
+
+    def _sum_tensors(self, events: int) -> np.ndarray[Any, Any]:
+        """Return the bytes of tensors that are allocated after each event, as far as they were allocated in these."""
+        change = np.zeros(events + 2, dtype=np.int64)
+        tensors = np.asarray(self._seen.kinds)[self._start] == TENSOR
+        np.add.at(change, self._start[tensors], self._asked[tensors])
+        np.add.at(change, self._end[tensors], -self._asked[tensors])
+        return np.cumsum(change)[:events]
 
     def _name_blocks(self) -> dict[int, tuple[Category, str]]:
         """Return category and name of each block that engines named; of several, by CATEGORY_PRECEDENCE."""
@@ -216,8 +225,21 @@ class Attribution:
             peak=peak,
             held={category: size for category, size in held.items() if size},
             largest=tuple(blocks[:LARGEST_BLOCKS]),
+            tensors=self._tensors_at_peak(window),
             **({} if window.pool is None else asdict(window.pool)),
         )
+
+    def _tensors_at_peak(self, window: PhaseWindow) -> dict[Category, int]:
+        """Return bytes by category, without those of libraries and of the runtime, when their sum is highest."""
+        first = max(0, window.low - 1)
+        bytes_then = self._tensor_bytes[first : max(window.high, first + 1)]
+        at = first + int(np.argmax(bytes_then)) if len(bytes_then) else window.low - 1
+        held: dict[Category, int] = {}
+        for block in self._alive(at).tolist():
+            category, _ = self.category(block)
+            if category not in ("library", "runtime"):
+                held[category] = held.get(category, 0) + int(self._asked[block])
+        return held
 
     def _slack(self, at: int) -> int:
         """Return the bytes by which the blocks allocated after event `at` may be larger than recorded."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from unipar.backend import Category
-from unipar.memory.account import MemoryAccount
+from unipar.memory.account import MemoryAccount, PhasePeak
 from unipar.results.forecast.records import NOT_PLANNED, CellForecast, Forecast
 from unipar.utils.text import join_with_and
 
@@ -61,17 +61,24 @@ def measured_step(accounts: Sequence[MemoryAccount]) -> MeasuredStep | None:
     steps = [(phase, account) for account in accounts for phase in account.phases if phase.name != "built"]
     if not steps:
         return None
-    full, account = max(steps, key=lambda each: each[0].peak)
-    own = sum(full.held.get(category, 0) for category in NOT_PLANNED)
+    full, account = max(steps, key=lambda each: sum(_planned_categories(each[0]).values()))
+    held = _planned_categories(full)
+    own = max(phase.peak for phase in account.phases if phase.name != "built") - sum(held.values())
     peaks = account.peaks or (full.peak,)
     return MeasuredStep(
         full.name,
         min(peaks) - own,
         max(peaks) - own,
-        {category: size for category, size in full.held.items() if category not in NOT_PLANNED},
+        held,
         account.sent_along if account.sent_by or len(accounts) == 1 else None,
         max(each.sent_across for each in accounts),
     )
+
+
+def _planned_categories(phase: PhasePeak) -> Mapping[Category, int]:
+    """Return bytes of the categories that plans have, when their sum is highest, or at the peak in older files."""
+    held = phase.tensors or phase.held
+    return {category: size for category, size in held.items() if category not in NOT_PLANNED}
 
 
 @dataclass(frozen=True)
