@@ -232,3 +232,16 @@ def test_a_rank_fails(slurm: Slurm, tmp_path: Path) -> None:
     site.unipar("submit", "x.yaml", "--set", "task.args.fails_on=1")
     site.wait(lambda: site.state()[6] == "failed")
     assert "1: unipar: ValueError: this rank was told to fail" in site.unipar("jobs", "logs", "1")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(reason_no_cluster()), reason=reason_no_cluster())
+def test_a_rank_for_each_gpu(tmp_path: Path) -> None:
+    """Slurm gives a job that leaves its ranks open all GPUs of its machine, here two that are not there."""
+    with cluster(tmp_path / "slurm", gpus=2) as slurm:
+        site = Site(slurm, tmp_path, "")
+        (tmp_path / "x.yaml").write_text(TEXT.replace("device: cpu", "device: auto"), encoding="utf-8")
+        said = site.unipar("submit", "x.yaml", "--on", "slurm")
+        assert said.splitlines()[0] == f"slurm job 1: 1 machine x all GPUs, {tmp_path}/runs/x"
+        site.wait(lambda: site.state()[6] == "completed")
+    assert Report.read(tmp_path / "runs/x").size == 2
