@@ -125,6 +125,11 @@ def test_a_wrong_command(unipar: Any, words: list[str], sentence: str) -> None:
             "batch.total (9) is not a multiple of accumulate x data (1 x 2 = 2); the nearest totals are 8 and 10",
         ),
         (
+            ["run", "x.yaml", "--resume"],
+            2,
+            "--resume: there is no run runs/x to go on with; start it without --resume",
+        ),
+        (
             ["run", "x.yaml", "--set", "task.use=net.py:Nat"],
             2,
             "task.use: {folder}/net.py has no class Nat; did you mean Net?",
@@ -145,7 +150,7 @@ def test_a_wrong_command(unipar: Any, words: list[str], sentence: str) -> None:
             "'native/everything' is not a cell: write backend/shard or backend/shard+variant, where shard is one of "
             "nothing, optimizer, gradients, parameters (a bare backend means /nothing)",
         ),
-        (["schema", "--write", "nowhere/x.json"], 2, "--write nowhere/x.json: No such file or directory"),
+        (["schema", "--write", "nowhere/x.json"], 2, "nowhere/x.json cannot be written: No such file or directory"),
     ],
 )
 def test_an_error_is_one_paragraph(unipar: Any, folder: Path, words: list[str], code: int, sentence: str) -> None:

@@ -125,12 +125,14 @@ def test_the_table(here: Path, unipar: Any) -> None:
 def test_a_narrow_terminal(here: Path) -> None:
     """Lines of 80 characters; a state that is a sentence is below the table."""
     jobs = [job(here, folder=str(here / f"runs/{'long_' * 6}{n}/submit/1"), submitted=1e12) for n in range(2)]
+    jobs[1] = job(here, folder=jobs[1].folder, submitted=1e12, per=None)
     text = format_jobs(jobs, ["running", "unknown: squeue not found here"], 80)
     assert text.splitlines()[:3] == [
         "on   job       what  machines  state    since  folder",
         "mpi  99999999  run   2 x 4     running    0 s  runs/long_long_long_long_long_lon",
         " " * 47 + "g_0",
     ]
+    assert text.splitlines()[3].split()[3:6] == ["2", "x", "all"]
     assert text.splitlines()[3].split()[6:] == ["unknown", "0", "s", "runs/long_long_long_long_long_lon"]
     assert text.splitlines()[-1] == "99999999: unknown: squeue not found here"
     assert max(map(len, text.splitlines())) <= 80

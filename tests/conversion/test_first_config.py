@@ -9,6 +9,7 @@ import pytest
 from unipar.backend.checks import read_source
 from unipar.cli.commands.config.check import check_config
 from unipar.cli.commands.config.init import init
+from unipar.conversion.config_schema import schema_text
 from unipar.conversion.first_config import write_first_config
 from unipar.errors import ConfigError, OutExists, TaskError
 
@@ -29,7 +30,7 @@ def test_a_first_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     written = tmp_path / "train.yaml"
     told = capsys.readouterr().out.replace(f"{tmp_path}/", "").splitlines()
     assert told == [
-        "written: train.yaml",
+        "written: train.yaml, and unipar.schema.json for editors",
         "next:",
         "  unipar check train.yaml    # would it start?",
         "  unipar run train.yaml      # train",
@@ -40,6 +41,15 @@ def test_a_first_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert source.config.task is not None
     assert str(source.config.task.use).endswith("train.py:Net")
     assert "good" in check_config(source)
+
+
+def test_the_schema_that_it_names(tmp_path: Path) -> None:
+    """An editor finds the file that the config's first line names."""
+    (tmp_path / "train.py").write_text(TASK, encoding="utf-8")
+    init(tmp_path / "train.py")
+    first = (tmp_path / "train.yaml").read_text("utf-8").splitlines()[0]
+    named = tmp_path / first.removeprefix("# yaml-language-server: $schema=")
+    assert named.read_text("utf-8") == schema_text()
 
 
 def test_what_the_class_needs(tmp_path: Path) -> None:
@@ -69,13 +79,13 @@ def test_an_existing_file_stays(tmp_path: Path) -> None:
         (
             "import argparse\ndef model(): ...\nclass Config: ...\n",
             "train.py: no class in it has model(), data() and loss(): it has the function model(), the class Config; "
-            "write one that has them (docs/tasks.md); what argparse reads becomes arguments of that class, then "
-            "`unipar init train.py` again",
+            "write one that has them (`python -m pydoc unipar.Task`); what argparse reads becomes arguments of that "
+            "class, then `unipar init train.py` again",
         ),
         (
             "x = 1\n",
             "train.py: no class in it has model(), data() and loss(): it has no class; write one that has them "
-            "(docs/tasks.md), then `unipar init train.py` again",
+            "(`python -m pydoc unipar.Task`), then `unipar init train.py` again",
         ),
         ("x = (\n", "train.py, line 1: '(' was never closed"),
     ],

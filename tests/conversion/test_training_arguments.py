@@ -62,7 +62,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     file = tmp_path / "ds_config.json"
     file.write_text(json.dumps(LEAST), encoding="utf-8")
     import_(file, out=tmp_path / "train.yaml")
-    assert "assumed: train.epochs: 3" in capsys.readouterr().out.splitlines()
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == f"written: {tmp_path}/train.yaml, and {tmp_path}/unipar.schema.json for editors"
+    assert "assumed: train.epochs: 3" in said
+    assert (tmp_path / "unipar.schema.json").is_file()
     import_(file)
     told = capsys.readouterr()
     assert "assumed: train.epochs: 3" in told.err.splitlines()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -46,6 +47,18 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Generator[zipfile.ZipFile
 def about(wheel: zipfile.ZipFile) -> Message:
     (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
     return Parser().parsestr(wheel.read(name).decode())
+
+
+def test_what_is_shipped_cites_no_page(wheel: zipfile.ZipFile) -> None:
+    """A wheel holds no docs/: no string of its code names a file there."""
+    cited = [
+        f"{name}:{node.lineno}"
+        for name in wheel.namelist()
+        if name.endswith(".py")
+        for node in ast.walk(ast.parse(wheel.read(name)))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.search(r"\bdocs/\w", node.value)
+    ]
+    assert cited == []
 
 
 def test_the_wheel_holds_both_roots(wheel: zipfile.ZipFile) -> None:

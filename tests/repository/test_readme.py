@@ -41,3 +41,12 @@ def test_every_command_is_there(command: str, forks: Forks) -> None:
     """A name that the README shows is one that the program knows."""
     done = forks.unipar([command, "--help"])
     assert done.returncode == 0, done.stderr
+
+
+def test_the_example_of_a_submission(forks: Forks) -> None:
+    """It shows a job for Slurm on a machine without Slurm and without a GPU, such as this one may be."""
+    (line,) = re.findall(r"^\$ unipar (submit .* --print)\b", README, re.MULTILINE)
+    done = forks.unipar(line.split())
+    assert done.returncode == 0, done.stderr
+    assert "\n#SBATCH --nodes=2\n" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("$ sbatch ")

@@ -1,6 +1,6 @@
 """A Slurm cluster of one machine, in a network and a process table of its own: `with cluster(folder) as slurm`.
 
-    python -m tests.support.slurm FOLDER       is its first process, and ends all others by ending
+    python -m tests.support.slurm FOLDER GPUS       is its first process, and ends all others by ending
 
 Needs root, and Debian's slurmctld, slurmd, slurm-client and munge. Nothing of it is seen or heard outside.
 """
@@ -64,10 +64,10 @@ def reason_no_cluster() -> str:
 
 
 @contextmanager
-def cluster(folder: Path) -> Generator[Slurm]:
-    """Up when the body begins, gone when it has ended."""
+def cluster(folder: Path, gpus: int = 0) -> Generator[Slurm]:
+    """Up when the body begins, gone when it has ended; `gpus`: number of GPUs that Slurm believes in."""
     first = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.slurm", str(folder)],
+        [sys.executable, "-m", "tests.support.slurm", str(folder), str(gpus)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -104,6 +104,7 @@ def write_cluster_files(
     seen_as: str | None = None,
     silence: int = 300,
     more: str = "",
+    gpus: int = 0,
 ) -> None:
     """Write what the daemons of one machine read into their folder; slurmctld is on the first of (name, address).
 
@@ -117,7 +118,13 @@ def write_cluster_files(
     (folder / "munge.key").write_bytes(key)
     host, address = nodes[0]
     cpus = max(2, os.cpu_count() or 2)
-    lines = "\n".join(f"NodeName={host} NodeAddr={address} CPUs={cpus}" for host, address in nodes)
+    gres = f" Gres=gpu:{gpus}" if gpus else ""
+    lines = "\n".join(f"NodeName={host} NodeAddr={address} CPUs={cpus}{gres}" for host, address in nodes)
+    if gpus:
+        more += "\nGresTypes=gpu"
+        for number in range(gpus):
+            (folder / f"gpu{number}").touch()
+        (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-{gpus - 1}]\n", encoding="utf-8")
     text = CONFIG.format(host=host, address=address, folder=seen_as or folder, nodes=lines, silence=silence, more=more)
     (folder / "slurm.conf").write_text(text, encoding="utf-8")
     (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n", encoding="utf-8")
@@ -135,7 +142,7 @@ def find_program(name: str) -> str | None:
     return shutil.which(name, path=f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin")
 
 
-def _run_first_process(folder: Path) -> None:
+def _run_first_process(folder: Path, gpus: int) -> None:
     """Outside: makes the process table, and waits for the end of the one who is first in it."""
     folder.mkdir(parents=True, exist_ok=True)
     unshare(CLONE_NEWNS | CLONE_NEWPID)
@@ -144,7 +151,7 @@ def _run_first_process(folder: Path) -> None:
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
-        _begin(folder)
+        _begin(folder, gpus)
         os.write(writer, b"!")
         sys.stdin.read()
         os._exit(0)  # and the kernel ends every process of this table
@@ -155,12 +162,12 @@ def _run_first_process(folder: Path) -> None:
     os.waitpid(pid, 0)
 
 
-def _begin(folder: Path) -> None:
+def _begin(folder: Path, gpus: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     private = 1 << 14 | 1 << 18
     assert libc.mount(b"none", b"/", None, private, None) == 0
     assert libc.mount(b"proc", b"/proc", b"proc", 0, None) == 0
-    write_cluster_files(folder, [(socket.gethostname(), ADDRESS)], secrets.token_bytes(128))
+    write_cluster_files(folder, [(socket.gethostname(), ADDRESS)], secrets.token_bytes(128), gpus=gpus)
     os.environ["SLURM_CONF"] = str(folder / "slurm.conf")
     _start(folder, *munged_command(folder))
     _wait_until((folder / "munge.socket").exists)
@@ -200,4 +207,4 @@ def _idle() -> bool:
 
 
 if __name__ == "__main__":
-    _run_first_process(Path(sys.argv[1]))
+    _run_first_process(Path(sys.argv[1]), int(sys.argv[2]))

@@ -71,8 +71,8 @@ def refuse_other_machines(config: Config) -> None:
     on = config.machines.on or "slurm"
     raise WorldMismatch(
         f"machines.nodes: {config.machines.nodes}, and unipar starts ranks on this machine alone: hand the run over "
-        f"with `unipar submit FILE --on {on}`, start it with a launcher on all machines (torchrun, srun, mpirun: "
-        "docs/launchers.md), or try it here with --set machines.nodes=1"
+        f"with `unipar submit FILE --on {on}`, start it with a launcher on all machines (torchrun, srun, mpirun), "
+        "or try it here with --set machines.nodes=1"
     )
 
 

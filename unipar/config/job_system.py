@@ -44,12 +44,13 @@ class NewJob:
     config: Config
     nodes: int
 
-    per: int
-    """Ranks on each machine."""
+    per: int | None
+    """Ranks on each machine; None: one for each of its GPUs, which the job counts (`counts_gpus`)."""
 
     @property
     def ranks(self) -> int:
-        """Number of ranks on all machines."""
+        """Number of ranks on all machines, for job systems that do not count GPUs."""
+        assert self.per is not None
         return self.nodes * self.per
 
     @property
@@ -62,7 +63,7 @@ class NewJob:
         """GPUs that each machine needs: one for each rank, unless the config says cpu, or one GPU for all."""
         if self.config.device == "cpu":
             return 0
-        return self.per if ":" not in self.config.device else 1
+        return self.ranks // self.nodes if ":" not in self.config.device else 1
 
     def words(self, file: str, out: str) -> list[str]:
         """Return the command line after `python -m unipar`, with these paths of config and run folder."""
@@ -80,7 +81,8 @@ class SubmittedJob:
     command: str
     file: str
     nodes: int
-    per: int
+    per: int | None
+    """Ranks on each machine; None: one for each of its GPUs."""
 
     submitted: float
     """Time in seconds since 1970."""
@@ -112,6 +114,9 @@ class JobSystem(ABC, Generic[O]):
 
     prints_id: ClassVar[bool] = True
     """Whether the command that hands a job over ends at once; if not, it runs as long as the job."""
+
+    counts_gpus: ClassVar[bool] = False
+    """Whether a job counts the GPUs of its machines when it starts, so that `machines.per` can be left open."""
 
     final_states: ClassVar[frozenset[str]] = frozenset()
     """States that a job never leaves. They are kept: job systems forget their jobs, some within minutes."""

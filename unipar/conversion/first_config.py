@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unipar.config.yaml_edit import yaml_value
+from unipar.conversion.config_schema import SCHEMA_FILE
 from unipar.conversion.import_config import write_config
 from unipar.errors import ConfigError, TaskError
 from unipar.utils.text import count_of
@@ -47,7 +48,7 @@ def find_tasks(script: Path) -> list[FoundTask]:
     parser = "; what argparse reads becomes arguments of that class" if "argparse" in _imports(tree) else ""
     raise TaskError(
         f"{script}: no class in it has model(), data() and loss(): {seen}; write one that has them "
-        f"(docs/tasks.md){parser}, then `unipar init {script}` again"
+        f"(`python -m pydoc unipar.Task`){parser}, then `unipar init {script}` again"
     )
 
 
@@ -61,8 +62,8 @@ def first_config_text(script: Path, found: list[FoundTask], out: Path) -> str:
         f"{'this' if len(task.needed) == 1 else 'these'}: give values, and take the first # away"
     ]
     lines = [
-        "# yaml-language-server: $schema=unipar.schema.json",
-        f"# First config for {script.name}, made by `unipar init`. docs/config.md has every key.",
+        f"# yaml-language-server: $schema={SCHEMA_FILE}",
+        f"# First config for {script.name}, made by `unipar init`; `unipar explain {out.name}` shows every key.",
         "",
         "task:",
         f"  use: {yaml_value(f'{where}:{task.name}')}",

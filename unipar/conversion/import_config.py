@@ -16,6 +16,7 @@ from unipar.config.config_file import read_config_text
 from unipar.config.source import parse_set_argument
 from unipar.config.yaml_edit import yaml_value
 from unipar.conversion.argument_names import EIGHT_BIT_OPTIMIZERS
+from unipar.conversion.config_schema import SCHEMA_FILE
 from unipar.conversion.given_arguments import arguments_over, read_arguments
 from unipar.conversion.trainer_file import READ_HERE, is_trainer_file, library_arguments, read_trainer_file
 from unipar.conversion.training_arguments import RefusedArgument, TrainingArguments
@@ -285,9 +286,9 @@ def _nest_keys(reading: ForeignConfigReader) -> dict[str, Any]:
 
 def _config_text(origin: str, reading: ForeignConfigReader, tree: Mapping[str, Any]) -> str:
     lines = [
-        "# yaml-language-server: $schema=unipar.schema.json",
+        f"# yaml-language-server: $schema={SCHEMA_FILE}",
         f"# Made by `unipar import` from {origin}.",
-        "# For an editor that knows the keys: unipar schema --write unipar.schema.json",
+        f"# For an editor that knows the keys: unipar schema --write {SCHEMA_FILE}",
         *(["#", "# Left out:"] if reading.left_out else []),
         *(f"#   {note}" for note in reading.left_out),
         *(["#", "# Not in the file, and assumed: see the remarks below."] if reading.assumed else []),

@@ -5,27 +5,20 @@ Imported when a config asks for it: torchao takes seconds to import.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, final
 
 import torch
+import torchao.optim
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torchao.optim.adam import single_param_adam
+from torchao.optim.subclass_8bit import OptimState8bit, get_qmap_signed, get_qmap_unsigned
 from typing_extensions import override
 
 from unipar.optimizers.block_states import BlockStates, blocks_fit
 from unipar.optimizers.closure import loss_of_closure
 from unipar.optimizers.pieces import InPieces, split_in_pieces
-
-_disabled = logging.root.manager.disable
-logging.disable(logging.WARNING)  # torchao warns of kernels that it cannot load here, none of which is used
-try:
-    import torchao.optim
-    from torchao.optim.adam import single_param_adam
-    from torchao.optim.subclass_8bit import OptimState8bit, get_qmap_signed, get_qmap_unsigned
-finally:
-    logging.disable(_disabled)
 
 _CODEBOOKS: Final = {"exp_avg": get_qmap_signed(), "exp_avg_sq": get_qmap_unsigned()}
 """Numbers that the 256 codes of a moment stand for."""

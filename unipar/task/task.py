@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, final
 from typing_extensions import override
 
 from unipar.errors import TaskError
+from unipar.task.harmless_warnings import silence_harmless_warnings
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
     from unipar.task.run import Run
 
+silence_harmless_warnings()  # here, as every process imports this before the code of a task
 
 TASK_FUNCTIONS = ("model", "loss", "data", "weight", "collate", "validation", "metrics", "groups", "length")
 """Names of functions that `launch` takes instead of a task; the first three are required."""

@@ -64,6 +64,20 @@ def test_gpus(here: Path, device: str, gpus: list[str]) -> None:
     assert re.findall(r"--gpus-per-node=(\d+)", text_of(made)) == gpus
 
 
+def test_all_gpus_of_whole_machines(here: Path) -> None:
+    """Where the config leaves the ranks open, the job has its machines alone, and counts GPUs when it starts."""
+    made = submission(write_config(here), "slurm", ["machines.nodes=2", "device=auto"])
+    asked = [word for word in directives(made) if word.startswith(("--nodes", "--ntasks", "--gpus", "--exclusive"))]
+    assert asked == ["--nodes=2", "--exclusive"]
+    lines = text_of(made).splitlines()
+    assert 'per="${SLURM_GPUS_ON_NODE:-1}"' in lines
+    (run,) = [line for line in lines if line.startswith("srun") and "--label" in line]
+    assert run == (
+        'srun --export=ALL --kill-on-bad-exit=1 --ntasks="$((2 * per))" --ntasks-per-node="$per" --unbuffered '
+        "--label \\"
+    )
+
+
 def test_its_steps(here: Path) -> None:
     """Lines before, one look at every machine, then a task for each rank; the interpreter is the one that submits."""
     file = write_config(here, "machines: {nodes: 2, per: 2, before: [module load CUDA/12]}\n")
@@ -89,9 +103,10 @@ exit "$code"
 
 
 def test_restarts_are_requeues(here: Path) -> None:
-    """`launch.restarts` is the only count; what was refused is not tried again."""
+    """`launch.restarts` is the only count, and the ranks, which would refuse it, have none; what was refused ends."""
     made = submission(write_config(here), "slurm", ["machines.per=2", "launch.restarts=3", "checkpoint.every=5"])
     assert "--requeue" in directives(made)
+    assert f"--set launch.restarts=0 --out {here}/runs/x\n" in text_of(made)
     assert (
         text_of(made).partition("code=$?\n")[2]
         == """# launch.restarts; what was refused (2, 3) would be refused again
@@ -217,3 +232,16 @@ def test_a_rank_fails(slurm: Slurm, tmp_path: Path) -> None:
     site.unipar("submit", "x.yaml", "--set", "task.args.fails_on=1")
     site.wait(lambda: site.state()[6] == "failed")
     assert "1: unipar: ValueError: this rank was told to fail" in site.unipar("jobs", "logs", "1")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(reason_no_cluster()), reason=reason_no_cluster())
+def test_a_rank_for_each_gpu(tmp_path: Path) -> None:
+    """Slurm gives a job that leaves its ranks open all GPUs of its machine, here two that are not there."""
+    with cluster(tmp_path / "slurm", gpus=2) as slurm:
+        site = Site(slurm, tmp_path, "")
+        (tmp_path / "x.yaml").write_text(TEXT.replace("device: cpu", "device: auto"), encoding="utf-8")
+        said = site.unipar("submit", "x.yaml", "--on", "slurm")
+        assert said.splitlines()[0] == f"slurm job 1: 1 machine x all GPUs, {tmp_path}/runs/x"
+        site.wait(lambda: site.state()[6] == "completed")
+    assert Report.read(tmp_path / "runs/x").size == 2

@@ -237,7 +237,7 @@ def test_several_machines_without_a_launcher(here: Path) -> None:
         prepare(file)
     assert str(e.value) == (
         "machines.nodes: 2, and unipar starts ranks on this machine alone: hand the run over with `unipar submit FILE "
-        "--on kubernetes`, start it with a launcher on all machines (torchrun, srun, mpirun: docs/launchers.md), or "
+        "--on kubernetes`, start it with a launcher on all machines (torchrun, srun, mpirun), or "
         "try it here with --set machines.nodes=1"
     )
     assert prepare(file, overrides={"machines.nodes": 1}).place is None

@@ -68,6 +68,7 @@ def import_(
     unipar import axolotl.yaml -o train.yaml
     unipar import accelerate.yaml --set train.epochs=3 --set batch.total=32 --set 'train.optimizer={lr: 3.0e-4}'
     """
+    from unipar.conversion.config_schema import write_schema_beside
     from unipar.conversion.import_config import import_library_config, write_imported_config
 
     imported = import_library_config(file, sets or (), world=world, leave=leave or (), args=args, strict=strict)
@@ -78,4 +79,4 @@ def import_(
             typer.echo(line, err=True)
         return
     write_imported_config(imported, out, overwrite=overwrite)
-    typer.echo("\n".join([f"written: {out}", *assumed, *(f"left out: {note}" for note in imported.left_out)]))
+    typer.echo("\n".join([write_schema_beside(out), *assumed, *(f"left out: {note}" for note in imported.left_out)]))

@@ -33,20 +33,20 @@ def resume_settings(file: Path, *, resume: bool, checkpoint: str | None) -> list
 
 
 def refuse_nothing_to_resume(source: ConfigSource) -> None:
-    """Raise CheckpointError if the newest run of this name holds no checkpoint."""
+    """Raise ConfigError if there is no run of this name, or the newest one holds no checkpoint."""
     from unipar.checkpoint.protocol.verifying import find_checkpoints
     from unipar.checkpoint.starting_points import configured_folder, describe_finished_run, refuse_lost_checkpoints
-    from unipar.errors import CheckpointError
+    from unipar.errors import ConfigError
     from unipar.run_folder.folder import newest_run_folder
 
     config = source.config
     run = newest_run_folder(source.out, alone=config.out is not None)
     if run is None:
-        raise CheckpointError(f"--resume: there is no run {source.out} to go on with; start it without --resume")
+        raise ConfigError(f"--resume: there is no run {source.out} to go on with; start it without --resume")
     folder = configured_folder(run, config)
     if not describe_finished_run(run, config) and not find_checkpoints(folder):
         refuse_lost_checkpoints(run, config)
-        raise CheckpointError(
+        raise ConfigError(
             f"--resume: {run}, the newest run of this name, has no checkpoint in {folder}; give the config a section "
             "checkpoint, start anew without --resume, or name a checkpoint with --from PATH"
         )

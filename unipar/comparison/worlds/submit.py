@@ -25,6 +25,7 @@ def submit_worlds(
             f"--world: {wrong[0]} ranks cannot be divided into {config.parallel.axes} ({axes} ranks each)"
         )
     per = machines.per if machines.per != "auto" else settle_machines(config)[1]
+    assert per is not None  # no GPUs are counted for worlds of given sizes
     batch = batch_with_fixed_total(config.batch, sizes[0] // axes)
     made: list[Submission] = []
     for size in sizes:

@@ -23,7 +23,8 @@ class Machines(Section):
     """Number of machines."""
 
     per: PositiveInt | Literal["auto"] = "auto"
-    """Ranks on each machine. auto: the world (parallel.data x axes) divided by nodes."""
+    """Ranks on each machine. auto: the world (parallel.data x axes) divided by nodes; with data auto, under Slurm, one
+    for each GPU of a machine."""
 
     time: Seconds | None = None
     """Time after which the job system ends the job, in seconds or as 2h; null: its own limit."""

@@ -109,7 +109,7 @@ def write_machine_file(machine: Machine, out: Path, *, overwrite: bool = False) 
 
     check_machine_file(out, overwrite=overwrite)
     values = machine.model_dump(exclude_none=True, exclude={"name"})
-    comment = "# Measured by `unipar plan --calibrate`; for `unipar plan FILE --machine`. Keys: docs/plan.md"
+    comment = "# Measured by `unipar plan --calibrate`; for `unipar plan FILE --machine`"
     lines = [comment, *(f"{key}: {yaml_value(value)}" for key, value in values.items() if value != {}), ""]
     with whole(out) as partial:
         partial.write_text("\n".join(lines), encoding="utf-8")

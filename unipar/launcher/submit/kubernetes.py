@@ -140,7 +140,7 @@ class Kubernetes(JobSystem[KubernetesOptions]):
         pods = PodSettings(
             name=self._name(job),
             nodes=job.nodes,
-            per=job.per,
+            per=job.ranks // job.nodes,
             image=chosen.image or "",
             code=shlex.quote(chosen.code),
             before=job.machines.before,

@@ -59,12 +59,17 @@ _SCRIPT = """#!/bin/bash
 {directives}
 {before}
 export PYTHONUNBUFFERED=1 OMP_NUM_THREADS="${{OMP_NUM_THREADS:-{threads}}}"
-{check}
+{count}{check}
 # A task for each rank; a signal stops all of them at the same step boundary.
-srun {srun} --unbuffered --label \\
+srun {srun}{tasks} --unbuffered --label \\
   {run}
 code=$?
 {requeue}exit "$code"
+"""
+
+_COUNT = """
+# machines.per: auto: a rank for each GPU of a machine, all of which the job has; one rank where there are none.
+per="${SLURM_GPUS_ON_NODE:-1}"
 """
 
 _CHECK = """
@@ -88,6 +93,7 @@ class Slurm(JobSystem[SlurmOptions]):
     options = SlurmOptions
     clients = ("sbatch", "squeue", "scontrol", "scancel")
     remedy = "submit from a login node of the cluster, or look at the files with --print"
+    counts_gpus = True
     final_states = frozenset({"completed"})  # others may be requeued
 
     @override
@@ -110,10 +116,12 @@ class Slurm(JobSystem[SlurmOptions]):
                 directives="\n".join(f"#SBATCH {word}" for word in self._directives(job)),
                 before="".join(f"\n{line}" for line in job.machines.before),
                 threads=cpus or 1,
+                count=_COUNT if job.per is None else "",
                 check=_CHECK.format(srun=srun, nodes=job.nodes, doctor=doctor)
                 if chosen.check and job.nodes > 1
                 else "",
                 srun=srun,
+                tasks=f' --ntasks="$(({job.nodes} * per))" --ntasks-per-node="$per"' if job.per is None else "",
                 run=shlex.join([*python, *job.words(str(job.file), str(job.out))]),
                 requeue=_REQUEUE.format(restarts=restarts) if restarts else "",
             )
@@ -125,7 +133,8 @@ class Slurm(JobSystem[SlurmOptions]):
             "job-name": job.name,
             "nodes": job.nodes,
             "ntasks-per-node": job.per,
-            "gpus-per-node": job.gpus or None,  # with gpus-per-task a rank would see one GPU, and look for its own
+            # with gpus-per-task a rank would see one GPU, and look for its own; exclusive machines give all of theirs
+            "gpus-per-node": job.gpus or None if job.per is not None else None,
             "cpus-per-task": chosen.cpus,
             "partition": chosen.partition,
             "account": chosen.account,
@@ -139,7 +148,7 @@ class Slurm(JobSystem[SlurmOptions]):
         for name, value in named.items():
             if value is not None:
                 yield f"--{name}={shlex.quote(str(value))}"
-        if chosen.exclusive:
+        if chosen.exclusive or job.per is None:
             yield "--exclusive"
         yield "--requeue" if job.config.launch.restarts else "--no-requeue"
         yield from chosen.more

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
+from math import lcm
 from pathlib import Path
 from typing import Any
 
@@ -135,10 +136,12 @@ def make_submission(
     if name is None:
         raise ConfigError(f"machines.on: name a job system, there or with --on: {', '.join(job_system_names())}")
     kind = find_job_system(name)
-    nodes, per = settle_machines(config)
-    _check_config(source, nodes * per)
+    nodes, per = settle_machines(config, counts_gpus=kind.counts_gpus)
+    _check_config(source, nodes * per if per is not None else lcm(nodes, config.parallel.axes.ranks))
     out = _free_folder(source, command, overwrite="--overwrite" in arguments)
     system = kind.of(machines.options.get(name, {}))
+    if config.launch.restarts and command == "run":  # the job system counts them, and the ranks refuse what they cannot
+        arguments = [*arguments, "--set", "launch.restarts=0"]
     job = NewJob(
         name=out.name,
         command=command,
@@ -156,8 +159,11 @@ def make_submission(
     return Submission(job, system, system.texts(job))
 
 
-def settle_machines(config: Config) -> tuple[int, int]:
-    """Return the number of machines and of ranks on each; raise ConfigError, which shows the arithmetic, if wrong."""
+def settle_machines(config: Config, *, counts_gpus: bool = False) -> tuple[int, int | None]:
+    """Return the number of machines and of ranks on each; raise ConfigError, which shows the arithmetic, if wrong.
+
+    None: the config leaves the ranks open, and the job `counts_gpus` of its machines.
+    """
     machines, ranks, axes = config.machines or Machines(), config.parallel.ranks, config.parallel.axes
     nodes, per = machines.nodes, machines.per
     if isinstance(ranks, int):
@@ -167,6 +173,8 @@ def settle_machines(config: Config) -> tuple[int, int]:
         world = "parallel.data (auto)"
     if per == "auto":
         if isinstance(ranks, str):
+            if counts_gpus and config.device in ("auto", "cuda"):
+                return nodes, None
             raise ConfigError(
                 f"machines.per: {world} does not say how many ranks a machine has, and its GPUs cannot be counted "
                 f"from here: set machines.per, or parallel.data"

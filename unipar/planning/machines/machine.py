@@ -250,4 +250,4 @@ PRESETS: Final[Mapping[str, Machine]] = {
         _preset("mi250x", "AMD Instinct MI250X", 8, "Infinity Fabric, MI250X", "InfiniBand HDR", 4, host=0.5),
     )
 }
-"""Machines by name; what a preset assumes is in docs/plan.md."""
+"""Machines by name."""

@@ -16,13 +16,14 @@ def init(
     *,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
 ) -> None:
-    """Write a first config beside a script.
+    """Write a first config beside a script, and the schema from which editors know its keys.
 
     The class with your model, data and loss is found in the script's text, which is not run.
 
     \b
     unipar init train.py
     """
+    from unipar.conversion.config_schema import write_schema_beside
     from unipar.conversion.first_config import write_first_config
 
     written = write_first_config(script, out, overwrite=overwrite)
@@ -33,4 +34,4 @@ def init(
     )
     width = max(len(name) for name, _ in commands)
     rows = [f"  unipar {name} {written}{' ' * (width - len(name))}  # {what}" for name, what in commands]
-    typer.echo("\n".join([f"written: {written}", "next:", *rows]))
+    typer.echo("\n".join([write_schema_beside(written), "next:", *rows]))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -16,65 +15,11 @@ def build_schema(
 
     \b
     unipar schema
-    unipar schema --write docs/config.schema.json
+    unipar schema --write unipar.schema.json
     """
+    from unipar.conversion.config_schema import schema_text, write_schema
+
     if write is None:
         typer.echo(schema_text(), nl=False)
     else:
         write_schema(write)
-
-
-def schema_text() -> str:
-    """Return the JSON Schema of a config, with the options of every known backend."""
-    from pydantic.json_schema import models_json_schema
-
-    from unipar.backend import registry
-    from unipar.config import Config
-    from unipar.config.job_system import find_job_system, job_system_names
-
-    backends = [registry.find_backend(name) for name in registry.backend_names()]
-    optional = [b for b in backends if b.options.model_fields]
-    systems = {name: find_job_system(name).options for name in job_system_names()}
-    models = (Config, *(b.options for b in optional), *systems.values())
-    refs, definitions = models_json_schema([(m, "validation") for m in models])
-    config = definitions["$defs"].pop("Config")
-    config["properties"]["options"] |= {
-        "properties": {b.name: refs[b.options, "validation"] for b in optional},
-        "additionalProperties": {"type": "object"},
-    }
-    machines = definitions["$defs"]["Machines"]
-    machines["properties"] |= {name: refs[options, "validation"] for name, options in systems.items()}
-    machines["additionalProperties"] = False
-    machines["properties"]["on"]["examples"] = list(systems)
-    config["properties"]["backend"]["examples"] = [b.name for b in backends]
-    schema = {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "A unipar config",
-        **{key: value for key, value in config.items() if key != "title"},
-        **definitions,
-    }
-    return json.dumps(_simplify_schema(schema), indent=2, ensure_ascii=False) + "\n"
-
-
-def write_schema(file: Path) -> None:
-    """Write the JSON Schema to `file`."""
-    from unipar.errors import ConfigError
-
-    try:
-        file.write_text(schema_text(), encoding="utf-8")
-    except OSError as e:
-        raise ConfigError(f"--write {file}: {e.strerror}") from None
-
-
-def _simplify_schema(node: Any) -> Any:
-    """Remove the generated titles, and turn `oneOf` into `anyOf`: where `name` has a default it may be left out."""
-    if isinstance(node, list):
-        return [_simplify_schema(x) for x in node]
-    if not isinstance(node, dict):
-        return node
-    simple = {"anyOf" if key == "oneOf" else key: _simplify_schema(value) for key, value in node.items()}
-    if isinstance(simple.get("title"), str) and "$schema" not in simple:
-        del simple["title"]
-    if isinstance(simple.get("description"), str):
-        simple["description"] = " ".join(simple["description"].split())
-    return simple

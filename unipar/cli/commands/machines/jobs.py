@@ -83,7 +83,7 @@ def format_jobs(jobs: Sequence[SubmittedJob], states: Sequence[str], width: int)
             job.system,
             job.id,
             job.command,
-            f"{job.nodes} x {job.per}",
+            f"{job.nodes} x {'all' if job.per is None else job.per}",
             state if len(state) <= _LONGEST_STATE else state.partition(":")[0],
             format_age(time.time() - job.submitted),
             str(relative_path(Path(job.folder).parents[1])),

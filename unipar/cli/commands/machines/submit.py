@@ -89,7 +89,8 @@ def submit(
         job, code = one.hand_over(detach=detach or command == "scale")
         if not one.system.prints_id and not detach:
             raise typer.Exit(code)
-        machines = f"{count_of(job.nodes, 'machine')} x {count_of(job.per, 'rank')}"
+        ranks = "all GPUs" if job.per is None else count_of(job.per, "rank")
+        machines = f"{count_of(job.nodes, 'machine')} x {ranks}"
         typer.echo(f"{job.system} job {job.id}: {machines}, {one.job.out}")
         within = "" if one.job.out.is_relative_to(Path.cwd() / "runs") else f" --in {shlex.quote(str(one.job.out))}"
         typer.echo(f"  unipar jobs logs {job.id}{within}; unipar jobs cancel {job.id}{within}")

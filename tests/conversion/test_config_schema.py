@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from unipar.cli.commands.config.schema import schema_text, write_schema
 from unipar.config import Config
 from unipar.config.validation_errors import list_known_keys
+from unipar.conversion.config_schema import schema_text, write_schema
 from unipar.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -94,10 +94,10 @@ def test_configs_name_the_schema(file: Path) -> None:
 
 
 def test_write_where_nothing_can_be_written(tmp_path: Path) -> None:
-    """The system's reason, and the flag."""
+    """The path, and the system's reason."""
     with pytest.raises(ConfigError) as e:
         write_schema(tmp_path / "nowhere" / "x.json")
-    assert str(e.value) == f"--write {tmp_path}/nowhere/x.json: No such file or directory"
+    assert str(e.value) == f"{tmp_path}/nowhere/x.json cannot be written: No such file or directory"
 
 
 def test_the_page_on_configs_holds_every_key() -> None:
