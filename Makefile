@@ -41,7 +41,7 @@ verify: setup ## every cell compared with one process on two examples, bitwise w
 	$(BIN)/unipar verify configs/digits.yaml --overwrite
 
 # pyright runs on the second core while tests run; its errors are printed at once, its last line again at the end.
-test: style $(DONE)/docs ## lint, and every test that needs no GPU
+test: style ## lint, and every test that needs no GPU
 	@typed=$$(mktemp); \
 	( $(PYRIGHT) > "$$typed" 2>&1 || { cat "$$typed"; exit 1; } ) & types=$$!; \
 	trap 'kill $$types 2> /dev/null; rm -f "$$typed"; exit 130' INT TERM; \
