@@ -27,7 +27,7 @@ WORKERS := $(shell [ "$$(nproc)" -gt 1 ] && echo 2 || echo 0)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo verify test lint style bench layout route settings memory mesh examples bubble pairs conformance chaos matrix machines ray sweeps planted compiled versions torchtune docs gpu gpu-wheels setup horovod clean
+.PHONY: help demo verify test lint style bench layout route settings memory mesh examples bubble pairs conformance chaos matrix machines ray sweeps planted compiled versions fresh torchtune docs gpu gpu-wheels setup horovod clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
@@ -110,6 +110,11 @@ compiled: setup $(DONE)/tests ## what DeepSpeed compiles on first use, its CPU A
 
 versions: setup $(DONE)/tests ## a part of the suite under the oldest and the newest torch: gigabytes, once
 	$(IN_VENV) $(BIN)/python -m tests.support.versions $(ARGS)
+
+# Not .venv: the machine that is made has none.
+fresh: ## README's commands on a bare Debian that is made on the spot, as root and as a user (ARGS=--help); root
+	@.ci/needs "$(PYTHON)"
+	@$(PYTHON) -m tests.support.bare_machine $(ARGS)
 
 torchtune: $(DONE)/tests build/torchtune ## both programs of docs/from-torchtune.md on two ranks; torchtune in build/, 0.2 GB, once
 	@$(PYTEST) -m slow tests/repository/test_coming_from.py $(ARGS)
