@@ -18,9 +18,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -223,25 +224,26 @@ class BareMachine:
         wanted = [line for line in known.splitlines() if re.match(r"Acquire::(Check-|https?::|Retries|Force)", line)]
         options.write_text("\n".join([*wanted, ""]), "utf-8")
         say(f"Debian {suite} with {' '.join(packages)}, in {self.system}")
-        command = ["mmdebstrap", "--quiet", "--variant=minbase", f"--aptopt={options}"]
+        command = ["mmdebstrap", "--variant=minbase", f"--aptopt={options}"]
         command += [f"--include={','.join([*packages, *ALWAYS])}", suite, str(self.system), *files]
-        self._make(command, self.folder / "mmdebstrap.log")
+        self._make(command)
         subprocess.run(["chroot", self.system, "useradd", "--create-home", "--shell", "/bin/bash", "user"], check=True)
         self._take_settings()
 
-    def _make(self, command: Sequence[str], log: Path) -> None:
-        with log.open("wb") as out:
-            words = [*NAMESPACES, "--mount-proc", *command]
-            making = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
+    def _make(self, command: Sequence[str]) -> None:
+        lines: list[str] = []
+        with _started([*NAMESPACES, "--mount-proc", *command]) as making:
+            limit = threading.Timer(MAKING_LIMIT, _end, [making])
+            limit.start()
             try:
-                code = making.wait(MAKING_LIMIT)
-            except subprocess.TimeoutExpired:
-                raise NoMachine(f"mmdebstrap took more than {MAKING_LIMIT:.0f} s") from None
+                lines += _shown(making)
+                code = making.wait()
             finally:
-                _end(making)
+                limit.cancel()
+        if code == -signal.SIGKILL:
+            raise NoMachine(f"mmdebstrap was ended after {MAKING_LIMIT:.0f} s")
         if code:
-            said = log.read_text("utf-8", errors="replace").strip().splitlines()
-            raise NoMachine(f"mmdebstrap failed with {code}: {' | '.join(said[-3:])}")
+            raise NoMachine(f"mmdebstrap failed with {code}: {' | '.join(lines[-3:])}")
 
     def _take_settings(self) -> None:
         own = [(Path.home() / path, path) for path in OWN_PIP_FILES if (Path.home() / path).is_file()]
@@ -293,25 +295,34 @@ class BareMachine:
         if user != "root":
             words += ["setpriv", f"--reuid={user}", f"--regid={user}", "--init-groups"]
         began, network, tests = time.monotonic(), False, False
-        machine = subprocess.Popen(
-            [*NAMESPACES, "sh", "-c", ENTER, "sh", str(self.system), f"cd {at} && {command}", *folders, "--", *words],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C is for this process alone
-        )
-        assert machine.stdout is not None
-        try:
-            for line in machine.stdout:
-                sys.stdout.buffer.write(line)
-                sys.stdout.flush()
-                text = line.decode(errors="replace")
-                network = network or NETWORK_FAILS.search(text) is not None
-                tests = tests or "test session starts" in text
+        entering = [*NAMESPACES, "sh", "-c", ENTER, "sh", str(self.system), f"cd {at} && {command}"]
+        with _started([*entering, *folders, "--", *words]) as machine:
+            for line in _shown(machine):
+                network = network or NETWORK_FAILS.search(line) is not None
+                tests = tests or "test session starts" in line
             code = machine.wait()
-        finally:
-            _end(machine)
         return Result(user, command, code, time.monotonic() - began, network=code != 0 and network and not tests)
+
+
+@contextmanager
+def _started(command: Sequence[str]) -> Generator[subprocess.Popen[bytes]]:
+    """Context manager: a process in namespaces, of which nothing is left at the end; Ctrl-C is for this one alone."""
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    try:
+        yield process
+    finally:
+        _end(process)
+
+
+def _shown(process: subprocess.Popen[bytes]) -> Iterator[str]:
+    """Yield each line that a process prints, when it has been shown."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        sys.stdout.buffer.write(line)
+        sys.stdout.flush()
+        yield line.decode(errors="replace").rstrip()
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

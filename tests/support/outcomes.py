@@ -13,8 +13,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import pytest
+if TYPE_CHECKING:
+    import pytest
 
 ALLOWED = ("no GPU", "torch ")
 """How the reason of a skip begins that no machine without a GPU, or with another torch, can do anything about."""
