@@ -310,10 +310,11 @@ def _started(command: Sequence[str]) -> Generator[subprocess.Popen[bytes]]:
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
     )
-    try:
-        yield process
-    finally:
-        _end(process)
+    with process:
+        try:
+            yield process
+        finally:
+            _end(process)
 
 
 def _shown(process: subprocess.Popen[bytes]) -> Iterator[str]:
