@@ -1,8 +1,8 @@
 # unipar's commands. `make demo` and `make test` set up all they need in .venv, once.
 
 ifndef PYTHON
-PYTHON := $(shell for p in python3.11 python3; do \
-    $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+PYTHON := $(shell for p in python3.11 python3 python3.12 python3.13; do \
+    $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && echo $$p && break; done)
 endif
 
 # The first Python that has torch; .venv's only where no other has.
