@@ -169,7 +169,8 @@ def test_a_row_and_its_remarks() -> None:
     other = result("2.15.0+cu130", peaks={"single": 1020, "native/nothing": 2000})
     names = ", ".join(HOROVOD_TESTS)
     assert report([one, other]).splitlines()[3:] == [
-        f"torch 2.11.0+cu130, Python 3.11.2: Horovod is left out, with {names}: horovod 0.28.1 cannot be built yet; missing: nvcc",
+        f"torch 2.11.0+cu130, Python 3.11.2: Horovod is left out, with {names}: "
+        "horovod 0.28.1 cannot be built yet; missing: nvcc",
         "torch 2.11.0+cu130, Python 3.11.2: verify: single: disagrees",
         "torch 2.11.0+cu130, Python 3.11.2: skipped 1: no GPU",
         "torch 2.15.0+cu130, Python 3.11.2: skipped 1: no GPU",
