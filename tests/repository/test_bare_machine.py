@@ -19,6 +19,7 @@ from tests.support.bare_machine import (
     Result,
     apt_sources,
     exit_code,
+    main,
     mounted_below,
     named_paths,
     outermost,
@@ -112,6 +113,21 @@ def test_the_report() -> None:
         "user  make test   0 min 01 s  failed: pip did not reach the index",
     ]
     assert [exit_code(results) for results in ([good], [good, bad], [good, lost], [bad, lost])] == [0, 1, 3, 1]
+
+
+@in_namespaces
+def test_no_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The reason, and an exit code that is not that of a command that failed; nothing stays."""
+    monkeypatch.setattr("tests.support.bare_machine.DISK_BYTES", 1e18)
+    assert main(["--place", str(tmp_path)]) == 3
+    reason = f"it takes 1000000000 GB, and {tmp_path} has "
+    assert capsys.readouterr().out.startswith(f"fresh: no bare machine can be made here: {reason}")
+    monkeypatch.setattr("tests.support.bare_machine.DISK_BYTES", 0)
+    monkeypatch.setattr("tests.support.bare_machine.require_mmdebstrap", lambda: None)
+    monkeypatch.setattr("tests.support.bare_machine.debian_release", lambda: "")
+    assert main(["--place", str(tmp_path)]) == 3
+    assert "this machine has no sources of Debian in /etc/apt" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ SUITE = "bookworm"
 DISK_BYTES = 10e9
 """Bytes on disk: the system 0.6 GB, and for each user a clone with .venv, caches and what tests write."""
 
-MAKING_LIMIT = 900.0
+MAKING_LIMIT = 600.0
 """Seconds within which the system must be made."""
 
 NO_MACHINE = 3
@@ -229,6 +229,8 @@ class BareMachine:
         self._make(command)
         subprocess.run(["chroot", self.system, "useradd", "--create-home", "--shell", "/bin/bash", "user"], check=True)
         self._take_settings()
+        if code := self.run("root", "true").code:
+            raise NoMachine(f"the system cannot be entered: exit {code}, see above")
 
     def _make(self, command: Sequence[str]) -> None:
         lines: list[str] = []
@@ -387,18 +389,20 @@ def main(words: Sequence[str] | None = None) -> int:
     commands = chosen.command or [one for one in readme_commands(readme) if chosen.only in one]
     if not commands:
         asked.error(f"--only: README has {', '.join(readme_commands(readme))}")
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _stop)
+    earlier = {number: signal.signal(number, _stop) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         with BareMachine(chosen.place) as machine:
             machine.make(readme_packages(readme), chosen.debian)
             results = play(machine, chosen.users or list(HOMES), commands, chosen.share)
-    except NoMachine as e:
+    except (NoMachine, OSError, subprocess.CalledProcessError) as e:
         say(f"no bare machine can be made here: {e}")
         return NO_MACHINE
     except KeyboardInterrupt:
         say("stopped")
         return 130
+    finally:
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
     print(report(results))
     return exit_code(results)
 
