@@ -146,7 +146,7 @@ def test_what_a_command_sees(machine: BareMachine, capfdbinary: pytest.CaptureFi
     """Its own root and processes, and of this machine the folders that it was given, of which one can be written."""
     shared = machine.folder / "shared"
     shared.mkdir()
-    command = f"ls -d /*; echo $HOME $$ > {shared}/said; touch /usr/x || cat /proc/1/comm; exit 5"
+    command = f"ls /mnt; ls -d /*; echo $HOME $$ > {shared}/said; touch /usr/x || cat /proc/1/comm; exit 5"
     result = machine.run("root", command, share=[shared])
     seen = capfdbinary.readouterr().out.decode().splitlines()
     own = {"/dev", "/mnt", "/proc", "/sys", *map(str, SYSTEM), f"/{shared.parts[1]}"}
@@ -193,7 +193,10 @@ def test_ctrl_c(number: signal.Signals, tmp_path: Path) -> None:
     with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as fresh:
         eventually(lambda: len(sleepers()) == 2, "the command did not start")
         fresh.send_signal(number)
-        printed, _ = fresh.communicate(timeout=SOON)
+        try:
+            printed, _ = fresh.communicate(timeout=SOON)
+        finally:
+            fresh.kill()
     assert fresh.returncode == 130
     assert [line.partition("unipar-fresh-")[0] for line in printed.splitlines()] == [
         "fresh: root: (trap '' TERM INT; sleep 43210) & sleep 43211",

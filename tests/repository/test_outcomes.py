@@ -22,6 +22,14 @@ def test_plain():
 def test_expected():
     assert False
 
+@pytest.fixture
+def broken():
+    assert False
+
+@pytest.mark.xfail(strict=True)
+def test_expected_before_it_begins(broken):
+    pass
+
 @needs_programs("mpirun")
 def test_that_says_so():
     subprocess.run(["mpirun"], check=True)
@@ -56,6 +64,7 @@ def test_a_test_that_needs_a_program_without_saying_so(planted: Path, forks: For
         ran={
             "test_planted.py::test_plain": "passed",
             "test_planted.py::test_expected": "passed",
+            "test_planted.py::test_expected_before_it_begins": "passed",
             "test_planted.py::test_that_does_not_say_so": "failed",
         },
         skipped={"test_planted.py::test_that_says_so": "no mpirun; on Debian: apt-get install openmpi-bin"},
@@ -63,7 +72,7 @@ def test_a_test_that_needs_a_program_without_saying_so(planted: Path, forks: For
     assert Outcomes.read(here) == Outcomes(ran={"test_planted.py::test_that_says_so": "passed"})
     assert judge(Outcomes.read(bare), Outcomes.read(here)) == (
         [
-            "3 tests ran on the bare machine and 1 here: 4 of 4",
+            "4 tests ran on the bare machine and 1 here: 5 of 5",
             "  1 skipped on the bare machine: no mpirun; on Debian: apt-get install openmpi-bin",
             "failed on the bare machine: test_planted.py::test_that_does_not_say_so",
         ],
