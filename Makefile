@@ -1,8 +1,8 @@
 # unipar's commands. `make demo` and `make test` set up all they need in .venv, once.
 
 ifndef PYTHON
-PYTHON := $(shell for p in python3.11 python3; do \
-    $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+PYTHON := $(shell for p in python3.11 python3 python3.12 python3.13; do \
+    $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && echo $$p && break; done)
 endif
 
 # The first Python that has torch; .venv's only where no other has.
@@ -27,7 +27,7 @@ WORKERS := $(shell [ "$$(nproc)" -gt 1 ] && echo 2 || echo 0)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo verify test lint style bench layout route settings memory mesh examples bubble pairs conformance chaos matrix machines ray sweeps planted compiled versions torchtune docs gpu gpu-wheels setup horovod clean
+.PHONY: help demo verify test lint style bench layout route settings memory mesh examples bubble pairs conformance chaos matrix machines ray sweeps planted compiled versions fresh torchtune docs gpu gpu-wheels setup horovod clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
@@ -41,7 +41,7 @@ verify: setup ## every cell compared with one process on two examples, bitwise w
 	$(BIN)/unipar verify configs/digits.yaml --overwrite
 
 # pyright runs on the second core while tests run; its errors are printed at once, its last line again at the end.
-test: style $(DONE)/docs ## lint, and every test that needs no GPU
+test: style ## lint, and every test that needs no GPU
 	@typed=$$(mktemp); \
 	( $(PYRIGHT) > "$$typed" 2>&1 || { cat "$$typed"; exit 1; } ) & types=$$!; \
 	trap 'kill $$types 2> /dev/null; rm -f "$$typed"; exit 130' INT TERM; \
@@ -110,6 +110,11 @@ compiled: setup $(DONE)/tests ## what DeepSpeed compiles on first use, its CPU A
 
 versions: setup $(DONE)/tests ## a part of the suite under the oldest and the newest torch: gigabytes, once
 	$(IN_VENV) $(BIN)/python -m tests.support.versions $(ARGS)
+
+# Not .venv: the machine that is made has none.
+fresh: ## README's commands on a bare Debian that is made on the spot, as root and as a user (ARGS=--help); root
+	@.ci/needs "$(PYTHON)"
+	@$(PYTHON) -m tests.support.bare_machine $(ARGS)
 
 torchtune: $(DONE)/tests build/torchtune ## both programs of docs/from-torchtune.md on two ranks; torchtune in build/, 0.2 GB, once
 	@$(PYTEST) -m slow tests/repository/test_coming_from.py $(ARGS)

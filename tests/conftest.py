@@ -28,6 +28,10 @@ def pytest_configure(config: pytest.Config) -> None:
     """A run in the background of a shell ignores SIGINT, and so would all that tests start and interrupt."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if (file := config.getoption("--outcomes")) and not hasattr(config, "workerinput"):
+        from tests.support.outcomes import Recorder
+
+        config.pluginmanager.register(Recorder(file))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -52,6 +56,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if any(mark.name == "forked" for mark in item.own_markers):
             raise pytest.UsageError(f"{item.nodeid}: `forked` marks modules; a test alone takes the fixture `forked`")
+    if file := config.getoption("--not-run-in"):
+        from tests.support.outcomes import Outcomes
+
+        ran = Outcomes.read(file).ran
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in ran])
+        items[:] = [item for item in items if item.nodeid not in ran]
     if hasattr(config, "workerinput"):  # one of several processes, which all sort alike
         from tests.support.schedule import place
 
@@ -72,6 +82,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--cells", action="append", default=[], help="conformance: play these cells only (backend/*)")
     parser.addoption("--whole", action="store_true", help="conformance: every case in every world")
+    parser.addoption("--outcomes", type=Path, help="write what became of each test to this file")
+    parser.addoption("--not-run-in", type=Path, help="play the tests that did not run in the run that wrote this file")
     parser.addoption("--marks", type=Path, help="conformance: a TOML file with a stranger's marks")
 
 

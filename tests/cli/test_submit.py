@@ -105,8 +105,9 @@ def job(here: Path, **changes: Any) -> SubmittedJob:
     return SubmittedJob(**told)
 
 
-def test_the_table(here: Path, unipar: Any) -> None:
-    """A line for each job, the latest last; --json has everything."""
+def test_the_table(here: Path, unipar: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line for each job, the latest last; --json has everything. A job that is a process needs no mpirun for that."""
+    monkeypatch.setenv("PATH", str(here))
     for name, code, at in (("y", "1", 2.0), ("x", "0", 1.0)):
         folder = here / f"runs/{name}/submit/1"
         folder.mkdir(parents=True)

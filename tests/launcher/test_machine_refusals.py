@@ -11,10 +11,11 @@ from tests.support.machine_launches import Job
 from tests.support.machine_runs import Started
 from tests.support.machines.machine import Machine, reason_no_firewall
 from tests.support.machines.start import machines, reason_no_machines
+from tests.support.programs import skip_because
 from tests.support.tiny import __file__ as TINY
 from tests.support.world import ROOT
 
-pytestmark = pytest.mark.skipif(bool(reason_no_machines()), reason=reason_no_machines())
+pytestmark = skip_because(reason_no_machines())
 
 NODES = "node1 (10.213.7.1): rank 0; node2 (10.213.7.2): rank 1"
 DIFFERS = "node2 (10.213.7.2) (rank 1) and node1 (10.213.7.1) (rank 0) do not run the same: "
@@ -110,7 +111,7 @@ def test_another_version(job: Job, tmp_path: Path) -> None:
     assert done.said == f"node1, node2: {DIFFERS}torch 9.9 there and {here} here; install one version on all machines"
 
 
-@pytest.mark.skipif(bool(reason_no_firewall()), reason=reason_no_firewall())
+@skip_because(reason_no_firewall())
 def test_no_way_to_rank_0(tmp_path: Path) -> None:
     """Packets between the two are dropped: each says within launch.meet whom it could not reach."""
     with machines(2, tmp_path / "machines") as (one, two):

@@ -16,9 +16,10 @@ from tests.support.machine_faults import is_rank
 from tests.support.machines.clock import reason_no_wrong_clock, wrong_clock
 from tests.support.machines.machine import Machine, reason_no_firewall
 from tests.support.machines.start import hosts_file, machines, reason_no_machines
+from tests.support.programs import skip_because
 from tests.support.world import PYTHONPATH_VARIABLE, ROOT, SOON, eventually, is_running
 
-pytestmark = pytest.mark.skipif(bool(reason_no_machines()), reason=reason_no_machines())
+pytestmark = skip_because(reason_no_machines())
 
 SERVER = (
     "import socket; s = socket.create_server(('{}', 5000)); print('up', flush=True)\nwhile 1: s.accept()[0].close()"

@@ -13,10 +13,11 @@ import pytest
 
 from tests.support.foreign_launch import CONFIG
 from tests.support.launchers import LAUNCH_COMMANDS, environment
+from tests.support.programs import skip_because
 from tests.support.slurm import Slurm, cluster, reason_no_cluster
 from unipar.results.run import Report
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(reason_no_cluster()), reason=reason_no_cluster())]
+pytestmark = [pytest.mark.slow, skip_because(reason_no_cluster())]
 
 UNIPAR = [sys.executable, "-m", "unipar", "run", "x.yaml"]
 TWO = [*UNIPAR, "--set", "parallel.data=2"]

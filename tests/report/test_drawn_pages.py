@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.support.comparisons import example_with_points, write_example_comparison
+from tests.support.programs import needs_programs, reason_no_programs, skip_because
 from tests.support.run_folders import plain
 from tests.support.scalings import two_cells
 from tests.support.verifications import disagreeing_verdicts
@@ -40,7 +41,7 @@ FLAGS = (
     *("--disable-background-networking", "--disable-component-update"),
 )
 DARK = "--blink-settings=preferredColorScheme=0"
-needs_browser = pytest.mark.skipif(BROWSER is None, reason="there is no chromium here (Debian: apt install chromium)")
+needs_browser = skip_because("" if BROWSER else reason_no_programs("chromium"))
 
 LOOK = """
 for (const hidden of document.querySelectorAll('details')) hidden.open = true;
@@ -227,9 +228,7 @@ def test_names_in_figures_are_shortened_where_they_must_be() -> None:
 
 
 @needs_browser
-@pytest.mark.skipif(
-    shutil.which("pdftotext") is None, reason="there is no pdftotext (Debian: apt install poppler-utils)"
-)
+@needs_programs("pdftotext")
 def test_on_paper_nothing_is_folded_away(told: ComparisonPageData, tmp_path: Path) -> None:
     """On paper the tables behind the figures are open, and not cut."""
     (tmp_path / "report.html").write_text(render_comparison(told), encoding="utf-8")
@@ -243,9 +242,7 @@ def test_on_paper_nothing_is_folded_away(told: ComparisonPageData, tmp_path: Pat
 
 @needs_browser
 @pytest.mark.sweep
-@pytest.mark.skipif(
-    shutil.which("pdftotext") is None, reason="there is no pdftotext (Debian: apt install poppler-utils)"
-)
+@needs_programs("pdftotext")
 def test_a_verification_on_paper(tmp_path: Path) -> None:
     """On paper the tables behind a verification's figures are open, and not cut."""
     page = VerificationPageData(folder=tmp_path, verdicts=disagreeing_verdicts(), config={"backend": "native"})

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import yaml
 
 import unipar
+from tests.support.programs import skip_because
 
 ROOT = Path(__file__).parents[2]
 CONFIG = (ROOT / "mkdocs.yml").read_text("utf-8")
@@ -27,6 +29,9 @@ LOADED = (
 """Addresses that a browser loads by itself with a page."""
 
 
+NO_MKDOCS = "" if find_spec("mkdocs") else "no mkdocs; `make docs` installs it"
+
+
 def build(folder: Path, config: Path = ROOT / "mkdocs.yml") -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict"]  # not --quiet: that forgives warnings
     command += ["--config-file", str(config), "--site-dir", str(folder)]
@@ -36,6 +41,8 @@ def build(folder: Path, config: Path = ROOT / "mkdocs.yml") -> subprocess.Comple
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if NO_MKDOCS:
+        pytest.skip(NO_MKDOCS)
     folder = tmp_path_factory.mktemp("site")
     done = build(folder)
     assert (done.returncode, [line for line in done.stderr.splitlines() if not line.startswith("INFO ")]) == (0, [])
@@ -114,6 +121,7 @@ BROKEN = {
 """A link to a page, a heading and a name that are missing, and what the build says."""
 
 
+@skip_because(NO_MKDOCS)
 def test_broken_links_end_the_build(tmp_path: Path) -> None:
     """Whether page, heading or name is missing, the build fails and says which."""
     docs = tmp_path / "docs"

@@ -69,7 +69,7 @@ def test_no_python(system: Path) -> None:
     done = needs(system, "python2.7")
     assert (done.returncode, done.stderr) == (
         1,
-        "unipar: Python 3.11 or newer is missing; on Debian: apt install python3\n",
+        "unipar: Python 3.11, 3.12 or 3.13 is missing; on Debian: apt install python3\n",
     )
 
 
@@ -86,6 +86,7 @@ def test_no_python(system: Path) -> None:
         "sweeps",
         "conformance",
         "versions",
+        "fresh",
         "torchtune",
         "docs",
         "ray",
@@ -138,5 +139,5 @@ def test_set_up_stops_at_what_is_missing(tmp_path: Path) -> None:
     command = ["make", "setup", "PYTHON=python2.7"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "unipar: Python 3.11 or newer is missing; on Debian: apt install python3\n" in done.stderr
+    assert "unipar: Python 3.11, 3.12 or 3.13 is missing; on Debian: apt install python3\n" in done.stderr
     assert not (tmp_path / ".venv").exists()

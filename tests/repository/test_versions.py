@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -13,8 +14,11 @@ from tests.support.torch_environment import (
     NoEnvironment,
     constraints_for,
     environments_folder,
+    find_python,
+    newer_pythons,
     oldest_and_newest,
     only_user,
+    pinned_torch,
     require_space,
     torch_requirement,
 )
@@ -24,6 +28,7 @@ from tests.support.versions import (
     SuiteCounts,
     VersionResult,
     exit_code,
+    planned,
     read_tests,
     report,
     row_of,
@@ -69,6 +74,33 @@ def test_constraints_change_torch_alone() -> None:
     with pytest.raises(NoEnvironment, match=r"^constraints.txt pins torch 0 times; it must be once$"):
         constraints_for("2.11.0", "tornado==6\n")
     assert "torch==2.11.0\n" in constraints_for("2.11.0", (ROOT / "constraints.txt").read_text("utf-8"))
+
+
+def test_newer_pythons_are_those_that_pyproject_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that `requires-python` allows; an older one than this is not newer, and a shim without a Python is none."""
+    assert newer_pythons() == [f"3.{minor}" for minor in (12, 13) if minor > sys.version_info.minor]
+    file = tmp_path / "pyproject.toml"
+    file.write_text('[project]\nclassifiers = ["Programming Language :: Python :: 3.99", "Typing :: Typed"]\n', "utf-8")
+    assert newer_pythons(file) == ["3.99"]
+    (tmp_path / "python3.99").write_text("#!/bin/sh\nexit 127\n", "utf-8")
+    (tmp_path / "python3.99").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_python("3.99") is None
+    (tmp_path / "python3.99").write_text("#!/bin/sh\n", "utf-8")
+    assert find_python("3.99") == str(tmp_path / "python3.99")
+
+
+def test_what_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another torch with a part of the suite, another Python with all of it and the pinned torch."""
+    pinned = pinned_torch((ROOT / "constraints.txt").read_text("utf-8"))
+    own = getattr(sys, "_base_executable", sys.executable)
+    assert list(planned(["2.11.0"], [])) == [("2.11.0", own, TESTS)]
+    assert list(planned([], ["/a", "/b"])) == [(pinned, "/a", ("tests",)), (pinned, "/b", ("tests",))]
+    assert list(planned(["2.11.0"], ["/a"])) == [("2.11.0", "/a", TESTS)]
+    monkeypatch.setattr("tests.support.versions.released_versions", lambda: RELEASES)
+    monkeypatch.setattr("tests.support.versions.newer_pythons", lambda: ["3.12", "3.13"])
+    monkeypatch.setattr("tests.support.versions.find_python", {"3.13": "/c"}.get)
+    assert list(planned([], [])) == [("2.11.0", own, TESTS), ("2.15.0", own, TESTS), (pinned, "/c", ("tests",))]
 
 
 def test_the_size_is_said_before_the_download(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,12 +169,13 @@ def test_a_row_and_its_remarks() -> None:
     other = result("2.15.0+cu130", peaks={"single": 1020, "native/nothing": 2000})
     names = ", ".join(HOROVOD_TESTS)
     assert report([one, other]).splitlines()[3:] == [
-        f"torch 2.11.0+cu130: Horovod is left out, with {names}: horovod 0.28.1 cannot be built yet; missing: nvcc",
-        "torch 2.11.0+cu130: verify: single: disagrees",
-        "torch 2.11.0+cu130: skipped 1: no GPU",
-        "torch 2.15.0+cu130: skipped 1: no GPU",
-        "allocated at the peak, torch 2.15.0+cu130 against 2.11.0+cu130: 2 cells, largest difference +2.0 % (single; "
-        "3 % is allowed)",
+        f"torch 2.11.0+cu130, Python 3.11.2: Horovod is left out, with {names}: "
+        "horovod 0.28.1 cannot be built yet; missing: nvcc",
+        "torch 2.11.0+cu130, Python 3.11.2: verify: single: disagrees",
+        "torch 2.11.0+cu130, Python 3.11.2: skipped 1: no GPU",
+        "torch 2.15.0+cu130, Python 3.11.2: skipped 1: no GPU",
+        "allocated at the peak, torch 2.15.0+cu130, Python 3.11.2 against torch 2.11.0+cu130, Python 3.11.2: "
+        "2 cells, largest difference +2.0 % (single; 3 % is allowed)",
     ]
 
 

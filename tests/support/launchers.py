@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.support import slurm
+from tests.support.programs import PACKAGES, reason_no_programs
 from tests.support.world import PYTHONPATH_VARIABLE
 
 BIN = Path(sys.executable).parent
@@ -54,8 +55,7 @@ def reason_missing(launcher: str) -> str:
     program = LAUNCH_COMMANDS[launcher][0]
     if shutil.which(program, path=environment()["PATH"]) is not None:
         return ""
-    package = "openmpi-bin" if launcher == "mpirun" else ""
-    return f"no {program}" + (f"; on Debian: apt-get install {package}" if package else "")
+    return reason_no_programs(program) if program in PACKAGES else f"no {program}"
 
 
 def environment(temporary: Path | None = None) -> dict[str, str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from tests.support.machine_launches import ON_EACH, Job, needs_slurm
+from tests.support.machine_launches import ON_EACH, OVER_SSH, Job, needs_slurm, reason_not_here
 from tests.support.machine_runs import Started, losses_in
 from tests.support.machines.clock import reason_no_wrong_clock, wrong_clock
 from tests.support.machines.machine import Machine, reason_no_firewall
@@ -142,7 +142,7 @@ def drill(
         return result
     common = folder / "shared"
     common.mkdir(parents=True)
-    with machines(2, folder / "machines", share=[common], ssh=True) as made:
+    with machines(2, folder / "machines", share=[common], ssh=launcher in OVER_SSH) as made:
         victim = made[1]
         if not needs_slurm(launcher):
             _drill(result, Job(made, (1, 1)), victim, folder, common if shared else None)
@@ -158,7 +158,7 @@ def _reason_not_here(fault: str, launcher: str) -> str:
         return "for what starts on each machine"
     if fault == "clock wrong" and launcher == "torchrun c10d":
         return "its rendezvous takes a machine for dead whose clock is 15 s off; try --launcher 'torchrun static'"
-    return BEFORE.get(fault, "")
+    return BEFORE.get(fault) or reason_not_here(launcher)
 
 
 def _drill(result: Drill, job: Job, victim: Machine, folder: Path, shared: Path | None) -> None:

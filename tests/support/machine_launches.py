@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tests.support.launchers import BIN, environment
 from tests.support.machines.machine import Family, Machine
-from tests.support.machines.start import reason_no_ssh
+from tests.support.programs import reason_no_programs
 from tests.support.slurm import reason_no_cluster
 
 PORT = 29400
@@ -153,6 +152,15 @@ class Job:
             machine.path(HOSTFILE).write_text(slots, "utf-8")
 
 
+OVER_SSH = {
+    "deepspeed": ("sshd", "ssh", "pdsh"),
+    "horovodrun": ("sshd", "ssh"),
+    "mpirun": ("sshd", "ssh", "mpirun"),
+    "mpirun cyclic": ("sshd", "ssh", "mpirun"),
+}
+"""Launchers that start ranks on other machines over ssh, and the programs that they need."""
+
+
 def needs_slurm(launcher: str) -> bool:
     return launcher.startswith("srun")
 
@@ -161,13 +169,8 @@ def reason_not_here(launcher: str, ranks: Sequence[int] = (1, 1), family: Family
     """Why it cannot start these ranks on machines here; empty: it can."""
     if needs_slurm(launcher) and (why := reason_no_cluster()):
         return why
-    if launcher in ("deepspeed", "horovodrun", "mpirun", "mpirun cyclic") and (why := reason_no_ssh()):
+    if why := reason_no_programs(*OVER_SSH.get(launcher, ())):
         return why
-    programs = {"mpirun": "openmpi-bin", "deepspeed": "pdsh"}
-    for program, package in programs.items():
-        binary = "pdsh" if program == "deepspeed" else program
-        if launcher.startswith(program) and shutil.which(binary) is None:
-            return f"no {binary}; on Debian: apt-get install {package}"
     if launcher in EQUAL_MACHINES and len(set(ranks)) > 1:
         return "it starts as many ranks on each machine"
     return IPV4_ALONE.get(launcher, "") if family == "ipv6" else ""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import os
 import secrets
-import shutil
 import socket
 import subprocess
 import sys
@@ -20,9 +19,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.support.private import CLONE_NEWNS, CLONE_NEWPID, add_loopback_address, enter_private_network, unshare
+from tests.support.programs import find_program, reason_no_programs
 
 PROGRAMS = ("slurmctld", "slurmd", "srun", "munged")
-PACKAGES = "slurmctld slurmd slurm-client munge"
 ADDRESS = "10.213.0.1"
 PATIENCE = 30.0
 
@@ -55,12 +54,9 @@ PartitionName=all Nodes=ALL Default=YES State=UP
 
 def reason_no_cluster() -> str:
     """Why there can be no cluster here; empty: there can."""
-    absent = [name for name in PROGRAMS if find_program(name) is None]
-    if absent:
-        return f"no {', '.join(absent)}; on Debian: apt-get install {PACKAGES}"
-    if os.getuid() != 0:
-        return "a Slurm cluster is started by root only"
-    return ""
+    if why := reason_no_programs(*PROGRAMS):
+        return why
+    return "" if os.getuid() == 0 else "a Slurm cluster is started by root only"
 
 
 @contextmanager
@@ -136,10 +132,6 @@ def munged_command(folder: Path) -> list[str]:
     program = find_program("munged")
     assert program is not None
     return [program, "--foreground", "--force", *(f"--{name}={folder}/munge.{end}" for name, end in munge.items())]
-
-
-def find_program(name: str) -> str | None:
-    return shutil.which(name, path=f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin")
 
 
 def _run_first_process(folder: Path, gpus: int) -> None:

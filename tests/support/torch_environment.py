@@ -1,4 +1,4 @@
-"""Environments with one version of torch each, for `make versions`; kept in a cache folder for later calls."""
+"""Environments with one version of torch and Python each, for `make versions`; kept in a cache for later calls."""
 
 from __future__ import annotations
 
@@ -44,6 +44,33 @@ def torch_requirement(pyproject: Path = ROOT / "pyproject.toml") -> Requirement:
     return next(one for one in asked if one.name == "torch")
 
 
+def pinned_torch(text: str) -> str:
+    """Return the version of torch in constraints.txt."""
+    return _one_pin(text).removeprefix("torch==")
+
+
+def _one_pin(text: str) -> str:
+    pins = re.findall(r"(?m)^torch==.*$", text)
+    if len(pins) != 1:
+        raise NoEnvironment(f"constraints.txt pins torch {count_of(len(pins), 'time')}; it must be once")
+    return pins[0]
+
+
+def newer_pythons(pyproject: Path = ROOT / "pyproject.toml") -> list[str]:
+    """Return the Pythons that pyproject.toml lists as tried and that are newer than this one: 3.12, 3.13."""
+    with pyproject.open("rb") as file:
+        lines: list[str] = tomllib.load(file)["project"]["classifiers"]
+    tried = [line.removeprefix("Programming Language :: Python :: ") for line in lines if " :: Python :: 3." in line]
+    return [name for name in tried if tuple(map(int, name.split("."))) > sys.version_info[:2]]
+
+
+def find_python(name: str) -> str | None:
+    """Return the program of a Python such as 3.12 if it is here and starts."""
+    program = shutil.which(f"python{name}")
+    works = program and subprocess.run([program, "-c", ""], capture_output=True, check=False).returncode == 0
+    return program if works else None
+
+
 def oldest_and_newest(released: Iterable[str], asked: Requirement) -> list[str]:
     """Return the oldest release that is allowed and the newest, without local labels such as "+cpu"."""
     allowed = {Version(Version(text).public) for text in released}
@@ -65,10 +92,7 @@ def released_versions() -> list[str]:
 
 def constraints_for(torch: str, text: str) -> str:
     """Return the constraints with another torch; all else stays as it is pinned."""
-    lines, found = re.subn(r"(?m)^torch==.*$", f"torch=={torch}", text)
-    if found != 1:
-        raise NoEnvironment(f"constraints.txt pins torch {count_of(found, 'time')}; it must be once")
-    return lines
+    return text.replace(f"{_one_pin(text)}\n", f"torch=={torch}\n")
 
 
 def require_space(folder: Path, torch: str, free: float) -> None:

@@ -1,4 +1,6 @@
-"""A part of the suite against the oldest and the newest torch, each in an environment of its own: `make versions`.
+"""The suite against other versions than the pinned ones, each in an environment of its own: `make versions`.
+
+A part of it with the oldest and the newest torch; all of it with newer Pythons.
 
 By hand only, since torch's wheels from the package index bring CUDA: gigabytes for each version.
 """
@@ -25,12 +27,16 @@ from tests.support.torch_environment import (
     Environment,
     NoEnvironment,
     environments_folder,
+    find_python,
+    newer_pythons,
     oldest_and_newest,
     only_user,
+    pinned_torch,
     released_versions,
     say,
     torch_requirement,
 )
+from tests.support.world import ROOT
 from unipar.results.comparison import Comparison
 from unipar.results.memory_tables import largest_account, largest_peak_bytes
 from unipar.utils.table import format_table
@@ -45,8 +51,10 @@ TESTS = (
     "tests/training/test_parts.py",  # several modules and optimizers in one run
     "tests/conversion/test_export.py",  # scripts that call torch and the libraries without unipar
 )
-"""The part of the suite that is played: what calls torch or a library, or reads their private names. Left out is what
-does not depend on torch: config, pages, command line, processes."""
+"""The part of the suite that is played with another torch: what calls torch or a library, or reads their private names.
+Left out is what does not depend on torch: config, pages, command line, processes."""
+
+ALL_TESTS = ("tests",)
 
 HOROVOD_TESTS = (
     "tests/backends/test_horovod.py",
@@ -82,7 +90,7 @@ class SuiteCounts:
 
 @dataclass
 class VersionResult:
-    """What came of one version of torch."""
+    """What came of one version of torch and Python."""
 
     torch: str
     python: str = ""
@@ -105,6 +113,10 @@ class VersionResult:
 
     codes: dict[str, int] = field(default_factory=dict[str, int])
     """Exit codes by stage."""
+
+    @property
+    def label(self) -> str:
+        return f"torch {self.torch}, Python {self.python}"
 
     def good(self) -> bool:
         """Return whether all that was tried went well."""
@@ -164,8 +176,8 @@ def memory_differences(first: Mapping[str, int], other: Mapping[str, int]) -> di
     return {cell: other[cell] / first[cell] - 1 for cell in first if cell in other}
 
 
-def try_version(folder: Path, torch: str, python: str, workers: int) -> VersionResult:
-    """Play the part of the suite, then verify and compare, under one version of torch."""
+def try_version(folder: Path, torch: str, python: str, workers: int, tests: Sequence[str]) -> VersionResult:
+    """Play these tests, then verify and compare, under one version of torch and Python."""
     result = VersionResult(torch)
     began = time.monotonic()
 
@@ -183,10 +195,10 @@ def try_version(folder: Path, torch: str, python: str, workers: int) -> VersionR
         return result
     stage("set-up")
     out = environment.results
-    say(f"torch {torch}: logs and results are in {out}; tests: {' '.join(TESTS)}")
+    say(f"torch {torch}: logs and results are in {out}; tests: {' '.join(tests)}")
     left_out = [f"--deselect={test}" for test in HOROVOD_TESTS if result.horovod]
     words = ("-n", str(workers), "--dist", "loadfile", "--no-loadscope-reorder", f"--junit-xml={out}/tests.xml")
-    code, _ = environment.run("tests", ("-m", "pytest", "-q", *words, *left_out, *TESTS))
+    code, _ = environment.run("tests", ("-m", "pytest", "-q", *words, *left_out, *tests))
     result.tests = read_tests(out / "tests.xml", code)
     stage("tests")
     for command in ("verify", "compare"):
@@ -220,22 +232,22 @@ def remarks_on(results: Sequence[VersionResult]) -> Iterator[str]:
     """Yield what the table does not say: Horovod's sentence, failures, skips, and how far peaks differ."""
     for one in results:
         if one.horovod:
-            yield f"torch {one.torch}: Horovod is left out, with {', '.join(HOROVOD_TESTS)}: {one.horovod}"
-        yield from (f"torch {one.torch}: failed: {name}" for name in one.tests.failed[:LONGEST_LIST])
+            yield f"{one.label}: Horovod is left out, with {', '.join(HOROVOD_TESTS)}: {one.horovod}"
+        yield from (f"{one.label}: failed: {name}" for name in one.tests.failed[:LONGEST_LIST])
         if (more := len(one.tests.failed) - LONGEST_LIST) > 0:
-            yield f"torch {one.torch}: failed: {count_of(more, 'more test')}"
+            yield f"{one.label}: failed: {count_of(more, 'more test')}"
         for what, by_cell in (("verify", one.verified), ("memory", one.unnamed)):
             bad = {cell: text for cell, text in by_cell.items() if text not in ("", "agrees")}
-            yield from (f"torch {one.torch}: {what}: {cell}: {text}" for cell, text in bad.items())
-        yield from (f"torch {one.torch}: {stage} ended with {code}" for stage, code in one.codes.items() if code)
-        yield from (f"torch {one.torch}: skipped {n}: {reason}" for reason, n in one.tests.reasons.most_common())
+            yield from (f"{one.label}: {what}: {cell}: {text}" for cell, text in bad.items())
+        yield from (f"{one.label}: {stage} ended with {code}" for stage, code in one.codes.items() if code)
+        yield from (f"{one.label}: skipped {n}: {reason}" for reason, n in one.tests.reasons.most_common())
     tried = [one for one in results if one.peaks]
     for one in tried[1:]:
         apart = memory_differences(tried[0].peaks, one.peaks)
         if apart:
             cell = max(apart, key=lambda c: abs(apart[c]))
             yield (
-                f"allocated at the peak, torch {one.torch} against {tried[0].torch}: {count_of(len(apart), 'cell')}, "
+                f"allocated at the peak, {one.label} against {tried[0].label}: {count_of(len(apart), 'cell')}, "
                 f"largest difference {100 * apart[cell]:+.1f} % ({cell}; "
                 f"{100 * MEMORY_LIMIT:.0f} % is allowed)"
             )
@@ -253,18 +265,35 @@ def exit_code(results: Sequence[VersionResult]) -> int:
     return int(not all(one.good() for one in results) or any(x > MEMORY_LIMIT for x in apart))
 
 
+def planned(torches: Sequence[str], pythons: Sequence[str]) -> Iterator[tuple[str, str, Sequence[str]]]:
+    """Yield each torch, interpreter and part of the suite to be tried; without choices, all."""
+    own: str = getattr(sys, "_base_executable", sys.executable)
+    pinned = pinned_torch((ROOT / "constraints.txt").read_text("utf-8"))
+    if torches:
+        yield from ((torch, python, TESTS) for python in pythons or [own] for torch in torches)
+    elif pythons:
+        yield from ((pinned, python, ALL_TESTS) for python in pythons)
+    else:
+        yield from ((torch, own, TESTS) for torch in oldest_and_newest(released_versions(), torch_requirement()))
+        for name in newer_pythons():
+            if python := find_python(name):
+                yield pinned, python, ALL_TESTS
+            else:
+                say(f"Python {name} is left out: no python{name} here; if it is elsewhere: --python FILE")
+
+
 def main(words: Sequence[str] | None = None) -> int:
     asked = argparse.ArgumentParser(prog="python -m tests.support.versions", description=__doc__)
-    asked.add_argument("--torch", action="append", help="instead of the oldest and newest; repeat it for more")
-    asked.add_argument("--python", default=getattr(sys, "_base_executable", sys.executable), help="the interpreter")
+    asked.add_argument("--torch", action="append", help="a part of the suite with this one; repeat it for more")
+    asked.add_argument("--python", action="append", help="this interpreter, with the pinned torch if no --torch")
     asked.add_argument("--workers", type=int, default=2 if (os.cpu_count() or 1) > 1 else 0, help="pytest's processes")
     chosen = asked.parse_args(words)
     folder = environments_folder()
     results: list[VersionResult] = []
     try:
         with only_user(folder):
-            todo = chosen.torch or oldest_and_newest(released_versions(), torch_requirement())
-            results.extend(try_version(folder, torch, chosen.python, chosen.workers) for torch in todo)
+            for torch, python, tests in planned(chosen.torch or [], chosen.python or []):
+                results.append(try_version(folder, torch, python, chosen.workers, tests))
     except NoEnvironment as e:
         say(f"unipar: {e}")
         return 1

@@ -284,15 +284,14 @@ def test_a_loader_of_nodes(tmp_path: Path) -> None:
     assert "the stream was put back to epoch 1 after 8 samples" in _is_whole_run(tmp_path, make, 2)
 
 
+@pytest.mark.slow  # its pyarrow starts a thread, and forks need one: `datasets` is not in the test environment
 @pytest.mark.parametrize(
     ("keys", "at", "shuffled"),
     [({}, 2, False), ({"workers": 2}, 5, False), ({"stream": "shards", "workers": 2}, 2, False), ({}, 2, True)],
 )
 def test_a_dataset_of_hugging_face(tmp_path: Path, keys: dict[str, Any], at: int, shuffled: bool) -> None:
     """Its IterableDataset is put back; with a shuffle buffer, whose samples its state leaves out, it is read on."""
-    datasets = pytest.importorskip(
-        "datasets", reason="datasets is not in the test environment: its pyarrow starts a thread, and forks need one"
-    )
+    datasets = pytest.importorskip("datasets")
 
     def make() -> Any:
         rows = [{"x": [float(i)], "y": [2.0 * i]} for i in range(14)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import resource
-import shutil
 import subprocess
 import sys
 from collections.abc import Generator
@@ -16,6 +15,7 @@ import pytest
 from typing_extensions import override
 
 from tests.support.checkpoints import save_on_ranks, save_two_steps
+from tests.support.programs import needs_programs, reason_no_programs
 from tests.support.world import PYTHONPATH_VARIABLE
 from unipar.backend import Region
 from unipar.checkpoint.protocol.publishing import PieceToSave
@@ -32,8 +32,8 @@ def mounted(folder: Path, size: str) -> Generator[None]:
     """Mount a tmpfs of this size, or skip with the reason why that cannot be done here."""
     folder.mkdir(exist_ok=True)
     command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "unipar-test", str(folder)]
-    if shutil.which("mount") is None:
-        pytest.skip("no file system can be mounted here: there is no mount")
+    if why := reason_no_programs("mount"):
+        pytest.skip(why)
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
@@ -145,13 +145,12 @@ for step in (1, 2):
 """
 
 
+@needs_programs("strace")
 def test_the_order_of_system_calls(tmp_path: Path) -> None:
     """Each file is flushed after its last write, its folders after that, then the rename, then its parent's entry.
 
     Only after that is the old checkpoint moved away.
     """
-    if shutil.which("strace") is None:
-        pytest.skip("there is no strace here")
     log, folder = tmp_path / "log", tmp_path / "run"
     wanted = "trace=openat,write,fsync,rename,renameat,renameat2,mkdir,mkdirat,chmod,fchmodat,close,unlink,unlinkat"
     command = ["strace", "-f", "-y", "-e", wanted, "-o", str(log), sys.executable, "-c", TRACED, str(folder)]

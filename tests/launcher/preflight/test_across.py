@@ -13,8 +13,9 @@ from tests.support.machine_launches import Job
 from tests.support.machines.clock import reason_no_wrong_clock, wrong_clock
 from tests.support.machines.machine import reason_no_firewall
 from tests.support.machines.start import machines, reason_no_machines
+from tests.support.programs import skip_because
 
-pytestmark = pytest.mark.skipif(bool(reason_no_machines()), reason=reason_no_machines())
+pytestmark = skip_because(reason_no_machines())
 
 HEAD = "2 machines, started by whoever set RANK and WORLD_SIZE: node1 (10.213.7.1),\nnode2 (10.213.7.2)\n"
 WELL = re.compile(
@@ -22,7 +23,7 @@ WELL = re.compile(
     r"ways; all-reduce \S+ \S+ for 1 B, \S+ [MG]B/s for \S+ MiB \(gloo\); run folder of each machine's own; limits and "
     r"/dev/shm; port 29400 was free"
 )
-FIREWALL = pytest.mark.skipif(bool(reason_no_firewall()), reason=reason_no_firewall())
+FIREWALL = skip_because(reason_no_firewall())
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +73,7 @@ def test_a_shared_folder(job: Job, shared: Path) -> None:
     assert list(shared.iterdir()) == []
 
 
-@pytest.mark.skipif(bool(reason_no_wrong_clock()), reason=reason_no_wrong_clock())
+@skip_because(reason_no_wrong_clock())
 def test_another_version_task_and_packet_size_a_wrong_clock_and_a_folder_on_one(job: Job) -> None:
     """Each is a line with its remedy, and all machines exit with the same code."""
     first, second = job.machines

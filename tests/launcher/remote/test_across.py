@@ -13,9 +13,10 @@ import pytest
 from tests.support.machine_launches import Job
 from tests.support.machines.machine import Machine
 from tests.support.machines.start import machines, reason_no_machines
+from tests.support.programs import skip_because
 from tests.support.tiny import __file__ as TINY
 
-pytestmark = [pytest.mark.sweep, pytest.mark.skipif(bool(reason_no_machines()), reason=reason_no_machines())]
+pytestmark = [pytest.mark.sweep, skip_because(reason_no_machines())]
 
 CONFIG = f"""
 task: {{use: {TINY}:Tiny}}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import shutil
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -17,7 +16,8 @@ import yaml
 from tests.support.kubernetes_schemas import why_invalid
 from tests.support.launchers import environment
 from tests.support.machines.machine import Machine
-from tests.support.machines.start import machines, reason_no_machines, reason_no_ssh
+from tests.support.machines.start import machines, reason_no_machines
+from tests.support.programs import reason_no_programs, skip_because
 from tests.support.submissions import submission, text_of, write_config
 from unipar.errors import Unsupported
 from unipar.launcher.submit.kubernetes_objects import ObjectKind, longest_name
@@ -33,8 +33,7 @@ FIRST_POD: dict[ObjectKind, str] = {
 }
 """Name by which pods find the first one."""
 
-NO_MPIRUN = "" if shutil.which("mpirun") else "no mpirun; on Debian: apt-get install openmpi-bin"
-WHY_NO_MPI = reason_no_machines() or reason_no_ssh() or NO_MPIRUN
+WHY_NO_MPI = reason_no_machines() or reason_no_programs("sshd", "ssh", "mpirun")
 IMAGE = "machines.kubernetes.image=registry.example/mine:1"
 FULL = """
 machines:
@@ -226,7 +225,7 @@ def pods(here: Path, kind: ObjectKind, *, ssh: bool = False) -> Generator[list[M
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(bool(reason_no_machines()), reason=reason_no_machines())
+@skip_because(reason_no_machines())
 @pytest.mark.parametrize("kind", ["trainjob", "pytorchjob", "job", "jobset"])
 def test_the_command_of_its_pods(here: Path, kind: ObjectKind) -> None:
     """As it is written, on two machines, with the variables of their operator."""
@@ -249,7 +248,7 @@ def test_the_command_of_its_pods(here: Path, kind: ObjectKind) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(bool(WHY_NO_MPI), reason=WHY_NO_MPI)
+@skip_because(WHY_NO_MPI)
 def test_the_command_of_an_mpijobs_launcher(here: Path) -> None:
     """A rank on each of two machines, which are in the operator's host file, with the lines before."""
     command = command_of(objects(here, "mpijob", more="machines: {nodes: 2, per: 1, before: [export A=b]}\n"), here)

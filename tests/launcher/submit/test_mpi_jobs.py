@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.support.launchers import environment
+from tests.support.programs import needs_programs
 from tests.support.submissions import TEXT, submission, write_config
 from unipar.errors import Unsupported
 from unipar.results.run import Report
@@ -113,12 +113,10 @@ class Desk:
             time.sleep(0.2)
 
 
-no_mpirun = pytest.mark.skipif(
-    shutil.which("mpirun") is None, reason="no mpirun; on Debian: apt-get install openmpi-bin"
-)
+needs_mpirun = needs_programs("mpirun")
 
 
-@no_mpirun
+@needs_mpirun
 @pytest.mark.slow
 def test_in_the_foreground(here: Path) -> None:
     """mpirun's output is the command's, and so is its exit code; the job is listed when it has ended."""
@@ -139,7 +137,7 @@ def test_in_the_foreground(here: Path) -> None:
     assert "this rank was told to fail" in failed.stderr
 
 
-@no_mpirun
+@needs_mpirun
 @pytest.mark.slow
 def test_ctrl_c(here: Path) -> None:
     """The signal reaches mpirun and the command that waits for it; both ranks stop, and nothing is left running."""
@@ -165,7 +163,7 @@ def test_ctrl_c(here: Path) -> None:
     assert [state for state in left.stdout.split() if not state.startswith("Z")] == []
 
 
-@no_mpirun
+@needs_mpirun
 @pytest.mark.slow
 def test_detached(here: Path) -> None:
     """The job goes on when the command has ended; cancel stops both ranks at a step boundary, with a checkpoint."""

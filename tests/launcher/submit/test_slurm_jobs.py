@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.launchers import environment
+from tests.support.programs import skip_because
 from tests.support.slurm import Slurm, cluster, reason_no_cluster
 from tests.support.submissions import TEXT, submission, text_of, write_config
 from unipar.errors import Unsupported
@@ -191,7 +192,7 @@ machines: {on: slurm, time: 10m, slurm: {check: false}}
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(bool(reason_no_cluster()), reason=reason_no_cluster())
+@skip_because(reason_no_cluster())
 def test_a_requeued_job_goes_on(slurm: Slurm, tmp_path: Path) -> None:
     """TERM stops both ranks at one step boundary; the same job starts again, from the checkpoint, once."""
     site = Site(slurm, tmp_path, CHECKPOINTS)
@@ -213,7 +214,7 @@ def test_a_requeued_job_goes_on(slurm: Slurm, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(bool(reason_no_cluster()), reason=reason_no_cluster())
+@skip_because(reason_no_cluster())
 def test_a_job_is_cancelled(slurm: Slurm, tmp_path: Path) -> None:
     """A cancelled job is not requeued: who ends a job does not want another."""
     site = Site(slurm, tmp_path, CHECKPOINTS)
@@ -225,7 +226,7 @@ def test_a_job_is_cancelled(slurm: Slurm, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(bool(reason_no_cluster()), reason=reason_no_cluster())
+@skip_because(reason_no_cluster())
 def test_a_rank_fails(slurm: Slurm, tmp_path: Path) -> None:
     """The job fails with it, at once; its state and the rank's own words are shown."""
     site = Site(slurm, tmp_path, "machines: {on: slurm, slurm: {check: false}}\n")

@@ -16,13 +16,14 @@ from tests.support.launchers import environment
 from tests.support.machines.machine import Machine
 from tests.support.machines.slurm import slurm_over
 from tests.support.machines.start import machines, reason_no_machines
+from tests.support.programs import skip_because
 from tests.support.slurm import reason_no_cluster
 from tests.support.world import ROOT
 from unipar.results.run import Report
 from unipar.run_folder.attempts import count_attempts
 
 WHY_NOT = reason_no_machines() or reason_no_cluster()
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
+pytestmark = [pytest.mark.slow, skip_because(WHY_NOT)]
 
 CONFIG = """
 task: {{use: {root}/tests/support/tiny.py:Tiny, args: {{pause: 0.05}}}}

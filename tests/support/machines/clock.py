@@ -7,10 +7,10 @@ times) is right, and a wait until a time of day ends late by as much; waits for 
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 
 from tests.support.machines.machine import Machine
+from tests.support.programs import reason_no_programs
 
 _LIBRARY = """
 #define _GNU_SOURCE
@@ -42,7 +42,7 @@ time_t time(time_t *also) {
 
 def reason_no_wrong_clock() -> str:
     """Why no machine can have a wrong clock here; empty: it can."""
-    return "" if shutil.which("cc") else "no cc; on Debian: apt-get install gcc"
+    return reason_no_programs("cc")
 
 
 def wrong_clock(machine: Machine, seconds: int) -> dict[str, str]:

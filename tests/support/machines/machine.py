@@ -12,6 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
+from tests.support.programs import reason_no_programs
+
 Family = Literal["ipv4", "ipv6"]
 
 ADDRESSES: dict[Family, str] = {"ipv4": "10.213.7.{}", "ipv6": "fd00:213:7::{}"}
@@ -154,19 +156,17 @@ def in_network(pid: int, *words: str, text: str | None = None) -> None:
 def reason_no_firewall() -> str:
     """Why no packets can be dropped by a rule here; empty: they can."""
     rules = "nft add table inet t && nft add chain inet t c '{ type filter hook input priority 0; }'"
-    return _reason(f"{rules} && nft add rule inet t c numgen random mod 100 '<' 1 drop", "nft", "nftables")
+    return _reason(f"{rules} && nft add rule inet t c numgen random mod 100 '<' 1 drop", "nft")
 
 
 @cache
 def reason_no_delay() -> str:
     """Why packets cannot be made to wait here; empty: they can."""
-    return _reason("tc qdisc add dev lo root netem delay 1ms", "tc", "iproute2")
+    return _reason("tc qdisc add dev lo root netem delay 1ms", "tc")
 
 
-def _reason(script: str, program: str, package: str) -> str:
+def _reason(script: str, program: str) -> str:
+    if why := reason_no_programs(program):
+        return why
     done = subprocess.run(["unshare", "--net", "sh", "-c", script], capture_output=True, text=True, check=False)
-    if done.returncode == 0:
-        return ""
-    if "not found" in done.stderr:
-        return f"no {program}; on Debian: apt-get install {package}"
-    return f"`{script}`: {' '.join(done.stderr.split())}"
+    return f"`{script}`: {' '.join(done.stderr.split())}" if done.returncode else ""

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from tests.support.launchers import environment
 from tests.support.machines.machine import Machine
-from tests.support.slurm import PATIENCE, find_program, munged_command, write_cluster_files
+from tests.support.programs import find_program
+from tests.support.slurm import PATIENCE, munged_command, write_cluster_files
 
 FOLDER = "/tmp/slurm"
 CONTROLLER_PORT = 6817

@@ -32,6 +32,7 @@ from tests.support.machines.machine import (
     name_of,
     port,
 )
+from tests.support.programs import reason_no_programs
 from tests.support.world import PYTHONPATH_VARIABLE, ROOT
 
 Hosts = Literal["network", "debian"]
@@ -64,9 +65,8 @@ Host *
 @cache
 def reason_no_machines() -> str:
     """Why there can be no such machines here; empty: there can."""
-    absent = [name for name in ("ip", "nsenter", "unshare") if shutil.which(name) is None]
-    if absent:
-        return f"no {', '.join(absent)}; on Debian: apt-get install iproute2 util-linux"
+    if why := reason_no_programs("ip", "nsenter", "unshare"):
+        return why
     if os.getuid() != 0:
         return "networks with a wire between them are made by root only"
     namespaces = ("--net", "--pid", "--fork", "--mount-proc", "--mount", "--uts", "--ipc")
@@ -74,13 +74,6 @@ def reason_no_machines() -> str:
     done = subprocess.run(["unshare", *namespaces, "sh", "-c", wire], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         return f"the kernel gives no namespaces with a bridge: {' '.join(done.stderr.split())}"
-    return ""
-
-
-def reason_no_ssh() -> str:
-    """Why no machine can have an sshd; empty: they can."""
-    if not os.path.exists(SSHD) or shutil.which("ssh") is None:
-        return "no sshd; on Debian: apt-get install openssh-server openssh-client"
     return ""
 
 

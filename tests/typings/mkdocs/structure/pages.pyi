@@ -1,0 +1,4 @@
+from mkdocs.structure.files import File
+
+class Page:
+    file: File
