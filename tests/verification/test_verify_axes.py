@@ -49,6 +49,17 @@ def test_the_cut_of_a_batch_matters_by_cell(forks: Forks, tmp_path: Path) -> Non
     assert said["cut_dependence"]["kind"] == "batch statistics"
 
 
+def test_all_ranks_refuse_alike(forks: Forks, tmp_path: Path) -> None:
+    """No rank waits for one whose stage has nothing to train until launch.timeout: both have the sentence."""
+    cells, short = ["native/nothing+pipeline2"], ["--set", "launch.heartbeat=5", "--set", "launch.timeout=10"]
+    _, said = verified(forks, tmp_path, "tests.support.unsplit:FrozenBelow", cells, steps=1, backend="toy", more=short)
+    (row,) = said["cells"]
+    assert (row["outcome"], row["note"].partition(" (")[0]) == (
+        "refused",
+        "stage 0 of the pipeline has no trained parameter",
+    )
+
+
 @pytest.mark.sweep  # a comparison with such a cell is played always
 def test_what_an_engine_refuses_is_no_failure(forks: Forks, tmp_path: Path) -> None:
     """Of a split that the proof refuses the row has the sentence, and the other cells decide the exit code."""
