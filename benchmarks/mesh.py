@@ -1,6 +1,7 @@
 """Models that others wrote, split over a mesh and verified: `python -m benchmarks.mesh [MODEL ...] [--cells CELL]`.
 
-With `--write` the table replaces that of docs/mesh-models.md. Exit 1: a cell disagrees, or fails without a refusal.
+With `--write` the table replaces that of docs/mesh-models.md. `--drawn SEED` verifies twenty small models instead that
+are drawn by this seed. Exit 1: a cell disagrees, or fails without a refusal.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 from unittest.mock import patch
 
 import unipar
+from benchmarks.drawn_models import Draw
 from unipar.backend import registry
 from unipar.backend.cells import config_in_cell
 from unipar.config import Cell, Config
@@ -82,6 +84,23 @@ SUBJECTS: dict[str, Subject] = {
     "llama-bf16": _here("Llama", LLAMA, settings={"train.precision": "bf16-mixed"}),
 }
 """Models by the names that the command takes."""
+
+DRAWN_CELLS = ("native/nothing+tensor2", "native/nothing+pipeline2")
+"""Cells in which models are verified that are drawn by a seed."""
+
+
+def drawn_subjects(seed: int, count: int) -> dict[str, Subject]:
+    """Return as many models, drawn by a seed, by a description of each."""
+    draws = [Draw.of(seed, number) for number in range(count)]
+    return {
+        f"{number}: {draw}": Subject(
+            f"{ROOT}/benchmarks/drawn_models.py:Drawn",
+            {"seed": seed, "number": number},
+            draw.settings,
+            imports=draw.module,
+        )
+        for number, draw in enumerate(draws)
+    }
 
 
 @dataclass(frozen=True)
@@ -169,9 +188,8 @@ def _refused(why: str) -> tuple[bool, str]:
     return (True, f"refused: {said[-1].removeprefix('TaskError: ')}") if said else (False, f"FAILED: {' '.join(lines)}")
 
 
-def rows_of(name: str, cells: Sequence[str]) -> Iterator[Row]:
+def rows_of(name: str, subject: Subject, cells: Sequence[str]) -> Iterator[Row]:
     """Yield the rows of one model."""
-    subject = SUBJECTS[name]
     if (missing := missing_library(subject)) is not None:
         print(f"{name} is left out: {missing} is not installed (pip install {missing})", file=sys.stderr)
         return
@@ -240,17 +258,23 @@ def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.mesh", description=__doc__)
     parser.add_argument("models", nargs="*", metavar="MODEL", help=", ".join(SUBJECTS))
     parser.add_argument("--cells", action="append", default=[], metavar="CELL", help=", ".join(CELLS))
+    parser.add_argument("--drawn", type=int, metavar="SEED", help="models that are drawn by this seed")
+    parser.add_argument("--count", type=int, default=20, metavar="N", help="how many are drawn; default: 20")
     parser.add_argument("--write", action="store_true", help="write the table into docs/mesh-models.md")
     given = parser.parse_args(words)
-    cells = [cell for text in given.cells for cell in text.split(",")] or list(CELLS)
+    usual = CELLS if given.drawn is None else DRAWN_CELLS
+    cells = [cell for text in given.cells for cell in text.split(",")] or list(usual)
     if unknown := [*({*given.models} - {*SUBJECTS}), *({*cells} - {*CELLS})]:
         parser.error(f"{', '.join(unknown)}: the models are {', '.join(SUBJECTS)}; the cells {', '.join(CELLS)}")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    names, rows = given.models or list(SUBJECTS), list[Row]()
-    with shared_server([SUBJECTS[name] for name in names]):
-        for name in names:
+    subjects = {name: SUBJECTS[name] for name in given.models or SUBJECTS}
+    if given.drawn is not None:
+        subjects = drawn_subjects(given.drawn, given.count)
+    rows = list[Row]()
+    with shared_server(list(subjects.values())):
+        for name, subject in subjects.items():
             began = time.monotonic()
-            for row in rows_of(name, cells):
+            for row in rows_of(name, subject, cells):
                 rows.append(row)
                 print(f"{row.model} {row.cell}: {row.says}", file=sys.stderr, flush=True)
             print(f"{name}: {format_duration(time.monotonic() - began)}", file=sys.stderr, flush=True)
@@ -261,7 +285,7 @@ def main(words: Sequence[str]) -> int:
         f"{sum(r.refused for r in rows)} cannot be split and say why"
         + (f"; {wrong} DISAGREE or FAILED" if wrong else "")
     )
-    if given.write:
+    if given.write and given.drawn is None:
         PAGE.write_text(written(PAGE.read_text("utf-8"), page_rows(rows)), "utf-8")
         print(f"written: {PAGE.relative_to(ROOT)}")
     return 1 if wrong or not rows else 0

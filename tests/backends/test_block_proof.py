@@ -128,6 +128,26 @@ def test_what_rounding_explains(dtype: torch.dtype, loss: float, gradient: float
         refuse_difference(["w"], (loss, 2.0), sketches, dtype, "tensor 2")
 
 
+def test_a_gradient_that_is_only_rounding() -> None:
+    """One of a millionth of the longest may be another one; twice one of a thousandth is refused."""
+    longest = [1.0, 0.0]
+    refuse_difference(
+        ["w", "x"],
+        (2.0, 2.0),
+        (torch.tensor([longest, [7e-7, 0.0]]), torch.tensor([longest, [0.0, 7e-7]])),
+        torch.float32,
+        "tensor 2",
+    )
+    with pytest.raises(TaskError, match=re.escape("the gradient of x is off by 1.0e-01 of its length; tensor 2. ")):
+        refuse_difference(
+            ["w", "x"],
+            (2.0, 2.0),
+            (torch.tensor([longest, [2e-3, 0.0]]), torch.tensor([longest, [1e-3, 0.0]])),
+            torch.float32,
+            "tensor 2",
+        )
+
+
 @pytest.mark.parametrize(
     ("task", "parallel", "args", "sentence"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from typing import Any
 
 import pytest
@@ -10,10 +11,13 @@ from torch import nn
 from typing_extensions import override
 from unipar_native.mesh.tensor.sites import BLOCK, frames_to, run_block, site_of
 
+from benchmarks.drawn_models import FAMILIES, FROZEN, HEADS, Draw
 from benchmarks.mesh import (
     CELLS,
+    DRAWN_CELLS,
     SUBJECTS,
     Row,
+    drawn_subjects,
     main,
     missing_library,
     page_rows,
@@ -126,7 +130,42 @@ def test_models_in_all_cells(name: str) -> None:
     if missing_library(SUBJECTS[name]) is not None:
         pytest.skip("peft is not installed")
     with shared_server([SUBJECTS[name]]):
-        rows = list(rows_of(name, list(CELLS)))
+        rows = list(rows_of(name, SUBJECTS[name], list(CELLS)))
     assert [row.says for row in rows if not row.good] == []
     refused = ["native/nothing+context2"] if name in ("t5", "translator") else []
     assert [row.cell for row in rows if row.refused] == refused
+
+
+DRAWN = drawn_subjects(1, 20)
+
+
+def test_a_seed_draws_models_of_every_kind() -> None:
+    """The same ones each time, by another seed others; of each kind, head and frozen part there are some."""
+    draws = [Draw.of(1, number) for number in range(20)]
+    assert str(draws[3]) == (
+        "Bert 3 x 48; mean of first token; unused head; frozen: all but norms and biases; sgd, clip 1.0"
+    )
+    assert str(Draw.of(2, 3)) != str(draws[3])
+    assert {draw.kind for draw in draws} == {*FAMILIES}
+    assert {draw.head for draw in draws} == {*HEADS}
+    assert {draw.frozen for draw in draws} == {*FROZEN}
+    assert {draw.layers for draw in draws} == {1, 2, 3, 4}
+
+
+@pytest.fixture(scope="module")
+def drawn_server() -> Generator[None]:
+    """One process that has imported all that these models need."""
+    with shared_server(list(DRAWN.values())):
+        yield
+
+
+@pytest.mark.sweep
+@pytest.mark.usefixtures("drawn_server")
+@pytest.mark.parametrize("name", list(DRAWN))
+def test_drawn_models(name: str) -> None:
+    """Both cells agree with one process; a model of a single block is refused as a pipeline of two stages."""
+    rows = list(rows_of(name, DRAWN[name], DRAWN_CELLS))
+    assert [row.says for row in rows if not row.good] == []
+    draw = Draw.of(1, int(name.partition(":")[0]))
+    one_block = draw.layers == 1 and draw.kind != "encoder-decoder"
+    assert [row.cell for row in rows if row.refused] == ([PIPELINE] if one_block else [])

@@ -55,6 +55,13 @@ def test_a_pipeline_is_cut_where_no_skip_crosses(tmp_path: Path) -> None:
         ),
         ("Skipping", {"pipeline": 2}, {"cuts": ["blocks.2"]}, "split as planned, the model is another: a loss of "),
         (
+            "FrozenBelow",
+            {"pipeline": 2},
+            {},
+            "stage 0 of the pipeline has no trained parameter (its blocks are blocks.0, blocks.1): name other cuts in "
+            "the task's cuts(stages), or leave parallel.pipeline out",
+        ),
+        (
             "Misnamed",
             {"tensor": 2},
             {},

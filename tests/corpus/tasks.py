@@ -79,6 +79,34 @@ class Texts(unipar.Task):
         return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten(), ignore_index=IGNORED)
 
 
+class PartlyTrained(Texter):
+    """The same with frozen parts, a layer that the loss does not use, and parameters of a single element."""
+
+    def __init__(self, parts: Sequence[str]) -> None:
+        super().__init__()
+        self.unused = nn.Linear(WIDTH, V) if "unused" in parts else None
+        self.single = nn.Parameter(torch.ones(1)) if "single" in parts else None
+        self.unused_single = nn.Parameter(torch.ones(1)) if {"unused", "single"} <= {*parts} else None
+        if "frozen" in parts:
+            self.blocks[1].requires_grad_(requires_grad=False)
+            self.norm.weight.requires_grad_(requires_grad=False)
+
+    @override
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) * (1.0 if self.single is None else self.single)
+
+
+class PartlyTrainedTexts(Texts):
+    """The same, of which only parts are trained: frozen, unused and single-element ones, beside the tied head."""
+
+    def __init__(self, parts: Sequence[str] = ("frozen", "unused", "single")) -> None:
+        self.parts = parts
+
+    @override
+    def model(self) -> nn.Module:
+        return PartlyTrained(self.parts)
+
+
 class AdamTexts(Texts):
     """The same, trained by Adam, whose weight decay is part of the gradient."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -77,15 +77,16 @@ def verify_cases(forks: Forks, folder: Path, names: Iterable[str]) -> dict[str, 
     for task, several in by_task.items():
         place = folder / task
         place.mkdir()
-        verified |= _verify_task(forks, place, task, several)
+        verified |= verify_task(forks, place, task, several)
     return verified
 
 
-def _verify_task(forks: Forks, folder: Path, task: str, names: list[str]) -> dict[str, Verified]:
+def verify_task(forks: Forks, folder: Path, task: str, names: Sequence[str], **args: Any) -> dict[str, Verified]:
+    """Verify cases on this task, whatever theirs is."""
     healthy = list({cell_of("none", CASES[name]): None for name in names})
     cells = {cell_of(name, CASES[name]): name for name in names}
     config = {
-        "task": {"use": f"tests.corpus.tasks:{task}"},
+        "task": {"use": f"tests.corpus.tasks:{task}", "args": args},
         "device": "cpu",
         "parallel": {"data": 2},
         "batch": {"total": 16, "micro": 4},

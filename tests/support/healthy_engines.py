@@ -22,7 +22,9 @@ class HealthyDDP(WrapperEngine):
         broadcast_model(part.module, world.device)
         super().__init__(part, config, world)
         self.config, self.divisor = config, float(world.size)
-        self.ddp: Any = DistributedDataParallel(self.call, init_sync=False, gradient_as_bucket_view=True)
+        self.ddp: Any = DistributedDataParallel(
+            self.call, init_sync=False, gradient_as_bucket_view=True, find_unused_parameters=True
+        )
         self.wrapped = self.ddp
 
     @override

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 from torch.utils.data import TensorDataset
-from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
+from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
 from typing_extensions import override
 
 import unipar
@@ -38,6 +38,30 @@ class Gpt2(_LanguageModel):
     def model(self) -> nn.Module:
         sizes = {"vocab_size": WORDS, "n_positions": LENGTH, "n_embd": 16, "n_layer": 2, "n_head": 2}
         return _create(GPT2LMHeadModel, GPT2Config, sizes)
+
+
+class PartlyTrainedBert(unipar.Task):
+    """BERT with a frozen lower half; its loss, a mean of what a norm makes, uses no pooler and has little gradient."""
+
+    @override
+    def model(self) -> nn.Module:
+        sizes = {"vocab_size": 97, "max_position_embeddings": 32, "hidden_size": 48, "intermediate_size": 96}
+        layers = {"num_hidden_layers": 4, "num_attention_heads": 4}
+        drops = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        model: Any = _create(BertModel, BertConfig, sizes | layers | drops)
+        for module in (model.embeddings, *model.encoder.layer[:2]):
+            module.requires_grad_(requires_grad=False)
+        return model
+
+    @override
+    def data(self) -> Any:
+        g = Generator().manual_seed(0)
+        return TensorDataset(torch.randint(0, 97, (64, 12), generator=g), torch.randn(64, generator=g))
+
+    @override
+    def loss(self, model: Any, batch: Any) -> Tensor:
+        words, wanted = batch
+        return nn.functional.mse_loss(model(input_ids=words).last_hidden_state[:, 0].mean(-1), wanted)
 
 
 class Mixtral(_LanguageModel):

@@ -61,6 +61,17 @@ class Misnamed(Stacked):
         return {"blocks.*.query": "column"}
 
 
+class FrozenBelow(Stacked):
+    """The embedding and the first two of four blocks are frozen: what a first stage has."""
+
+    @override
+    def model(self) -> nn.Module:
+        model = super().model()
+        for name in ("token", "blocks.0", "blocks.1"):
+            model.get_submodule(name).requires_grad_(requires_grad=False)
+        return model
+
+
 class Unsummed(Stacked):
     """Ranks of tensor do not add up: behind rows (`leave`), or the gradients of what columns get (`enter`)."""
 

@@ -26,12 +26,13 @@ def test_each_cell_is_compared_with_its_own_number_of_shares(forks: Forks, tmp_p
     assert [(row["cell"], row["outcome"], row["bits"]) for row in said["cells"]] == [
         (cell, "agrees", "shares") for cell in CELLS
     ]
+    one_share = "a replay with 1 share, share by share, as configured"
     assert {name for name in said["one"] if name.startswith("a replay")} == {
         "a replay, share by share",
         "a replay, microbatch by microbatch",
         "a replay with 1 share, share by share",
-        "a replay with 1 share, share by share, as configured, matrix products in 2 parts",
-        "a replay with 1 share, share by share, as configured, sequences in 2 parts",
+        *(f"{one_share}, matrix products in {n} parts" for n in range(2, 7)),
+        *(f"{one_share}, sequences in {n} parts" for n in range(2, 7)),
     }
     rows = {row["cell"]: row for row in said["cells"]}
     assert rows["toy/nothing"]["allowed"] == {}
@@ -46,6 +47,17 @@ def test_the_cut_of_a_batch_matters_by_cell(forks: Forks, tmp_path: Path) -> Non
     assert said["base"] == "a replay, share by share, as configured"
     assert [row["base"] for row in said["cells"]] == ["", "a replay with 1 share, share by share, as configured"]
     assert said["cut_dependence"]["kind"] == "batch statistics"
+
+
+def test_all_ranks_refuse_alike(forks: Forks, tmp_path: Path) -> None:
+    """No rank waits for one whose stage has nothing to train until launch.timeout: both have the sentence."""
+    cells, short = ["native/nothing+pipeline2"], ["--set", "launch.heartbeat=5", "--set", "launch.timeout=10"]
+    _, said = verified(forks, tmp_path, "tests.support.unsplit:FrozenBelow", cells, steps=1, backend="toy", more=short)
+    (row,) = said["cells"]
+    assert (row["outcome"], row["note"].partition(" (")[0]) == (
+        "refused",
+        "stage 0 of the pipeline has no trained parameter",
+    )
 
 
 @pytest.mark.sweep  # a comparison with such a cell is played always

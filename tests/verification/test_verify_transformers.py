@@ -1,4 +1,4 @@
-"""Models of transformers under `verify`: GPT-2, and Mixtral, which cannot run in fp64."""
+"""Models of transformers under `verify`: GPT-2, a BERT that is trained in part, Mixtral, which cannot run in fp64."""
 
 from __future__ import annotations
 
@@ -41,6 +41,18 @@ def test_llama_in_parts(prove: Callable[..., Verdicts]) -> None:
     model = str(Path(__file__).parents[2] / "benchmarks" / "mesh_models.py:Llama")
     found = prove(model, ("native/nothing+tensor2", "native/nothing+pipeline2"))
     assert [(row.outcome, row.note) for row in found.rows] == [("agrees", ""), ("agrees", "")]
+
+
+def test_a_gradient_that_is_mostly_rounding(prove: Callable[..., Verdicts]) -> None:
+    """How each sample is rounded moves the norm a hundred times farther than how a batch is cut: no false alarm."""
+    found = prove("PartlyTrainedBert", ("native/nothing+tensor2",))
+    assert [(row.outcome, row.note) for row in found.rows] == [("agrees", "")]
+    base = found.one["one process"]["norm"][1]
+    off = {name: abs(run["norm"][1] - base) / base for name, run in found.one.items()}
+    cuts = [value for name, value in off.items() if "microbatches of" in name]
+    parts = [value for name, value in off.items() if "matrix products in" in name]
+    assert (len(cuts), len(parts)) == (2, 5)
+    assert max(parts) > 20 * max(cuts)
 
 
 @pytest.mark.sweep

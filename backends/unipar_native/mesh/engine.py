@@ -68,6 +68,14 @@ class MeshEngine(ShardedEngine):
         batch, facts, plans = told
         self._blocks, self._buffer_stages, self._cuts = facts.blocks, facts.buffer_stages, facts.cuts
         self._needs = facts.needs_of_ranks(self._stages)
+        trained = {name for name, p in part.module.named_parameters() if p.requires_grad}
+        for seat, names in enumerate(self._needs):  # on all ranks alike, so that none waits for one that has left
+            if not names & trained:
+                its = [facts.blocks[i] for first, end in self._ranges_of(seat) for i in range(first, end)]
+                raise TaskError(
+                    f"stage {seat} of the pipeline has no trained parameter (its blocks are {', '.join(its)}): name "
+                    "other cuts in the task's cuts(stages), or leave parallel.pipeline out"
+                )
         self._shared = dict(names_in_several(self._needs))
         self._shapes = {name: tuple(p.shape) for name, p in part.module.named_parameters()}
         self.dtype, narrowest = trained_and_narrowest_dtypes(part.module)
@@ -75,17 +83,12 @@ class MeshEngine(ShardedEngine):
         if options.vocabulary == "split":
             vocabulary = find_vocabulary(part.module, part.blocks, self.axes.tensor)
         self._parts = cuts_of_model(part.module, plans, vocabulary, self.axes.tensor)
-        ranges = [self._cuts[stage : stage + 2] for stage in range(self._stage_seat, self.axes.stages, self._stages)]
+        ranges = self._ranges_of(self._stage_seat)
         own = [name for first, end in ranges for name in facts.blocks[first:end]]
         self.once = config.parallel.shard in ("nothing", "optimizer")
         calls = calls_of_blocks(part.module, {} if self.axes.context > 1 else plans)
         shell = place_model(part.module, own, self.placement(config, world), world.device)
         super().__init__(part, config, world)
-        if not self.trained:
-            raise TaskError(
-                f"stage {self._stage_seat} of the pipeline has no trained parameter (its blocks are {', '.join(own)}): "
-                "name other cuts in the task's cuts(stages), or leave parallel.pipeline out"
-            )
         shell.autocast, shell.cast = self.call.autocast, self.call.cast
         self.call = self.wrapped = shell
         self.wrap(part, config)
@@ -125,6 +128,10 @@ class MeshEngine(ShardedEngine):
             proof(self, part.loss, batch, whole, dtype=narrowest, words=self.split_words)
 
     # Set-up
+
+    def _ranges_of(self, seat: int) -> list[Sequence[int]]:
+        """Return the first and the end of the blocks of each stage on the ranks of this seat."""
+        return [self._cuts[stage : stage + 2] for stage in range(seat, self.axes.stages, self._stages)]
 
     def _look(
         self, part: Part, config: Config, world: World, proof: Literal["whole", "blocks", "off"]

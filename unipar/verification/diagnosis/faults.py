@@ -347,7 +347,7 @@ def _is_clipped_per_rank(case: FaultCase, by_share: Any, step: int) -> bool:
     clip = case.config.train.clipping
     assert clip is not None
     norms: list[float] = case.replay.shares[step - 1]["norms"]
-    wanted = np.array([min(1.0, clip.max / n) for n in norms])
+    wanted = np.array([1.0 if n <= clip.max else clip.max / n for n in norms])  # a share without weight has norm 0
     return bool(np.abs(by_share / by_share.max() - wanted / wanted.max()).max() <= 2 * case.near)
 
 

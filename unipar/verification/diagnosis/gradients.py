@@ -159,7 +159,9 @@ def find_unmoved_parameters(run: RunRecord, base: RunRecord, step: int) -> list[
     """Return parameters that a step did not change, although it changes them in one process."""
     unmoved: list[str] = []
     for (name, kind), was in run.states[step - 1].items():
-        moved = base.states[step][name, kind] - base.states[step - 1][name, kind] if kind == "weight" else None
-        if moved is not None and np.any(moved) and not np.any(run.states[step][name, kind] - was):
+        if kind != "weight" or (name, kind) not in base.states[step]:  # a tied one may have two names in the run
+            continue
+        moved = base.states[step][name, kind] - base.states[step - 1][name, kind]
+        if np.any(moved) and not np.any(run.states[step][name, kind] - was):
             unmoved.append(name)
     return unmoved

@@ -295,8 +295,8 @@ def _factors(case: FaultCase, step: int) -> Iterator[tuple[str, tuple[float, flo
     lengths = case.replay.shares[step - 1]["lengths"]
     total = math.hypot(*lengths.values())
     for name, right in whole.items():
-        if name in found and lengths[name] > _SHORT * total:
-            size = float(np.dot(right, right))
+        size = float(np.dot(right, right))
+        if name in found and lengths[name] > _SHORT * total and size > 0:  # equal elements may cancel in a sketch
             factor = float(np.dot(found[name], right)) / size
             yield name, (factor, float(np.linalg.norm(found[name] - factor * right)) / size**0.5)
 

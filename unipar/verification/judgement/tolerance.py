@@ -238,7 +238,7 @@ def _find_noise_parameters(exact: RunRecord) -> frozenset[str]:
 
 
 def gradient_share(record: RunRecord, name: str) -> float:
-    """Return the size of a parameter's gradient relative to the model's, by the mean of its squares."""
+    """Return the size of a parameter's gradient relative to the model's, by the mean of its squares; 0 without any."""
     second = {n: t.double() for (n, kind), t in record.state.items() if kind in SQUARED_GRADIENTS}
     whole = sum(float(t.sum()) for t in second.values()) / sum(t.numel() for t in second.values())
-    return (float(second[name].mean()) / whole) ** 0.5
+    return (float(second[name].mean()) / whole) ** 0.5 if whole else 0.0

@@ -66,10 +66,11 @@ class ReplayEngine(WrapperEngine):
         for p in self.trained:
             p.grad = None
         if self._apart:
+            # what the loss does not use has a gradient of zero, as every engine gives it to the optimizer
+            whole = [torch.zeros_like(p) if g is None else g for p, g in zip(self.trained, grads, strict=True)]
             self._parts[f"{micro}.{share}"] = {
                 self._names[id(p)]: sketch_whole_tensor(self._sketches, self._names[id(p)], g / self.count)
-                for p, g in zip(self.trained, grads, strict=True)
-                if g is not None
+                for p, g in zip(self.trained, whole, strict=True)
             }
         if self.order == "micros":
             self._sums.append(grads)

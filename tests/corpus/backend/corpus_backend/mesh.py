@@ -29,10 +29,11 @@ def bias_gradient_divided(part: Part, config: Config, world: World) -> Engine:
     """Return an engine whose rows add a bias divided by the ranks, and whose bias gets its gradient through that."""
     engine: Any = MeshEngine(part, config, world)
     names = [f"{block}.{row}.bias" for block in part.blocks for row in ("out", "down")]
+    biases = [engine.kept[name] for name in names if engine.kept[name].requires_grad]
 
     def divide() -> None:
-        for name in names:
-            engine.kept[name].grad.div_(world.mesh.sizes["tensor"])
+        for bias in biases:
+            bias.grad.div_(world.mesh.sizes["tensor"])
 
     engine.finish_reduction = divide
     return engine
@@ -41,12 +42,12 @@ def bias_gradient_divided(part: Part, config: Config, world: World) -> Engine:
 def norms_drift(part: Part, config: Config, world: World) -> Engine:
     """Return an engine in which one rank of tensor clips the gradients of norms otherwise than the other."""
     engine: Any = MeshEngine(part, config, world)
-    names = [name for name in engine.kept if "norm" in name]
+    weights = [p for name, p in engine.kept.items() if "norm" in name and p.requires_grad]
 
     def change() -> None:
         if world.mesh.seat["tensor"] == 1:
-            for name in names:
-                engine.kept[name].grad.mul_(0.9)
+            for p in weights:
+                p.grad.mul_(0.9)
 
     engine.finish_reduction = change
     return engine
