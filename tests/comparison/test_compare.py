@@ -241,7 +241,7 @@ def test_an_interrupt_ends_all_worlds_and_prints_the_table(given: dict[str, Any]
     assert done.returncode == 130
     out = done.stdout
     assert out.splitlines()[1].startswith("single")
-    assert "interrupted: cells without figures did not finish" in out
+    assert "interrupted: strategies without figures did not finish" in out
     assert "unipar compare · x · 2 ranks · fp32" in (tmp_path / "out/compare/report.html").read_text("utf-8")
     assert len(workers) == 3
     eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers), "a worker lives on")

@@ -58,7 +58,7 @@ def test_the_table_fits_eighty_columns() -> None:
         "horovod/nothing              backend 'horovod' needs horovod, not installed",
         "                             here: unipar install horovod",
         "",
-        "all 2 cells agree with one process to 6 digits or more, over 3 steps",
+        "all 2 strategies agree with one process to 6 digits or more, over 3 steps",
         "loss of one process: 4.0000 at step 1, 3.0000 at step 3",
         "step ms: median [middle half] of 4 steps in 2 turns, of the slowest rank",
         "x: step time in proportion to native/nothing",
@@ -145,7 +145,7 @@ def test_an_interrupted_comparison_shows_what_it_has() -> None:
     found = compared(replace(ONE, outcome="waits", losses=[], peak_rss=[]), half, interrupted=True)
     assert found.code == 130
     assert str(found).splitlines()[2].split() == ["native/nothing", "-", "10", "[10..10]", "1.00", "800", "-"]
-    assert "interrupted: cells without figures did not finish" in str(found)
+    assert "interrupted: strategies without figures did not finish" in str(found)
 
 
 # What is kept

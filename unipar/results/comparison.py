@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import textwrap
 from abc import abstractmethod
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, Self
@@ -30,14 +31,22 @@ from unipar.results.memory_tables import (
     sends_across,
     sent_axes,
 )
-from unipar.results.row import OUTCOME_PREFIXES, CellResult, cell_result_from_json, cell_result_to_json, format_spread
+from unipar.results.row import (
+    OUTCOME_PREFIXES,
+    CellResult,
+    cell_result_from_json,
+    cell_result_to_json,
+    format_spread,
+    row_reason,
+)
 from unipar.results.same_training import TrainingMarks, describe_training_difference, judged_precision
 from unipar.results.step_work.figures import CellWork, StepFigures, flops_of_step, step_figures
 from unipar.results.step_work.table import describe_work_columns, format_work_table
 from unipar.run_folder.layout import PAGE_FILE_NAME
 from unipar.utils.notebook import ShownAsPage
+from unipar.utils.screen import Column, Screen
 from unipar.utils.table import Remark, format_table_rows, table_remarks
-from unipar.utils.text import count_of, format_size
+from unipar.utils.text import count_of, first_few, format_duration, format_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +70,9 @@ class TurnResults(ShownAsPage):
     interrupted: bool = False
     unkept: str = ""
     """Reason why the results could not be written to their folder."""
+
+    library_names: Mapping[str, str] = field(default_factory=dict[str, str])
+    """What each cell's library calls it, by cell; not stored."""
 
     @abstractmethod
     def samples_of(self, row: CellResult) -> int:
@@ -123,16 +135,20 @@ class TurnResults(ShownAsPage):
 
     @override
     def __str__(self) -> str:
-        return self.table()
+        return self.screen()
 
     @property
     @override
     def page(self) -> Path:
         return Path(self.out) / PAGE_FILE_NAME
 
+    @abstractmethod
+    def screen(self, width: int = 80, next_steps: Sequence[str] = ()) -> str:
+        """Return the answer, the table and the next steps, in one screen."""
+
     @override
     def table(self, width: int = 80) -> str:
-        """Return the table as text, with the remarks below."""
+        """Return all tables as text, with the remarks below: what `--details` prints."""
         blocks, extra = self.blocks(width), self.extra_tables(width)
         head = " ".join([blocks[0][0], *extra]).split()
         shown = [r.text for r in self.column_remarks() if not r.column or r.column in head]
@@ -179,7 +195,7 @@ class TurnResults(ShownAsPage):
         return {name: marks for name, marks in others if marks is not None}
 
 
-_FIELDS_NOT_STORED = ("rows", "answer", "unkept", "forecast")
+_FIELDS_NOT_STORED = ("rows", "answer", "unkept", "forecast", "library_names")
 """Fields that compare.json holds under another name, or not at all."""
 
 
@@ -277,6 +293,58 @@ class Comparison(TurnResults):
         return any(row.outcome == "ran" for row in self.rows[1:]) and not self.disagreeing_rows
 
     @override
+    def screen(self, width: int = 80, next_steps: Sequence[str] = ()) -> str:
+        answer, *wrong = self.verdict()
+        if not self.disagreeing_rows:
+            wrong = []
+        failed = [row.cell for row in self.rows if row.outcome in ("failed", "unlike")]
+        answer += f"; {len(failed)} failed: {first_few(failed)}" if failed else ""
+        reused = [row.cell for row in self.rows if row.reused]
+        limits = [
+            self.unkept,
+            *wrong,
+            f"{first_few(reused)}: reused from an earlier run, not timed in turns with the others" if reused else "",
+            *([] if self._has_memory else [self.unwatched, RSS.text]),
+        ]
+        return Screen(
+            answer=f"{answer}; {self.answer}" if self.answer else answer,
+            warnings=limits,
+            columns=self._screen_columns(),
+            rows=self.rows,
+            reason=row_reason,
+            next_steps=next_steps,
+            last=[self.note],
+        ).format(width)
+
+    def _screen_columns(self) -> list[Column[CellResult]]:
+        return [
+            Column(head="strategy", text=lambda row: row.cell, right=False),
+            Column(
+                head="its library's name",
+                text=lambda row: self.library_names.get(row.cell, ""),
+                right=False,
+                shortened=True,
+                dropped=1,
+            ),
+            Column(
+                head="step", text=lambda row: format_duration(median(row.timed_seconds)) if row.timed_seconds else ""
+            ),
+            Column(head=f"{self.unit}/s", text=self._rate_text),
+            Column(head="peak" if self._has_memory else "RSS", text=self._memory_text),
+            Column(head="agreement", text=self._agreement_text, right=False),
+        ]
+
+    def _agreement_text(self, row: CellResult) -> str:
+        if row is self.reference:
+            return "reference"
+        found = self.agreement(row)
+        return f"{found or '-'}{'' if found is None or found.within else '!'}"
+
+    def _rate_text(self, row: CellResult) -> str:
+        rate = self.rate(row)
+        return "-" if rate is None else f"{rate:.{1 if rate < 100 else 0}f}"
+
+    @override
     def extra_tables(self, width: int) -> list[str]:
         rows = [((cell,), one) for cell, one in self.step_figures().items()]
         return [*format_work_table(("work",), rows, width), *self._memory_tables(width)]
@@ -300,18 +368,14 @@ class Comparison(TurnResults):
     def _shown(self, row: CellResult) -> tuple[str, ...]:
         if not row.timed_seconds or row.outcome not in ("ran", "waits"):
             return row.cell, OUTCOME_PREFIXES[row.outcome] + (row.note or "waits")
-        found = self.agreement(row)
-        agrees = "reference" if row is self.reference else str(found or "-")
-        if found is not None and not found.within:
-            agrees += "!"
-        middle, rate = median(row.timed_seconds), self.rate(row)
+        middle = median(row.timed_seconds)
         factor = f"{middle / median(self.baseline.timed_seconds):.2f}" if self.baseline is not None else "-"
         return (
             row.cell,
-            agrees,
+            self._agreement_text(row),
             format_spread(row.timed_seconds),
             factor,
-            "-" if rate is None else f"{rate:.{1 if rate < 100 else 0}f}",
+            self._rate_text(row),
             self._memory_text(row),
         )
 
@@ -343,14 +407,14 @@ class Comparison(TurnResults):
         return [*lines, *table_remarks(self.moments, self.unwatched, self.answer, self.unkept, self.note)]
 
     def verdict(self) -> list[str]:
-        """Return whether the cells agree, in one sentence or several."""
+        """Return whether the strategies agree, in one sentence or several."""
         if self.interrupted:
-            return ["interrupted: cells without figures did not finish"]
+            return ["interrupted: strategies without figures did not finish"]
         if self.reference is None:
-            return ["no verdict: single, the reference for the other cells, did not run"]
+            return ["no verdict: single, the reference for the other strategies, did not run"]
         judged = [(row, found) for row in self.rows if (found := self.agreement(row)) is not None]
         if not judged:
-            return ["no verdict: no cell except single ran"]
+            return ["no verdict: no strategy except single ran"]
         steps, allowed = len(self.reference.losses), loss_tolerance(self.judged_as)
         wrong = [
             f"DISAGREES: {row.cell} by {found.off:.1e} at step {found.step}{found.part_suffix}: "
@@ -363,7 +427,7 @@ class Comparison(TurnResults):
             return wrong
         least = min((found.digits for _, found in judged if found.digits is not None), default=None)
         how = "bit for bit" if least is None else f"to {least} digits or more"
-        cells = f"all {len(judged)} cells agree" if len(judged) > 1 else f"{judged[0][0].cell} agrees"
+        cells = f"all {len(judged)} strategies agree" if len(judged) > 1 else f"{judged[0][0].cell} agrees"
         first, last = self.reference.losses[0], self.reference.losses[-1]
         where = f", on {self.describe_ranks()}" if self.machines > 1 else ""
         return [

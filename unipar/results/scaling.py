@@ -24,12 +24,20 @@ from unipar.results.memory_tables import (
     largest_account,
     largest_peak_bytes,
 )
-from unipar.results.row import OUTCOME_PREFIXES, CellResult, cell_result_from_json, cell_result_to_json, format_spread
+from unipar.results.row import (
+    OUTCOME_PREFIXES,
+    CellResult,
+    cell_result_from_json,
+    cell_result_to_json,
+    format_spread,
+    row_reason,
+)
 from unipar.results.same_training import describe_training_difference
 from unipar.results.step_work.figures import StepFigures
 from unipar.results.step_work.table import format_work_table
+from unipar.utils.screen import Column, Screen
 from unipar.utils.table import Remark, format_table_rows, table_remarks
-from unipar.utils.text import count_of, format_size
+from unipar.utils.text import count_of, first_few, format_duration, format_size
 
 ScalingKind = Literal["strong", "weak"]
 SCALING_KINDS: tuple[ScalingKind, ...] = ("strong", "weak")
@@ -37,7 +45,7 @@ SCALING_KINDS: tuple[ScalingKind, ...] = ("strong", "weak")
 
 NO_FIGURE = "-"
 
-_FIELDS_STORED_ELSEWHERE = ("worlds", "rows", "unkept")
+_FIELDS_STORED_ELSEWHERE = ("worlds", "rows", "unkept", "library_names")
 """Fields that the file holds in another form, or not at all."""
 
 
@@ -195,6 +203,67 @@ class Scaling(TurnResults):
         )
 
     @override
+    def screen(self, width: int = 80, next_steps: Sequence[str] = ()) -> str:
+        said = self.verdict()
+        right = not self.interrupted and not self.wrong and all(a.within for _, a in self.agreements)
+        failed = [world.name for world in self.worlds if self.row(world).outcome in ("failed", "unlike")]
+        ends = [*(said if right else ()), *([f"{len(failed)} failed: {first_few(failed)}"] if failed else [])]
+        return Screen(
+            answer="; ".join([self.summary, *ends]),
+            warnings=[self.unkept, *(() if right else said), f"measured on {self.shared()}"],
+            columns=self._screen_columns(),
+            rows=self.worlds,
+            reason=lambda world: row_reason(self.row(world)),
+            leading=3,
+            next_steps=next_steps,
+            last=[self.note],
+        ).format(width)
+
+    def _screen_columns(self) -> list[Column[ScaledCell]]:
+        def percent(world: ScaledCell) -> str:
+            share = self.efficiency(world)
+            return NO_FIGURE if share is None else format_percent(share)
+
+        def factor(world: ScaledCell) -> str:
+            faster = self.speed_up(world)
+            return NO_FIGURE if faster is None else f"{faster:.2f}"
+
+        def peak(world: ScaledCell) -> str:
+            size = self.memory(world)
+            return "" if size is None else format_size(size)
+
+        def agrees(world: ScaledCell) -> str:
+            found = self.agreement(world)
+            return "" if found is None else f"{found}{'' if found.within else '!'}"
+
+        def step(world: ScaledCell) -> str:
+            seconds = self.row(world).timed_seconds
+            return format_duration(median(seconds)) if seconds else ""
+
+        return [
+            Column(head="strategy", text=lambda world: world.table_head[0], right=False),
+            Column(head="ranks", text=lambda world: world.table_head[1]),
+            Column(head="scaling", text=lambda world: world.table_head[2], right=False),
+            Column(
+                head="its library's name",
+                text=lambda world: self.library_names.get(world.cell, ""),
+                right=False,
+                shortened=True,
+                dropped=1,
+            ),
+            Column(head="step", text=step),
+            Column(head=f"{self.unit}/s", text=self._rate_text),
+            Column(head="speed-up", text=factor, dropped=2),
+            Column(head="efficiency", text=percent),
+            Column(head="peak", text=peak, dropped=4),
+            Column(head="agreement", text=agrees, right=False, dropped=3),
+        ]
+
+    def _rate_text(self, world: ScaledCell) -> str:
+        rate = self.rate(world)
+        return NO_FIGURE if rate is None else f"{rate:.{1 if rate < 100 else 0}f}"
+
+    @override
     def blocks(self, width: int) -> list[list[str]]:
         """Return the lines of the header, then of each world; if too wide, without the middle half and RSS."""
         header = ("cell", "ranks", "scaling", "step ms", f"{self.unit}/s", "speed-up", "efficiency")
@@ -236,7 +305,7 @@ class Scaling(TurnResults):
         return (
             *at,
             step.partition(" ")[0] if narrow else step,
-            f"{rate:.{1 if rate < 100 else 0}f}",
+            self._rate_text(world),
             NO_FIGURE if faster is None else f"{faster:.2f}",
             NO_FIGURE if efficient is None else format_percent(efficient),
             *([format_size(max(row.peak_rss)) if row.peak_rss else NO_FIGURE] if rss else []),
@@ -296,6 +365,20 @@ class Scaling(TurnResults):
         if all(world.ranks <= free for world in self.worlds):
             return f"{what}; ranks share its memory and caches, but no cores"
         return f"{what}; in worlds of more than {count_of(free, 'rank')} they share cores, which limits every cell"
+
+    @property
+    def summary(self) -> str:
+        """Efficiency in the largest world of each cell, best cell first, as a sentence without its full stop."""
+        parts: list[str] = []
+        for kind in self.kinds:
+            last = [worlds[-1] for cell in self.cells if len(worlds := self.timed_worlds(cell, kind)) > 1]
+            by = {world: share for world in last if (share := self.efficiency(world)) is not None}
+            best = sorted(by, key=lambda world: -by[world])
+            shares = [f"{format_percent(by[w])} for {w.cell} on {count_of(w.ranks, 'rank')}" for w in best]
+            parts += [f"{kind} scaling: {first_few(shares)}"] if shares else []
+        if not parts:
+            return "No cell ran in two worlds, so there is nothing to compare"
+        return f"Part of the ideal speed: {'; '.join(parts)}"
 
     def verdict(self) -> list[str]:
         """Return whether worlds with the same total batch have the same losses, in sentences."""
