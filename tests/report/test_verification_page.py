@@ -57,8 +57,8 @@ def test_a_training_that_depends_on_the_cut_is_told_first() -> None:
     page = page_of(cut_dependent_verdicts())
     text = render_verification(page)
     assert (
-        "<h1>All 3 strategies agree with one process over 12 steps on 2 ranks, and the training depends on how a batch is "
-        "cut, so another number of ranks trains another model.</h1>"
+        "<h1>All 3 strategies agree with one process over 12 steps on 2 ranks, and the training depends on how a batch "
+        "is cut, so another number of ranks trains another model.</h1>"
     ) in text
     assert '<p class="worry">way out: return the mean over the batch</p>' in text
     assert max(max(values) for _, values in page.differences("loss")) < 1e-6

@@ -32,8 +32,7 @@ def verdicts(*outcomes: VerdictOutcome) -> Verdicts:
         ),
         (
             ("agrees", "failed", "absent"),
-            "1 of 3 strategies agrees with one process over 10 steps on 2 ranks; 1 failed; 1 not installed: "
-            "native/2",
+            "1 of 3 strategies agrees with one process over 10 steps on 2 ranks; 1 failed; 1 not installed: native/2",
             1,
         ),
         (
@@ -82,8 +81,8 @@ def test_a_training_that_depends_on_the_cut_is_no_plain_yes() -> None:
     """The first line says so; with strict the exit code is 1, without it 0."""
     found = replace(verdicts("agrees", "agrees"), cut_dependence=CUT)
     whole = (
-        "all 2 strategies agree with one process over 10 steps on 2 ranks, and the training depends on how a batch is cut, "
-        "so another number of ranks trains another model"
+        "all 2 strategies agree with one process over 10 steps on 2 ranks, and the training depends on how a batch is "
+        "cut, so another number of ranks trains another model"
     )
     assert (found.remark_lines()[:2], found.code) == ([whole, "  way out: return the mean"], 0)
     strict = replace(found, strict=True)

@@ -298,13 +298,13 @@ def suggest_next_commands(result: Comparison | Scaling, file: Path) -> list[str]
     if result.interrupted:
         return [f"unipar compare {name}   # the same again goes on where it stopped"]
     if isinstance(result, Comparison) and (wrong := result.disagreeing_rows):
-        return [f"unipar verify {name} --cell {wrong[0].cell}   # step, module and parameter that differ first"]
+        return [f"unipar verify {name} --cell {wrong[0].cell}   # what differs first, and the kind of fault"]
     if result.code:
-        return [f"unipar compare {name} --details   # with all reasons; what failed runs again"]
+        return [f"unipar compare {name} --details   # runs what failed again"]
     if isinstance(result, Scaling):
-        return [f"unipar compare {name}   # memory and step of each strategy on one number of ranks"]
+        return [f"unipar compare {name}   # step and memory of each strategy"]
     return [
         f"unipar verify {name}",
         f"unipar scale {name} --world 1,2",
-        f"unipar compare {name} --details   # memory by category, work of a step, what the figures are",
+        f"unipar compare {name} --details   # all tables, and what they mean",
     ]

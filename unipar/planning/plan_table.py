@@ -1,9 +1,9 @@
-"""A plan as text: its table, in as many columns as fit, what to take, and what the numbers are."""
+"""A plan as text: its table, in as many columns as fit, below what to take, and what the numbers are."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -35,7 +35,7 @@ _OUTSIDE_MEANS: Final[dict[MemoryPlace, str]] = {
 }
 """Explanation of the column of each place other than the device."""
 
-LIBRARY_NAME: Final = "its library's name"
+LIBRARY_NAME: Final = "known as"
 """Head of the column with what a cell's library calls it; the screen has it, all of the plan as text has not."""
 
 _MOST_WAYS = 3
@@ -50,9 +50,12 @@ def format_plan(plan: PlannedCells, width: int) -> str:
             break
         columns = [column for column in columns if column.dropped != place]
         table = _table(plan, columns, width)
-    remarks = [*ways_to_fit(plan), *describe_recommendations(plan), *_explanations(plan, columns)]
-    lines = [line for text in remarks for line in textwrap.wrap(text, width, subsequent_indent="  ")]
-    return "\n".join([table, "", *lines])
+    answer = _wrap([*describe_recommendations(plan), *ways_to_fit(plan)], width)
+    return "\n\n".join([answer, table, _wrap(_explanations(plan, columns), width)])
+
+
+def _wrap(texts: Iterable[str], width: int) -> str:
+    return "\n".join(line for text in texts for line in textwrap.wrap(text, width, subsequent_indent="  "))
 
 
 def plan_columns(plan: PlannedCells) -> list[Column[PlannedCell]]:

@@ -14,6 +14,7 @@ from typing import Any, Self
 from typing_extensions import override
 
 from unipar.config import Precision
+from unipar.memory.account import MemoryAccount
 from unipar.planning.machines.device_peaks import find_device_peaks
 from unipar.results.agreement import Agreement, loss_tolerance, measure_agreement
 from unipar.results.forecast.difference import describe_forecast
@@ -148,24 +149,48 @@ class TurnResults(ShownAsPage):
 
     @override
     def table(self, width: int = 80) -> str:
-        """Return all tables as text, with the remarks below: what `--details` prints."""
-        blocks, extra = self.blocks(width), self.extra_tables(width)
-        head = " ".join([blocks[0][0], *extra]).split()
-        shown = [r.text for r in self.column_remarks() if not r.column or r.column in head]
-        remarks = [line for text in shown for line in textwrap.wrap(text, width, subsequent_indent="  ")]
-        return "\n".join(["\n".join(lines) for lines in blocks] + [*extra, "", *remarks])
+        """Return the answer, then all tables, each with the remarks on it: what `--details` prints."""
+        parts = [self._remark_lines(table_remarks(*self.answer_lines()), (), width)]
+        for lines, remarks in zip(self.tables(width), self.remarks_by_table(), strict=True):
+            parts.append([*lines, *self._remark_lines(remarks, lines, width)])
+        parts.append(self._remark_lines(self.closing_remarks(), (), width))
+        return "\n\n".join("\n".join(lines) for lines in parts if lines)
+
+    @staticmethod
+    def _remark_lines(remarks: Sequence[Remark], table: Sequence[str], width: int) -> list[str]:
+        """Return remarks as lines, without those on columns that the table does not have."""
+        head = " ".join(table).split()
+        shown = [remark.text for remark in remarks if not remark.column or remark.column in head]
+        return [line for text in shown for line in textwrap.wrap(text, width, subsequent_indent="  ")]
 
     @abstractmethod
     def blocks(self, width: int) -> list[list[str]]:
-        """Return the lines of the header, then of each row."""
-
-    def extra_tables(self, width: int) -> list[str]:
-        """Return the lines of further tables."""
-        return []
+        """Return the lines of the main table's header, then of each of its rows."""
 
     @abstractmethod
+    def verdict(self) -> list[str]:
+        """Return whether losses agree, in sentences."""
+
+    @abstractmethod
+    def answer_lines(self) -> list[str]:
+        """Return what the result answers, and what is wrong, in sentences."""
+
+    @abstractmethod
+    def tables(self, width: int) -> list[list[str]]:
+        """Return the lines of each table, the main one first; a table without rows has no lines."""
+
+    @abstractmethod
+    def remarks_by_table(self) -> list[list[Remark]]:
+        """Return the explanations of each table, each with the column that it explains."""
+
+    @abstractmethod
+    def closing_remarks(self) -> list[Remark]:
+        """Return what there is to say besides."""
+
     def column_remarks(self) -> list[Remark]:
-        """Return explanations of the table and what is wrong, each with the column that it explains."""
+        """Return the verdict and all explanations, each with the column that it explains."""
+        explained = [remark for remarks in self.remarks_by_table() for remark in remarks]
+        return [*table_remarks(*self.verdict()), *explained, *self.closing_remarks()]
 
     def remarks(self, *, work: bool = True) -> list[str]:
         """Return explanations of the table and what is wrong; `work`: with those of the table of work."""
@@ -320,7 +345,7 @@ class Comparison(TurnResults):
         return [
             Column(head="strategy", text=lambda row: row.cell, right=False),
             Column(
-                head="its library's name",
+                head="known as",
                 text=lambda row: self.library_names.get(row.cell, ""),
                 right=False,
                 shortened=True,
@@ -345,14 +370,17 @@ class Comparison(TurnResults):
         return "-" if rate is None else f"{rate:.{1 if rate < 100 else 0}f}"
 
     @override
-    def extra_tables(self, width: int) -> list[str]:
-        rows = [((cell,), one) for cell, one in self.step_figures().items()]
-        return [*format_work_table(("work",), rows, width), *self._memory_tables(width)]
+    def answer_lines(self) -> list[str]:
+        return [text for text in (*self.verdict(), self.answer) if text]
 
-    def _memory_tables(self, width: int) -> list[str]:
+    @override
+    def tables(self, width: int) -> list[list[str]]:
+        work = [((cell,), one) for cell, one in self.step_figures().items()]
         known = [row for row in self.rows if row.memory and row.outcome != "unlike"]
         cells = [(row.name_until_failure, self.rank_count(row), row.memory) for row in known]
-        return ["", *format_memory_tables(cells, width), *format_sent_table(cells, width)] if cells else []
+        memory = [*format_memory_tables(cells, width), *format_sent_table(cells, width)] if cells else []
+        main = [line for block in self.blocks(width) for line in block]
+        return [main, format_work_table(("work",), work, width), memory]
 
     @override
     def blocks(self, width: int) -> list[list[str]]:
@@ -389,23 +417,30 @@ class Comparison(TurnResults):
         return format_size(max(row.peak_rss)) if row.peak_rss else "-"
 
     @override
-    def column_remarks(self) -> list[Remark]:
-        lines = table_remarks(*self.row_notes(), *self.verdict(), *self.timing())
+    def remarks_by_table(self) -> list[list[Remark]]:
+        main = table_remarks(*self.row_notes(), *self.timing())
         if self.baseline is not None:
-            lines.append(Remark(column="x", text=f"x: step time in proportion to {self.baseline.cell}"))
-        lines += self.work_remarks()
-        if self._has_memory:
-            lines += describe_memory_columns([account for row in self.rows for account in row.memory])
-            lines += table_remarks(*describe_peak_ranges([(row.cell, row.memory) for row in self.rows if row.memory]))
-            lines += table_remarks(*describe_setup_peaks([(row.cell, row.memory) for row in self.rows if row.memory]))
-            known = [account for row in self.rows for account in row.memory]
-            lines += [SENT_REMARK] if sent_axes(known) or sends_across(known) else []
-            lines += [ACROSS_REMARK] if sends_across(known) else []
-        elif any(row.outcome == "ran" for row in self.rows):
-            lines.append(RSS)
-        lines += table_remarks(*describe_forecast(self.forecast, self.rows))
-        return [*lines, *table_remarks(self.moments, self.unwatched, self.answer, self.unkept, self.note)]
+            main.append(Remark(column="x", text=f"x: step time in proportion to {self.baseline.cell}"))
+        if not self._has_memory:
+            main += [RSS] if any(row.outcome == "ran" for row in self.rows) else []
+            return [main, self.work_remarks(), []]
+        known, measured = [account for row in self.rows for account in row.memory], self._rows_with_memory
+        memory = describe_memory_columns(known)
+        memory += table_remarks(*describe_peak_ranges(measured), *describe_setup_peaks(measured))
+        memory += [SENT_REMARK] if sent_axes(known) or sends_across(known) else []
+        memory += [ACROSS_REMARK] if sends_across(known) else []
+        return [main, self.work_remarks(), memory]
 
+    @property
+    def _rows_with_memory(self) -> list[tuple[str, list[MemoryAccount]]]:
+        return [(row.cell, row.memory) for row in self.rows if row.memory]
+
+    @override
+    def closing_remarks(self) -> list[Remark]:
+        forecast = describe_forecast(self.forecast, self.rows)
+        return table_remarks(*forecast, self.moments, self.unwatched, self.unkept, self.note)
+
+    @override
     def verdict(self) -> list[str]:
         """Return whether the strategies agree, in one sentence or several."""
         if self.interrupted:

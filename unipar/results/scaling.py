@@ -245,18 +245,18 @@ class Scaling(TurnResults):
             Column(head="ranks", text=lambda world: world.table_head[1]),
             Column(head="scaling", text=lambda world: world.table_head[2], right=False),
             Column(
-                head="its library's name",
+                head="known as",
                 text=lambda world: self.library_names.get(world.cell, ""),
                 right=False,
                 shortened=True,
-                dropped=1,
+                dropped=3,
             ),
             Column(head="step", text=step),
             Column(head=f"{self.unit}/s", text=self._rate_text),
-            Column(head="speed-up", text=factor, dropped=2),
+            Column(head="speed-up", text=factor, dropped=1),
             Column(head="efficiency", text=percent),
             Column(head="peak", text=peak, dropped=4),
-            Column(head="agreement", text=agrees, right=False, dropped=3),
+            Column(head="agreement", text=agrees, right=False, dropped=2),
         ]
 
     def _rate_text(self, world: ScaledCell) -> str:
@@ -277,10 +277,15 @@ class Scaling(TurnResults):
         return blocks
 
     @override
-    def extra_tables(self, width: int) -> list[str]:
+    def answer_lines(self) -> list[str]:
+        return [self.summary, *self.verdict()]
+
+    @override
+    def tables(self, width: int) -> list[list[str]]:
         figures = self.step_figures()
         work = [(world.table_head, figures[world.name]) for world in self.worlds]
-        return [*format_work_table(("work", "ranks", "scaling"), work, width), *self._memory_table(width)]
+        main = [line for block in self.blocks(width) for line in block]
+        return [main, format_work_table(("work", "ranks", "scaling"), work, width), self._memory_table(width)]
 
     def _memory_table(self, width: int) -> list[str]:
         """Return the lines of a table of the largest rank's memory in each world, counted in three ways."""
@@ -295,7 +300,7 @@ class Scaling(TurnResults):
         ]
         header = ("memory", "ranks", "scaling", "allocated", second, "on CUDA")
         blocks = format_table_rows(header, rows, right=(1, 3, 4, 5), width=width, fold=True)
-        return ["", *(line for lines in blocks for line in lines)]
+        return [line for lines in blocks for line in lines]
 
     def _shown(self, world: ScaledCell, *, narrow: bool, rss: bool) -> tuple[str, ...]:
         row, rate, at = self.row(world), self.rate(world), world.table_head
@@ -312,10 +317,9 @@ class Scaling(TurnResults):
         )
 
     @override
-    def column_remarks(self) -> list[Remark]:
-        lines = table_remarks(
+    def remarks_by_table(self) -> list[list[Remark]]:
+        main = table_remarks(
             *self.row_notes(),
-            *self.verdict(),
             *self.batches(),
             f"speed-up: {self.unit}/s in proportion to the smallest world's; efficiency: that in proportion to "
             "the ranks",
@@ -323,12 +327,14 @@ class Scaling(TurnResults):
             self.shared(),
             *self.timing(),
         )
-        lines += self.work_remarks()
-        if accounts := [account for row in self.rows for account in row.memory]:
-            lines += describe_memory_columns(accounts)
-        elif any(row.outcome == "ran" for row in self.rows):
-            lines.append(RSS)
-        return [*lines, *table_remarks(self.unwatched, self.unkept, self.note)]
+        accounts = [account for row in self.rows for account in row.memory]
+        if not accounts and any(row.outcome == "ran" for row in self.rows):
+            main.append(RSS)
+        return [main, self.work_remarks(), describe_memory_columns(accounts) if accounts else []]
+
+    @override
+    def closing_remarks(self) -> list[Remark]:
+        return table_remarks(self.unwatched, self.unkept, self.note)
 
     def batches(self) -> list[str]:
         """Return how many samples a step has, in sentences; cells with other axes may have another share."""
@@ -377,9 +383,10 @@ class Scaling(TurnResults):
             shares = [f"{format_percent(by[w])} for {w.cell} on {count_of(w.ranks, 'rank')}" for w in best]
             parts += [f"{kind} scaling: {first_few(shares)}"] if shares else []
         if not parts:
-            return "No cell ran in two worlds, so there is nothing to compare"
+            return "No strategy ran in two worlds, so there is nothing to compare"
         return f"Part of the ideal speed: {'; '.join(parts)}"
 
+    @override
     def verdict(self) -> list[str]:
         """Return whether worlds with the same total batch have the same losses, in sentences."""
         if self.interrupted:

@@ -281,7 +281,7 @@ class Verdicts(ShownAsPage):
             columns=[
                 Column(head="strategy", text=lambda row: row.cell, right=False),
                 Column(
-                    head="its library's name",
+                    head="known as",
                     text=lambda row: self.library_names.get(row.cell, ""),
                     right=False,
                     shortened=True,
@@ -301,10 +301,14 @@ class Verdicts(ShownAsPage):
 
     @override
     def table(self, width: int = 80) -> str:
-        """Return the table as text, with all remarks below: what `--details` prints."""
-        rows = ["\n".join(lines) for lines in self.blocks(width)]
-        remarks = [line for text in self.remark_lines() for line in textwrap.wrap(text, width, subsequent_indent="  ")]
-        return "\n".join([*rows, "", *remarks])
+        """Return the verdict, the table as text, and all remarks: what `--details` prints."""
+        said = self.answer_lines()
+        parts = [
+            _wrap_lines(said, width),
+            [line for block in self.blocks(width) for line in block],
+            _wrap_lines(self.remark_lines()[len(said) :], width),
+        ]
+        return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
     def blocks(self, width: int) -> list[list[str]]:
         """Return the lines of the header, then of each row."""
@@ -319,19 +323,17 @@ class Verdicts(ShownAsPage):
         verdict = "agrees; bit-for-bit equal to the replay" if exact else _verdict_text(row)
         return row.cell, _digits_text(row), format_share(row.share), verdict
 
-    def remark_lines(self) -> list[str]:
-        """Return explanations of the table and what is wrong."""
+    def answer_lines(self) -> list[str]:
+        """Return the verdict in sentences: on all cells, then on each that disagrees or has a note."""
         if self.stopped:
-            return [self.summary, *self.remarks, *filter(None, [self.note])]
-        return [
-            self.summary,
-            *self.cut_lines(),
-            *self.bitwise_lines(),
-            *(line for row in self.rows for line in describe_verdict(row)),
-            *self.remarks,
-            *self.column_notes(),
-            *filter(None, [self.note]),
-        ]
+            return [self.summary]
+        faults = [line for row in self.rows for line in describe_verdict(row)]
+        return [self.summary, *self.cut_lines(), *self.bitwise_lines(), *faults]
+
+    def remark_lines(self) -> list[str]:
+        """Return the verdict, then remarks on the task, and what the columns are."""
+        notes = [] if self.stopped else self.column_notes()
+        return [*self.answer_lines(), *self.remarks, *notes, *filter(None, [self.note])]
 
     def column_notes(self) -> list[str]:
         """Return what the columns of the table mean."""
@@ -379,6 +381,10 @@ def _restore_infinities(row: dict[str, Any]) -> dict[str, Any]:
     endless = row.get("share") is None and row["outcome"] == "disagrees"
     shares = {what: math.inf if share is None else share for what, share in row.get("shares", {}).items()}
     return row | {"share": math.inf if endless else row.get("share"), "shares": shares}
+
+
+def _wrap_lines(texts: Sequence[str], width: int) -> list[str]:
+    return [line for text in texts for line in textwrap.wrap(text, width, subsequent_indent="  ")]
 
 
 def _digits_text(row: Verdict) -> str:

@@ -27,6 +27,9 @@ SHORTEST_TEXT: Final = 8
 
 NO_TEXT: Final = "-"
 
+_COMMENT: Final = "   # "
+"""Beginning of the comment on a command that may be typed next."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Column(Generic[Row]):
@@ -97,7 +100,10 @@ class Screen(Generic[Row]):
         return [*lines[: room - 1], "  ... (all of it: --details)"]
 
     def _end(self, width: int) -> list[str]:
-        return [*format_next_steps(self.next_steps), *(line for text in self.last for line in _wrap(text, width))]
+        return [
+            *format_next_steps(self.next_steps, width),
+            *(line for text in self.last for line in _wrap(text, width)),
+        ]
 
     def _table(self, width: int) -> list[str]:
         """Return the lines of the table, without rows that a line below it names."""
@@ -143,9 +149,11 @@ class Screen(Generic[Row]):
 
     def _lines(self, columns: Sequence[Column[Row]], rows: Sequence[Row], width: int, *, cut: int | None) -> list[str]:
         def text(column: Column[Row], row: Row) -> str:
-            shown = column.text(row) or NO_TEXT
+            shown = column.text(row) or (NO_TEXT if column.head else "")
             return _shorten(shown, cut) if cut is not None and column.shortened else shown
 
+        if len(columns) == self.leading + 1:  # a row with a reason has to be shorter than the others
+            columns = [*columns, Column(head="", text=lambda _: "", right=False)]
         leading = columns[: self.leading]
         texts: list[tuple[str, ...]] = []
         for row in rows:
@@ -165,9 +173,10 @@ class Screen(Generic[Row]):
         ]
 
 
-def format_next_steps(steps: Sequence[str]) -> list[str]:
-    """Return the lines that say what to do next; commands are not wrapped, so that they can be copied."""
-    return [("next: " if i == 0 else "      ") + step for i, step in enumerate(steps)]
+def format_next_steps(steps: Sequence[str], width: int = 80) -> list[str]:
+    """Return the lines that say what to do next; one that is too long loses its comment, and is not wrapped."""
+    lines = [("next: " if i == 0 else "      ") + step for i, step in enumerate(steps)]
+    return [line if len(line) <= width else line.partition(_COMMENT)[0] for line in lines]
 
 
 def _without_rest(block: Sequence[str], width: int) -> list[str]:

@@ -22,7 +22,7 @@ def print_result(result: TurnResults | Verdicts, next_steps: Sequence[str] = (),
 
     width = shutil.get_terminal_size().columns
     if details:
-        typer.echo("\n".join([result.table(width), *format_next_steps(next_steps)]))
+        typer.echo("\n".join([result.table(width), *format_next_steps(next_steps, width)]))
     else:
         typer.echo(result.screen(width, next_steps))
     raise typer.Exit(result.code)
