@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from unipar.backend import Category
 from unipar.planning.memory_margin import CellPeak, describe_no_difference, format_count, measure_margin
 
 MIB = 2**20
@@ -11,6 +12,7 @@ MIB = 2**20
 
 def peak(name: str, kept: float, more: float, fixed: float, noise: float = 0.0) -> CellPeak:
     """Return a peak in MiB: of parameters and optimizer states, of activations, of libraries."""
+    held: dict[Category, float]
     held = {"parameters": kept / 4, "optimizer": kept * 3 / 4, "activations": more, "library": fixed}
     return CellPeak(name, {category: round(size * MIB) for category, size in held.items()}, round(noise * MIB))
 

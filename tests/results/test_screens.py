@@ -45,7 +45,7 @@ def test_compare() -> None:
 
 
 def test_ten_strategies_fit_in_twenty_four_lines() -> None:
-    """With a name that is folded, a long answer, three commands and the page."""
+    """With the longest names, a long answer, three commands and the page."""
     cells = [ran(f"native/{i}", [4.0, 3.5, 3.0]) for i in range(8)]
     long = ran("deepspeed/gradients+library", [4.0, 3.5, 3.0])
     names = NAMES | {"native/0": "ZeroRedundancyOptimizer"}
@@ -55,7 +55,7 @@ def test_ten_strategies_fit_in_twenty_four_lines() -> None:
     assert len(lines) <= 24
     assert max(map(len, lines)) <= 80
     assert lines[0].startswith("all 9 strategies agree with one process bit for bit, over 3 steps;")
-    assert "  +library" in lines
+    assert any(line.startswith("deepspeed/gradients+library  ZeRO-2 ") for line in lines)
 
 
 def test_compare_says_what_changes_the_answer() -> None:

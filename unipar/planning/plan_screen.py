@@ -17,20 +17,25 @@ from unipar.planning.planned_cell import UNEVEN, PlannedCell, PlannedCells
 from unipar.planning.recommendation import recommend
 from unipar.utils.screen import Reason, Screen
 
-_IN_DETAILS_ONLY: Final = ("in", "micro", "param", "grad", "optim", "ema", "comm", "activ", "temp", "runtime", "sent")
+_IN_DETAILS_ONLY: Final = (
+    *("in", "micro", "param", "grad", "optim", "ema", "comm", "activ", "temp", "runtime"),
+    *("sent", "between machines"),
+)
 """Columns that the screen leaves to the details."""
 
 
 def format_plan_screen(plan: PlannedCells, width: int, next_steps: Sequence[str] = ()) -> str:
     """Return what to take on each number of ranks, the table, and the next steps."""
-    answer, *further = describe_recommendations(plan)
+    answer, *further = describe_recommendations(plan, shares=False)
     columns = [column for column in plan_columns(plan) if column.head not in _IN_DETAILS_ONLY]
     return Screen(
         answer=answer,
         warnings=[*further, *_limits(plan)],
         columns=[replace(columns[0], head="strategy"), *columns[1:]],
         rows=[*(row for row in plan.rows if not row.refusal), *merge_refusals(plan, "strategies")],
-        reason=lambda row: Reason(kind="refused", text=row.refusal) if row.refusal else None,
+        reason=lambda row: (
+            Reason(kind="refused", text=row.refusal.removeprefix(f"{row.cell}: ")) if row.refusal else None
+        ),
         leading=2,
         next_steps=next_steps,
     ).format(width)

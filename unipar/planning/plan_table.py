@@ -76,7 +76,7 @@ def plan_columns(plan: PlannedCells) -> list[Column[PlannedCell]]:
     columns: list[Column[PlannedCell]] = [
         Column(head="cell", text=lambda row: row.cell, right=False),
         Column(head="ranks", text=lambda row: str(row.ranks or "all")),
-        Column(head=LIBRARY_NAME, text=lambda row: row.library_name, right=False, shortened=True, dropped=6),
+        Column(head=LIBRARY_NAME, text=lambda row: row.library_name, right=False, shortened=True, dropped=8),
         Column(head="micro", text=lambda row: str(row.micro), dropped=5),
         Column(
             head="peak",
@@ -166,14 +166,15 @@ def ways_to_fit(plan: PlannedCells) -> Iterator[str]:
         yield f"{row.cell} on {row.ranks}: {'; '.join(row.ways[:_MOST_WAYS])}"
 
 
-def describe_recommendations(plan: PlannedCells) -> Iterator[str]:
-    """Yield what to take on each number of ranks."""
+def describe_recommendations(plan: PlannedCells, *, shares: bool = True) -> Iterator[str]:
+    """Yield what to take on each number of ranks; `shares`: with the shares of a step."""
     for each in recommend(plan.rows, plan.limit, exclude=plan.exclude):
         ranks = f"{each.ranks} rank{'s' * (each.ranks != 1)}"
         if each.row is None:
             yield f"take, on {ranks}: {each.why}"
         else:
-            yield f"take, on {ranks}: {each.row.cell} with micro {each.micro}: {each.why}"
+            why = each.why if shares else each.reason
+            yield f"take, on {ranks}: {each.row.cell} with micro {each.micro}: {why}"
 
 
 def _explanations(plan: PlannedCells, columns: Sequence[Column[PlannedCell]]) -> Iterator[str]:

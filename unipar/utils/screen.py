@@ -125,29 +125,31 @@ class Screen(Generic[Row]):
         return [*texts[:-1], f"{texts[-1]} (reasons: --details, or the page)"]
 
     def _rows_that_fit(self, rows: Sequence[Row], width: int) -> list[str]:
-        """Return the table's lines: columns that may be are shortened first, then columns are left out."""
+        """Return the table's lines: texts are cut first, then names are folded, then columns are left out."""
         figures = [row for row in rows if self.reason(row) is None]
         columns = [c for i, c in enumerate(self.columns) if i < self.leading or any(c.text(row) for row in figures)]
         order = sorted((c for c in columns if c.dropped), key=lambda c: c.dropped)
-        lines = self._lines(columns, rows, width, cut=None)
-        while _widest(lines) > width:
-            cut = self._cut(columns, rows, width)
-            lines = self._lines(columns, rows, width, cut=cut)
-            if _widest(lines) <= width or not order:
-                break
+        while True:
+            for fold in (False, True):
+                lines = self._lines(columns, rows, width, fold=fold)
+                if _widest(lines) > width:
+                    lines = self._lines(columns, rows, width, fold=fold, cut=self._cut(columns, rows, lines, width))
+                if _widest(lines) <= width:
+                    return lines
+            if not order:
+                return lines
             gone = order.pop(0)
             columns = [column for column in columns if column is not gone]
-            lines = self._lines(columns, rows, width, cut=None)
-        return lines
 
-    def _cut(self, columns: Sequence[Column[Row]], rows: Sequence[Row], width: int) -> int:
+    def _cut(self, columns: Sequence[Column[Row]], rows: Sequence[Row], lines: Sequence[str], width: int) -> int:
         """Return the characters that a shortened column has where the others keep theirs."""
-        full = _widest(self._lines(columns, rows, width, cut=None))
         most = max((len(c.text(row)) for c in columns if c.shortened for row in rows), default=0)
         head = max((len(c.head) for c in columns if c.shortened), default=0)
-        return max(SHORTEST_TEXT, head, most - (full - width))
+        return max(SHORTEST_TEXT, head, most - (_widest(lines) - width))
 
-    def _lines(self, columns: Sequence[Column[Row]], rows: Sequence[Row], width: int, *, cut: int | None) -> list[str]:
+    def _lines(
+        self, columns: Sequence[Column[Row]], rows: Sequence[Row], width: int, *, fold: bool, cut: int | None = None
+    ) -> list[str]:
         def text(column: Column[Row], row: Row) -> str:
             shown = column.text(row) or (NO_TEXT if column.head else "")
             return _shorten(shown, cut) if cut is not None and column.shortened else shown
@@ -164,7 +166,7 @@ class Screen(Generic[Row]):
                 texts.append((*(column.text(row) for column in leading), why.text.partition("\n")[0]))
         right = [i for i, column in enumerate(columns) if column.right]
         head = tuple(column.head for column in columns)
-        blocks = format_table_rows(head, texts, right=right, width=width, fold=True)
+        blocks = format_table_rows(head, texts, right=right, width=width, fold=fold)
         reasons = [False, *(self.reason(row) is not None for row in rows)]
         return [
             line
