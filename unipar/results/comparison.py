@@ -328,6 +328,7 @@ class Comparison(TurnResults):
         limits = [
             self.unkept,
             *wrong,
+            self.moments,
             f"{first_few(reused)}: reused from an earlier run, not timed in turns with the others" if reused else "",
             *([] if self._has_memory else [self.unwatched, RSS.text]),
         ]
