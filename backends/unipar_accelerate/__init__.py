@@ -131,6 +131,12 @@ class Accelerate(Backend):
         return deepspeed.dtypes(config) if uses_deepspeed(config) else default_dtypes(config.train.precision)
 
     @override
+    def library_name(self, config: Config) -> str:
+        if uses_deepspeed(config):
+            return deepspeed.library_name(config)
+        return native.library_name(config.model_copy(update={"options": {}}))
+
+    @override
     def native_config(self, config: Config, parameters: int | None = None) -> dict[str, Any]:
         settings: dict[str, Any] = {
             "Accelerator": {"mixed_precision": accelerate_precision(config), "gradient_accumulation_steps": 1}

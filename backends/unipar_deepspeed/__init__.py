@@ -92,6 +92,10 @@ class DeepSpeed(Backend):
     )
 
     @override
+    def library_name(self, config: Config) -> str:
+        return f"ZeRO-{SHARDS.index(config.parallel.shard)}{' + TP' if config.parallel.tensor > 1 else ''}"
+
+    @override
     def fills_from_files(self, config: Config) -> bool:
         exact = config.train.precision == "bf16-master"  # masters are made of rank 0's whole parameters
         return config.parallel.shard == "parameters" and config.parallel.tensor == 1 and not exact

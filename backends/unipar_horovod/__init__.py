@@ -125,6 +125,10 @@ class Horovod(Backend):
         return default_dtypes(config.train.precision, reduction="fp16" if half else None)
 
     @override
+    def library_name(self, config: Config) -> str:
+        return "allreduce"
+
+    @override
     def native_config(self, config: Config, parameters: int | None = None) -> dict[str, Any]:
         options = options_of(config)
         return {

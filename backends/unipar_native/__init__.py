@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, final
 
 from typing_extensions import override
 
@@ -105,6 +105,10 @@ class Single(Backend):
     )
 
     @override
+    def library_name(self, config: Config) -> str:
+        return "one process"
+
+    @override
     def dtypes(self, config: Config) -> Dtypes:
         return default_dtypes(config.train.precision, reduction="-")
 
@@ -160,6 +164,19 @@ class Native(Backend):
         waits=("torch/distributed/",),
         sites=TORCH_CALL_SITES,
     )
+
+    @override
+    def library_name(self, config: Config) -> str:
+        if options_of(config).wrapper == "dp":
+            return "nn.DataParallel"
+        if config.train.sync_every is not None:
+            return "local SGD"
+        axes, shard = config.parallel.axes, config.parallel.shard
+        if axes.ranks > 1:
+            return " + ".join([*(("FSDP2",) if shard != "nothing" else ()), *(AXIS_NAMES[name] for name in axes.sizes)])
+        if uses_ddp(config):
+            return "DDP" if shard == "nothing" else "ZeroRedundancyOptimizer"
+        return "FSDP2" if shard == "parameters" else "FSDP2, no reshard"
 
     @override
     def fills_from_files(self, config: Config) -> bool:
@@ -285,6 +302,9 @@ class Native(Backend):
             return LocalSGDEngine(part, config, world)
         return DDPEngine(part, config, world) if uses_ddp(config) else FSDP2Engine(part, config, world)
 
+
+AXIS_NAMES: Final = {"tensor": "TP", "pipeline": "PP", "context": "CP"}
+"""What users of PyTorch call splitting along an axis."""
 
 ZERO_OPTIMIZER_SETTINGS: dict[str, Any] = {"parameters_as_bucket_view": True}
 """Arguments of ZeroRedundancyOptimizer besides groups and optimizer: one broadcast per rank, not per parameter."""

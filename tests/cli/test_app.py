@@ -12,8 +12,11 @@ from typing import Any
 
 import pytest
 
+from tests.support.compared_rows import FAR, ONE, SAME, compared
 from tests.support.exports import WORDS
 from unipar.errors import ConfigError, Hung, NonFinite, Stopped, WorkerFailed
+from unipar.results.comparison import Comparison
+from unipar.results.row import CellResult
 
 CONFIG = """\
 task: {use: net.py:Net}
@@ -269,26 +272,52 @@ def test_check(unipar: Any) -> None:
     assert answer.out.startswith("x.yaml: good\n  cell     native/nothing, 2 ranks on cpu\n")
 
 
-@pytest.mark.parametrize(("code", "words", "more"), [(0, (), True), (1, (), False), (0, ("--world", "1,2"), False)])
-def test_what_to_try_next(
-    unipar: Any, monkeypatch: pytest.MonkeyPatch, code: int, words: tuple[str, ...], more: bool
-) -> None:
-    """A comparison that went well ends with three commands."""
+AGREES = "native/nothing agrees with one process bit for bit, over 3 steps"
 
-    class Made:
-        def __init__(self) -> None:
-            self.code = code
 
-        def table(self, width: int) -> str:
-            return "the table"
+@pytest.mark.parametrize(
+    ("result", "lines"),
+    [
+        (
+            compared(ONE, SAME),
+            [
+                "next: unipar verify x.yaml",
+                "      unipar scale x.yaml --world 1,2",
+                "      unipar compare x.yaml --details   # all tables, and what they mean",
+            ],
+        ),
+        (
+            compared(ONE, FAR),
+            ["next: unipar verify x.yaml --cell deepspeed/gradients"],
+        ),
+        (
+            compared(ONE, SAME, CellResult(cell="x", outcome="failed", note="rank 1 died")),
+            ["next: unipar compare x.yaml --details   # runs what failed again"],
+        ),
+        (
+            compared(ONE, SAME, interrupted=True),
+            ["next: unipar compare x.yaml   # the same again goes on where it stopped"],
+        ),
+    ],
+    ids=["agrees", "disagrees", "failed", "interrupted"],
+)
+def test_what_to_try_next(unipar: Any, monkeypatch: pytest.MonkeyPatch, result: Comparison, lines: list[str]) -> None:
+    """A comparison ends with commands that fit its outcome; one that is too long for the screen has no comment."""
 
-    def compared(*_: Any, **__: Any) -> Made:
-        return Made()
+    def give(*_: Any, **__: Any) -> Comparison:
+        return result
 
-    monkeypatch.setattr("unipar.comparison.compare.compare", compared)
-    answer = unipar("compare", "x.yaml", *words)
-    ways = "next: unipar verify x.yaml\n      unipar scale x.yaml --world 1,2\n      unipar explain x.yaml --compare\n"
-    assert (answer.code, answer.out) == (code, "the table\n" + (ways if more else ""))
+    monkeypatch.setattr("unipar.comparison.compare.compare", give)
+    answer = unipar("compare", "x.yaml")
+    assert (answer.code, answer.out.splitlines()[-len(lines) :]) == (result.code, lines)
+
+
+def test_details(unipar: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All tables and remarks instead of the screen, and the same commands to try next."""
+    monkeypatch.setattr("unipar.comparison.compare.compare", lambda *_, **__: compared(ONE, SAME))
+    said = unipar("compare", "x.yaml", "--details").out
+    assert said.startswith(compared(ONE, SAME).table(80) + "\nnext: unipar verify x.yaml\n")
+    assert unipar("compare", "x.yaml").out.startswith(f"{AGREES}\nRSS: ")
 
 
 CALLED = {

@@ -63,16 +63,17 @@ def test_the_largest_microbatch_that_fits(planned: Any) -> None:
 
 
 def test_tables_of_two_widths(planned: Any) -> None:
-    """Categories, whether it fits, what to take, and what the numbers are; a narrow table has fewer columns."""
-    lines = planned.table(150).splitlines()
-    assert lines[0].split() == [
+    """What to take, categories, whether it fits, and what the numbers are; a narrow table has fewer columns."""
+    answer, table, notes = (part.splitlines() for part in planned.table(150).split("\n\n"))
+    assert answer[0].startswith("take, on 1 rank: ")
+    assert table[0].split() == [
         *("cell", "ranks", "micro", "peak", "in", "param", "grad", "optim", "comm", "activ", "temp", "sent"),
         *("fits", "largest", "micro"),
     ]
-    assert any(line.startswith("native/gradients") and " yes " in line for line in lines)
-    assert any("parameters; planned in" in line for line in lines)
-    assert lines[-1].startswith("fits: at most 195 KiB less 1%; largest micro:")
-    narrow = planned.table(80).splitlines()
+    assert any(line.startswith("native/gradients") and " yes " in line for line in table)
+    assert "parameters; planned in" in notes[0]
+    assert notes[-1].startswith("fits: at most 195 KiB less 1%; largest micro:")
+    narrow = planned.table(80).split("\n\n")[1].splitlines()
     assert narrow[0].split() == ["cell", "ranks", "micro", "peak", "sent", "fits", "largest", "micro"]
     assert all(len(line) <= 80 for line in narrow)
     assert [row.ways for row in planned.rows if row.cell == "native/nothing" and row.ranks == 1] == [("micro 1 fits",)]
@@ -154,7 +155,7 @@ def test_seconds_on_a_machine(fast: Any) -> None:
     assert 0.0 < one.mfu < 0.43
     assert two.communication == two.hidden > 0.0  # DDP sends while the backward goes on
     assert rows["native/nothing", 2].sent_bytes == fast.parameters * 4
-    assert "step" in fast.table(120).splitlines()[0].split()
+    assert "step" in fast.table(120).split("\n\n")[1].splitlines()[0].split()
     assert any(
         line.startswith("take, on 1 rank: single with micro 2: it fits (") for line in fast.table(200).splitlines()
     )
@@ -165,7 +166,7 @@ def test_what_a_process_on_cuda_holds_besides(fast: Any) -> None:
     rows = {(row.cell, row.ranks): row for row in fast.rows if not row.refusal}
     assert rows["single", 1].peak.held["runtime"] == 500 * 2**20
     assert rows["native/nothing", 2].peak.held["runtime"] == 700 * 2**20
-    assert "runtime" in fast.table(200).splitlines()[0].split()
+    assert "runtime" in fast.table(200).split("\n\n")[1].splitlines()[0].split()
     assert "batch.total (8) is not a multiple of" in next(row.refusal for row in fast.rows if row.ranks == 16)
 
 

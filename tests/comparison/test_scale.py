@@ -17,7 +17,6 @@ from unipar import errors
 from unipar.comparison.request import parse_world_sizes
 from unipar.comparison.scale import scale, select_worlds
 from unipar.config import Cell, Config
-from unipar.report.pages.scaling import scaling_headline
 from unipar.results.row import CellResult
 from unipar.results.scaling import ScaledCell, Scaling
 
@@ -146,19 +145,22 @@ def test_the_ideal_begins_at_the_smallest_world() -> None:
 
 
 def test_the_table(found: Scaling) -> None:
-    """All of it; the middle half only where there is room."""
-    assert found.table(100).splitlines()[:4] == [
+    """Below the answer, all of it; the middle half only where there is room."""
+    assert found.table(100).splitlines()[:2] == [
+        "Part of the ideal speed: strong scaling: 80 % for native/nothing on 2 ranks; weak scaling: 80 % for",
+        "  native/nothing on 2 ranks",
+    ]
+    assert found.tables(100)[0] == [
         "cell            ranks  scaling         step ms  samples/s  speed-up  efficiency      RSS",
         "native/nothing      1  both        80 [80..80]        100      1.00       100 %  100 MiB",
         "native/nothing      2  strong      50 [50..50]        160      1.60        80 %  100 MiB",
         "native/nothing      2  weak     100 [100..100]        160      1.60        80 %  100 MiB",
     ]
-    assert found.table(82).splitlines()[1].split() == [
+    assert found.tables(82)[0][1].split() == [
         *("native/nothing", "1", "both", "80", "100", "1.00", "100", "%", "100", "MiB"),
     ]
-    narrow = found.table(76)
-    assert narrow.splitlines()[1].endswith("1.00       100 %")
-    assert "RSS" not in narrow
+    assert found.tables(76)[0][1].endswith("1.00       100 %")
+    assert "RSS" not in found.table(76)
 
 
 def test_the_remarks(found: Scaling) -> None:
@@ -202,15 +204,15 @@ def test_memory_says_who_counted() -> None:
 
 def test_memory_has_three_columns_in_a_table_of_its_own() -> None:
     """The memory table fits into 80 columns with the longest name; the first table then has no RSS."""
-    lines = two_cells().table(80).splitlines()
-    assert lines[0].split()[-1] == "efficiency"
-    assert lines[8:11] == [
+    main, _, memory = two_cells().tables(80)
+    assert main[0].split()[-1] == "efficiency"
+    assert memory[:3] == [
         "memory             ranks  scaling  allocated  resident  on CUDA",
         "native/nothing         1  both       178 MiB   190 MiB  678 MiB",
         "native/nothing         2  strong     178 MiB   190 MiB  878 MiB",
     ]
     wide = made(timed("deepspeed/gradients+library", 2, 0.08, "strong", memory=True))
-    assert max(map(len, wide.extra_tables(80))) == 73
+    assert max(map(len, wide.tables(80)[2])) == 73
     assert "memory  " not in made(timed("native/nothing", 2, 0.08, "strong")).table()
 
 
@@ -218,7 +220,7 @@ def test_on_cuda_the_second_column_is_what_was_reserved() -> None:
     """And the third is measured."""
     world, row = timed("native/nothing", 1, 0.08, "strong", "weak")
     told = made((world, replace(row, memory=[on_cuda()])))
-    assert told.extra_tables(80)[1:] == [
+    assert told.tables(80)[2] == [
         "memory          ranks  scaling  allocated  reserved  on CUDA",
         "native/nothing      1  both       1.0 GiB   1.4 GiB  1.9 GiB",
     ]
@@ -242,12 +244,12 @@ def test_a_world_that_failed_is_a_row(found: Scaling) -> None:
     """The others keep their figures; where the smallest failed, there is nothing to compare them to."""
     late = [*found.rows[:2], CellResult(cell=found.rows[2].cell, outcome="failed", note="rank 1 died")]
     one = made(*zip(found.worlds, late, strict=True))
-    assert one.table(100).splitlines()[3] == "native/nothing      2  weak     failed: rank 1 died"
+    assert one.tables(100)[0][3] == "native/nothing      2  weak     failed: rank 1 died"
     assert one.code == 1
     early = [CellResult(cell=found.rows[0].cell, outcome="failed", note="no"), *found.rows[1:]]
     none = made(*zip(found.worlds, early, strict=True))
     assert [none.efficiency(world) for world in none.worlds] == [None, None, None]
-    assert scaling_headline(none) == "No cell ran in two worlds, so there is nothing to compare."
+    assert none.summary == "No strategy ran in two worlds, so there is nothing to compare"
 
 
 # For real

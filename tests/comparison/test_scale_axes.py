@@ -72,7 +72,7 @@ def test_worlds_that_the_axes_do_not_divide(monkeypatch: pytest.MonkeyPatch) -> 
     assert scaled.batches() == [
         "strong: 8 samples a step in every world; weak: 8 for each rank, or group of ranks, with samples of its own"
     ]
-    lines = [line.split() for line in scaled.table(120).splitlines()]
+    lines = [line.split() for line in scaled.tables(120)[0]]
     assert lines[1][:4] == ["toy/nothing+tensor2", "1", "both", "refused:"]
     assert ["toy/nothing+tensor2", "4", "weak", "100", "[100..100]", "160", "1.60", "80", "%", "-"] in lines
 

@@ -307,15 +307,14 @@ def hybrid() -> Comparison:
 
 def test_the_table_shows_bytes_by_axis() -> None:
     """Each axis has a column; on each the rank counts that sends most along it."""
-    lines = hybrid().table(80).splitlines()
+    lines = hybrid().tables(80)[2]
     at = next(i for i, line in enumerate(lines) if line.startswith("sent "))
-    assert lines[at : at + 4] == [
+    assert lines[at:] == [
         "sent                         data  pipeline  all ranks",
         "native/nothing            3.0 MiB         -          -",
         "native/nothing+pipeline2        -   1.0 MiB        8 B",
-        "",
     ]
-    assert any(line.startswith("sent: payload bytes of one step by axis of the mesh") for line in lines)
+    assert "\nsent: payload bytes of one step by axis of the mesh" in hybrid().table(80)
 
 
 def test_a_peak_of_the_set_up_is_said_to_be_that() -> None:

@@ -26,7 +26,7 @@ def text_of(*rows: PlannedCell, device: str = "cpu") -> str:
 
 def refusals_in(text: str) -> list[list[str]]:
     """Cell and ranks of each row with a reason, and the reason."""
-    lines = text.partition("\n\n")[0].splitlines()[1:]
+    lines = text.split("\n\n")[1].splitlines()[1:]
     return [re.split(" {2,}", line) for line in lines if "MiB" not in line]
 
 
@@ -36,7 +36,7 @@ def test_a_batch_that_a_world_does_not_divide_is_one_row() -> None:
     rows = [row for cell in cells for row in (planned(cell, 2), refused(cell, 8, HALF))]
     text = text_of(*rows)
     assert refusals_in(text) == [["all 3 cells", "8", HALF]]
-    assert text.partition("\n\n")[0].splitlines()[-1].startswith("all 3 cells")
+    assert text.split("\n\n")[1].splitlines()[-1].startswith("all 3 cells")
     text = text_of(*rows, planned("single", 8))
     assert refusals_in(text) == [["other 3 cells", "8", HALF]]
 

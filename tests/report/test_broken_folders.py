@@ -63,9 +63,7 @@ def test_a_rank_without_an_account_is_a_rank_all_the_same(run: Path) -> None:
     assert [told.comparison.rank_count(row) for row in told.comparison.rows[:3]] == [1, 2, 2]
     assert "<td>178 MiB</td><td>190 MiB</td><td>878 MiB</td>" in text
     assert "<td>143 MiB</td><td>154 MiB</td><td>644 MiB</td>" in text
-    lines = {
-        line.split()[0]: line.split("MiB") for line in told.comparison.extra_tables(100)[2:] if line.endswith("MiB")
-    }
+    lines = {line.split()[0]: line.split("MiB") for line in told.comparison.tables(100)[2] if line.endswith("MiB")}
     assert (lines["native/nothing"][2], lines["single"][2]) == ("  878 ", "  644 ")
     assert [line.split(",")[8] for line in format_comparison_csv(told.comparison).splitlines()[1:3]] == [
         "675282944",

@@ -187,7 +187,7 @@ def test_what_only_the_environment_can_set_is_stated(run: Path, tmp_path: Path) 
 def test_agreement_is_a_badge(run: Path) -> None:
     """Disagreement is a badge of another colour, with a cross in the figure of differences."""
     text = render_comparison(ComparisonPageData.read(run))
-    assert '<p class="badge good"><b aria-hidden="true">✓</b> all 5 cells agree with one process' in text
+    assert '<p class="badge good"><b aria-hidden="true">✓</b> all 5 strategies agree with one process' in text
     assert 'class="cross"' not in text
     far = edit_example_comparison(run, lambda data: data["cells"][1]["losses"].__setitem__(4, 9.0))
     text = render_comparison(ComparisonPageData.read(far))

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.scalings import made, one_cell, timed, two_cells, with_work, worlds_with_work
 from unipar.report.build import try_write_page, write_html
-from unipar.report.pages.scaling import render_scaling, scaling_headline
+from unipar.report.pages.scaling import render_scaling
 from unipar.results.scaling import Scaling
 
 
@@ -21,10 +21,10 @@ def found() -> Scaling:
 def test_the_page_says_first_how_near_the_ideal_is(tmp_path: Path) -> None:
     """The headline names the best cell first; figures have an ideal line, and memory if it was measured."""
     watched = two_cells()
-    assert scaling_headline(watched) == (
+    assert watched.summary == (
         "Part of the ideal speed: strong scaling: 89 % for native/parameters on 2 ranks, 80 % for native/nothing on "
         "2 ranks; "
-        "weak scaling: 80 % for native/nothing on 2 ranks, 50 % for native/parameters on 2 ranks."
+        "weak scaling: 80 % for native/nothing on 2 ranks, 50 % for native/parameters on 2 ranks"
     )
     told = render_scaling(watched, tmp_path)
     for name in ("speed-up", "efficiency", "memory", "worlds", "how"):

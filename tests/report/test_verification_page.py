@@ -32,7 +32,7 @@ def page_of(verdicts: Verdicts) -> VerificationPageData:
 def test_the_first_sentence_is_the_verdict() -> None:
     """The headline is the first line below the table of `verify`; then which cells are bit for bit, and the machine."""
     text = render_verification(page_of(agreeing_verdicts()))
-    assert "<h1>All 3 cells agree with one process over 12 steps on 2 ranks.</h1>" in text
+    assert "<h1>All 3 strategies agree with one process over 12 steps on 2 ranks.</h1>" in text
     assert (
         '<p class="badge good"><b aria-hidden="true">✓</b> 2 of them bit for bit with a replay in one process '
         "(optimizer by for-loop, norm in fp64)</p>"
@@ -57,8 +57,8 @@ def test_a_training_that_depends_on_the_cut_is_told_first() -> None:
     page = page_of(cut_dependent_verdicts())
     text = render_verification(page)
     assert (
-        "<h1>All 3 cells agree with one process over 12 steps on 2 ranks, and the training depends on how a batch is "
-        "cut, so another number of ranks trains another model.</h1>"
+        "<h1>All 3 strategies agree with one process over 12 steps on 2 ranks, and the training depends on how a batch "
+        "is cut, so another number of ranks trains another model.</h1>"
     ) in text
     assert '<p class="worry">way out: return the mean over the batch</p>' in text
     assert max(max(values) for _, values in page.differences("loss")) < 1e-6
@@ -67,7 +67,7 @@ def test_a_training_that_depends_on_the_cut_is_told_first() -> None:
 def test_faults_are_named_with_their_place() -> None:
     """Each cell that disagrees has its kind, step, module and parameter; one that failed has its whole error."""
     text = render_verification(page_of(disagreeing_verdicts()))
-    assert "<h1>2 of 5 cells disagree with one process over 12 steps on 2 ranks; 1 cell failed.</h1>" in text
+    assert "<h1>2 of 5 strategies disagree with one process over 12 steps on 2 ranks; 1 failed.</h1>" in text
     for line in (
         "kind: not averaged: the gradient of step 3 is 2.000 times that of one process",
         "first step: 3; first difference in it: loss",
@@ -179,7 +179,7 @@ def test_a_file_of_an_earlier_version_has_a_page(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "verify.json").write_text(json.dumps(data), "utf-8")
     text = write_page(tmp_path / "run").read_text("utf-8")
-    assert "<h1>All 3 cells agree with one process over 12 steps on 2 ranks.</h1>" in text
+    assert "<h1>All 3 strategies agree with one process over 12 steps on 2 ranks.</h1>" in text
     assert 'class="where"' not in text
     assert "How it was verified" not in text
     assert text.count("<figure>") == 4

@@ -39,7 +39,7 @@ def test_the_tutorial(whole: bool, tmp_path: Path, forks: Forks) -> None:
         if shown.command.startswith("unipar run ") and not shown.fails:
             runs.append(losses(printed))
         if shown.command.startswith("unipar verify"):
-            assert "all 4 cells agree with one process over 10 steps on 2 ranks" in printed
+            assert "all 4 strategies agree with one process over 10 steps on 2 ranks" in printed
     one, two, deepspeed, four = runs
     assert list(one) == ["1", "41", "81", "120"]
     assert one == two == deepspeed

@@ -39,7 +39,7 @@ NEAR = ran("native/parameters", [4.0, 3.5000007, 3.0], 15.0)
 
 
 def test_the_table_fits_eighty_columns() -> None:
-    """Figures in their columns, a refusal as a sentence in its row, then what it all means."""
+    """The answer, figures in their columns, a refusal as a sentence in its row, then what the columns mean."""
     refused = CellResult(cell="accelerate/parameters", outcome="refused", note="its FSDP2 is not there yet; " * 3)
     gone = CellResult(
         cell="horovod/nothing",
@@ -47,8 +47,11 @@ def test_the_table_fits_eighty_columns() -> None:
         note="backend 'horovod' needs horovod, not installed here: unipar install horovod",
     )
     long = replace(NEAR, cell="deepspeed/gradients+library")
-    text = str(compared(ONE, SAME, long, refused, gone))
+    text = compared(ONE, SAME, long, refused, gone).table()
     assert text.splitlines() == [
+        "all 2 strategies agree with one process to 6 digits or more, over 3 steps",
+        "loss of one process: 4.0000 at step 1, 3.0000 at step 3",
+        "",
         "cell                         loss           step ms     x  samples/s      RSS",
         "single                       reference  20 [20..25]  2.00        400  600 MiB",
         "native/nothing               same bits  10 [10..12]  1.00        800  600 MiB",
@@ -57,9 +60,6 @@ def test_the_table_fits_eighty_columns() -> None:
         "                             not there yet; its FSDP2 is not there yet;",
         "horovod/nothing              backend 'horovod' needs horovod, not installed",
         "                             here: unipar install horovod",
-        "",
-        "all 2 cells agree with one process to 6 digits or more, over 3 steps",
-        "loss of one process: 4.0000 at step 1, 3.0000 at step 3",
         "step ms: median [middle half] of 4 steps in 2 turns, of the slowest rank",
         "x: step time in proportion to native/nothing",
         "RSS: peak of the largest rank; not for ranking: allocators keep freed memory",
@@ -69,8 +69,8 @@ def test_the_table_fits_eighty_columns() -> None:
 def test_a_table_that_would_be_too_wide_leaves_x_out() -> None:
     """Steps of seconds have longer figures."""
     slow = replace(SAME, cell="deepspeed/gradients+library", seconds=[[1.2, 1.5, 1.6]])
-    lines = str(compared(replace(ONE, seconds=[[1.1]]), slow)).splitlines()
-    assert lines[0].split() == ["cell", "loss", "step", "ms", "samples/s", "RSS"]
+    lines = compared(replace(ONE, seconds=[[1.1]]), slow).table().splitlines()
+    assert lines[3].split() == ["cell", "loss", "step", "ms", "samples/s", "RSS"]
     assert not any(line.startswith("x:") for line in lines)
     assert max(map(len, lines)) <= 80
 
@@ -80,8 +80,8 @@ def test_a_remark_belongs_to_a_column_by_its_field() -> None:
     said = "RSS: this is what somebody wrote"
     slow = replace(SAME, cell="deepspeed/gradients+library", seconds=[[1.2, 1.5, 1.6]])
     found = compared(replace(ONE, seconds=[[1.1]]), slow, note="x: " + said)
-    lines = str(found).splitlines()
-    assert "x" not in lines[0].split()
+    lines = found.table().splitlines()
+    assert "x" not in lines[3].split()
     assert f"x: {said}" in lines
     assert [r.column for r in found.column_remarks() if r.column] == ["x", "RSS"]
 
@@ -94,7 +94,7 @@ def test_a_disagreement_is_said_and_is_a_failure() -> None:
         "DISAGREES: deepspeed/gradients by 1.0e-01 at step 3: 3.1 instead of 3; allowed in fp32: 2e-06"
         in found.remarks()
     )
-    assert str(found).splitlines()[3].split()[:3] == ["deepspeed/gradients", "1", "digit!"]
+    assert found.tables(80)[0][3].split()[:3] == ["deepspeed/gradients", "1", "digit!"]
 
 
 def test_frozen_weights_of_few_bits_have_the_tolerance_of_bf16() -> None:
@@ -144,8 +144,8 @@ def test_an_interrupted_comparison_shows_what_it_has() -> None:
     half = replace(SAME, outcome="waits", losses=[], seconds=[[0.01]], peak_rss=[])
     found = compared(replace(ONE, outcome="waits", losses=[], peak_rss=[]), half, interrupted=True)
     assert found.code == 130
-    assert str(found).splitlines()[2].split() == ["native/nothing", "-", "10", "[10..10]", "1.00", "800", "-"]
-    assert "interrupted: cells without figures did not finish" in str(found)
+    assert found.tables(80)[0][2].split() == ["native/nothing", "-", "10", "[10..10]", "1.00", "800", "-"]
+    assert "interrupted: strategies without figures did not finish" in str(found)
 
 
 # What is kept

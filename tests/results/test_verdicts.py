@@ -23,7 +23,7 @@ def verdicts(*outcomes: VerdictOutcome) -> Verdicts:
 @pytest.mark.parametrize(
     ("outcomes", "summary", "code"),
     [
-        (("agrees", "agrees"), "all 2 cells agree with one process over 10 steps on 2 ranks", 0),
+        (("agrees", "agrees"), "all 2 strategies agree with one process over 10 steps on 2 ranks", 0),
         (
             ("agrees", "agrees", "refused", "refused"),
             "2 of 4 strategies agree with one process over 10 steps on 2 ranks; 2 cannot run this model: native/2, "
@@ -32,25 +32,24 @@ def verdicts(*outcomes: VerdictOutcome) -> Verdicts:
         ),
         (
             ("agrees", "failed", "absent"),
-            "1 of 3 strategies agrees with one process over 10 steps on 2 ranks; 1 cell failed; 1 not installed: "
-            "native/2",
+            "1 of 3 strategies agrees with one process over 10 steps on 2 ranks; 1 failed; 1 not installed: native/2",
             1,
         ),
         (
             ("refused", "refused"),
-            "no verdict: no cell ran; 2 cannot run this model: native/0, native/1 (train.sync_every: 2 is not "
+            "no verdict: no strategy ran; 2 cannot run this model: native/0, native/1 (train.sync_every: 2 is not "
             "available here)",
             1,
         ),
-        (("agrees", "disagrees"), "1 of 2 cells disagrees with one process over 10 steps on 2 ranks", 1),
-        (("disagrees", "disagrees"), "2 of 2 cells disagree with one process over 10 steps on 2 ranks", 1),
+        (("agrees", "disagrees"), "1 of 2 strategies disagrees with one process over 10 steps on 2 ranks", 1),
+        (("disagrees", "disagrees"), "2 of 2 strategies disagree with one process over 10 steps on 2 ranks", 1),
         (
             ("disagrees", "absent"),
             "native/0 disagrees with one process over 10 steps on 2 ranks; 1 not installed: native/1",
             1,
         ),
-        (("agrees", "failed"), "native/0 agrees with one process over 10 steps on 2 ranks; 1 cell failed", 1),
-        (("failed", "failed"), "no verdict: no cell ran; 2 cells failed", 1),
+        (("agrees", "failed"), "native/0 agrees with one process over 10 steps on 2 ranks; 1 failed", 1),
+        (("failed", "failed"), "no verdict: no strategy ran; 2 failed", 1),
     ],
 )
 def test_summary(outcomes: tuple[VerdictOutcome, ...], summary: str, code: int) -> None:
@@ -75,15 +74,15 @@ def test_one_process_out_of_a_pattern_is_not_counted() -> None:
     """All strategies agree, although the pattern also gave nn.DataParallel, which is one process."""
     found = verdicts("agrees", "agrees", "refused")
     rows = [*found.rows[:2], replace(found.rows[2], alone=True)]
-    assert replace(found, rows=rows).summary == "all 2 cells agree with one process over 10 steps on 2 ranks"
+    assert replace(found, rows=rows).summary == "all 2 strategies agree with one process over 10 steps on 2 ranks"
 
 
 def test_a_training_that_depends_on_the_cut_is_no_plain_yes() -> None:
     """The first line says so; with strict the exit code is 1, without it 0."""
     found = replace(verdicts("agrees", "agrees"), cut_dependence=CUT)
     whole = (
-        "all 2 cells agree with one process over 10 steps on 2 ranks, and the training depends on how a batch is cut, "
-        "so another number of ranks trains another model"
+        "all 2 strategies agree with one process over 10 steps on 2 ranks, and the training depends on how a batch is "
+        "cut, so another number of ranks trains another model"
     )
     assert (found.remark_lines()[:2], found.code) == ([whole, "  way out: return the mean"], 0)
     strict = replace(found, strict=True)

@@ -25,6 +25,10 @@ class Result(ShownAsPage):
     def table(self, width: int = 80) -> str:
         return "a table"
 
+    @override
+    def __str__(self) -> str:
+        return self.table()
+
 
 def shown_by_ipython(result: Result) -> dict[str, str]:
     """Return what IPython would send to a notebook, by its type."""

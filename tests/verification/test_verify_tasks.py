@@ -96,8 +96,8 @@ def test_batch_norm_and_dropout_are_named(prove: Callable[..., Verdicts]) -> Non
     assert said.startswith("BatchNorm without sync takes the statistics of a microbatch on one rank (norm): the loss ")
     assert said.endswith("so cells are compared with one that splits them as they do")
     assert found.summary == (
-        "all 2 cells agree with one process over 5 steps on 2 ranks, and the training depends on how a batch is cut, "
-        "so another number of ranks trains another model unless batch.micro stays 4"
+        "all 2 strategies agree with one process over 5 steps on 2 ranks, and the training depends on how a batch is "
+        "cut, so another number of ranks trains another model unless batch.micro stays 4"
     )
     assert found.cut_dependence is not None
     assert (found.cut_dependence.kind, found.cut_dependence.micro) == ("batch statistics", 4)
@@ -154,8 +154,8 @@ def test_cells_that_were_named_are_known(prove: Callable[..., Verdicts]) -> None
         ("deepspeed/nothing", "refused", True),
     ]
     assert found.summary == (
-        "no verdict: no cell ran; 2 cannot run this model: horovod/nothing, deepspeed/nothing (train.sync_every: 2 is "
-        "not available here, only in native/nothing)"
+        "no verdict: no strategy ran; 2 cannot run this model: horovod/nothing, deepspeed/nothing (train.sync_every: 2 "
+        "is not available here, only in native/nothing)"
     )
 
 
@@ -334,7 +334,7 @@ def test_ctrl_c(tmp_path: Path, forks: Forks) -> None:
         os.kill(going.pid, signal.SIGINT)
         done = going.wait(20)
     assert done.returncode == 130
-    assert "interrupted: cells without a verdict did not finish" in done.stdout
+    assert "interrupted: strategies without a verdict did not finish" in done.stdout
     assert json.loads((tmp_path / "verify" / "verify.json").read_text("utf-8"))["interrupted"] is True
     eventually(lambda: sorted(p.name for p in (tmp_path / "verify").iterdir()) == [
         "asked", "report.html", "verify.json"

@@ -60,7 +60,7 @@ def test_gpt2(prove: Callable[[str], Verdicts]) -> None:
     """Both cells are bit-for-bit equal to a replay, and nothing but dropout is remarked."""
     found = prove("Gpt2")
     assert [(row.outcome, row.bits) for row in found.rows] == [("agrees", "shares"), ("agrees", "micros")]
-    assert found.summary == "all 2 cells agree with one process over 3 steps on 2 ranks"
+    assert found.summary == "all 2 strategies agree with one process over 3 steps on 2 ranks"
     assert found.fp64_error == ""
     assert [remark.partition(":")[0] for remark in found.remarks] == ["dropout is set to 0 for this verification"]
 

@@ -136,6 +136,10 @@ class Backend(ABC):
         """
         return False
 
+    def library_name(self, config: Config) -> str:
+        """Return what users of the library call this way of training, in a word or two: DDP, ZeRO-2; "" if nothing."""
+        return ""
+
     def native_config(self, config: Config, parameters: int | None = None) -> dict[str, Any]:
         """Return the config that the library will be given; rules instead of numbers if `parameters` is unknown."""
         return {}

@@ -22,7 +22,7 @@ from unipar.config.sections.optimizer import AdamW, AdamW8bitSettings, AdamWBf16
 from unipar.config.settled import SettledConfig
 from unipar.config.source import Given
 from unipar.errors import ConfigError, Unsupported
-from unipar.launcher.cells import select_cells
+from unipar.launcher.cells import library_name, select_cells
 from unipar.launcher.processes.signals import sigterm_as_interrupt
 from unipar.report.build import try_write_page, write_html
 from unipar.report.data.comparison import ComparisonPageData
@@ -126,6 +126,7 @@ def compare_cells(
         machines=asked.machines_of(ranks),
         warmup=asked.turns.warmup,
         rows=[row for row, _ in selected.values()],
+        library_names={name: library_name(at) for name, (_, at) in selected.items() if at is not None},
         unwatched=asked.unwatched,
     )
     with lock_folder(folder):
@@ -135,7 +136,7 @@ def compare_cells(
             more = any(row.outcome == "waits" and row.cell not in whole for row in first.rows)
             if not more and not earlier.interrupted:
                 note = f"from {folder / store.COMPARE_JSON}; --overwrite runs it again"
-                return _write_page(folder, replace(earlier, note=note))
+                return _write_page(folder, replace(earlier, note=note, library_names=first.library_names))
             kept_rows = {cell: _reused(row) if more else row for cell, row in whole.items()}
             first = replace(first, rows=[kept_rows.get(row.cell, row) for row in first.rows])
         server = asked.fork_server()
@@ -244,6 +245,9 @@ def _compare_by_world_size(
             threads=threads_per_rank(asked.ranks_here(ranks[-1])),
             device=prepared.device,
             warmup=asked.turns.warmup,
+            library_names={
+                name: library_name(at) for of in selected.values() for name, (_, at) in of.items() if at is not None
+            },
             held=settings.train.sync_every is None,
             unwatched=asked.unwatched,
             interrupted=any(one.interrupted for one in found.values()),
@@ -288,8 +292,19 @@ def _write_page(folder: Path, now: Comparison) -> Comparison:
     return replace(now, answer="".join(sentence), note="; ".join(filter(None, [now.note, page])))
 
 
-def suggest_next_commands(file: Path) -> str:
-    """Return lines with commands to try next, to be printed after the table."""
+def suggest_next_commands(result: Comparison | Scaling, file: Path) -> list[str]:
+    """Return commands to try next, after this result of `compare`."""
     name = shlex.quote(str(file))
-    ways = (f"verify {name}", f"scale {name} --world 1,2", f"explain {name} --compare")
-    return "\nnext: " + "\n      ".join(f"unipar {way}" for way in ways)
+    if result.interrupted:
+        return [f"unipar compare {name}   # the same again goes on where it stopped"]
+    if isinstance(result, Comparison) and (wrong := result.disagreeing_rows):
+        return [f"unipar verify {name} --cell {wrong[0].cell}   # what differs first, and the kind of fault"]
+    if result.code:
+        return [f"unipar compare {name} --details   # runs what failed again"]
+    if isinstance(result, Scaling):
+        return [f"unipar compare {name}   # step and memory of each strategy"]
+    return [
+        f"unipar verify {name}",
+        f"unipar scale {name} --world 1,2",
+        f"unipar compare {name} --details   # all tables, and what they mean",
+    ]

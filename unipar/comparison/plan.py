@@ -225,6 +225,7 @@ class CellPlanner:
             sent=now.memory.sent,
             speed=now.speed,
             simplicity=simplicity(cell),
+            library_name=registry.find_backend(cell.backend).library_name(moved),
         )
         if fitting is not None:
             micro, found = fitting
@@ -237,10 +238,12 @@ class CellPlanner:
 
     def notes(self, rows: Sequence[PlannedCell]) -> Iterator[str]:
         """Yield what a reader should know of the numbers."""
+        from unipar.planning.planned_cell import UNEVEN
+
         yield from self.traced.assumed
         yield from self.traces.describe()
         if not self.traced.even:
-            yield "activations do not grow evenly with the microbatch: other sizes are estimates"
+            yield UNEVEN
         if self.device == "cuda" and self.traces.compiled:
             yield "model.compile: buffers are those of the code that torch's compiler writes for the CPU"
         if self.machine is None:

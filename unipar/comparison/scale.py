@@ -25,7 +25,7 @@ from unipar.config.sections.batch import Batch
 from unipar.config.settled import SettledConfig
 from unipar.config.source import Given
 from unipar.errors import ConfigError, Unsupported
-from unipar.launcher.cells import result_of_check
+from unipar.launcher.cells import library_name, result_of_check
 from unipar.launcher.processes.signals import sigterm_as_interrupt
 from unipar.report.build import try_write_page, write_html
 from unipar.report.pages.scaling import render_scaling
@@ -77,6 +77,7 @@ def _scale_worlds(asked: CompareRequest, sizes: Sequence[int], cells: Sequence[s
         unit=settings.batch.unit,
         worlds=tuple(replace(world, machines=asked.machines_of(world.ranks)) for world, _, _ in selected),
         rows=[row for _, row, _ in selected],
+        library_names={world.cell: library_name(at) for world, _, at in selected if at is not None},
         cores=len(os.sched_getaffinity(0)),
         threads=each,
         device=prepared.device,

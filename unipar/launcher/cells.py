@@ -37,6 +37,11 @@ def select_cells(settled: SettledConfig, patterns: Iterable[str]) -> SelectedCel
     return found
 
 
+def library_name(at: SettledConfig) -> str:
+    """Return what the library of a config's cell calls it."""
+    return registry.find_backend(at.cell.backend).library_name(at.config)
+
+
 def _in_one_process(config: Config) -> dict[str, tuple[str, str]]:
     """Return the keys that are other in one process without a wrapper, each with its value there and the reason."""
     changes: dict[str, tuple[str, str]] = {}

@@ -9,6 +9,7 @@ from typing import Any, final
 
 from unipar.planning.explanation import explain_row
 from unipar.planning.peaks import OffloadedBytes, PredictedPeak
+from unipar.planning.plan_screen import format_plan_screen
 from unipar.planning.plan_table import format_plan
 from unipar.planning.planned_cell import PlannedCell, PlannedCells
 from unipar.planning.recommendation import Recommendation, recommend
@@ -26,8 +27,12 @@ class Plan(PlannedCells):
         """The cell to take on each number of ranks."""
         return recommend(self.rows, self.limit, exclude=self.exclude)
 
+    def screen(self, width: int = 80, next_steps: Sequence[str] = ()) -> str:
+        """Return what to take, the table and the next steps, in one screen."""
+        return format_plan_screen(self, width, next_steps)
+
     def table(self, width: int) -> str:
-        """Return the plan as text."""
+        """Return all of the plan as text: what `--details` prints."""
         return format_plan(self, width)
 
     def why(self, cell: str, ranks: int | None = None, *, every: bool = False) -> str:

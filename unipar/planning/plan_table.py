@@ -1,16 +1,18 @@
-"""A plan as text: its table, in as many columns as fit, what to take, and what the numbers are."""
+"""A plan as text: its table, in as many columns as fit, below what to take, and what the numbers are."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Final
 
 from unipar.backend import Category
 from unipar.backend.prediction.timeline import MemoryPlace
-from unipar.planning.peaks import OUTSIDE_DEVICE
 from unipar.planning.planned_cell import PlannedCell, PlannedCells
 from unipar.planning.recommendation import recommend
+from unipar.planning.speed import StepSpeed
+from unipar.utils.screen import Column
 from unipar.utils.table import format_table
 from unipar.utils.text import format_duration, format_rate, format_size
 
@@ -26,122 +28,156 @@ _CATEGORIES: Final[dict[str, tuple[Category, ...]]] = {
 }
 """Categories in each column of the table."""
 
-_DROPPED_FIRST: Final = (tuple(_CATEGORIES), ("in",), ("sent",), ("MFU",), ("micro",), ("largest micro",))
-"""Columns that are left out where the table is too wide, in this order."""
+_OUTSIDE_MEANS: Final[dict[MemoryPlace, str]] = {
+    "host": "host: bytes of a rank that are offloaded to the host's memory, pinned ones rounded up as torch does; "
+    "the ranks of a machine share that memory, and 'fits' does not count it",
+    "disk": "disk: bytes of the files in which a rank keeps what is offloaded; 'fits' does not count them",
+}
+"""Explanation of the column of each place other than the device."""
 
-_LEFT: Final = ("cell", "in", "fits")
+LIBRARY_NAME: Final = "known as"
+"""Head of the column with what a cell's library calls it; the screen has it, all of the plan as text has not."""
 
 _MOST_WAYS = 3
 
 
 def format_plan(plan: PlannedCells, width: int) -> str:
     """Return the plan as text, of lines of at most so many characters where that is possible."""
-    columns = _columns(plan)
+    columns = [column for column in plan_columns(plan) if column.head != LIBRARY_NAME]
     table = _table(plan, columns, width)
-    for names in _DROPPED_FIRST:
+    for place in sorted({column.dropped for column in columns} - {0}):
         if max(map(len, table.splitlines())) <= width:
             break
-        columns = {name: show for name, show in columns.items() if name not in names}
+        columns = [column for column in columns if column.dropped != place]
         table = _table(plan, columns, width)
-    remarks = [*_ways(plan), *_recommended(plan), *_explanations(plan, columns)]
-    lines = [line for text in remarks for line in textwrap.wrap(text, width, subsequent_indent="  ")]
-    return "\n".join([table, "", *lines])
+    answer = _wrap([*describe_recommendations(plan), *ways_to_fit(plan)], width)
+    return "\n\n".join([answer, table, _wrap(_explanations(plan, columns), width)])
 
 
-Shown = Callable[[PlannedCell], str]
+def _wrap(texts: Iterable[str], width: int) -> str:
+    return "\n".join(line for text in texts for line in textwrap.wrap(text, width, subsequent_indent="  "))
 
 
-def _columns(plan: PlannedCells) -> Mapping[str, Shown]:
-    """Return how each column shows a row; those in which no row has anything are left out."""
+def plan_columns(plan: PlannedCells) -> list[Column[PlannedCell]]:
+    """Return the columns of the table; those in which no row has anything are left out."""
     planned = [row for row in plan.rows if not row.refusal]
+    on_gpus = plan.device != "cpu"
+    weighs = "; weight: what the task's weight counts, such as tokens" if plan.units == "weight" else ""
 
-    def size_of(categories: Sequence[Category]) -> Shown:
-        def shown(row: PlannedCell) -> str:
-            size = sum(row.peak.held.get(category, 0) for category in categories)
-            return format_size(size) if size else "-"
+    def size_of(categories: Sequence[Category]) -> Callable[[PlannedCell], str]:
+        return lambda row: _size_or_dash(sum(row.peak.held.get(category, 0) for category in categories))
 
-        return shown
+    def size_in(place: MemoryPlace) -> Callable[[PlannedCell], str]:
+        return lambda row: _size_or_dash(row.offloaded_to(place))
 
-    columns: dict[str, Shown] = {
-        "cell": lambda row: row.cell,
-        "ranks": lambda row: str(row.ranks),
-        "micro": lambda row: str(row.micro),
-        "peak": lambda row: format_size(row.peak.peak),
-        "in": lambda row: row.peak.phase,
-        **{name: size_of(categories) for name, categories in _CATEGORIES.items() if name != "runtime"},
-    }
-    if not any("averages" in row.peak.held for row in planned):
-        del columns["ema"]
-    if plan.device != "cpu":
-        columns["runtime"] = size_of(_CATEGORIES["runtime"])
-    for place in OUTSIDE_DEVICE:
-        if any(row.offloaded_to(place) for row in planned):
-            columns[place] = _size_offloaded(place)
+    def of_speed(shown: Callable[[StepSpeed], str]) -> Callable[[PlannedCell], str]:
+        return lambda row: "-" if row.speed is None else shown(row.speed)
+
+    columns: list[Column[PlannedCell]] = [
+        Column(head="cell", text=lambda row: row.cell, right=False),
+        Column(head="ranks", text=lambda row: str(row.ranks or "all")),
+        Column(head=LIBRARY_NAME, text=lambda row: row.library_name, right=False, shortened=True, dropped=8),
+        Column(head="micro", text=lambda row: str(row.micro), dropped=5),
+        Column(
+            head="peak",
+            text=lambda row: format_size(row.peak.peak),
+            means="peak: tensors of the fullest rank at the fullest moment of a step"
+            + (
+                ", CUDA's context and NCCL; not in it: gaps between tensors, scratch memory of kernels"
+                if on_gpus
+                else "; not in it: what libraries and Python hold for themselves, and copies that gloo frees late, "
+                "which 'fits' counts"
+            ),
+        ),
+        Column(head="in", text=lambda row: row.peak.phase, right=False, dropped=2),
+    ]
+    for name, categories in _CATEGORIES.items():
+        averages = name != "ema" or any("averages" in row.peak.held for row in planned)
+        if averages and (on_gpus or name != "runtime"):
+            columns.append(Column(head=name, text=size_of(categories), dropped=1))
+    columns += [
+        Column(head=place, text=size_in(place), means=means)
+        for place, means in _OUTSIDE_MEANS.items()
+        if any(row.offloaded_to(place) for row in planned)
+    ]
     if any(row.sent for row in planned):
-        columns["sent"] = lambda row: format_size(row.sent_bytes) if row.sent else "-"
+        says = "sent: bytes of a rank's collectives in a step, as compare counts them"
+        columns.append(Column(head="sent", text=lambda row: _size_or_dash(row.sent_bytes), means=says, dropped=3))
     if any(row.sent_across for row in planned):
-        columns["between machines"] = lambda row: format_size(row.sent_across) if row.sent_across else "-"
+        says = "between machines: those of collectives whose ranks are on several machines"
+        columns.append(Column(head="between machines", text=lambda row: _size_or_dash(row.sent_across), means=says))
     if plan.machine:
-        columns["step"] = lambda row: format_duration(row.speed.seconds) if row.speed else "-"
-        columns[f"{plan.units}/s"] = lambda row: format_rate(row.speed.rate) if row.speed else "-"
-        columns["MFU"] = lambda row: f"{row.speed.mfu:.1%}" if row.speed else "-"
-    if plan.limit is not None:
-        columns["fits"] = lambda row: "yes" if row.fits(plan.limit) else "no"
-        columns["largest micro"] = lambda row: str(row.largest or "-")
+        says = (
+            f"step, {plan.units}/s, MFU: predicted for {plan.machine}{weighs}; MFU: the model's own operations, of the "
+            "device's peak"
+        )
+        columns.append(Column(head="step", text=of_speed(lambda speed: format_duration(speed.seconds)), means=says))
+        columns.append(Column(head=f"{plan.units}/s", text=of_speed(lambda speed: format_rate(speed.rate))))
+        columns.append(Column(head="MFU", text=of_speed(lambda speed: f"{speed.mfu:.1%}"), dropped=4))
+    if plan.memory is not None:
+        says = (
+            f"fits: at most {format_size(plan.memory)} less {plan.headroom:.0%}; largest micro: the most "
+            f"{plan.counted} a microbatch that do, with the total batch kept"
+        )
+        columns.append(
+            Column(head="fits", text=lambda row: "yes" if row.fits(plan.limit) else "no", means=says, right=False)
+        )
+        columns.append(Column(head="largest micro", text=lambda row: str(row.largest or "-"), dropped=7))
     return columns
 
 
-def _size_offloaded(place: MemoryPlace) -> Shown:
-    def shown(row: PlannedCell) -> str:
-        size = row.offloaded_to(place)
-        return format_size(size) if size else "-"
-
-    return shown
+def _size_or_dash(size: int) -> str:
+    return format_size(size) if size else "-"
 
 
-def _table(plan: PlannedCells, columns: Mapping[str, Shown], width: int) -> str:
-    right = [place for place, name in enumerate(columns) if name not in _LEFT]
-    return format_table(tuple(columns), list(_rows(plan, columns)), right=right, width=width)
+def _table(plan: PlannedCells, columns: Sequence[Column[PlannedCell]], width: int) -> str:
+    right = [place for place, column in enumerate(columns) if column.right]
+    planned = [[column.text(row) for column in columns] for row in plan.rows if not row.refusal]
+    refused = [(row.cell, str(row.ranks or "all"), row.refusal) for row in merge_refusals(plan, "cells")]
+    return format_table([column.head for column in columns], [*planned, *refused], right=right, width=width)
 
 
-def _rows(plan: PlannedCells, columns: Mapping[str, Shown]) -> Iterator[Sequence[str]]:
-    """Yield the texts of each row; a refusal of several cells is one row at the end, one on all ranks is one row."""
+def merge_refusals(plan: PlannedCells, what: str) -> Iterator[PlannedCell]:
+    """Yield refused rows; a reason that several cells have is one row at the end, one on all ranks has 0 ranks.
+
+    `what`: plural noun for cells.
+    """
     cells_refused: dict[tuple[int, str], list[str]] = {}
     refusals_of: dict[str, list[str]] = {}
     for row in plan.rows:
         refusals_of.setdefault(row.cell, []).append(row.refusal)
         if row.refusal:
             cells_refused.setdefault((row.ranks, row.refusal), []).append(row.cell)
-    told: set[str] = set()
+    everywhere = {cell for cell, each in refusals_of.items() if len(each) > 1 and set(each) == {each[0]}}
+    shown: set[str] = set()
     for row in plan.rows:
-        if not row.refusal:
-            yield [show(row) for show in columns.values()]
-        elif len(cells_refused[row.ranks, row.refusal]) == 1 and row.cell not in told:
-            everywhere = len(refusals_of[row.cell]) > 1 and set(refusals_of[row.cell]) == {row.refusal}
-            told |= {row.cell} if everywhere else set()
-            yield row.cell, "all" if everywhere else str(row.ranks), row.refusal
+        if row.refusal and len(cells_refused[row.ranks, row.refusal]) == 1 and row.cell not in shown:
+            yield replace(row, ranks=0) if row.cell in everywhere else row
+            shown |= {row.cell} & everywhere
     for (ranks, refusal), cells in cells_refused.items():
         if len(cells) > 1:
-            whole = len(cells) == sum(row.ranks == ranks for row in plan.rows)
-            yield f"{'all' if whole else 'other'} {len(cells)} cells", str(ranks), refusal
+            full = len(cells) == sum(row.ranks == ranks for row in plan.rows)
+            yield PlannedCell(f"{'all' if full else 'other'} {len(cells)} {what}", ranks, refusal=refusal)
 
 
-def _ways(plan: PlannedCells) -> Iterator[str]:
+def ways_to_fit(plan: PlannedCells) -> Iterator[str]:
     """Yield what would have to change for rows of which no microbatch fits; the others' is in the table."""
     for row in (row for row in plan.rows if row.ways and row.largest is None):
         yield f"{row.cell} on {row.ranks}: {'; '.join(row.ways[:_MOST_WAYS])}"
 
 
-def _recommended(plan: PlannedCells) -> Iterator[str]:
+def describe_recommendations(plan: PlannedCells, *, shares: bool = True) -> Iterator[str]:
+    """Yield what to take on each number of ranks; `shares`: with the shares of a step."""
     for each in recommend(plan.rows, plan.limit, exclude=plan.exclude):
         ranks = f"{each.ranks} rank{'s' * (each.ranks != 1)}"
         if each.row is None:
             yield f"take, on {ranks}: {each.why}"
         else:
-            yield f"take, on {ranks}: {each.row.cell} with micro {each.micro}: {each.why}"
+            why = each.why if shares else each.reason
+            yield f"take, on {ranks}: {each.row.cell} with micro {each.micro}: {why}"
 
 
-def _explanations(plan: PlannedCells, columns: Mapping[str, Shown]) -> Iterator[str]:
+def _explanations(plan: PlannedCells, columns: Sequence[Column[PlannedCell]]) -> Iterator[str]:
     took = (
         f"; model() needed their values: {format_size(plan.allocated)}"
         if plan.allocated
@@ -154,35 +190,7 @@ def _explanations(plan: PlannedCells, columns: Mapping[str, Shown]) -> Iterator[
         built = any(row.peak.phase == "built" for row in plan.rows if not row.refusal)
         whole = ", where the whole model that rank 0 creates at set-up (built) does not count" if built else ""
         yield f"planned for the CPU; --device cuda or --machine plans for GPUs{whole}"
-        yield (
-            "peak: tensors of the fullest rank at the fullest moment of a step; not in it: what libraries and Python "
-            "hold for themselves, and copies that gloo frees late, which 'fits' counts"
-        )
-    else:
-        yield (
-            "peak: tensors of the fullest rank at the fullest moment of a step, CUDA's context and NCCL; not in it: "
-            "gaps between tensors, scratch memory of kernels"
-        )
-    if "sent" in columns:
-        yield "sent: bytes of a rank's collectives in a step, as compare counts them"
-    if "between machines" in columns:
-        yield "between machines: those of collectives whose ranks are on several machines"
-    if "host" in columns:
-        yield (
-            "host: bytes of a rank that are offloaded to the host's memory, pinned ones rounded up as torch does; the "
-            "ranks of a machine share that memory, and 'fits' does not count it"
-        )
-    if "disk" in columns:
-        yield "disk: bytes of the files in which a rank keeps what is offloaded; 'fits' does not count them"
-    if plan.machine:
-        weighs = "; weight: what the task's weight counts, such as tokens" if plan.units == "weight" else ""
-        yield (
-            f"step, {plan.units}/s, MFU: predicted for {plan.machine}{weighs}; MFU: the model's own operations, of the "
-            "device's peak"
-        )
-    if plan.memory is not None:
-        yield (
-            f"fits: at most {format_size(plan.memory)} less {plan.headroom:.0%}; largest micro: the most "
-            f"{plan.counted} a microbatch that do, with the total batch kept"
-        )
+    for column in columns:
+        if column.means:
+            yield column.means
     yield from plan.notes

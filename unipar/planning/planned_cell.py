@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from unipar.backend.prediction.timeline import MemoryPlace, Payload
 from unipar.planning.peaks import OffloadedBytes, PredictedPeak
 from unipar.planning.speed import StepSpeed
+
+UNEVEN: Final = "activations do not grow evenly with the microbatch: other sizes are estimates"
+"""Note of a plan whose figures for other microbatches than the configured one are extrapolated."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,9 @@ class PlannedCell:
 
     refusal: str = ""
     """Why it cannot be planned or run; empty otherwise."""
+
+    library_name: str = ""
+    """What the cell's library calls it."""
 
     late: int = 0
     """Bytes by which the peak may be higher for a moment, because collectives free their copies late."""

@@ -25,8 +25,16 @@ class Recommendation:
     micro: int
     """Samples of a microbatch that fit."""
 
-    why: str
+    reason: str
     """Reason, as a sentence without its full stop."""
+
+    shares: str = ""
+    """Shares of a step, in words; empty if its seconds are not known."""
+
+    @property
+    def why(self) -> str:
+        """The reason, and the shares of a step."""
+        return f"{self.reason}: {self.shares}" if self.shares else self.reason
 
 
 def recommend(rows: Sequence[PlannedCell], limit: int | None, *, exclude: Iterable[str] = ()) -> list[Recommendation]:
@@ -54,13 +62,14 @@ def _for_ranks(rows: Sequence[PlannedCell], ranks: int, limit: int | None) -> Re
         best = max(rates.values())
         fast = [row for row in fitting if rates.get(row.cell, 0.0) >= best * (1.0 - AS_FAST)]
     row = min(fast, key=lambda row: row.simplicity)
-    return Recommendation(ranks, row, row.fitting_micro(limit), _reason(row, fitting, fast, limit))
+    speed = row.speed_of_fitting(limit)
+    shares = "" if speed is None else describe_speed(speed)
+    return Recommendation(ranks, row, row.fitting_micro(limit), _reason(row, fitting, fast, limit), shares)
 
 
 def _reason(row: PlannedCell, fitting: Sequence[PlannedCell], fast: Sequence[PlannedCell], limit: int | None) -> str:
     fits = "" if limit is None else f"it fits ({format_size(row.peak_of_fitting(limit))} of {format_size(limit)})"
-    speed = row.speed_of_fitting(limit)
-    if speed is None:
+    if row.speed_of_fitting(limit) is None:
         simplest = f"the simplest of {len(fitting)} cells" + (" that fit" if limit is not None else "")
         if len(fitting) == 1:
             simplest = "the only cell that does" if fits else "the only cell"
@@ -70,4 +79,4 @@ def _reason(row: PlannedCell, fitting: Sequence[PlannedCell], fast: Sequence[Pla
         parts.append(f"it is the simplest of {len(fast)} that are within {AS_FAST:.0%} of the fastest")
     elif len(fitting) > 1:
         parts.append(f"it is the fastest of {len(fitting)}")
-    return f"{', and '.join(parts) or 'it is the only one'}: {describe_speed(speed)}"
+    return ", and ".join(parts) or "it is the only one"

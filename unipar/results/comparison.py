@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import textwrap
 from abc import abstractmethod
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, Self
@@ -13,6 +14,7 @@ from typing import Any, Self
 from typing_extensions import override
 
 from unipar.config import Precision
+from unipar.memory.account import MemoryAccount
 from unipar.planning.machines.device_peaks import find_device_peaks
 from unipar.results.agreement import Agreement, loss_tolerance, measure_agreement
 from unipar.results.forecast.difference import describe_forecast
@@ -30,14 +32,22 @@ from unipar.results.memory_tables import (
     sends_across,
     sent_axes,
 )
-from unipar.results.row import OUTCOME_PREFIXES, CellResult, cell_result_from_json, cell_result_to_json, format_spread
+from unipar.results.row import (
+    OUTCOME_PREFIXES,
+    CellResult,
+    cell_result_from_json,
+    cell_result_to_json,
+    format_spread,
+    row_reason,
+)
 from unipar.results.same_training import TrainingMarks, describe_training_difference, judged_precision
 from unipar.results.step_work.figures import CellWork, StepFigures, flops_of_step, step_figures
 from unipar.results.step_work.table import describe_work_columns, format_work_table
 from unipar.run_folder.layout import PAGE_FILE_NAME
 from unipar.utils.notebook import ShownAsPage
+from unipar.utils.screen import Column, Screen
 from unipar.utils.table import Remark, format_table_rows, table_remarks
-from unipar.utils.text import count_of, format_size
+from unipar.utils.text import count_of, first_few, format_duration, format_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +71,9 @@ class TurnResults(ShownAsPage):
     interrupted: bool = False
     unkept: str = ""
     """Reason why the results could not be written to their folder."""
+
+    library_names: Mapping[str, str] = field(default_factory=dict[str, str])
+    """What each cell's library calls it, by cell; not stored."""
 
     @abstractmethod
     def samples_of(self, row: CellResult) -> int:
@@ -123,33 +136,61 @@ class TurnResults(ShownAsPage):
 
     @override
     def __str__(self) -> str:
-        return self.table()
+        return self.screen()
 
     @property
     @override
     def page(self) -> Path:
         return Path(self.out) / PAGE_FILE_NAME
 
+    @abstractmethod
+    def screen(self, width: int = 80, next_steps: Sequence[str] = ()) -> str:
+        """Return the answer, the table and the next steps, in one screen."""
+
     @override
     def table(self, width: int = 80) -> str:
-        """Return the table as text, with the remarks below."""
-        blocks, extra = self.blocks(width), self.extra_tables(width)
-        head = " ".join([blocks[0][0], *extra]).split()
-        shown = [r.text for r in self.column_remarks() if not r.column or r.column in head]
-        remarks = [line for text in shown for line in textwrap.wrap(text, width, subsequent_indent="  ")]
-        return "\n".join(["\n".join(lines) for lines in blocks] + [*extra, "", *remarks])
+        """Return the answer, then all tables, each with the remarks on it: what `--details` prints."""
+        parts = [self._remark_lines(table_remarks(*self.answer_lines()), (), width)]
+        for lines, remarks in zip(self.tables(width), self.remarks_by_table(), strict=True):
+            parts.append([*lines, *self._remark_lines(remarks, lines, width)])
+        parts.append(self._remark_lines(self.closing_remarks(), (), width))
+        return "\n\n".join("\n".join(lines) for lines in parts if lines)
+
+    @staticmethod
+    def _remark_lines(remarks: Sequence[Remark], table: Sequence[str], width: int) -> list[str]:
+        """Return remarks as lines, without those on columns that the table does not have."""
+        head = " ".join(table).split()
+        shown = [remark.text for remark in remarks if not remark.column or remark.column in head]
+        return [line for text in shown for line in textwrap.wrap(text, width, subsequent_indent="  ")]
 
     @abstractmethod
     def blocks(self, width: int) -> list[list[str]]:
-        """Return the lines of the header, then of each row."""
-
-    def extra_tables(self, width: int) -> list[str]:
-        """Return the lines of further tables."""
-        return []
+        """Return the lines of the main table's header, then of each of its rows."""
 
     @abstractmethod
+    def verdict(self) -> list[str]:
+        """Return whether losses agree, in sentences."""
+
+    @abstractmethod
+    def answer_lines(self) -> list[str]:
+        """Return what the result answers, and what is wrong, in sentences."""
+
+    @abstractmethod
+    def tables(self, width: int) -> list[list[str]]:
+        """Return the lines of each table, the main one first; a table without rows has no lines."""
+
+    @abstractmethod
+    def remarks_by_table(self) -> list[list[Remark]]:
+        """Return the explanations of each table, each with the column that it explains."""
+
+    @abstractmethod
+    def closing_remarks(self) -> list[Remark]:
+        """Return what there is to say besides."""
+
     def column_remarks(self) -> list[Remark]:
-        """Return explanations of the table and what is wrong, each with the column that it explains."""
+        """Return the verdict and all explanations, each with the column that it explains."""
+        explained = [remark for remarks in self.remarks_by_table() for remark in remarks]
+        return [*table_remarks(*self.verdict()), *explained, *self.closing_remarks()]
 
     def remarks(self, *, work: bool = True) -> list[str]:
         """Return explanations of the table and what is wrong; `work`: with those of the table of work."""
@@ -179,7 +220,7 @@ class TurnResults(ShownAsPage):
         return {name: marks for name, marks in others if marks is not None}
 
 
-_FIELDS_NOT_STORED = ("rows", "answer", "unkept", "forecast")
+_FIELDS_NOT_STORED = ("rows", "answer", "unkept", "forecast", "library_names")
 """Fields that compare.json holds under another name, or not at all."""
 
 
@@ -277,14 +318,70 @@ class Comparison(TurnResults):
         return any(row.outcome == "ran" for row in self.rows[1:]) and not self.disagreeing_rows
 
     @override
-    def extra_tables(self, width: int) -> list[str]:
-        rows = [((cell,), one) for cell, one in self.step_figures().items()]
-        return [*format_work_table(("work",), rows, width), *self._memory_tables(width)]
+    def screen(self, width: int = 80, next_steps: Sequence[str] = ()) -> str:
+        answer, *wrong = self.verdict()
+        if not self.disagreeing_rows:
+            wrong = []
+        failed = [row.cell for row in self.rows if row.outcome in ("failed", "unlike")]
+        answer += f"; {len(failed)} failed: {first_few(failed)}" if failed else ""
+        reused = [row.cell for row in self.rows if row.reused]
+        limits = [
+            self.unkept,
+            *wrong,
+            self.moments,
+            f"{first_few(reused)}: reused from an earlier run, not timed in turns with the others" if reused else "",
+            *([] if self._has_memory else [self.unwatched, RSS.text]),
+        ]
+        return Screen(
+            answer=f"{answer}; {self.answer}" if self.answer else answer,
+            warnings=limits,
+            columns=self._screen_columns(),
+            rows=self.rows,
+            reason=row_reason,
+            next_steps=next_steps,
+            last=[self.note],
+        ).format(width)
 
-    def _memory_tables(self, width: int) -> list[str]:
+    def _screen_columns(self) -> list[Column[CellResult]]:
+        return [
+            Column(head="strategy", text=lambda row: row.cell, right=False),
+            Column(
+                head="known as",
+                text=lambda row: self.library_names.get(row.cell, ""),
+                right=False,
+                shortened=True,
+                dropped=1,
+            ),
+            Column(
+                head="step", text=lambda row: format_duration(median(row.timed_seconds)) if row.timed_seconds else ""
+            ),
+            Column(head=f"{self.unit}/s", text=self._rate_text),
+            Column(head="peak" if self._has_memory else "RSS", text=self._memory_text),
+            Column(head="agreement", text=self._agreement_text, right=False),
+        ]
+
+    def _agreement_text(self, row: CellResult) -> str:
+        if row is self.reference:
+            return "reference"
+        found = self.agreement(row)
+        return f"{found or '-'}{'' if found is None or found.within else '!'}"
+
+    def _rate_text(self, row: CellResult) -> str:
+        rate = self.rate(row)
+        return "-" if rate is None else f"{rate:.{1 if rate < 100 else 0}f}"
+
+    @override
+    def answer_lines(self) -> list[str]:
+        return [text for text in (*self.verdict(), self.answer) if text]
+
+    @override
+    def tables(self, width: int) -> list[list[str]]:
+        work = [((cell,), one) for cell, one in self.step_figures().items()]
         known = [row for row in self.rows if row.memory and row.outcome != "unlike"]
         cells = [(row.name_until_failure, self.rank_count(row), row.memory) for row in known]
-        return ["", *format_memory_tables(cells, width), *format_sent_table(cells, width)] if cells else []
+        memory = [*format_memory_tables(cells, width), *format_sent_table(cells, width)] if cells else []
+        main = [line for block in self.blocks(width) for line in block]
+        return [main, format_work_table(("work",), work, width), memory]
 
     @override
     def blocks(self, width: int) -> list[list[str]]:
@@ -300,18 +397,14 @@ class Comparison(TurnResults):
     def _shown(self, row: CellResult) -> tuple[str, ...]:
         if not row.timed_seconds or row.outcome not in ("ran", "waits"):
             return row.cell, OUTCOME_PREFIXES[row.outcome] + (row.note or "waits")
-        found = self.agreement(row)
-        agrees = "reference" if row is self.reference else str(found or "-")
-        if found is not None and not found.within:
-            agrees += "!"
-        middle, rate = median(row.timed_seconds), self.rate(row)
+        middle = median(row.timed_seconds)
         factor = f"{middle / median(self.baseline.timed_seconds):.2f}" if self.baseline is not None else "-"
         return (
             row.cell,
-            agrees,
+            self._agreement_text(row),
             format_spread(row.timed_seconds),
             factor,
-            "-" if rate is None else f"{rate:.{1 if rate < 100 else 0}f}",
+            self._rate_text(row),
             self._memory_text(row),
         )
 
@@ -325,32 +418,39 @@ class Comparison(TurnResults):
         return format_size(max(row.peak_rss)) if row.peak_rss else "-"
 
     @override
-    def column_remarks(self) -> list[Remark]:
-        lines = table_remarks(*self.row_notes(), *self.verdict(), *self.timing())
+    def remarks_by_table(self) -> list[list[Remark]]:
+        main = table_remarks(*self.row_notes(), *self.timing())
         if self.baseline is not None:
-            lines.append(Remark(column="x", text=f"x: step time in proportion to {self.baseline.cell}"))
-        lines += self.work_remarks()
-        if self._has_memory:
-            lines += describe_memory_columns([account for row in self.rows for account in row.memory])
-            lines += table_remarks(*describe_peak_ranges([(row.cell, row.memory) for row in self.rows if row.memory]))
-            lines += table_remarks(*describe_setup_peaks([(row.cell, row.memory) for row in self.rows if row.memory]))
-            known = [account for row in self.rows for account in row.memory]
-            lines += [SENT_REMARK] if sent_axes(known) or sends_across(known) else []
-            lines += [ACROSS_REMARK] if sends_across(known) else []
-        elif any(row.outcome == "ran" for row in self.rows):
-            lines.append(RSS)
-        lines += table_remarks(*describe_forecast(self.forecast, self.rows))
-        return [*lines, *table_remarks(self.moments, self.unwatched, self.answer, self.unkept, self.note)]
+            main.append(Remark(column="x", text=f"x: step time in proportion to {self.baseline.cell}"))
+        if not self._has_memory:
+            main += [RSS] if any(row.outcome == "ran" for row in self.rows) else []
+            return [main, self.work_remarks(), []]
+        known, measured = [account for row in self.rows for account in row.memory], self._rows_with_memory
+        memory = describe_memory_columns(known)
+        memory += table_remarks(*describe_peak_ranges(measured), *describe_setup_peaks(measured))
+        memory += [SENT_REMARK] if sent_axes(known) or sends_across(known) else []
+        memory += [ACROSS_REMARK] if sends_across(known) else []
+        return [main, self.work_remarks(), memory]
 
+    @property
+    def _rows_with_memory(self) -> list[tuple[str, list[MemoryAccount]]]:
+        return [(row.cell, row.memory) for row in self.rows if row.memory]
+
+    @override
+    def closing_remarks(self) -> list[Remark]:
+        forecast = describe_forecast(self.forecast, self.rows)
+        return table_remarks(*forecast, self.moments, self.unwatched, self.unkept, self.note)
+
+    @override
     def verdict(self) -> list[str]:
-        """Return whether the cells agree, in one sentence or several."""
+        """Return whether the strategies agree, in one sentence or several."""
         if self.interrupted:
-            return ["interrupted: cells without figures did not finish"]
+            return ["interrupted: strategies without figures did not finish"]
         if self.reference is None:
-            return ["no verdict: single, the reference for the other cells, did not run"]
+            return ["no verdict: single, the reference for the other strategies, did not run"]
         judged = [(row, found) for row in self.rows if (found := self.agreement(row)) is not None]
         if not judged:
-            return ["no verdict: no cell except single ran"]
+            return ["no verdict: no strategy except single ran"]
         steps, allowed = len(self.reference.losses), loss_tolerance(self.judged_as)
         wrong = [
             f"DISAGREES: {row.cell} by {found.off:.1e} at step {found.step}{found.part_suffix}: "
@@ -363,7 +463,7 @@ class Comparison(TurnResults):
             return wrong
         least = min((found.digits for _, found in judged if found.digits is not None), default=None)
         how = "bit for bit" if least is None else f"to {least} digits or more"
-        cells = f"all {len(judged)} cells agree" if len(judged) > 1 else f"{judged[0][0].cell} agrees"
+        cells = f"all {len(judged)} strategies agree" if len(judged) > 1 else f"{judged[0][0].cell} agrees"
         first, last = self.reference.losses[0], self.reference.losses[-1]
         where = f", on {self.describe_ranks()}" if self.machines > 1 else ""
         return [

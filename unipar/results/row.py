@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import chain
 from statistics import median, quantiles
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from unipar.memory.account import MemoryAccount
 from unipar.profiling.work import RankWork
 from unipar.results.same_training import TrainingMarks
+from unipar.utils.screen import Reason
 
 CellOutcome = Literal["waits", "ran", "refused", "absent", "failed", "unlike"]
 """Outcome of a cell; absent: its library is not installed here; unlike: it trained something else than the others."""
@@ -23,7 +24,7 @@ OLDER_REUSED = "kept from an earlier go, and not timed in turns with the cells t
 """Note of a reused row in older files, which have no field `reused`."""
 
 
-OUTCOME_PREFIXES = {
+OUTCOME_PREFIXES: Final = {
     "refused": "refused: ",
     "absent": "",
     "failed": "failed: ",
@@ -31,6 +32,16 @@ OUTCOME_PREFIXES = {
     "waits": "",
 }
 """First words of a row without figures, by outcome; the row's note follows."""
+
+
+OUTCOME_NAMES: Final = {
+    "refused": "refused",
+    "absent": "not installed",
+    "failed": "failed",
+    "unlike": "trained differently",
+    "waits": "without figures",
+}
+"""Outcome of a row without figures, as a sentence on several rows has it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +92,18 @@ class CellResult:
     def timed_seconds(self) -> list[float]:
         """Seconds of all timed steps."""
         return list(chain.from_iterable(self.seconds))
+
+
+def row_reason(row: CellResult) -> Reason | None:
+    """Return why a row has no figures to show, or None if it has some."""
+    if row.outcome == "ran" or (row.outcome == "waits" and row.timed_seconds):
+        return None
+    return outcome_reason(row.outcome, row.note)
+
+
+def outcome_reason(outcome: str, note: str) -> Reason:
+    """Return the reason why a row has no figures, from its outcome and note."""
+    return Reason(kind=OUTCOME_NAMES[outcome], text=OUTCOME_PREFIXES[outcome] + (note or "waits"))
 
 
 def cell_result_to_json(row: CellResult) -> dict[str, Any]:

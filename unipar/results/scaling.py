@@ -24,12 +24,20 @@ from unipar.results.memory_tables import (
     largest_account,
     largest_peak_bytes,
 )
-from unipar.results.row import OUTCOME_PREFIXES, CellResult, cell_result_from_json, cell_result_to_json, format_spread
+from unipar.results.row import (
+    OUTCOME_PREFIXES,
+    CellResult,
+    cell_result_from_json,
+    cell_result_to_json,
+    format_spread,
+    row_reason,
+)
 from unipar.results.same_training import describe_training_difference
 from unipar.results.step_work.figures import StepFigures
 from unipar.results.step_work.table import format_work_table
+from unipar.utils.screen import Column, Screen
 from unipar.utils.table import Remark, format_table_rows, table_remarks
-from unipar.utils.text import count_of, format_size
+from unipar.utils.text import count_of, first_few, format_duration, format_size
 
 ScalingKind = Literal["strong", "weak"]
 SCALING_KINDS: tuple[ScalingKind, ...] = ("strong", "weak")
@@ -37,7 +45,7 @@ SCALING_KINDS: tuple[ScalingKind, ...] = ("strong", "weak")
 
 NO_FIGURE = "-"
 
-_FIELDS_STORED_ELSEWHERE = ("worlds", "rows", "unkept")
+_FIELDS_STORED_ELSEWHERE = ("worlds", "rows", "unkept", "library_names")
 """Fields that the file holds in another form, or not at all."""
 
 
@@ -195,6 +203,67 @@ class Scaling(TurnResults):
         )
 
     @override
+    def screen(self, width: int = 80, next_steps: Sequence[str] = ()) -> str:
+        said = self.verdict()
+        right = not self.interrupted and not self.wrong and all(a.within for _, a in self.agreements)
+        failed = [world.name for world in self.worlds if self.row(world).outcome in ("failed", "unlike")]
+        ends = [*(said if right else ()), *([f"{len(failed)} failed: {first_few(failed)}"] if failed else [])]
+        return Screen(
+            answer="; ".join([self.summary, *ends]),
+            warnings=[self.unkept, *(() if right else said), f"measured on {self.shared()}"],
+            columns=self._screen_columns(),
+            rows=self.worlds,
+            reason=lambda world: row_reason(self.row(world)),
+            leading=3,
+            next_steps=next_steps,
+            last=[self.note],
+        ).format(width)
+
+    def _screen_columns(self) -> list[Column[ScaledCell]]:
+        def percent(world: ScaledCell) -> str:
+            share = self.efficiency(world)
+            return NO_FIGURE if share is None else format_percent(share)
+
+        def factor(world: ScaledCell) -> str:
+            faster = self.speed_up(world)
+            return NO_FIGURE if faster is None else f"{faster:.2f}"
+
+        def peak(world: ScaledCell) -> str:
+            size = self.memory(world)
+            return "" if size is None else format_size(size)
+
+        def agrees(world: ScaledCell) -> str:
+            found = self.agreement(world)
+            return "" if found is None else f"{found}{'' if found.within else '!'}"
+
+        def step(world: ScaledCell) -> str:
+            seconds = self.row(world).timed_seconds
+            return format_duration(median(seconds)) if seconds else ""
+
+        return [
+            Column(head="strategy", text=lambda world: world.table_head[0], right=False),
+            Column(head="ranks", text=lambda world: world.table_head[1]),
+            Column(head="scaling", text=lambda world: world.table_head[2], right=False),
+            Column(
+                head="known as",
+                text=lambda world: self.library_names.get(world.cell, ""),
+                right=False,
+                shortened=True,
+                dropped=3,
+            ),
+            Column(head="step", text=step),
+            Column(head=f"{self.unit}/s", text=self._rate_text),
+            Column(head="speed-up", text=factor, dropped=1),
+            Column(head="efficiency", text=percent),
+            Column(head="peak", text=peak, dropped=4),
+            Column(head="agreement", text=agrees, right=False, dropped=2),
+        ]
+
+    def _rate_text(self, world: ScaledCell) -> str:
+        rate = self.rate(world)
+        return NO_FIGURE if rate is None else f"{rate:.{1 if rate < 100 else 0}f}"
+
+    @override
     def blocks(self, width: int) -> list[list[str]]:
         """Return the lines of the header, then of each world; if too wide, without the middle half and RSS."""
         header = ("cell", "ranks", "scaling", "step ms", f"{self.unit}/s", "speed-up", "efficiency")
@@ -208,10 +277,15 @@ class Scaling(TurnResults):
         return blocks
 
     @override
-    def extra_tables(self, width: int) -> list[str]:
+    def answer_lines(self) -> list[str]:
+        return [self.summary, *self.verdict()]
+
+    @override
+    def tables(self, width: int) -> list[list[str]]:
         figures = self.step_figures()
         work = [(world.table_head, figures[world.name]) for world in self.worlds]
-        return [*format_work_table(("work", "ranks", "scaling"), work, width), *self._memory_table(width)]
+        main = [line for block in self.blocks(width) for line in block]
+        return [main, format_work_table(("work", "ranks", "scaling"), work, width), self._memory_table(width)]
 
     def _memory_table(self, width: int) -> list[str]:
         """Return the lines of a table of the largest rank's memory in each world, counted in three ways."""
@@ -226,7 +300,7 @@ class Scaling(TurnResults):
         ]
         header = ("memory", "ranks", "scaling", "allocated", second, "on CUDA")
         blocks = format_table_rows(header, rows, right=(1, 3, 4, 5), width=width, fold=True)
-        return ["", *(line for lines in blocks for line in lines)]
+        return [line for lines in blocks for line in lines]
 
     def _shown(self, world: ScaledCell, *, narrow: bool, rss: bool) -> tuple[str, ...]:
         row, rate, at = self.row(world), self.rate(world), world.table_head
@@ -236,17 +310,16 @@ class Scaling(TurnResults):
         return (
             *at,
             step.partition(" ")[0] if narrow else step,
-            f"{rate:.{1 if rate < 100 else 0}f}",
+            self._rate_text(world),
             NO_FIGURE if faster is None else f"{faster:.2f}",
             NO_FIGURE if efficient is None else format_percent(efficient),
             *([format_size(max(row.peak_rss)) if row.peak_rss else NO_FIGURE] if rss else []),
         )
 
     @override
-    def column_remarks(self) -> list[Remark]:
-        lines = table_remarks(
+    def remarks_by_table(self) -> list[list[Remark]]:
+        main = table_remarks(
             *self.row_notes(),
-            *self.verdict(),
             *self.batches(),
             f"speed-up: {self.unit}/s in proportion to the smallest world's; efficiency: that in proportion to "
             "the ranks",
@@ -254,12 +327,14 @@ class Scaling(TurnResults):
             self.shared(),
             *self.timing(),
         )
-        lines += self.work_remarks()
-        if accounts := [account for row in self.rows for account in row.memory]:
-            lines += describe_memory_columns(accounts)
-        elif any(row.outcome == "ran" for row in self.rows):
-            lines.append(RSS)
-        return [*lines, *table_remarks(self.unwatched, self.unkept, self.note)]
+        accounts = [account for row in self.rows for account in row.memory]
+        if not accounts and any(row.outcome == "ran" for row in self.rows):
+            main.append(RSS)
+        return [main, self.work_remarks(), describe_memory_columns(accounts) if accounts else []]
+
+    @override
+    def closing_remarks(self) -> list[Remark]:
+        return table_remarks(self.unwatched, self.unkept, self.note)
 
     def batches(self) -> list[str]:
         """Return how many samples a step has, in sentences; cells with other axes may have another share."""
@@ -297,6 +372,21 @@ class Scaling(TurnResults):
             return f"{what}; ranks share its memory and caches, but no cores"
         return f"{what}; in worlds of more than {count_of(free, 'rank')} they share cores, which limits every cell"
 
+    @property
+    def summary(self) -> str:
+        """Efficiency in the largest world of each cell, best cell first, as a sentence without its full stop."""
+        parts: list[str] = []
+        for kind in self.kinds:
+            last = [worlds[-1] for cell in self.cells if len(worlds := self.timed_worlds(cell, kind)) > 1]
+            by = {world: share for world in last if (share := self.efficiency(world)) is not None}
+            best = sorted(by, key=lambda world: -by[world])
+            shares = [f"{format_percent(by[w])} for {w.cell} on {count_of(w.ranks, 'rank')}" for w in best]
+            parts += [f"{kind} scaling: {first_few(shares)}"] if shares else []
+        if not parts:
+            return "No strategy ran in two worlds, so there is nothing to compare"
+        return f"Part of the ideal speed: {'; '.join(parts)}"
+
+    @override
     def verdict(self) -> list[str]:
         """Return whether worlds with the same total batch have the same losses, in sentences."""
         if self.interrupted:

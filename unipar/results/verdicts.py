@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import textwrap
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final, Literal, Self
@@ -14,8 +15,10 @@ from typing_extensions import override
 
 from unipar.config import Precision
 from unipar.errors import Unsupported
+from unipar.results.row import OUTCOME_PREFIXES, outcome_reason
 from unipar.run_folder.layout import PAGE_FILE_NAME
 from unipar.utils.notebook import ShownAsPage
+from unipar.utils.screen import Column, Screen
 from unipar.utils.table import format_table_rows
 from unipar.utils.text import count_of, first_few
 
@@ -29,10 +32,11 @@ CUT_ALIKE_RUN_NAME: Final = "a replay, share by share, as configured"
 
 CutKind = Literal["sum", "batch statistics", "samples combined"]
 
+_FIELDS_NOT_STORED: Final = ("rows", "cut_dependence", "note", "library_names")
+"""Fields that verify.json holds under another name or in another form, or not at all."""
+
 LONGEST_REASON: Final = 100
 """Characters of the reason why a cell did not run that the sentence on all cells shows."""
-
-_VERDICT_PREFIXES = {"refused": "refused: ", "absent": "", "failed": "failed: ", "waits": ""}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +91,7 @@ class CutDependence:
 
     @property
     def consequence(self) -> str:
-        """Clause that follows "all cells agree"."""
+        """Clause that follows "all strategies agree"."""
         unless = "" if self.micro is None else f" unless batch.micro stays {self.micro}"
         return (
             f"and the training depends on how a batch is cut, so another number of ranks trains another model{unless}"
@@ -181,6 +185,9 @@ class Verdicts(ShownAsPage):
     note: str = ""
     """Last line of the table: the path of the page, or why there is none; not stored."""
 
+    library_names: Mapping[str, str] = field(default_factory=dict[str, str])
+    """What each cell's library calls it, by cell; not stored."""
+
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Self:
         """Return the verdicts in a file's mapping; raise LookupError or ValueError if unipar cannot have written it."""
@@ -226,20 +233,20 @@ class Verdicts(ShownAsPage):
         if self.stopped:
             return f"no verdict: {self.stopped}"
         if self.interrupted:
-            return "interrupted: cells without a verdict did not finish"
+            return "interrupted: strategies without a verdict did not finish"
         failures = sum(row.outcome == "failed" for row in self.rows)
-        failed = f"; {count_of(failures, 'cell')} failed" if failures else ""
+        failed = f"; {failures} failed" if failures else ""
         missing = self._missing()
         if not ran:
-            return f"no verdict: no cell ran{failed}{missing}"
+            return f"no verdict: no strategy ran{failed}{missing}"
         if differing:
-            several = f"{len(differing)} of {len(ran)} cells disagree{'s' * (len(differing) == 1)}"
+            several = f"{len(differing)} of {len(ran)} strategies disagree{'s' * (len(differing) == 1)}"
             each = several if len(ran) > 1 else f"{ran[0].cell} disagrees"
         elif missing:
             each = f"{len(ran)} of {len(ran) + failures + len(self._without_verdict)} strategies"
             each += " agrees" if len(ran) == 1 else " agree"
         else:
-            each = f"all {len(ran)} cells agree" if len(ran) > 1 else f"{ran[0].cell} agrees"
+            each = f"all {len(ran)} strategies agree" if len(ran) > 1 else f"{ran[0].cell} agrees"
         line = f"{each} with one process over {count_of(self.steps, 'step')} on {count_of(self.ranks, 'rank')}"
         line += f" of {count_of(self.machines, 'machine')}" if self.machines > 1 else ""
         cut = "" if self.cut_dependence is None else f", {self.cut_dependence.consequence}"
@@ -258,19 +265,50 @@ class Verdicts(ShownAsPage):
 
     @override
     def __str__(self) -> str:
-        return self.table()
+        return self.screen()
 
     @property
     @override
     def page(self) -> Path:
         return Path(self.out) / PAGE_FILE_NAME
 
+    def screen(self, width: int = 80, next_steps: Sequence[str] = ()) -> str:
+        """Return the verdict, the table and the next steps, in one screen."""
+        faults = [line for row in self.rows if row.outcome == "disagrees" for line in describe_verdict(row)]
+        return Screen(
+            answer=self.summary,
+            warnings=[*self.cut_lines(), *faults],
+            columns=[
+                Column(head="strategy", text=lambda row: row.cell, right=False),
+                Column(
+                    head="known as",
+                    text=lambda row: self.library_names.get(row.cell, ""),
+                    right=False,
+                    shortened=True,
+                    dropped=1,
+                ),
+                Column(head="agreement", text=_digits_text, right=False),
+                Column(head="of allowed", text=lambda row: format_share(row.share)),
+                Column(head="verdict", text=_verdict_text, right=False),
+            ],
+            rows=self.rows,
+            reason=lambda row: (
+                None if row.outcome in ("agrees", "disagrees") else outcome_reason(row.outcome, row.note)
+            ),
+            next_steps=next_steps,
+            last=[self.note],
+        ).format(width)
+
     @override
     def table(self, width: int = 80) -> str:
-        """Return the table as text, with the remarks below."""
-        rows = ["\n".join(lines) for lines in self.blocks(width)]
-        remarks = [line for text in self.remark_lines() for line in textwrap.wrap(text, width, subsequent_indent="  ")]
-        return "\n".join([*rows, "", *remarks])
+        """Return the verdict, the table as text, and all remarks: what `--details` prints."""
+        said = self.answer_lines()
+        parts = [
+            _wrap_lines(said, width),
+            [line for block in self.blocks(width) for line in block],
+            _wrap_lines(self.remark_lines()[len(said) :], width),
+        ]
+        return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
     def blocks(self, width: int) -> list[list[str]]:
         """Return the lines of the header, then of each row."""
@@ -280,28 +318,22 @@ class Verdicts(ShownAsPage):
 
     def _shown(self, row: Verdict) -> tuple[str, ...]:
         if row.outcome not in ("agrees", "disagrees"):
-            return row.cell, _VERDICT_PREFIXES[row.outcome] + (row.note or "waits")
-        digits = "same bits" if row.digits is None else count_of(row.digits, "digit")
-        if row.outcome == "agrees":
-            verdict = "agrees; bit-for-bit equal to the replay" if row.bits else "agrees"
-        else:
-            kind = row.finding.kind if row.finding is not None and row.finding.kind else "unknown kind of fault"
-            verdict = f"DISAGREES: {kind}"
-        return row.cell, digits, format_share(row.share), verdict
+            return row.cell, OUTCOME_PREFIXES[row.outcome] + (row.note or "waits")
+        exact = row.outcome == "agrees" and row.bits
+        verdict = "agrees; bit-for-bit equal to the replay" if exact else _verdict_text(row)
+        return row.cell, _digits_text(row), format_share(row.share), verdict
+
+    def answer_lines(self) -> list[str]:
+        """Return the verdict in sentences: on all cells, then on each that disagrees or has a note."""
+        if self.stopped:
+            return [self.summary]
+        faults = [line for row in self.rows for line in describe_verdict(row)]
+        return [self.summary, *self.cut_lines(), *self.bitwise_lines(), *faults]
 
     def remark_lines(self) -> list[str]:
-        """Return explanations of the table and what is wrong."""
-        if self.stopped:
-            return [self.summary, *self.remarks, *filter(None, [self.note])]
-        return [
-            self.summary,
-            *self.cut_lines(),
-            *self.bitwise_lines(),
-            *(line for row in self.rows for line in describe_verdict(row)),
-            *self.remarks,
-            *self.column_notes(),
-            *filter(None, [self.note]),
-        ]
+        """Return the verdict, then remarks on the task, and what the columns are."""
+        notes = [] if self.stopped else self.column_notes()
+        return [*self.answer_lines(), *self.remarks, *notes, *filter(None, [self.note])]
 
     def column_notes(self) -> list[str]:
         """Return what the columns of the table mean."""
@@ -329,7 +361,7 @@ class Verdicts(ShownAsPage):
 
     def to_json(self) -> dict[str, Any]:
         """Return every figure as a mapping for JSON."""
-        data = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("rows", "cut_dependence", "note")}
+        data = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _FIELDS_NOT_STORED}
         cut = None if self.cut_dependence is None else asdict(self.cut_dependence)
         cells = [_replace_infinities(asdict(row)) for row in self.rows]
         return {**data, "cut_dependence": cut, "summary": self.summary, "code": self.code, "cells": cells}
@@ -349,6 +381,21 @@ def _restore_infinities(row: dict[str, Any]) -> dict[str, Any]:
     endless = row.get("share") is None and row["outcome"] == "disagrees"
     shares = {what: math.inf if share is None else share for what, share in row.get("shares", {}).items()}
     return row | {"share": math.inf if endless else row.get("share"), "shares": shares}
+
+
+def _wrap_lines(texts: Sequence[str], width: int) -> list[str]:
+    return [line for text in texts for line in textwrap.wrap(text, width, subsequent_indent="  ")]
+
+
+def _digits_text(row: Verdict) -> str:
+    return "same bits" if row.digits is None else count_of(row.digits, "digit")
+
+
+def _verdict_text(row: Verdict) -> str:
+    if row.outcome == "agrees":
+        return "agrees bit for bit" if row.bits else "agrees"
+    kind = row.finding.kind if row.finding is not None and row.finding.kind else "unknown kind of fault"
+    return f"DISAGREES: {kind}"
 
 
 def format_share(share: float | None) -> str:

@@ -50,8 +50,8 @@ class ShownAsPage(ABC):
         """Return the results as text."""
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
-        """Return the table: IPython prefers a dataclass's own repr to a `_repr_pretty_` of its base."""
-        return {"text/plain": self.table()}
+        """Return the result as it prints: IPython prefers a dataclass's own repr to a `_repr_pretty_` of its base."""
+        return {"text/plain": str(self)}
 
     def _repr_html_(self) -> str | None:
         """Return the page in a frame, or None if there is none, so that the table is shown."""

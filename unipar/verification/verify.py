@@ -17,7 +17,7 @@ from unipar.config.config import Eval
 from unipar.config.settled import SettledConfig
 from unipar.config.source import Given
 from unipar.errors import ConfigError
-from unipar.launcher.cells import SelectedCells, select_cells, settle_one_micro
+from unipar.launcher.cells import SelectedCells, library_name, select_cells, settle_one_micro
 from unipar.launcher.micro_batch.choice import PREFIX, ChosenMicro
 from unipar.launcher.preparation.prepare import Prepared, prepare
 from unipar.launcher.processes.signals import sigterm_as_interrupt
@@ -112,6 +112,7 @@ def _verify(asked: _VerifyRequest, micro: ChosenMicro | None, *, strict: bool, o
         machine=machine_summary(),
         remarks=[] if micro is None else [f"{PREFIX}: {micro.micro}, {micro.says}"],
         rows=[_initial_row(row, patterns) for row, _ in selected.values()],
+        library_names={name: library_name(at) for name, (_, at) in selected.items() if at is not None},
     )
     configs = {name: at for name, (row, at) in selected.items() if row.outcome == "waits" and at is not None}
     with folder.lock_folder(out):

@@ -64,7 +64,7 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Generator[Commands]:
 def test_compare(commands: Commands) -> None:
     """Two ranks on each machine, with the losses of one process."""
     said, _ = commands.run("compare", "--world", "4", "--cells", "native/nothing,deepspeed/nothing")
-    assert "all 2 cells agree with one process" in said
+    assert "all 2 strategies agree with one process" in said
     assert "on 4 ranks on 2 machines" in said
     made = commands.result("compare")
     assert (made["ranks"], made["machines"]) == (4, 2)
@@ -82,5 +82,5 @@ def test_scale(commands: Commands) -> None:
 def test_verify(commands: Commands) -> None:
     """Each cell has the numbers of one process."""
     said, _ = commands.run("verify", "--world", "2", "--cells", "native/nothing,native/parameters")
-    assert "all 2 cells agree with one process" in said
+    assert "all 2 strategies agree with one process" in said
     assert " on 2 ranks of 2 machines" in said

@@ -47,7 +47,7 @@ def worked() -> Comparison:
 
 def test_the_table_of_work() -> None:
     """A table of its own below the first, with the reasons, and with what a task sleeps by itself."""
-    text = str(worked())
+    text = worked().table()
     for line in (
         "work            tokens/s  GFLOP/s  waits  breaks  recompiles",
         "single              3200      400      -       2           1",
@@ -68,7 +68,7 @@ def test_older_files_have_no_work() -> None:
     data = cell_result_to_json(SAME)
     del data["work"]
     assert cell_result_from_json(data) == SAME
-    assert "work " not in str(compared(ONE, SAME))
+    assert "work " not in compared(ONE, SAME).table()
 
 
 def test_counts_that_differ_are_told() -> None:

@@ -15,8 +15,7 @@ from unipar.results.step_work.table import format_work_table
 def test_the_table_of_worlds() -> None:
     """Operations are those of the world's own batch, as any world with as many samples has counted them."""
     found = worlds_with_work()
-    assert found.extra_tables(80) == [
-        "",
+    assert found.tables(80)[1] == [
         "work            ranks  scaling  tokens/s  GFLOP/s  waits",
         "native/nothing      1  both         6400      100      -",
         "native/nothing      2  strong      10240      160  5.0 %",
@@ -32,7 +31,7 @@ def test_a_world_without_figures_has_no_row() -> None:
     """A world that failed is in the first table only."""
     found = worlds_with_work()
     found.rows[2] = replace(found.rows[2], outcome="failed", note="rank 1 died")
-    assert [line.split()[:3] for line in found.extra_tables(80)[2:]] == [
+    assert [line.split()[:3] for line in found.tables(80)[1][1:]] == [
         ["native/nothing", "1", "both"],
         ["native/nothing", "2", "strong"],
     ]
@@ -69,7 +68,7 @@ def test_a_narrow_table_has_fewer_columns() -> None:
     compiled = CompiledWork(graphs=1)
     figures = StepFigures(tokens_per_second=6400.0, flops_per_second=1e11, mfu=0.4, waiting=0.05, compiled=compiled)
     heads, rows = ("work", "ranks", "scaling"), [(("native/nothing", "2", "strong"), figures)]
-    heads_in = {width: format_work_table(heads, rows, width)[1].split()[3:] for width in (90, 80, 60, 10)}
+    heads_in = {width: format_work_table(heads, rows, width)[0].split()[3:] for width in (90, 80, 60, 10)}
     assert heads_in == {
         90: ["tokens/s", "GFLOP/s", "MFU", "waits", "breaks", "recompiles"],
         80: ["tokens/s", "MFU", "waits", "breaks", "recompiles"],
@@ -82,6 +81,6 @@ def test_a_narrow_table_has_fewer_columns() -> None:
 def test_a_device_without_a_peak_in_this_precision() -> None:
     """A T4 computes no bf16: the table is there, without MFU."""
     ranks = [RankWork(flops=8e9, device="Tesla T4", device_id=str(rank)) for rank in (0, 1)]
-    text = str(compared(replace(SAME, work=ranks), precision="bf16-mixed"))
+    text = compared(replace(SAME, work=ranks), precision="bf16-mixed").table()
     assert "native/nothing      800" in text
     assert "MFU" not in text

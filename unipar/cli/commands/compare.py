@@ -5,6 +5,7 @@ from __future__ import annotations
 from unipar.cli.commands.options import (
     CellsOption,
     ConfigArgument,
+    DetailsOption,
     OutOption,
     OverwriteOption,
     SetOption,
@@ -22,15 +23,18 @@ def compare(
     out: OutOption = None,
     *,
     overwrite: OverwriteOption = False,
+    details: DetailsOption = False,
 ) -> None:
     """Compare the same training in many cells.
 
-    The cells take turns: do their losses agree, and what do they cost in time and memory? After an
-    interruption the same command continues with the cells that are not finished. With several numbers of
-    ranks, one comparison for each.
+    The strategies take turns: do their losses agree, and what do they cost in time and memory? The answer fits
+    one screen; --details prints all tables, and of a finished comparison at once, without running it again. After
+    an interruption the same command continues with the strategies that are not finished. With several numbers
+    of ranks, one comparison for each.
 
     \b
     unipar compare configs/quickstart.yaml
+    unipar compare configs/quickstart.yaml --details
     unipar compare configs/quickstart.yaml --world 1,2,4
     unipar compare configs/quickstart.yaml --cell native/nothing --cell 'deepspeed/*' --overwrite
     unipar compare configs/char_gpt.yaml --world 4 --cell native/nothing+tensor2
@@ -41,4 +45,4 @@ def compare(
 
     sizes = int(world) if world is not None and world.isdecimal() else world
     result = compare_cells(source, cells=cells or (), world=sizes, overwrite=overwrite)
-    print_result(result, "" if result.code or world else suggest_next_commands(file))
+    print_result(result, suggest_next_commands(result, file), details=details)

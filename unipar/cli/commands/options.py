@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -15,9 +16,15 @@ if TYPE_CHECKING:
     from unipar.utils.address import Location
 
 
-def print_result(result: TurnResults | Verdicts, more: str = "") -> NoReturn:
-    """Print the result's table and the text `more`, and exit with the result's code."""
-    typer.echo(result.table(shutil.get_terminal_size().columns) + more)
+def print_result(result: TurnResults | Verdicts, next_steps: Sequence[str] = (), *, details: bool = False) -> NoReturn:
+    """Print the result in one screen with what to do next, or with `details` all of it; exit with its code."""
+    from unipar.utils.screen import format_next_steps
+
+    width = shutil.get_terminal_size().columns
+    if details:
+        typer.echo("\n".join([result.table(width), *format_next_steps(next_steps, width)]))
+    else:
+        typer.echo(result.screen(width, next_steps))
     raise typer.Exit(result.code)
 
 
@@ -74,6 +81,11 @@ OutOption = Annotated[str | None, typer.Option("--out", metavar="DIR", help="Ano
 
 
 OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace the contents of the run folder.")]
+
+
+DetailsOption = Annotated[
+    bool, typer.Option("--details", help="Print all tables and what their figures are, not one screen.")
+]
 
 
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]

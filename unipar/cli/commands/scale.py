@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Annotated
 
 import typer
@@ -9,6 +10,7 @@ import typer
 from unipar.cli.commands.options import (
     CellsOption,
     ConfigArgument,
+    DetailsOption,
     OutOption,
     OverwriteOption,
     SetOption,
@@ -27,6 +29,7 @@ def scale(
     out: OutOption = None,
     *,
     overwrite: OverwriteOption = False,
+    details: DetailsOption = False,
 ) -> None:
     """Measure how much faster more ranks train.
 
@@ -43,4 +46,7 @@ def scale(
     source = read_config_file(file, sets, out=out)
     from unipar.comparison.scale import scale as scale_worlds
 
-    print_result(scale_worlds(source, worlds=world, cells=cells or (), overwrite=overwrite))
+    result = scale_worlds(source, worlds=world, cells=cells or (), overwrite=overwrite)
+    name = shlex.quote(str(file))
+    steps = [f"unipar plan {name} --world 8,64   # larger worlds, predicted"]
+    print_result(result, [] if result.code else steps, details=details)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from unipar.cli.commands.options import (
     CELLS_METAVAR,
     ConfigArgument,
+    DetailsOption,
     OutOption,
     OverwriteOption,
     SetOption,
@@ -17,6 +20,9 @@ from unipar.cli.commands.options import (
     read_config_file,
     split_at_commas,
 )
+
+if TYPE_CHECKING:
+    from unipar.results.verdicts import Verdicts
 
 
 def verify(
@@ -40,6 +46,7 @@ def verify(
     out: OutOption = None,
     *,
     overwrite: OverwriteOption = False,
+    details: DetailsOption = False,
     strict: Annotated[
         bool, typer.Option("--strict", help="Exit 1 as well if the training depends on how a batch is cut.")
     ] = False,
@@ -71,14 +78,22 @@ def verify(
     source = read_config_file(file, sets, out=out)
     from unipar.verification.verify import verify as verify_cells
 
-    print_result(
-        verify_cells(
-            source,
-            cells=cells or (),
-            world=world,
-            steps=steps,
-            overwrite=overwrite,
-            strict=strict,
-            resume=resume if checkpoint is None else location_given(checkpoint),
-        )
+    result = verify_cells(
+        source,
+        cells=cells or (),
+        world=world,
+        steps=steps,
+        overwrite=overwrite,
+        strict=strict,
+        resume=resume if checkpoint is None else location_given(checkpoint),
     )
+    print_result(result, _next_steps(result, file), details=details)
+
+
+def _next_steps(result: Verdicts, file: Path) -> list[str]:
+    """Return commands to try next, after this verification."""
+    name = shlex.quote(str(file))
+    wrong = next((row.cell for row in result.rows if row.outcome in ("disagrees", "failed")), None)
+    if wrong is not None:
+        return [f"unipar verify {name} --cell {wrong} --overwrite --details   # all that is known of it"]
+    return [] if result.code else [f"unipar compare {name}   # what each strategy costs in time and memory"]

@@ -6,6 +6,7 @@ from statistics import quantiles
 
 from unipar.backend import Category
 from unipar.memory.account import CATEGORIES
+from unipar.planning.memory_margin import CellPeak, describe_no_difference, measure_margin
 from unipar.report.data.comparison import CellPageData, ComparisonPageData
 from unipar.utils.text import first_few, format_duration, format_size
 
@@ -39,7 +40,10 @@ def cells_to_rank(cells: list[CellPageData], page: ComparisonPageData) -> list[C
 
 
 def describe_smallest_cell(page: ComparisonPageData) -> str:
-    """Return which cell is smallest, by how much, and mostly in which category; "" if memory was not measured."""
+    """Return which cell is smallest, by how much, and mostly in which category; "" if memory was not measured.
+
+    If the difference is not of the training (`MemoryMargin`), return that memory does not tell, and from which size on.
+    """
     cells = cells_to_rank(page.measured_cells, page)
     if not cells:
         return ""
@@ -48,14 +52,31 @@ def describe_smallest_cell(page: ComparisonPageData) -> str:
     other = baseline_with_memory(page) or (cells[1] if len(cells) > 1 else None)
     if other is first:
         other = cells[1] if len(cells) > 1 else None
-    if other is None or other.peak <= first.peak:
+    if other is None:
+        return says
+    margin = measure_margin([_cell_peak(cell) for cell in cells])
+    if {first.cell, other.cell} <= set(margin.alike):
+        larger = [cell for cell in cells if cell.cell not in margin.alike]
+        which = f"{len(margin.alike)} of the {len(cells)} strategies" if larger else "these strategies"
+        most = f"; {larger[-1].cell} is largest: {format_size(larger[-1].peak)}" if larger else ""
+        return describe_no_difference(margin, which, page.parameters) + most
+    if other.peak <= first.peak:
         return says
     moved = category_differences(other, first)
     category = max(moved, key=lambda c: -moved[c])
     before, after = (_bytes_by_category(cell).get(category, 0) for cell in (other, first))
     part = 100 * (1 - first.peak / other.peak)
     change = f"{CATEGORY_LABELS[category]} ({format_size(before)} to {format_size(after)})"
-    return f"{says}, {part:.0f} % less than {other.cell}, mostly {change}"
+    says += f", {part:.0f} % less than {other.cell}, mostly {change}"
+    also = [name for name in margin.alike if name != first.cell] if first.cell in margin.alike else []
+    return f"{says}, but memory does not tell it from {first_few(also, most=1)} at this size" if also else says
+
+
+def _cell_peak(cell: CellPageData) -> CellPeak:
+    """Return a cell's peak by category, and the range of its recorded peaks."""
+    assert cell.fullest_account is not None, cell.cell
+    peaks = cell.fullest_account.peaks
+    return CellPeak(cell.cell, cell.fullest_account.peak.held, max(peaks, default=0) - min(peaks, default=0))
 
 
 def describe_fastest_cell(page: ComparisonPageData) -> str:

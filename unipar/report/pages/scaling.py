@@ -89,20 +89,6 @@ def _configs(config: Mapping[str, Any]) -> str:
     return html_section("configs", "Config", config_listing(config, "All keys of the given config")) if config else ""
 
 
-def scaling_headline(scaling: Scaling) -> str:
-    """Return the first sentence of the page: efficiency in the largest world of each cell, best cell first."""
-    parts: list[str] = []
-    for kind in scaling.kinds:
-        last = [worlds[-1] for cell in scaling.cells if len(worlds := scaling.timed_worlds(cell, kind)) > 1]
-        by = {world: share for world in last if (share := scaling.efficiency(world)) is not None}
-        best = sorted(by, key=lambda world: -by[world])
-        shares = [f"{format_percent(by[world])} for {world.cell} on {count_of(world.ranks, 'rank')}" for world in best]
-        parts += [f"{kind} scaling: {', '.join(shares)}"] if shares else []
-    if not parts:
-        return "No cell ran in two worlds, so there is nothing to compare."
-    return f"Part of the ideal speed: {'; '.join(parts)}."
-
-
 def _head(scaling: Scaling, problems: Sequence[str]) -> str:
     ranks = sorted({world.ranks for world in scaling.worlds})
     worlds = f"worlds of {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}" if len(ranks) > 1 else "one world"
@@ -111,7 +97,7 @@ def _head(scaling: Scaling, problems: Sequence[str]) -> str:
     kind: BadgeKind = "open" if not scaling.agreements else "good" if right else "bad"
     return page_header(
         [f"unipar {scaling.verb}", *facts],
-        scaling_headline(scaling),
+        f"{scaling.summary}.",
         badges=[Badge(kind, line) for line in scaling.verdict()],
         where=f"Measured on {describe_machine(scaling.machine, scaling.versions)}.",
         worries=[f"On {scaling.shared()}.", *problems],

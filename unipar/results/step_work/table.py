@@ -49,7 +49,7 @@ def format_work_table(heads: Sequence[str], rows: Sequence[tuple[Sequence[str], 
         right = [i for i, head in enumerate((*heads, *columns)) if head not in ("work", "scaling")]
         blocks = format_table_rows((*heads, *columns), cells, right=right, width=width, fold=True)
         if len(columns) == 1 or max(len(line) for block in blocks for line in block) <= width:
-            return ["", *(line for block in blocks for line in block)]
+            return [line for block in blocks for line in block]
         rate = next((head for head in columns if head.endswith("FLOP/s") and "MFU" in columns), None)
         del columns[rate or list(columns)[-1]]
     return []

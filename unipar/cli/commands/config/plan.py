@@ -15,6 +15,7 @@ import typer
 from unipar.cli.commands.options import (
     CELLS_METAVAR,
     CellsOption,
+    DetailsOption,
     JsonOption,
     SetOption,
     read_config_file,
@@ -25,6 +26,7 @@ from unipar.utils.text import did_you_mean, parse_bytes
 
 if TYPE_CHECKING:
     from unipar.comparison.plan import PlannedDevice
+    from unipar.planning.plan import Plan
 
 MACHINE_FILE = Path("machine.yaml")
 """Name of the file of a calibration, unless another is given."""
@@ -72,14 +74,15 @@ def plan(
         bool, typer.Option("--calibrate", help="Measure this machine, and write machine.yaml for --machine.")
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file that is written.")] = False,
+    details: DetailsOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Predict the memory and speed of each cell, without starting a process or allocating the model.
 
     The task's model and loss run on tensors without memory; what each backend holds and sends beside them is computed.
-    The table has each rank's peak by category, in the phases of compare's account; with --memory or --machine, whether
-    it fits, and the largest microbatch that does, with the total batch kept; with --machine, seconds and rates. Last
-    it names the cell to take: one that fits, then the fastest, then the simplest.
+    First it names the strategy to take: one that fits, then the fastest, then the simplest. The table has each rank's
+    peak; with --memory or --machine, whether it fits, and the largest microbatch that does, with the total batch kept;
+    with --machine, seconds and rates. --details prints the peak by category, in the phases of compare's account.
 
     \b
     unipar plan configs/char_gpt.yaml --world 1,2,8 --memory 80GiB
@@ -119,10 +122,22 @@ def plan(
     elif why is not None:
         typer.echo(planned.why(why, every=every))
     else:
-        typer.echo(planned.table(shutil.get_terminal_size().columns))
+        width = shutil.get_terminal_size().columns
+        typer.echo(planned.table(width) if details else planned.screen(width, _next_steps(planned)))
     if pick:
         typer.echo(f"written: {picked}; unipar run {picked}", err=as_json)
     raise typer.Exit(0 if any(not row.refusal for row in planned.rows) else 3)
+
+
+def _next_steps(planned: Plan) -> list[str]:
+    """Return options to add to the same command next."""
+    chosen = [each.row for each in planned.recommendations if each.row is not None]
+    steps: list[str] = []
+    if chosen:
+        one = "" if len(planned.recommendations) == 1 else f" --world {chosen[-1].ranks}"
+        steps.append(f"the same with{one} --pick writes the recommended config")
+        steps.append(f"the same with --why {chosen[-1].cell} explains its peak by its tensors")
+    return [*steps, "the same with --details prints memory by category, and what the figures are"]
 
 
 def _say_that_it_plans() -> AbstractContextManager[object]:
