@@ -158,8 +158,9 @@ class Config(Section):
     backend: str = "native"
     """Backend that trains: native, deepspeed, horovod, accelerate, single, or a plugin."""
 
-    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
-    """auto, cpu, cuda, or cuda:N, which several ranks may share. auto: CUDA if the machine has it."""
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|mps|(cuda|xpu|npu|hpu)(:\d+)?)$")] = "auto"
+    """auto, cpu, cuda (ROCm too), xpu, npu, hpu, or mps for one process; cuda:N is one device, which several ranks may
+    share. auto: the accelerator of this machine, or the CPU; never mps."""
 
     parallel: Parallel = Parallel()
     """Number of processes, and what they split."""
