@@ -110,7 +110,7 @@ def test_gpus_in_the_order_of_their_bus(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_driver_that_lists_no_gpus(function: str, ended: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """NVML may not start, or not list devices: how many there are is unknown then."""
     shut = _nvml(monkeypatch, **{function: _fails})
-    with pytest.raises(DriverSilent, match="NVML does not (start|list GPUs): "):
+    with pytest.raises(DriverSilent, match=r"NVML does not (start|list GPUs): "):
         list_gpu_ids()
     assert shut == ended
     with pytest.raises(OSError, match="NVML does not say how much memory a GPU has: "):

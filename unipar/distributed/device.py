@@ -47,12 +47,6 @@ def select_device(kind: str, local_rank: int) -> torch.device:
     return device
 
 
-def count_devices(kind: str) -> int:
-    """Return the number of devices of a type that torch sees."""
-    module: Any = torch.get_device_module(kind)
-    return module.device_count()
-
-
 def list_device_names() -> list[str]:
     """Return the names of all devices of the accelerator that torch sees in this process."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -62,7 +56,7 @@ def list_device_names() -> list[str]:
 
 
 def describe_build() -> str:
-    """Return what torch was built for, such as "CUDA 12.8" or "ROCm 6.4, which torch calls cuda"; empty: the CPU alone."""
+    """Return what torch was built for, such as "CUDA 12.8"; empty: the CPU alone."""
     if torch.version.cuda:
         return f"CUDA {torch.version.cuda}"
     if torch.version.hip:

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol, final
 
-from unipar.distributed.device import has_own_memory
 from unipar.distributed.place import LARGE_WORLD
 from unipar.errors import Stopped, TaskError
 
@@ -170,8 +169,7 @@ class StepAgreement:
                 self._agreed = int(step)
             return
         keys = [self._key(rank) for rank in range(world.size)]
-        if has_own_memory(world.device):
-            world.synchronize()  # the device may still be computing earlier steps, which other ranks have not begun
+        world.synchronize()  # the device may still be computing earlier steps, which other ranks have not begun
         assert world.store is not None
         if world.store.check(keys):
             told = [text.decode().partition(" ") for text in world.store.multi_get(keys)]
