@@ -98,6 +98,8 @@ class Single(Backend):
     name = "single"
     capabilities = Capabilities(
         shards=("nothing",),
+        devices=("cpu", "cuda", "xpu", "npu", "hpu", "mps"),
+        tried={"cpu": "", "cuda": "emulated"},
         alone=True,
         gaps={
             (None, "bf16-master"): f"one process {_NO_FP32_MASTER}; compare with it in fp32",
@@ -139,6 +141,8 @@ class Native(Backend):
     options: ClassVar[type[Section]] = NativeOptions
     capabilities = Capabilities(
         shards=("nothing", "optimizer", "gradients", "parameters"),
+        devices=("cpu", "cuda", "xpu", "npu", "hpu", "mps"),
+        tried={"cpu": "", "cuda": "emulated"},
         also={
             "parallel.shard_over": ("optimizer", "gradients", "parameters"),
             "train.sync_every": ("nothing",),

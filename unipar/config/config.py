@@ -159,8 +159,8 @@ class Config(Section):
     """Backend that trains: native, deepspeed, horovod, accelerate, single, or a plugin."""
 
     device: Annotated[str, Field(pattern=r"^(auto|cpu|mps|(cuda|xpu|npu|hpu)(:\d+)?)$")] = "auto"
-    """auto, cpu, cuda (ROCm too), xpu, npu, hpu, or mps for one process; cuda:N is one device, which several ranks may
-    share. auto: the accelerator of this machine, or the CPU; never mps."""
+    """auto, cpu, cuda, xpu, npu, hpu, mps, or one device such as cuda:0, which several ranks may share. auto: the
+    machine's accelerator, or the CPU; never mps, which is one process. AMD's GPUs are cuda."""
 
     parallel: Parallel = Parallel()
     """Number of processes, and what they split."""
