@@ -49,6 +49,8 @@ class Accelerate(Backend):
     options: ClassVar[type[Section]] = AccelerateOptions
     capabilities = Capabilities(
         shards=("nothing", "gradients", "parameters"),
+        devices=("cpu", "cuda", "xpu", "npu", "hpu", "mps"),
+        tried={"cpu": "", "cuda": "emulated"},
         variants={
             "zero": Variant(
                 options={"through": "deepspeed"},

@@ -58,6 +58,8 @@ class DeepSpeed(Backend):
     options: ClassVar[type[Section]] = DeepSpeedOptions
     capabilities = Capabilities(
         shards=SHARDS,
+        devices=("cpu", "cuda", "xpu", "npu", "hpu"),
+        tried={"cpu": "", "cuda": "emulated"},
         variants={
             "library": Variant(
                 options={"buckets": "library"},

@@ -7,7 +7,7 @@ from typing import Any
 
 from unipar.backend.foreign import AUTO, ForeignConfigReader, ForeignSection
 from unipar.config import SHARDS
-from unipar.distributed import gpus
+from unipar.distributed import accelerators
 from unipar.utils.text import show_value
 from unipar_deepspeed.import_sections.batch import read_batch
 from unipar_deepspeed.import_sections.keys import (
@@ -252,7 +252,7 @@ def _read_gradient_settings(section: ForeignSection, stage: int) -> None:
     """Carry overlap_comm and contiguous_gradients where they differ from what DeepSpeed does by itself."""
     reading = section.reading
     device = reading.said.get("device", reading.config.get("device", "auto"))
-    cpu = device == "cpu" or (device == "auto" and not gpus.count_visible_gpus())
+    cpu = device == "cpu" or (device == "auto" and not accelerators.count_visible_gpus())
     copied = stage < 3 and "options.deepspeed.offload_optimizer" in reading.config
     for theirs, ours, usual, idle in (
         ("overlap_comm", "overlap", stage == 3, "the CPU has no streams" if cpu else ""),
@@ -295,7 +295,7 @@ def read_offload(section: ForeignSection, name: str) -> None:
         reading.omit(section.name(name), "all is on the CPU")
         return
     reading.put(f"options.deepspeed.{OFFLOAD_KEYS[name]}", where)
-    if not gpus.count_visible_gpus():
+    if not accelerators.count_visible_gpus():
         reading.put("device", "cuda", "what is offloaded leaves a GPU; this machine has none")
     if where == "disk" and folder:
         reading.put("options.deepspeed.offload_to", folder)

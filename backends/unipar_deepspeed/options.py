@@ -13,7 +13,7 @@ from pydantic import Field
 from unipar.backend import resources
 from unipar.config import SHARDS, Config, Section
 from unipar.config.sections.optimizer import SGD, RMSprop
-from unipar.distributed.gpus import count_visible_gpus
+from unipar.distributed.accelerators import count_visible_gpus
 from unipar.utils.text import yaml_word
 
 BucketSize = Annotated[int, Field(ge=0)] | Literal["scaled", "library"]

@@ -10,7 +10,7 @@ from typing_extensions import override
 from unipar.backend import Backend, Capabilities, Category, Dtypes, Engine, Part, Variant, resources
 from unipar.backend.precision import default_dtypes
 from unipar.config import SHARDS, Config, Section
-from unipar.distributed import gpus
+from unipar.distributed import accelerators
 from unipar.distributed.launchers import TORCH_VARIABLES, Launcher
 from unipar.distributed.place import Place
 from unipar_native.mesh_settings import describe_attention, describe_proof, mesh_refusals
@@ -98,6 +98,8 @@ class Single(Backend):
     name = "single"
     capabilities = Capabilities(
         shards=("nothing",),
+        devices=("cpu", "cuda", "xpu", "npu", "hpu", "mps"),
+        tried={"cpu": "", "cuda": "emulated"},
         alone=True,
         gaps={
             (None, "bf16-master"): f"one process {_NO_FP32_MASTER}; compare with it in fp32",
@@ -143,6 +145,8 @@ class Native(Backend):
     options: ClassVar[type[Section]] = NativeOptions
     capabilities = Capabilities(
         shards=("nothing", "optimizer", "gradients", "parameters"),
+        devices=("cpu", "cuda", "xpu", "npu", "hpu", "mps"),
+        tried={"cpu": "", "cuda": "emulated"},
         also={
             "parallel.shard_over": ("optimizer", "gradients", "parameters"),
             "train.sync_every": ("nothing",),
@@ -349,7 +353,7 @@ def fsdp_settings(config: Config) -> dict[str, Any]:
 def data_parallel_devices(config: Config) -> list[int]:
     """Return the CUDA devices of nn.DataParallel: the one that `device` names, or all that are visible."""
     _, _, index = resources.choose_device(config)[0].partition(":")
-    return [int(index)] if index else list(range(gpus.count_visible_gpus()))
+    return [int(index)] if index else list(range(accelerators.count_visible_gpus()))
 
 
 def _data_parallel_refusals(config: Config) -> Iterator[str]:

@@ -122,7 +122,7 @@ class RoundDataParallel(nn.DataParallel[ForwardCall]):
         """
         losses: list[Any] = []
         for replica, given, device in zip(replicas, inputs, self.device_ids, strict=False):
-            with torch.cuda.device(device):
+            with torch.get_device_module(device).device(device):
                 losses.append(replica(*given))
         return losses
 

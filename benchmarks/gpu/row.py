@@ -68,7 +68,7 @@ def device(device: str, ranks: int, folder: str) -> str:
     """Multiply matrices in three precisions, compare them with the CPU, and ask the driver."""
     import torch
 
-    from unipar.distributed.gpus import count_visible_gpus
+    from unipar.distributed.accelerators import count_visible_gpus
     from unipar.memory.sources.nvml import query_bytes_used
 
     one, other = (torch.randn(512, 512, generator=torch.Generator().manual_seed(i)) for i in (0, 1))

@@ -12,8 +12,17 @@ from unipar.backend import resources
 from unipar.backend.resources import RankCount
 from unipar.config import Config
 from unipar.config.source import load_given_config
+from unipar.distributed import accelerators
 from unipar.distributed import gpus as distributed_gpus
-from unipar.distributed.gpus import count_chosen_gpus, count_visible_gpus, list_gpu_ids, torch_has_cuda
+from unipar.distributed.accelerators import (
+    VisibleDevices,
+    ask_torch,
+    count_chosen_gpus,
+    count_visible_gpus,
+    find_visible_devices,
+    torch_has_cuda,
+)
+from unipar.distributed.gpus import DriverSilent, list_gpu_ids, smallest_gpu_memory
 from unipar.distributed.place import Place
 from unipar.errors import Unsupported, WorldMismatch
 from unipar.launcher.preparation.prepare import prepare
@@ -46,7 +55,7 @@ def place(size: int, local: int | None = None) -> Place:
         ("GPU-cccc-3,GPU-dddd", 2),
         ("GPU-aa", 0),
         ("GPU-eeee", 0),
-        ("MIG-1,MIG-2", 2),
+        ("0,MIG-1", 1),
         ("none", 0),
     ],
 )
@@ -58,9 +67,9 @@ def test_what_cuda_visible_devices_leaves(choice: str | None, count: int) -> Non
 def test_a_torch_without_cuda_sees_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """GPUs count as zero if torch was built without CUDA."""
     monkeypatch.setattr(distributed_gpus, "list_gpu_ids", lambda: IDS)
-    monkeypatch.setattr(distributed_gpus, "torch_has_cuda", lambda: False)
+    monkeypatch.setattr(accelerators, "torch_has_cuda", lambda: False)
     assert count_visible_gpus({}) == 0
-    monkeypatch.setattr(distributed_gpus, "torch_has_cuda", lambda: True)
+    monkeypatch.setattr(accelerators, "torch_has_cuda", lambda: True)
     assert count_visible_gpus({}) == 4
     assert count_visible_gpus({"CUDA_VISIBLE_DEVICES": "0,1"}) == 2
 
@@ -91,17 +100,65 @@ def test_gpus_in_the_order_of_their_bus(monkeypatch: pytest.MonkeyPatch) -> None
         nvmlDeviceGetCount=lambda: 3,
         nvmlDeviceGetHandleByIndex=lambda index: index,  # pyright: ignore[reportUnknownLambdaType]
         nvmlDeviceGetUUID=uuid,
+        nvmlDeviceGetMigMode=_fails,
     )
     assert list_gpu_ids() == ["GPU-aaaa-1", "unknown-1", "GPU-cccc-3"]
     assert shut == ["shut down"]
 
 
 @pytest.mark.parametrize(("function", "ended"), [("nvmlInit", []), ("nvmlDeviceGetCount", ["shut down"])])
-def test_no_gpus_without_a_driver(function: str, ended: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """No GPU counts if NVML cannot start or cannot list devices."""
+def test_a_driver_that_lists_no_gpus(function: str, ended: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVML may not start, or not list devices: how many there are is unknown then."""
     shut = _nvml(monkeypatch, **{function: _fails})
-    assert list_gpu_ids() == []
+    with pytest.raises(DriverSilent, match=r"NVML does not (start|list GPUs): "):
+        list_gpu_ids()
     assert shut == ended
+    with pytest.raises(OSError, match="NVML does not say how much memory a GPU has: "):
+        smallest_gpu_memory()
+
+
+def test_slices_of_a_gpu_are_not_counted_by_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA shows one slice of a GPU in MIG mode, whatever the number of GPUs."""
+    _nvml(
+        monkeypatch,
+        nvmlDeviceGetCount=lambda: 2,
+        nvmlDeviceGetHandleByIndex=lambda index: index,  # pyright: ignore[reportUnknownLambdaType]
+        nvmlDeviceGetMigMode=lambda handle: (handle, handle),  # pyright: ignore[reportUnknownLambdaType]
+    )
+    with pytest.raises(DriverSilent, match="a GPU is in MIG mode"):
+        list_gpu_ids()
+    with pytest.raises(DriverSilent, match="CUDA_VISIBLE_DEVICES names a slice of a GPU"):
+        count_chosen_gpus(IDS, "MIG-1,MIG-2")
+
+
+@pytest.mark.parametrize(("library", "count"), [(True, 3), (False, 0)])
+def test_torch_is_asked_where_the_driver_is_silent(library: bool, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes seconds, and so is done only on a machine with CUDA's library."""
+
+    def silent() -> list[str]:
+        raise DriverSilent
+
+    monkeypatch.setattr(accelerators, "torch_has_cuda", lambda: True)
+    monkeypatch.setattr(distributed_gpus, "list_gpu_ids", silent)
+    monkeypatch.setattr(accelerators, "ask_torch", lambda environ: VisibleDevices("cuda", 3))  # pyright: ignore[reportUnknownLambdaType]
+    monkeypatch.setattr(accelerators, "_has_cuda_driver", lambda: library)
+    assert count_visible_gpus() == count
+
+
+def test_torch_names_its_accelerator_in_a_process_of_its_own() -> None:
+    """The torch of these tests is built for the CPU."""
+    assert ask_torch({"ZE_AFFINITY_MASK": "0"}) == VisibleDevices()
+
+
+def test_an_accelerator_other_than_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch for Intel's GPUs is asked; CUDA's devices come first where there are any."""
+    monkeypatch.setattr(accelerators, "read_torch_builds", lambda: {"xpu"})
+    monkeypatch.setattr(accelerators, "ask_torch", lambda: VisibleDevices("npu", 4))
+    assert str(find_visible_devices()) == "4 NPUs"
+    assert resources.choose_device(config()) == ("npu", "auto: 4 NPUs visible here")
+    assert resources.count_ranks(config()) == RankCount(4, "auto: no launcher, 4 NPUs visible here")
+    gpus(monkeypatch, 2)
+    assert find_visible_devices() == VisibleDevices("cuda", 2)
 
 
 def test_what_torch_was_built_with() -> None:
@@ -112,7 +169,7 @@ def test_what_torch_was_built_with() -> None:
 
 
 def gpus(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    monkeypatch.setattr("unipar.distributed.gpus.count_visible_gpus", lambda: number)
+    monkeypatch.setattr("unipar.distributed.accelerators.count_visible_gpus", lambda: number)
 
 
 @pytest.mark.parametrize(
@@ -167,6 +224,18 @@ def test_a_launchers_other_world() -> None:
             "or share one GPU with device: cuda:0",
         ),
         (
+            {"device": "xpu"},
+            2,
+            4,
+            "native/nothing: parallel.data: 2 ranks on xpu; no GPU visible here; set device: cpu",
+        ),
+        (
+            {"device": "mps"},
+            2,
+            0,
+            "native/nothing: parallel.data: 2 ranks on mps, which is one process; set device: cpu",
+        ),
+        (
             {"device": "cuda:1"},
             1,
             1,
@@ -181,7 +250,7 @@ def test_too_few_devices(
     gpus(monkeypatch, visible)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with pytest.raises(Unsupported) as e:
-        resources.check_gpu_count(config(**changes), ranks)
+        resources.check_device_count(config(**changes), ranks)
     assert str(e.value) == sentence
 
 
@@ -190,7 +259,7 @@ def test_too_few_devices_names_the_choice(monkeypatch: pytest.MonkeyPatch) -> No
     gpus(monkeypatch, 1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     with pytest.raises(Unsupported, match=r"one GPU visible here \(CUDA_VISIBLE_DEVICES=3\); lower it"):
-        resources.check_gpu_count(config(device="cuda"), 2)
+        resources.check_device_count(config(device="cuda"), 2)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +277,16 @@ def test_enough_devices(
 ) -> None:
     """The CPU always suffices; ranks need one GPU each on this machine, unless the config shares one."""
     gpus(monkeypatch, visible)
-    resources.check_gpu_count(config(**changes), ranks, local)
+    resources.check_device_count(config(**changes), ranks, local)
+
+
+def test_each_rank_of_a_launcher_may_see_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm's --gpus-per-task shows each task one GPU; two of three are too few all the same."""
+    gpus(monkeypatch, 1)
+    resources.check_device_count(config(device="cuda"), 2, launched=True)
+    gpus(monkeypatch, 2)
+    with pytest.raises(Unsupported, match="3 ranks on cuda; 2 GPUs visible here"):
+        resources.check_device_count(config(device="cuda"), 3, launched=True)
 
 
 def test_what_auto_computes_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +301,7 @@ def test_what_auto_computes_on(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_call_takes_all_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A config without ranks and device runs one rank on each visible GPU."""
     monkeypatch.setattr(distributed_gpus, "list_gpu_ids", lambda: IDS)
-    monkeypatch.setattr(distributed_gpus, "torch_has_cuda", lambda: True)
+    monkeypatch.setattr(accelerators, "torch_has_cuda", lambda: True)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.chdir(tmp_path)
     told = {"batch": {"total": 8}, "train": {"steps": 1}}

@@ -49,7 +49,7 @@ def config(**sections: Any) -> Config:
 
 @pytest.fixture(autouse=True)
 def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unipar.distributed.gpus.count_visible_gpus", lambda: 4)
+    monkeypatch.setattr("unipar.distributed.accelerators.count_visible_gpus", lambda: 4)
 
 
 def test_its_option_makes_the_cell() -> None:
@@ -124,7 +124,7 @@ def test_it_splits_nothing() -> None:
 
 def test_compare_has_a_row_for_it_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the device is left open."""
-    monkeypatch.setattr("unipar.distributed.gpus.count_visible_gpus", lambda: 0)
+    monkeypatch.setattr("unipar.distributed.accelerators.count_visible_gpus", lambda: 0)
     row, _ = select_cells(SettledConfig.of(config(device="auto", options={}), Cell("native"), 2, "cpu"), (str(CELL),))[
         str(CELL)
     ]

@@ -283,7 +283,7 @@ def test_refusals_of_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_the_library_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """The settings have DeepSpeed's names; a size that is left to the library is absent."""
-    monkeypatch.setattr("unipar.distributed.gpus.count_visible_gpus", lambda: 1)
+    monkeypatch.setattr("unipar.distributed.accelerators.count_visible_gpus", lambda: 1)
     options = {**ADAM, "offload_parameters": "cpu", "prefetch": 7, "live": "library", "overlap": True}
     made: dict[str, Any] = {"backend": "deepspeed", "batch": {"total": 8}, "train": {"steps": 1}, **ZERO3}
     config = Config.model_validate(made | {"options": {"deepspeed": options}})
@@ -345,7 +345,7 @@ def test_the_neutral_key_is_refused(offload: str, shard: str, options: dict[str,
 
 def test_the_neutral_key_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """One sentence, whether the device was given or found."""
-    monkeypatch.setattr("unipar.distributed.gpus.count_visible_gpus", lambda: 0)
+    monkeypatch.setattr("unipar.distributed.accelerators.count_visible_gpus", lambda: 0)
     neutral = NEUTRAL | ZERO3 | {"model": {"offload": "parameters"}}
     assert _refused({}, neutral | {"device": "cpu"}) == (
         "model.offload: parameters needs CUDA: on the CPU everything is in host memory; leave it out"

@@ -104,9 +104,19 @@ def test_a_library_that_talks(plugin: Path) -> None:
 
 
 ROWS = [
-    BackendRow("toy", True, "toy 2.5", None, "pip install toy", ["toy/nothing"], ["cpu"], {"fp64": "it has none"}),
     BackendRow(
-        "lost", False, None, "ImportError: no (install it again: x)", "x", ["lost/nothing"], ["cpu", "cuda"], {}
+        "toy", True, "toy 2.5", None, "pip install toy", ["toy/nothing"], ["cpu"], {"cpu": ""}, {"fp64": "it has none"}
+    ),
+    BackendRow(
+        "lost",
+        False,
+        None,
+        "ImportError: no (install it again: x)",
+        "x",
+        ["lost/nothing"],
+        ["cpu", "cuda", "xpu"],
+        {"cpu": "", "cuda": "emulated"},
+        {},
     ),
 ]
 
@@ -123,7 +133,7 @@ def test_plain_lines_in_a_pipe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         "         no fp64  it has none\n"
         "lost     library  ImportError: no (install it again: x)\n"
         "         cells    lost/nothing\n"
-        "         devices  cpu, cuda\n"
+        "         devices  cpu, cuda (emulated), xpu (never tried)\n"
     )
 
 

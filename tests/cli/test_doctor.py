@@ -80,12 +80,12 @@ def test_backends_absent_and_broken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cuda", "devices", "driver", "visible", "check"),
+    ("build", "devices", "driver", "visible", "check"),
     [
-        ("13.0", ["H200", "H200"], True, None, MachineCheck("GPUs", "ok", "2: H200")),
-        (None, [], False, None, MachineCheck("GPUs", "ok", "none: training is on the CPU")),
+        ("CUDA 13.0", ["H200", "H200"], True, None, MachineCheck("GPUs", "ok", "2: H200")),
+        ("", [], False, None, MachineCheck("GPUs", "ok", "none: training is on the CPU")),
         (
-            None,
+            "",
             [],
             True,
             None,
@@ -94,14 +94,14 @@ def test_backends_absent_and_broken(monkeypatch: pytest.MonkeyPatch) -> None:
             ),
         ),
         (
-            "13.0",
+            "CUDA 13.0",
             [],
             True,
             "",
             MachineCheck("GPUs", "warn", "torch sees none with CUDA_VISIBLE_DEVICES=''", "unset CUDA_VISIBLE_DEVICES"),
         ),
         (
-            "13.0",
+            "CUDA 13.0",
             [],
             True,
             None,
@@ -112,7 +112,7 @@ def test_backends_absent_and_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_gpus(
-    cuda: str | None,
+    build: str,
     devices: list[str],
     driver: bool,
     visible: str | None,
@@ -123,7 +123,7 @@ def test_gpus(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert doctor.check_gpus(cuda, devices, driver=driver) == check
+    assert doctor.check_gpus(build, devices, driver=driver) == check
 
 
 def test_a_host_name_that_does_not_resolve() -> None:

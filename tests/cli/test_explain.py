@@ -134,7 +134,7 @@ def test_the_third_number(source: ConfigSource, batch: str, key: str, value: tup
 
 def test_auto_says_what_it_came_to(source: ConfigSource, monkeypatch: pytest.MonkeyPatch) -> None:
     """The number and the device, with the reason beside the line."""
-    monkeypatch.setattr("unipar.distributed.gpus.count_visible_gpus", lambda: 2)
+    monkeypatch.setattr("unipar.distributed.accelerators.count_visible_gpus", lambda: 2)
     found = rows(explain_config(changed(source, "parallel.data=auto")))
     assert found["parallel.data"] == (2, "--set; auto: no launcher, 2 GPUs visible here")
     assert found["device"] == ("cuda", "default; auto: 2 GPUs visible here")

@@ -339,7 +339,7 @@ def test_a_config_that_no_world_can_run(given: dict[str, Any], tmp_path: Path) -
 def test_too_few_gpus(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The error names what asked for them."""
     given["device"] = "cuda"
-    monkeypatch.setattr("unipar.distributed.gpus.count_visible_gpus", lambda: 1)
+    monkeypatch.setattr("unipar.distributed.accelerators.count_visible_gpus", lambda: 1)
     with pytest.raises(errors.Unsupported) as e:
         scale(given, worlds=[1, 2])
     assert str(e.value) == (

@@ -182,7 +182,11 @@ def said(changes: dict[str, Any], where: dict[str, str] | None = None) -> str:
             "did you mean 'bf16-mixed' or 'bf16-master'?",
         ),
         ({"data": {"ragged": "wiegh"}}, "data.ragged: wanted weigh, drop or error, got 'wiegh'; did you mean 'weigh'?"),
-        ({"device": "gpu"}, "device: wanted auto, cpu, cuda, or cuda:N, which several ranks may share, got 'gpu'"),
+        (
+            {"device": "gpu"},
+            "device: wanted auto, cpu, cuda, xpu, npu, hpu, mps, or one device such as cuda:0, "
+            "which several ranks may share, got 'gpu'",
+        ),
         ({"log": {"to": [1]}}, "log.to.0: wanted text, got 1"),
         (
             {"train/optimizer": {"name": "adamm"}},

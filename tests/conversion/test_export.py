@@ -208,6 +208,11 @@ def test_a_script_is_clean(to: str, tmp_path: Path) -> None:
             "native/nothing: device: cuda:0, one GPU for several ranks, exists in unipar only; say device: cuda",
         ),
         (
+            "torchrun",
+            {"device": "xpu"},
+            "native/nothing: device: xpu: scripts are written for the CPU and for CUDA; say device: cuda",
+        ),
+        (
             "accelerate",
             {"options": {"accelerate": {"find_unused": True}}},
             "accelerate/nothing: options.accelerate.find_unused: true is not carried into a script; leave it out",

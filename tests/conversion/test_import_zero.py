@@ -58,5 +58,5 @@ def test_left_out(zero: dict[str, Any], device: str, said: str, tmp_path: Path) 
 def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A file from a machine with GPUs is read on one without: `device: auto` is the CPU there."""
     for gpus, options in ((0, {}), (1, {"deepspeed": {"overlap": True}})):
-        monkeypatch.setattr("unipar.distributed.gpus.count_visible_gpus", lambda found=gpus: found)
+        monkeypatch.setattr("unipar.distributed.accelerators.count_visible_gpus", lambda found=gpus: found)
         assert _read({"stage": 2, "overlap_comm": True}, "auto", tmp_path).config.options == options

@@ -15,7 +15,7 @@ from unipar.backend.checks import read_source
 from unipar.cli.commands.config.check import check_config
 from unipar.config import SHARDS
 from unipar.conversion.import_config import ImportedConfig, import_library_config
-from unipar.distributed import gpus
+from unipar.distributed import accelerators
 from unipar.errors import UniparError
 
 BESIDE: dict[str, Any] = {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 2}}
@@ -99,7 +99,7 @@ def refusals(folder: Path, lot: int, *, aside: bool, monkeypatch: pytest.MonkeyP
     for number, (source, kind, data) in enumerate(read_shapes(lot)):
         if set_aside(source, lot) == aside:
             for gpus_here in (64, 8):
-                monkeypatch.setattr(gpus, "count_visible_gpus", lambda gpus_here=gpus_here: gpus_here)
+                monkeypatch.setattr(accelerators, "count_visible_gpus", lambda gpus_here=gpus_here: gpus_here)
                 if (why := check_one(folder / str(number) / str(gpus_here), kind, data)) is None:
                     found.pop(source, None)
                     break

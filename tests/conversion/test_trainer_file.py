@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.imports import said
 from unipar.conversion.import_config import ImportedConfig, import_library_config
-from unipar.distributed import gpus
+from unipar.distributed import accelerators
 from unipar.errors import ConfigError
 
 RECIPE: dict[str, Any] = {
@@ -36,7 +36,7 @@ AXOLOTL: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus, "count_visible_gpus", lambda: 8)
+    monkeypatch.setattr(accelerators, "count_visible_gpus", lambda: 8)
 
 
 def bring(folder: Path, data: dict[str, Any], *sets: str, **more: Any) -> ImportedConfig:

@@ -357,7 +357,7 @@ def test_a_mesh_on_several_machines(tmp_path: Path) -> None:
 
 def test_a_config_for_gpus_on_a_machine_without_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is offloaded leaves a GPU, so the config says so."""
-    monkeypatch.setattr("unipar.distributed.gpus.count_visible_gpus", lambda: 0)
+    monkeypatch.setattr("unipar.distributed.accelerators.count_visible_gpus", lambda: 0)
     zero = {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}}
     made = ds(tmp_path, {**LEAST, "zero_optimization": zero}, STEPS)
     assert said(made)["device"] == "cuda"

@@ -11,7 +11,7 @@ import pytest
 from tests.support.comparisons import account, edit_example_comparison, write_example_comparison
 from unipar.memory.account import NamedBlock, PhasePeak
 from unipar.memory.cuda_total import PredictedCudaMemory, predict_on_cuda
-from unipar.memory.sources.cuda import CudaHistory
+from unipar.memory.sources.allocator_history import AllocatorHistory
 from unipar.memory.sources.malloc import MallocMeter
 from unipar.memory.sources.profiler import ProfilerSource
 from unipar.profiling.work import CompiledWork, RankWork
@@ -253,7 +253,7 @@ def test_a_comparison_without_memory_has_a_page(tmp_path: Path) -> None:
     [
         ((MallocMeter.method, MallocMeter.method), "every block counted"),
         ((ProfilerSource.method, ProfilerSource.method), "only torch's own tensors counted"),
-        ((CudaHistory.method,), "only blocks of torch's CUDA allocator counted"),
+        ((AllocatorHistory.method,), "only blocks of torch's CUDA allocator counted"),
         (
             (ProfilerSource.method, MallocMeter.method),
             "not counted in the same way on every rank (every block counted; only torch's own tensors counted)",

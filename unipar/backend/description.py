@@ -52,6 +52,11 @@ class Capabilities:
     shards: tuple[Shard, ...]
     variants: Mapping[str, Variant] = field(default_factory=dict[str, Variant])
     devices: tuple[str, ...] = ("cpu", "cuda")
+    """Device types for which its library has code."""
+
+    tried: Mapping[str, str] = field(default_factory=lambda: {"cpu": ""})
+    """Device types on which the backend has run, each with how: "" in reality, else a word such as "emulated"."""
+
     alone: bool = False
     """True if it is one process, whatever the config says about ranks."""
 

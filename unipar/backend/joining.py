@@ -3,40 +3,61 @@
 from __future__ import annotations
 
 import os
+import socket
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from unipar.backend.cells import cell_of
+from unipar.backend.resources import choose_device
 from unipar.config import Config
+from unipar.distributed.device import DeviceUnusable, device_name, device_uuid, select_device, transport_of
 from unipar.distributed.meeting.session import Session, interface_for, session_of
 from unipar.distributed.place import Place
 from unipar.distributed.world import World
-from unipar.errors import WorldMismatch
+from unipar.errors import Unsupported, WorldMismatch
 
 
 def device_of_rank(config: Config, place: Place) -> torch.device:
-    """Return the device on which this rank computes."""
-    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
+    """Return the device on which this rank computes; raise Unsupported if torch cannot use it in this process."""
+    kind, _ = choose_device(config)
+    if kind == "cpu":
         return torch.device("cpu")
-    if ":" in config.device:
-        return torch.device(config.device)
-    return torch.device("cuda", place.local_rank)
+    try:
+        return select_device(kind, place.local_rank)
+    except DeviceUnusable as e:
+        raise Unsupported(
+            str(cell_of(config)), [f"device: {kind}: torch cannot use it on rank {place.rank}: {e}; set device: cpu"]
+        ) from None
 
 
 def choose_transport(config: Config, device: torch.device) -> str:
     """Return the backends of torch.distributed; gloo on `device: cuda:N`, because NCCL needs one GPU for each rank."""
-    if device.type != "cuda" or ":" in config.device:
+    transport = transport_of(device)
+    if transport == "gloo" or ":" in config.device:
         return "gloo"
     # gloo beside nccl under offload: norms are summed over tensors in host memory
-    return "nccl" if config.model.offload == "none" else "cpu:gloo,cuda:nccl"
+    return transport if config.model.offload == "none" else f"cpu:gloo,{device.type}:{transport}"
+
+
+def _claim_device(world: World) -> None:
+    """Raise WorldMismatch if another rank computes on this rank's device, for which transports such as NCCL hang."""
+    assert world.store is not None
+    key = f"device {device_uuid(world.device)} of {socket.gethostname()}"
+    if world.store.add(key, 1) == 1:
+        world.store.set(f"{key} rank", str(world.rank))
+        return
+    other = world.store.get(f"{key} rank").decode()
+    raise WorldMismatch(
+        f"ranks {other} and {world.rank} are on one {device_name(world.device)}: start no more processes on a machine "
+        f"than it has devices, or let them share one with device: {world.device.type}:0"
+    )
 
 
 def meet(config: Config, place: Place) -> World:
     """Join the other processes of this run and return the world; sets up torch.distributed."""
     device = device_of_rank(config, place)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     session, interface = join_session(config, place), _chosen_interface(config)
     launch = session.next_launch()
     world = World(place, device, dist.PrefixStore(launch, session.store))
@@ -47,6 +68,8 @@ def meet(config: Config, place: Place) -> World:
         if network is not None and (alone or interface or variable not in os.environ):
             world.set_variables(**{variable: network})
     kind = choose_transport(config, device)
+    if kind != "gloo" and place.size > 1:
+        _claim_device(world)
     if session.adopted:
         world.owns_group = False
     else:
@@ -56,7 +79,7 @@ def meet(config: Config, place: Place) -> World:
             rank=place.rank,
             world_size=place.size,
             timeout=timedelta(seconds=config.launch.timeout),
-            device_id=device if "nccl" in kind else None,
+            device_id=device if kind != "gloo" else None,
         )
     if (dist.get_rank(), dist.get_world_size()) != (place.rank, place.size):
         raise WorldMismatch(f"torch sees rank {dist.get_rank()} of {dist.get_world_size()}, not {place}")

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from unipar.backend import cells, registry
 from unipar.config import Cell, Config
-from unipar.distributed import gpus as visible_gpus
-from unipar.distributed.gpus import VISIBLE_DEVICES_VARIABLE, describe_gpu_count
+from unipar.distributed import accelerators
+from unipar.distributed.accelerators import ACCELERATORS, VisibleDevices
 from unipar.distributed.launchers import place_from_environment
 from unipar.distributed.place import Place
 from unipar.errors import Unsupported, WorldMismatch
@@ -46,10 +46,10 @@ def ranks_in(cell: Cell, config: Config, place: Place | None, *, alone: bool) ->
         return RankCount(ranks)
     if config.device == "cpu":
         return RankCount(axes.ranks, "auto: no launcher, and device is cpu")
-    if ":" in config.device:
+    if ":" in config.device or config.device == "mps":
         return RankCount(axes.ranks, f"auto: no launcher, and device is {config.device} alone")
-    gpus = visible_gpus.count_visible_gpus()
-    return RankCount(gpus or axes.ranks, f"auto: no launcher, {describe_gpu_count(gpus)} visible here")
+    here = visible_devices("" if config.device == "auto" else config.device)
+    return RankCount(here.count or axes.ranks, f"auto: no launcher, {here} visible here")
 
 
 def _asked_ranks(config: Config) -> str:
@@ -80,31 +80,51 @@ def choose_device(config: Config) -> tuple[str, str]:
     """Return `cpu`, `cuda` or `cuda:N`, and the reason if the config leaves the choice open."""
     if config.device != "auto":
         return config.device, ""
-    gpus = visible_gpus.count_visible_gpus()
-    return ("cuda" if gpus else "cpu"), f"auto: {describe_gpu_count(gpus)} visible here"
+    here = accelerators.find_visible_devices()
+    return here.type or "cpu", f"auto: {here} visible here"
 
 
-def check_gpu_count(config: Config, number: int, local: int | None = None, asked: str = "parallel.data") -> None:
-    """Raise Unsupported if there are fewer GPUs than ranks.
+def visible_devices(kind: str = "") -> VisibleDevices:
+    """Return the visible devices of a type; without one, those of ranks with `device: auto`."""
+    here = accelerators.find_visible_devices()
+    return here if kind in ("", here.type) else VisibleDevices(kind)
 
-    `local` is the number of ranks on this machine if not all are here; `asked` names the source of `number`.
+
+def check_device_count(
+    config: Config,
+    number: int,
+    local: int | None = None,
+    asked: str = "parallel.data",
+    *,
+    launched: bool = False,
+) -> None:
+    """Raise Unsupported if there are fewer devices than ranks.
+
+    `local` is the number of ranks on this machine if not all are here; `asked` names the source of `number`. A launcher
+    that has started the ranks (`launched`) may show each its own device alone; the ranks compare them when they meet.
     """
-    kind, _ = choose_device(config)
+    kind, _, index = choose_device(config)[0].partition(":")
     if kind == "cpu":
         return
-    gpus, wanted = visible_gpus.count_visible_gpus(), local or number
-    if ":" in kind:
-        index = int(kind.partition(":")[2])
-        if index >= gpus:
-            raise _too_few_gpus(
-                config, f"device: {kind} does not exist; {describe_gpu_count(gpus)} visible here", "set device: cpu"
-            )
-    elif wanted > gpus:
-        ways = "set device: cpu" if not gpus else "lower it, set device: cpu, or share one GPU with device: cuda:0"
-        raise _too_few_gpus(config, f"{asked}: {wanted} ranks on cuda; {describe_gpu_count(gpus)} visible here", ways)
+    wanted = local or number
+    if kind == "mps":
+        if wanted > 1:
+            one = f"{asked}: {wanted} ranks on mps, which is one process"
+            raise _too_few_devices(config, kind, one, "set device: cpu")
+        return
+    here = visible_devices(kind)
+    if index:
+        if int(index) >= here.count:
+            asked_device = f"device: {kind}:{index} does not exist; {here} visible here"
+            raise _too_few_devices(config, kind, asked_device, "set device: cpu")
+    elif wanted > here.count and not (launched and here.count == 1):
+        share = f"lower it, set device: cpu, or share one {ACCELERATORS[kind].noun} with device: {kind}:0"
+        ways = share if here.count else "set device: cpu"
+        raise _too_few_devices(config, kind, f"{asked}: {wanted} ranks on {kind}; {here} visible here", ways)
 
 
-def _too_few_gpus(config: Config, what: str, way: str) -> Unsupported:
-    choice = os.environ.get(VISIBLE_DEVICES_VARIABLE)
-    limit = f" ({VISIBLE_DEVICES_VARIABLE}={choice})" if choice is not None else ""
+def _too_few_devices(config: Config, kind: str, what: str, way: str) -> Unsupported:
+    variable = ACCELERATORS[kind].choice
+    choice = os.environ.get(variable) if variable else None
+    limit = f" ({variable}={choice})" if choice is not None else ""
     return Unsupported(str(cells.cell_of(config)), [f"{what}{limit}; {way}"])

@@ -19,6 +19,7 @@ from unipar.checkpoint.protocol.agreement import attempt_together
 from unipar.checkpoint.protocol.publishing import PieceToSave, SavedCheckpoint, save_checkpoint
 from unipar.checkpoint.protocol.retention import Retention
 from unipar.checkpoint.tensor_bytes import bytes_of, dtype_name
+from unipar.distributed.device import has_own_memory
 from unipar.distributed.meeting.rounds import Decide, open_rounds
 from unipar.errors import CheckpointError
 from unipar.utils.address import Address, Location
@@ -83,8 +84,7 @@ class CheckpointSaver:
             prepare,
             lambda failure, told: f"checkpoint of step {step} in {self.folder}: {failure}; nothing was written",
         )
-        if self._world.device.type == "cuda":
-            torch.cuda.synchronize(self._world.device)
+        self._world.synchronize()  # copies are asynchronous
         total = sum(p.where.numel * ITEM_BYTES[p.dtype] for p in given)
         key = self._world.key("checkpoint")
         self._save = _Save(partial(self._write, step, given, dict(state), retention, key, total), began)
@@ -175,7 +175,7 @@ class CheckpointSaver:
         key = (piece.name, piece.kind, piece.where)
         copy = self._copies.get(key)
         if copy is None or copy.dtype != t.dtype or copy.numel() != t.numel():
-            pinned = t.device.type == "cuda"
+            pinned = has_own_memory(t.device)
             copy = self._copies[key] = torch.empty(t.numel(), dtype=t.dtype, pin_memory=pinned)
         copy.view(t.shape).copy_(t, non_blocking=True)
         return partial(bytes_of, copy)  # once the device has copied

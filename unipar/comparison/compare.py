@@ -205,7 +205,7 @@ def _compare_by_world_size(
 ) -> Scaling:
     """Run a comparison for each size of world, one after another, all with the same total batch."""
     prepared, out = asked.prepared, asked.source.out / "worlds"
-    resources.check_gpu_count(prepared.computed, ranks[-1], asked.ranks_here(ranks[-1]), asked="--world")
+    resources.check_device_count(prepared.computed, ranks[-1], asked.ranks_here(ranks[-1]), asked="--world")
     settings = asked.source.config
     settings = settings.changed({"batch": batch_with_fixed_total(settings.batch, ranks[0])})
     asked = replace(asked, prepared=replace(prepared, source=replace(asked.source, config=settings)))

@@ -63,7 +63,7 @@ def scale(
 def _scale_worlds(asked: CompareRequest, sizes: Sequence[int], cells: Sequence[str], *, overwrite: bool) -> Scaling:
     source, settings = asked.source, asked.source.config
     prepared = asked.prepared
-    resources.check_gpu_count(prepared.computed, sizes[-1], asked.ranks_here(sizes[-1]), asked="--world")
+    resources.check_device_count(prepared.computed, sizes[-1], asked.ranks_here(sizes[-1]), asked="--world")
     wanted = expand_cell_patterns(tuple(cells)) if cells else [source.cell]
     selected = list(select_worlds(settings, sizes, wanted, prepared.device))
     waiting = [(world, at) for world, row, at in selected if row.outcome == "waits" and at is not None]

@@ -10,13 +10,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from unipar.backend import registry
 from unipar.backend.joining import device_of_rank
 from unipar.comparison.cell_world import rank_results_path
 from unipar.comparison.witness import MarksRecorder
 from unipar.config.settled import read_settled
+from unipar.distributed.device import synchronize
 from unipar.distributed.place import Place
 from unipar.errors import Stopped, TaskError
 from unipar.launcher.processes.group import CONTROL_MESSAGE_BYTES
@@ -40,7 +39,7 @@ def train_in_turns(place: Place, run: Path, control: socket.socket | None) -> No
     task = TaskRef.from_json(launch["task"]).load()
     backend = registry.find_backend(settled.cell.backend)
     watching = (
-        MemoryRecorder(backend, choose_event_sources(device_of_rank(settled.config, place)))
+        MemoryRecorder(backend, choose_event_sources(device_of_rank(settled.on_device, place)))
         if launch["watch"]
         else None
     )
@@ -148,8 +147,7 @@ class _TurnControl:
 
     def _synchronize(self) -> None:
         """Wait until the device has finished the step."""
-        if self._run.device.type == "cuda":
-            torch.cuda.synchronize(self._run.device)
+        synchronize(self._run.device)
 
     def _wait(self) -> None:
         self._run.mark("waiting")

@@ -158,8 +158,9 @@ class Config(Section):
     backend: str = "native"
     """Backend that trains: native, deepspeed, horovod, accelerate, single, or a plugin."""
 
-    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
-    """auto, cpu, cuda, or cuda:N, which several ranks may share. auto: CUDA if the machine has it."""
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|mps|(cuda|xpu|npu|hpu)(:\d+)?)$")] = "auto"
+    """auto, cpu, cuda, xpu, npu, hpu, mps, or one device such as cuda:0, which several ranks may share. auto: the
+    machine's accelerator, or the CPU; never mps, which is one process. AMD's GPUs are cuda."""
 
     parallel: Parallel = Parallel()
     """Number of processes, and what they split."""

@@ -25,7 +25,7 @@ class SettledConfig:
     """Sizes of the batch in this number of ranks."""
 
     device: str
-    """Device: `cpu`, `cuda` or `cuda:N`; `config.device` may still be auto."""
+    """Device: `cpu`, `cuda`, `cuda:N` ...; `config.device` may still be auto."""
 
     @classmethod
     def of(cls, config: Config, cell: Cell, ranks: int, device: str) -> Self:
@@ -34,6 +34,11 @@ class SettledConfig:
         data = ranks // config.parallel.axes.ranks
         sizes = config.batch.settle(data)
         return cls(config.changed({"parallel.data": data}), cell, sizes, device)
+
+    @property
+    def on_device(self) -> Config:
+        """Config with its device known, so that no rank chooses another."""
+        return self.config.changed({"device": self.device})
 
     @property
     def ranks(self) -> int:

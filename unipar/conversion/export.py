@@ -119,7 +119,9 @@ def _refuse_unsupported_keys(config: Config, cell: Cell, axes: tuple[str, ...] =
         )
     if config.train.precision == "fp16":
         reasons.append("train.precision: fp16 comes with a loss scale, which a script does not carry; use bf16-mixed")
-    if ":" in config.device:
+    if config.device.partition(":")[0] not in ("auto", "cpu", "cuda"):
+        reasons.append(f"device: {config.device}: scripts are written for the CPU and for CUDA; say device: cuda")
+    elif ":" in config.device:
         reasons.append(f"device: {config.device}, one GPU for several ranks, exists in unipar only; say device: cuda")
     if reasons:
         raise Unsupported(str(cell), reasons)

@@ -176,5 +176,5 @@ class SeededDataset(Dataset[Any]):
 
     @override
     def __getitem__(self, key: SampleKey) -> Any:
-        seed_all(mix_seed(self.seed, 2, *key), cuda=False)
+        seed_all(mix_seed(self.seed, 2, *key), device=False)
         return self.dataset[key[1]]

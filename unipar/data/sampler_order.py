@@ -113,7 +113,7 @@ class SamplerOrder:
 def _seeded(seed: int) -> Generator[None]:
     """Context manager: seed the global generators, and put them back at the end."""
     before = torch.random.get_rng_state(), random.getstate(), np.random.get_state()
-    seed_all(seed, cuda=False)
+    seed_all(seed, device=False)
     try:
         yield
     finally:

@@ -48,7 +48,7 @@ class StreamReader:
         self._dataset, self._seeds = dataset, (epoch, *part)
         self._seed, self._begin = seed, begin or ReadPart()
         self.read, self.ended = 0, False
-        seed_all(mix_seed(seed, 5, *self._seeds), cuda=False)
+        seed_all(mix_seed(seed, 5, *self._seeds), device=False)
         if callable(set_epoch := getattr(dataset, "set_epoch", None)):
             set_epoch(epoch)
         self._samples: Any = None
@@ -70,7 +70,7 @@ class StreamReader:
     def __next__(self) -> Any:
         if self.ended:
             raise StopIteration
-        seed_all(mix_seed(self._seed, 2, *self._seeds, self.read), cuda=False)
+        seed_all(mix_seed(self._seed, 2, *self._seeds, self.read), device=False)
         try:
             sample = next(self._samples)
         except StopIteration:

@@ -1,99 +1,70 @@
-"""Number of GPUs visible to this process, counted without torch."""
+"""NVIDIA's GPUs as the driver counts them (NVML), without torch."""
 
 from __future__ import annotations
 
-import os
-import re
-from collections.abc import Mapping
-from importlib.util import find_spec
-from pathlib import Path
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
-VISIBLE_DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
 
-
-def describe_gpu_count(number: int) -> str:
-    """Return "no GPU", "one GPU" or "4 GPUs"."""
-    return "no GPU" if number == 0 else "one GPU" if number == 1 else f"{number} GPUs"
-
-
-def count_visible_gpus(environ: Mapping[str, str] = os.environ) -> int:
-    """Return the number of GPUs that torch would see in this process; 0 if torch was built without CUDA."""
-    if not torch_has_cuda():
-        return 0
-    return count_chosen_gpus(list_gpu_ids(), environ.get(VISIBLE_DEVICES_VARIABLE))
-
-
-def count_chosen_gpus(ids: list[str], choice: str | None) -> int:
-    """Return how many of the GPUs a value of CUDA_VISIBLE_DEVICES leaves; CUDA ignores all after an invalid entry."""
-    if choice is None:
-        return len(ids)
-    seen: set[str] = set()
-    for word in (w.strip() for w in choice.split(",")):
-        if word.isdecimal() and int(word) < len(ids):
-            gpu = ids[int(word)]
-        elif word.startswith("GPU-"):
-            matches = [i for i in ids if i.startswith(word)]
-            if len(matches) != 1:
-                break
-            (gpu,) = matches
-        elif word.startswith("MIG-"):
-            gpu = word  # a slice of a GPU, counted even if it does not exist: CUDA reports that later
-        else:
-            break
-        if gpu in seen:
-            return 0  # CUDA shows no GPU at all if one is listed twice
-        seen.add(gpu)
-    return len(seen)
+class DriverSilent(Exception):
+    """NVML does not say which GPUs CUDA has."""
 
 
 def list_gpu_ids() -> list[str]:
-    """Return the UUIDs of this machine's NVIDIA GPUs in bus order; an empty list if there is no driver."""
+    """Return the UUIDs of this machine's NVIDIA GPUs in bus order.
+
+    Raise DriverSilent if NVML fails, and if a GPU is in MIG mode: CUDA then shows one slice, which NVML does not name.
+    """
+    with _nvml() as nvml:
+        try:
+            handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+        except nvml.NVMLError as e:
+            raise DriverSilent(f"NVML does not list GPUs: {e}") from None
+        if any(_in_mig_mode(nvml, handle) for handle in handles):
+            raise DriverSilent("a GPU is in MIG mode")
+        return [_gpu_uuid(nvml, handle, i) for i, handle in enumerate(handles)]
+
+
+def smallest_gpu_memory() -> int:
+    """Return the bytes of memory of this machine's smallest NVIDIA GPU; raise OSError if the driver does not say."""
+    unknown = "NVML does not say how much memory a GPU has"
+    try:
+        with _nvml() as nvml:
+            try:
+                handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+                return min(int(nvml.nvmlDeviceGetMemoryInfo(handle).total) for handle in handles)
+            except (nvml.NVMLError, ValueError) as e:
+                raise OSError(f"{unknown}: {e}") from None
+    except DriverSilent as e:
+        raise OSError(f"{unknown}: {e}") from None
+
+
+@contextmanager
+def _nvml() -> Generator[Any]:
+    """Context manager: yield the module of NVML, initialized; raise DriverSilent if there is no driver."""
     import pynvml  # slow to import, and needed only if torch was built with CUDA
 
     nvml: Any = pynvml
     try:
         nvml.nvmlInit()
-    except nvml.NVMLError:
-        return []
+    except nvml.NVMLError as e:
+        raise DriverSilent(f"NVML does not start: {e}") from None
     try:
-        return [_gpu_uuid(nvml, i) for i in range(nvml.nvmlDeviceGetCount())]
-    except nvml.NVMLError:
-        return []
+        yield nvml
     finally:
         nvml.nvmlShutdown()
 
 
-def smallest_gpu_memory() -> int:
-    """Return the bytes of memory of this machine's smallest NVIDIA GPU; raise OSError if the driver does not say."""
-    import pynvml  # as above
-
-    nvml: Any = pynvml
+def _in_mig_mode(nvml: Any, handle: Any) -> bool:
     try:
-        nvml.nvmlInit()
-        try:
-            handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
-            return min(int(nvml.nvmlDeviceGetMemoryInfo(handle).total) for handle in handles)
-        finally:
-            nvml.nvmlShutdown()
-    except (nvml.NVMLError, ValueError) as e:
-        raise OSError(f"NVML does not say how much memory a GPU has: {e}") from None
+        return bool(nvml.nvmlDeviceGetMigMode(handle)[0])
+    except nvml.NVMLError:
+        return False  # most GPUs have no such mode
 
 
-def _gpu_uuid(nvml: Any, index: int) -> str:
+def _gpu_uuid(nvml: Any, handle: Any, index: int) -> str:
     try:
-        return nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetHandleByIndex(index))
+        return nvml.nvmlDeviceGetUUID(handle)
     except nvml.NVMLError:
         return f"unknown-{index}"
-
-
-def torch_has_cuda() -> bool:
-    """Return whether the installed torch was built with CUDA, read from torch's version file without importing it."""
-    spec = find_spec("torch")
-    if spec is None or spec.origin is None:
-        return False
-    try:
-        text = (Path(spec.origin).parent / "version.py").read_text("utf-8")
-    except OSError:
-        return True
-    return re.search(r"^cuda\b[^=\n]*=\s*None", text, re.MULTILINE) is None

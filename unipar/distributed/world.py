@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from unipar.distributed.device import synchronize
 from unipar.distributed.machines import WorldMachines
 from unipar.distributed.mesh import Mesh, MeshGroups
 from unipar.distributed.place import LARGE_WORLD, Place
@@ -83,7 +84,7 @@ class World:
     @property
     def local_rank_for_libraries(self) -> int:
         """Value of LOCAL_RANK for libraries that take it as the index of their GPU: ranks may share one GPU."""
-        return self.device.index if self.device.type == "cuda" else self.place.local_rank
+        return self.device.index if self.device.type not in ("cpu", "mps") else self.place.local_rank
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the tensor, summed over all ranks in place."""
@@ -168,7 +169,7 @@ class World:
 
     def synchronize(self) -> None:
         """Wait until the device has finished all work."""
-        torch.cuda.synchronize(self.device)
+        synchronize(self.device)
 
     def barrier(self) -> None:
         """Wait until all ranks have made this call."""

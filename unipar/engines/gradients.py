@@ -18,7 +18,7 @@ def scale_loss(loss: Tensor, scale: float, divisor: float, share: Tensor | None)
     """Return the loss to run backward on, and this rank's share of the loss, summed up to this microbatch."""
     if loss.dtype not in _WIDE_DTYPES:
         loss = loss.float()
-    no_copy = scale == 1.0 and not loss.is_cuda  # saves 15 us; on CUDA a graph's next replay overwrites its output
+    no_copy = scale == 1.0 and loss.is_cpu  # saves 15 us; on CUDA a graph's next replay overwrites its output
     part = loss.detach() if no_copy else loss.detach() * scale
     factor = scale * divisor
     return (loss if factor == 1.0 else loss * factor), (part if share is None else share + part)

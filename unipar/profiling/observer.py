@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from unipar.backend import Engine, Fn, LossFn, Mark, Micro, Step
+from unipar.distributed.device import device_name, device_uuid, has_own_memory
 from unipar.distributed.world import World
 from unipar.profiling.compiling import CompileCounts, graphs_compiled
 from unipar.profiling.fake_model import FakeModel, explain_uncounted
@@ -155,10 +156,10 @@ class StepObserver:
             mine[0] = sum(counter.flops for counter in counters) * (self._world.shares if self._on_fake else 1)
             mine[1] = float(bool(why))
             mine[2] = sum(counter.flops for counter in self._again)
-        if device.type == "cuda":
-            mine[3 + self._world.rank] = zlib.crc32(_device_id(device).encode())
+        if has_own_memory(device):
+            mine[3 + self._world.rank] = zlib.crc32(device_uuid(device).encode())
         flops, bad, again, *identifiers = self._world.sum(mine).tolist()
-        self.devices = len(set(identifiers)) if device.type == "cuda" else size
+        self.devices = len(set(identifiers)) if has_own_memory(device) else size
         if not bad and flops:
             self.flops = flops
             if again:
@@ -220,7 +221,7 @@ class StepObserver:
         self._waits.clear()
 
     def _prepare(self) -> bool:
-        if self._world.device.type == "cuda":
+        if has_own_memory(self._world.device):
             return self._begin_profile()
         if self._clock is not None:
             return True
@@ -236,7 +237,7 @@ class StepObserver:
 
     def _begin_profile(self) -> bool:
         try:
-            torch.cuda.synchronize(self._world.device)
+            self._world.synchronize()
             self._profile = profile(activities=[ProfilerActivity.CUDA])
             self._profile.__enter__()
         except Exception as e:  # another profiler may be in the way, or a right be missing
@@ -246,7 +247,7 @@ class StepObserver:
 
     def _end_profile(self) -> float | None:
         try:
-            torch.cuda.synchronize(self._world.device)
+            self._world.synchronize()
             self._profile.__exit__(None, None, None)
             spans = [
                 (event.name, event.time_range.start / 1e6, event.time_range.end / 1e6)
@@ -295,15 +296,15 @@ class StepObserver:
 
     def rank_work(self) -> RankWork:
         """Return all that this rank recorded."""
-        cuda = self._world.device.type == "cuda"
+        on_device = has_own_memory(self._world.device)
         return RankWork(
             flops=self.flops,
             flops_by=self.flops_by,
             weights=tuple(self._weights),
             waits=tuple(self._waits),
-            waits_by=(KERNEL_METHOD if cuda else SLEEP_METHOD) if self._waits else "",
-            device=torch.cuda.get_device_name(self._world.device) if cuda else "",
-            device_id=_device_id(self._world.device) if cuda else "",
+            waits_by=(KERNEL_METHOD if on_device else SLEEP_METHOD) if self._waits else "",
+            device=device_name(self._world.device) if on_device else "",
+            device_id=device_uuid(self._world.device) if on_device else "",
             compiled=self.compiled,
             notes=tuple(self.notes),
         )
@@ -322,7 +323,3 @@ class StepObserver:
 
 def _unwatched(loss: LossFn) -> LossFn:
     return loss
-
-
-def _device_id(device: torch.device) -> str:
-    return str(torch.cuda.get_device_properties(device).uuid)

@@ -20,6 +20,7 @@ from unipar.data.order import DataPosition
 from unipar.data.stream import STREAM_PROMISES
 from unipar.data.stream_feed import StreamFeed, StreamPlace
 from unipar.data.stream_reader import ReadingOn, ReadPart, has_state
+from unipar.distributed.device import has_own_memory
 from unipar.distributed.meeting.rounds import open_rounds
 from unipar.errors import CheckpointError, TaskError
 from unipar.run_folder.heartbeat import MEASURING, READING_ON
@@ -133,7 +134,7 @@ def _feed_from_beginning(live: FedRun, data: Any, collate: Callable[[list[Any]],
     source = training_data_source(data, collate, live.task.collate, live.config, live.sizes)
     if source.length is not None:
         check_same_sample_count(source.length, live.world)
-    pin, seed = live.world.device.type == "cuda", live.config.train.seed
+    pin, seed = has_own_memory(live.world.device), live.config.train.seed
     if not source.streams:
         lengths = _measured(live, source)
         agree = partial(live.world.agree, "order")

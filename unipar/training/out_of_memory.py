@@ -93,21 +93,20 @@ def as_out_of_memory(error: BaseException, run: Path, rank: int, live: TrainingR
 def _out_of_memory_sentence(error: BaseException, run: Path, rank: int, live: TrainingRun | None) -> str:
     at = LastPhase.of(run, rank) or LastPhase("start", 0)
     wanted = requested_bytes(error)
-    device = live.device.type if live is not None else "cpu"
-    on_cuda = live is None and "CUDA" in str(error)  # before the model is built, only the error names the device
-    left = _available_bytes(live) if live is not None else _available_bytes_on_cuda() if on_cuda else _memory_left()
+    settled = read_settled(run)
+    device = settled.device if live is not None or type(error).__name__ == "OutOfMemoryError" else "cpu"  # torch's own
+    left = _available_bytes(device)
     sentence = f"rank {rank} ran out of memory {at}"
     if wanted is not None:
         sentence += f": {format_size(wanted)} more were requested, about {format_size(left)} were available"
     if live is None:
-        settled = read_settled(run)
         config, sizes, model, parts, other = settled.config, settled.sizes, ModelSize(0), {}, None
     else:
         from unipar.memory.recording.holdings import bytes_held_by
 
         start = _last_event(run, rank, "start")
         config, sizes, model = live.config, live.sizes, _model_size(start)
-        parts = bytes_held_by((part.engine for part in live.parts.values()), device)
+        parts = bytes_held_by((part.engine for part in live.parts.values()), live.device.type)
         other = max(0, _bytes_in_use(live, int(start["resident"])) - sum(parts.values()))
     lack = None if wanted is None else max(1, wanted - left)
     moving = None if other is None else other + (wanted or 0)
@@ -206,31 +205,25 @@ def _last_event(run: Path, rank: int, event: str) -> Mapping[str, Any]:
     return last
 
 
-def _available_bytes(live: TrainingRun) -> int:
-    """Return the bytes that could still be allocated on the run's device."""
-    return _available_bytes_on_cuda(live.device) if live.device.type == "cuda" else _memory_left()
-
-
-def _memory_left() -> int:
-    """Return the bytes of host memory that this process can still allocate, within a limit of the meter."""
+def _available_bytes(device: str) -> int:
+    """Return the bytes that this process can still allocate on a device; on the CPU within a limit of the meter."""
     from unipar.memory.sources.malloc_limit import allocations_left
+
+    if device != "cpu":
+        import torch
+
+        from unipar.distributed.device import available_bytes
+
+        return available_bytes(torch.device(device))
 
     limited = allocations_left()
     return memory_left() if limited is None else min(limited, memory_left())
 
 
-def _available_bytes_on_cuda(device: Any = None) -> int:
-    """Return the bytes that could still be allocated on a GPU; without `device`, on the current one."""
-    import torch
-
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-
-
 def _bytes_in_use(live: TrainingRun, base: int) -> int:
     """Return the bytes of this process on its device now; on the CPU, beyond those before the model was built."""
-    if live.device.type == "cuda":
-        import torch
+    if live.device.type != "cpu":
+        from unipar.distributed.device import bytes_allocated
 
-        return torch.cuda.memory_allocated(live.device)
+        return bytes_allocated(live.device)
     return anonymous_memory() - base

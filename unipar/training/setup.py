@@ -19,6 +19,7 @@ from unipar.backend.cells import ONE
 from unipar.backend.file_values import RestoredValues, set_file_values
 from unipar.config import Config
 from unipar.config.settled import SettledConfig
+from unipar.distributed.device import device_name, forget_peaks, has_own_memory, release_unused_memory
 from unipar.distributed.place import Place
 from unipar.distributed.world import World, leave_current_world
 from unipar.engines.averages.engine import with_averages
@@ -81,7 +82,7 @@ def open_run(
         if place.size == 1 or not place.started_by_unipar:
             failed.callback(leave_current_world)  # such a process may go on after an error; unipar's workers exit
         with _explain_import_error(backend):
-            world = backend.join(config, place)
+            world = backend.join(settled.on_device, place)
         if world.device.type == "cpu" and not is_malloc_set_by_environment():
             keep_freed_memory()
         if met is not None:
@@ -136,11 +137,9 @@ def _try_largest(
         _close_engines(live)
         del live
     gc.collect()
-    if world.device.type == "cuda":
-        import torch
-
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(world.device)
+    if has_own_memory(world.device):
+        release_unused_memory(world.device)
+        forget_peaks(world.device)
     if world.rank == 0:
         ledger.note("data", said=said)
     return feed
@@ -327,10 +326,8 @@ def _make_observer(config: Config, modules: Mapping[str, nn.Module], world: Worl
     """Return the observer of the run's steps, with a copy of the model without values where it is needed."""
     splits, compiles = config.parallel.axes.ranks > 1, config.model.compiling is not None
     peak, fake, why = None, None, ""
-    if world.device.type == "cuda":
-        import torch
-
-        device = find_device_peaks(torch.cuda.get_device_name(world.device))
+    if has_own_memory(world.device):
+        device = find_device_peaks(device_name(world.device))
         peak = None if device is None else device.flops.get(config.train.precision)
     if (splits or compiles) and world.rank == 0:
         if len(modules) > 1:

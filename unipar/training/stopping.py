@@ -169,8 +169,7 @@ class StepAgreement:
                 self._agreed = int(step)
             return
         keys = [self._key(rank) for rank in range(world.size)]
-        if world.device.type == "cuda":
-            world.synchronize()  # the GPU may still be computing earlier steps, which other ranks have not begun
+        world.synchronize()  # the device may still be computing earlier steps, which other ranks have not begun
         assert world.store is not None
         if world.store.check(keys):
             told = [text.decode().partition(" ") for text in world.store.multi_get(keys)]

@@ -29,15 +29,18 @@ def mix_into(state: int, *numbers: int) -> int:
     return state
 
 
-def seed_all(seed: int, *, cuda: bool = True) -> None:
+def seed_all(seed: int, *, device: bool = True) -> None:
     """Seed the random generators of PyTorch, Python and NumPy."""
-    seed_torch(seed, cuda=cuda)
+    seed_torch(seed, device=device)
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
 
 
-def seed_torch(seed: int, *, cuda: bool = True) -> None:
-    """Seed PyTorch's generators only: the other two take 15 us, which is too much for every microbatch."""
+def seed_torch(seed: int, *, device: bool = True) -> None:
+    """Seed PyTorch's generators only: the other two take 15 us, which is too much for every microbatch.
+
+    `device`: that of the accelerator too, if this process uses one.
+    """
     torch.default_generator.manual_seed(seed)
-    if cuda and torch.cuda.is_initialized():
-        torch.cuda.manual_seed(seed)
+    if device and (module := torch.get_device_module()) is not torch.cpu and module.is_initialized():
+        module.manual_seed(seed)

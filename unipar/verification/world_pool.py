@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from unipar.backend import registry
-from unipar.distributed.gpus import VISIBLE_DEVICES_VARIABLE
+from unipar.distributed.accelerators import VISIBLE_DEVICES_VARIABLE
 from unipar.errors import Stopped, UniparError, WorkerFailed, rebuild
 from unipar.launcher.processes import starters
 from unipar.launcher.processes.group import WorkerGroup
-from unipar.launcher.processes.process import WorkerStarter
+from unipar.launcher.processes.process import SubprocessStarter, WorkerStarter
 from unipar.task.reference import TaskRef
 from unipar.verification.worker.jobs import JOBS_ENTRY, JOBS_FILE_NAME, Job, RunKey, job_result_path
 
@@ -167,15 +167,18 @@ def open_world_pool(
 ) -> Generator[WorldPool]:
     """Context manager: start a process that imports all these backends; yield a pool that forks workers from it.
 
-    With a `starter`, that one starts the workers instead.
+    With a `starter`, that one starts the workers instead; on a device other than the CPU each is a new interpreter.
     """
     if starter is not None:
         yield WorldPool(folder, ref, starter, threads)
         return
     backends = [registry.find_backend(name) for name in names]
     modules = starters.modules_to_import(backends, ["unipar.verification.worker.entry"])
+    if device != "cpu":  # CUDA does not survive a fork
+        yield WorldPool(folder, ref, SubprocessStarter(), threads)
+        return
     # a library that chooses its device when it is imported must not see a GPU if the ranks compute on the CPU
-    environment = {VISIBLE_DEVICES_VARIABLE: ""} if device == "cpu" else {}
+    environment = {VISIBLE_DEVICES_VARIABLE: ""}
     with starters.ForkServer(modules, environment) as server:
         server.wait_until_ready()
         yield WorldPool(folder, ref, server, threads)

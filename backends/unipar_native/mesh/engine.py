@@ -19,6 +19,7 @@ from unipar.backend import Fn, Holding, LossFn, Mark, Micro, Part, Region
 from unipar.backend.precision import batch_dtype
 from unipar.config import Config
 from unipar.distributed.copies import copies_by_machine
+from unipar.distributed.device import has_own_memory
 from unipar.distributed.mesh import Mesh
 from unipar.distributed.world import World
 from unipar.engines.batch import cast_floats, map_tensors, to_device
@@ -118,7 +119,7 @@ class MeshEngine(ShardedEngine):
             self._executor = TorchScheduleExecutor(
                 shell, stages, needs, part.loss, self.axes, world, self._channel, once=self.once
             )
-        if world.device.type == "cuda":
+        if has_own_memory(world.device):
             batch = to_device(batch, world.device)
         assert part.loss is not None
         if options.proof == "off":

@@ -75,6 +75,7 @@ def test_a_fork_is_like_a_new_process(tmp_path: Path) -> None:
     assert (tmp_path / "rank-0.log").read_text("utf-8") == "printed at once\n"
 
 
+NO_ACCELERATOR = SimpleNamespace()
 IN_USE = SimpleNamespace(is_initialized=lambda: True)
 
 
@@ -87,7 +88,8 @@ def torch_with(**changed: Any) -> Any:
         "get_default_device": lambda: SimpleNamespace(type="cpu"),
         "is_grad_enabled": lambda: True,
         "are_deterministic_algorithms_enabled": lambda: False,
-        "cuda": SimpleNamespace(is_initialized=lambda: False),
+        "cpu": NO_ACCELERATOR,
+        "get_device_module": lambda: NO_ACCELERATOR,
         "distributed": SimpleNamespace(is_initialized=lambda: False),
     }
     return SimpleNamespace(**(usual | changed))
@@ -100,8 +102,8 @@ def torch_with(**changed: Any) -> Any:
         (None, "train.py", "torch is not imported"),
         (torch_with(), "", "no script of the user's is running"),
         (torch_with(), pytest.__file__, "no script of the user's is running"),
-        (torch_with(cuda=IN_USE), "train.py", "CUDA or a process group is in use"),
-        (torch_with(distributed=IN_USE), "train.py", "CUDA or a process group is in use"),
+        (torch_with(get_device_module=lambda: IN_USE), "train.py", "an accelerator is in use"),
+        (torch_with(distributed=IN_USE), "train.py", "a process group is in use"),
         (torch_with(is_grad_enabled=lambda: False), "train.py", "settings of torch were changed"),
         (torch_with(get_default_dtype=object), "train.py", "settings of torch were changed"),
         (torch_with(are_deterministic_algorithms_enabled=lambda: True), "train.py", "settings of torch were changed"),

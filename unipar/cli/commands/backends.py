@@ -46,6 +46,9 @@ class BackendRow:
 
     cells: list[str]
     devices: list[str]
+    tried: dict[str, str]
+    """Devices on which the backend has run, each with how: "" in reality, or emulated."""
+
     gaps: dict[str, str]
     """Reasons for the precisions that the backend does not support, by precision or shard/precision."""
 
@@ -75,6 +78,7 @@ def _backend_row(name: str, probe: ImportProbe) -> BackendRow:
         install=hint,
         cells=[str(cell) for cell in cells_of_backend(backend)],
         devices=list(can.devices),
+        tried=dict(can.tried),
         gaps={
             precision if shard is None else f"{shard}/{precision}": why for (shard, precision), why in can.gaps.items()
         },
@@ -102,11 +106,20 @@ def format_backends(found: list[BackendRow]) -> str:
         for line in (
             (row.name, "library", row.version or row.why or ""),
             ("", "cells", ", ".join(row.cells)),
-            ("", "devices", ", ".join(row.devices)),
+            ("", "devices", _describe_devices(row)),
             *(("", f"no {precision}", why) for precision, why in row.gaps.items()),
         )
     ]
     return format_table(("backend", "what", ""), lines, width=120)
+
+
+def _describe_devices(row: BackendRow) -> str:
+    """Return the devices, each with how it was tried, if not in reality."""
+    names: list[str] = []
+    for device in row.devices:
+        how = row.tried.get(device, "never tried")
+        names.append(f"{device} ({how})" if how else device)
+    return ", ".join(names)
 
 
 def _draw_backends(found: list[BackendRow]) -> None:
@@ -122,7 +135,7 @@ def _draw_backends(found: list[BackendRow]) -> None:
     for row in found:
         library = Text(row.version, style="green") if row.version else Text(row.why or "", style="red")
         gaps = Text("\n".join(row.gaps) or "-")
-        drawn.add_row(Text("\n".join(row.cells)), library, ", ".join(row.devices), gaps, end_section=True)
+        drawn.add_row(Text("\n".join(row.cells)), library, _describe_devices(row), gaps, end_section=True)
     Console().print(drawn)
 
 

@@ -97,8 +97,8 @@ TORCH_PROBE_SECONDS = 120.0
 
 _TORCH_PROBE = """
 import json, torch
-devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-print(json.dumps([str(torch.__version__), torch.version.cuda, devices]))
+from unipar.distributed.device import describe_build, list_device_names
+print(json.dumps([str(torch.__version__), describe_build(), list_device_names()]))
 """
 
 
@@ -138,18 +138,21 @@ def _check_torch() -> Iterator[MachineCheck]:
     if probe is None or probe.returncode:
         yield MachineCheck("torch", "fail", error[0], "pip install torch")
         return
-    version, cuda, devices = json.loads(probe.stdout.splitlines()[-1])
-    yield MachineCheck("torch", "ok", f"{version}, built for {f'CUDA {cuda}' if cuda else 'the CPU'}")
-    yield check_gpus(cuda, devices, driver=Path("/dev/nvidiactl").exists())
+    version, build, devices = json.loads(probe.stdout.splitlines()[-1])
+    yield MachineCheck("torch", "ok", f"{version}, built for {build or 'the CPU'}")
+    yield check_gpus(build, devices, driver=Path("/dev/nvidiactl").exists())
 
 
-def check_gpus(cuda: str | None, devices: list[str], *, driver: bool) -> MachineCheck:
-    """Return the check of the GPUs: those that torch sees, compared with the NVIDIA driver that is installed."""
+def check_gpus(build: str, devices: list[str], *, driver: bool) -> MachineCheck:
+    """Return the check of the accelerators: those that torch sees, compared with the installed NVIDIA driver.
+
+    `build` is what torch was built for ("CUDA 12.8"); empty: the CPU.
+    """
     if devices:
         return MachineCheck("GPUs", "ok", f"{len(devices)}: {', '.join(sorted(set(devices)))}")
     if not driver:
         return MachineCheck("GPUs", "ok", "none: training is on the CPU")
-    if not cuda:
+    if not build:
         return MachineCheck(
             "GPUs", "warn", "there is an NVIDIA driver, but this torch is for the CPU", "install a torch with CUDA"
         )
@@ -158,7 +161,7 @@ def check_gpus(cuda: str | None, devices: list[str], *, driver: bool) -> Machine
         said = f"torch sees none with CUDA_VISIBLE_DEVICES={visible!r}"
         return MachineCheck("GPUs", "warn", said, "unset CUDA_VISIBLE_DEVICES")
     return MachineCheck(
-        "GPUs", "warn", f"there is an NVIDIA driver, but torch for CUDA {cuda} sees no GPU", "update the driver"
+        "GPUs", "warn", f"there is an NVIDIA driver, but torch for {build} sees no GPU", "update the driver"
     )
 
 

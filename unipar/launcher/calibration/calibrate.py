@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 
-from unipar.distributed.gpus import count_visible_gpus
+from unipar.distributed.accelerators import count_visible_gpus
 from unipar.errors import OutExists, UniparError
 from unipar.launcher.calibration.measurements import (
     CPU_SIZES,

@@ -60,14 +60,15 @@ class RankMeasurements:
         import torch
         import torch.distributed as dist
 
+        from unipar.distributed.device import select_device, transport_of
+
         self._ranks, self._sizes, self._sender = ranks, sizes, sender
-        self._device = torch.device(f"cuda:{rank}" if device == "cuda" else "cpu")
-        if device == "cuda":
-            torch.cuda.set_device(self._device)
-        else:
+        self._device = torch.device("cpu") if device == "cpu" else select_device(device, rank)
+        if device == "cpu":
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
-        backend = "nccl" if device == "cuda" else "gloo"
-        dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+        dist.init_process_group(
+            transport_of(self._device), init_method=f"file://{folder}/store", rank=rank, world_size=ranks
+        )
 
     def run(self) -> dict[str, Any]:
         import torch
@@ -117,10 +118,9 @@ class RankMeasurements:
         return seconds.item()
 
     def _wait(self) -> None:
-        import torch
+        from unipar.distributed.device import synchronize
 
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        synchronize(self._device)
 
     def _matrix_rate(self, size: int, dtype: Any) -> float:
         import torch
@@ -202,15 +202,17 @@ class RankMeasurements:
         return (alone + number * product - together) / min(alone, number * product)
 
     def _memory(self) -> int:
-        import torch
+        from unipar.distributed.device import free_and_total_bytes, has_own_memory
 
-        if self._device.type == "cuda":
-            return torch.cuda.get_device_properties(self._device).total_memory
+        if has_own_memory(self._device):
+            return free_and_total_bytes(self._device)[1]
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // self._ranks
 
     def _what(self) -> str:
         import torch
 
-        if self._device.type == "cuda":
-            return torch.cuda.get_device_name(self._device)
+        from unipar.distributed.device import device_name, has_own_memory
+
+        if has_own_memory(self._device):
+            return device_name(self._device)
         return f"{os.cpu_count()} cores, {torch.get_num_threads()} for each of {self._ranks} ranks"

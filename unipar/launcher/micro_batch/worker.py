@@ -139,12 +139,12 @@ class _Limit:
 
             limit_allocations(self.size)
             return
-        import torch
+        from unipar.distributed.device import bytes_reserved, forget_peaks, free_and_total_bytes, limit_memory
 
-        free, total = torch.cuda.mem_get_info(device)
-        besides = (total - free - torch.cuda.memory_reserved(device)) // self.shared_by  # CUDA's context, NCCL
-        torch.cuda.set_per_process_memory_fraction(min(1.0, max(0, self.size - besides) / total), device)
-        torch.cuda.reset_peak_memory_stats(device)
+        free, total = free_and_total_bytes(device)
+        besides = (total - free - bytes_reserved(device)) // self.shared_by  # CUDA's context, NCCL
+        limit_memory(device, min(1.0, max(0, self.size - besides) / total))
+        forget_peaks(device)
 
     def look(self) -> int:
         """Return the most bytes that were in use at a time."""
@@ -154,7 +154,7 @@ class _Limit:
 
             self.peak = max(self.peak, peak_of_allocations())
         else:
-            import torch
+            from unipar.distributed.device import peak_bytes_reserved
 
-            self.peak = torch.cuda.max_memory_reserved(self.device)
+            self.peak = peak_bytes_reserved(self.device)
         return self.peak

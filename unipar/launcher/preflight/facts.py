@@ -118,7 +118,7 @@ def collect_facts(interface: str | None, missing_interface: str, config: ConfigF
     """Return the facts of this machine, whose ranks have met; imports torch and no other library."""
     lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
     flags = {flag for line in lines if line.startswith(("flags", "Features")) for flag in line.split(":")[1].split()}
-    gpus, nccl = _gpus_of_torch()
+    gpus, nccl = _devices_of_torch()
     versions = installed_versions(backend_names()) | nccl | _driver_version()
     versions["python"] = versions["python"].rpartition(".")[0]
     return MachineFacts(
@@ -142,15 +142,10 @@ def _limits() -> Iterator[MachineCheck]:
     yield check_shared_memory(Path("/dev/shm"))
 
 
-def _gpus_of_torch() -> tuple[list[str], dict[str, str]]:
-    import torch
+def _devices_of_torch() -> tuple[list[str], dict[str, str]]:
+    from unipar.distributed.device import list_device_names, transport_version
 
-    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    if not torch.cuda.is_available():
-        return names, {}
-    import torch.cuda.nccl
-
-    return names, {"NCCL": ".".join(map(str, torch.cuda.nccl.version()))}
+    return list_device_names(), transport_version()
 
 
 def _driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> dict[str, str]:

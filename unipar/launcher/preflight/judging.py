@@ -149,7 +149,7 @@ def _judge_devices(machines: Sequence[ExaminedMachine]) -> Iterator[MachineCheck
     for machine, config in _configs(machines):
         gpus, wanted = len(machine.facts.gpus), config.per or 1
         kind, _, index = config.device.partition(":")
-        if kind == "cuda" and (gpus < wanted if not index else gpus <= int(index)):
+        if kind not in ("", "cpu") and (gpus < wanted if not index else gpus <= int(index)):
             asked = f"device: {config.device}" + ("" if index else f" for {count_of(wanted, 'rank')}")
             found = f"{machine.name}: {asked}, and torch sees {count_of(gpus, 'GPU')} there"
             yield MachineCheck("device", "fail", found, "leave that machine out, or set device: cpu")

@@ -83,7 +83,7 @@ class Prepared:
     def settled(self, ranks: int, local: int | None = None, asked: str = "parallel.data") -> SettledConfig:
         """Return the config settled for this many ranks, `local` of them here; errors name the key `asked`."""
         settled = SettledConfig.of(self.source.config, self.source.cell, ranks, self.device)
-        resources.check_gpu_count(self.computed, ranks, local, asked)
+        resources.check_device_count(self.computed, ranks, local, asked, launched=self.place is not None)
         return settled
 
 

@@ -7,7 +7,7 @@ import sys
 from contextlib import ExitStack, suppress
 from typing import Any, Final
 
-from unipar.distributed.gpus import count_visible_gpus
+from unipar.distributed.accelerators import count_visible_gpus
 from unipar.launcher.processes import script_fork
 from unipar.launcher.processes.forkserver import ForkServer, ForkServerFailed
 

@@ -32,8 +32,11 @@ def why_not_fork() -> str:
         return "no script of the user's is running"
     if threading.current_thread() is not threading.main_thread():
         return "it is not the main thread"
-    if torch.cuda.is_initialized() or torch.distributed.is_initialized():
-        return "CUDA or a process group is in use"
+    device: Any = torch.get_device_module()
+    if device is not torch.cpu and device.is_initialized():
+        return "an accelerator is in use"
+    if torch.distributed.is_initialized():
+        return "a process group is in use"
     if (processes := sys.modules.get("multiprocessing")) is not None and processes.active_children():
         return "it has started processes"
     settings = (

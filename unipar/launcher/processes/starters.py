@@ -10,7 +10,7 @@ from typing import Final, Self, final
 
 from unipar.backend import Backend
 from unipar.config import Config
-from unipar.distributed.gpus import VISIBLE_DEVICES_VARIABLE
+from unipar.distributed.accelerators import VISIBLE_DEVICES_VARIABLE
 from unipar.launcher.processes import early
 from unipar.launcher.processes.early import COMMON_MODULES
 from unipar.launcher.processes.forkserver import ForkServer, ForkServerFailed

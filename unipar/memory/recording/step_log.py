@@ -7,9 +7,8 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Final, Protocol, final
 
-import torch
-
 from unipar.backend import Backend, Category, Engine
+from unipar.distributed.device import bytes_allocated, forget_peaks, has_own_memory, peak_bytes_allocated
 from unipar.distributed.world import World
 from unipar.memory.account import MEMORY_PHASES, PhaseName, PhasePeak
 from unipar.memory.recording.holdings import bytes_held_by
@@ -58,7 +57,7 @@ class StepMemory(Protocol):
 
 def choose_step_memory(backend: Backend, world: World, run: Path) -> StepMemory:
     """Return the most precise recorder that works in this process; the meter's also writes accounts into the folder."""
-    if world.device.type == "cuda":
+    if has_own_memory(world.device):
         return _CounterStepMemory("the counters of torch's allocator are shown")
     if MallocMeter.here():
         return _MeterStepMemory(backend, run)
@@ -171,15 +170,13 @@ class _CounterStepMemory:
         self._peaks[self._phase] = PhasePeak(name=self._phase, peak=peak, held=parts)
 
     def _now(self) -> int:
-        return torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else anonymous_memory()
+        return bytes_allocated(self._device) if has_own_memory(self._device) else anonymous_memory()
 
     def _most(self) -> int:
-        return (
-            torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else anonymous_memory("VmHWM")
-        )
+        return peak_bytes_allocated(self._device) if has_own_memory(self._device) else anonymous_memory("VmHWM")
 
     def _forget(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
+        if has_own_memory(self._device):
+            forget_peaks(self._device)
         else:
             reset_resident_peak()

@@ -20,7 +20,7 @@ from unipar.memory.account import UNKNOWN_AXIS, MemoryAccount, RecordingPass, Re
 from unipar.memory.recording.attribution import Attribution, plain_step_seconds
 from unipar.memory.recording.collectives import TRAFFIC_METHOD, CollectiveCounter, Traffic, axis_of_ranks
 from unipar.memory.recording.holdings import find_storages
-from unipar.memory.sources.cuda import CudaHistory
+from unipar.memory.sources.allocator_history import AllocatorHistory
 from unipar.memory.sources.events import NamedStorage
 from unipar.memory.sources.malloc import MallocMeter
 from unipar.memory.sources.pinned import PinnedMemory
@@ -56,7 +56,8 @@ class MemoryRecorder:
     def __init__(self, backend: Backend, sources: Sequence[EventSource]) -> None:
         self._backend = backend
         self._watched = [_RecordedMemory(source) for source in sources]
-        self._pinned = PinnedMemory() if any(source.device == "cuda" for source in sources) else None
+        kinds = [source.device for source in sources if source.device != "cpu"]
+        self._pinned = PinnedMemory(kinds[0]) if kinds else None
         self._marks = 0
         self.ended = False
         """Whether the sources have stopped counting."""
@@ -282,9 +283,10 @@ class MemoryRecorder:
 
 def choose_event_sources(device: torch.device) -> list[EventSource]:
     """Return the sources of events that work in this process; the memory of the training device comes first."""
-    if device.type == "cuda":
-        return [CudaHistory(), MallocMeter()] if MallocMeter.here() else [CudaHistory()]
-    return [MallocMeter() if MallocMeter.here() else ProfilerSource()]
+    host: list[EventSource] = [MallocMeter()] if MallocMeter.here() else []
+    if device.type != "cpu":
+        return [AllocatorHistory(device), *host]
+    return host or [ProfilerSource()]
 
 
 RecordedStep = tuple[RecordingPass, int, int]

@@ -1,10 +1,10 @@
-"""Pinned host memory, which torch allocates through CUDA and not through malloc."""
+"""Pinned host memory, which torch allocates through the device's driver and not through malloc."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import final
+from typing import Any, final
 
 import torch
 
@@ -32,14 +32,15 @@ class PinnedMark:
 class PinnedMemory:
     """Recorder of pinned host memory by the statistics of torch's allocator, which keeps no history of blocks."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str) -> None:
+        self._torch: Any = torch.get_device_module(device)
         self._marks: list[PinnedMark] = []
 
     def mark(self, phase: str) -> None:
         """Record that a phase begins, with the peaks since the last mark."""
-        stats = torch.cuda.host_memory_stats()
+        stats = self._torch.host_memory_stats()
         self._marks.append(PinnedMark(phase, stats.get("active_bytes.peak", 0), stats.get("allocated_bytes.peak", 0)))
-        torch.cuda.reset_peak_host_memory_stats()
+        self._torch.reset_peak_host_memory_stats()
 
     def name(self, storage: torch.UntypedStorage, holding: Holding) -> None:
         """Record the name of a storage at the last mark."""

@@ -12,6 +12,7 @@ from torch import nn
 
 from unipar.backend import Engine
 from unipar.config import Config
+from unipar.distributed.device import available_bytes, has_own_memory
 from unipar.distributed.world import World
 from unipar.errors import TaskError
 from unipar.training.evaluating.evaluation import refuse_unsynced_evaluation
@@ -99,10 +100,9 @@ def _tables(needed: int, world: World) -> tuple[list[int], list[int]]:
 
 def _free_bytes(world: World) -> int:
     """Return the bytes that this rank may still take: on the CPU its share of what the machine has left."""
-    if world.device.type != "cuda":
-        return memory_left() // max(1, world.place.local_size)
-    held = torch.cuda.memory_reserved(world.device) - torch.cuda.memory_allocated(world.device)
-    return torch.cuda.mem_get_info(world.device)[0] + held
+    if has_own_memory(world.device):
+        return available_bytes(world.device)
+    return memory_left() // max(1, world.place.local_size)
 
 
 def check_room(needs: Sequence[int], free: Sequence[int], *, rank: int, device: str) -> None:

@@ -20,6 +20,7 @@ from typing_extensions import override
 from unipar.backend import Engine, LossFn, Mark, Micro
 from unipar.config import Config
 from unipar.data.order import MicrobatchPlan
+from unipar.distributed.device import has_own_memory
 from unipar.distributed.world import World
 from unipar.errors import TaskError
 from unipar.profiling.observer import StepObserver
@@ -78,7 +79,7 @@ class WholeLoss:
         with torch.enable_grad():
             leaves = [widen_features(batch.gather(torch.cat(columns).detach())) for columns in counting]
             leaves = [leaf.requires_grad_() if leaf.is_floating_point() else leaf for leaf in leaves]
-            seed_torch(seed, cuda=world.device.type == "cuda")
+            seed_torch(seed, device=has_own_memory(world.device))
             loss = check_across_loss(loss_across(found[0].nest(leaves)))
             if not loss.requires_grad:
                 raise TaskError(

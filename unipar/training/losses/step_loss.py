@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from unipar.backend import Engine, Fn, LossFn, Mark, Micro
 from unipar.config import Config
 from unipar.data.order import MicrobatchPlan
+from unipar.distributed.device import has_own_memory
 from unipar.distributed.world import World
 from unipar.errors import TaskError
 from unipar.profiling.observer import StepObserver
@@ -34,7 +35,7 @@ class StepLoss:
         declared = any(task.defines(name) for name in LOSS_ACROSS)
         self._across = AcrossBatch(task, world, config) if declared else None
         self._task, self._mark, self._work = task, mark, work
-        self._cuda = world.device.type == "cuda"
+        self._device = has_own_memory(world.device)
         self._seed = mix_into(MIX_START, config.train.seed, 3)
         self._shares = world.shares
         self._fns: Sequence[Fn] = (task.loss,)
@@ -80,7 +81,7 @@ class StepLoss:
     def __call__(self, model: nn.Module, batch: Any, number: int) -> Tensor:
         """Return the loss, with PyTorch seeded by step and microbatch, so that the rank makes no difference."""
         which, micro = divmod(number, self._count)
-        seed_torch(self._seed_of(micro, *((which,) if which else ())), cuda=self._cuda)
+        seed_torch(self._seed_of(micro, *((which,) if which else ())), device=self._device)
         if self._numbered is not None:
             return self._numbered.fn(model, batch, number)
         if self._is_across and self._across is not None:
@@ -93,7 +94,7 @@ class StepLoss:
 
     def _features(self, model: nn.Module, batch: Any, number: int) -> Any:
         """Return the features of a microbatch, with the random numbers that they are computed with again."""
-        seed_torch(self._seed_of(number), cuda=self._cuda)
+        seed_torch(self._seed_of(number), device=self._device)
         return self._task.features(model, batch)
 
     def seeded(self, fn: LossFn, *, done: int, of_part: tuple[int, ...]) -> LossFn:
@@ -101,7 +102,7 @@ class StepLoss:
 
         def run(model: nn.Module, batch: Any, number: int) -> Any:
             self._done, self._of_part = done, of_part
-            seed_torch(self._seed_of(number), cuda=self._cuda)
+            seed_torch(self._seed_of(number), device=self._device)
             return fn(model, batch, number)
 
         return run

@@ -15,6 +15,7 @@ from unipar.backend import Engine, Micro
 from unipar.data.feed import MicrobatchFeed
 from unipar.data.order import MicrobatchPlan, SampleKey
 from unipar.data.token_split import padded_tokens
+from unipar.distributed.device import has_own_memory, peak_bytes_allocated
 from unipar.distributed.world import World
 from unipar.engines.batch import to_device
 from unipar.errors import OutOfMemory, TaskError
@@ -144,8 +145,8 @@ def try_largest(live: TriedRun, is_lack: Callable[[BaseException], bool]) -> tup
                 for number, keys in enumerate(step)
             ]
             engine.step(loss, micros, 1.0, live.mark)
-        if live.device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(live.device)
+        if has_own_memory(live.device):
+            peak = peak_bytes_allocated(live.device)
     except Exception as e:
         if not is_lack(e):
             raise

@@ -58,7 +58,7 @@ def run_world_jobs(place: Place, folder: Path, control: socket.socket | None) ->
     jobs = [Job.from_json(job) for job in content["jobs"]]
     first = jobs[0].settled
     backend = registry.find_backend(first.cell.backend)
-    world = backend.join(first.config, place)
+    world = backend.join(first.on_device, place)
     heartbeat = HeartbeatWriter(heartbeat_path(folder, place.rank))
     for i, job in enumerate(jobs):
         result = _run_job_or_error(job, backend, ref, world, folder, heartbeat)

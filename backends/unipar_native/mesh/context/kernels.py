@@ -31,7 +31,7 @@ def kernel_for(q: Tensor, k: Tensor, v: Tensor) -> Literal["cpu", "flash", "effi
 def has_flash(device: torch.device) -> bool:
     """Return whether flash attention runs there: torch may be built without, and it needs Ampere or newer."""
     built = torch.backends.cuda.is_flash_attention_available()
-    return built and torch.cuda.get_device_capability(device) >= (8, 0)
+    return built and torch.get_device_module(device).get_device_capability(device) >= (8, 0)
 
 
 def masked_scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unipar.distributed.device import has_own_memory
 from unipar.errors import TaskError
 from unipar_native.mesh.context.arguments import Arguments
 from unipar_native.mesh.context.attention import SequenceLayout
@@ -90,10 +91,10 @@ def _rows(
 
     buffers = [(buffer, buffer.clone()) for buffer in block.buffers()]
     args, kwargs = given.changed(replaced)
-    devices = [hidden.device] if hidden.device.type == "cuda" else []
+    devices = [hidden.device] if has_own_memory(hidden.device) else []
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
-        stack.enter_context(torch.random.fork_rng(devices))
+        stack.enter_context(torch.random.fork_rng(devices, device_type=hidden.device.type if devices else "cuda"))
         for module in block.modules():
             if module is not block:
                 stack.callback(module.register_forward_pre_hook(look).remove)

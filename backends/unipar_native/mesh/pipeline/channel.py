@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unipar.config.sections.cell import Axes
+from unipar.distributed.device import generator_state
 from unipar.distributed.world import World
-from unipar_native.mesh.pipeline.stage import Arrival, generator_state
+from unipar_native.mesh.pipeline.stage import Arrival
 from unipar_native.mesh.sequence.collectives import Span
 from unipar_native.mesh.sequence.parts import CutSequence, part_alone
 

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import _backward as torch_backward
 
 from unipar.backend import Fn
+from unipar.distributed.device import generator_state
 from unipar.distributed.mesh import Mesh
 from unipar_native.mesh.pipeline.planned import Hidden, shapes_of_batch
-from unipar_native.mesh.pipeline.stage import Arrival, Stage, generator_state
+from unipar_native.mesh.pipeline.stage import Arrival, Stage
 from unipar_native.mesh.pipeline.torch_schedules import ContiguousGradient, own_memory
 
 _backward: Any = torch_backward

@@ -6,11 +6,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, final
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from unipar.backend import Fn
+from unipar.distributed.device import set_generator_state
 from unipar.errors import TaskError
 
 
@@ -184,16 +184,3 @@ def hidden_of_output(out: Any) -> Tensor:
             f"returned {type(first).__name__}: let it return the hidden states first, or leave parallel.pipeline out"
         )
     return first
-
-
-def generator_state(device: torch.device) -> Tensor:
-    """Return the state of the generator that draws this device's random numbers."""
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-
-
-def set_generator_state(state: Tensor, device: torch.device) -> None:
-    """Set the state of the generator that draws this device's random numbers."""
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state.cpu(), device)
-    else:
-        torch.set_rng_state(state)

@@ -17,13 +17,14 @@ from typing_extensions import override
 
 from unipar.backend import Fn, Holding, LossFn, Mark, Micro
 from unipar.config.sections.cell import Axes
+from unipar.distributed.device import generator_state
 from unipar.distributed.world import World
 from unipar.engines.batch import map_tensors
 from unipar.engines.forward import ForwardCall, OpaqueBatch, eval_mode
 from unipar.engines.gradients import scale_loss
 from unipar.errors import TaskError
 from unipar_native.mesh.pipeline.channel import Channel
-from unipar_native.mesh.pipeline.stage import Arrival, Stage, generator_state
+from unipar_native.mesh.pipeline.stage import Arrival, Stage
 from unipar_native.mesh.state_kept import kept_attributes
 
 _CLASSES: Final[Mapping[str, Any]] = {

@@ -12,8 +12,8 @@ from unipar.backend import Category
 from unipar.memory.account import DeviceMemory, MemoryAccount, NamedBlock, PhaseName, PhasePeak, ResidentMemory
 from unipar.memory.recording.attribution import Attribution
 from unipar.memory.recording.watcher import choose_event_sources
-from unipar.memory.sources.cuda import (
-    CudaHistory,
+from unipar.memory.sources.allocator_history import (
+    AllocatorHistory,
     SizeSnapshot,
     allocated_block_sizes,
     allocation_entries,
@@ -204,7 +204,7 @@ def test_which_memories_are_watched() -> None:
     (profiled,) = choose_event_sources(torch.device("cpu"))
     assert isinstance(profiled, ProfilerSource)
     (history,) = choose_event_sources(torch.device("cuda:0"))
-    assert isinstance(history, CudaHistory)
+    assert isinstance(history, AllocatorHistory)
     assert history.device == "cuda"
 
 

@@ -1,4 +1,4 @@
-"""`CudaHistory`: source of events by the history of torch's CUDA allocator. It has never run on a GPU."""
+"""`AllocatorHistory`: source of events by the history that torch's allocator of a device keeps."""
 
 from __future__ import annotations
 
@@ -27,9 +27,6 @@ UNSPLIT_REST_BYTES: Final = 2**20
 """Size above which a block may be up to this much larger than requested: torch splits off no smaller remainder."""
 
 
-_TORCH_MEMORY: Any = torch.cuda.memory  # its functions for the history are documented, but private
-
-
 @dataclass(frozen=True, slots=True)
 class SizeSnapshot:
     """True sizes of the blocks that are allocated after `at` events."""
@@ -40,14 +37,16 @@ class SizeSnapshot:
 
 
 @final
-class CudaHistory:
-    """Source of events: blocks of torch's CUDA allocator on the device that this process uses."""
+class AllocatorHistory:
+    """Source of events: blocks of torch's allocator on the device that this process uses."""
 
     method = "torch's CUDA allocator, by its own history and statistics"
-    device = "cuda"
     on: DeviceMemory | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device.type
+        self._torch: Any = torch.get_device_module(device)
+        self._history: Any = self._torch.memory  # its functions for the history are documented, but private
         self._marks: list[PhaseMark] = []
         self._snapshots: list[SizeSnapshot] = []
         self._sites: Mapping[str, Category] = {}
@@ -55,12 +54,12 @@ class CudaHistory:
 
     def begin(self) -> None:
         """Start torch's history."""
-        self._index = torch.cuda.current_device()
-        self._stream = torch.cuda.current_stream().cuda_stream
-        _TORCH_MEMORY._record_memory_history("all", context="alloc", stacks="python", max_entries=MAX_HISTORY_ENTRIES)
+        self._index = self._torch.current_device()
+        self._stream = self._torch.current_stream().cuda_stream
+        self._history._record_memory_history("all", context="alloc", stacks="python", max_entries=MAX_HISTORY_ENTRIES)
         self._first = 0
         self._first = self.at()
-        torch.cuda.reset_peak_memory_stats(self._index)
+        self._torch.reset_peak_memory_stats(self._index)
         self._base = self._stats()["allocated_bytes"]["current"]
         self._take_snapshot()
 
@@ -69,7 +68,7 @@ class CudaHistory:
         allocated = stats["allocated_bytes"]
         pool = PoolPeaks(*(stats[f"{kind}_bytes"]["peak"] for kind in ("reserved", "active", "requested")))
         self._marks.append(PhaseMark(self._came(stats), phase, allocated["peak"], allocated["current"], 0, pool))
-        torch.cuda.reset_peak_memory_stats(self._index)
+        self._torch.reset_peak_memory_stats(self._index)
         self._take_snapshot()
 
     def at(self) -> int:
@@ -83,20 +82,20 @@ class CudaHistory:
 
     def end(self) -> None:
         self._count = self.at()
-        traces = _TORCH_MEMORY._snapshot()["device_traces"]
-        _TORCH_MEMORY._record_memory_history(None)
+        traces = self._history._snapshot()["device_traces"]
+        self._history._record_memory_history(None)
         self._trace: list[Mapping[str, Any]] = list(allocation_entries(traces[self._index]))
         if len(self._trace) < self._count:
             self._notes.append(f"torch kept only the last {len(self._trace)} of {self._count} events of its history")
-        others = [i for i in range(torch.cuda.device_count()) if i != self._index and torch.cuda.memory_allocated(i)]
+        others = [i for i in range(self._torch.device_count()) if i != self._index and self._torch.memory_allocated(i)]
         if others:
             self._notes.append(f"memory on other devices ({', '.join(map(str, others))}) is not counted")
-        bytes_used, why = query_bytes_used(f"GPU-{torch.cuda.get_device_properties(self._index).uuid}")
+        bytes_used, why = query_bytes_used(f"GPU-{self._torch.get_device_properties(self._index).uuid}")
         if why:
             self._notes.append(f"memory of CUDA and NCCL was not measured: {why}")
         self.on = DeviceMemory(
-            name=torch.cuda.get_device_name(self._index),
-            reserved=torch.cuda.memory_reserved(self._index),
+            name=self._torch.get_device_name(self._index),
+            reserved=self._torch.memory_reserved(self._index),
             used=bytes_used,
         )
 
@@ -125,12 +124,12 @@ class CudaHistory:
 
     def _stats(self) -> Mapping[str, Mapping[str, int]]:
         """Return the allocator's counters, summed over all pools."""
-        stats = torch.cuda.memory_stats_as_nested_dict(self._index)
+        stats = self._torch.memory_stats_as_nested_dict(self._index)
         kinds = ("allocation", "allocated_bytes", "reserved_bytes", "active_bytes", "requested_bytes")
         return {kind: stats[kind]["all"] for kind in kinds}
 
     def _take_snapshot(self) -> None:
-        segments = torch.cuda.memory_snapshot(include_traces=False)
+        segments = self._torch.memory_snapshot(include_traces=False)
         self._snapshots.append(SizeSnapshot(self.at(), allocated_block_sizes(segments, self._index)))
 
 
