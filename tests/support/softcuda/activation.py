@@ -112,20 +112,26 @@ def _complete_version(module: Any) -> None:
 
 def _complete_cuda(module: Any) -> None:
     """Let torch count devices as NVML does; it loads the driver's library by itself, not pynvml."""
-    machine = profile()
 
     def count() -> int:
-        return machine.devices if machine.torch_counts else -1
+        return profile().devices if profile().torch_counts else -1
 
     def uuids() -> list[str] | None:
-        return [machine.gpu_uuid(i) for i in range(machine.devices)] if machine.torch_counts else None
+        return [profile().gpu_uuid(i) for i in range(profile().devices)] if profile().torch_counts else None
 
     module._raw_device_count_nvml, module._raw_device_uuid_nvml = count, uuids
 
 
 def _complete_storage(module: Any) -> None:
-    """Resize storages of the device, which torch compiles in only with CUDA."""
-    resize = module.UntypedStorage.resize_
+    """Make and resize storages of the device, which torch compiles in only with CUDA."""
+    make, resize = module.UntypedStorage.__new__, module.UntypedStorage.resize_
+
+    def new(cls: Any, *size: Any, device: Any = None, **more: Any) -> Any:
+        if device is None or not str(device).startswith("cuda"):
+            return make(cls, *size, **({"device": device} if device is not None else {}), **more)
+        import torch
+
+        return torch.empty(size or (0,), dtype=torch.uint8, device=device).untyped_storage()
 
     def resize_(self: Any, size: int) -> Any:
         if self.device.type != "cuda":
@@ -133,7 +139,7 @@ def _complete_storage(module: Any) -> None:
         native.resize_storage(self._cdata, size)
         return self
 
-    module.UntypedStorage.resize_ = resize_
+    module.UntypedStorage.__new__, module.UntypedStorage.resize_ = new, resize_
 
 
 def _complete_gpus(module: Any) -> None:

@@ -79,12 +79,12 @@ def _cache_folder() -> Path:
 
 def _compile(compiler: str, torch: Path, folder: Path) -> None:
     headers = [f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include"]
-    libraries = [f"-L{torch}/lib", f"-Wl,-rpath,{torch}/lib"]
+    libraries = [f"-L{torch}/lib", f"-Wl,-rpath,{torch}/lib", "-ltorch_cpu", "-lc10"]
+    python = ["-DTORCH_EXTENSION_NAME=_softcuda", f"-I{sysconfig.get_path('include')}"]
+    device = [f"-L{folder}", "-lsoftcuda", "-Wl,-rpath,$ORIGIN"]
     for words in (
-        ["-O1", "device_library.cpp", "-o", folder / DEVICE, *headers, *libraries, "-ltorch_cpu", "-lc10"],
-        ["-O0", "-DTORCH_EXTENSION_NAME=_softcuda", "bindings.cpp", "-o", folder / BINDINGS, *headers]
-        + [f"-I{sysconfig.get_path('include')}", f"-L{folder}", "-lsoftcuda", "-Wl,-rpath,$ORIGIN", *libraries]
-        + ["-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10"],
+        ["-O1", "device_library.cpp", "-o", folder / DEVICE, *headers, *libraries],
+        ["-O0", "bindings.cpp", "-o", folder / BINDINGS, *headers, *python, *device, *libraries, "-ltorch_python"],
     ):
         done = subprocess.run([compiler, *FLAGS, *words], cwd=SOURCES, capture_output=True, text=True, check=False)
         if done.returncode:

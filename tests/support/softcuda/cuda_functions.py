@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -13,8 +12,8 @@ CUDA = 1
 """torch's number of the device type."""
 
 OLD_DRIVER = (
-    "The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver by downloading and "
-    "installing a new version from the URL: http://www.nvidia.com/Download/index.aspx Alternatively, go to: "
+    "The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver by downloading "
+    "and installing a new version from the URL: http://www.nvidia.com/Download/index.aspx Alternatively, go to: "
     "https://pytorch.org to install a PyTorch version that has been compiled with your version of the CUDA driver."
 )
 
@@ -25,7 +24,7 @@ def add_to(module: Any, native: Any) -> None:
     """Add to torch._C what it would have with CUDA."""
     module._has_cuda = True
     module._CudaDeviceProperties = _Properties
-    module._CudaStreamBase, module._CudaEventBase = _stream_class(module), _event_class(module)
+    module._CudaStreamBase, module._CudaEventBase = _stream_class(module), _event_class(module, native)
     module._cudart, module._nvtx = _Runtime, _Annotations
     module._is_flash_attention_available = lambda: True
     module._nccl_version, module._nccl_version_suffix = lambda: 2 << 32 | 27 << 16 | 3, lambda: b""
@@ -39,17 +38,17 @@ def add_to(module: Any, native: Any) -> None:
 
 
 def _devices(module: Any, native: Any) -> Functions:
-    state = {"asked": False, "spoiled": False}
-    os.register_at_fork(after_in_child=lambda: state.update(spoiled=state["asked"]))
+    asked: list[bool] = []
 
     def ask() -> int:
-        if not state["asked"]:
+        if not asked:
             activation.settle_devices()
-        state["asked"] = True
+            native.spoil_forks()
+            asked.append(True)
         return len(activation.visible)
 
     def count() -> int:
-        if state["spoiled"]:
+        if native.is_bad_fork():
             return 0
         number = ask()
         if not activation.profile().driver_works:
@@ -77,7 +76,7 @@ def _devices(module: Any, native: Any) -> Functions:
     return {
         "getDeviceCount": count,
         "init": init,
-        "isInBadFork": lambda: state["spoiled"],
+        "isInBadFork": native.is_bad_fork,
         "getDevice": current,
         "setDevice": module._accelerator_setDeviceIndex,
         "exchangeDevice": exchange,
@@ -265,7 +264,7 @@ def _stream_class(module: Any) -> type:
     return Stream
 
 
-def _event_class(module: Any) -> type:
+def _event_class(module: Any, native: Any) -> type:
     class Event(module.Event):
         """The base of torch.cuda.Event."""
 
@@ -275,5 +274,9 @@ def _event_class(module: Any) -> type:
             )
 
         cuda_event = property(lambda self: self.event_id)
+
+        def elapsed_time(self, end_event: Any) -> float:
+            """Return the milliseconds between both; the base class takes no instance of a derived one."""
+            return native.elapsed_time(self.event_id, end_event.event_id)
 
     return Event

@@ -12,6 +12,8 @@ from typing import Any
 REPORTS = "SOFTCUDA_REPORTS"
 """Environment variable with the folder of these files."""
 
+HERE = str(Path(__file__).parent)
+
 LOUD = ("race", "hang")
 """Kinds that are printed, too: a program that has one is wrong."""
 
@@ -54,7 +56,7 @@ def _stack() -> list[str]:
     lines: list[str] = []
     while frame is not None and len(lines) < 4:
         file = str(frame.f_code.co_filename)
-        if "/torch/" not in file and "/softcuda/" not in file and not file.startswith("<frozen"):
+        if "/torch/" not in file and not file.startswith((HERE, "<frozen")):
             lines.append(f"{'/'.join(file.split('/')[-3:])}:{frame.f_lineno}")
         frame = frame.f_back
     return lines

@@ -130,6 +130,7 @@ int64_t choose(const Tensor& q, const Tensor& k, const Tensor& v, const Maybe<Te
   bool fits = q.dim() == 4 && q.size(-1) == v.size(-1) && q.size(-1) % 8 == 0 && q.size(-1) <= 256 && !q.is_nested();
   if (fits && half && !mask && context.userEnabledFlashSDP()) return int64_t(at::SDPBackend::flash_attention);
   if (fits && q.scalar_type() != at::kDouble && q.size(1) == k.size(1) && context.userEnabledMemEfficientSDP()) return int64_t(at::SDPBackend::efficient_attention);
+  if (fits && half && !mask && context.userEnabledCuDNNSDP()) return int64_t(at::SDPBackend::cudnn_attention);
   TORCH_CHECK(context.userEnabledMathSDP(), "No available kernel. Aborting execution.");
   return int64_t(at::SDPBackend::math);
 }

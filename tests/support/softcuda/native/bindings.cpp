@@ -1,6 +1,7 @@
 // What Python calls: statistics, streams that have no function in torch._C of a CPU build, and process groups.
 #include "collectives.cpp"
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/device_lazy_init.h>
 #include <torch/csrc/utils/pybind.h>
 
 namespace softcuda {
@@ -47,6 +48,11 @@ c10::intrusive_ptr<Group> make_group(c10::intrusive_ptr<Backend> gloo, c10::intr
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace softcuda;
   m.def("has_context", &has_context);
+  m.def("spoil_forks", [] { torch::utils::register_fork_handler_for_device_init(c10::kCUDA); });
+  m.def("is_bad_fork", [] { return torch::utils::is_device_in_bad_fork(c10::kCUDA); });
+  m.def("elapsed_time", [](uintptr_t first, uintptr_t second) {
+    return elapsed_milliseconds(reinterpret_cast<const void*>(first), reinterpret_cast<const void*>(second));
+  });
   m.def("findings", [] {
     py::dict result;
     result["race"] = count_findings(Finding::race);

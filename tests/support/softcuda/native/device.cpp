@@ -93,7 +93,7 @@ struct DeviceGuard final : c10::impl::DeviceGuardImplInterface {
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
   double elapsedTime(void* first, void* second, const c10::DeviceIndex) const override {
-    return std::chrono::duration<double, std::milli>(static_cast<Event*>(second)->time - static_cast<Event*>(first)->time).count();
+    return elapsed_milliseconds(first, second);
   }
   void recordDataPtrOnStream(const c10::DataPtr& pointer, const c10::Stream& stream) const override { record_stream(pointer.get(), key_of(stream)); }
 };
@@ -145,6 +145,9 @@ void check_index(int64_t device) {
 void require_context(int device) {
   if (context_of_parent) throw c10::AcceleratorError({__func__, __FILE__, __LINE__}, 3, "CUDA error: initialization error");
   context[device] = true;
+}
+double elapsed_milliseconds(const void* first, const void* second) {
+  return std::chrono::duration<double, std::milli>(static_cast<const Event*>(second)->time - static_cast<const Event*>(first)->time).count();
 }
 bool has_context(int device) { return device >= 0 && device < MAX_DEVICES && context[device]; }
 }  // namespace softcuda

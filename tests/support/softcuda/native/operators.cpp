@@ -131,9 +131,7 @@ at::Scalar item(const Tensor& self) {
 const std::set<std::string> WAITS = {"aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive", "aten::equal",
                                      "aten::repeat_interleave"};
 
-bool starts_with(const std::string& text, const char* start) { return text.rfind(start, 0) == 0; }
-
-struct Argument { std::string name; bool written; size_t position; std::vector<Tensor> tensors; bool list; };
+struct Argument { std::string name; bool written; std::vector<Tensor> tensors; };
 
 std::vector<Argument> tensor_arguments(const c10::OperatorHandle& op, const torch::jit::Stack* stack) {
   std::vector<Argument> result;
@@ -141,7 +139,7 @@ std::vector<Argument> tensor_arguments(const c10::OperatorHandle& op, const torc
   for (size_t i = 0; i < arguments.size(); i++) {
     auto& value = (*stack)[stack->size() - arguments.size() + i];
     auto* alias = arguments[i].alias_info();
-    Argument argument{arguments[i].name(), alias && alias->isWrite(), i, {}, !value.isTensor()};
+    Argument argument{arguments[i].name(), alias && alias->isWrite(), {}};
     if (value.isTensor()) argument.tensors.push_back(value.toTensor());
     else if (value.isTensorList()) argument.tensors = value.toTensorVector();
     else if (value.isOptionalTensorList())
@@ -160,24 +158,20 @@ std::vector<Argument> tensor_arguments(const c10::OperatorHandle& op, const torc
 }
 
 // Tensors of one call must be on one device. Exceptions that CUDA makes: a tensor of the CPU without dimensions is a
-// number; indices may be on the CPU; _foreach takes each position of its lists for itself.
+// number; indices may be on the CPU. (Those of _foreach without a kernel here are torch's own loops over their lists.)
 void check_devices(const std::string& op, const std::vector<Argument>& arguments) {
   bool indexes = op == "aten::index" || op == "aten::index_put_" || op == "aten::index_put" || op == "aten::_index_put_impl_";
-  bool foreach = starts_with(op, "aten::_foreach");
   bool numbers = op.find("_fused_adam") == op.npos && op.find("_fused_sgd") == op.npos && op.find("_amp_") == op.npos;
-  std::map<size_t, c10::Device> devices;
+  Maybe<c10::Device> device;
   for (int pass = 0; pass < 2; pass++)  // first those of CUDA, which say where the kernel runs
     for (auto& argument : arguments)
-      for (size_t i = 0; i < argument.tensors.size(); i++) {
-        auto& tensor = argument.tensors[i];
+      for (auto& tensor : argument.tensors) {
         if (!tensor.defined() || argument.name == "lr" || (indexes && argument.name == "indices" && tensor.is_cpu())) continue;
-        size_t group = foreach && argument.list ? i : 0;
         if (tensor.is_cuda() && pass == 0) {
-          auto [at, is_new] = devices.try_emplace(group, tensor.device());
-          if (!is_new && at->second != tensor.device()) refuse(op, at->second, tensor.device(), argument.name);
-        } else if (tensor.is_cpu() && pass == 1 && (tensor.dim() > 0 || !numbers)) {
-          if (auto at = devices.find(group); at != devices.end()) refuse(op, at->second, tensor.device(), argument.name);
-        }
+          if (device && *device != tensor.device()) refuse(op, *device, tensor.device(), argument.name);
+          device = tensor.device();
+        } else if (tensor.is_cpu() && pass == 1 && device && (tensor.dim() > 0 || !numbers))
+          refuse(op, *device, tensor.device(), argument.name);
       }
 }
 

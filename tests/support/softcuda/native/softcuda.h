@@ -44,6 +44,7 @@ SHARED void check_index(int64_t device);
 // Raise CUDA's error in a process forked from one that has used a device.
 SHARED void require_context(int device);
 SHARED bool has_context(int device);
+SHARED double elapsed_milliseconds(const void* first_event, const void* second_event);
 
 // --- order.cpp -------------------------------------------------------------------------------------------------
 
