@@ -14,6 +14,7 @@ import pytest
 
 if TYPE_CHECKING:
     from tests.support.forks import Forks
+    from tests.support.softcuda.processes import EmulatedDevice
 
 importlib.import_module("setuptools")  # brings distutils of its own, which must come before a library imports Python's
 
@@ -139,6 +140,18 @@ def forks() -> Iterator[Forks]:
 
     with Forks(LENT) as made:
         yield made
+
+
+@pytest.fixture(scope="session")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmulatedDevice]:
+    """Processes with an emulated CUDA device; the test is skipped where it cannot be compiled."""
+    from tests.support.softcuda.build import why_not_built
+    from tests.support.softcuda.processes import EmulatedDevice
+
+    if reason := why_not_built():
+        pytest.skip(reason)
+    with EmulatedDevice(tmp_path_factory.mktemp("emulated")) as device:
+        yield device
 
 
 @pytest.fixture

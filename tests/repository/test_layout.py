@@ -215,7 +215,7 @@ def test_docstrings_say_what_the_thing_is() -> None:
 
 def test_tests_mirror_the_packages() -> None:
     """tests/ has a folder for each package that has tests, and a few that stand for themselves."""
-    own = {"backends", "repository", "conformance", "corpus", "chaos", "support"}
+    own = {"backends", "repository", "conformance", "corpus", "chaos", "emulated", "support"}
     found = {file.parent.relative_to(ROOT / "tests").parts[0] for file in (ROOT / "tests").glob("*/**/test_*.py")}
     assert found - own <= set(PACKAGES)
     assert list((ROOT / "tests").glob("test_*.py")) == []

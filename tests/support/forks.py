@@ -81,9 +81,18 @@ def modules(*, metered: bool) -> list[str]:
 class Forks(WorkerStarter):
     """Starts workers as forks; those that begin with other settings than there are servers for, as new interpreters."""
 
-    def __init__(self, servers: Sequence[tuple[Mapping[str, str], ForkServer]] = ()) -> None:
-        """`servers`: started already, each with its settings; others are started when they are asked for."""
-        self._servers = list(servers)
+    def __init__(
+        self,
+        servers: Sequence[tuple[Mapping[str, str], ForkServer]] = (),
+        environment: Mapping[str, str] | None = None,
+        without: Sequence[str] = (),
+    ) -> None:
+        """Prepare servers that start with `environment` besides this process's, as commands do.
+
+        `servers`: started already, each with its settings; others are started when they are asked for. `without`:
+        modules that they do not import.
+        """
+        self._servers, self._environment, self._without = list(servers), environment or {}, without
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
@@ -108,9 +117,9 @@ class Forks(WorkerStarter):
             if known == settings:
                 return server
         path = os.pathsep.join(filter(None, [str(ROOT), BEGUN["PYTHONPATH"]]))
-        made = self._open.enter_context(
-            ForkServer(modules(metered=bool(settings)), {**BEGUN, **settings, "PYTHONPATH": path})
-        )
+        begun = {**BEGUN, **settings, "PYTHONPATH": path, **self._environment}
+        names = [name for name in modules(metered=bool(settings)) if name not in self._without]
+        made = self._open.enter_context(ForkServer(names, begun))
         made.wait_until_ready()  # other processes may ask it over the same socket
         self._servers.append((settings, made))
         return made
@@ -196,7 +205,7 @@ class Forks(WorkerStarter):
         Until then no other worker of this test is started.
         """
         plain, metered = self.plain, self.metered if memory else None
-        told = {"OMP_NUM_THREADS": "1", **os.environ, **(environment or {})}
+        told = {"OMP_NUM_THREADS": "1", **os.environ, **self._environment, **(environment or {})}
         command = {"words": list(words), "folder": str(folder), "environment": told, "plain": plain.pid}
         with tempfile.TemporaryDirectory(dir=BEGUN["TMPDIR"]) as temporary, _pipe() as alive:
             run = Path(temporary)

@@ -1,0 +1,66 @@
+"""Compilation of the emulated device: once for its sources, and a reason where it cannot be."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.softcuda import build
+from tests.support.softcuda.processes import EmulatedDevice
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_built_once(emulated: EmulatedDevice) -> None:
+    """The folder is named after torch, Python and the sources, and holds two libraries."""
+    folder = build.library_folder()
+    assert folder.name.startswith(f"torch-{build.version('torch')}-cpython-")
+    assert sorted(file.name for file in folder.iterdir()) == ["_softcuda.so", "libsoftcuda.so"]
+
+
+def test_a_change_of_the_sources_builds_again(
+    emulated: EmulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another byte in a source is another folder."""
+    before = build.library_folder().name
+    for file in build.SOURCES.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    monkeypatch.setattr(build, "SOURCES", tmp_path)
+    assert build._key() == before  # pyright: ignore[reportPrivateUsage]
+    (tmp_path / "order.cpp").write_bytes(b"// other\n")
+    assert build._key() != before  # pyright: ignore[reportPrivateUsage]
+
+
+def test_no_compiler(tmp_path: Path) -> None:
+    """Tests of the emulated device are skipped with the reason."""
+    words = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-rs",
+        "-p",
+        "no:cacheprovider",
+        "-n",
+        "0",
+        "tests/emulated/test_profiles.py",
+    ]
+    environment = {**os.environ, "CXX": "no-such-compiler", "XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run(
+        [*words, "-k", "nvml"], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert "no C++ compiler: the emulated CUDA device is compiled with g++" in done.stdout, done.stdout + done.stderr
+    assert "2 skipped" in done.stdout
+
+
+def test_nothing_without_the_variable() -> None:
+    """A process with the folder on its path, and no profile, has torch as it is."""
+    code = "import torch, sys; print(torch.cuda.is_available(), 'tests.support.softcuda.activation' in sys.modules)"
+    path = os.pathsep.join([str(ROOT / "tests/support/softcuda/site"), str(ROOT)])
+    environment = {name: value for name, value in os.environ.items() if name != "SOFTCUDA"} | {"PYTHONPATH": path}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "False False\n"

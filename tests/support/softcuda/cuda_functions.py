@@ -1,0 +1,282 @@
+"""Functions of torch._C that a build with CUDA has: devices, streams, memory, as torch.cuda calls them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from tests.support.softcuda import activation
+
+CUDA = 1
+"""torch's number of the device type."""
+
+OLD_DRIVER = (
+    "The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver by downloading "
+    "and installing a new version from the URL: http://www.nvidia.com/Download/index.aspx Alternatively, go to: "
+    "https://pytorch.org to install a PyTorch version that has been compiled with your version of the CUDA driver."
+)
+
+Functions = dict[str, Callable[..., Any]]
+
+
+def add_to(module: Any, native: Any) -> None:
+    """Add to torch._C what it would have with CUDA."""
+    module._has_cuda = True
+    module._CudaDeviceProperties = _Properties
+    module._CudaStreamBase, module._CudaEventBase = _stream_class(module), _event_class(module, native)
+    module._cudart, module._nvtx = _Runtime, _Annotations
+    module._is_flash_attention_available = lambda: True
+    module._nccl_version, module._nccl_version_suffix = lambda: 2 << 32 | 27 << 16 | 3, lambda: b""
+    module._graph_pool_handle = lambda: (0, 0)
+    for name in ("_CUDAGraph", "_CUDAGreenContext", "_MemPool", "_cuda_CUDAAllocator"):
+        if not hasattr(module, name):
+            setattr(module, name, type(name, (), {}))  # types that torch.cuda derives from at import
+    for functions in (_devices(module, native), _streams(module), _memory(native), _settings(native)):
+        for name, function in functions.items():
+            setattr(module, f"_cuda_{name}", function)
+
+
+def _devices(module: Any, native: Any) -> Functions:
+    asked: list[bool] = []
+
+    def ask() -> int:
+        if not asked:
+            activation.settle_devices()
+            native.spoil_forks()
+            asked.append(True)
+        return len(activation.visible)
+
+    def count() -> int:
+        if native.is_bad_fork():
+            return 0
+        number = ask()
+        if not activation.profile().driver_works:
+            warnings.warn(f"CUDA initialization: {OLD_DRIVER}", UserWarning, stacklevel=3)
+        return number
+
+    def init() -> None:
+        number = ask()
+        if not activation.profile().driver_works:
+            raise RuntimeError(OLD_DRIVER)
+        if not number:
+            raise RuntimeError("No CUDA GPUs are available")
+        import torch
+
+        cuda: Any = torch.cuda
+        cuda.default_generators = tuple(native.default_generator(i) for i in range(number))
+        cuda._get_device_properties = _Properties
+
+    def current() -> int:
+        return int(module._accelerator_getDeviceIndex())
+
+    def exchange(device: int) -> int:
+        return int(module._accelerator_exchangeDevice(device)) if device >= 0 else -1
+
+    return {
+        "getDeviceCount": count,
+        "init": init,
+        "isInBadFork": native.is_bad_fork,
+        "getDevice": current,
+        "setDevice": module._accelerator_setDeviceIndex,
+        "exchangeDevice": exchange,
+        "maybeExchangeDevice": exchange,
+        "hasPrimaryContext": native.has_context,
+        "canDeviceAccessPeer": lambda one, other: True,
+        "getCompiledVersion": lambda: 13000,
+        "getArchFlags": lambda: "sm_75 sm_80 sm_90",
+    }
+
+
+def _streams(module: Any) -> Functions:
+    def as_tuple(stream: Any) -> tuple[int, int, int]:
+        return stream.stream_id, stream.device_index, CUDA
+
+    def set_stream(stream_id: int, device_index: int, device_type: int) -> None:
+        module._accelerator_setStream(
+            module.Stream(stream_id=stream_id, device_index=device_index, device_type=device_type)
+        )
+
+    return {
+        "synchronize": lambda: module._accelerator_synchronizeDevice(module._accelerator_getDeviceIndex()),
+        "getCurrentStream": lambda device: as_tuple(module._accelerator_getStream(device)),
+        "getCurrentRawStream": lambda device: module._accelerator_getStream(device).stream_id,
+        "getDefaultStream": lambda device: (0, device, CUDA),
+        "setStream": set_stream,
+        "isCurrentStreamCapturing": lambda: False,
+        "sleep": lambda cycles: None,
+    }
+
+
+def _memory(native: Any) -> Functions:
+    def nested(device: int) -> dict[str, Any]:
+        found = native.statistics(device)
+        none = dict.fromkeys(("current", "peak", "allocated", "freed"), 0)
+
+        def pools(counter: dict[str, int]) -> dict[str, Any]:
+            return {"all": counter, "large_pool": counter, "small_pool": none}
+
+        return {
+            "allocation": pools(found["allocations"]),
+            "active": pools(found["allocations"]),
+            "segment": pools(none),
+            "inactive_split": pools(none),
+            "allocated_bytes": pools(found["allocated"]),
+            "active_bytes": pools(found["allocated"]),
+            "reserved_bytes": pools(found["reserved"]),
+            "requested_bytes": pools(found["requested"]),
+            "inactive_split_bytes": pools(none),
+            "oversize_allocations": none,
+            "oversize_segments": none,
+            "num_alloc_retries": 0,
+            "num_ooms": found["out_of_memory"],
+            "num_sync_all_streams": 0,
+            "num_device_alloc": 0,
+            "num_device_free": 0,
+            "max_split_size": -1,
+        }
+
+    def host() -> dict[str, Any]:
+        active, owned = native.pinned_statistics()
+        return {"active_bytes": active, "allocated_bytes": owned}
+
+    def snapshot(*_: Any) -> dict[str, Any]:
+        segments: list[dict[str, Any]] = []
+        for device, address, size, requested, stream in native.live_blocks():
+            place = {"address": address, "stream": stream, "device": device}
+            block = {"state": "active_allocated", "size": size, "requested_size": requested, "address": address}
+            segments.append({**place, "total_size": size, "segment_type": "large", "blocks": [block]})
+        traces: list[list[dict[str, Any]]] = [[] for _ in activation.visible]
+        for allocation, device, address, size, stream in native.history():
+            action = "alloc" if allocation else "free_requested"
+            entry = {"action": action, "addr": address, "size": size, "stream": stream, "frames": []}
+            traces[device].append(entry)
+            if not allocation:
+                traces[device].append({**entry, "action": "free_completed"})
+        return {"segments": segments, "device_traces": traces, "allocator_settings": {}}
+
+    def record(enabled: str | None, *_: Any, **__: Any) -> None:
+        native.record_history(enabled is not None)
+
+    fractions: dict[int, float] = {}
+
+    def limit(fraction: float, device: int) -> None:
+        fractions[device] = fraction
+        native.limit_memory(device, fraction)
+
+    return {
+        "memoryStats": nested,
+        "resetPeakMemoryStats": native.reset_peaks,
+        "resetAccumulatedMemoryStats": lambda device: None,
+        "hostMemoryStats": host,
+        "resetPeakHostMemoryStats": native.reset_pinned_peaks,
+        "resetAccumulatedHostMemoryStats": lambda: None,
+        "emptyCache": lambda *_: native.empty_cache(),
+        "memorySnapshot": snapshot,
+        "record_memory_history": record,
+        "record_memory_history_legacy": record,
+        "setMemoryFraction": limit,
+        "getMemoryFraction": lambda device: fractions.get(device, 1.0),
+        "getAllocatorBackend": lambda: "native",
+        "attach_out_of_memory_observer": native.observe_out_of_memory,
+        "beginAllocateCurrentThreadToPool": lambda *_: None,
+        "beginAllocateToPool": lambda *_: None,
+        "endAllocateToPool": lambda *_: None,
+        "releasePool": lambda *_: None,
+        "cudaHostAllocator": lambda: 0,
+        "ipc_collect": lambda: None,
+    }
+
+
+def _settings(native: Any) -> Functions:
+    debug = {"mode": 0}
+    return {
+        "set_sync_debug_mode": lambda mode: debug.update(mode=mode),
+        "get_sync_debug_mode": lambda: debug["mode"],
+        "clearCublasWorkspaces": lambda: None,
+        "lock_mutex": lambda: None,
+        "unlock_mutex": lambda: None,
+    }
+
+
+class _Properties:
+    """cudaDeviceProp of one device."""
+
+    gcnArchName = ""  # noqa: N815 - names of torch
+    warp_size = 32
+    max_threads_per_multi_processor = 2048
+    regs_per_multiprocessor = 65536
+    shared_memory_per_block = 49152
+    shared_memory_per_multiprocessor = 167936
+    L2_cache_size = 41943040
+    is_integrated = is_multi_gpu_board = 0
+
+    def __init__(self, index: int) -> None:
+        machine = activation.profile()
+        self.name, self.total_memory = machine.name, machine.memory
+        self.major, self.minor = machine.capability
+        self.multi_processor_count = machine.processors
+        self.uuid = activation.visible[index].partition("-")[2]
+
+
+class _Runtime:
+    """The CUDA runtime, as torch.cuda.cudart() gives it."""
+
+    class cudaError:  # noqa: N801
+        """Error codes."""
+
+        success = 0
+
+    cudaGetErrorString = staticmethod(str)  # noqa: N815
+    cudaMemGetInfo = staticmethod(lambda device: activation.native.memory_info(device))  # noqa: N815
+    cudaProfilerStart = cudaProfilerStop = staticmethod(lambda: 0)  # noqa: N815
+    cudaHostRegister = cudaHostUnregister = staticmethod(lambda *_: 0)  # noqa: N815
+
+
+class _Annotations:
+    """NVTX ranges, which nothing shows."""
+
+    rangePushA = rangePop = rangeStartA = rangeEnd = markA = staticmethod(lambda *_: 0)  # noqa: N815
+
+
+def _stream_class(module: Any) -> type:
+    class Stream(module.Stream):
+        """The base of torch.cuda.Stream."""
+
+        def __new__(
+            cls,
+            priority: int = 0,
+            stream_id: int | None = None,
+            device_index: int | None = None,
+            device_type: int | None = None,
+            stream_ptr: int = 0,
+            **_: Any,
+        ) -> Any:
+            if stream_id is not None:
+                return module.Stream.__new__(
+                    cls, stream_id=stream_id, device_index=device_index, device_type=device_type or CUDA
+                )
+            device = f"cuda:{module._accelerator_getDeviceIndex()}"
+            return module.Stream.__new__(cls, device=device, priority=priority)
+
+        cuda_stream = property(lambda self: self.stream_id)
+
+    return Stream
+
+
+def _event_class(module: Any, native: Any) -> type:
+    class Event(module.Event):
+        """The base of torch.cuda.Event."""
+
+        def __new__(cls, enable_timing: bool = False, blocking: bool = False, **_: Any) -> Any:
+            return module.Event.__new__(
+                cls, device="cuda", enable_timing=enable_timing, blocking=blocking, interprocess=False
+            )
+
+        cuda_event = property(lambda self: self.event_id)
+
+        def elapsed_time(self, end_event: Any) -> float:
+            """Return the milliseconds between both; the base class takes no instance of a derived one."""
+            return native.elapsed_time(self.event_id, end_event.event_id)
+
+    return Event

@@ -1,0 +1,8 @@
+"""Activation of the emulated device in each Python that starts with this folder on its path."""
+
+import os
+
+if os.environ.get("SOFTCUDA"):
+    from tests.support.softcuda import activation
+
+    activation.install()
