@@ -92,7 +92,7 @@ class MicrobatchFeed:
         cuts = self._cuts.get((size := len(batch), self.rank))
         if cuts is None:  # batches of one size are cut alike
             places = self._of_rank(split_batch(range(size), self.sizes.accumulate, self.sizes.ranks))
-            cuts = self._cuts[size, self.rank] = [slice(part.start, part.stop) for part in places]
+            cuts = self._cuts[size, self.rank] = [slice(part[0], part[-1] + 1) if part else slice(0) for part in places]
         return [batch[cut] for cut in cuts]
 
     def _of_rank(self, cuts: Sequence[Sequence[_Part]]) -> list[_Part]:
