@@ -101,7 +101,7 @@ def measure(place: Place, run: Path, control: socket.socket | None) -> None:
         compare_parameters(dict(part.engine.kept), dict(model.named_parameters()))
         dist.barrier()
         times = interleaved(loops, asked["rounds"], STEPS)
-        calls = {name: count_calls(loop, 3) for name, loop in loops.items()}
+        calls = {name: count_calls(loop) for name, loop in loops.items()}
         everything: list[Any] = [None] * place.size
         dist.all_gather_object(everything, {"times": times, "calls": calls})
     if place.rank == 0:

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from lightning_fabric import Fabric  # pyright: ignore[reportMissingImports] - make bench installs it
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
@@ -86,6 +84,8 @@ def by_hand(next_batch: Callable[[], Any]) -> Loop:
 
 def by_accelerate(batch: Any) -> Loop:
     """Return the loop of Accelerate."""
+    from accelerate import Accelerator
+
     accelerator = Accelerator(cpu=True)
     assert accelerator.num_processes == 1
     model, optimizer, schedule = accelerator.prepare(*create_training())
@@ -103,6 +103,8 @@ def by_accelerate(batch: Any) -> Loop:
 
 def by_fabric(batch: Any) -> Loop:
     """Return the loop of Lightning Fabric."""
+    from lightning_fabric import Fabric  # pyright: ignore[reportMissingImports] - make bench installs it
+
     fabric: Any = Fabric(accelerator="cpu", devices=1)
     plain, base, schedule = create_training()
     model, optimizer = fabric.setup(plain, base)

@@ -131,7 +131,7 @@ class ZeroEngine(OptimizerEngine):
         for i, micro in enumerate(micros, 1):
             engine.set_gradient_accumulation_boundary(i == count)
             mark("forward")
-            loss: Tensor = engine(micro.bind(fn), OpaqueBatch(micro.batch))
+            loss: Tensor = engine(fn, OpaqueBatch(micro.batch), micro.number)
             mark("backward")
             mine, share = scale_loss(loss, micro.scale, divisor, share)
             engine.backward(mine, scale_wrt_gas=False)

@@ -6,7 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from importlib.util import find_spec
 from typing import Any, final
 
@@ -54,11 +54,10 @@ class HorovodEngine(WrapperEngine):
         self._waited = 0.0
 
     @override
-    def sync(self, micros: int, *, last: bool) -> AbstractContextManager[Any]:
+    def sync(self, micros: int, *, last: bool) -> None:
         if micros != self.passes:
             self.optimizer.set_backward_passes_per_step(micros)
             self.passes = micros
-        return nullcontext()
 
     @override
     def finish_reduction(self) -> None:

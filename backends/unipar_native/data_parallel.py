@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from unipar.backend import LossFn, Micro, Part
+from unipar.backend import LossFn, Mark, Micro, Part
 from unipar.config import Config
 from unipar.distributed.world import World
 from unipar.engines.batch import to_device
@@ -42,8 +41,8 @@ class DataParallelEngine(WrapperEngine):
         self.wrapped = RoundDataParallel(self.call, self.devices)
 
     @override
-    def sync(self, micros: int, *, last: bool) -> AbstractContextManager[Any]:
-        return nullcontext()
+    def sync(self, micros: int, *, last: bool) -> None:
+        """Nothing is reduced: there is one process."""
 
     @override
     def forward_loss(self, fn: LossFn, micro: Micro) -> Tensor:
@@ -52,8 +51,8 @@ class DataParallelEngine(WrapperEngine):
         return self.wrapped(fn, OpaqueBatch(micro.batch))  # each device's microbatch has a number of its own
 
     @override
-    def rounds(self, micros: Sequence[Micro]) -> Sequence[Micro]:
-        return group_into_rounds(micros, len(self.devices))
+    def run_microbatches(self, fn: LossFn, micros: Sequence[Micro], divisor: float, mark: Mark) -> Tensor:
+        return super().run_microbatches(fn, group_into_rounds(micros, len(self.devices)), divisor, mark)
 
 
 @final
@@ -84,9 +83,9 @@ class RoundDataParallel(nn.DataParallel[ForwardCall]):
     """nn.DataParallel that spreads a round over the devices, and runs any other batch on the first one."""
 
     @override
-    def forward(self, fn: Any, opaque: OpaqueBatch) -> Any:
+    def forward(self, fn: Any, opaque: OpaqueBatch, *number: int) -> Any:
         if not isinstance(opaque.batch, MicrobatchRound):
-            return self.module(fn, opaque)
+            return self.module(fn, opaque, *number)
         return sum_losses(super().forward(fn, opaque), opaque.batch.micros)
 
     @override

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, final
 
 import torch
@@ -71,9 +71,9 @@ class LateWrappedEngine(WrapperEngine):
 
     @override
     @final
-    def sync(self, micros: int, *, last: bool) -> AbstractContextManager[Any]:
+    def sync(self, micros: int, *, last: bool) -> AbstractContextManager[Any] | None:
         self._backwards = micros
-        return nullcontext() if last or self.find_unused is None or self.syncs_each else self.no_sync()
+        return None if last or self.find_unused is None or self.syncs_each else self.no_sync()
 
     @override
     @final

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cached_property
 from typing import Any, Literal, final
 
@@ -50,12 +50,11 @@ class ShardedEngine(WrapperEngine):
 
     @override
     @final
-    def sync(self, micros: int, *, last: bool) -> AbstractContextManager[Any]:
+    def sync(self, micros: int, *, last: bool) -> None:
         if self.once and micros > 1:
             for module in self._groups:
                 module.set_requires_gradient_sync(last, recurse=False)
                 module.set_reshard_after_backward(last, recurse=False)
-        return nullcontext()
 
     @cached_property
     def _groups(self) -> tuple[FSDPModule, ...]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, final
+from typing import final
 
 from torch import Tensor
 from typing_extensions import override
@@ -15,8 +14,6 @@ from unipar.distributed.world import World
 from unipar.engines.placement import broadcast_model, broadcast_tensor, place_tensors
 from unipar.engines.wrapper import WrapperEngine
 from unipar.model.create import device_in_place, devices_by_hand
-
-_NULL_CONTEXT = nullcontext()
 
 
 @final
@@ -33,12 +30,16 @@ class SingleEngine(WrapperEngine):
         else:
             broadcast_model(part.module, world.device)
         super().__init__(part, config, world)
+        self._is_bare = self.call.autocast is self.call.cast is None and not self._by_hand
+        """Whether the forward of a microbatch is nothing but the loss."""
 
     @override
     def forward_loss(self, fn: LossFn, micro: Micro) -> Tensor:
+        if self._is_bare:
+            return fn(self.model, micro.batch, micro.number)
         loss = super().forward_loss(fn, micro)
         return loss.to(self.world.device) if self._by_hand else loss  # it is where the author has put the last part
 
     @override
-    def sync(self, micros: int, *, last: bool) -> AbstractContextManager[Any]:
-        return _NULL_CONTEXT
+    def sync(self, micros: int, *, last: bool) -> None:
+        """Nothing is reduced: there is one process."""

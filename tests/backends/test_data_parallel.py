@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,7 +23,7 @@ from tests.conformance.tasks import Plain
 from tests.support.exports import WORDS
 from tests.support.running import running
 from tests.support.tiny import Tiny
-from unipar.backend import Micro, Part, cells, checks, resources
+from unipar.backend import LossFn, Micro, Part, cells, checks, resources
 from unipar.backend.resources import RankCount
 from unipar.cli.commands.config.explain import explain_config
 from unipar.config import Cell, Config
@@ -32,6 +33,7 @@ from unipar.conversion.export import export_script
 from unipar.distributed.place import Place
 from unipar.distributed.world import World
 from unipar.engines.forward import ForwardCall, OpaqueBatch
+from unipar.engines.wrapper import WrapperEngine
 from unipar.errors import TaskError, Unsupported, WorldMismatch
 from unipar.launcher.cells import select_cells
 from unipar.launcher.preparation.prepare import prepare
@@ -224,6 +226,11 @@ class Side(nn.Module):
         return sum_losses([self.call(m.bind(fn), OpaqueBatch(m.batch)) for m in held.batch.micros], held.batch.micros)
 
 
+def in_rounds_of_two(engine: SingleEngine, fn: LossFn, micros: Sequence[Micro], *more: Any) -> Tensor:
+    """Run forward and backward as if the engine had two devices."""
+    return WrapperEngine.run_microbatches(engine, fn, group_into_rounds(micros, 2), *more)
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_rounds_give_the_step_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three microbatches in two rounds, under the same random numbers: losses, norms and weights."""
@@ -232,7 +239,7 @@ def test_rounds_give_the_step_of_one_process(tmp_path: Path, monkeypatch: pytest
         with running(Plain(dropout=0.2), tmp_path, batch={"total": 6, "micro": 2}) as run:
             engine: Any = run.engine
             if rounds:
-                monkeypatch.setattr(SingleEngine, "rounds", staticmethod(lambda micros: group_into_rounds(micros, 2)))  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+                monkeypatch.setattr(SingleEngine, "run_microbatches", in_rounds_of_two)
                 monkeypatch.setattr(SingleEngine, "forward_loss", DataParallelEngine.forward_loss)
                 engine.wrapped = Side(engine.call)
             run.record(3)

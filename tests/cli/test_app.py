@@ -314,7 +314,11 @@ def test_what_to_try_next(unipar: Any, monkeypatch: pytest.MonkeyPatch, result: 
 
 def test_details(unipar: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """All tables and remarks instead of the screen, and the same commands to try next."""
-    monkeypatch.setattr("unipar.comparison.compare.compare", lambda *_, **__: compared(ONE, SAME))
+
+    def give(*_: Any, **__: Any) -> Comparison:
+        return compared(ONE, SAME)
+
+    monkeypatch.setattr("unipar.comparison.compare.compare", give)
     said = unipar("compare", "x.yaml", "--details").out
     assert said.startswith(compared(ONE, SAME).table(80) + "\nnext: unipar verify x.yaml\n")
     assert unipar("compare", "x.yaml").out.startswith(f"{AGREES}\nRSS: ")

@@ -89,7 +89,7 @@ class PartlyTrained(Texter):
         self.unused_single = nn.Parameter(torch.ones(1)) if {"unused", "single"} <= {*parts} else None
         if "frozen" in parts:
             self.blocks[1].requires_grad_(requires_grad=False)
-            self.norm.weight.requires_grad_(requires_grad=False)
+            self.norm.weight.requires_grad = False
 
     @override
     def forward(self, tokens: Tensor) -> Tensor:

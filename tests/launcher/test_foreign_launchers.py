@@ -26,7 +26,7 @@ CELLS = [
     pytest.param("deepspeed", "deepspeed", marks=pytest.mark.sweep),
     pytest.param("horovodrun", "horovod", marks=pytest.mark.sweep),
     pytest.param("mpirun", "native", marks=pytest.mark.sweep),
-    ("by hand", "native"),
+    pytest.param("by hand", "native", marks=pytest.mark.sweep),
 ]
 """Each launcher and each backend; `make matrix` starts all of them together, and tests of machines one of a family."""
 

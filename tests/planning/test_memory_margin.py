@@ -31,7 +31,7 @@ def test_a_saving_below_what_runtime_and_libraries_weigh_does_not_count() -> Non
     assert found.factor == pytest.approx(12.625, rel=1e-4)
     assert describe_no_difference(found, "these strategies", 72_000) == (
         "memory does not tell these strategies apart at this size: their trainings differ by 512 KiB at most, and "
-        "runtime and libraries take 5.0 MiB to 17 MiB; it would from about 910,000 parameters on"
+        "runtime and libraries take 5.0 MiB to 17 MiB; it would with about 910,000 parameters or more"
     )
 
 
@@ -50,8 +50,8 @@ def test_noise_of_the_recorded_steps_counts() -> None:
     assert found.alike == ("b", "a")
     assert describe_no_difference(found, "these strategies", 10**9) == (
         "memory does not tell these strategies apart at this size: their trainings differ by 4.0 MiB at most, and "
-        "runtime and libraries take 0 B, and peaks of one strategy differ by 4.1 MiB; it would from about 1.1 billion "
-        "parameters on"
+        "runtime and libraries take 0 B, and peaks of one strategy differ by 4.1 MiB; it would with about 1.1 billion "
+        "parameters or more"
     )
 
 

@@ -28,7 +28,7 @@ def test_the_page(until: str, tmp_path: Path, forks: Forks) -> None:
         check_shown(numberless(shown.output), numberless(printed))
         verdict = {
             "verify": "all 3 strategies agree with one process over",
-            "compare": "all 3 cells agree with one process",
+            "compare": "all 3 strategies agree with one process",
         }
         command = shown.command.split()[1]
         assert verdict.get(command, "") in printed

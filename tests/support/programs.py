@@ -30,9 +30,9 @@ PACKAGES = {
 """Debian's package of each program."""
 
 
-def find_program(name: str, path: str | None = None) -> str | None:
+def find_program(name: str) -> str | None:
     """Return the file of a program on PATH or among those of the system's administrator."""
-    return shutil.which(name, path=f"{path or os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin")
+    return shutil.which(name, path=f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin")
 
 
 def reason_no_programs(*names: str) -> str:

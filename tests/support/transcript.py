@@ -36,7 +36,7 @@ def masked(text: str, masks: Sequence[str] = MEASURED) -> list[str]:
 
 def numberless(text: str) -> list[str]:
     """Return the lines without measures, numbers and the sentence on which cell is best, which are a machine's own."""
-    text = re.sub(r"^plan: .*?(?=^page: )", "", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"(agrees? with one process to [^;\n]*);.*?\.\n\n", r"\1\n\n", text, flags=re.DOTALL)
     return masked(text, (*MEASURED, r"-?\d[\d.,]*e[+-]\d+", NUMBER))
 
 

@@ -12,7 +12,7 @@ import torch
 from unipar.verification.diagnosis import faults, mesh_faults
 from unipar.verification.diagnosis.gradients import find_unmoved_parameters
 from unipar.verification.judgement.record import RunRecord
-from unipar.verification.judgement.tolerance import gradient_share
+from unipar.verification.judgement.tolerance import gradient_shares
 
 
 def _record(**fields: Any) -> RunRecord:
@@ -31,9 +31,10 @@ def _case(*, norms: tuple[float, ...] = (), lengths: dict[str, float] | None = N
 
 
 def test_a_run_without_any_gradient() -> None:
-    """If all of a run's squared gradients are zero, no parameter has a share of them."""
-    record = _record(state={("w", "exp_avg_sq"): torch.zeros(3), ("w", "weight"): torch.ones(3)})
-    assert gradient_share(record, "w") == 0.0
+    """If all of a run's squared gradients are zero, no parameter has a share of them; empty ones never have."""
+    weights = {("w", "weight"): torch.ones(3), ("empty", "exp_avg_sq"): torch.zeros(0)}
+    assert gradient_shares(_record(state=weights | {("w", "exp_avg_sq"): torch.zeros(3)})) == {}
+    assert gradient_shares(_record(state=weights | {("w", "exp_avg_sq"): torch.ones(3)})) == {"w": 1.0}
 
 
 def test_a_name_that_one_process_does_not_have() -> None:
@@ -50,13 +51,22 @@ def test_a_name_that_one_process_does_not_have() -> None:
 def test_equal_elements_that_cancel_in_a_sketch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A gradient whose sketch is zero gives no factor, and the others do."""
     sketches = {"norm.bias": np.zeros(8), "w": np.ones(8), "single": np.array([2.0, *[0.0] * 7])}
-    monkeypatch.setattr(mesh_faults, "run_gradient", lambda *_: {name: 2 * s for name, s in sketches.items()})
-    monkeypatch.setattr(mesh_faults, "whole_gradient", lambda *_: sketches)
+
+    def run_gradient(case: Any, step: int) -> dict[str, Any]:
+        return {name: 2 * sketch for name, sketch in sketches.items()}
+
+    def whole_gradient(case: Any, step: int) -> dict[str, Any]:
+        return sketches
+
+    monkeypatch.setattr(mesh_faults, "run_gradient", run_gradient)
+    monkeypatch.setattr(mesh_faults, "whole_gradient", whole_gradient)
     case = _case(lengths={"norm.bias": 1.0, "w": 1.0, "single": 2.0})
-    assert dict(mesh_faults._factors(case, 1)) == {"w": (2.0, 0.0), "single": (2.0, 0.0)}
+    factors = dict(mesh_faults._factors(case, 1))  # pyright: ignore[reportPrivateUsage]
+    assert factors == {"w": (2.0, 0.0), "single": (2.0, 0.0)}
 
 
 @pytest.mark.parametrize(("by_share", "clipped"), [((1.0, 0.25), True), ((1.0, 1.0), False)])
 def test_a_share_without_a_gradient(by_share: tuple[float, float], clipped: bool) -> None:
     """A share of weight 0 has a norm of 0, and is not clipped; the other one is, by its own norm."""
-    assert faults._is_clipped_per_rank(_case(norms=(0.0, 4.0)), np.array(by_share), 1) is clipped
+    case = _case(norms=(0.0, 4.0))
+    assert faults._is_clipped_per_rank(case, np.array(by_share), 1) is clipped  # pyright: ignore[reportPrivateUsage]

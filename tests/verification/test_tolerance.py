@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -109,3 +110,21 @@ def test_states_of_full_precision_have_no_neighbours() -> None:
     runs = [_run(noise, narrow=False) for noise in range(3)]
     allowed = measure_tolerance(runs[0], runs[1:], runs[0], "fp32").state
     assert allowed["small 0", "exp_avg"] < 1e-5 * float(runs[0].state["small 0", "exp_avg"].norm())
+
+
+def _with_noise(share: float) -> RunRecord:
+    """Return the record of a run in which one parameter's gradient is this share of the model's."""
+    run = _run(0, narrow=False)
+    squares = float(torch.cat([t for (_, kind), t in run.state.items() if kind == "exp_avg_sq"]).double().mean())
+    return replace(run, state=run.state | {("small 0", "exp_avg_sq"): torch.full((100,), share**2 * squares)})
+
+
+def test_a_gradient_that_rounding_makes_of_none() -> None:
+    """In fp64 it is none; how large it may be is measured in the precision of the run, or else 1e-5 of the model's."""
+    exact = _with_noise(1e-12)
+    small, large = ([_with_noise(share), _with_noise(0.9 * share)] for share in (1e-9, 9e-6))
+    assert measure_tolerance(small[0], small[1:], exact, "fp32").noise == {"small 0": 1e-5}
+    measured = measure_tolerance(large[0], large[1:], exact, "fp32")
+    assert measured.noise == {"small 0": pytest.approx(3.6e-5, rel=0.02)}
+    assert judge(_with_noise(3e-5), measured, large[0]).shares["gradient"] == pytest.approx(0.83, rel=0.02)
+    assert judge(_with_noise(5e-5), measured, large[0]).shares["gradient"] > 1.3

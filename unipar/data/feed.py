@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, final
+from typing import Any, TypeVar, final
 
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from unipar.config import BatchSizes
 from unipar.data.data_worker import with_worker_start
@@ -15,6 +15,8 @@ from unipar.data.order import DataPosition, MicrobatchPlan, SampleKey, SampleOrd
 from unipar.data.sampler_order import Agree, SamplerOrder
 from unipar.data.token_order import TokenOrder, split_by_tokens
 from unipar.errors import TaskError
+
+_Part = TypeVar("_Part")
 
 
 @final
@@ -41,7 +43,10 @@ class MicrobatchFeed:
         self.lengths = lengths
         """Lengths of all samples, if the batch is counted in tokens."""
 
-        self._dataset: Dataset[Any] = SeededDataset(source.dataset, seed)
+        self._cuts: dict[tuple[int, int | None], list[slice]] = {}
+        """This rank's part of each microbatch, by the size of the global batch and the rank."""
+
+        self._dataset: SeededDataset | MeasuredDataset = SeededDataset(source.dataset, seed)
         settings = source.settings
         self.sampler: SamplerOrder | None = None
         """Order of the user's own sampler; None: unipar draws the order."""
@@ -78,14 +83,21 @@ class MicrobatchFeed:
     def plans(self, start: int) -> Iterator[list[MicrobatchPlan]]:
         """Yield the plans of each step's microbatches, from step `start` on, without end."""
         for epoch, batch in self.order.batches(start):
-            cuts = self._split(batch)
-            mine = [part for micro in cuts for part in (micro if self.rank is None else [micro[self.rank]])]
-            yield [self._plan(part, epoch, batch) for part in mine]
+            yield [self._plan(part, epoch, batch) for part in self._own_parts(batch)]
 
-    def _split(self, batch: Sequence[int]) -> Sequence[Sequence[Sequence[int]]]:
-        if self.lengths is None:
-            return split_batch(batch, self.sizes.accumulate, self.sizes.ranks)
-        return split_by_tokens(batch, self.lengths.of, self.sizes)
+    def _own_parts(self, batch: Sequence[int]) -> Sequence[Sequence[int]]:
+        """Return this rank's part of each microbatch; with rank None, the parts of all ranks."""
+        if self.lengths is not None:
+            return self._of_rank(split_by_tokens(batch, self.lengths.of, self.sizes))
+        cuts = self._cuts.get((size := len(batch), self.rank))
+        if cuts is None:  # batches of one size are cut alike
+            places = self._of_rank(split_batch(range(size), self.sizes.accumulate, self.sizes.ranks))
+            cuts = self._cuts[size, self.rank] = [slice(part[0], part[-1] + 1) if part else slice(0) for part in places]
+        return [batch[cut] for cut in cuts]
+
+    def _of_rank(self, cuts: Sequence[Sequence[_Part]]) -> list[_Part]:
+        """Return what is this rank's of [microbatch][rank]."""
+        return [part for micro in cuts for part in (micro if self.rank is None else [micro[self.rank]])]
 
     def _plan(self, part: Sequence[int], epoch: int, batch: Sequence[int]) -> MicrobatchPlan:
         """Return the plan of a part of a global batch; of an empty one, a real sample that does not count."""
@@ -126,7 +138,7 @@ class MicrobatchFeed:
 
     def read(self, keys: list[SampleKey]) -> Any:
         """Return the batch that collate makes of these samples."""
-        return self.source.collate([self._dataset[key] for key in keys])
+        return self.source.collate(self._dataset.__getitems__(keys))
 
     def batch_with_weight(self, weigh: Callable[[Any], float]) -> Any:
         """Return a batch of positive weight, for a rank whose own microbatches have none."""

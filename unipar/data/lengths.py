@@ -81,6 +81,10 @@ class MeasuredDataset(Dataset[Any]):
             )
         return sample
 
+    def __getitems__(self, keys: list[SampleKey]) -> list[Any]:
+        """Return several samples; a DataLoader calls it in place of `__getitem__`."""
+        return [self[key] for key in keys]
+
 
 def measure_lengths(
     task: HasLength,

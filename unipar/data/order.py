@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -58,12 +59,12 @@ class SampleOrder:
                 f"data.ragged: drop leaves nothing: {self.samples} samples do not fill one batch of {self.total}"
             )
 
-    @property
+    @cached_property
     def per_epoch(self) -> int:
         """Optimizer steps of one epoch."""
         return self.samples // self.total if self.ragged == "drop" else -(-self.samples // self.total)
 
-    @property
+    @cached_property
     def _first_epoch(self) -> int:
         """Optimizer steps from `begin` to the end of its epoch."""
         left = self.samples - self.begin.sample
@@ -71,11 +72,15 @@ class SampleOrder:
 
     def position(self, step: int) -> DataPosition:
         """Return the place of the next step, when `step` steps are done; none before `begin` is known."""
-        done = step - self.begin.step
+        return DataPosition(step, *self._epoch_and_sample(step))
+
+    def _epoch_and_sample(self, step: int) -> tuple[int, int]:
+        begin, total = self.begin, self.total
+        done = step - begin.step
         if done < self._first_epoch:
-            return DataPosition(step, self.begin.epoch, self.begin.sample + done * self.total)
+            return begin.epoch, begin.sample + done * total
         epochs, batches = divmod(done - self._first_epoch, self.per_epoch)
-        return DataPosition(step, self.begin.epoch + 1 + epochs, batches * self.total)
+        return begin.epoch + 1 + epochs, batches * total
 
     def go_on_from(self, begin: DataPosition) -> SampleOrder:
         """Return the order that is read from this place on."""
@@ -88,7 +93,8 @@ class SampleOrder:
 
     def size(self, step: int) -> int:
         """Return the samples of the next step's global batch, when `step` steps are done."""
-        return min(self.total, self.samples - self.position(step).sample)
+        left = self.samples - self._epoch_and_sample(step)[1]
+        return left if left < self.total else self.total
 
     def steps(self, epochs: int) -> int:
         """Return the number of optimizer steps of a run of so many epochs."""

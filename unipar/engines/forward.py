@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from unipar.backend import Fn
 from unipar.engines.batch import cast_floats
 
 
@@ -26,7 +25,10 @@ class OpaqueBatch:
 
 @final
 class ForwardCall(nn.Module):
-    """Module whose forward is `fn(model, batch)`, with autocast and a cast of the batch if the precision needs them."""
+    """Module whose forward is `fn(model, batch)`, with autocast and a cast of the batch if the precision needs them.
+
+    A microbatch's loss gets its number, too: `fn(model, batch, number)`.
+    """
 
     def __init__(
         self,
@@ -41,13 +43,13 @@ class ForwardCall(nn.Module):
         self.device_type, self.autocast, self.cast = device.type, autocast, cast
 
     @override
-    def forward(self, fn: Fn, opaque: OpaqueBatch) -> Any:
+    def forward(self, fn: Callable[..., Any], opaque: OpaqueBatch, *number: int) -> Any:
         batch = opaque.batch if self.cast is None else cast_floats(opaque.batch, self.cast)
         if self.autocast is None:
             model: Any = self._modules["model"]  # faster than self.model: nn.Module looks elsewhere first
-            return fn(model, batch)
+            return fn(model, batch, *number)
         with torch.autocast(self.device_type, self.autocast):
-            return fn(self.model, batch)
+            return fn(self.model, batch, *number)
 
 
 @contextmanager

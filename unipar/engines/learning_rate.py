@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any, final
 
 from torch import Tensor
@@ -27,7 +26,10 @@ class BaseRates:
     def set(self, optimizer: Any, factor: float) -> None:
         """Set each group's learning rate to its base rate times `factor`."""
         for group, base in zip(optimizer.param_groups, self.base, strict=True):
-            _set_rate(group, base * factor)
+            if type(group["lr"]) is float:
+                group["lr"] = base * factor
+            else:
+                _set_rate(group, base * factor)
 
 
 def _set_rate(group: dict[str, Any], rate: float) -> None:
@@ -57,24 +59,27 @@ class RateSchedule:
                 f"train.schedule (name: {schedule.name}, warmup: {schedule.warmup}) has no effect, as the task has a "
                 "schedule() of its own: leave one of them out"
             )
-        self._factor: Callable[[int, int], float] = schedule.factor if own is None else partial(_checked, own)
-        self.own = own is not None
-        """Whether the task has a schedule of its own."""
-
-        self._schedule = schedule
+        self._schedule, self._own = schedule, own
+        self._curve: Callable[[int], float] = schedule.curve(1)
+        self._steps: int | None = None
+        """Number of steps of the run for which `_curve` was made."""
 
     def factor(self, step: int, steps: int) -> float:
         """Return the factor of the learning rate at optimizer step `step` (from 0) of `steps`."""
-        return self._factor(step, steps)
+        if steps != self._steps:
+            own = self._own
+            self._curve = self._schedule.curve(steps) if own is None else lambda step: _checked(own, step, steps)
+            self._steps = steps
+        return self._curve(step)
 
     def check(self, steps: int, world: World) -> None:
         """Raise an error if the schedule does not fit into so many steps, or if ranks have other rates than rank 0."""
         if (misfit := self._schedule.misfit(steps)) is not None:
             raise ConfigError(f"train.{misfit}")
-        if not self.own:
+        if self._own is None:
             return
         looked_at = sorted({0, steps - 1, *range(0, steps, max(1, steps // 32))})
-        mine = json.dumps([self._factor(step, steps) for step in looked_at])
+        mine = json.dumps([self.factor(step, steps) for step in looked_at])
 
         def sentence(first: str) -> str:
             theirs: list[float] = json.loads(first)

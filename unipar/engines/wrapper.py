@@ -5,12 +5,13 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from math import prod
+from math import inf, prod
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -71,16 +72,12 @@ class WrapperEngine(OptimizerEngine):
         self.share_views()
 
     @abstractmethod
-    def sync(self, micros: int, *, last: bool) -> AbstractContextManager[Any]:
-        """Context manager around one of `micros` microbatches; in the last one's backward gradients are reduced."""
-
-    def rounds(self, micros: Sequence[Micro]) -> Sequence[Micro]:
-        """Return the batches of the step's forward passes: each microbatch, unless one rank has several devices."""
-        return micros
+    def sync(self, micros: int, *, last: bool) -> AbstractContextManager[Any] | None:
+        """Context manager around one of `micros` microbatches, if any; gradients are reduced in the last backward."""
 
     def forward_loss(self, fn: LossFn, micro: Micro) -> Tensor:
         """Run forward on one microbatch and return its loss."""
-        return self.wrapped(micro.bind(fn), OpaqueBatch(micro.batch))
+        return self.wrapped(fn, OpaqueBatch(micro.batch), micro.number)
 
     def backward(self, loss: Tensor) -> None:
         """Run backward on the scaled loss of one microbatch."""
@@ -91,6 +88,8 @@ class WrapperEngine(OptimizerEngine):
 
     def norm(self) -> Tensor:
         """Clip gradients and return their norm before clipping."""
+        if self.limit < inf:
+            return clip_grad_norm_(self.trained, self.limit)
         return clip_gradients(self.trained, self.limit)
 
     def norm_in_fp64(self) -> Tensor:
@@ -111,13 +110,22 @@ class WrapperEngine(OptimizerEngine):
         share: Tensor | None = None
         count = len(micros)
         for i, micro in enumerate(micros, 1):
-            with self.sync(count, last=i == count):
-                mark("forward")
-                loss = self.forward_loss(fn, micro)
-                mark("backward")
-                mine, share = scale_loss(loss, micro.scale, divisor, share)
-                self.backward(mine)
+            context = self.sync(count, last=i == count)
+            if context is None:
+                share = self._run_microbatch(fn, micro, divisor, mark, share)
+                continue
+            with context:
+                share = self._run_microbatch(fn, micro, divisor, mark, share)
         assert share is not None
+        return share
+
+    def _run_microbatch(self, fn: LossFn, micro: Micro, divisor: float, mark: Mark, share: Tensor | None) -> Tensor:
+        """Run forward and backward on one microbatch; return this rank's share of the loss up to it."""
+        mark("forward")
+        loss = self.forward_loss(fn, micro)
+        mark("backward")
+        mine, share = scale_loss(loss, micro.scale, divisor, share)
+        self.backward(mine)
         return share
 
     def local_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -158,7 +166,7 @@ class WrapperEngine(OptimizerEngine):
     @final
     def step(self, fn: LossFn, micros: Sequence[Micro], factor: float, mark: Mark) -> Step:
         divisor = self.divisor if self.scaler is None else self.divisor * self.scaler.scale
-        share = self.run_microbatches(fn, self.rounds(micros), divisor, mark)
+        share = self.run_microbatches(fn, micros, divisor, mark)
         if not self.world.leads:
             share = torch.zeros_like(share)
         mark("update")

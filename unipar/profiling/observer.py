@@ -57,6 +57,9 @@ class StepObserver:
         self._again: list[FlopCounter] = []
         """Counters of what the first step computes once more than the loss needs."""
 
+        self.observes = counts
+        """Whether the next step is observed: else an engine's step is run, and a share made, without this object."""
+
         self._stepped = False
         self._graphs_before = graphs_compiled()
         self._error = ""
@@ -147,6 +150,7 @@ class StepObserver:
         if self._counters is None or not self._stepped:
             return False
         counters, self._counters = self._counters, None
+        self.observes = self._measures
         why = self._why_uncounted(counters)
         self._fake = None
         size, device = self._world.size, self._world.device
@@ -198,6 +202,7 @@ class StepObserver:
         if self._measures:
             self.take_wait()
         self._measures = measure and self._counters is None and self._prepare()
+        self.observes = self._measures or self._counters is not None
         if self._measures:
             if self._clock is not None:
                 self._clock.seconds = 0.0
@@ -207,7 +212,7 @@ class StepObserver:
         """End what `begin` measured; return the share of the step in which this rank waited, or None if unknown."""
         if not self._measures:
             return None
-        self._measures = False
+        self._measures = self.observes = False  # the first step, in which operations are counted, is not measured
         whole = time.perf_counter() - self._began
         waited = self._end_profile() if self._clock is None else self._clock.seconds
         if waited is None:

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, final
 
 from torch import Tensor
+from torch.utils.data import default_collate
 
 from unipar.checkpoint.packed_values import pack_values, unpack_values
 from unipar.checkpoint.protocol.verifying import CheckpointContents
@@ -131,7 +132,7 @@ def refuse_shared_stream(trained: DataSource, evaluated: DataSource) -> None:
 
 
 def _feed_from_beginning(live: FedRun, data: Any, collate: Callable[[list[Any]], Any] | None) -> Feed:
-    source = training_data_source(data, collate, live.task.collate, live.config, live.sizes)
+    source = training_data_source(data, collate, default_collate, live.config, live.sizes)
     if source.length is not None:
         check_same_sample_count(source.length, live.world)
     pin, seed = has_own_memory(live.world.device), live.config.train.seed

@@ -24,14 +24,14 @@ class PartChoice:
     def __init__(self, parts: Mapping[str, TrainedPart], task: Task, config: Config) -> None:
         self._members = {name: ActivePart(part, parts) for name, part in parts.items()}
         self.first = next(iter(self._members.values()))
-        self._task, self._config = task, config
-        self._active: ActivePart | None = None
-        self._evaluating = False
-
-    @property
-    def alone(self) -> bool:
+        self.alone = len(self._members) == 1
         """Whether there is one part only."""
-        return len(self._members) == 1
+
+        self._task, self._config = task, config
+        self.active: ActivePart | None = None
+        """Part that takes a step, or is evaluated, now: its loss or metrics may call others."""
+
+        self._evaluating = False
 
     def member(self, part: str) -> ActivePart:
         """Return a part by its name."""
@@ -77,23 +77,23 @@ class PartChoice:
 
     def is_busy(self) -> bool:
         """Return whether a part takes a step, or is evaluated, now."""
-        return self._active is not None
+        return self.active is not None
 
     @contextmanager
-    def active(self, part: ActivePart, *, evaluating: bool = False) -> Generator[None]:
-        """Context manager: this part takes a step, or is evaluated, so that a loss or metrics may call others."""
-        self._active, self._evaluating = part, evaluating
+    def forward_of(self, part: ActivePart, *, evaluating: bool = False) -> Generator[None]:
+        """Context manager: this part runs forward alone, or is evaluated, so that a loss or metrics may call others."""
+        self.active, self._evaluating = part, evaluating
         try:
             yield
         finally:
-            self._active, self._evaluating = None, False
+            self.active, self._evaluating = None, False
 
     def frozen(self, part: str) -> Callable[[Fn, Any], Any]:
         """Return the function by which a loss or metrics call another part, as `Run.frozen` does."""
         other = self.member(part)
-        if self._active is None:
+        if self.active is None:
             raise TaskError(f"run.frozen({part!r}) was called outside of a loss and metrics: call it in one of them")
-        if other is self._active:
+        if other is self.active:
             raise TaskError(
                 f"run.frozen({part!r}) was called in that part's own loss: use the loss's first argument, its model"
             )

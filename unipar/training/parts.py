@@ -17,8 +17,8 @@ from unipar.distributed.world import World
 from unipar.errors import NonFinite, TaskError, UniparError
 from unipar.model.state_names import StateNames, state_names
 
-_MAX_PENDING_LOSSES = 64
-"""Number of losses that are kept one by one before they are copied into the window."""
+_MAX_PENDING_STEPS = 64
+"""Number of steps whose losses are kept one by one before they are copied into the window."""
 
 
 class OfOptimizer(NamedTuple):
@@ -62,9 +62,6 @@ class TrainedPart:
         self.skipped = 0
         """Number of updates skipped because of fp16's loss scale."""
 
-        self.steps: list[int] = []
-        """Numbers (from 1) of the run's steps whose losses are in the window."""
-
         self.last: dict[str, Any] | None = None
         """Step, loss, norm and learning rates of the last report."""
 
@@ -78,8 +75,12 @@ class TrainedPart:
         self.optimizer, self.rates, self.dtypes = made
 
         self._born_groups = self._plain_groups()
-        self._pending_losses: list[Tensor] = []
-        self._pending_norms: list[Tensor] = []
+        self._steps: list[int] = []
+        """Numbers (from 1) of the run's steps whose losses are in the window."""
+
+        self._pending: list[tuple[int, Step]] = []
+        """Numbers and results of the latest steps, whose losses are not yet in the window."""
+
         self._norms_finite: Tensor | None = None
         """Whether the norms since the last save were finite, without those that are pending."""
 
@@ -133,12 +134,9 @@ class TrainedPart:
 
     def add_step(self, number: int, out: Step, factor: float) -> None:
         """Keep loss and norm of the run's step `number`, on the device, and the schedule's factor."""
-        self.steps.append(number)
-        self._pending_losses.append(out.loss)
-        if not out.skipped:
-            self._pending_norms.append(out.norm)
+        self._pending.append((number, out))
         self._norm, self._factor = out.norm, factor
-        if len(self._pending_losses) == _MAX_PENDING_LOSSES:
+        if len(self._pending) == _MAX_PENDING_STEPS:
             self.settle()
         if self._loss_and_norm is not None:
             self._loss_and_norm[0, len(self._step_numbers)] = out.loss
@@ -153,14 +151,15 @@ class TrainedPart:
 
     def settle(self) -> None:
         """Copy pending losses into the window, all at once: one by one, each copy takes 6 us."""
-        if self._pending_losses:
-            count = len(self.steps)
-            self.window[count - len(self._pending_losses) : count] = torch.stack(self._pending_losses)
-            self._pending_losses.clear()
-        if self._pending_norms:
-            finite = torch.stack(self._pending_norms).isfinite().all()
+        if not self._pending:
+            return
+        before = len(self._steps)
+        self._steps += [number for number, _ in self._pending]
+        self.window[before : len(self._steps)] = torch.stack([out.loss for _, out in self._pending])
+        if norms := [out.norm for _, out in self._pending if not out.skipped]:
+            finite = torch.stack(norms).isfinite().all()
             self._norms_finite = finite if self._norms_finite is None else self._norms_finite & finite
-            self._pending_norms.clear()
+        self._pending.clear()
 
     def check_state(self) -> None:
         """Raise NonFinite if the state is not finite behind the steps since the last call; all ranks call it together.
@@ -184,26 +183,31 @@ class TrainedPart:
                 "0), the rate (train.optimizer.lr) and the clip (train.clip)"
             )
 
+    @property
+    def is_reported(self) -> bool:
+        """Whether all steps so far are reported."""
+        return not self._pending and not self._steps
+
     def report(self) -> float:
         """Return the global loss of the last step; raise NonFinite if a loss since the last report is not finite."""
         assert self._norm is not None
         self.settle()
-        loss = self._reduce_loss(self.window[len(self.steps) - 1])
+        loss = self._reduce_loss(self.window[len(self._steps) - 1])
         rates = self.engine.learning_rates() or [base * self._factor for base in self.rates]
         lr = rates[0] if len(set(rates)) == 1 else rates
-        self.last = {"step": self.steps[-1], "loss": loss, "norm": float(self._norm), "lr": lr}
-        self.steps.clear()
+        self.last = {"step": self._steps[-1], "loss": loss, "norm": float(self._norm), "lr": lr}
+        self._steps.clear()
         return loss
 
     def finish(self) -> None:
         """Check the losses of steps that are not yet reported; called after the loop."""
-        if self.steps:
+        if not self.is_reported:
             self.settle()
-            self._reduce_loss(self.window[: len(self.steps)].sum())
+            self._reduce_loss(self.window[: len(self._steps)].sum())
 
     def _reduce_loss(self, loss: Tensor) -> float:
         """Return the sum of `loss` over ranks; raise NonFinite if a rank had a bad loss since the last report."""
-        bad = (~self.window[: len(self.steps)].isfinite()).any().to(torch.float64)
+        bad = (~self.window[: len(self._steps)].isfinite()).any().to(torch.float64)
         total, flag = self.world.sum(torch.stack([loss.to(torch.float64), bad])).tolist()
         if flag:
             raise self._non_finite_error()
@@ -211,10 +215,10 @@ class TrainedPart:
 
     def _non_finite_error(self) -> UniparError:
         """Return an error with the first bad step and its rank; every rank calls this together."""
-        bad = (~self.window[: len(self.steps)].isfinite()).nonzero()
+        bad = (~self.window[: len(self._steps)].isfinite()).nonzero()
         first = torch.zeros(self.world.size, dtype=torch.float64, device=self.world.device)
         if len(bad):
-            first[self.world.rank] = self.steps[int(bad[0])]
+            first[self.world.rank] = self._steps[int(bad[0])]
         steps = {rank: int(s) for rank, s in enumerate(self.world.sum(first).tolist()) if s}
         rank = min(steps, key=lambda r: steps[r])
         return NonFinite(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 from torch import Tensor, nn
 from typing_extensions import override
 
-from unipar.backend import Engine, Fn, Micro, Piece, Read
+from unipar.backend import Engine, Fn, Micro, Piece, Read, Step
 from unipar.config import BatchSizes, Config
 from unipar.data.feed import MicrobatchFeed
 from unipar.data.order import MicrobatchPlan
@@ -65,7 +65,7 @@ class TrainingRun(Run):
         self.task, self._parts, self.world, self.config, self.sizes = task, parts, world, config, sizes
         self.rank, self.size, self.device = world.rank, world.size, world.device
         self.done = 0
-        self._choice = PartChoice(parts, task, config)
+        self._choice = choice = PartChoice(parts, task, config)
         self.heartbeat, self.work = heartbeat, work
         self._log = StepLog(ledger, trackers, config.log.every, work)
         self._mark = heartbeat.set_phase
@@ -74,6 +74,9 @@ class TrainingRun(Run):
         self._sync_every, self._scales = config.train.sync_every, config.train.precision == "fp16"
         self._maker = ShareMaker(task, world)
         self.watch = StateWatch(world, config, ledger, own_optimizer=task.defines("optimizer"))
+        self._is_plain = choice.alone and self.watch.every is None and not self._loss.is_across
+        """Whether nothing surrounds the engine's step with the task's own loss, unless it is observed."""
+
         self._plans: Sequence[MicrobatchPlan] = ()
         """This rank's plans of the current share."""
 
@@ -211,57 +214,77 @@ class TrainingRun(Run):
         return self._shares(self.feeds.over(loader))
 
     @override
-    def step(self, share: Share, part: str | None = None, loss: Fn | Sequence[Fn] | None = None) -> StepOutcome:
-        _require_share(share)
-        return self._step(share, part, loss)
-
-    def _step(self, share: Share, part: str | None, loss: Fn | Sequence[Fn] | NumberedLoss | None) -> StepOutcome:
-        self._whole.refuse("run.step()")
-        active = self._choice.select(part, loss, self._parts_stepped)
-        trained = active.trained
-        number = self.done + 1
-        self.heartbeat.step = number
+    def step(
+        self, share: Share, part: str | None = None, loss: Fn | Sequence[Fn] | NumberedLoss | None = None
+    ) -> StepOutcome:
+        if type(share) is not Share:
+            raise _not_a_share(share)
+        if self._whole.is_open:
+            self._whole.refuse("run.step()")
+        active = self._choice.first
+        if part is not None or loss is not None or not self._choice.alone:
+            active = self._choice.select(part, loss, self._parts_stepped)
+        trained, done = active.trained, self.done
+        number = self.heartbeat.step = done + 1
         steps = self._steps or self.steps
-        rate = self._rates.factor(self.done - trained.skipped, steps)
-        engine, given = trained.engine, (share.micros, self._plans)
-        with (
-            self._choice.active(active),
-            active,
-            self.watch.around_step(trained, number),
-            self._loss.step(engine, loss, *given, done=self.done, of_part=active.seeds) as (own, micros),
-        ):
-            out = self.work.run_step(engine, self._loss, micros, rate, self._mark, (own, share.micros))
+        rate = self._rates.factor(done - trained.skipped, steps)
+        self._choice.active = active
+        try:
+            self._loss.begin(done, active.seeds)
+            if loss is None and self._is_plain and not self.work.observes:
+                out = trained.engine.step(self._loss.compute, share.micros, rate, self._mark)
+            else:
+                out = self._take_step(active, share, loss, rate, number)
+        finally:
+            self._choice.active = None
         trained.add_step(number, out, rate)
         if not self._parts_stepped:
-            self._log.count(share)
-        self._due = self._log.is_due(number, steps)
+            self._due = self._log.count(share, number, steps)
         reported = trained.report() if self._due or (out.skipped and not self._scales) else None
         if out.skipped:
             trained.skip(number, expected=self._scales)
             self.note("skipped", step=number)
         if self._sync_every and (number % self._sync_every == 0 or number == steps):
             trained.engine.take_mean()
-        self.watch.check(trained, number, out, rate, share, self._plans)
-        self._parts_stepped.append(active)
-        if self._choice.alone:  # with several, the share ends when the loop asks for the next one
-            self._end_share()
+        if self.watch.every is not None:
+            self.watch.check(trained, number, out, rate, share, self._plans)
+        if not self._choice.alone:
+            self._parts_stepped.append(active)  # the share ends when the loop asks for the next one
+        else:
+            self.done = number
+            if self._due:
+                self._log_step()
         self._mark("between")
         return StepOutcome(number, reported)
 
+    def _take_step(
+        self,
+        active: ActivePart,
+        share: Share,
+        loss: Fn | Sequence[Fn] | NumberedLoss | None,
+        rate: float,
+        number: int,
+    ) -> Step:
+        """Return the result of a part's step, with all that may surround the engine's."""
+        trained = active.trained
+        with active, self.watch.around_step(trained, number):
+            return self._loss.take_step(trained.engine, loss, share.micros, self._plans, rate)
+
     @override
     def step_through(self, share: Share, through: Mapping[str, OutputFn], *, part: str, loss: OutputFn) -> StepOutcome:
-        _require_share(share)
+        if type(share) is not Share:
+            raise _not_a_share(share)
         self._choice.check_through(through, part)
         outputs = OutputsOfParts(share.micros)
         for name, fn in through.items():
             other = self._choice.member(name)
             self._mark("forward")
-            with self._choice.active(other):
+            with self._choice.forward_of(other):
                 seeded = partial(self._loss.seeded, done=self.done, of_part=other.seeds)
                 outputs.compute(name, other.trained.engine, fn, seeded)
-        outcome = self._step(share, part, outputs.last(loss))
+        outcome = self.step(share, part, outputs.last(loss))
         for name, fn in reversed([*through.items()]):
-            self._step(share, name, outputs.again(name, fn))
+            self.step(share, name, outputs.again(name, fn))
         return outcome
 
     @override
@@ -274,7 +297,7 @@ class TrainingRun(Run):
             self._evaluation = Evaluation(self.task, engines, self.world, self.config, self.sizes, self._mark)
             refuse_shared_stream(self.feed.source, self._evaluation.source)
         self._mark("evaluate")
-        with self._choice.active(self._choice.first, evaluating=True), self.averaged():
+        with self._choice.forward_of(self._choice.first, evaluating=True), self.averaged():
             means = self._evaluation()
         self._log.write_values("eval", self.done, means)
         if self._checkpoints is not None:
@@ -343,18 +366,6 @@ class TrainingRun(Run):
 
     # Internals
 
-    def _pass_boundary(self, done: int) -> None:
-        """Run what belongs between two steps: the hook, the check for a stop signal, the start of memory recording."""
-        if self._boundary_hook is not None:
-            self._boundary_hook(done)
-        if done < self.steps and not self._ends_early:
-            self._stop_or_save(done)
-            self._log.before_step(done + 1, self.steps)
-
-    @property
-    def _ends_early(self) -> bool:
-        return self.early_stop is not None and self.early_stop.is_reached
-
     def _stop_or_save(self, done: int) -> None:
         """Raise Stopped if the ranks have agreed to stop here, once the state is saved; else save it if that is due."""
         try:
@@ -367,44 +378,56 @@ class TrainingRun(Run):
             self._checkpoints.at_boundary(done)
 
     def _shares(self, feed: MicrobatchFeed | StreamFeed) -> Iterator[Share]:
-        every = self.config.eval.every
-        self._rates.check(self.steps, self.world)
-        _require_step(self.config, self.steps)
+        every, steps, early_stop = self.config.eval.every, self.steps, self.early_stop
+        self._rates.check(steps, self.world)
+        _require_step(self.config, steps)
         ready = feed.batches(self.done)
-        while self.done < self.steps and not self._ends_early:
+        while self.done < steps and (early_stop is None or not early_stop.is_reached):
             before = self.done
-            self._whole.refuse("the next share of run.batches() or run.over()")
-            self._pass_boundary(before)
+            if self._whole.is_open:
+                self._whole.refuse("the next share of run.batches() or run.over()")
+            if self._boundary_hook is not None:
+                self._boundary_hook(before)
+            self._stop_or_save(before)
+            self._log.before_step(before + 1, steps)
             self.heartbeat.step = before + 1
             self._mark("data")
             read = next(ready)
             self._plans = [plan for _, plan in read]
             if self._batch_observer is not None:
                 self._batch_observer(read)
-            self._share = share = self.work.make_share(partial(self._maker.make, read, feed, before))
+            if self.work.observes:
+                share = self.work.make_share(partial(self._maker.make, read, feed, before))
+            else:
+                share = self._maker.make(read, feed, before)
+            self._share = share
             yield share
             self._share = share = None
-            self._end_share()
+            if not self._choice.alone:
+                self._end_share()
             if self.done != before + 1:
                 times = "once" if self._choice.alone else "at most once for each part, and for at least one part"
                 taken = f"the loop called run.step {self.done - before} times for one share"
                 raise TaskError(f"{taken}; call it {times}, with that share")
             if every and self.done % every == 0:
                 self.evaluate()
-        self._pass_boundary(self.done)
+        if self._boundary_hook is not None:
+            self._boundary_hook(self.done)
 
     def _end_share(self) -> None:
-        """Count the share's step, if a part took one, and log the parts' results if the step is due."""
-        if not self._parts_stepped:
-            return
-        self._parts_stepped.clear()
-        number = self.done = self.done + 1
-        if not self._due:
-            return
+        """Count the share's step, if several parts took one, and log their results if the step is due."""
+        if self._parts_stepped:
+            self._parts_stepped.clear()
+            self.done += 1
+            if self._due:
+                self._log_step()
+
+    def _log_step(self) -> None:
+        """Log the parts' results of the last step."""
         for part in self._parts.values():
-            if part.steps:  # parts that took a step in this share have reported it already
+            if not part.is_reported:  # parts that took a step in this share have reported it already
                 part.report()
-        self._log.write_step(number, self.steps, self._parts)
+        self._log.write_step(self.done, self.steps, self._parts)
 
 
 def _require_step(config: Config, steps: int) -> None:
@@ -418,7 +441,5 @@ def _require_step(config: Config, steps: int) -> None:
             )
 
 
-def _require_share(share: object) -> None:
-    """Raise TaskError if a step is given anything else."""
-    if not isinstance(share, Share):
-        raise TaskError(f"run.step takes a Share, as run.batches() and run.over() yield; it got {share!r}")
+def _not_a_share(share: object) -> TaskError:
+    return TaskError(f"run.step takes a Share, as run.batches() and run.over() yield; it got {share!r}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count, islice
 from typing import Any, final
@@ -37,7 +37,7 @@ class ShareMaker:
         samples = feed.samples(done)
         if not self._weighs:
             tokens = float(read[0][1].of_tokens) or None
-            return self._on_device(((batch, plan.weight) for batch, plan in read), samples, tokens)
+            return self._on_device([(batch, plan.weight) for batch, plan in read], samples, tokens)
         weights = [self._weight(batch, plan.tokens or len(plan.keys)) if plan.weight else 0.0 for batch, plan in read]
         total = torch.tensor(sum(weights), dtype=torch.float64, device=self._world.device)
         whole = self._world.sum_shares(total).item()
@@ -51,11 +51,12 @@ class ShareMaker:
         micros = [(b if w > 0 else self._batch_with_weight, w / whole) for (b, _), w in zip(read, weights, strict=True)]
         return self._on_device(micros, samples, whole)
 
-    def _on_device(self, micros: Iterable[tuple[Any, float]], samples: int, weight: float | None = None) -> Share:
+    def _on_device(self, micros: Sequence[tuple[Any, float]], samples: int, weight: float | None = None) -> Share:
         """Return a share of microbatches, given as batch and scale; the first of every rank come before the second."""
-        made = zip(micros, count(self._world.share, self._world.shares), strict=False)
-        device = self._world.device
-        return Share([Micro(to_device(b, device), scale, number) for (b, scale), number in made], samples, weight)
+        numbered, device = zip(micros, count(self._world.share, self._world.shares), strict=False), self._world.device
+        if device.type != "cpu":
+            numbered = (((to_device(batch, device), scale), number) for (batch, scale), number in numbered)
+        return Share([Micro(batch, scale, number) for (batch, scale), number in numbered], samples, weight)
 
     def _weight(self, batch: Any, samples: int = 1) -> float:
         weight = self._task.weight(batch)

@@ -44,8 +44,10 @@ class StepLog:
 
     def before_step(self, number: int, steps: int) -> None:
         """Begin to record memory and waiting if step `number` of `steps` will be logged."""
+        logs = self._since_log + 1 == self._every or number == steps or number == 1
+        if self._memory is None and not self._observer.observes and not (logs and self._observer.in_logged_steps):
+            return
         at = time.perf_counter()
-        logs = self._logs(number, steps, self._since_log + 1)
         self._settle_work()
         if self._memory is not None:
             self._memory.before(logs=logs)
@@ -53,20 +55,14 @@ class StepLog:
             self._observer.begin(measure=logs)
         self._since += time.perf_counter() - at  # not counted as time of a step
 
-    def count(self, share: Share) -> None:
-        """Count a share that takes a step."""
+    def count(self, share: Share, number: int, steps: int) -> bool:
+        """Count the share of step `number` of `steps`; return whether that is logged."""
         self._since_log, self._timed, self._samples = self._since_log + 1, self._timed + 1, share.samples
         self._all_samples += share.samples
         if share.weight is not None:
             self._weight = (self._weight or 0.0) + share.weight
             self._observer.add_weight(share.weight)
-
-    def is_due(self, number: int, steps: int) -> bool:
-        """Return whether step `number` of `steps`, which is counted, is logged."""
-        return self._logs(number, steps, self._since_log)
-
-    def _logs(self, number: int, steps: int, filled: int) -> bool:
-        return filled == self._every or number == steps or number == 1
+        return self._since_log == self._every or number == steps or number == 1
 
     def write_step(self, number: int, steps: int, parts: Mapping[str, TrainedPart]) -> None:
         """Write what the parts report of step `number` of `steps`."""

@@ -191,6 +191,8 @@ class StopAgreement:
     def __call__(self, step: int) -> None:
         """Raise Stopped if a stop was requested and `step`, the number of steps done, is the agreed last one."""
         global _stop_reason
+        if self._world.size == 1 and _stop_requested_at is None and _deadline is None:
+            return
         agreed = self._agreement(step, _stop_reason if stop_requested() else "")
         if self._agreement.reason:
             request_stop(self._agreement.reason)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -261,7 +262,7 @@ class MeshEngine(ShardedEngine):
             mark("backward")
             out, hidden = live.pop(turn.micro)
             gradient = None if stage.is_last else self._channel.receive_gradient(turn.micro, out)
-            with self.sync(count, last=turn.micro == count - 1):
+            with self.sync(count, last=turn.micro == count - 1) or nullcontext():
                 if stage.is_last:
                     self.backward(out)
                 elif out.requires_grad:

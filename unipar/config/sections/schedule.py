@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, PositiveFloat, PositiveInt, Tag, model_validator
@@ -54,10 +55,13 @@ class _Schedule(Section):
 
     def factor(self, step: int, steps: int) -> float:
         """Return the factor of the learning rate at optimizer step `step` (from 0) of `steps`."""
-        warmup = self.warmup_steps(steps)
-        if step < warmup:
-            return self._rise(step, warmup)
-        return self._after_warmup(step - warmup, max(1, steps - self._first - warmup))
+        return self.curve(steps)(step)
+
+    def curve(self, steps: int) -> Callable[[int], float]:
+        """Return the factor as a function of the optimizer step (from 0) alone, in a run of so many steps."""
+        warmup, rise, after = self.warmup_steps(steps), self._rise, self._after_warmup
+        last = max(1, steps - self._first - warmup)
+        return lambda step: rise(step, warmup) if step < warmup else after(step - warmup, last)
 
     @property
     def _first(self) -> int:
@@ -109,7 +113,7 @@ class Linear(_Schedule):
 
     @override
     def _after_warmup(self, since: int, last: int) -> float:
-        return self.end + (1.0 - self.end) * remaining_share("linear", since / last)
+        return self.end + (1.0 - self.end) * max(0.0, 1.0 - since / last)
 
 
 class Cosine(_Schedule):
@@ -157,9 +161,9 @@ class InverseRoot(_Schedule):
         return self.scale or self.warmup_steps(steps) or 10_000
 
     @override
-    def factor(self, step: int, steps: int) -> float:
+    def curve(self, steps: int) -> Callable[[int], float]:
         warmup, scale = self.warmup_steps(steps), self.steps_to_half(steps)
-        return self._rise(step, warmup) if step < warmup else math.sqrt(scale / (step - warmup + scale))
+        return lambda step: self._rise(step, warmup) if step < warmup else math.sqrt(scale / (step - warmup + scale))
 
     @override
     def shortened(self, steps: int, of: int) -> dict[str, Any]:
@@ -168,7 +172,7 @@ class InverseRoot(_Schedule):
 
     @override
     def _after_warmup(self, since: int, last: int) -> float:
-        raise AssertionError("factor() needs the number of all steps")
+        raise AssertionError("curve() needs the number of all steps")
 
 
 class Steps(_Schedule):
@@ -187,15 +191,19 @@ class Steps(_Schedule):
     """Factor of each fall."""
 
     @override
-    def factor(self, step: int, steps: int) -> float:
-        falls = step // self.every if self.every is not None else sum(step >= at for at in self.at)
+    def curve(self, steps: int) -> Callable[[int], float]:
         warmup = self.warmup_steps(steps)
-        rise = self._rise(step, warmup) if step < warmup else 1.0
-        return rise * self.by**falls
+
+        def factor(step: int) -> float:
+            falls = step // self.every if self.every is not None else sum(step >= at for at in self.at)
+            rise = self._rise(step, warmup) if step < warmup else 1.0
+            return rise * self.by**falls
+
+        return factor
 
     @override
     def _after_warmup(self, since: int, last: int) -> float:
-        raise AssertionError("factor() counts falls from the first step")
+        raise AssertionError("curve() counts falls from the first step")
 
     @model_validator(mode="after")
     def _one_count(self) -> Self:

@@ -52,11 +52,13 @@ class GatheredModel:
     """
 
     def __init__(self, engine_of: Callable[[str | None], Engine], is_busy: Callable[[], bool]) -> None:
-        self._engine_of, self._is_busy, self._is_open = engine_of, is_busy, False
+        self._engine_of, self._is_busy = engine_of, is_busy
+        self.is_open = False
+        """Whether parameters are gathered now."""
 
     def refuse(self, call: str) -> None:
         """Raise TaskError if parameters are gathered now: some ranks would wait in collectives for the others."""
-        if self._is_open:
+        if self.is_open:
             raise TaskError(
                 f"{call} was called inside `with {WHOLE_CALL}`, where parameters are gathered: leave the block first"
             )
@@ -82,11 +84,11 @@ class GatheredModel:
         began = time.perf_counter()
         with engine.whole() as model:
             run.note("whole", step=run.done, bytes=needed, seconds=time.perf_counter() - began)
-            self._is_open = True
+            self.is_open = True
             try:
                 yield model
             finally:
-                self._is_open = False
+                self.is_open = False
         run.mark("between")
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, final
 
+import torch
 from torch import Tensor, nn
 
-from unipar.backend import Engine, Fn, LossFn, Mark, Micro
+from unipar.backend import Engine, Fn, LossFn, Mark, Micro, Step
 from unipar.config import Config
 from unipar.data.order import MicrobatchPlan
 from unipar.distributed.device import has_own_memory
@@ -34,58 +34,78 @@ class StepLoss:
     def __init__(self, task: Task, world: World, config: Config, mark: Mark, work: StepObserver) -> None:
         declared = any(task.defines(name) for name in LOSS_ACROSS)
         self._across = AcrossBatch(task, world, config) if declared else None
+        self.is_across = declared
+        """Whether the task's loss is one across the batch."""
+
         self._task, self._mark, self._work = task, mark, work
-        self._device = has_own_memory(world.device)
+        self._seeds_device = has_own_memory(world.device)
+        self._seed_generators = seed_torch if self._seeds_device else torch.default_generator.manual_seed
         self._seed = mix_into(MIX_START, config.train.seed, 3)
         self._shares = world.shares
-        self._fns: Sequence[Fn] = (task.loss,)
-        self._count = 1
-        """Number of microbatches of all ranks, by which the numbers of the second loss's are larger."""
+        self._own = (task.loss,)
+        self._fns: Sequence[Fn] = self._own
+        """Losses of the step that is taken now."""
+
+        self._count = 0
+        """Number of microbatches of all ranks, by which the numbers of the second loss's are larger; 0: one loss."""
+
+        self._numbered: LossFn | None = None
+        """Loss that takes a microbatch's number, in place of `_fns`."""
 
         self._done, self._of_part = 0, tuple[int, ...]()
-        self._is_across = False
-        self._numbered: NumberedLoss | None = None
 
-    @contextmanager
-    def step(
+    def begin(self, done: int, of_part: tuple[int, ...]) -> None:
+        """Begin a step with the task's own loss, when `done` steps are done.
+
+        `of_part`: numbers that make random numbers differ between parts.
+        """
+        self._done, self._of_part, self._fns, self._count, self._numbered = done, of_part, self._own, 0, None
+
+    def take_step(
         self,
         engine: Engine,
         loss: Fn | Sequence[Fn] | NumberedLoss | None,
         micros: Sequence[Micro],
         plans: Sequence[MicrobatchPlan],
-        *,
-        done: int,
-        of_part: tuple[int, ...],
-    ) -> Generator[tuple[Fn, Sequence[Micro]]]:
-        """Context manager: this is the loss of a part's step, given or the task's own.
-
-        It yields the loss as a function, and the microbatches: with several losses those of the first, then those of
-        the second. `done`: steps that are done; `of_part`: numbers that make random numbers differ between parts.
-        """
-        self._numbered = loss if isinstance(loss, NumberedLoss) else None
-        loss = None if isinstance(loss, NumberedLoss) else loss
-        self._fns = _listed(self._task.loss if loss is None else loss)
-        self._done, self._of_part, self._count = done, of_part, len(micros) * self._shares
-        across = self._across if loss is None and self._numbered is None else None
-        self._is_across = across is not None
-        if across is not None:
+        rate: float,
+    ) -> Step:
+        """Return the result of the engine's step with this loss, or these; None: the task's own."""
+        across, each = None, micros
+        if loss is not None:
+            each = self._use(loss, micros)
+        elif (across := self._across) is not None:
+            self._numbered = across.loss
             across.begin(engine, self._features, micros, plans, self._seed_of(_OF_WHOLE_BATCH), self._mark, self._work)
-        if len(self._fns) == 1:
-            yield self._fns[0], micros
+        if self._work.observes:
+            plain = self._fns[0] if len(self._fns) == 1 else partial(_sum, self._fns)
+            out = self._work.run_step(engine, self.compute, each, rate, self._mark, (plain, micros))
         else:
-            numbered = ((k, micro) for k in range(len(self._fns)) for micro in micros)
-            yield partial(_sum, self._fns), [replace(m, number=m.number + k * self._count) for k, m in numbered]
+            out = engine.step(self.compute, each, rate, self._mark)
         if across is not None:
             across.end()
+        return out
 
-    def __call__(self, model: nn.Module, batch: Any, number: int) -> Tensor:
+    def _use(self, loss: Fn | Sequence[Fn] | NumberedLoss, micros: Sequence[Micro]) -> Sequence[Micro]:
+        """Use another loss than the task's, or several; return the microbatches of the first, then of the second."""
+        if isinstance(loss, NumberedLoss):
+            self._numbered = loss.fn
+            return micros
+        self._fns = _listed(loss)
+        if len(self._fns) == 1:
+            return micros
+        self._count = len(micros) * self._shares
+        numbered = ((k, micro) for k in range(len(self._fns)) for micro in micros)
+        return [replace(micro, number=micro.number + k * self._count) for k, micro in numbered]
+
+    def compute(self, model: nn.Module, batch: Any, number: int) -> Tensor:
         """Return the loss, with PyTorch seeded by step and microbatch, so that the rank makes no difference."""
-        which, micro = divmod(number, self._count)
-        seed_torch(self._seed_of(micro, *((which,) if which else ())), device=self._device)
+        which, of_loss = 0, ()
+        if self._count and number >= self._count:
+            which, number = divmod(number, self._count)
+            of_loss = (which,)
+        self._seed_generators(mix_into(self._seed, self._done, number, *of_loss, *self._of_part) >> 1)
         if self._numbered is not None:
-            return self._numbered.fn(model, batch, number)
-        if self._is_across and self._across is not None:
-            return self._across.loss(model, batch, number)
+            return self._numbered(model, batch, number)
         loss: Any = self._fns[which](model, batch)
         if not isinstance(loss, Tensor) or loss.ndim:
             shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
@@ -94,7 +114,7 @@ class StepLoss:
 
     def _features(self, model: nn.Module, batch: Any, number: int) -> Any:
         """Return the features of a microbatch, with the random numbers that they are computed with again."""
-        seed_torch(self._seed_of(number), device=self._device)
+        seed_torch(self._seed_of(number), device=self._seeds_device)
         return self._task.features(model, batch)
 
     def seeded(self, fn: LossFn, *, done: int, of_part: tuple[int, ...]) -> LossFn:
@@ -102,7 +122,7 @@ class StepLoss:
 
         def run(model: nn.Module, batch: Any, number: int) -> Any:
             self._done, self._of_part = done, of_part
-            seed_torch(self._seed_of(number), device=self._device)
+            seed_torch(self._seed_of(number), device=self._seeds_device)
             return fn(model, batch, number)
 
         return run

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from unipar.utils.text import count_of
 from unipar.verification.judgement.record import RankBatches, RunRecord, SketchVector, StateKey, tensor_distance
-from unipar.verification.judgement.tolerance import NOISE_GRADIENT_SHARE, SQUARED_GRADIENTS, Tolerance, gradient_share
+from unipar.verification.judgement.tolerance import SQUARED_GRADIENTS, Tolerance, gradient_shares
 
 SKETCH_FACTOR = 4.0
 """Factor on a sketch's tolerance: a sketch gives lengths to a factor of two, so it locates a difference only."""
@@ -197,6 +197,7 @@ def _measure_sketch(run: RunRecord, tolerance: Tolerance, key: StateKey, step: i
 
 def _measure_final_state(run: RunRecord, tolerance: Tolerance) -> Iterator[Measurement]:
     base, last = tolerance.base, run.steps
+    gradients = gradient_shares(run) if tolerance.noise else {}
     for key, tensor in base.state.items():
         name, kind = key
         if key not in run.state:
@@ -204,7 +205,7 @@ def _measure_final_state(run: RunRecord, tolerance: Tolerance) -> Iterator[Measu
         elif name not in tolerance.noise:
             yield Measurement(kind, last, tensor_distance(run.state[key], tensor), tolerance.state[key], name)
         elif kind in SQUARED_GRADIENTS:
-            yield Measurement("gradient", last, gradient_share(run, name), NOISE_GRADIENT_SHARE, name)
+            yield Measurement("gradient", last, gradients.get(name, 0.0), tolerance.noise[name], name)
     if run.copies:
         for name, (buffer, allowed) in tolerance.buffers.items():
             off = tensor_distance(run.buffers[name], buffer) if name in run.buffers else math.nan

@@ -58,8 +58,9 @@ class Tolerance:
     norms: list[float]
     state: dict[StateKey, float]
     sketches: list[dict[StateKey, float]]
-    noise: frozenset[str]
-    """Parameters whose gradient is rounding noise, which are judged by the size of their gradient."""
+    noise: Mapping[str, float]
+    """Parameters whose gradient is rounding noise, each with the largest allowed share of its gradient in the model's,
+    by which it is judged."""
 
     buffers: dict[str, tuple[Tensor, float]] = field(default_factory=dict[str, tuple[Tensor, float]])
     """Each buffer at the end, and its largest allowed difference, for cells whose ranks share the work."""
@@ -82,7 +83,7 @@ def measure_tolerance(
     norms = [_at_least(_spread([r.norms[t][0] for r in runs]), last * abs(base.norms[t][0])) for t in range(base.steps)]
     if base.narrow:
         losses, norms = _raise_to_usual_step(losses), _raise_to_usual_step(norms)
-    noise = _find_noise_parameters(exact)
+    noise = _noise_tolerance(runs, exact)
     few_bits = _tolerance_of_single_elements(runs)
     sketches = [_sketch_tolerance([r.states[t] for r in runs], last) for t in range(1, base.steps + 1)]
     return Tolerance(
@@ -228,17 +229,24 @@ def _length(vector: SketchVector) -> float:
     return float(np.linalg.norm(vector))
 
 
-def _find_noise_parameters(exact: RunRecord) -> frozenset[str]:
-    """Return parameters without a true gradient, by the mean of its squares in fp64, where rounding is negligible."""
-    second = {name: t.double() for (name, kind), t in exact.state.items() if kind in SQUARED_GRADIENTS}
-    if not second:
-        return frozenset()
-    whole = sum(float(t.sum()) for t in second.values()) / sum(t.numel() for t in second.values())
-    return frozenset(n for n, t in second.items() if float(t.mean()) ** 0.5 < NOISE_GRADIENT_SHARE * whole**0.5)
+def _noise_tolerance(runs: Sequence[RunRecord], exact: RunRecord) -> dict[str, float]:
+    """Return the parameters without a true gradient, with the share of the model's gradient that theirs may be.
+
+    A true gradient is seen in fp64, where rounding is negligible; what rounding makes of none, in the other runs.
+    """
+    noise = [name for name, share in gradient_shares(exact).items() if share < NOISE_GRADIENT_SHARE]
+    shares = [gradient_shares(run) for run in runs]
+    return {
+        name: max(NOISE_GRADIENT_SHARE, SPREAD_FACTOR * max(share.get(name, 0.0) for share in shares)) for name in noise
+    }
 
 
-def gradient_share(record: RunRecord, name: str) -> float:
-    """Return the size of a parameter's gradient relative to the model's, by the mean of its squares; 0 without any."""
-    second = {n: t.double() for (n, kind), t in record.state.items() if kind in SQUARED_GRADIENTS}
-    whole = sum(float(t.sum()) for t in second.values()) / sum(t.numel() for t in second.values())
-    return (float(second[name].mean()) / whole) ** 0.5 if whole else 0.0
+def gradient_shares(record: RunRecord) -> dict[str, float]:
+    """Return the size of each parameter's gradient relative to the model's, by the mean of its squares.
+
+    It is {} if the optimizer's state does not tell, or the model has no gradient at all.
+    """
+    squares = {n: t.double() for (n, kind), t in record.state.items() if kind in SQUARED_GRADIENTS}
+    sums = {name: float(t.sum()) for name, t in squares.items()}
+    whole = sum(sums.values()) / max(1, sum(t.numel() for t in squares.values()))
+    return {name: (sums[name] / t.numel() / whole) ** 0.5 for name, t in squares.items() if t.numel()} if whole else {}

@@ -137,7 +137,7 @@ def _next_steps(planned: Plan) -> list[str]:
         one = "" if len(planned.recommendations) == 1 else f" --world {chosen[-1].ranks}"
         steps.append(f"the same with{one} --pick writes the recommended config")
         steps.append(f"the same with --why {chosen[-1].cell} explains its peak by its tensors")
-    return [*steps, "the same with --details prints memory by category, and what the figures are"]
+    return [*steps, "the same with --details prints bytes by category and explains all figures"]
 
 
 def _say_that_it_plans() -> AbstractContextManager[object]:

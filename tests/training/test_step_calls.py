@@ -1,0 +1,69 @@
+"""Function calls of a step on the benchmark's tiny model, which are the same on any machine."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from torch.nn.utils import clip_grad_norm_
+from torch.utils.data import TensorDataset
+
+from benchmarks.timing import count_calls
+from benchmarks.tiny import CONFIG, MLP, by_hand
+from tests.support.running import running
+
+STEP_CALLS = 37
+"""Calls of a step beyond those of forward, backward, clip and update by hand."""
+
+DATA_CALLS = 31
+"""Further calls of a step that reads its own data, beyond those of the dataset and of collate."""
+
+COMPREHENSIONS = 8 if sys.version_info < (3, 12) else 0
+"""Comprehensions of the data's way, which are calls in older versions of Python."""
+
+ABOVE_HAND = 25
+"""Calls that a step may take beyond a loop by hand with a schedule."""
+
+
+def test_calls_of_a_step(tmp_path: Path) -> None:
+    """A feature that adds a call to every step, or to the reading of every step's data, changes these numbers."""
+    task = MLP()
+    dataset, model = task.data(), task.model()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    parameters = tuple(model.parameters())
+
+    def read() -> tuple[object, ...]:
+        return task.collate([dataset[0], dataset[1], dataset[2], dataset[3]])
+
+    def step_by_hand() -> None:
+        task.loss(model, batch).backward()
+        clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with running(MLP(), tmp_path, **CONFIG.model_dump(mode="json", exclude_unset=True)) as run:
+        assert isinstance(run.feed.source.dataset, TensorDataset)
+        data = run.batches()
+        share = next(data)
+        batch = share[0]
+
+        def step_again() -> None:
+            run.step(share)
+            run.done -= 1
+
+        run.step(share)
+        loops = {
+            "step": step_again,
+            "step and data": lambda: run.step(next(data)),
+            "by hand": step_by_hand,
+            "by hand, with a schedule": by_hand(lambda: batch),
+            "read": read,
+        }
+        for loop in loops.values():
+            loop()
+        once, again = ({name: count_calls(loop) for name, loop in loops.items()} for _ in range(2))
+    assert once == again
+    calls = (once["step"] - once["by hand"], once["step and data"] - once["step"] - once["read"])
+    assert calls == (STEP_CALLS, DATA_CALLS + COMPREHENSIONS)
+    assert once["step"] <= once["by hand, with a schedule"] + ABOVE_HAND
