@@ -36,15 +36,18 @@ def add_to(module: Any, native: Any) -> None:
         def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
             ranks = list(getattr(options, "global_ranks_in_group", ())) or list(range(size))
             name = str(getattr(options, "group_name", "")) or "default"
-            gloo = module.ProcessGroupGloo(module.PrefixStore("softcuda", store), rank, size, timeout=options._timeout)
+            later = options._timeout + timedelta(minutes=1)  # NCCL's watchdog comes first
+            gloo = module.ProcessGroupGloo(module.PrefixStore("softcuda", store), rank, size, timeout=later)
             self._options = options
 
             def connect(device: int) -> None:
                 store.set(f"softcuda/{rank}", f"{os.uname().nodename} {activation.visible[device]}")
                 devices = [store.get(f"softcuda/{other}").decode() for other in range(size)]
                 if devices.count(devices[rank]) > 1:
+                    import torch
+
                     other = next(i for i in range(size) if i != rank and devices[i] == devices[rank])
-                    raise module._DistBackendError(
+                    raise torch.distributed.DistBackendError(
                         "NCCL error: invalid usage (run with NCCL_DEBUG=WARN for details), NCCL version 2.27.3\n"
                         f"Duplicate GPU detected : rank {rank} and rank {other} both on CUDA device {devices[rank]}"
                     )
@@ -63,6 +66,7 @@ def add_to(module: Any, native: Any) -> None:
             """The options that it was made with."""
             return self._options
 
+    module._DEFAULT_PG_NCCL_TIMEOUT = timedelta(minutes=10)
     ProcessGroupNCCL.Options = Options  # pyright: ignore[reportAttributeAccessIssue]
     module.ProcessGroupNCCL = ProcessGroupNCCL
 
