@@ -159,7 +159,9 @@ def test_a_collective_that_nobody_waits_for(wait: bool, emulated: EmulatedDevice
 )  # fmt: skip
 def test_refused_tensors(call: str, error: str, emulated: EmulatedDevice) -> None:
     """Tensors of the CPU, with gaps, or of a wrong size."""
-    runs = emulated.ranks(f"{START}try:\n    {call}\nexcept (RuntimeError, ValueError) as e:\n    result = str(e)")
+    runs = emulated.ranks(
+        f"{START}try:\n    {call}\nexcept (RuntimeError, ValueError) as e:\n    result = str(e)\ndist.barrier()"
+    )
     assert [str(run.result).startswith(error) for run in runs] == [True, True], runs[0].stderr
 
 

@@ -65,8 +65,7 @@ class EmulatedTraining:
         made["train"]["precision"] = precision
         for section, keys in self.more.items():
             made.setdefault(section, {}).update(keys)
-        axes = math.prod(int(axis[-1]) for axis in self.cell.split("+")[1:] if axis[-1].isdecimal())
-        made.setdefault("parallel", {})["data"] = self.ranks // axes
+        made.setdefault("parallel", {})["data"] = self.ranks
         return made
 
     def run(self, device: EmulatedDevice, precision: str, folder: Path) -> EmulatedRun:
