@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import subprocess
 import tempfile
 import time
 from collections import Counter
@@ -18,6 +19,7 @@ from tests.support.softcuda.processes import EmulatedDevice, EmulatedRun
 from unipar.utils.table import format_table
 
 STEPS = 6
+TIMEOUT = 300.0
 SETTINGS: Mapping[str, Any] = {
     "task": {
         "use": f"{ROOT}/examples/char_gpt.py:CharGPT",
@@ -71,7 +73,11 @@ class EmulatedTraining:
     def run(self, device: EmulatedDevice, precision: str, folder: Path) -> EmulatedRun:
         """Train on the emulated device."""
         settings = json.dumps(self.settings(precision, folder / "run"))
-        return device.run(CODE.format(settings=settings, cell=self.cell), devices=max(2, self.ranks), timeout=300.0)
+        code = CODE.format(settings=settings, cell=self.cell)
+        try:
+            return device.run(code, devices=max(2, self.ranks), timeout=TIMEOUT)
+        except subprocess.TimeoutExpired:
+            return EmulatedRun(None, -1, f"no end after {TIMEOUT:.0f} s", ())
 
 
 ALL = ("fp32", "bf16-mixed", "fp16", "bf16-master")

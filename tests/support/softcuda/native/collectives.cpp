@@ -389,7 +389,7 @@ class Group final : public Backend {
     double divisor = 1;
     if (options.reduceOp == ReduceOp::AVG) divisor = getSize();
     if (options.reduceOp == ReduceOp::PREMUL_SUM) {
-      auto* by = reinterpret_cast<const PreMulSumSupplement*>(options.reduceOp.supplement_.get());
+      auto* by = reinterpret_cast<const NCCLPreMulSumSupplement*>(options.reduceOp.supplement_.get());
       for (auto& tensor : in) tensor.mul_(by->tensor_factor.defined() ? host_view(by->tensor_factor).item<double>() : by->double_factor);
     }
     if (options.reduceOp == ReduceOp::AVG || options.reduceOp == ReduceOp::PREMUL_SUM) plain.reduceOp = ReduceOp::SUM;
