@@ -27,7 +27,7 @@ WORKERS := $(shell [ "$$(nproc)" -gt 1 ] && echo 2 || echo 0)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo verify test lint style bench layout route settings memory mesh examples bubble pairs conformance chaos matrix machines ray sweeps planted compiled versions fresh torchtune docs gpu gpu-wheels setup horovod clean
+.PHONY: help demo verify test lint style bench layout route settings memory mesh examples bubble pairs conformance chaos matrix machines ray sweeps emulated planted compiled versions fresh torchtune docs gpu gpu-wheels setup horovod clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
@@ -101,6 +101,10 @@ ray: setup $(DONE)/tests ## Ray jobs of every backend over two machines, and a r
 
 sweeps: setup $(DONE)/tests ## what `make test` plays examples of: launchers, scripts, tasks, pages
 	@$(PYTEST) -m sweep $(ARGS)
+
+emulated: setup $(DONE)/tests ## tests on an emulated CUDA device, and every strategy and precision there (ARGS: words of rows)
+	@$(PYTEST) -m emulated
+	$(IN_VENV) $(BIN)/python -m tests.support.softcuda.strategies $(ARGS)
 
 planted: setup $(DONE)/tests ## silent errors of our own, planted one by one in a copy of the code, and the test that finds each
 	$(IN_VENV) $(BIN)/python -m tests.corpus.planted

@@ -130,6 +130,8 @@ def test_memory_by_nvml(emulated: EmulatedDevice) -> None:
 import os
 import pynvml
 import torch
+
+pytestmark = pytest.mark.emulated
 pynvml.nvmlInit()
 before = len(pynvml.nvmlDeviceGetComputeRunningProcesses(1))
 x = torch.zeros(5 * 2**20, dtype=torch.uint8, device="cuda:1")

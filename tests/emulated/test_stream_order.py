@@ -228,6 +228,8 @@ def test_a_question_before_a_fork(profile: str, spoils: bool, emulated: Emulated
         """
 import os
 import torch
+
+pytestmark = pytest.mark.emulated
 count = torch.cuda.device_count()
 pid = os.fork()
 if not pid:

@@ -84,6 +84,7 @@ def test_no_python(system: Path) -> None:
         "examples",
         "chaos",
         "sweeps",
+        "emulated",
         "conformance",
         "versions",
         "fresh",

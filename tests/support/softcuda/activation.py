@@ -100,7 +100,7 @@ def _complete_c(module: Any) -> None:
 
     def c10d_init() -> Any:
         done = initialise()
-        groups.add_to(sys.modules["torch._C._distributed_c10d"], native)
+        groups.add_to(sys.modules["torch._C._distributed_c10d"], native, module)
         return done
 
     module._c10d_init = c10d_init

@@ -20,19 +20,28 @@ OLD_DRIVER = (
 Functions = dict[str, Callable[..., Any]]
 
 
+def constant(value: Any) -> Callable[..., Any]:
+    """Return a function that returns a value, whatever it is called with."""
+
+    def function(*_: Any, **__: Any) -> Any:
+        return value
+
+    return function
+
+
 def add_to(module: Any, native: Any) -> None:
     """Add to torch._C what it would have with CUDA."""
     module._has_cuda = True
     module._CudaDeviceProperties = _Properties
     module._CudaStreamBase, module._CudaEventBase = _stream_class(module), _event_class(module, native)
     module._cudart, module._nvtx = _Runtime, _Annotations
-    module._is_flash_attention_available = lambda: True
-    module._nccl_version, module._nccl_version_suffix = lambda: 2 << 32 | 27 << 16 | 3, lambda: b""
-    module._graph_pool_handle = lambda: (0, 0)
+    module._is_flash_attention_available = constant(True)
+    module._nccl_version, module._nccl_version_suffix = constant(2 << 32 | 27 << 16 | 3), constant(b"")
+    module._graph_pool_handle = constant((0, 0))
     for name in ("_CUDAGraph", "_CUDAGreenContext", "_MemPool", "_cuda_CUDAAllocator"):
         if not hasattr(module, name):
             setattr(module, name, type(name, (), {}))  # types that torch.cuda derives from at import
-    for functions in (_devices(module, native), _streams(module), _memory(native), _settings(native)):
+    for functions in (_devices(module, native), _streams(module), _memory(native), _settings()):
         for name, function in functions.items():
             setattr(module, f"_cuda_{name}", function)
 
@@ -82,15 +91,19 @@ def _devices(module: Any, native: Any) -> Functions:
         "exchangeDevice": exchange,
         "maybeExchangeDevice": exchange,
         "hasPrimaryContext": native.has_context,
-        "canDeviceAccessPeer": lambda one, other: True,
-        "getCompiledVersion": lambda: 13000,
-        "getArchFlags": lambda: "sm_75 sm_80 sm_90",
+        "canDeviceAccessPeer": constant(True),
+        "getCompiledVersion": constant(13000),
+        "getArchFlags": constant("sm_75 sm_80 sm_90"),
     }
 
 
 def _streams(module: Any) -> Functions:
-    def as_tuple(stream: Any) -> tuple[int, int, int]:
+    def current(device: int) -> tuple[int, int, int]:
+        stream = module._accelerator_getStream(device)
         return stream.stream_id, stream.device_index, CUDA
+
+    def default(device: int) -> tuple[int, int, int]:
+        return 0, device, CUDA
 
     def set_stream(stream_id: int, device_index: int, device_type: int) -> None:
         module._accelerator_setStream(
@@ -99,19 +112,19 @@ def _streams(module: Any) -> Functions:
 
     return {
         "synchronize": lambda: module._accelerator_synchronizeDevice(module._accelerator_getDeviceIndex()),
-        "getCurrentStream": lambda device: as_tuple(module._accelerator_getStream(device)),
-        "getCurrentRawStream": lambda device: module._accelerator_getStream(device).stream_id,
-        "getDefaultStream": lambda device: (0, device, CUDA),
+        "getCurrentStream": current,
+        "getCurrentRawStream": lambda device: current(device)[0],  # pyright: ignore[reportUnknownLambdaType]
+        "getDefaultStream": default,
         "setStream": set_stream,
-        "isCurrentStreamCapturing": lambda: False,
-        "sleep": lambda cycles: None,
+        "isCurrentStreamCapturing": constant(False),
+        "sleep": constant(None),
     }
 
 
 def _memory(native: Any) -> Functions:
     def nested(device: int) -> dict[str, Any]:
         found = native.statistics(device)
-        none = dict.fromkeys(("current", "peak", "allocated", "freed"), 0)
+        none: dict[str, int] = {"current": 0, "peak": 0, "allocated": 0, "freed": 0}
 
         def pools(counter: dict[str, int]) -> dict[str, Any]:
             return {"all": counter, "large_pool": counter, "small_pool": none}
@@ -164,38 +177,45 @@ def _memory(native: Any) -> Functions:
         fractions[device] = fraction
         native.limit_memory(device, fraction)
 
+    def fraction_of(device: int) -> float:
+        return fractions.get(device, 1.0)
+
     return {
         "memoryStats": nested,
         "resetPeakMemoryStats": native.reset_peaks,
-        "resetAccumulatedMemoryStats": lambda device: None,
+        "resetAccumulatedMemoryStats": constant(None),
         "hostMemoryStats": host,
         "resetPeakHostMemoryStats": native.reset_pinned_peaks,
-        "resetAccumulatedHostMemoryStats": lambda: None,
+        "resetAccumulatedHostMemoryStats": constant(None),
         "emptyCache": lambda *_: native.empty_cache(),
         "memorySnapshot": snapshot,
         "record_memory_history": record,
         "record_memory_history_legacy": record,
         "setMemoryFraction": limit,
-        "getMemoryFraction": lambda device: fractions.get(device, 1.0),
-        "getAllocatorBackend": lambda: "native",
+        "getMemoryFraction": fraction_of,
+        "getAllocatorBackend": constant("native"),
         "attach_out_of_memory_observer": native.observe_out_of_memory,
-        "beginAllocateCurrentThreadToPool": lambda *_: None,
-        "beginAllocateToPool": lambda *_: None,
-        "endAllocateToPool": lambda *_: None,
-        "releasePool": lambda *_: None,
-        "cudaHostAllocator": lambda: 0,
-        "ipc_collect": lambda: None,
+        "beginAllocateCurrentThreadToPool": constant(None),
+        "beginAllocateToPool": constant(None),
+        "endAllocateToPool": constant(None),
+        "releasePool": constant(None),
+        "cudaHostAllocator": constant(0),
+        "ipc_collect": constant(None),
     }
 
 
-def _settings(native: Any) -> Functions:
+def _settings() -> Functions:
     debug = {"mode": 0}
+
+    def set_mode(mode: int) -> None:
+        debug["mode"] = mode
+
     return {
-        "set_sync_debug_mode": lambda mode: debug.update(mode=mode),
+        "set_sync_debug_mode": set_mode,
         "get_sync_debug_mode": lambda: debug["mode"],
-        "clearCublasWorkspaces": lambda: None,
-        "lock_mutex": lambda: None,
-        "unlock_mutex": lambda: None,
+        "clearCublasWorkspaces": constant(None),
+        "lock_mutex": constant(None),
+        "unlock_mutex": constant(None),
     }
 
 
@@ -228,15 +248,19 @@ class _Runtime:
         success = 0
 
     cudaGetErrorString = staticmethod(str)  # noqa: N815
-    cudaMemGetInfo = staticmethod(lambda device: activation.native.memory_info(device))  # noqa: N815
-    cudaProfilerStart = cudaProfilerStop = staticmethod(lambda: 0)  # noqa: N815
-    cudaHostRegister = cudaHostUnregister = staticmethod(lambda *_: 0)  # noqa: N815
+    cudaProfilerStart = cudaProfilerStop = staticmethod(constant(0))  # noqa: N815
+    cudaHostRegister = cudaHostUnregister = staticmethod(constant(0))  # noqa: N815
+
+    @staticmethod
+    def cudaMemGetInfo(device: int) -> tuple[int, int]:  # noqa: N802
+        """Return free and all bytes of a device."""
+        return activation.native.memory_info(device)
 
 
 class _Annotations:
     """NVTX ranges, which nothing shows."""
 
-    rangePushA = rangePop = rangeStartA = rangeEnd = markA = staticmethod(lambda *_: 0)  # noqa: N815
+    rangePushA = rangePop = rangeStartA = rangeEnd = markA = staticmethod(constant(0))  # noqa: N815
 
 
 def _stream_class(module: Any) -> type:

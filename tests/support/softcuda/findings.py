@@ -36,7 +36,8 @@ def listen(native: Any) -> None:
 def read_findings(folder: Path, *kinds: str) -> list[DeviceFinding]:
     """Return what processes have written down there, of some kinds or all."""
     lines = [line for file in sorted(folder.glob("*.jsonl")) for line in file.read_text("utf-8").splitlines()]
-    found = [DeviceFinding(**{**json.loads(line), "where": tuple(json.loads(line)["where"])}) for line in lines]
+    read: list[dict[str, Any]] = [json.loads(line) for line in lines]
+    found = [DeviceFinding(d["kind"], d["text"], tuple(d["where"]), d["pid"]) for d in read]
     return [finding for finding in found if not kinds or finding.kind in kinds]
 
 

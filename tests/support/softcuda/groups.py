@@ -7,10 +7,11 @@ from datetime import timedelta
 from typing import Any
 
 from tests.support.softcuda import activation
+from tests.support.softcuda.cuda_functions import constant
 
 
-def add_to(module: Any, native: Any) -> None:
-    """Add the process groups to torch._C._distributed_c10d."""
+def add_to(module: Any, native: Any, torch_module: Any) -> None:
+    """Add the process groups to torch._C._distributed_c10d; the other module is torch._C."""
     native.bind_groups()
     alive: list[Any] = []  # gloo's threads must not outlive their groups, nor these the interpreter
 
@@ -36,7 +37,8 @@ def add_to(module: Any, native: Any) -> None:
         def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
             ranks = list(getattr(options, "global_ranks_in_group", ())) or list(range(size))
             name = str(getattr(options, "group_name", "")) or "default"
-            gloo = module.ProcessGroupGloo(module.PrefixStore("softcuda", store), rank, size, timeout=options._timeout)
+            later = options._timeout + timedelta(minutes=1)  # NCCL's watchdog comes first
+            gloo = module.ProcessGroupGloo(module.PrefixStore("softcuda", store), rank, size, timeout=later)
             self._options = options
 
             def connect(device: int) -> None:
@@ -44,7 +46,7 @@ def add_to(module: Any, native: Any) -> None:
                 devices = [store.get(f"softcuda/{other}").decode() for other in range(size)]
                 if devices.count(devices[rank]) > 1:
                     other = next(i for i in range(size) if i != rank and devices[i] == devices[rank])
-                    raise module._DistBackendError(
+                    raise torch_module._DistBackendError(
                         "NCCL error: invalid usage (run with NCCL_DEBUG=WARN for details), NCCL version 2.27.3\n"
                         f"Duplicate GPU detected : rank {rank} and rank {other} both on CUDA device {devices[rank]}"
                     )
@@ -63,6 +65,7 @@ def add_to(module: Any, native: Any) -> None:
             """The options that it was made with."""
             return self._options
 
+    module._DEFAULT_PG_NCCL_TIMEOUT = timedelta(minutes=10)
     ProcessGroupNCCL.Options = Options  # pyright: ignore[reportAttributeAccessIssue]
     module.ProcessGroupNCCL = ProcessGroupNCCL
 
@@ -73,7 +76,7 @@ def add_to(module: Any, native: Any) -> None:
         if device.type == "cuda" and isinstance(backend, module.ProcessGroupGloo):
             plain, ranks = backend, list(range(backend.size()))
             store, wait = module.HashStore(), int(timedelta(minutes=30).total_seconds() * 1000)
-            backend = native.Group(plain, store, ranks, "gloo", wait, False, lambda device: None, lambda *_: None)
+            backend = native.Group(plain, store, ranks, "gloo", wait, False, constant(None), constant(None))
             alive.append((backend, plain))
             kind = module.ProcessGroup.BackendType.CUSTOM
         return register(self, device, kind, backend)

@@ -171,8 +171,8 @@ class Group final : public Backend {
       for (auto& tensor : out) to.push_back(tensor.numel());
       for (auto& tensor : in) { from.push_back(tensor.numel()); flat.push_back(host(tensor).reshape({-1})); }
       auto source = at::cat(flat), target = at::empty({std::accumulate(to.begin(), to.end(), int64_t(0))}, source.options());
-      auto work = is.gloo->alltoall_base(target, source, to, from, options);
-      finish(work, "ALLTOALL");
+      auto sizes = to;  // gloo empties lists of equal sizes
+      finish(is.gloo->alltoall_base(target, source, sizes, from, options), "ALLTOALL");
       auto parts = target.split_with_sizes(to);
       for (size_t i = 0; i < out.size(); i++) host(out[i]).copy_(parts[i].view(out[i].sizes()));
       return Work_();
@@ -214,7 +214,10 @@ class Group final : public Backend {
   void use(int index) {
     if (device < 0) {
       device = index;
-      if (is.nccl) is.connect(device);
+      if (is.nccl) {  // NCCL's communicator is made by all ranks together
+        finish(is.gloo->barrier(BarrierOptions()), "the start");
+        is.connect(device);
+      }
     }
     TORCH_CHECK(device == index, "a tensor on cuda:", index, " in a group of cuda:", device);
   }
@@ -231,7 +234,8 @@ class Group final : public Backend {
                       type != OpType::SCATTER;
     int64_t numel = 0;
     if (same_sizes) for (auto& tensor : in) numel += tensor.numel();
-    auto mine = at::tensor({int64_t(type), numel, in.empty() ? int64_t(-1) : int64_t(in[0].scalar_type())}, at::kLong);
+    auto& typed = in.empty() ? out : in;  // of a scatter one rank alone has inputs
+    auto mine = at::tensor({int64_t(type), numel, typed.empty() ? int64_t(-1) : int64_t(typed[0].scalar_type())}, at::kLong);
     std::vector<Tensors> all(1);
     for (int i = 0; i < getSize(); i++) all[0].push_back(at::empty({3}, at::kLong));
     Tensors source{mine};
@@ -262,7 +266,9 @@ class Group final : public Backend {
 
   std::string position(const std::string& what) const {
     std::ostringstream text;
-    text << what << " number " << sequence << " of group " << is.name << "|";
+    text << what;
+    if (sequence) text << " number " << sequence;
+    text << " of group " << is.name << "|";
     for (auto rank : is.global_ranks) text << rank << ",";
     return text.str();
   }
@@ -302,11 +308,11 @@ class Group final : public Backend {
   void finish(const Work_& work, const std::string& what) {
     if (!work) return;
     if (what == "RECV" || what == "SEND") {  // gloo cannot wait for these twice
-      work->wait();
+      try { work->wait(is.timeout); } catch (std::exception& error) { time_out(what, error.what()); }
       return;
     }
     bool posted = false;
-    std::string before;
+    std::string before, reported;
     for (auto start = std::chrono::steady_clock::now();;) {
       try {
         work->wait(std::chrono::seconds(1));
@@ -317,7 +323,7 @@ class Group final : public Backend {
       if (!posted) write_position(position(what));
       posted = true;
       auto now = circle();
-      if (!now.empty() && now == before) report(Finding::hang, now);
+      if (!now.empty() && now == before && now != reported) report(Finding::hang, reported = now);
       before = now;
       if (std::chrono::steady_clock::now() - start > is.timeout) time_out(what, now);
     }
@@ -383,7 +389,7 @@ class Group final : public Backend {
     double divisor = 1;
     if (options.reduceOp == ReduceOp::AVG) divisor = getSize();
     if (options.reduceOp == ReduceOp::PREMUL_SUM) {
-      auto* by = reinterpret_cast<const PreMulSumSupplement*>(options.reduceOp.supplement_.get());
+      auto* by = reinterpret_cast<const NCCLPreMulSumSupplement*>(options.reduceOp.supplement_.get());
       for (auto& tensor : in) tensor.mul_(by->tensor_factor.defined() ? host_view(by->tensor_factor).item<double>() : by->double_factor);
     }
     if (options.reduceOp == ReduceOp::AVG || options.reduceOp == ReduceOp::PREMUL_SUM) plain.reduceOp = ReduceOp::SUM;

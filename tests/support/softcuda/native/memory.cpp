@@ -43,6 +43,12 @@ std::string format(int64_t bytes) {  // as torch's allocator prints sizes
 // What CUDA is asked for: torch takes 2 MiB for small blocks, 20 MiB for those below 10, and multiples of 2 MiB beyond.
 int64_t segment_for(int64_t size) { return size <= 1 << 20 ? SEGMENT : size < 10 << 20 ? 20 << 20 : up(size, SEGMENT); }
 
+// Reserved memory is taken in segments, as far as there is room.
+int64_t reserved_for(int device) {
+  auto current = of_device[device].allocated.current, segments = up(current, SEGMENT);
+  return allowed[device] ? std::min(segments, std::max(allowed[device], current)) : segments;
+}
+
 [[noreturn]] void refuse(int device, int64_t size) {
   auto& is = of_device[device];
   auto limit = allowed[device], capacity = total[device];
@@ -103,7 +109,7 @@ struct DeviceAllocator final : c10::DeviceAllocator {
       is.allocations.add(1);
       is.allocated.add(size);
       is.requested.add(bytes);
-      if (auto more = up(is.allocated.current, SEGMENT) - is.reserved.current; more > 0) is.reserved.add(more);
+      if (auto more = reserved_for(device) - is.reserved.current; more > 0) is.reserved.add(more);
       if (recording) entries.push_back({true, device, uintptr_t(address), int64_t(bytes), stream.second});
     }
     for (auto& race : races) report(Finding::race, race);
@@ -149,7 +155,7 @@ void reset_peaks(int device) {
 void empty_cache() {
   std::lock_guard guard(memory_lock());
   unfinished.clear();
-  for (auto& is : of_device) is.reserved.add(up(is.allocated.current, SEGMENT) - is.reserved.current);
+  for (int device = 0; device < MAX_DEVICES; device++) of_device[device].reserved.add(reserved_for(device) - of_device[device].reserved.current);
 }
 void set_capacity(int64_t bytes) { for (int i = 0; i < MAX_DEVICES; i++) total[i] = allowed[i] = bytes; }
 void limit_memory(int device, double share) {

@@ -1,0 +1,85 @@
+"""Commands on the emulated device: what a user meets on a machine with GPUs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.softcuda.processes import EmulatedDevice
+from tests.support.softcuda.strategies import SETTINGS
+from unipar.results.run import Report
+
+pytestmark = pytest.mark.emulated
+
+
+def write_config(folder: Path, **changes: Any) -> str:
+    """Return the path of a config for two ranks."""
+    file = folder / "x.yaml"
+    made = {**SETTINGS, "parallel": {"data": 2}, "out": str(folder / "run"), **changes}
+    file.write_text(json.dumps(made), "utf-8")
+    return str(file)
+
+
+def test_too_few_devices(emulated: EmulatedDevice, tmp_path: Path) -> None:
+    """More ranks than GPUs are refused before a process starts."""
+    done = emulated.unipar(["run", write_config(tmp_path, parallel={"data": 4})])
+    assert done.returncode == 3
+    assert "parallel.data: 4 ranks on cuda; 2 GPUs visible here; lower it, set device: cpu" in done.stderr
+
+
+def test_device_auto(emulated: EmulatedDevice, tmp_path: Path) -> None:
+    """`device: auto` and `data: auto` take all devices."""
+    done = emulated.unipar(["run", write_config(tmp_path, device="auto", parallel={"data": "auto"})], devices=2)
+    assert done.returncode == 0, done.stderr
+    start = json.loads((tmp_path / "run/rank-1.jsonl").read_text("utf-8").splitlines()[0])
+    assert start["size"] == 2
+    assert '"device": "cuda"' in (tmp_path / "run/launch.json").read_text("utf-8")
+
+
+def test_out_of_memory(emulated: EmulatedDevice, tmp_path: Path) -> None:
+    """A device that is too small ends the run with the phase and the largest part of the memory."""
+    done = emulated.unipar(["run", write_config(tmp_path)], memory=600_000)
+    assert done.returncode == 1
+    assert "ran out of memory in the " in done.stderr, done.stderr
+    assert "; the largest part was " in done.stderr
+
+
+@pytest.mark.parametrize("first", ["cuda", "cpu"])
+def test_resumed_on_the_other_device(first: str, emulated: EmulatedDevice, tmp_path: Path) -> None:
+    """A checkpoint written on the device goes on on the CPU, and back, to the losses of one run."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for folder in (whole, parts):
+        folder.mkdir()
+    saving: dict[str, Any] = {"checkpoint": {"every": 3}}
+    assert emulated.unipar(["run", write_config(whole, device="cpu", **saving)]).returncode == 0
+    begun = write_config(parts, device=first, **saving)
+    assert emulated.unipar(["run", begun, "--set", "train.steps=3"]).returncode == 0
+    other = "cpu" if first == "cuda" else "cuda"
+    done = emulated.unipar(["run", begun, "--resume", "--set", f"device={other}", "--set", "train.steps=6"])
+    assert done.returncode == 0, done.stderr
+    wanted = [loss for _, loss in Report.read(whole / "run").losses]
+    assert [loss for _, loss in Report.read(parts / "run").losses][-3:] == pytest.approx(wanted[3:], abs=1e-5)
+
+
+@pytest.mark.sweep
+def test_verify(emulated: EmulatedDevice, tmp_path: Path) -> None:
+    """Cells agree with one process on the device, bit for bit with a replay."""
+    cells = {"cells": ["native/nothing", "native/parameters", "deepspeed/parameters"]}
+    done = emulated.unipar(["verify", write_config(tmp_path, compare=cells)])
+    assert done.returncode == 0, done.stderr
+    assert "all 3 cells agree with one process over " in done.stdout
+    assert "all of them bit for bit with a replay in one process" in done.stdout
+
+
+@pytest.mark.sweep
+def test_compare(emulated: EmulatedDevice, tmp_path: Path) -> None:
+    """The plan's peak is within 2 % of that which the allocator has counted, and no byte is without a name."""
+    cells = {"cells": ["native/nothing", "native/parameters", "deepspeed/parameters"], "repeat": 1}
+    train = {**SETTINGS["train"], "steps": 13}
+    done = emulated.unipar(["compare", write_config(tmp_path, compare=cells, train=train)])
+    assert done.returncode == 0, done.stderr
+    within = done.stdout.partition("predicted peaks of 4 cells are within ")[2].partition(" %")[0]
+    assert float(within) < 2
