@@ -103,7 +103,7 @@ AVERAGES = ("first token", "all tokens")
 
 @dataclass(frozen=True)
 class Draw:
-    """What was drawn for one model."""
+    """Choices drawn for one model."""
 
     kind: str
     family: Family

@@ -42,7 +42,7 @@ class DataParallelEngine(WrapperEngine):
 
     @override
     def sync(self, micros: int, *, last: bool) -> None:
-        """Nothing is reduced: there is one process."""
+        """Return no context, as nothing is reduced: there is one process."""
 
     @override
     def forward_loss(self, fn: LossFn, micro: Micro) -> Tensor:

@@ -30,7 +30,7 @@ class LocalSGDEngine(WrapperEngine):
 
     @override
     def sync(self, micros: int, *, last: bool) -> None:
-        """Nothing is reduced: each rank steps by itself."""
+        """Return no context, as nothing is reduced: each rank steps by itself."""
 
     @override
     @torch.no_grad()

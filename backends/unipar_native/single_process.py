@@ -42,4 +42,4 @@ class SingleEngine(WrapperEngine):
 
     @override
     def sync(self, micros: int, *, last: bool) -> None:
-        """Nothing is reduced: there is one process."""
+        """Return no context, as nothing is reduced: there is one process."""

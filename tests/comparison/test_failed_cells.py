@@ -66,7 +66,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     }
     whole = compare(told, cells=("native/nothing", "native/gradients", "native/parameters"))
     data = json.loads((folder / "out/compare/compare.json").read_text("utf-8"))
-    return {"table": str(whole), "code": whole.code, "out": folder / "out"} | {c["cell"]: c for c in data["cells"]}
+    return {"table": whole.table(), "code": whole.code, "out": folder / "out"} | {c["cell"]: c for c in data["cells"]}
 
 
 def test_a_cell_that_the_kernel_kills_keeps_what_was_measured(found: dict[str, Any]) -> None:

@@ -71,8 +71,8 @@ FAULTS = (
     Planted(
         "The warmup is not counted.",
         "unipar/config/sections/schedule.py",
-        "if step < warmup:",
-        "if step < 0:",
+        "if step < warmup else after(",
+        "if step < 0 else after(",
         f"{HAND_LOOPS}::test_one_process[warmup]",
     ),
     Planted(

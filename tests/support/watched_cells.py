@@ -84,7 +84,7 @@ def compared(folder: Path, *cells: str, plant: str = "", forks: Forks | None = N
         "out": str(folder / "out"),
     }
     (folder / "x.yaml").write_text(json.dumps(told | more), encoding="utf-8")
-    words = ["compare", str(folder / "x.yaml"), *(w for c in cells for w in ("--cell", c))]
+    words = ["compare", str(folder / "x.yaml"), "--details", *(w for c in cells for w in ("--cell", c))]
     path = os.pathsep.join([str(ROOT / "tests" / "support" / "faulty"), str(ROOT)])
     if forks is not None:
         done = forks.unipar(words, {"PYTHONPATH": path}, memory=True)
