@@ -193,7 +193,7 @@ class SeededDataset(Dataset[Any]):
         """Return several samples; a DataLoader calls it in place of `__getitem__`."""
         if self._draws:
             return [self[key] for key in keys]
-        seed_all(mix_seed(self.seed, 2, *keys[-1]), cuda=False)  # the last one's numbers are left for collate
+        seed_all(mix_seed(self.seed, 2, *keys[-1]), device=False)  # the last one's numbers are left for collate
         dataset = self.dataset
         return [dataset[i] for _, i in keys]
 
