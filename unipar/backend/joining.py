@@ -41,18 +41,24 @@ def choose_transport(config: Config, device: torch.device) -> str:
     return transport if config.model.offload == "none" else f"cpu:gloo,{device.type}:{transport}"
 
 
-def _claim_device(world: World) -> None:
-    """Raise WorldMismatch if another rank computes on this rank's device, for which transports such as NCCL hang."""
-    assert world.store is not None
+def _check_own_devices(world: World) -> None:
+    """Raise WorldMismatch on every rank if two compute on one device, for which transports such as NCCL hang."""
+    store = world.store
+    assert store is not None
     key = f"device {device_uuid(world.device)} of {socket.gethostname()}"
-    if world.store.add(key, 1) == 1:
-        world.store.set(f"{key} rank", str(world.rank))
-        return
-    other = world.store.get(f"{key} rank").decode()
-    raise WorldMismatch(
-        f"ranks {other} and {world.rank} are on one {device_name(world.device)}: start no more processes on a machine "
-        f"than it has devices, or let them share one with device: {world.device.type}:0"
-    )
+    if store.add(key, 1) == 1:
+        store.set(f"{key} rank", str(world.rank))
+    else:
+        ranks = sorted([int(store.get(f"{key} rank")), world.rank])
+        store.set(
+            "device of two",
+            f"ranks {ranks[0]} and {ranks[1]} are on one {device_name(world.device)}: start no more processes on a "
+            f"machine than it has devices, or let them share one with device: {world.device.type}:0",
+        )
+    if store.add("devices", 1) == world.size:  # the last rank tells the others
+        store.set("devices compared", store.get("device of two") if store.check(["device of two"]) else "")
+    if conflict := store.get("devices compared").decode():
+        raise WorldMismatch(conflict)
 
 
 def meet(config: Config, place: Place) -> World:
@@ -69,7 +75,7 @@ def meet(config: Config, place: Place) -> World:
             world.set_variables(**{variable: network})
     kind = choose_transport(config, device)
     if kind != "gloo" and place.size > 1:
-        _claim_device(world)
+        _check_own_devices(world)
     if session.adopted:
         world.owns_group = False
     else:

@@ -34,7 +34,7 @@ def install() -> None:
         "torch.version": _complete_version,
         "torch.cuda": _complete_cuda,
         "torch.storage": _complete_storage,
-        "unipar.distributed.gpus": _complete_gpus,
+        "unipar.distributed.accelerators": _complete_accelerators,
     }))  # fmt: skip
 
 
@@ -142,6 +142,7 @@ def _complete_storage(module: Any) -> None:
     module.UntypedStorage.__new__, module.UntypedStorage.resize_ = new, resize_
 
 
-def _complete_gpus(module: Any) -> None:
-    """Let unipar know that this torch has CUDA: it reads that in torch's version file."""
-    module.torch_has_cuda = lambda: True
+def _complete_accelerators(module: Any) -> None:
+    """Let unipar know that torch and this machine have CUDA: it reads torch's version file, and loads a library."""
+    module.read_torch_builds = lambda: {"cuda"}
+    module._has_cuda_driver = lambda: profile().driver_works

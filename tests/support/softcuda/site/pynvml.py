@@ -70,6 +70,13 @@ def nvmlDeviceGetUUID(handle: int) -> str:  # noqa: N802
     return _profile().gpu_uuid(handle)
 
 
+def nvmlDeviceGetMigMode(handle: int) -> list[int]:  # noqa: N802
+    """Return whether the device is cut into instances: now, and after the next start."""
+    if not 0 <= handle < _profile().devices:
+        raise NVMLError_InvalidArgument("Invalid Argument")
+    return [int(_profile().instances > 0)] * 2
+
+
 def nvmlDeviceGetName(handle: int) -> str:  # noqa: N802
     return _profile().name
 
