@@ -297,7 +297,6 @@ def _read_shard(empty: DTensor, values: FileValues, home: torch.device) -> DTens
 
 
 def _empty_shard(empty: DTensor, home: torch.device) -> DTensor:
+    """Return a shard like `empty` with memory at `home`; `DTensor.from_local` would move it to the mesh's device."""
     local = torch.empty_like(empty.to_local(), device=home)
-    return DTensor.from_local(
-        local, empty.device_mesh, empty.placements, run_check=False, shape=empty.shape, stride=empty.stride()
-    )
+    return DTensor(local, empty._spec, requires_grad=False)  # pyright: ignore[reportPrivateUsage, reportCallIssue]

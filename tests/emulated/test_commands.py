@@ -68,6 +68,19 @@ def test_torch_is_asked_for_devices_that_nvml_does_not_tell(
     assert (settled["device"], settled["sizes"]["ranks"]) == ("cuda", ranks)
 
 
+def test_parameters_offloaded_to_the_host(emulated: EmulatedDevice, tmp_path: Path) -> None:
+    """FSDP2 keeps its shards in host memory, and trains to the losses of shards on the device."""
+    shard = {"data": 2, "shard": "parameters"}
+    losses: list[list[float]] = []
+    for place in ("none", "parameters"):
+        folder = tmp_path / place
+        folder.mkdir()
+        done = emulated.unipar(["run", write_config(folder, parallel=shard, model={"offload": place})])
+        assert done.returncode == 0, done.stderr
+        losses.append([loss for _, loss in Report.read(folder / "run").losses])
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5)
+
+
 OWN_DEVICE = """
 import json, os
 os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["RANK"]{choice}
