@@ -321,6 +321,18 @@ print(sorted({"torch", "numpy", "rich", "deepspeed", "horovod", "accelerate"} & 
     assert done.stdout == "[]\n"
 
 
+def test_one_file_names_cuda() -> None:
+    """What speaks of a device goes through unipar/distributed/device.py, or through torch's module of that device."""
+    guilty = [
+        module
+        for module, tree in layout().trees.items()
+        if "torch" in top(imported(tree, functions=True))
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr == "cuda" and ast.unparse(node.value) == "torch"
+    ]
+    assert set(guilty) == {"unipar.distributed.device"}
+
+
 def test_no_place_of_one_machine() -> None:
     """Nothing in the repository names an address to install from: what is installed is said by name and version."""
     places = re.compile(r"--(extra-)?index-url|--find-links|https?://[\w.]*(pypi|pytorch)\.")
