@@ -6,6 +6,8 @@ import pytest
 
 from tests.support.softcuda.processes import EmulatedDevice
 
+pytestmark = pytest.mark.emulated
+
 MIB = 2**20
 
 
@@ -149,8 +151,6 @@ def test_generators(of: str, emulated: EmulatedDevice) -> None:
     """A device's random state is 16 bytes, seed and offset, gives the same numbers again, and is its own."""
     run = emulated.run(f"""
 import torch
-
-pytestmark = pytest.mark.emulated
 torch.manual_seed(7)
 states = torch.cuda.get_rng_state_all()
 x = torch.rand(4, device="{of}")

@@ -6,6 +6,8 @@ import pytest
 
 from tests.support.softcuda.processes import EmulatedDevice
 
+pytestmark = pytest.mark.emulated
+
 START = """
 import warnings
 warnings.simplefilter("ignore", FutureWarning)
@@ -120,8 +122,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 import os
-
-pytestmark = pytest.mark.emulated
 torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("rows", "columns"))
 result = []

@@ -6,6 +6,8 @@ import pytest
 
 from tests.support.softcuda.processes import EmulatedDevice
 
+pytestmark = pytest.mark.emulated
+
 ADDED = "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!"
 DEVICES = "import torch\nc = torch.ones(3)\nd = torch.ones(3, device='cuda')\ne = torch.ones(3, device='cuda:1')\n"
 ON_CPU = "Expected all tensors to be on the same device, but got "
@@ -164,8 +166,6 @@ def test_dropout_in_attention(emulated: EmulatedDevice) -> None:
     run = emulated.run("""
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-
-pytestmark = pytest.mark.emulated
 v = torch.ones(1, 1, 64, 8, device="cuda", requires_grad=True)
 q = torch.zeros(1, 1, 64, 8, device="cuda")
 one = scaled_dot_product_attention(q, q, v, dropout_p=0.5)

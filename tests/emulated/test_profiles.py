@@ -9,6 +9,8 @@ import pytest
 from tests.support.softcuda.processes import EmulatedDevice
 from tests.support.softcuda.profiles import A100, PROFILES
 
+pytestmark = pytest.mark.emulated
+
 LOOK = """
 import warnings
 import torch
@@ -130,8 +132,6 @@ def test_memory_by_nvml(emulated: EmulatedDevice) -> None:
 import os
 import pynvml
 import torch
-
-pytestmark = pytest.mark.emulated
 pynvml.nvmlInit()
 before = len(pynvml.nvmlDeviceGetComputeRunningProcesses(1))
 x = torch.zeros(5 * 2**20, dtype=torch.uint8, device="cuda:1")

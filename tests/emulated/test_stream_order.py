@@ -6,6 +6,8 @@ import pytest
 
 from tests.support.softcuda.processes import EmulatedDevice
 
+pytestmark = pytest.mark.emulated
+
 LATE_COPY = """
 import torch
 host = torch.zeros(4).pin_memory()
@@ -228,8 +230,6 @@ def test_a_question_before_a_fork(profile: str, spoils: bool, emulated: Emulated
         """
 import os
 import torch
-
-pytestmark = pytest.mark.emulated
 count = torch.cuda.device_count()
 pid = os.fork()
 if not pid:

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from typing_extensions import override
 
@@ -23,7 +22,7 @@ from unipar.training.stopping import StepAgreement
 
 def fake_world(rank: int, size: int, store: Any) -> Any:
     """A world of threads; its ranks take their steps together, as behind a collective."""
-    return SimpleNamespace(rank=rank, size=size, store=store, device=torch.device("cpu"), key=str)
+    return SimpleNamespace(rank=rank, size=size, store=store, synchronize=lambda: None, key=str)
 
 
 def agreed_steps(size: int, every: int, wishes: dict[int, int], steps: int = 60) -> list[list[int]]:

@@ -12,10 +12,7 @@ from unipar.task.reference import TaskRef
 from unipar.verification.world_pool import open_world_pool
 
 
-@pytest.mark.parametrize(("device", "environment"), [("cpu", {"CUDA_VISIBLE_DEVICES": ""}), ("cuda:0", {})])
-def test_libraries_see_a_gpu_only_for_a_run_on_it(
-    device: str, environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_libraries_see_no_gpu_for_runs_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """DeepSpeed chooses its device when it is imported, which is before a fork learns of its own."""
     seen: list[dict[str, str]] = []
 
@@ -25,6 +22,13 @@ def test_libraries_see_a_gpu_only_for_a_run_on_it(
 
     monkeypatch.setattr(starters, "ForkServer", see)
     ref = TaskRef()
-    with pytest.raises(KeyboardInterrupt), open_world_pool(tmp_path, ref, ["native"], 1, device):
+    with pytest.raises(KeyboardInterrupt), open_world_pool(tmp_path, ref, ["native"], 1, "cpu"):
         pass
-    assert seen == [environment]
+    assert seen == [{"CUDA_VISIBLE_DEVICES": ""}]
+
+
+def test_nothing_is_forked_for_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA does not survive a fork: each worker is a new interpreter."""
+    monkeypatch.setattr(starters, "ForkServer", None)
+    with open_world_pool(tmp_path, TaskRef(), ["native"], 1, "cuda:0"):
+        pass

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
@@ -85,6 +84,8 @@ def find_visible_devices() -> VisibleDevices:
     """Return the devices of ranks with `device: auto`: CUDA's, else another accelerator's that ranks can share."""
     if number := count_visible_gpus():
         return VisibleDevices("cuda", number)
+    from importlib.metadata import entry_points  # slow to import
+
     other = bool({"hip", "xpu"} & read_torch_builds()) or bool(entry_points(group="torch.backends"))
     return ask_torch() if other else VisibleDevices()
 
