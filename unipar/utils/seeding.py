@@ -42,5 +42,6 @@ def seed_torch(seed: int, *, device: bool = True) -> None:
     `device`: that of the accelerator too, if this process uses one.
     """
     torch.default_generator.manual_seed(seed)
-    if device and (module := torch.get_device_module()) is not torch.cpu and module.is_initialized():
-        module.manual_seed(seed)
+    if device and (module := torch.get_device_module()) is not torch.cpu:
+        if getattr(module, "is_initialized", lambda: True)():  # mps does not say
+            module.manual_seed(seed)

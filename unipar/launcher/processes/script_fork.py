@@ -33,7 +33,7 @@ def why_not_fork() -> str:
     if threading.current_thread() is not threading.main_thread():
         return "it is not the main thread"
     device: Any = torch.get_device_module()
-    if device is not torch.cpu and device.is_initialized():
+    if device is not torch.cpu and getattr(device, "is_initialized", lambda: False)():  # mps does not say
         return "an accelerator is in use"
     if torch.distributed.is_initialized():
         return "a process group is in use"
