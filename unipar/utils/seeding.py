@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,6 +43,6 @@ def seed_torch(seed: int, *, device: bool = True) -> None:
     `device`: that of the accelerator too, if this process uses one.
     """
     torch.default_generator.manual_seed(seed)
-    if device and (module := torch.get_device_module()) is not torch.cpu:
-        if getattr(module, "is_initialized", lambda: True)():  # mps does not say
-            module.manual_seed(seed)
+    module: Any = torch.get_device_module() if device else torch.cpu
+    if module is not torch.cpu and getattr(module, "is_initialized", lambda: True)():  # mps does not say
+        module.manual_seed(seed)
