@@ -163,8 +163,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         alone = False
         if isinstance(item, pytest.Function) and item.originalname == "test_bits":
-            name, cells = item.callspec.params["name"], item.callspec.params["cells"]
-            alone = sum((cell, name) in played for cell in cells) < 2
+            params: dict[str, Any] = item.callspec.params
+            alone = sum((cell, params["name"]) in played for cell in params["cells"]) < 2
         (left if alone else kept).append(item)
     if left:
         config.hook.pytest_deselected(items=left)

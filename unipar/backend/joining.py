@@ -56,7 +56,7 @@ def _check_own_devices(world: World) -> None:
             f"machine than it has devices, or let them share one with device: {world.device.type}:0",
         )
     if store.add("devices", 1) == world.size:  # the last rank tells the others
-        store.set("devices compared", store.get("device of two") if store.check(["device of two"]) else "")
+        store.set("devices compared", store.get("device of two").decode() if store.check(["device of two"]) else "")
     if conflict := store.get("devices compared").decode():
         raise WorldMismatch(conflict)
 
