@@ -71,13 +71,9 @@ class VisibleDevices:
 
     @override
     def __str__(self) -> str:
-        return describe_device_count(self.count, self.type)
-
-
-def describe_device_count(number: int, kind: str = "cuda") -> str:
-    """Return "no GPU", "one GPU" or "4 NPUs"."""
-    noun = ACCELERATORS[kind].noun if kind in ACCELERATORS else "GPU"
-    return f"no {noun}" if number == 0 else f"one {noun}" if number == 1 else f"{number} {noun}s"
+        """Return "no GPU", "one GPU" or "4 NPUs"."""
+        noun = ACCELERATORS[self.type].noun if self.type else "GPU"
+        return f"no {noun}" if not self.count else f"one {noun}" if self.count == 1 else f"{self.count} {noun}s"
 
 
 def find_visible_devices() -> VisibleDevices:

@@ -149,12 +149,6 @@ def release_unused_memory(device: torch.device) -> None:
     _module(device).empty_cache()
 
 
-def seed_device(kind: str, seed: int) -> None:
-    """Seed the generator of the current device of a type."""
-    module: Any = torch.get_device_module(kind)
-    module.manual_seed(seed)
-
-
 def generator_state(device: torch.device) -> Tensor:
     """Return the state of the generator that draws a device's random numbers."""
     if device.type == "cpu":

@@ -38,6 +38,7 @@ from unipar.results.row import (
     cell_result_from_json,
     cell_result_to_json,
     format_spread,
+    library_name_column,
     row_reason,
 )
 from unipar.results.same_training import TrainingMarks, describe_training_difference, judged_precision
@@ -345,13 +346,7 @@ class Comparison(TurnResults):
     def _screen_columns(self) -> list[Column[CellResult]]:
         return [
             Column(head="strategy", text=lambda row: row.cell, right=False),
-            Column(
-                head="known as",
-                text=lambda row: self.library_names.get(row.cell, ""),
-                right=False,
-                shortened=True,
-                dropped=1,
-            ),
+            library_name_column(self.library_names, CellResult, dropped=1),
             Column(
                 head="step", text=lambda row: format_duration(median(row.timed_seconds)) if row.timed_seconds else ""
             ),

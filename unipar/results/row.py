@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import chain
 from statistics import median, quantiles
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Protocol, TypeVar
 
 from unipar.memory.account import MemoryAccount
 from unipar.profiling.work import RankWork
 from unipar.results.same_training import TrainingMarks
-from unipar.utils.screen import Reason
+from unipar.utils.screen import Column, Reason
 
 CellOutcome = Literal["waits", "ran", "refused", "absent", "failed", "unlike"]
 """Outcome of a cell; absent: its library is not installed here; unlike: it trained something else than the others."""
@@ -140,3 +140,20 @@ def format_spread(seconds: list[float]) -> str:
     middle = median(seconds)
     places = 0 if middle >= 0.01 else 1 if middle >= 0.001 else 2
     return "{:.{p}f} [{:.{p}f}..{:.{p}f}]".format(middle * 1e3, low * 1e3, high * 1e3, p=places)
+
+
+class RowOfCell(Protocol):
+    """Row of a table with the cell that it is about."""
+
+    @property
+    def cell(self) -> str: ...
+
+
+RowOfCellT = TypeVar("RowOfCellT", bound=RowOfCell)
+
+
+def library_name_column(names: Mapping[str, str], row: type[RowOfCellT], *, dropped: int) -> Column[RowOfCellT]:
+    """Return the column with what each cell's library calls it, for rows of this type."""
+    return Column(
+        head="known as", text=lambda row: names.get(row.cell, ""), right=False, shortened=True, dropped=dropped
+    )

@@ -30,6 +30,7 @@ from unipar.results.row import (
     cell_result_from_json,
     cell_result_to_json,
     format_spread,
+    library_name_column,
     row_reason,
 )
 from unipar.results.same_training import describe_training_difference
@@ -244,13 +245,7 @@ class Scaling(TurnResults):
             Column(head="strategy", text=lambda world: world.table_head[0], right=False),
             Column(head="ranks", text=lambda world: world.table_head[1]),
             Column(head="scaling", text=lambda world: world.table_head[2], right=False),
-            Column(
-                head="known as",
-                text=lambda world: self.library_names.get(world.cell, ""),
-                right=False,
-                shortened=True,
-                dropped=3,
-            ),
+            library_name_column(self.library_names, ScaledCell, dropped=3),
             Column(head="step", text=step),
             Column(head=f"{self.unit}/s", text=self._rate_text),
             Column(head="speed-up", text=factor, dropped=1),

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from unipar.config import Precision
 from unipar.errors import Unsupported
-from unipar.results.row import OUTCOME_PREFIXES, outcome_reason
+from unipar.results.row import OUTCOME_PREFIXES, library_name_column, outcome_reason
 from unipar.run_folder.layout import PAGE_FILE_NAME
 from unipar.utils.notebook import ShownAsPage
 from unipar.utils.screen import Column, Screen
@@ -280,13 +280,7 @@ class Verdicts(ShownAsPage):
             warnings=[*self.cut_lines(), *faults],
             columns=[
                 Column(head="strategy", text=lambda row: row.cell, right=False),
-                Column(
-                    head="known as",
-                    text=lambda row: self.library_names.get(row.cell, ""),
-                    right=False,
-                    shortened=True,
-                    dropped=1,
-                ),
+                library_name_column(self.library_names, Verdict, dropped=1),
                 Column(head="agreement", text=_digits_text, right=False),
                 Column(head="of allowed", text=lambda row: format_share(row.share)),
                 Column(head="verdict", text=_verdict_text, right=False),
