@@ -308,7 +308,7 @@ class Native(Backend):
 
 
 AXIS_NAMES: Final = {"tensor": "TP", "pipeline": "PP", "context": "CP"}
-"""What users of PyTorch call splitting along an axis."""
+"""Names that users of PyTorch have for splitting along an axis."""
 
 ZERO_OPTIMIZER_SETTINGS: dict[str, Any] = {"parameters_as_bucket_view": True}
 """Arguments of ZeroRedundancyOptimizer besides groups and optimizer: one broadcast per rank, not per parameter."""
