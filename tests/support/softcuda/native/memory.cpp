@@ -118,7 +118,11 @@ struct DeviceAllocator final : c10::DeviceAllocator {
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
   void copy_data(void* to, const void* from, size_t bytes) const override { memcpy(to, from, bytes); }
-  bool initialized() override { return has_context(current_device); }
+  bool initialized() override {
+    for (int device = 0; device < MAX_DEVICES; device++)
+      if (has_context(device)) return true;
+    return false;
+  }
   void emptyCache(c10::MempoolId_t = {0, 0}) override { empty_cache(); }
   void recordStream(const c10::DataPtr& pointer, c10::Stream stream) override { record_stream(pointer.get(), {stream.device_index(), stream.id()}); }
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override {

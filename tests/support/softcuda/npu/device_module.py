@@ -15,7 +15,6 @@ from tests.support.softcuda.cuda_functions import event_class, stream_class
 from tests.support.softcuda.npu import memory
 from tests.support.softcuda.npu.memory import (
     empty_cache,
-    host_memory_stats,
     index_of,
     max_memory_allocated,
     max_memory_reserved,
@@ -24,7 +23,6 @@ from tests.support.softcuda.npu.memory import (
     memory_reserved,
     memory_snapshot,
     memory_stats_as_nested_dict,
-    reset_peak_host_memory_stats,
     reset_peak_memory_stats,
     set_per_process_memory_fraction,
 )
@@ -34,7 +32,6 @@ __all__ = [
     "Stream",
     "device",
     "empty_cache",
-    "host_memory_stats",
     "max_memory_allocated",
     "max_memory_reserved",
     "mem_get_info",
@@ -43,7 +40,6 @@ __all__ = [
     "memory_reserved",
     "memory_snapshot",
     "memory_stats_as_nested_dict",
-    "reset_peak_host_memory_stats",
     "reset_peak_memory_stats",
     "set_per_process_memory_fraction",
 ]

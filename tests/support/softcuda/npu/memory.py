@@ -13,7 +13,6 @@ __all__ = [
     "_record_memory_history",
     "_snapshot",
     "empty_cache",
-    "host_memory_stats",
     "index_of",
     "max_memory_allocated",
     "max_memory_reserved",
@@ -22,7 +21,6 @@ __all__ = [
     "memory_reserved",
     "memory_snapshot",
     "memory_stats_as_nested_dict",
-    "reset_peak_host_memory_stats",
     "reset_peak_memory_stats",
     "set_per_process_memory_fraction",
 ]
@@ -68,17 +66,6 @@ def reset_peak_memory_stats(device: _Device = None) -> None:
     _functions["resetPeakMemoryStats"](index_of(device))
 
 
-def host_memory_stats() -> dict[str, Any]:
-    """Return the counters of pinned memory, by names with dots."""
-    nested = _functions["hostMemoryStats"]()
-    return {f"{name}.{key}": value for name, counter in nested.items() for key, value in _flat(counter)}
-
-
-def reset_peak_host_memory_stats() -> None:
-    """Let the peaks of pinned memory begin anew."""
-    _functions["resetPeakHostMemoryStats"]()
-
-
 def empty_cache() -> None:
     """Give back what the allocator keeps for reuse."""
     activation.native.empty_cache()
@@ -116,7 +103,3 @@ def _snapshot(device: _Device = None) -> dict[str, Any]:
 
 def _counter(device: _Device, name: str) -> dict[str, int]:
     return memory_stats_as_nested_dict(device)[name]["all"]
-
-
-def _flat(counter: Any) -> list[tuple[str, int]]:
-    return list(counter.items()) if isinstance(counter, dict) else []
