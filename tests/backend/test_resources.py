@@ -267,7 +267,7 @@ def test_too_few_devices(
 )
 def test_ranks_share_devices_of_cuda_only(monkeypatch: pytest.MonkeyPatch, device: str, sentence: str) -> None:
     """Gloo has to move the tensors of ranks on one device, and knows none of other accelerators."""
-    monkeypatch.setattr(resources, "visible_devices", lambda kind: accelerators.VisibleDevices(kind, 1))
+    monkeypatch.setattr(accelerators, "find_visible_devices", lambda: accelerators.VisibleDevices("npu", 1))
     with pytest.raises(Unsupported) as e:
         resources.check_device_count(config(device=device), 2)
     assert str(e.value) == f"native/nothing: {sentence}"

@@ -11,5 +11,6 @@
 #include "npu/autocast.cpp"
 #else
 #include "cuda/hooks.cpp"
+#include "cuda/numbers.cpp"
 #include "cuda/attention.cpp"
 #endif

@@ -218,10 +218,14 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   {
     InsideOperator inside;
     SeededOperator seeded(op, stack, device);
+    before_kernel(op, stack);
     at::native::cpu_fallback(op, stack, false);
   }
-  if (!traced) return;
   size_t results = op.schema().returns().size();
+  if (has_atomics(name))
+    for (size_t i = 0; i < results; i++)
+      if (auto& value = (*stack)[stack->size() - results + i]; value.isTensor()) disturb(value.toTensor());
+  if (!traced) return;
   for (size_t i = 0; i < results; i++) {
     auto& value = (*stack)[stack->size() - results + i];
     if (value.isTensor()) access(value.toTensor(), true, stream, name);

@@ -10,10 +10,13 @@
 // random.cpp      generators with the state of CUDA's: seed and offset, 16 bytes
 // operators.cpp   creation, copies and views; every other operator by the CPU, if all its tensors are on one device
 // cuda/attention.cpp  attention kernels that only CUDA has, and histc of integers
+// cuda/numbers.cpp    TF32, atomics, and what torch's deterministic mode says of them
 // npu/autocast.cpp    operators that autocast casts
 // collectives.cpp the process group "nccl" or "hccl"; bindings.cpp: what Python calls (these two know Python, the others do not)
 #pragma once
 #include <ATen/ATen.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
 #include <c10/core/Stream.h>
 #include <map>
 #include <mutex>
@@ -154,5 +157,15 @@ at::Generator next_generator(const at::Generator&);
 SHARED at::Tensor host_view(const at::Tensor&);
 at::Tensor on_device(const at::Tensor& host, c10::Device);
 SHARED void resize_storage(c10::StorageImpl*, int64_t bytes);
+
+// --- cuda/numbers.cpp ------------------------------------------------------------------------------------------
+
+// Round arguments on the stack to TF32 where torch allows it; raise or warn where torch's deterministic mode says so.
+void before_kernel(const c10::OperatorHandle&, torch::jit::Stack*);
+// Whether results come from atomics: they differ in the last places each time, as `disturb` changes them.
+bool has_atomics(const std::string& operation);
+void disturb(const at::Tensor&);
+// Whether attention gives the same gradients each time.
+bool repeats_attention();
 
 }  // namespace softcuda

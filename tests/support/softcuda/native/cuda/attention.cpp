@@ -75,7 +75,9 @@ Backward attend_backward(const Tensor& grad, const Tensor& query, const Tensor& 
   };
   Tensor of_bias;
   if (bias.defined() && bias.scalar_type() != at::kBool) of_bias = on_device(at::sum_to(scores, bias.sizes()).to(bias.scalar_type()), device);
-  return {back(at::matmul(scores, k) * shape.scale, query), back(at::matmul(scores.transpose(-1, -2), q) * shape.scale, key),
+  auto of_query = back(at::matmul(scores, k) * shape.scale, query);
+  if (!repeats_attention()) disturb(of_query);
+  return {of_query, back(at::matmul(scores.transpose(-1, -2), q) * shape.scale, key),
           back(at::matmul(dropout(weights).transpose(-1, -2), g), value), of_bias};
 }
 
