@@ -169,6 +169,12 @@ class Verdicts(ShownAsPage):
     cut_dependence: CutDependence | None = None
     """Dependence of the training on how a batch is cut; None if there is none, or if it was not examined."""
 
+    numbers: dict[str, str] = field(default_factory=dict[str, str])
+    """What decides the last digits on a device, as every run has set it; {} on the CPU."""
+
+    unrepeatable: tuple[str, ...] = ()
+    """Operations of the task that have no deterministic kernel on the device."""
+
     fp64_error: str = ""
     """Error of the run in fp64, if the model cannot run in fp64."""
 
@@ -324,10 +330,15 @@ class Verdicts(ShownAsPage):
         faults = [line for row in self.rows for line in describe_verdict(row)]
         return [self.summary, *self.cut_lines(), *self.bitwise_lines(), *faults]
 
+    def number_lines(self) -> list[str]:
+        """Return a line on what was set on the device; none on the CPU."""
+        said = "; ".join(f"{name}: {value}" for name, value in self.numbers.items())
+        return [f"set in every run: {said}"] if said else []
+
     def remark_lines(self) -> list[str]:
         """Return the verdict, then remarks on the task, and what the columns are."""
         notes = [] if self.stopped else self.column_notes()
-        return [*self.answer_lines(), *self.remarks, *notes, *filter(None, [self.note])]
+        return [*self.answer_lines(), *self.remarks, *self.number_lines(), *notes, *filter(None, [self.note])]
 
     def column_notes(self) -> list[str]:
         """Return what the columns of the table mean."""

@@ -12,6 +12,7 @@ from unipar.config.sections.cell import Axes
 from unipar.config.sections.optimizer import Clip
 from unipar.config.settled import SettledConfig
 from unipar.utils.address import Location
+from unipar.verification.numbers import REPEATS, DeviceNumbers
 from unipar.verification.worker.jobs import Job, RunKey
 
 TASK_PROBE_NAME, FP64_RUN_NAME, FP32_RUN_NAME, BASE_RUN_NAME = (
@@ -97,6 +98,9 @@ class RunPlan:
     checkpoint: Location | None = None
     """Checkpoint from which they go on; None: one cell makes it."""
 
+    numbers: DeviceNumbers | None = None
+    """What decides the last digits on the device; None on the CPU."""
+
     fp64: bool = True
     """Whether the model can run in fp64; if not, what fp64 runs would show is taken from runs in fp32."""
 
@@ -148,6 +152,18 @@ class RunPlan:
         config = config_in_cell(self.config, ONE).changed({"train.precision": precision or self.precision})
         return SettledConfig.of(config, ONE, 1, self.settled.device)
 
+    def kernel_search(self) -> Job:
+        """Return the job that finds operations without a deterministic kernel on the device."""
+        job = self._run(RunKey("kernels"), self.one_process_config())
+        return replace(job, kind="kernels", steps=min(2, self.steps))
+
+    @property
+    def repeats(self) -> list[RunKey]:
+        """Keys of repeats of the run of one process: only where they need not give the same bits."""
+        if self.numbers is None or self.numbers.repeats_bits:
+            return []
+        return [RunKey("one process", repeat=n + 1) for n in range(REPEATS)]
+
     def reference_jobs(self) -> list[list[Job]]:
         """Return the jobs of the references, as two lists that can run side by side."""
         one, exactly = self.one_process_config(), with_bitwise_arithmetic(self.one_process_config())
@@ -170,7 +186,12 @@ class RunPlan:
                 replace(self._run(FP64_RUN_NAME, self.one_process_config("fp64")), may_fail=True),
                 *by_micros,
             ],
-            [self._run(BASE_RUN_NAME, one), *others, *by_shares, *in_parts.values()],
+            [
+                *(self._run(key, one) for key in (BASE_RUN_NAME, *self.repeats)),
+                *others,
+                *by_shares,
+                *in_parts.values(),
+            ],
         ]
 
     def further_reference_jobs(self, *, cut_matters: bool) -> list[list[Job]]:
@@ -206,11 +227,16 @@ class RunPlan:
         return RunKey("shares", step=step, shares=number), exact
 
     def cell_jobs(self) -> list[Job]:
-        """Return two jobs per cell: as configured, and in the arithmetic that a replay can repeat bit for bit."""
+        """Return two jobs per cell: as configured, and in the arithmetic that a replay can repeat bit for bit.
+
+        The latter is left out where no run repeats another bit for bit.
+        """
+        repeats_bits = self.numbers is None or self.numbers.repeats_bits
         jobs: list[Job] = []
         for name, settled in self.cells.items():
             jobs.append(self._run(RunKey("cell", name), settled))
-            jobs.append(self._run(RunKey("cell", name, bitwise=True), with_bitwise_arithmetic(settled)))
+            if repeats_bits:
+                jobs.append(self._run(RunKey("cell", name, bitwise=True), with_bitwise_arithmetic(settled)))
         return jobs
 
     @property

@@ -58,6 +58,7 @@ class VerificationSession:
     def run(self) -> Verdicts:
         """Run all parts and return the verdicts; after an interrupt, those known until then."""
         try:
+            self._set_numbers()
             self.run_references()
             if not self.verdicts.stopped and self._runs.halfway is not None:
                 self._resumed_cells(self._runs.halfway)
@@ -70,6 +71,28 @@ class VerificationSession:
         return self.verdicts
 
     # One process
+
+    def _set_numbers(self) -> None:
+        """On a device, settle what decides the last digits there: first find what has no deterministic kernel."""
+        self._worlds.numbers = self._runs.numbers
+        if self._runs.numbers is not None:
+            self._worlds.run_jobs([[self._runs.kernel_search()]], self._take_kernels)
+
+    def _take_kernels(self, key: RunKey, result: JobResult) -> None:
+        if isinstance(result, UniparError):
+            raise result  # the task fails as configured
+        assert self._runs.numbers is not None
+        numbers = replace(self._runs.numbers, unrepeatable=tuple(result[0]["unrepeatable"]))
+        self._worlds.numbers = numbers
+        self._runs = replace(self._runs, numbers=numbers)
+        said = [numbers.remark()] if numbers.unrepeatable else []
+        if result[0]["tf32"]:
+            said.append("the task allows TF32 for products of fp32 matrices; it is off in this verification")
+        remarks = [*self.verdicts.remarks, *said]
+        self.verdicts = replace(
+            self.verdicts, numbers=numbers.settings(), unrepeatable=numbers.unrepeatable, remarks=remarks
+        )
+        self._show(self.verdicts, f"{key}: done")
 
     def run_references(self) -> None:
         """Run what cells are compared with."""
@@ -178,6 +201,7 @@ class VerificationSession:
         base, exact = records[self._base_run(shares)], records[self._runs.exact_run]
         replays = [keys.bitwise_shares, keys.bitwise_micros, *keys.in_parts(axes)]
         alike = [records[key] for key in replays if key in records]
+        repeats = [records[key] for key in self._runs.repeats if key in records]
         others = list(alike)
         if self._cut_matters:
             exact = records[self._runs.exact_shares(shares)]
@@ -189,6 +213,7 @@ class VerificationSession:
                 others.append(exact)  # where another precision stands in, or in part, its own rounding counts as well
         if not self._runs.fp64:
             others.append(records[keys.perturbed])
+        others += repeats
         measured = measure_tolerance(base, others, exact, self._runs.config.train.precision, alike)
         self._tolerances[shares, axes] = measured
         return measured

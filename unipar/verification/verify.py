@@ -168,12 +168,13 @@ def _run_session(
     halfway: int | None,
     checkpoint: Location | None,
 ) -> Verdicts:
+    from unipar.verification.numbers import numbers_on
     from unipar.verification.runs import RunPlan
     from unipar.verification.session import VerificationSession
     from unipar.verification.world_pool import open_world_pool
 
     settled, machines = asked.settled, asked.machines
-    runs = RunPlan(settled, first.steps, configs, halfway, checkpoint)
+    runs = RunPlan(settled, first.steps, configs, halfway, checkpoint, numbers_on(settled.device))
     one = runs.one_process_config()
     checks.check_cell(one.config, registry.find_backend(one.cell.backend), one.cell)
     # the same in one process, because sums depend on the number of threads

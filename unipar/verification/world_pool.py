@@ -18,6 +18,7 @@ from unipar.launcher.processes import starters
 from unipar.launcher.processes.group import WorkerGroup
 from unipar.launcher.processes.process import SubprocessStarter, WorkerStarter
 from unipar.task.reference import TaskRef
+from unipar.verification.numbers import DeviceNumbers
 from unipar.verification.worker.jobs import JOBS_ENTRY, JOBS_FILE_NAME, Job, RunKey, job_result_path
 
 JobResult = list[dict[str, Any]] | UniparError
@@ -46,6 +47,8 @@ class WorldPool:
     def __init__(self, folder: Path, ref: TaskRef, fork_server: WorkerStarter, threads: int) -> None:
         self.folder, self._ref, self._fork_server, self._threads = folder, ref, fork_server, threads
         self._number = 0
+        self.numbers: DeviceNumbers | None = None
+        """What decides the last digits on the device of all further worlds; None on the CPU."""
 
     def run_jobs(
         self, batches: Iterable[Sequence[Job]], on_result: OnResult, side_by_side: int = 1
@@ -94,7 +97,8 @@ class WorldPool:
         self._number += 1
         folder = self.folder / f"world-{self._number}"
         folder.mkdir(parents=True)
-        content = {"task": self._ref.to_json(), "jobs": [job.to_json() for job in jobs]}
+        strict = None if self.numbers is None else self.numbers.repeats_bits
+        content = {"task": self._ref.to_json(), "jobs": [job.to_json() for job in jobs], "strict": strict}
         (folder / JOBS_FILE_NAME).write_text(json.dumps(content), encoding="utf-8")
         settled = jobs[0].settled
         group = WorkerGroup.of(
@@ -102,7 +106,10 @@ class WorldPool:
             registry.find_backend(settled.cell.backend),
             folder,
             JOBS_ENTRY,
-            {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(self._threads))},
+            {
+                "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(self._threads)),
+                **({} if self.numbers is None else self.numbers.variables()),
+            },
             pickled_task=self._ref.pickled_task,
             starter=self._fork_server,
         )

@@ -37,7 +37,7 @@ from unipar.training.saves import RunCheckpoints
 from unipar.training.setup import build_run
 from unipar.utils.address import Location, parse_location
 from unipar.utils.files import whole
-from unipar.verification.worker import replay, split_sums
+from unipar.verification.worker import determinism, replay, split_sums
 from unipar.verification.worker.fixed_stream import fix_stream_samples
 from unipar.verification.worker.jobs import JOBS_FILE_NAME, Job, job_result_path
 from unipar.verification.worker.preparation import prepare_once
@@ -61,7 +61,7 @@ def run_world_jobs(place: Place, folder: Path, control: socket.socket | None) ->
     world = backend.join(first.on_device, place)
     heartbeat = HeartbeatWriter(heartbeat_path(folder, place.rank))
     for i, job in enumerate(jobs):
-        result = _run_job_or_error(job, backend, ref, world, folder, heartbeat)
+        result = _run_job_or_error(job, backend, ref, world, folder, heartbeat, strict=content["strict"])
         with whole(job_result_path(folder, i, place.rank)) as path:
             write_recorded(result, path)
         world.barrier()
@@ -69,14 +69,25 @@ def run_world_jobs(place: Place, folder: Path, control: socket.socket | None) ->
 
 
 def _run_job_or_error(
-    job: Job, backend: Backend, ref: TaskRef, world: World, folder: Path, heartbeat: HeartbeatWriter
+    job: Job,
+    backend: Backend,
+    ref: TaskRef,
+    world: World,
+    folder: Path,
+    heartbeat: HeartbeatWriter,
+    *,
+    strict: bool | None,
 ) -> dict[str, Any]:
     """Return the result of a job, or a UniparError, which every rank raises alike.
 
     Any other error ends the world, except in a job that may fail: it then is the result.
     """
     try:
-        return _run_job(job, backend, ref, world, folder, heartbeat)
+        if job.kind != "kernels":
+            return _run_job(job, backend, ref, world, folder, heartbeat, strict=strict)
+        with determinism.unrepeatable_operations() as names:
+            result = _run_job(job, backend, ref, world, folder, heartbeat, strict=False)
+        return {"unrepeatable": names, "tf32": result["tf32"]}
     except UniparError as e:
         return {"error": str(e), "kind": type(e).__name__}
     except Exception as e:
@@ -86,10 +97,19 @@ def _run_job_or_error(
 
 
 def _run_job(
-    job: Job, backend: Backend, ref: TaskRef, world: World, folder: Path, heartbeat: HeartbeatWriter
+    job: Job,
+    backend: Backend,
+    ref: TaskRef,
+    world: World,
+    folder: Path,
+    heartbeat: HeartbeatWriter,
+    *,
+    strict: bool | None,
 ) -> dict[str, Any]:
+    """Return what a job has recorded; `strict`: whether an operation that no run repeats is an error, None: CPU."""
     settled = job.settled
     task = ref.load()
+    had_tf32 = strict is not None and determinism.set_numbers(strict=strict)
     prepare_once(task, folder.parent)
     dropout_names = [] if job.key.dropout else disable_dropout(task)
     settled, again = fix_stream_samples(task, settled, job.steps)
@@ -118,6 +138,8 @@ def _run_job(
             if job.key.kind != "cell":
                 raise
             raise Unsupported(job.key.cell, [str(e)]) from e  # one process can train this task
+        if strict is not None:  # the task's model() may have set them
+            had_tf32 |= determinism.set_numbers(strict=strict)
         recorder = RunRecorder(
             job.trace_at,
             partial(split_sums.sums_in_parts, job.key.tensor, job.key.context),
@@ -163,6 +185,7 @@ def _run_job(
             "held": recorder.held,
             "counted": _changed_numbers(before, task, live) if job.saves_in else [],
             "unequal": unequal,
+            "tf32": had_tf32,
             "first_buffers": first_buffers,
             "buffers": recorder.buffers() if job.kind == "replay" or settled.cell.axes.ranks > 1 else {},
             "narrow": any(narrow_frozen_parameters(part.module, dtype) for part in live.parts.values()),

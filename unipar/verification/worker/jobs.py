@@ -24,8 +24,9 @@ JOBS_FILE_NAME: Final = "jobs.json"
 class RunKey:
     """Key of a run of a verification; its text names the run on the terminal, in errors and in verify.json."""
 
-    kind: Literal["probe", "one process", "shares", "micros", "cell"]
-    """Kind of run; shares and micros: a replay in one process that adds share by share, or microbatch by microbatch."""
+    kind: Literal["probe", "kernels", "one process", "shares", "micros", "cell"]
+    """Kind of run; kernels: a search for operations without a deterministic kernel on the device; shares and micros: a
+    replay in one process that adds share by share, or microbatch by microbatch."""
 
     cell: str = ""
     """Cell that is run, if kind is cell."""
@@ -57,6 +58,9 @@ class RunKey:
     dropout: bool = False
     """Whether dropout is on: it is set to 0 in all other runs."""
 
+    repeat: int = 0
+    """Number of the repeat of a run that need not give the same bits; 0: the first."""
+
     half: Literal["", "first", "second"] = ""
     """first: the run saves its state halfway and ends; second: it goes on from what another one saved."""
 
@@ -64,6 +68,8 @@ class RunKey:
     def __str__(self) -> str:
         if self.kind == "probe":
             return "task probe"
+        if self.kind == "kernels":
+            return "search for operations without a deterministic kernel"
         if self.kind == "cell":
             halves = {"": "", "first": ", first half, saved", "second": ", second half, resumed"}
             return self.cell + (
@@ -71,6 +77,7 @@ class RunKey:
             )
         if self.kind == "one process":
             micro = "" if self.micro is None else f", microbatches of {self.micro}"
+            micro += f", repeat {self.repeat}" if self.repeat else ""
             return f"one process{micro}" + (f", {self.precision}" if self.precision else "")
         replay = "a replay" if self.shares is None else f"a replay with {count_of(self.shares, 'share')}"
         dropout = ", with dropout" if self.dropout else ""
@@ -89,8 +96,9 @@ class Job:
     """One run of a number of steps."""
 
     key: RunKey
-    kind: Literal["run", "replay", "probe"]
-    """run: a usual run; replay: one process that does what several ranks do; probe: the probe of the task alone."""
+    kind: Literal["run", "replay", "probe", "kernels"]
+    """run: a usual run; replay: one process that does what several ranks do; probe: the probe of the task alone;
+    kernels: a run of which only the operations without a deterministic kernel are kept."""
 
     settled: SettledConfig
     steps: int

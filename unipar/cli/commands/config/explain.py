@@ -282,11 +282,15 @@ def _derived_values(
     config: Config, sizes: BatchSizes, own: Cell, depth: TaskFacts | None, out: Path
 ) -> Iterator[ExplainedValue]:
     from unipar.backend import resources
+    from unipar.verification.numbers import numbers_on
 
     yield ExplainedValue("cell", str(own), "derived: backend, parallel.shard and the backend's options")
     place = resources.find_foreign_place()
     yield ExplainedValue("started by", place.launcher if place else "unipar", "derived: the environment's variables")
     yield _full_learning_rate(config, sizes)
+    if (numbers := numbers_on(resources.choose_device(config)[0])) is not None:
+        for name, value in numbers.settings().items():
+            yield ExplainedValue(name, value, f"set by `unipar verify` on {numbers.device}; a run leaves it as it is")
     if depth is not None:
         yield ExplainedValue(
             "parameters", depth.parameters, f"the task's model(); {depth.trainable_parameters:,} of them are trained"
