@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Final, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from unipar.backend import Holding
 from unipar.config.sections.cell import Axes
 from unipar.distributed.device import generator_state
 from unipar.distributed.world import World
@@ -102,6 +104,11 @@ class Channel:
         """Wait until messages of a microbatch are sent, and let their tensors go."""
         for work, _ in self._works.pop((what, micro), ()):
             work.wait()
+
+    def holdings(self) -> Iterator[Holding]:
+        """Yield the messages that are kept until they are sent."""
+        for (what, micro), works in self._works.items():
+            yield from (Holding("communication", f"{what} of microbatch {micro}", message) for _, message in works)
 
     def wait_for_all(self) -> None:
         """Wait until everything is sent."""
