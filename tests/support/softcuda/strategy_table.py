@@ -6,9 +6,11 @@ import argparse
 import math
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from tests.support.forks import Forks
+from tests.support.softcuda.memory_accounts import AccountCheck, check_accounts
 from tests.support.softcuda.processes import EmulatedDevice
 from tests.support.softcuda.strategies import (
     FEATURES,
@@ -21,19 +23,28 @@ from tests.support.softcuda.strategies import (
 )
 from unipar.utils.table import format_table
 
-HEAD = ("strategy", "precision", "from one process", "waits a step", "time", "")
+HEAD = ("strategy", "precision", "from one process", "waits a step", "memory's account", "time", "")
+PRECISIONS = ("fp32", "bf16-mixed", "fp16", "bf16-master")
 
 
-def row_of(device: EmulatedDevice, training: EmulatedTraining, precision: str, wanted: list[float]) -> list[str]:
+def row_of(
+    device: EmulatedDevice,
+    training: EmulatedTraining,
+    precision: str,
+    wanted: list[float],
+    accounts: Mapping[str, AccountCheck],
+) -> list[str]:
     """Return a row of the table; its last word says what is wrong, or ok."""
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         run = training.run(device, precision, Path(folder))
-    said = judge(training, precision, run, wanted) or "ok"
+    account = None if training.more else accounts.get(training.cell)
+    wrong = judge(training, precision, run, wanted) or ("" if account is None or account.is_good else "account")
     apart = largest_difference(run.result, wanted) if run.result else math.nan
     waits = waits_of_a_step(training, run, lines=True)
     shown = ", ".join(f"{count:g} {what}" for what, count in sorted(waits.items())) or "none"
-    return [training.name, precision, f"{apart:.1e}", shown, f"{time.monotonic() - start:.0f} s", said]
+    seconds = f"{time.monotonic() - start:.0f} s"
+    return [training.name, precision, f"{apart:.1e}", shown, str(account or ""), seconds, wrong or "ok"]
 
 
 def main() -> int:
@@ -45,9 +56,11 @@ def main() -> int:
     rows: list[list[str]] = []
     with tempfile.TemporaryDirectory() as folder, EmulatedDevice(Path(folder)) as device, Forks() as forks:
         wanted = losses_of_one_process(forks, Path(folder))
-        for training in played:
-            for precision in training.precisions:
-                rows.append(row_of(device, training, precision, wanted))
+        for precision in PRECISIONS:
+            plain = [training for training in played if not training.more]
+            accounts = check_accounts(device, precision, plain, 4) | check_accounts(device, precision, plain)
+            for training in (training for training in played if precision in training.precisions):
+                rows.append(row_of(device, training, precision, wanted, accounts))
                 print(*rows[-1], sep="  ", flush=True)
     print("emulated: no GPU has run any of this")
     print(format_table(HEAD, rows, width=200))
