@@ -99,7 +99,7 @@ class Single(Backend):
     capabilities = Capabilities(
         shards=("nothing",),
         devices=("cpu", "cuda", "xpu", "npu", "hpu", "mps"),
-        tried={"cpu": "", "cuda": "emulated"},
+        tried={"cpu": "", "cuda": "emulated", "npu": "emulated"},
         alone=True,
         gaps={
             (None, "bf16-master"): f"one process {_NO_FP32_MASTER}; compare with it in fp32",
@@ -146,7 +146,7 @@ class Native(Backend):
     capabilities = Capabilities(
         shards=("nothing", "optimizer", "gradients", "parameters"),
         devices=("cpu", "cuda", "xpu", "npu", "hpu", "mps"),
-        tried={"cpu": "", "cuda": "emulated"},
+        tried={"cpu": "", "cuda": "emulated", "npu": "emulated"},
         also={
             "parallel.shard_over": ("optimizer", "gradients", "parameters"),
             "train.sync_every": ("nothing",),

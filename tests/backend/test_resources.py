@@ -254,6 +254,25 @@ def test_too_few_devices(
     assert str(e.value) == sentence
 
 
+@pytest.mark.parametrize(
+    ("device", "sentence"),
+    [
+        ("npu", "parallel.data: 2 ranks on npu; one NPU visible here; lower it, set device: cpu"),
+        (
+            "npu:0",
+            "parallel.data: 2 ranks on npu:0, whose tensors gloo does not move: ranks cannot share it; "
+            "set device: npu or cpu",
+        ),
+    ],
+)
+def test_ranks_share_devices_of_cuda_only(monkeypatch: pytest.MonkeyPatch, device: str, sentence: str) -> None:
+    """Gloo has to move the tensors of ranks on one device, and knows none of other accelerators."""
+    monkeypatch.setattr(resources, "visible_devices", lambda kind: accelerators.VisibleDevices(kind, 1))
+    with pytest.raises(Unsupported) as e:
+        resources.check_device_count(config(device=device), 2)
+    assert str(e.value) == f"native/nothing: {sentence}"
+
+
 def test_too_few_devices_names_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error shows CUDA_VISIBLE_DEVICES if it is set."""
     gpus(monkeypatch, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,21 +19,21 @@ ROOT = Path(__file__).parents[2]
 def test_built_once(emulated: EmulatedDevice) -> None:
     """The folder is named after torch, Python and the sources, and holds two libraries."""
     folder = build.library_folder()
-    assert folder.name.startswith(f"torch-{build.version('torch')}-cpython-")
+    assert folder.name.startswith(f"cuda-torch-{build.version('torch')}-cpython-")
     assert sorted(file.name for file in folder.iterdir()) == ["_softcuda.so", "libsoftcuda.so"]
 
 
 def test_a_change_of_the_sources_builds_again(
     emulated: EmulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another byte in a source is another folder."""
+    """Another byte in a source is another folder, and so is another kind of device."""
     before = build.library_folder().name
-    for file in build.SOURCES.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(build.SOURCES, tmp_path, dirs_exist_ok=True)
     monkeypatch.setattr(build, "SOURCES", tmp_path)
-    assert build._key() == before  # pyright: ignore[reportPrivateUsage]
+    assert build._key("cuda") == before  # pyright: ignore[reportPrivateUsage]
     (tmp_path / "order.cpp").write_bytes(b"// other\n")
-    assert build._key() != before  # pyright: ignore[reportPrivateUsage]
+    assert build._key("cuda") != before  # pyright: ignore[reportPrivateUsage]
+    assert build._key("npu").startswith("npu-torch-")  # pyright: ignore[reportPrivateUsage]
 
 
 def test_no_compiler(tmp_path: Path) -> None:
@@ -47,13 +48,15 @@ def test_no_compiler(tmp_path: Path) -> None:
         "no:cacheprovider",
         "-n",
         "0",
+        "-m",
+        "emulated",
         "tests/emulated/test_profiles.py",
     ]
     environment = {**os.environ, "CXX": "no-such-compiler", "XDG_CACHE_HOME": str(tmp_path)}
     done = subprocess.run(
         [*words, "-k", "nvml"], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
-    assert "no C++ compiler: the emulated CUDA device is compiled with g++" in done.stdout, done.stdout + done.stderr
+    assert "no C++ compiler: the emulated device is compiled with g++" in done.stdout, done.stdout + done.stderr
     assert "2 skipped" in done.stdout
 
 

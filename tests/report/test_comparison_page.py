@@ -272,7 +272,7 @@ def test_a_comparison_without_memory_has_a_page(tmp_path: Path) -> None:
     [
         ((MallocMeter.method, MallocMeter.method), "every block counted"),
         ((ProfilerSource.method, ProfilerSource.method), "only torch's own tensors counted"),
-        ((AllocatorHistory.method,), "only blocks of torch's CUDA allocator counted"),
+        ((AllocatorHistory.method,), "only blocks of torch's allocator of the device counted"),
         (
             (ProfilerSource.method, MallocMeter.method),
             "not counted in the same way on every rank (every block counted; only torch's own tensors counted)",

@@ -22,7 +22,7 @@ def account(used: int | None = 1900 * MIB, host: MemoryAccount | None = None) ->
     )
     return MemoryAccount(
         rank=0,
-        method="torch's CUDA allocator, by its own history and statistics",
+        method="torch's allocator of the device, by its own history and statistics",
         device="cuda",
         base=100 * MIB,
         phases=(peak,),

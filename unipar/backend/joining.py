@@ -12,6 +12,7 @@ import torch.distributed as dist
 from unipar.backend.cells import cell_of
 from unipar.backend.resources import choose_device
 from unipar.config import Config
+from unipar.distributed.accelerators import ACCELERATORS
 from unipar.distributed.device import DeviceUnusable, device_name, device_uuid, select_device, transport_of
 from unipar.distributed.meeting.session import Session, interface_for, session_of
 from unipar.distributed.place import Place
@@ -35,7 +36,7 @@ def device_of_rank(config: Config, place: Place) -> torch.device:
 def choose_transport(config: Config, device: torch.device) -> str:
     """Return the backends of torch.distributed; gloo on `device: cuda:N`, because NCCL needs one GPU for each rank."""
     transport = transport_of(device)
-    if transport == "gloo" or ":" in config.device:
+    if transport == "gloo" or (":" in config.device and ACCELERATORS[device.type].can_be_shared):
         return "gloo"
     # gloo beside nccl under offload: norms are summed over tensors in host memory
     return transport if config.model.offload == "none" else f"cpu:gloo,{device.type}:{transport}"

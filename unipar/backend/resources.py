@@ -117,9 +117,12 @@ def check_device_count(
         if int(index) >= here.count:
             asked_device = f"device: {kind}:{index} does not exist; {here} visible here"
             raise _too_few_devices(config, kind, asked_device, "set device: cpu")
+        if wanted > 1 and not ACCELERATORS[kind].can_be_shared:
+            one = f"{asked}: {wanted} ranks on {kind}:{index}, whose tensors gloo does not move: ranks cannot share it"
+            raise _too_few_devices(config, kind, one, f"set device: {kind} or cpu")
     elif wanted > here.count and not (launched and here.count == 1):
-        share = f"lower it, set device: cpu, or share one {ACCELERATORS[kind].noun} with device: {kind}:0"
-        ways = share if here.count else "set device: cpu"
+        share = f", or share one {ACCELERATORS[kind].noun} with device: {kind}:0" * ACCELERATORS[kind].can_be_shared
+        ways = f"lower it, set device: cpu{share}" if here.count else "set device: cpu"
         raise _too_few_devices(config, kind, f"{asked}: {wanted} ranks on {kind}; {here} visible here", ways)
 
 

@@ -36,12 +36,14 @@ class Accelerator:
     """Environment variable that selects devices."""
 
     noun: str = "GPU"
+    can_be_shared: bool = False
+    """Whether ranks can share one device: their collectives are gloo's then, which must move its tensors."""
 
 
 ACCELERATORS: Final = {
     each.type: each
     for each in (
-        Accelerator("cuda", "CUDA or ROCm", "nccl", VISIBLE_DEVICES_VARIABLE),
+        Accelerator("cuda", "CUDA or ROCm", "nccl", VISIBLE_DEVICES_VARIABLE, can_be_shared=True),
         Accelerator("xpu", "Intel GPU", "xccl", "ZE_AFFINITY_MASK"),
         Accelerator("npu", "Ascend NPU", "hccl", "ASCEND_RT_VISIBLE_DEVICES", "NPU"),
         Accelerator("hpu", "Gaudi", "hccl", "HABANA_VISIBLE_MODULES", "HPU"),

@@ -154,6 +154,23 @@ def release_unused_memory(device: torch.device) -> None:
     _module(device).empty_cache()
 
 
+def stream_number(device: torch.device) -> int:
+    """Return the number that the allocator's history has for a device's current stream."""
+    handle = "sycl_queue" if device.type == "xpu" else f"{device.type}_stream"
+    return getattr(_module(device).current_stream(device), handle)
+
+
+def allocator_segments(device: torch.device) -> list[Any]:
+    """Return the segments of a device's allocator, without its history where torch can leave that out."""
+    without = {"include_traces": False} if device.type in ("cuda", "xpu") else {}
+    return _module(device).memory_snapshot(**without)
+
+
+def keeps_allocator_history(device: torch.device) -> bool:
+    """Return whether a device's allocator can record each allocation."""
+    return hasattr(getattr(_module(device), "memory", None), "_record_memory_history")
+
+
 def generator_state(device: torch.device) -> Tensor:
     """Return the state of the generator that draws a device's random numbers."""
     if device.type == "cpu":

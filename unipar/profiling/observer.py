@@ -241,6 +241,9 @@ class StepObserver:
         return True
 
     def _begin_profile(self) -> bool:
+        if (kind := self._world.device.type) != "cuda":
+            self._note(f"waiting was not measured: torch's profiler does not show the collectives of {kind}")
+            return False
         try:
             self._world.synchronize()
             self._profile = profile(activities=[ProfilerActivity.CUDA])

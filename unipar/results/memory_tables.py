@@ -29,7 +29,7 @@ _CATEGORIES_BY_COLUMN: Final[dict[str, tuple[Category, ...]]] = {
 _COUNTING_NOTES: Final = {
     "malloc": "every block counted",
     "torch's own allocator": "only torch's own tensors counted",
-    "torch's CUDA allocator": "only blocks of torch's CUDA allocator counted",
+    "torch's allocator of the device": "only blocks of torch's allocator of the device counted",
 }
 """Descriptions of what is counted, by the beginning of the account's method."""
 

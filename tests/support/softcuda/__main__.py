@@ -1,4 +1,4 @@
-"""`python -m tests.support.softcuda COMMAND ...`: run a command with an emulated CUDA device."""
+"""`python -m tests.support.softcuda COMMAND ...`: run a command with an emulated device."""
 
 from __future__ import annotations
 

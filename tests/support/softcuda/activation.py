@@ -1,4 +1,4 @@
-"""The emulated device in this process: what is added to torch as its modules are imported."""
+"""The emulated device in this process: what is added to torch as its modules are imported, where it is CUDA."""
 
 from __future__ import annotations
 
@@ -24,11 +24,13 @@ native: Any = None
 """The module of compiled functions, once torch is imported."""
 
 visible: list[str] = []
-"""UUIDs of this process's devices; settled when CUDA is first asked."""
+"""UUIDs of this process's devices; settled when the device is first asked."""
 
 
 def install() -> None:
-    """Let torch have a CUDA device in this process; before it is imported."""
+    """Let torch have a CUDA device in this process; before it is imported. Others are loaded by torch itself."""
+    if profile().kind != "cuda":
+        return
     sys.meta_path.insert(0, _Completions({
         "torch._C": _complete_c,
         "torch.version": _complete_version,
@@ -46,7 +48,7 @@ def profile() -> Profile:
 
 
 def settle_devices() -> None:
-    """Read CUDA_VISIBLE_DEVICES, as CUDA does when it is first asked."""
+    """Read CUDA_VISIBLE_DEVICES, or the other device's variable, as its driver does when it is first asked."""
     visible[:] = visible_devices(profile()) if profile().driver_works else []
     device_library: Any = ctypes.CDLL(str(_libraries() / "libsoftcuda.so"))
     device_library.softcuda_configure(len(visible), ctypes.c_int64(profile().memory))
@@ -85,16 +87,24 @@ def _libraries() -> Path:
     return Path(os.environ[FOLDER])
 
 
-def _complete_c(module: Any) -> None:
+def load_native() -> Any:
+    """Return the module of compiled functions, which reports from now on."""
     global native
     spec = importlib.util.spec_from_file_location("_softcuda", _libraries() / "_softcuda.so")
     assert spec is not None
     assert spec.loader is not None
     native = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(native)
-    from tests.support.softcuda import cuda_functions, findings, groups
+    from tests.support.softcuda import findings
 
     findings.listen(native)
+    return native
+
+
+def _complete_c(module: Any) -> None:
+    load_native()
+    from tests.support.softcuda import cuda_functions, groups
+
     cuda_functions.add_to(module, native)
     initialise = module._c10d_init
 

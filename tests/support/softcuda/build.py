@@ -1,4 +1,4 @@
-"""Compilation of the emulated device, once for a version of torch, of Python and of the sources."""
+"""Compilation of an emulated device, once for its kind, a version of torch, of Python and of the sources."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -18,6 +19,8 @@ from pathlib import Path
 SOURCES = Path(__file__).with_name("native")
 DEVICE, BINDINGS = "libsoftcuda.so", "_softcuda.so"
 FLAGS = ("-std=c++20", "-fPIC", "-shared", "-w", "-DUSE_DISTRIBUTED")
+KINDS = {"cuda": (), "npu": ("-DSOFTCUDA_NPU",)}
+"""What the sources are compiled with for each kind of device."""
 
 
 class NotBuilt(Exception):
@@ -25,15 +28,15 @@ class NotBuilt(Exception):
 
 
 @cache
-def library_folder() -> Path:
+def library_folder(kind: str = "cuda") -> Path:
     """Return the folder with both libraries, compiled if this is the first time; raise NotBuilt if that cannot be."""
     torch = _torch_folder()
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
-        raise NotBuilt("no C++ compiler: the emulated CUDA device is compiled with g++")
+        raise NotBuilt("no C++ compiler: the emulated device is compiled with g++")
     if not Path(sysconfig.get_path("include"), "Python.h").exists():
         raise NotBuilt("no Python.h: on Debian it is in python3-dev")
-    folder = _cache_folder() / _key()
+    folder = _cache_folder() / _key(kind)
     if (folder / BINDINGS).exists():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -41,17 +44,17 @@ def library_folder() -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / BINDINGS).exists():
             with tempfile.TemporaryDirectory(dir=folder.parent) as made:
-                _compile(compiler, torch, Path(made))
+                _compile(compiler, torch, Path(made), KINDS[kind])
                 folder.mkdir(exist_ok=True)
                 for name in (DEVICE, BINDINGS):  # the second last: it says that both are there
                     os.replace(Path(made) / name, folder / name)
     return folder
 
 
-def why_not_built() -> str:
-    """Return why the emulated device cannot be had here; "" if it can."""
+def why_not_built(kind: str = "cuda") -> str:
+    """Return why an emulated device cannot be had here; "" if it can."""
     try:
-        library_folder()
+        library_folder(kind)
     except NotBuilt as e:
         return str(e)
     return ""
@@ -66,18 +69,18 @@ def _torch_folder() -> Path:
     return Path(spec.origin).parent
 
 
-def _key() -> str:
+def _key(kind: str) -> str:
     digest = hashlib.sha256()
-    for file in sorted(SOURCES.iterdir()):
+    for file in sorted(SOURCES.rglob("*.*")):
         digest.update(file.name.encode() + file.read_bytes())
-    return f"torch-{version('torch')}-{sys.implementation.cache_tag}-{digest.hexdigest()[:16]}"
+    return f"{kind}-torch-{version('torch')}-{sys.implementation.cache_tag}-{digest.hexdigest()[:16]}"
 
 
 def _cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "unipar" / "softcuda"
 
 
-def _compile(compiler: str, torch: Path, folder: Path) -> None:
+def _compile(compiler: str, torch: Path, folder: Path, flags: Sequence[str]) -> None:
     headers = [f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include"]
     libraries = [f"-L{torch}/lib", f"-Wl,-rpath,{torch}/lib", "-ltorch_cpu", "-lc10"]
     python = ["-DTORCH_EXTENSION_NAME=_softcuda", f"-I{sysconfig.get_path('include')}"]
@@ -86,7 +89,9 @@ def _compile(compiler: str, torch: Path, folder: Path) -> None:
         ["-O1", "device_library.cpp", "-o", folder / DEVICE, *headers, *libraries],
         ["-O0", "bindings.cpp", "-o", folder / BINDINGS, *headers, *python, *device, *libraries, "-ltorch_python"],
     ):
-        done = subprocess.run([compiler, *FLAGS, *words], cwd=SOURCES, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [compiler, *FLAGS, *flags, *words], cwd=SOURCES, capture_output=True, text=True, check=False
+        )
         if done.returncode:
             errors = [line for line in done.stderr.splitlines() if "error" in line] or [f"exit {done.returncode}"]
-            raise NotBuilt(f"the emulated CUDA device does not compile with torch {version('torch')}: {errors[0]}")
+            raise NotBuilt(f"the emulated device does not compile with torch {version('torch')}: {errors[0]}")

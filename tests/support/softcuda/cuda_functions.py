@@ -33,7 +33,8 @@ def add_to(module: Any, native: Any) -> None:
     """Add to torch._C what it would have with CUDA."""
     module._has_cuda = True
     module._CudaDeviceProperties = _Properties
-    module._CudaStreamBase, module._CudaEventBase = _stream_class(module), _event_class(module, native)
+    module._CudaStreamBase = stream_class(module, "cuda")
+    module._CudaEventBase = event_class(module, native, "cuda")
     module._cudart, module._nvtx = _Runtime, _Annotations
     module._is_flash_attention_available = constant(True)
     module._nccl_version, module._nccl_version_suffix = constant(2 << 32 | 27 << 16 | 3), constant(b"")
@@ -41,7 +42,7 @@ def add_to(module: Any, native: Any) -> None:
     for name in ("_CUDAGraph", "_CUDAGreenContext", "_MemPool", "_cuda_CUDAAllocator"):
         if not hasattr(module, name):
             setattr(module, name, type(name, (), {}))  # types that torch.cuda derives from at import
-    for functions in (_devices(module, native), _streams(module), _memory(native), _settings()):
+    for functions in (_devices(module, native), _streams(module), memory_functions(native), _settings()):
         for name, function in functions.items():
             setattr(module, f"_cuda_{name}", function)
 
@@ -121,7 +122,9 @@ def _streams(module: Any) -> Functions:
     }
 
 
-def _memory(native: Any) -> Functions:
+def memory_functions(native: Any) -> Functions:
+    """Return what torch's allocator can be asked, with names as in torch._C after "_cuda_"."""
+
     def nested(device: int) -> dict[str, Any]:
         found = native.statistics(device)
         none: dict[str, int] = {"current": 0, "peak": 0, "allocated": 0, "freed": 0}
@@ -263,9 +266,11 @@ class _Annotations:
     rangePushA = rangePop = rangeStartA = rangeEnd = markA = staticmethod(constant(0))  # noqa: N815
 
 
-def _stream_class(module: Any) -> type:
+def stream_class(module: Any, kind: str) -> type:
+    """Return the base of torch.cuda.Stream, or of another device's; `module` is torch._C."""
+
     class Stream(module.Stream):
-        """The base of torch.cuda.Stream."""
+        """A stream by its id, or a new one of the current device."""
 
         def __new__(
             cls,
@@ -280,27 +285,27 @@ def _stream_class(module: Any) -> type:
                 return module.Stream.__new__(
                     cls, stream_id=stream_id, device_index=device_index, device_type=device_type or CUDA
                 )
-            device = f"cuda:{module._accelerator_getDeviceIndex()}"
+            device = f"{kind}:{module._accelerator_getDeviceIndex()}"
             return module.Stream.__new__(cls, device=device, priority=priority)
 
-        cuda_stream = property(lambda self: self.stream_id)
-
+    setattr(Stream, f"{kind}_stream", property(lambda self: self.stream_id))
     return Stream
 
 
-def _event_class(module: Any, native: Any) -> type:
+def event_class(module: Any, native: Any, kind: str) -> type:
+    """Return the base of torch.cuda.Event, or of another device's."""
+
     class Event(module.Event):
-        """The base of torch.cuda.Event."""
+        """An event of the device, whatever its streams are."""
 
         def __new__(cls, enable_timing: bool = False, blocking: bool = False, **_: Any) -> Any:
             return module.Event.__new__(
-                cls, device="cuda", enable_timing=enable_timing, blocking=blocking, interprocess=False
+                cls, device=kind, enable_timing=enable_timing, blocking=blocking, interprocess=False
             )
-
-        cuda_event = property(lambda self: self.event_id)
 
         def elapsed_time(self, end_event: Any) -> float:
             """Return the milliseconds between both; the base class takes no instance of a derived one."""
             return native.elapsed_time(self.event_id, end_event.event_id)
 
+    setattr(Event, f"{kind}_event", property(lambda self: self.event_id))
     return Event

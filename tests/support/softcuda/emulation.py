@@ -1,4 +1,4 @@
-"""Processes with an emulated CUDA device: the environment to start them in."""
+"""Processes with an emulated device: the environment to start them in."""
 
 from __future__ import annotations
 
@@ -11,21 +11,26 @@ from tests.support.softcuda.findings import REPORTS
 
 ROOT = Path(__file__).parents[3]
 SITE = Path(__file__).with_name("site")
+NPU_SITE = Path(__file__).parent / "npu" / "site"
+"""The folder with what pip would have installed: a package whose entry point torch loads at import."""
 
 
 def emulated_environment(
     profile: str = "a100", *, devices: int | None = None, memory: int | None = None, reports: Path | None = None
 ) -> dict[str, str]:
-    """Return the variables with which a Python that starts has a CUDA device; raise NotBuilt if it cannot be had.
+    """Return the variables with which a Python that starts has an emulated device; raise NotBuilt if it cannot be had.
 
     `memory` is each device's in bytes; findings of all processes go to the folder `reports`.
     """
     assert profile in profiles.PROFILES, f"no such profile: {profile}"
-    inherited = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p != str(SITE)]
+    kind = profiles.PROFILES[profile].kind
+    sites = [str(SITE), *([str(NPU_SITE)] if kind == "npu" else [])]
+    known = ("", str(SITE), str(NPU_SITE))
+    inherited = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p not in known]
     variables = {
         profiles.SWITCH: profile,
-        FOLDER: str(build.library_folder()),
-        "PYTHONPATH": os.pathsep.join([str(SITE), str(ROOT), *inherited]),
+        FOLDER: str(build.library_folder(kind)),
+        "PYTHONPATH": os.pathsep.join([*sites, str(ROOT), *inherited]),
     }
     if devices is not None:
         variables[profiles.DEVICES] = str(devices)

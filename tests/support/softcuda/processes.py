@@ -1,4 +1,4 @@
-"""Processes with an emulated CUDA device, forked from one that has imported torch and knows no device yet."""
+"""Processes with an emulated device, forked from one that has imported torch and knows no device yet."""
 
 from __future__ import annotations
 
@@ -40,12 +40,15 @@ class EmulatedRun:
 
 @final
 class EmulatedDevice:
-    """A context manager: servers of such processes, and a folder for what they write."""
+    """A context manager: servers of such processes, and a folder for what they write.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._open = folder, ExitStack()
+    `profile`: the machine of a process that asks for none. Processes of one server have one kind of device.
+    """
+
+    def __init__(self, folder: Path, profile: str = "a100") -> None:
+        self._folder, self._profile, self._open = folder, profile, ExitStack()
         # transformers imports torchao, which starts CUDA to learn which GPU there is: that does not survive a fork
-        self._forks = Forks(environment=emulated_environment(), without=MODELS)
+        self._forks = Forks(environment=emulated_environment(profile), without=MODELS)
 
     def __enter__(self) -> Self:
         self._open.enter_context(self._forks)
@@ -55,7 +58,7 @@ class EmulatedDevice:
         self._open.close()
 
     def run(
-        self, code: str, profile: str = "a100", *, variables: Mapping[str, str] | None = None, **changes: Any
+        self, code: str, profile: str = "", *, variables: Mapping[str, str] | None = None, **changes: Any
     ) -> EmulatedRun:
         """Run code in a process; `changes` are those of the profile."""
         (run,) = self.ranks(code, profile, size=1, variables=variables, **changes)
@@ -64,7 +67,7 @@ class EmulatedDevice:
     def ranks(
         self,
         code: str,
-        profile: str = "a100",
+        profile: str = "",
         *,
         size: int = 2,
         timeout: float = 60.0,
@@ -73,7 +76,10 @@ class EmulatedDevice:
     ) -> list[EmulatedRun]:
         """Run code in a world of processes with torchrun's variables."""
         reports = Path(tempfile.mkdtemp(dir=self._folder))
-        environment = {**emulated_environment(profile, reports=reports, **changes), **(variables or {})}
+        environment = {
+            **emulated_environment(profile or self._profile, reports=reports, **changes),
+            **(variables or {}),
+        }
         words = ["-c", code + RESULT]
         if size == 1:
             done = [self._forks.python(words, reports, environment, timeout=timeout)]
@@ -83,10 +89,10 @@ class EmulatedDevice:
         return [EmulatedRun(_result(p.stdout), p.returncode, p.stderr, findings) for p in done]
 
     def unipar(
-        self, words: Sequence[str], profile: str = "a100", *, reports: Path | None = None, **changes: Any
+        self, words: Sequence[str], profile: str = "", *, reports: Path | None = None, **changes: Any
     ) -> subprocess.CompletedProcess[str]:
         """Run `unipar WORDS...`."""
-        environment = emulated_environment(profile, **changes)
+        environment = emulated_environment(profile or self._profile, **changes)
         if reports is not None:
             environment[REPORTS] = str(reports)
         return self._forks.unipar(words, environment)

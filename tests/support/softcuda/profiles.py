@@ -1,4 +1,4 @@
-"""Machines that the emulator plays: which GPUs, which of them a process sees, and what of the driver works."""
+"""Machines that the emulator plays: which devices, which of them a process sees, and what of the driver works."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ class Profile:
     memory: int
     processors: int
     devices: int = 2
+    kind: str = "cuda"
+    """Name of the device in torch: cuda, or npu as Ascend's."""
     instances: int = 0
     """MIG instances of each GPU; CUDA shows a process one of them."""
     driver_works: bool = True
@@ -33,6 +35,11 @@ class Profile:
     """False: pynvml finds no NVML."""
     torch_counts: bool = True
     """False: torch's own count by NVML fails, so that it asks CUDA, which spoils forks."""
+
+    @property
+    def choice(self) -> str:
+        """Environment variable that selects devices."""
+        return "ASCEND_RT_VISIBLE_DEVICES" if self.kind == "npu" else "CUDA_VISIBLE_DEVICES"
 
     def gpu_uuid(self, gpu: int) -> str:
         """Return a GPU's UUID, as NVML writes it."""
@@ -46,6 +53,7 @@ class Profile:
 A100 = Profile("NVIDIA A100-SXM4-80GB", (8, 0), 80 * GIB, 108)
 H100 = Profile("NVIDIA H100 80GB HBM3", (9, 0), 80 * GIB, 132)
 T4 = Profile("Tesla T4", (7, 5), 15 * GIB, 40)
+ASCEND = Profile("Ascend910B3", (0, 0), 64 * GIB, 20, kind="npu")
 
 PROFILES = {
     "a100": A100,
@@ -57,6 +65,7 @@ PROFILES = {
     "old-driver": replace(A100, driver_works=False),
     "no-nvml": replace(A100, nvml_works=False, torch_counts=False),
     "no-count": replace(A100, torch_counts=False),
+    "ascend": ASCEND,
 }
 
 
@@ -74,9 +83,9 @@ def profile_of(environ: Mapping[str, str] = os.environ) -> Profile | None:
 
 
 def visible_devices(profile: Profile, environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the UUIDs of devices that CUDA shows a process, in its order: all after an invalid entry are hidden."""
+    """Return the UUIDs of devices that a driver shows a process, in its order, up to the first invalid entry."""
     gpus = [profile.gpu_uuid(i) for i in range(profile.devices)]
-    choice = environ.get("CUDA_VISIBLE_DEVICES")
+    choice = environ.get(profile.choice)
     instances = [profile.instance_uuid(g, i) for g in range(profile.devices) for i in range(profile.instances)]
     words = [str(i) for i in range(profile.devices)] if choice is None else [w.strip() for w in choice.split(",")]
     seen: list[str] = []

@@ -56,8 +56,7 @@ class MemoryRecorder:
     def __init__(self, backend: Backend, sources: Sequence[EventSource]) -> None:
         self._backend = backend
         self._watched = [_RecordedMemory(source) for source in sources]
-        kinds = [source.device for source in sources if source.device != "cpu"]
-        self._pinned = PinnedMemory(kinds[0]) if kinds else None
+        self._pinned: PinnedMemory | None = None
         self._marks = 0
         self.ended = False
         """Whether the sources have stopped counting."""
@@ -66,6 +65,11 @@ class MemoryRecorder:
         """Reason why recording ended early; empty if it did not."""
 
         self._notes: list[str] = []
+        for kind in {source.device for source in sources} - {"cpu"}:
+            if PinnedMemory.is_counted(kind):
+                self._pinned = PinnedMemory(kind)
+            else:
+                self._notes.append(f"pinned host memory was not recorded: torch.{kind} does not count it")
         self._steps: list[RecordedStep] = []
         self._traffic: Traffic = Counter()
         self._across = 0
@@ -272,13 +276,13 @@ class MemoryRecorder:
     def account(self) -> MemoryAccount:
         """Return the account of the first memory, with communication; for CUDA, with that of the host's memory."""
         first, *others = (watched.account(self._world, self._steps) for watched in self._watched)
-        added = {**self._sent(), "notes": (*first.notes, *self._notes)}
-        first = first.model_copy(update=added)
+        host = others[0] if others else None
+        first = first.model_copy(update={**self._sent(), "notes": (*first.notes, *self._notes), "host": host})
         if self._pinned is None or not self._steps:
             return first
         low, high = next(((low, high) for how, low, high in self._steps if how == "placed"), self._steps[-1][1:])
         pinned = (*self._pinned.phases(0, self._steps[0][1]), *self._pinned.phases(low, high))
-        return first.model_copy(update={"pinned": pinned, "host": others[0] if others else None})
+        return first.model_copy(update={"pinned": pinned})
 
 
 def choose_event_sources(device: torch.device) -> list[EventSource]:

@@ -1,1 +1,1 @@
-"""Sources of memory events: malloc, the CUDA allocator, a profiler, pinned memory, NVML."""
+"""Sources of memory events: malloc, the device's allocator, a profiler, pinned memory, NVML."""

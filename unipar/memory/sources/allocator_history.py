@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from unipar.backend import Category
+from unipar.distributed.device import DeviceUnusable, allocator_segments, keeps_allocator_history, stream_number
 from unipar.memory.account import DeviceMemory
 from unipar.memory.sources.call_sites import find_call_site
 from unipar.memory.sources.events import TENSOR, CallSite, EventArray, PhaseMark, PoolPeaks, SeenEvents
@@ -20,8 +21,8 @@ from unipar.memory.sources.nvml import query_bytes_used
 MAX_HISTORY_ENTRIES: Final = 4_000_000
 """Number of history entries that torch keeps: about four for each block."""
 
-CUDA_BLOCK_BYTES: Final = 512
-"""Unit of block sizes in torch's CUDA allocator."""
+BLOCK_BYTES: Final = 512
+"""Unit of block sizes in torch's allocators of devices."""
 
 UNSPLIT_REST_BYTES: Final = 2**20
 """Size above which a block may be up to this much larger than requested: torch splits off no smaller remainder."""
@@ -40,11 +41,11 @@ class SizeSnapshot:
 class AllocatorHistory:
     """Source of events: blocks of torch's allocator on the device that this process uses."""
 
-    method = "torch's CUDA allocator, by its own history and statistics"
+    method = "torch's allocator of the device, by its own history and statistics"
     on: DeviceMemory | None = None
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device.type
+        self.device, self._device = device.type, device
         self._torch: Any = torch.get_device_module(device)
         self._history: Any = self._torch.memory  # its functions for the history are documented, but private
         self._marks: list[PhaseMark] = []
@@ -54,8 +55,10 @@ class AllocatorHistory:
 
     def begin(self) -> None:
         """Start torch's history."""
+        if not keeps_allocator_history(self._device):
+            raise DeviceUnusable(f"the allocator of {self.device} keeps no history")
         self._index = self._torch.current_device()
-        self._stream = self._torch.current_stream().cuda_stream
+        self._stream = stream_number(self._device)
         self._history._record_memory_history("all", context="alloc", stacks="python", max_entries=MAX_HISTORY_ENTRIES)
         self._first = 0
         self._first = self.at()
@@ -90,9 +93,10 @@ class AllocatorHistory:
         others = [i for i in range(self._torch.device_count()) if i != self._index and self._torch.memory_allocated(i)]
         if others:
             self._notes.append(f"memory on other devices ({', '.join(map(str, others))}) is not counted")
-        bytes_used, why = query_bytes_used(f"GPU-{self._torch.get_device_properties(self._index).uuid}")
+        bytes_used, why = self._bytes_used()
         if why:
-            self._notes.append(f"memory of CUDA and NCCL was not measured: {why}")
+            names = "CUDA and NCCL" if self.device == "cuda" else f"{self.device}'s driver and of its collectives"
+            self._notes.append(f"memory of {names} was not measured: {why}")
         self.on = DeviceMemory(
             name=self._torch.get_device_name(self._index),
             reserved=self._torch.memory_reserved(self._index),
@@ -119,6 +123,11 @@ class AllocatorHistory:
     def notes(self) -> tuple[str, ...]:
         return tuple(self._notes)
 
+    def _bytes_used(self) -> tuple[int | None, str]:
+        if self.device != "cuda":
+            return None, "NVML is CUDA's"
+        return query_bytes_used(f"GPU-{self._torch.get_device_properties(self._index).uuid}")
+
     def _came(self, stats: Mapping[str, Mapping[str, int]]) -> int:
         return stats["allocation"]["allocated"] + stats["allocation"]["freed"] - self._first
 
@@ -129,8 +138,8 @@ class AllocatorHistory:
         return {kind: stats[kind]["all"] for kind in kinds}
 
     def _take_snapshot(self) -> None:
-        segments = self._torch.memory_snapshot(include_traces=False)
-        self._snapshots.append(SizeSnapshot(self.at(), allocated_block_sizes(segments, self._index)))
+        sizes = allocated_block_sizes(allocator_segments(self._device), self._index)
+        self._snapshots.append(SizeSnapshot(self.at(), sizes))
 
 
 def allocation_entries(trace: Iterable[Mapping[str, Any]]) -> Iterable[Mapping[str, Any]]:
@@ -190,7 +199,7 @@ def replay_trace(
     for i, entry in enumerate(trace):
         while left and left[0].at <= i:
             _apply_snapshot(left.pop(0), open_at, older, sizes, slack)
-        address, size = entry["addr"], max(CUDA_BLOCK_BYTES, -(-entry["size"] // CUDA_BLOCK_BYTES) * CUDA_BLOCK_BYTES)
+        address, size = entry["addr"], max(BLOCK_BYTES, -(-entry["size"] // BLOCK_BYTES) * BLOCK_BYTES)
         if entry["action"] == "alloc":
             open_at[address] = i
             sizes[i], slack[i] = size, UNSPLIT_REST_BYTES if size > UNSPLIT_REST_BYTES else 0

@@ -36,6 +36,11 @@ class PinnedMemory:
         self._torch: Any = torch.get_device_module(device)
         self._marks: list[PinnedMark] = []
 
+    @staticmethod
+    def is_counted(device: str) -> bool:
+        """Return whether a device's library counts the host memory that it has pinned; that of xpu does not."""
+        return hasattr(torch.get_device_module(device), "host_memory_stats")
+
     def mark(self, phase: str) -> None:
         """Record that a phase begins, with the peaks since the last mark."""
         stats = self._torch.host_memory_stats()

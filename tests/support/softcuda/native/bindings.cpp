@@ -28,14 +28,14 @@ void call_observer(int device, int64_t requested, int64_t total, int64_t free) {
   observer(device, requested, total, free);
 }
 
-c10::intrusive_ptr<Group> make_group(c10::intrusive_ptr<Backend> gloo, c10::intrusive_ptr<Store> positions, Ranks ranks, std::string name, int64_t milliseconds, bool nccl,
+c10::intrusive_ptr<Group> make_group(c10::intrusive_ptr<Backend> gloo, c10::intrusive_ptr<Store> positions, Ranks ranks, std::string name, int64_t milliseconds, bool own,
                                        py::function connect, py::function split) {
   // the functions live as long as the process: a group may be freed after the interpreter is gone
   auto* connects = new py::function(std::move(connect));
   auto* splits = new py::function(std::move(split));
   return c10::make_intrusive<Group>(
       gloo->getRank(), gloo->getSize(),
-      Group::Settings{gloo, positions, std::move(ranks), std::move(name), std::chrono::milliseconds(milliseconds), nccl,
+      Group::Settings{gloo, positions, std::move(ranks), std::move(name), std::chrono::milliseconds(milliseconds), own,
                       [connects](int device) { py::gil_scoped_acquire gil; (*connects)(device); },
                       [splits](c10::intrusive_ptr<Store> store, std::vector<int> some) {
                         py::gil_scoped_acquire gil;
@@ -48,8 +48,8 @@ c10::intrusive_ptr<Group> make_group(c10::intrusive_ptr<Backend> gloo, c10::intr
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace softcuda;
   m.def("has_context", &has_context);
-  m.def("spoil_forks", [] { torch::utils::register_fork_handler_for_device_init(c10::kCUDA); });
-  m.def("is_bad_fork", [] { return torch::utils::is_device_in_bad_fork(c10::kCUDA); });
+  m.def("spoil_forks", [] { torch::utils::register_fork_handler_for_device_init(ACCELERATOR); });
+  m.def("is_bad_fork", [] { return torch::utils::is_device_in_bad_fork(ACCELERATOR); });
   m.def("elapsed_time", [](uintptr_t first, uintptr_t second) {
     return elapsed_milliseconds(reinterpret_cast<const void*>(first), reinterpret_cast<const void*>(second));
   });

@@ -1,4 +1,4 @@
-// The process group "nccl" (and "gloo" for tensors of the device): gloo moves the bytes, over views of the same memory.
+// The process group "nccl" or "hccl" (and "gloo" for tensors of the device): gloo moves the bytes, over views of the same memory.
 // A collective blocks its caller; its stream, its order and what NCCL refuses are as NCCL has them.
 #include "softcuda.h"
 #include <algorithm>
@@ -29,7 +29,7 @@ struct StreamWork final : Work {
       : Work(rank, type), results(std::move(results)), kept(std::move(kept)), stream(stream), end(clock_of(stream)) {
     std::vector<c10::Device> devices;
     for (auto& result : this->results)
-      if (result.is_cuda() && devices.empty()) devices.push_back(result.device());
+      if (is_ours(result) && devices.empty()) devices.push_back(result.device());
     future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()), devices);
     auto before = current_stream(stream.first);
     set_stream(stream);  // the future's event is recorded here
@@ -39,7 +39,7 @@ struct StreamWork final : Work {
   }
   ~StreamWork() override {  // NCCL's watchdog frees the inputs once the device is done with them
     for (auto& tensor : kept)
-      if (!waited && tensor.is_cuda()) record_stream(tensor.storage().data(), stream);
+      if (!waited && is_ours(tensor)) record_stream(tensor.storage().data(), stream);
   }
   bool wait(std::chrono::milliseconds = kNoTimeout) override { synchronize(); return true; }
   void synchronize() override {
@@ -62,14 +62,14 @@ class Group final : public Backend {
     Ranks global_ranks;
     std::string name;
     std::chrono::milliseconds timeout;
-    bool nccl;
+    bool own;  // false: gloo, for tensors of the device
     std::function<void(int)> connect;  // raises if another rank of the group has the same device
     std::function<c10::intrusive_ptr<Backend>(c10::intrusive_ptr<Store>, std::vector<int>)> split;
   };
   Group(int rank, int size, Settings settings) : Backend(rank, size), is(std::move(settings)) {}
 
-  const std::string getBackendName() const override { return is.nccl ? "nccl" : "gloo"; }
-  bool supportsSplitting() const override { return is.nccl; }
+  const std::string getBackendName() const override { return is.own ? TRANSPORT : "gloo"; }
+  bool supportsSplitting() const override { return is.own; }
   c10::intrusive_ptr<Backend> split(const c10::intrusive_ptr<Store>& store, const std::vector<int>& ranks, const c10::intrusive_ptr<Options>&) override {
     if (std::find(ranks.begin(), ranks.end(), getRank()) == ranks.end()) return nullptr;
     return is.split(store, ranks);
@@ -214,16 +214,16 @@ class Group final : public Backend {
   void use(int index) {
     if (device < 0) {
       device = index;
-      if (is.nccl) {  // NCCL's communicator is made by all ranks together
+      if (is.own) {  // NCCL's communicator is made by all ranks together
         finish(is.gloo->barrier(BarrierOptions()), "the start");
         is.connect(device);
       }
     }
-    TORCH_CHECK(device == index, "a tensor on cuda:", index, " in a group of cuda:", device);
+    TORCH_CHECK(device == index, "a tensor on ", NAME, ":", index, " in a group of ", NAME, ":", device);
   }
   void check(const Tensors& tensors) {
     for (auto& tensor : tensors) {
-      TORCH_CHECK_VALUE(tensor.is_cuda() && !tensor.is_sparse(), "Tensors must be CUDA and dense");
+      TORCH_CHECK_VALUE(is_ours(tensor) && !tensor.is_sparse(), "Tensors must be ", KIND, " and dense");
       TORCH_CHECK_VALUE(tensor.is_non_overlapping_and_dense(), "Tensors must be contiguous");
       use(tensor.device().index());
     }
@@ -353,7 +353,7 @@ class Group final : public Backend {
     check(in);
     check(out);
     sequence++;
-    if (is.nccl) agree(type, in, out);
+    if (is.own) agree(type, in, out);
     auto caller = current_stream(device), on = asynchronous ? own_stream() : caller;
     if (asynchronous) stream_waits(on, clock_of(caller));
     auto name = "NCCL's " + opTypeToString(type);

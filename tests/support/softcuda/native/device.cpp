@@ -1,6 +1,5 @@
-// Devices as torch sees them: its device guard (streams, events), its hooks of CUDA, and contexts that do not survive a fork.
+// Devices as torch sees them: its device guard (streams, events), and contexts that do not survive a fork.
 #include "softcuda.h"
-#include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/GPUTrace.h>
 #include <chrono>
@@ -21,7 +20,7 @@ int64_t last_event = 0;
 });
 int index_of(c10::Device device) { return device.has_index() ? device.index() : current_device; }
 StreamKey key_of(const c10::Stream& stream) { return {stream.device_index(), stream.id()}; }
-c10::Stream stream_of(StreamKey key) { return c10::Stream(c10::Stream::UNSAFE, c10::Device(c10::kCUDA, key.first), key.second); }
+c10::Stream stream_of(StreamKey key) { return c10::Stream(c10::Stream::UNSAFE, c10::Device(ACCELERATOR, key.first), key.second); }
 auto* tracer() { return c10::impl::GPUTrace::get_trace(); }
 
 struct Event {
@@ -31,8 +30,8 @@ struct Event {
 };
 
 struct DeviceGuard final : c10::impl::DeviceGuardImplInterface {
-  c10::DeviceType type() const override { return c10::kCUDA; }
-  c10::Device getDevice() const override { return c10::Device(c10::kCUDA, current_device); }
+  c10::DeviceType type() const override { return ACCELERATOR; }
+  c10::Device getDevice() const override { return c10::Device(ACCELERATOR, current_device); }
   void setDevice(c10::Device device) const override { check_index(device.index()); current_device = device.index(); }
   c10::Device exchangeDevice(c10::Device device) const override {
     auto before = getDevice();
@@ -46,7 +45,7 @@ struct DeviceGuard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream getDefaultStream(c10::Device device) const override { return stream_of({index_of(device), 0}); }
   c10::Stream getNewStream(c10::Device device, int = 0) const override {
     auto stream = new_stream(index_of(device));
-    if (auto* trace = tracer()) (*trace)->trace_gpu_stream_creation(c10::kCUDA, stream.second);
+    if (auto* trace = tracer()) (*trace)->trace_gpu_stream_creation(ACCELERATOR, stream.second);
     return stream_of(stream);
   }
   c10::Stream getStreamFromGlobalPool(c10::Device device, bool = false) const override { return getNewStream(device); }
@@ -59,27 +58,27 @@ struct DeviceGuard final : c10::impl::DeviceGuardImplInterface {
   bool queryStream(const c10::Stream& stream) const override { host_waits(clock_of(key_of(stream))); return true; }
   void synchronizeStream(const c10::Stream& stream) const override {
     softcuda::synchronize(key_of(stream), "stream");
-    if (auto* trace = tracer()) (*trace)->trace_gpu_stream_synchronization(c10::kCUDA, stream.id());
+    if (auto* trace = tracer()) (*trace)->trace_gpu_stream_synchronization(ACCELERATOR, stream.id());
   }
   void synchronizeDevice(const c10::DeviceIndex device) const override {
     softcuda::synchronize({device < 0 ? current_device : device, -1}, "device");
-    if (auto* trace = tracer()) (*trace)->trace_gpu_device_synchronization(c10::kCUDA);
+    if (auto* trace = tracer()) (*trace)->trace_gpu_device_synchronization(ACCELERATOR);
   }
 
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
     if (!*event) {
       *event = new Event{++last_event};
-      if (auto* trace = tracer()) (*trace)->trace_gpu_event_creation(c10::kCUDA, uintptr_t(*event));
+      if (auto* trace = tracer()) (*trace)->trace_gpu_event_creation(ACCELERATOR, uintptr_t(*event));
     }
     auto* is = static_cast<Event*>(*event);
     is->clock = clock_of(key_of(stream));
     is->time = std::chrono::steady_clock::now();
-    if (auto* trace = tracer()) (*trace)->trace_gpu_event_record(c10::kCUDA, uintptr_t(*event), stream.id());
+    if (auto* trace = tracer()) (*trace)->trace_gpu_event_record(ACCELERATOR, uintptr_t(*event), stream.id());
   }
   void block(void* event, const c10::Stream& stream) const override {
     if (!event) return;
     stream_waits(key_of(stream), static_cast<Event*>(event)->clock);
-    if (auto* trace = tracer()) (*trace)->trace_gpu_event_wait(c10::kCUDA, uintptr_t(event), stream.id());
+    if (auto* trace = tracer()) (*trace)->trace_gpu_event_wait(ACCELERATOR, uintptr_t(event), stream.id());
   }
   bool queryEvent(void* event) const override {
     if (event) host_waits(static_cast<Event*>(event)->clock);
@@ -89,7 +88,7 @@ struct DeviceGuard final : c10::impl::DeviceGuardImplInterface {
     if (!event) return;
     if (!inside_operator) report(Finding::wait, "event");
     host_waits(static_cast<Event*>(event)->clock);
-    if (auto* trace = tracer()) (*trace)->trace_gpu_event_synchronization(c10::kCUDA, uintptr_t(event));
+    if (auto* trace = tracer()) (*trace)->trace_gpu_event_synchronization(ACCELERATOR, uintptr_t(event));
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
   double elapsedTime(void* first, void* second, const c10::DeviceIndex) const override {
@@ -97,53 +96,21 @@ struct DeviceGuard final : c10::impl::DeviceGuardImplInterface {
   }
   void recordDataPtrOnStream(const c10::DataPtr& pointer, const c10::Stream& stream) const override { record_stream(pointer.get(), key_of(stream)); }
 };
-C10_REGISTER_GUARD_IMPL(CUDA, DeviceGuard);
+C10_REGISTER_GUARD_IMPL(SOFTCUDA_KEY, DeviceGuard);
 
-struct CUDAHooks final : at::CUDAHooksInterface {
-  explicit CUDAHooks(at::CUDAHooksArgs) {}
-  void init() const override {}
-  bool isBuilt() const override { return true; }
-  bool isAvailable() const override { return count > 0; }
-  bool hasCUDA() const override { return count > 0; }
-  bool hasCUDART() const override { return true; }
-  const at::Generator& getDefaultGenerator(c10::DeviceIndex device = -1) const override { return default_generator(device < 0 ? softcuda::current_device : device); }
-  at::Generator getNewGenerator(c10::DeviceIndex device = -1) const override { return new_generator(device < 0 ? softcuda::current_device : device); }
-  c10::Device getDeviceFromPtr(void*) const override { return c10::Device(c10::kCUDA, softcuda::current_device); }
-  bool isPinnedPtr(const void* address) const override { return is_pinned(address); }
-  bool hasPrimaryContext(c10::DeviceIndex device) const override { return has_context(device); }
-  c10::DeviceIndex current_device() const override { return softcuda::current_device; }
-  c10::DeviceIndex deviceCount() const override { return count; }
-  int getNumGPUs() const override { return count; }
-  c10::DeviceIndex getCurrentDevice() const override { return softcuda::current_device; }
-  void setCurrentDevice(c10::DeviceIndex device) const override { check_index(device); softcuda::current_device = device; }
-  c10::DeviceIndex exchangeDevice(c10::DeviceIndex device) const override {
-    auto before = softcuda::current_device;
-    if (device >= 0) setCurrentDevice(device);
-    return before;
-  }
-  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override { return exchangeDevice(device); }
-  c10::Allocator* getPinnedMemoryAllocator() const override { return pinned_allocator(); }
-  c10::Allocator* getCUDADeviceAllocator() const override { return device_allocator(); }
-  long versionCUDART() const override { return 13000; }
-  std::string showConfig() const override { return "an emulated CUDA device"; }
-  void deviceSynchronize(c10::DeviceIndex device) const override { softcuda::synchronize({device, -1}, "device"); }
-};
-using at::CUDAHooksRegistry;
-using at::RegistererCUDAHooksRegistry;
-REGISTER_CUDA_HOOKS(CUDAHooks);  // torch looks for a class of this name
 }  // namespace
 
 void configure(int devices, int64_t bytes) {
   count = devices;
   set_capacity(bytes);
-  c10::SetAllocator(c10::kCUDA, device_allocator(), 9);
+  c10::SetAllocator(ACCELERATOR, device_allocator(), 9);
 }
 int device_count() { return count; }
 void check_index(int64_t device) {
-  if (device < 0 || device >= count) throw c10::AcceleratorError({__func__, __FILE__, __LINE__}, 101, "CUDA error: invalid device ordinal");
+  if (device < 0 || device >= count) throw c10::AcceleratorError({__func__, __FILE__, __LINE__}, 101, std::string(KIND) + " error: invalid device ordinal");
 }
 void require_context(int device) {
-  if (context_of_parent) throw c10::AcceleratorError({__func__, __FILE__, __LINE__}, 3, "CUDA error: initialization error");
+  if (context_of_parent) throw c10::AcceleratorError({__func__, __FILE__, __LINE__}, 3, std::string(KIND) + " error: initialization error");
   context[device] = true;
 }
 double elapsed_milliseconds(const void* first, const void* second) {
@@ -164,6 +131,6 @@ struct DeviceTimer final : c10d::Timer {
     return to >= from ? std::optional<int64_t>(to - from) : std::nullopt;
   }
 };
-C10_REGISTER_TYPED_CLASS(TimerRegistry, c10::kCUDA, DeviceTimer);
+C10_REGISTER_TYPED_CLASS(TimerRegistry, softcuda::ACCELERATOR, DeviceTimer);
 }  // namespace
 }  // namespace c10d

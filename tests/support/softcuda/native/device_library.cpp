@@ -6,4 +6,10 @@
 #include "random.cpp"
 #include "device.cpp"
 #include "operators.cpp"
-#include "attention.cpp"
+#ifdef SOFTCUDA_NPU
+#include "npu/hooks.cpp"
+#include "npu/autocast.cpp"
+#else
+#include "cuda/hooks.cpp"
+#include "cuda/attention.cpp"
+#endif

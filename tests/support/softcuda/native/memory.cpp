@@ -57,7 +57,7 @@ int64_t reserved_for(int device) {
   for (auto observer : observers) observer(device, asked, limit, free);
   std::string fraction_text = fraction[device] ? format(limit) + " allowed; " : "";
   TORCH_CHECK_WITH(
-      OutOfMemoryError, false, "CUDA out of memory. Tried to allocate ", format(asked), ". GPU ", device, " has a total capacity of ",
+      OutOfMemoryError, false, KIND, " out of memory. Tried to allocate ", format(asked), ". ", NOUN, " ", device, " has a total capacity of ",
       format(capacity), " of which ", format(free), " is free. Including non-PyTorch memory, this process has ",
       format(is.allocated.current), " memory in use. ", fraction_text, "Of the allocated memory ", format(is.allocated.current),
       " is allocated by PyTorch, and ", format(0), " is reserved by PyTorch but unallocated. If reserved but unallocated memory is large "
@@ -77,7 +77,7 @@ void release(void* address) {
   is.allocated.add(-block.size);
   is.requested.add(-block.requested);
   if (recording) entries.push_back({false, block.device, uintptr_t(address), block.requested, block.stream.second});
-  if (auto* trace = c10::impl::GPUTrace::get_trace()) (*trace)->trace_gpu_memory_deallocation(c10::kCUDA, uintptr_t(address));
+  if (auto* trace = c10::impl::GPUTrace::get_trace()) (*trace)->trace_gpu_memory_deallocation(ACCELERATOR, uintptr_t(address));
   memset(address, POISON, block.size);
   free(address);
   blocks.erase(at);
@@ -87,7 +87,7 @@ struct DeviceAllocator final : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t bytes) override {
     int device = current_device;
     require_context(device);
-    if (!bytes) return {nullptr, nullptr, [](void*) {}, c10::Device(c10::kCUDA, device)};
+    if (!bytes) return {nullptr, nullptr, [](void*) {}, c10::Device(ACCELERATOR, device)};
     std::vector<std::string> races;
     auto stream = current_stream(device);
     void* address;
@@ -113,12 +113,16 @@ struct DeviceAllocator final : c10::DeviceAllocator {
       if (recording) entries.push_back({true, device, uintptr_t(address), int64_t(bytes), stream.second});
     }
     for (auto& race : races) report(Finding::race, race);
-    if (auto* trace = c10::impl::GPUTrace::get_trace()) (*trace)->trace_gpu_memory_allocation(c10::kCUDA, uintptr_t(address));
-    return {address, address, &release, c10::Device(c10::kCUDA, device)};
+    if (auto* trace = c10::impl::GPUTrace::get_trace()) (*trace)->trace_gpu_memory_allocation(ACCELERATOR, uintptr_t(address));
+    return {address, address, &release, c10::Device(ACCELERATOR, device)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
   void copy_data(void* to, const void* from, size_t bytes) const override { memcpy(to, from, bytes); }
-  bool initialized() override { return has_context(current_device); }
+  bool initialized() override {
+    for (int device = 0; device < MAX_DEVICES; device++)
+      if (has_context(device)) return true;
+    return false;
+  }
   void emptyCache(c10::MempoolId_t = {0, 0}) override { empty_cache(); }
   void recordStream(const c10::DataPtr& pointer, c10::Stream stream) override { record_stream(pointer.get(), {stream.device_index(), stream.id()}); }
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override {
@@ -142,7 +146,7 @@ struct DeviceAllocator final : c10::DeviceAllocator {
   void resetPeakStats(c10::DeviceIndex device) override { reset_peaks(device); }
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) override { return memory_info(device); }
 } allocator;
-REGISTER_ALLOCATOR(c10::kCUDA, &allocator);
+REGISTER_ALLOCATOR(ACCELERATOR, &allocator);
 }  // namespace
 
 std::recursive_mutex& memory_lock() { static auto* lock = new std::recursive_mutex; return *lock; }

@@ -45,22 +45,22 @@ struct InsideOperator {
   ~InsideOperator() { inside_operator = before; }
 };
 c10::Device device_for(Maybe<c10::Device> asked) {
-  auto device = asked && asked->has_index() ? *asked : c10::Device(c10::kCUDA, current_device);
+  auto device = asked && asked->has_index() ? *asked : c10::Device(ACCELERATOR, current_device);
   check_index(device.index());
   return device;
 }
 
 // --- creation and storage ---------------------------------------------------------------------------------------
 
-constexpr c10::DispatchKeySet CUDA_KEY(c10::DispatchKey::CUDA);
+constexpr c10::DispatchKeySet DEVICE_KEY(DISPATCH_KEY);
 
 Tensor empty(Sizes size, Maybe<at::ScalarType> dtype, Maybe<at::Layout>, Maybe<c10::Device> device, Maybe<bool>, Maybe<at::MemoryFormat> format) {
   c10::DeviceGuard guard(device_for(device));
-  return at::detail::empty_generic(size, device_allocator(), CUDA_KEY, at::dtype_or_default(dtype), format);
+  return at::detail::empty_generic(size, device_allocator(), DEVICE_KEY, at::dtype_or_default(dtype), format);
 }
 Tensor empty_strided(Sizes size, Sizes stride, Maybe<at::ScalarType> dtype, Maybe<at::Layout>, Maybe<c10::Device> device, Maybe<bool>) {
   c10::DeviceGuard guard(device_for(device));
-  return at::detail::empty_strided_generic(size, stride, device_allocator(), CUDA_KEY, at::dtype_or_default(dtype));
+  return at::detail::empty_strided_generic(size, stride, device_allocator(), DEVICE_KEY, at::dtype_or_default(dtype));
 }
 const Tensor& resize_(const Tensor& self, Sizes size, Maybe<at::MemoryFormat> format) {
   auto* is = self.unsafeGetTensorImpl();
@@ -96,7 +96,7 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   if (self.is_same(source) || !self.numel()) return self;
   auto target = host_view(self), values = host_view(source);
   if (inside_operator) return target.copy_(values), self;
-  auto stream = current_stream(self.is_cuda() ? self.device().index() : source.device().index());
+  auto stream = current_stream(is_ours(self) ? self.device().index() : source.device().index());
   require_context(stream.first);
   bool to_host = self.is_cpu(), to_device = source.is_cpu();
   bool pinned = to_host ? is_pinned(self.const_data_ptr()) : to_device && is_pinned(source.const_data_ptr());
@@ -153,7 +153,7 @@ std::vector<Argument> tensor_arguments(const c10::OperatorHandle& op, const torc
 [[noreturn]] void refuse(const std::string& op, c10::Device one, c10::Device other, const std::string& argument) {
   if (other.is_cpu())
     TORCH_CHECK(false, "Expected all tensors to be on the same device, but got ", argument, " is on cpu, different from other tensors on ", one,
-                " (when checking argument in method wrapper_CUDA_", op, ")");
+                " (when checking argument in method wrapper_", KIND, "_", op, ")");
   TORCH_CHECK(false, "Expected all tensors to be on the same device, but found at least two devices, ", one, " and ", other, "! (", op, ")");
 }
 
@@ -163,11 +163,11 @@ void check_devices(const std::string& op, const std::vector<Argument>& arguments
   bool indexes = op == "aten::index" || op == "aten::index_put_" || op == "aten::index_put" || op == "aten::_index_put_impl_";
   bool numbers = op.find("_fused_adam") == op.npos && op.find("_fused_sgd") == op.npos && op.find("_amp_") == op.npos;
   Maybe<c10::Device> device;
-  for (int pass = 0; pass < 2; pass++)  // first those of CUDA, which say where the kernel runs
+  for (int pass = 0; pass < 2; pass++)  // first those of the device, which say where the kernel runs
     for (auto& argument : arguments)
       for (auto& tensor : argument.tensors) {
         if (!tensor.defined() || argument.name == "lr" || (indexes && argument.name == "indices" && tensor.is_cpu())) continue;
-        if (tensor.is_cuda() && pass == 0) {
+        if (is_ours(tensor) && pass == 0) {
           if (device && *device != tensor.device()) refuse(op, *device, tensor.device(), argument.name);
           device = tensor.device();
         } else if (tensor.is_cpu() && pass == 1 && device && (tensor.dim() > 0 || !numbers))
@@ -185,7 +185,7 @@ struct SeededOperator {
       auto& value = (*stack)[stack->size() - count + i];
       if (!value.isGenerator()) continue;
       auto generator = value.toGenerator();
-      TORCH_CHECK(generator.device().is_cuda(), "Expected a 'cuda' device type for generator but found 'cpu'");
+      TORCH_CHECK(generator.device().type() == ACCELERATOR, "Expected a '", NAME, "' device type for generator but found 'cpu'");
       value = next_generator(generator);
       return;
     }
@@ -207,7 +207,7 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   int device = current_device;
   for (auto& argument : arguments)
     for (auto& tensor : argument.tensors)
-      if (tensor.defined() && tensor.is_cuda()) device = tensor.device().index();
+      if (tensor.defined() && is_ours(tensor)) device = tensor.device().index();
   require_context(device);
   auto stream = current_stream(device);
   bool traced = !inside_operator;
@@ -230,8 +230,8 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
 }
 
-TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>()); }
-TORCH_LIBRARY_IMPL(aten, CUDA, m) {
+TORCH_LIBRARY_IMPL(_, SOFTCUDA_KEY, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>()); }
+TORCH_LIBRARY_IMPL(aten, SOFTCUDA_KEY, m) {
   m.impl("empty.memory_format", empty);
   m.impl("empty_strided", empty_strided);
   m.impl("resize_", resize_);

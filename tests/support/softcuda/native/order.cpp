@@ -60,7 +60,7 @@ template <class Test> std::vector<HostCopy> take_copies(Test test) {
 }  // namespace
 
 std::string describe(StreamKey stream) {
-  return (stream.second ? "stream " + std::to_string(stream.second) : "the default stream") + " of cuda:" + std::to_string(stream.first);
+  return (stream.second ? "stream " + std::to_string(stream.second) : "the default stream") + " of " + NAME + ":" + std::to_string(stream.first);
 }
 StreamKey current_stream(int device) { return {device, streams[device]}; }
 void set_stream(StreamKey stream) { streams[stream.first] = stream.second; }
@@ -105,7 +105,7 @@ void access(const at::Tensor& tensor, bool write, StreamKey stream, const std::s
   std::vector<std::string> races;
   {
     std::lock_guard memory(memory_lock());
-    auto* accesses = tensor.is_cuda() ? accesses_on_device(tensor.const_data_ptr()) : accesses_on_host(tensor.const_data_ptr());
+    auto* accesses = is_ours(tensor) ? accesses_on_device(tensor.const_data_ptr()) : accesses_on_host(tensor.const_data_ptr());
     if (!accesses) return;
     std::vector<Access> kept;
     for (auto& other : *accesses) {

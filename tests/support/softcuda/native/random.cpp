@@ -1,4 +1,4 @@
-// Generators. Their numbers are the CPU's, of a seed made from this state; only the state is as CUDA's.
+// Generators. Their numbers are the CPU's, of a seed made from this state; only the state is as CUDA's and an NPU's.
 #include "softcuda.h"
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
@@ -7,7 +7,7 @@ namespace softcuda {
 namespace {
 struct DeviceGenerator final : c10::GeneratorImpl {
   uint64_t seed_ = c10::default_rng_seed_val, offset_ = 0;
-  explicit DeviceGenerator(int device) : GeneratorImpl(c10::Device(c10::kCUDA, device), c10::DispatchKeySet(c10::DispatchKey::CUDA)) {}
+  explicit DeviceGenerator(int device) : GeneratorImpl(c10::Device(ACCELERATOR, device), c10::DispatchKeySet(DISPATCH_KEY)) {}
   void set_current_seed(uint64_t seed) override { seed_ = seed; offset_ = 0; }
   void set_offset(uint64_t offset) override { offset_ = offset; }
   uint64_t get_offset() const override { return offset_; }

@@ -1,14 +1,17 @@
-// An emulated CUDA device: what each file promises to the others. All of it lives in the memory of one process.
+// An emulated accelerator: what each file promises to the others. All of it lives in the memory of one process.
+// It is CUDA, or with -DSOFTCUDA_NPU one that is not torch's own (PrivateUse1), by the name of Ascend's: npu.
 //
 // reports.cpp     findings (races, hangs, waits of the host, unpinned copies), counted and handed to Python by name
 // order.cpp       happens-before of streams, events and the host; races on device and pinned memory; late host copies
 // memory.cpp      device memory: limit, peaks, history, NaN in fresh and freed bytes, record_stream
 // pinned.cpp      pinned host memory and its statistics
-// device.cpp      devices, streams and events as torch's device guard, hooks of CUDA, and what a fork forbids
-// random.cpp      generators with CUDA's state: seed and offset, 16 bytes
+// device.cpp      devices, streams and events as torch's device guard, and what a fork forbids
+// hooks.h         what torch asks of any accelerator; cuda/hooks.cpp, npu/hooks.cpp: what it asks of these
+// random.cpp      generators with the state of CUDA's: seed and offset, 16 bytes
 // operators.cpp   creation, copies and views; every other operator by the CPU, if all its tensors are on one device
-// attention.cpp   attention kernels that only CUDA has, and histc of integers
-// collectives.cpp the process group "nccl"; bindings.cpp: what Python calls (these two know Python, the others do not)
+// cuda/attention.cpp  attention kernels that only CUDA has, and histc of integers
+// npu/autocast.cpp    operators that autocast casts
+// collectives.cpp the process group "nccl" or "hccl"; bindings.cpp: what Python calls (these two know Python, the others do not)
 #pragma once
 #include <ATen/ATen.h>
 #include <c10/core/Stream.h>
@@ -22,7 +25,18 @@
 
 namespace softcuda {
 
+#ifdef SOFTCUDA_NPU
+#define SOFTCUDA_KEY PrivateUse1
+constexpr const char *NAME = "npu", *KIND = "NPU", *NOUN = "NPU", *TRANSPORT = "hccl";
+#else
+#define SOFTCUDA_KEY CUDA
+constexpr const char *NAME = "cuda", *KIND = "CUDA", *NOUN = "GPU", *TRANSPORT = "nccl";
+#endif
+constexpr auto ACCELERATOR = c10::DeviceType::SOFTCUDA_KEY;
+constexpr auto DISPATCH_KEY = c10::DispatchKey::SOFTCUDA_KEY;
 constexpr int MAX_DEVICES = 16;
+
+inline bool is_ours(const at::Tensor& tensor) { return tensor.device().type() == ACCELERATOR; }
 
 // --- reports.cpp -----------------------------------------------------------------------------------------------
 
@@ -41,7 +55,7 @@ SHARED extern thread_local int current_device;
 SHARED void configure(int devices, int64_t bytes);
 SHARED int device_count();
 SHARED void check_index(int64_t device);
-// Raise CUDA's error in a process forked from one that has used a device.
+// Raise the driver's error in a process forked from one that has used a device.
 SHARED void require_context(int device);
 SHARED bool has_context(int device);
 SHARED double elapsed_milliseconds(const void* first_event, const void* second_event);
@@ -102,7 +116,7 @@ struct HistoryEntry { bool allocation; int device; uintptr_t address; int64_t si
 struct LiveBlock { int device; uintptr_t address; int64_t size, requested, stream; };
 using MemoryObserver = void (*)(int device, int64_t requested, int64_t total, int64_t free);
 
-// The allocator of torch for CUDA. Blocks are multiples of 512 bytes, reserved memory of 2 MiB.
+// torch's allocator for the device. Blocks are multiples of 512 bytes, reserved memory of 2 MiB.
 SHARED c10::Allocator* device_allocator();
 SHARED Statistics& statistics(int device);
 void set_capacity(int64_t bytes);

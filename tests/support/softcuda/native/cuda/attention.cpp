@@ -1,6 +1,6 @@
 // Attention kernels that torch has on CUDA alone: efficient, flash and cudnn, by plain products. And histc of integers.
 // Each gives its log-sum-exp and takes that of all keys for the backward, as a ring of ranks needs it.
-#include "softcuda.h"
+#include "../softcuda.h"
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/native/transformers/attention.h>
 #include <torch/library.h>
