@@ -170,3 +170,15 @@ def _forked(request: pytest.FixtureRequest) -> Iterator[None]:
     forks: Forks = request.getfixturevalue("forks")
     with forks.instead():
         yield
+
+
+@pytest.fixture(autouse=True)
+def _not_forked(request: pytest.FixtureRequest) -> Iterator[None]:
+    """On a GPU workers are what they are for users everywhere: CUDA does not survive a fork."""
+    if request.node.get_closest_marker("gpu") is None:
+        yield
+        return
+    from tests.support.forks import without_forks
+
+    with without_forks():
+        yield

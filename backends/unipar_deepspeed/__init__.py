@@ -149,6 +149,7 @@ class DeepSpeed(Backend):
             "zero_force_ds_cpu_optimizer": False,  # the engine has chosen the CPU optimizer already
             "steps_per_print": None,
             "wall_clock_breakdown": False,
+            "timers": {"throughput": {"enabled": False}},  # they wait for the device in each microbatch
         }
         if config.train.precision == "bf16-master":
             settings["bf16"] = {"enabled": True}

@@ -151,11 +151,18 @@ class ZeroEngine(OptimizerEngine):
         engine.step()
         skipped = bool(getattr(self.zero, "overflow", False))
         if norm is None or skipped:
-            norm = torch.as_tensor(engine.get_global_grad_norm(), device=self.world.device)
+            norm = self._norm_of_library()
         if self.stage and self.scaler is not None:
             self.zero.loss_scale = 1.0  # the loss is scaled in `step`, not in DeepSpeed's backward
             self.scaler.overflowed(norm)
         return Step(share, norm, skipped=skipped)
+
+    def _norm_of_library(self) -> Tensor:
+        """Return the norm that DeepSpeed's step has computed, on the device; a number is put there without a wait."""
+        norm: Any = self.engine.get_global_grad_norm()
+        if isinstance(norm, Tensor) and norm.device == self.world.device:
+            return norm
+        return torch.full((), float(norm), device=self.world.device)
 
     def _clip(self) -> Tensor | None:
         """Clip, and return the norm; return None where DeepSpeed clips in its own step."""

@@ -27,6 +27,7 @@ from unipar.distributed.world import World
 from unipar.engines.batch import cast_floats, to_device
 from unipar.engines.forward import ForwardCall, OpaqueBatch
 from unipar.errors import TaskError
+from unipar.utils.seeding import kept_random_state
 from unipar_deepspeed.autotp import matrices_left_whole
 
 _NO_HEAD = ["(none)"]
@@ -218,7 +219,7 @@ def prove_split(
     autocast, call.autocast = call.autocast, None
     call.eval()
     try:
-        with torch.random.fork_rng(), kept_attributes([getattr(part.loss, "__self__", None)]):
+        with kept_random_state(), kept_attributes([getattr(part.loss, "__self__", None)]):
             loss: Tensor = call(part.loss, OpaqueBatch(batch))  # in its forward ZeRO-3 gathers what the loss reads
             named = {name: p for name, p in part.module.named_parameters() if p.requires_grad}
             gradients: Any = torch.autograd.grad(loss, list(named.values()), allow_unused=True)

@@ -334,7 +334,7 @@ def test_an_accelerate_yaml_refused(text: str, wrong: str, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("text", "wrong"),
     [
-        ('{\n "a": 1,\n}', "ds_config.json, line 3: Expecting property name enclosed in double quotes"),
+        ('{\n "a": 1,\n b}', "ds_config.json, line 3: Expecting property name enclosed in double quotes"),
         ('{"bf16": 1, "bf16": 2}', "ds_config.json: the key 'bf16' is given twice; remove one"),
         ('{"bf16": NaN}', "ds_config.json: the number NaN is not finite"),
         ("[" * 100_000, "ds_config.json: nested too deep to be a config"),

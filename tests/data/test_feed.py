@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
@@ -180,3 +183,21 @@ def test_a_spare_is_a_sample_that_weighs() -> None:
     assert feed.batch_with_weight(lambda batch: float(batch[0] > 3))[0].item() == 4
     with pytest.raises(TaskError, match=r"^weight\(batch\) is 0 for every single sample of the data"):
         feed.batch_with_weight(lambda batch: 0.0)
+
+
+def _drawn(batch: list[Any]) -> float:
+    return random.random() + torch.rand(()).item() + np.random.rand()
+
+
+def test_a_collate_that_draws() -> None:
+    """A task's own collate draws by the batch's last sample, though its samples are only looked up."""
+    feed = MicrobatchFeed(replace(_source(DATA), collate=_drawn), BatchSizes(4, 2, 1, 2), 0, 0)
+    assert feed.read([(0, 1), (0, 5)]) == feed.read([(0, 2), (0, 5)]) != feed.read([(0, 5), (0, 1)])
+
+
+def test_nothing_that_draws() -> None:
+    """No generator is seeded where samples are only looked up, and PyTorch's own collate puts them together."""
+    feed = MicrobatchFeed(_source(DATA), BatchSizes(4, 2, 1, 2), 0, 0)
+    before = random.getstate(), torch.get_rng_state().tolist()
+    assert feed.read([(0, 1), (0, 5)])[0].tolist() == [1, 5]
+    assert (random.getstate(), torch.get_rng_state().tolist()) == before

@@ -13,8 +13,6 @@ import pytest
 from tests.support.softcuda import build
 from tests.support.softcuda.processes import EmulatedDevice
 
-pytestmark = pytest.mark.emulated
-
 ROOT = Path(__file__).parents[2]
 
 

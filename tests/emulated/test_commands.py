@@ -8,11 +8,18 @@ from typing import Any
 
 import pytest
 
+from tests.support.softcuda.emulation import ROOT
 from tests.support.softcuda.processes import EmulatedDevice
-from tests.support.softcuda.strategies import SETTINGS
+from tests.support.softcuda.strategies import SETTINGS as SETTINGS_OF_STRATEGIES
+from tests.support.softcuda.strategies import SIZES
 from unipar.results.run import Report
 
-pytestmark = pytest.mark.emulated
+SETTINGS: dict[str, Any] = {
+    **SETTINGS_OF_STRATEGIES,
+    "task": {"use": f"{ROOT}/examples/char_gpt.py:CharGPT", "args": SIZES},
+    "train": {**SETTINGS_OF_STRATEGIES["train"], "steps": 6},
+    "log": {"every": 1},
+}
 
 
 def write_config(folder: Path, **changes: Any) -> str:
@@ -111,6 +118,7 @@ def test_two_ranks_see_the_same_device(emulated: EmulatedDevice, tmp_path: Path)
     assert [sentence in run.error for run in runs] == [True, True], [run.stderr for run in runs]
 
 
+@pytest.mark.emulated
 def test_verify_where_a_count_starts_cuda(emulated: EmulatedDevice, tmp_path: Path) -> None:
     """Worlds of a verification on a device are new interpreters, as CUDA does not survive a fork."""
     done = emulated.unipar(["verify", write_config(tmp_path), "--cells", "native/nothing", "--steps", "2"], "no-count")
@@ -135,7 +143,7 @@ def test_resumed_on_the_other_device(first: str, emulated: EmulatedDevice, tmp_p
     assert [loss for _, loss in Report.read(parts / "run").losses][-3:] == pytest.approx(wanted[3:], abs=1e-5)
 
 
-@pytest.mark.sweep
+@pytest.mark.emulated
 def test_verify(emulated: EmulatedDevice, tmp_path: Path) -> None:
     """Cells agree with one process on the device, bit for bit with a replay."""
     cells = {"cells": ["native/nothing", "native/parameters", "deepspeed/parameters"]}
@@ -145,7 +153,7 @@ def test_verify(emulated: EmulatedDevice, tmp_path: Path) -> None:
     assert done.stdout.count("agrees bit for bit") == 3
 
 
-@pytest.mark.sweep
+@pytest.mark.emulated
 def test_compare(emulated: EmulatedDevice, tmp_path: Path) -> None:
     """The plan's peak is within 2 % of that which the allocator has counted, and no byte is without a name."""
     cells = {"cells": ["native/nothing", "native/parameters", "deepspeed/parameters"], "repeat": 1}

@@ -6,8 +6,6 @@ import pytest
 
 from tests.support.softcuda.processes import EmulatedDevice
 
-pytestmark = pytest.mark.emulated
-
 MIB = 2**20
 
 

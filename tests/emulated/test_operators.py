@@ -6,8 +6,6 @@ import pytest
 
 from tests.support.softcuda.processes import EmulatedDevice
 
-pytestmark = pytest.mark.emulated
-
 ADDED = "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!"
 DEVICES = "import torch\nc = torch.ones(3)\nd = torch.ones(3, device='cuda')\ne = torch.ones(3, device='cuda:1')\n"
 ON_CPU = "Expected all tensors to be on the same device, but got "

@@ -9,8 +9,6 @@ import pytest
 from tests.support.softcuda.processes import EmulatedDevice
 from tests.support.softcuda.profiles import A100, PROFILES
 
-pytestmark = pytest.mark.emulated
-
 LOOK = """
 import warnings
 import torch

@@ -1,61 +1,99 @@
-"""Strategies on the emulated device: losses of one process on the CPU, and no race."""
+"""Strategies on the emulated device: losses of the CPU, no race, and a budget of waits for the host."""
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tests.support.softcuda.processes import EmulatedDevice
-from tests.support.softcuda.strategies import TRAININGS, EmulatedTraining, judge, losses_of_one_process
-
-pytestmark = pytest.mark.emulated
-
-PLAYED = (
-    "native/nothing",
-    "native/optimizer",
-    "native/parameters",
-    "native/nothing+tensor2",
-    "native/nothing+pipeline2",
-    "native/nothing+context2",
-    "deepspeed/nothing",
-    "deepspeed/optimizer",
-    "deepspeed/parameters",
-    "accelerate/nothing",
-    "accelerate/parameters",
+from tests.support.forks import Forks
+from tests.support.softcuda.findings import DeviceFinding
+from tests.support.softcuda.processes import EmulatedDevice, EmulatedRun
+from tests.support.softcuda.strategies import (
+    TRAININGS,
+    EmulatedTraining,
+    judge,
+    largest_difference,
+    losses_of_one_process,
+    waits_of_a_step,
 )
-"""Strategies of which `make test` plays fp32; `make emulated` plays all, in each precision."""
+
+BIT = 2.4e-7
+"""One bit of a loss between 2 and 4; two of one between 4 and 8."""
+
+ZERO = {"copy from pageable memory in deepspeed/runtime/utils.py": 1.0, "item in deepspeed/runtime/utils.py": 2.0}
+"""Waits of DeepSpeed's stages 1 and 2: a table of gradients' norms, the norm, and whether it is finite."""
+
+ZERO_3 = {
+    "copy from pageable memory in runtime/zero/stage3.py": 1.0,
+    "device in deepspeed/accelerator/cuda_accelerator.py": 1.0,
+    "item in deepspeed/runtime/utils.py": 1.0,
+    "stream in runtime/zero/stage3.py": 2.0,
+}
+"""Waits of its stage 3: also for gradients of each backward, and before it frees what it has gathered."""
+
+STRATEGIES = {
+    "single": (0.0, {}),
+    "native/nothing": (BIT, {}),
+    "native/optimizer": (BIT, {}),
+    "native/gradients": (BIT, {}),
+    "native/parameters": (BIT, {}),
+    "native/nothing+tensor2": (2 * BIT, {}),
+    "native/nothing+pipeline2": (0.0, {}),
+    "native/nothing+context2": (0.0, {}),
+    "deepspeed/nothing": (BIT, {}),
+    "deepspeed/optimizer": (BIT, ZERO),
+    "deepspeed/gradients": (BIT, ZERO),
+    "deepspeed/parameters": (BIT, ZERO_3),
+    "accelerate/nothing": (BIT, {}),
+    "accelerate/gradients": (BIT, {}),
+    "accelerate/parameters": (BIT, {}),
+    "accelerate/optimizer+zero": (BIT, ZERO),
+    "accelerate/parameters+zero": (BIT, ZERO_3),
+}
+"""How far losses in fp32 may be from those of the CPU, and a rank's waits in a step between two logged ones."""
+
+
+@cache
+def training_of(cell: str) -> EmulatedTraining:
+    (training,) = (training for training in TRAININGS if training.cell == cell)
+    return training
+
+
+@pytest.fixture(scope="module")
+def one(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Losses of one process on the CPU."""
+    return losses_of_one_process(forks, tmp_path_factory.mktemp("one"))
+
+
+@pytest.mark.parametrize("cell", STRATEGIES)
+def test_trains_as_on_the_cpu(
+    cell: str, emulated: EmulatedDevice, forks: Forks, one: list[float], tmp_path: Path
+) -> None:
+    """Losses are those of the CPU, no stream reads too early, and a step between two logged ones keeps its budget."""
+    near, waits = STRATEGIES[cell]
+    training = training_of(cell)
+    run = training.run(emulated, "fp32", tmp_path)
+    assert judge(training, "fp32", run, one) == ""
+    assert largest_difference(run.result, training.losses_on_cpu(forks, tmp_path)) <= near
+    assert waits_of_a_step(training, run) == waits
+
 
 HALVES = (("native/parameters", "bf16-mixed"), ("native/nothing", "fp16"))
 
 
-@pytest.fixture(scope="module")
-def wanted(emulated: EmulatedDevice, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """Losses of one process on the CPU."""
-    return losses_of_one_process(emulated, tmp_path_factory.mktemp("one"))
-
-
-@pytest.mark.parametrize("cell", PLAYED)
-def test_two_ranks(cell: str, emulated: EmulatedDevice, wanted: list[float], tmp_path: Path) -> None:
-    """Each strategy on two devices trains to the losses of one process on the CPU, and no stream reads too early."""
-    (training,) = (training for training in TRAININGS if training.cell == cell)
-    assert judge(training, "fp32", training.run(emulated, "fp32", tmp_path), wanted) == ""
-
-
 @pytest.mark.parametrize(("cell", "precision"), HALVES)
-def test_in_16_bits(cell: str, precision: str, emulated: EmulatedDevice, wanted: list[float], tmp_path: Path) -> None:
+def test_in_16_bits(cell: str, precision: str, emulated: EmulatedDevice, one: list[float], tmp_path: Path) -> None:
     """Losses are near those in fp32, and not the same."""
-    (training,) = (training for training in TRAININGS if training.cell == cell)
+    training = training_of(cell)
     run = training.run(emulated, precision, tmp_path)
-    assert judge(training, precision, run, wanted) == ""
-    assert max(abs(a - b) for a, b in zip(run.result, wanted, strict=True)) > 1e-5
+    assert judge(training, precision, run, one) == ""
+    assert largest_difference(run.result, one) > 1e-5
 
 
 def test_a_result_that_is_wrong() -> None:
     """The judge itself: losses too far, a rank on the CPU, a race."""
-    from tests.support.softcuda.findings import DeviceFinding
-    from tests.support.softcuda.processes import EmulatedRun
-
     training = EmulatedTraining("native/nothing")
     waits = tuple(DeviceFinding("wait", "item", (), pid) for pid in (1, 2))
     race = DeviceFinding("race", "x reads what y wrote", ("a.py:1",), 1)
@@ -70,3 +108,34 @@ def test_a_result_that_is_wrong() -> None:
     assert said(1.0, 0.5, findings=(*waits, race)) == "race: x reads what y wrote (a.py:1)"
     failed = EmulatedRun(None, 1, "Traceback\nValueError: no\n", ())
     assert judge(training, "fp32", failed, [1.0, 0.5]) == "ValueError: no"
+
+
+def test_waits_are_counted_in_steps_between_two_logged_ones() -> None:
+    """Of two ranks and two such steps, each wait is a quarter; what is before or after does not count."""
+    found = tuple(
+        DeviceFinding(kind, text, ("unipar/x.py:3", "y.py:4"), pid, step)
+        for kind, text, step, pid in [
+            ("wait", "item", 6, 1),
+            ("wait", "item", 7, 2),
+            ("wait", "item", 5, 1),
+            ("wait", "item", 8, 1),
+            ("unpinned", "to the device", 7, 1),
+            ("race", "x reads what y wrote", 7, 1),
+        ]
+    )
+    run, training = EmulatedRun([1.0], 0, "", found), EmulatedTraining("native/nothing")
+    assert waits_of_a_step(training, run) == {"item in unipar/x.py": 0.5, "to the device in unipar/x.py": 0.25}
+    assert waits_of_a_step(training, run, lines=True) == {
+        "item in unipar/x.py:3": 0.5,
+        "to the device in unipar/x.py:3": 0.25,
+    }
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("cell", [t.cell for t in TRAININGS if t.cell not in STRATEGIES])
+def test_on_more_ranks(cell: str, emulated: EmulatedDevice, one: list[float], tmp_path: Path) -> None:
+    """Strategies that need four ranks wait for nothing, either."""
+    training = training_of(cell)
+    run = training.run(emulated, "fp32", tmp_path)
+    assert judge(training, "fp32", run, one) == ""
+    assert waits_of_a_step(training, run) == {}

@@ -6,8 +6,6 @@ import pytest
 
 from tests.support.softcuda.processes import EmulatedDevice
 
-pytestmark = pytest.mark.emulated
-
 LATE_COPY = """
 import torch
 host = torch.zeros(4).pin_memory()

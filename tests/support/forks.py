@@ -13,13 +13,13 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Self, final
+from typing import Any, Self, final
 
 import pytest
 from typing_extensions import override
@@ -160,11 +160,7 @@ class Forks(WorkerStarter):
     @contextmanager
     def instead(self) -> Generator[None]:
         """Have worker groups in the body start their workers here, and commands start no fork servers."""
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(group, "SubprocessStarter", lambda: self)
-            patch.setattr(starters, "ForkServer", self._as_server)
-            patch.setattr(early, "ForkServer", self._as_server)
-            patch.setattr(starters, "SubprocessStarter", lambda: self)
+        with _started_by(lambda: self, self._as_server):
             yield
 
     def _as_server(
@@ -304,6 +300,23 @@ def metered_environment() -> Mapping[str, str]:
         return malloc_build.preload_environment(malloc_build.build_meter())
     except malloc_build.MeterUnavailable:
         return {}
+
+
+@contextmanager
+def without_forks() -> Generator[None]:
+    """Context manager: workers start as they do for users, within `Forks.instead`, too."""
+    with _started_by(SubprocessStarter, ForkServer):
+        yield
+
+
+@contextmanager
+def _started_by(starter: Callable[[], WorkerStarter], server: Callable[..., Any]) -> Generator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (group, starters):
+            patch.setattr(module, "SubprocessStarter", starter)
+        for module in (early, starters):
+            patch.setattr(module, "ForkServer", server)
+        yield
 
 
 def connection_of(server: ForkServer) -> socket.socket:

@@ -1,7 +1,7 @@
 """Which process plays which test files, and in which order, when pytest-xdist plays them in several.
 
 A file's tests stay together, for the sake of what they share. So do files that share what takes seconds: a fork server
-of workers whose memory is counted, or the versions of all libraries.
+of workers whose memory is counted or which have an emulated device, or the versions of all libraries.
 """
 
 from __future__ import annotations
@@ -21,10 +21,14 @@ COUNTED = (
 )
 PROBED = ("tests/cli/test_backends.py", "tests/cli/test_doctor.py")
 TOGETHER = (COUNTED, PROBED)
+EMULATED = "tests/emulated/"
+"""Folder whose files stay together."""
+
 FIRST = (
     "tests/conformance/test_conformance.py",
     *COUNTED,
     "tests/launcher/test_machines.py",
+    EMULATED,
     "tests/launcher/test_foreign_launchers.py",
     "tests/verification/test_verify_tasks.py",
     "tests/verification/test_mesh_faults.py",
@@ -43,7 +47,7 @@ FIRST = (
     "tests/checkpoint/exporting/test_transformers.py",
     "tests/launcher/test_checkpoints_elsewhere.py",
 )
-"""Files that take longest: were they played last, one process would wait for the other."""
+"""Files, and a folder, that take longest: were they played last, one process would wait for the other."""
 
 
 class ByFile(LoadFileScheduling):
@@ -52,10 +56,13 @@ class ByFile(LoadFileScheduling):
     @override
     def _split_scope(self, nodeid: str) -> str:
         file = super()._split_scope(nodeid)
+        if file.startswith(EMULATED):
+            return EMULATED
         return next((files[0] for files in TOGETHER if file in files), file)
 
 
 def place(nodeid: str) -> int:
     """Return the place of a test in the order; tests of one place keep theirs."""
     file = nodeid.partition("::")[0]
+    file = EMULATED if file.startswith(EMULATED) else file
     return FIRST.index(file) if file in FIRST else len(FIRST)

@@ -22,7 +22,7 @@ from unipar.errors import UniparError
 from unipar.utils.files import cache_folder
 from unipar.utils.text import count_of, format_size
 
-EXTRAS = "deepspeed,accelerate,horovod,tensorboard,weights,examples,report,wandb,mlflow"
+EXTRAS = "deepspeed,accelerate,horovod,tensorboard,weights,examples,report,wandb,mlflow,remote"
 FOLDER_VARIABLE = "UNIPAR_VERSIONS"
 DOWNLOAD_BYTES, DISK_BYTES = 2.1e9, 7.0e9
 """About what one environment takes, to download and on disk: 1.7 and 5.9 GB with torch 2.11, 2.1 and 6.7 with 2.15."""

@@ -30,7 +30,7 @@ Mark = Callable[[str], None]
 """Callback by which an engine reports the phase that begins."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen, as Step and the plan: each is made in every step, and freezing triples the time
 class Micro:
     """One microbatch, with its weight divided by that of the global batch.
 
@@ -73,7 +73,7 @@ class Part:
     """Blocks with which the stages of a pipeline begin, except the first; None: balanced."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Step:
     """Result of one optimizer step, still on the device."""
 

@@ -180,9 +180,11 @@ def check_same_sample_count(samples: int, world: World) -> None:
 class SeededDataset(Dataset[Any]):
     """Dataset read by (epoch, index); each sample has random numbers that depend only on seed, epoch and index."""
 
-    def __init__(self, dataset: Any, seed: int) -> None:
+    def __init__(self, dataset: Any, seed: int, collate: Collate | None = None) -> None:
+        """`collate`: function that makes a batch of the samples, which may draw random numbers, too."""
         self.dataset, self.seed = dataset, seed
         self._draws = not _draws_nothing(dataset)
+        self._collate_draws = collate not in (None, default_collate)
 
     @override
     def __getitem__(self, key: SampleKey) -> Any:
@@ -193,7 +195,8 @@ class SeededDataset(Dataset[Any]):
         """Return several samples; a DataLoader calls it in place of `__getitem__`."""
         if self._draws:
             return [self[key] for key in keys]
-        seed_all(mix_seed(self.seed, 2, *keys[-1]), device=False)  # the last one's numbers are left for collate
+        if self._collate_draws:
+            seed_all(mix_seed(self.seed, 2, *keys[-1]), device=False)  # as if the last sample had been seeded, too
         dataset = self.dataset
         return [dataset[i] for _, i in keys]
 

@@ -46,7 +46,7 @@ class MicrobatchFeed:
         self._cuts: dict[tuple[int, int | None], list[slice]] = {}
         """This rank's part of each microbatch, by the size of the global batch and the rank."""
 
-        self._dataset: SeededDataset | MeasuredDataset = SeededDataset(source.dataset, seed)
+        self._dataset: SeededDataset | MeasuredDataset = SeededDataset(source.dataset, seed, source.collate)
         settings = source.settings
         self.sampler: SamplerOrder | None = None
         """Order of the user's own sampler; None: unipar draws the order."""

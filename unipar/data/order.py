@@ -136,7 +136,7 @@ def _split_evenly(batch: Sequence[int], count: int) -> list[Sequence[int]]:
     return [batch[a:b] for a, b in pairwise(ends)]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class MicrobatchPlan:
     """Samples of one rank for one microbatch: `keys` is never empty, `weight` may be 0."""
 

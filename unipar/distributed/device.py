@@ -22,6 +22,11 @@ def has_own_memory(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
+def copies_on_a_stream(device: torch.device) -> bool:
+    """Return whether a device copies pinned memory while it computes; mps has neither streams nor memory to pin."""
+    return device.type not in ("cpu", "mps")
+
+
 def select_device(kind: str, local_rank: int) -> torch.device:
     """Return the device `kind` ("cuda", "cuda:1") for a rank of this machine and make it the process's current one.
 

@@ -103,6 +103,18 @@ class MeshGroups:
             self.axis_of_group[self._meshes[key].get_group(axis).group_name] = axis
         return self._meshes[key].get_group(axis)
 
+    def host_group(self, axis: str) -> dist.ProcessGroup:
+        """Return a group of the same ranks for tensors in host memory: their messages wait for no device."""
+        if self.device_type == "cpu":
+            return self.group(axis)
+        key = (axis, "host")
+        if key not in self._meshes:
+            transports: Any = dict.fromkeys(MESH_AXES, "gloo")
+            shape = self.devices.shape
+            self._meshes[key] = init_device_mesh("cpu", shape, mesh_dim_names=MESH_AXES, backend_override=transports)
+            self.axis_of_group[self._meshes[key].get_group(axis).group_name] = axis
+        return self._meshes[key].get_group(axis)
+
     def copies_and_shards(self, shards: int) -> DeviceMesh:
         """Return a 2-D mesh of the ranks that train the same parameters: copies x `shards` ranks that split one copy.
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from unipar.distributed.device import copies_on_a_stream
 
 
 def map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -32,9 +35,33 @@ def cast_floats(batch: Any, dtype: torch.dtype) -> Any:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Return the batch on the model's device; an object that has a `to` method is moved by that method."""
+    """Return the batch on the model's device; an object that has a `to` method is moved by that method.
+
+    The host does not wait. Copies run on a stream of their own, so that the work that is still queued does not delay
+    them, and what is queued from now on waits for them.
+    """
     if device.type == "cpu":
         return batch
     if not isinstance(batch, Tensor | dict | list | tuple) and callable(getattr(batch, "to", None)):
         return batch.to(device)
-    return map_tensors(batch, lambda t: t.to(device, non_blocking=True))
+    if not copies_on_a_stream(device):
+        return map_tensors(batch, lambda t: t.to(device, non_blocking=True))
+    copying, computing = _copy_stream(device), torch.accelerator.current_stream(device)
+    moved = map_tensors(batch, lambda t: _copy(t, device, copying, computing))
+    computing.wait_stream(copying)
+    return moved
+
+
+@cache
+def _copy_stream(device: torch.device) -> torch.Stream:
+    return torch.Stream(device=device)
+
+
+def _copy(t: Tensor, device: torch.device, copying: torch.Stream, computing: torch.Stream) -> Tensor:
+    """Return a tensor on the device; one in host memory is copied on a stream, and kept for the other that uses it."""
+    if not t.is_cpu or t.layout is not torch.strided:
+        return t.to(device, non_blocking=True)
+    with copying:
+        moved = t.pin_memory().to(device, non_blocking=True)
+    moved.record_stream(computing)
+    return moved

@@ -38,7 +38,7 @@ class Share:
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepOutcome:
     """Result of a step: its number from 1, and the global batch's loss if the step is logged."""
 

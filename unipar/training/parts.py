@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from unipar.backend import Engine, Part, Piece, Read, Region, Step
 from unipar.config import Config
+from unipar.distributed.device import has_own_memory
 from unipar.distributed.world import World
 from unipar.errors import NonFinite, TaskError, UniparError
 from unipar.model.state_names import StateNames, state_names
@@ -78,8 +79,11 @@ class TrainedPart:
         self._steps: list[int] = []
         """Numbers (from 1) of the run's steps whose losses are in the window."""
 
-        self._pending: list[tuple[int, Step]] = []
-        """Numbers and results of the latest steps, whose losses are not yet in the window."""
+        self._pending: list[tuple[int, Tensor | float, Tensor | float | None]] = []
+        """Number, loss and norm of the latest steps, which are not yet in the window; no norm if the update was left
+        out. On the CPU they are read at once, so that no tensor stays allocated."""
+
+        self._on_device = has_own_memory(world.device)
 
         self._norms_finite: Tensor | None = None
         """Whether the norms since the last save were finite, without those that are pending."""
@@ -134,8 +138,12 @@ class TrainedPart:
 
     def add_step(self, number: int, out: Step, factor: float) -> None:
         """Keep loss and norm of the run's step `number`, on the device, and the schedule's factor."""
-        self._pending.append((number, out))
-        self._norm, self._factor = out.norm, factor
+        loss, norm = out.loss, out.norm
+        self._norm, self._factor = norm, factor
+        if self._on_device:
+            self._pending.append((number, loss, None if out.skipped else norm))
+        else:
+            self._pending.append((number, loss.item(), None if out.skipped else norm.item()))
         if len(self._pending) == _MAX_PENDING_STEPS:
             self.settle()
         if self._loss_and_norm is not None:
@@ -153,11 +161,12 @@ class TrainedPart:
         """Copy pending losses into the window, all at once: one by one, each copy takes 6 us."""
         if not self._pending:
             return
+        numbers, losses, norms = zip(*self._pending, strict=True)
         before = len(self._steps)
-        self._steps += [number for number, _ in self._pending]
-        self.window[before : len(self._steps)] = torch.stack([out.loss for _, out in self._pending])
-        if norms := [out.norm for _, out in self._pending if not out.skipped]:
-            finite = torch.stack(norms).isfinite().all()
+        self._steps += numbers
+        self.window[before : len(self._steps)] = _as_tensor(losses)
+        if norms := [norm for norm in norms if norm is not None]:
+            finite = _as_tensor(norms).isfinite().all()
             self._norms_finite = finite if self._norms_finite is None else self._norms_finite & finite
         self._pending.clear()
 
@@ -371,3 +380,9 @@ class _PartRead(Read):
     @override
     def shape(self, name: str, kind: str) -> tuple[int, ...]:
         return self._read.shape(f"{self._part}.{name}", kind)
+
+
+def _as_tensor(values: Sequence[Tensor | float]) -> Tensor:
+    """Return numbers, or tensors of one each, as one tensor."""
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    return torch.stack(tensors) if tensors else torch.tensor(values, dtype=torch.float64)

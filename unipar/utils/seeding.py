@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -35,6 +37,21 @@ def seed_all(seed: int, *, device: bool = True) -> None:
     seed_torch(seed, device=device)
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
+
+
+@contextmanager
+def kept_random_state() -> Generator[None]:
+    """Context manager: afterwards PyTorch's generators are as before, on the CPU and on the device of this process.
+
+    `fork_rng()` without devices would start each device of the machine, in every process.
+    """
+    kind = torch.accelerator.current_accelerator()
+    module: Any = None if kind is None else torch.get_device_module(kind)
+    devices: list[int] = []
+    if module is not None and getattr(module, "is_initialized", lambda: False)():  # mps does not say
+        devices.append(module.current_device())
+    with torch.random.fork_rng(devices, device_type="cuda" if kind is None or not devices else kind.type):
+        yield
 
 
 def seed_torch(seed: int, *, device: bool = True) -> None:

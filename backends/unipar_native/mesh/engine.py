@@ -284,6 +284,7 @@ class MeshEngine(ShardedEngine):
         stage.inlet = None if stage.is_first else receive
         bound = self._surrounded(micro.bind(fn))
         out = self.wrapped(partial(stage.run, bound), OpaqueBatch(micro.batch))
+        stage.inlet = None  # it would keep what has arrived, and its gradient, until the next step
         if not stage.is_last:
             self._channel.send_hidden(number, out)
         return part_alone(out), got[0] if got else None
@@ -329,6 +330,8 @@ class MeshEngine(ShardedEngine):
     @override
     def extra_holdings(self) -> Iterator[Holding]:
         yield from super().extra_holdings()
+        if self._stages > 1:
+            yield from self._channel.holdings()
         if self._executor is not None:
             yield from self._executor.holdings()
 

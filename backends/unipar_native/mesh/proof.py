@@ -15,6 +15,7 @@ from unipar.engines.fingerprint import SKETCH_NUMBERS, TensorSketcher
 from unipar.engines.state import local_part
 from unipar.engines.wrapper import WrapperEngine
 from unipar.errors import TaskError
+from unipar.utils.seeding import kept_random_state
 from unipar_native.mesh.probe import WholeModel
 from unipar_native.mesh.state_kept import kept_attributes
 
@@ -139,7 +140,7 @@ def evaluation_without_autocast(engine: WrapperEngine, fn: Fn) -> Generator[None
     autocast, engine.call.autocast = engine.call.autocast, None
     engine.wrapped.eval()
     try:
-        with torch.random.fork_rng(), kept_attributes([getattr(fn, "__self__", None)]):
+        with kept_random_state(), kept_attributes([getattr(fn, "__self__", None)]):
             yield
     finally:
         engine.call.autocast = autocast

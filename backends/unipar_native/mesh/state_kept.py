@@ -11,6 +11,7 @@ from torch import nn
 
 from unipar.backend import Fn
 from unipar.engines.placement import plain_attributes
+from unipar.utils.seeding import kept_random_state
 
 
 @contextmanager
@@ -54,7 +55,7 @@ def unchanged(model: nn.Module, fn: Fn) -> Generator[None]:
     learns = [(p, p.requires_grad) for p in model.parameters()]
     modes = [(module, module.training) for module in model.modules()]
     try:
-        with torch.random.fork_rng(), kept_attributes([*model.modules(), getattr(fn, "__self__", None)]):
+        with kept_random_state(), kept_attributes([*model.modules(), getattr(fn, "__self__", None)]):
             yield
     finally:
         for p, wanted in learns:

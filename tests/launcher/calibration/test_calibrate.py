@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from unipar.errors import OutExists, UniparError
 from unipar.launcher.calibration.calibrate import calibrate, fit_link, machine_from, write_machine_file
@@ -73,3 +74,18 @@ def test_a_rank_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UniparError) as caught:
         calibrate(sizes=SMALL)
     assert str(caught.value) == "--calibrate: RuntimeError: no such product; nothing is written"
+
+
+def test_rank_1_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error of the rank that fails is told, not that of rank 0, which loses the connection to it."""
+    measured = RankMeasurements.run
+
+    def fails_on_rank_1(self: RankMeasurements) -> Any:
+        if dist.get_rank() == 1:
+            raise RuntimeError("no memory left")
+        return measured(self)
+
+    monkeypatch.setattr(RankMeasurements, "run", fails_on_rank_1)
+    with pytest.raises(UniparError) as caught:
+        calibrate(sizes=SMALL)
+    assert str(caught.value) == "--calibrate: RuntimeError: no memory left; nothing is written"

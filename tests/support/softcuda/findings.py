@@ -26,6 +26,17 @@ class DeviceFinding:
     text: str
     where: tuple[str, ...]
     pid: int
+    step: int = 0
+    """Step of a training that tells it (stepwise.py); 0 before the first, after the last, and elsewhere."""
+
+
+_step: int = 0
+
+
+def begin_step(number: int) -> None:
+    """Have findings from now on belong to this step."""
+    global _step
+    _step = number
 
 
 def listen(native: Any) -> None:
@@ -37,7 +48,7 @@ def read_findings(folder: Path, *kinds: str) -> list[DeviceFinding]:
     """Return what processes have written down there, of some kinds or all."""
     lines = [line for file in sorted(folder.glob("*.jsonl")) for line in file.read_text("utf-8").splitlines()]
     read: list[dict[str, Any]] = [json.loads(line) for line in lines]
-    found = [DeviceFinding(d["kind"], d["text"], tuple(d["where"]), d["pid"]) for d in read]
+    found = [DeviceFinding(d["kind"], d["text"], tuple(d["where"]), d["pid"], d["step"]) for d in read]
     return [finding for finding in found if not kinds or finding.kind in kinds]
 
 
@@ -46,7 +57,7 @@ def _write(kind: str, text: str) -> None:
     if kind in LOUD:
         print(f"softcuda: {kind}: {text} ({' < '.join(where)})", file=sys.stderr, flush=True)
     if folder := os.environ.get(REPORTS):
-        line = json.dumps({"kind": kind, "text": text, "where": where, "pid": os.getpid()})
+        line = json.dumps({"kind": kind, "text": text, "where": where, "pid": os.getpid(), "step": _step})
         with open(Path(folder) / f"{os.getpid()}.jsonl", "a", encoding="utf-8") as file:
             file.write(line + "\n")
 

@@ -98,6 +98,13 @@ class EmulatedDevice:
         return self._forks.unipar(words, environment)
 
 
+def run_code(forks: Forks, code: str, folder: Path) -> Any:
+    """Return the value of a piece of code's variable `result`, in a process without an emulated device."""
+    done = forks.python(["-c", code + RESULT], folder)
+    assert done.returncode == 0, done.stderr
+    return _result(done.stdout)
+
+
 def _result(stdout: str) -> Any:
     lines = [line for line in stdout.splitlines() if line.startswith("result ")]
     return json.loads(lines[-1].removeprefix("result ")) if lines else None

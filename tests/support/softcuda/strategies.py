@@ -1,34 +1,32 @@
-"""Training on the emulated device, held against one process on the CPU: `make emulated` prints all of it as a table."""
+"""Trainings on the emulated device: each strategy in each precision that it has, held against the CPU."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import subprocess
-import tempfile
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.support.forks import Forks
 from tests.support.softcuda.emulation import ROOT
-from tests.support.softcuda.processes import EmulatedDevice, EmulatedRun
-from unipar.utils.table import format_table
+from tests.support.softcuda.processes import EmulatedDevice, EmulatedRun, run_code
 
-STEPS = 6
+STEPS, LOG_EVERY = 8, 4
+BETWEEN = range(6, 8)
+"""Steps between two logged ones, when libraries have set up all that they set up in their first steps."""
+
 TIMEOUT = 300.0
+SIZES = {"layers": 2, "width": 32, "heads": 2, "context": 16}
 SETTINGS: Mapping[str, Any] = {
-    "task": {
-        "use": f"{ROOT}/examples/char_gpt.py:CharGPT",
-        "args": {"layers": 2, "width": 32, "heads": 2, "context": 16},
-    },
+    "task": {"use": f"{ROOT}/tests/support/softcuda/stepwise.py:StepwiseGPT", "args": SIZES},
     "device": "cuda",
     "batch": {"total": 8, "micro": 2},
     "train": {"steps": STEPS, "optimizer": {"name": "adamw", "lr": 1e-2}, "clip": 1.0},
-    "log": {"every": 1},
+    "log": {"every": LOG_EVERY},
 }
 CODE = """
 import json
@@ -61,9 +59,9 @@ class EmulatedTraining:
         words = [f"{section}.{key}" for section, keys in self.more.items() for key in keys]
         return " ".join([self.cell, *words])
 
-    def settings(self, precision: str, out: Path) -> dict[str, Any]:
+    def settings(self, precision: str, out: Path, device: str = "cuda") -> dict[str, Any]:
         """Return the config of a run."""
-        made: dict[str, Any] = json.loads(json.dumps({**SETTINGS, "out": str(out)}))
+        made: dict[str, Any] = json.loads(json.dumps({**SETTINGS, "device": device, "out": str(out)}))
         made["train"]["precision"] = precision
         for section, keys in self.more.items():
             made.setdefault(section, {}).update(keys)
@@ -78,6 +76,11 @@ class EmulatedTraining:
             return device.run(code, devices=max(2, self.ranks), timeout=TIMEOUT)
         except subprocess.TimeoutExpired:
             return EmulatedRun(None, -1, f"no end after {TIMEOUT:.0f} s", ())
+
+    def losses_on_cpu(self, forks: Forks, folder: Path) -> list[float]:
+        """Return the losses of the same training in fp32 on the CPU, where no device is emulated."""
+        settings = json.dumps(self.settings("fp32", folder / "cpu", "cpu"))
+        return run_code(forks, CODE.format(settings=settings, cell=self.cell), folder)
 
 
 ALL = ("fp32", "bf16-mixed", "fp16", "bf16-master")
@@ -121,14 +124,15 @@ FEATURES = (
 """What is beside a strategy; where one process with AdamW is no measure, the numbers need only be numbers."""
 
 
-def losses_of_one_process(device: EmulatedDevice, folder: Path) -> list[float]:
-    """Return the losses that the rest is held against: fp32, on the CPU."""
-    one = EmulatedTraining("single", ranks=1)
-    settings = {**one.settings("fp32", folder / "cpu"), "device": "cpu"}
-    run = device.run(CODE.format(settings=json.dumps(settings), cell="single"))
-    assert run.result, run.stderr
-    assert run.findings == (), "the CPU's run has used the device"
-    return run.result
+def losses_of_one_process(forks: Forks, folder: Path) -> list[float]:
+    """Return the losses of one process in fp32 on the CPU."""
+    return EmulatedTraining("single", ranks=1).losses_on_cpu(forks, folder)
+
+
+def largest_difference(losses: Sequence[float], wanted: Sequence[float]) -> float:
+    """Return how far losses are from those that are wanted; NaN if any is none."""
+    apart = [abs(a - b) for a, b in zip(losses, wanted, strict=True)]
+    return math.nan if any(map(math.isnan, apart)) else max(apart)
 
 
 def judge(training: EmulatedTraining, precision: str, run: EmulatedRun, wanted: Sequence[float]) -> str:
@@ -136,43 +140,21 @@ def judge(training: EmulatedTraining, precision: str, run: EmulatedRun, wanted: 
     if not run.result:
         return next((line for line in reversed(run.stderr.strip().splitlines()) if line.strip()), "no result")
     near = training.near if training.near is not None else NEAR[precision]
-    apart = (abs(a - b) for a, b in zip(run.result, wanted, strict=True))
-    if too_far := [difference for difference in apart if not difference <= near]:  # NaN is not near
-        return f"losses are {too_far[0]:.1g} apart"
+    if not (apart := largest_difference(run.result, wanted)) <= near:  # NaN is not near
+        return f"losses are {apart:.1g} apart"
     if len({finding.pid for finding in run.findings}) != training.ranks:
         return "not each rank has used the device"
     return next((f"{f.kind}: {f.text} ({' < '.join(f.where)})" for f in run.findings if f.kind in ("race", "hang")), "")
 
 
-def main() -> int:
-    """Play what is asked for, print a table, and return 1 if anything was wrong."""
-    parser = argparse.ArgumentParser(description="every strategy and precision on the emulated device")
-    parser.add_argument("only", nargs="*", help="words that a row's name must have one of")
-    asked = parser.parse_args()
-    rows: list[list[str]] = []
-    wrong = 0
-    with tempfile.TemporaryDirectory() as folder, EmulatedDevice(Path(folder)) as device:
-        wanted = losses_of_one_process(device, Path(folder))
-        for training in (*TRAININGS, *FEATURES):
-            if asked.only and not any(word in training.name for word in asked.only):
-                continue
-            for precision in training.precisions:
-                start, out = time.monotonic(), Path(tempfile.mkdtemp(dir=folder))
-                run = training.run(device, precision, out)
-                said, seconds = judge(training, precision, run, wanted), time.monotonic() - start
-                wrong += bool(said)
-                kinds = Counter(finding.kind for finding in run.findings)
-                apart = max((abs(a - b) for a, b in zip(run.result or [], wanted, strict=False)), default=math.nan)
-                waits = f"{kinds['wait'] / training.ranks / STEPS:.1f}"
-                unpinned = f"{kinds['unpinned'] / training.ranks / STEPS:.1f}"
-                rows.append(
-                    [training.name, precision, f"{apart:.1e}", waits, unpinned, f"{seconds:.0f} s", said or "ok"]
-                )
-                print(*rows[-1], sep="  ", flush=True)
-    head = ["strategy", "precision", "from one process", "waits a step", "unpinned a step", "time", ""]
-    print(format_table(head, rows, width=160))
-    return int(wrong > 0)
+def waits_of_a_step(training: EmulatedTraining, run: EmulatedRun, *, lines: bool = False) -> dict[str, float]:
+    """Return how often a rank's host waits in a step between two logged ones, or copies memory that is not pinned.
 
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    By what it does and the file that does it, with the line if asked for.
+    """
+    found: Counter[str] = Counter()
+    for finding in run.findings:
+        if finding.step in BETWEEN and finding.kind in ("wait", "unpinned"):
+            where = finding.where[0] if lines else finding.where[0].rpartition(":")[0]
+            found[f"{finding.text} in {where}"] += 1
+    return {what: count / len(BETWEEN) / training.ranks for what, count in found.items()}

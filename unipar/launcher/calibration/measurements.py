@@ -38,6 +38,9 @@ CUDA_SIZES: Final = CalibrationSizes(
     (2048, 4096, 8192), (4096, 8192), 1 << 30, (1 << 12, 1 << 20, 1 << 24, 1 << 28), repeats=20
 )
 
+_LONGEST_ERROR = 2000
+"""Characters of an error that are told."""
+
 
 def measure_as_rank(rank: int, ranks: int, device: str, folder: str, sizes: CalibrationSizes, sender: Any) -> None:
     """Measure as one of the ranks; rank 0 sends what it finds."""
@@ -48,8 +51,9 @@ def measure_as_rank(rank: int, ranks: int, device: str, folder: str, sizes: Cali
         if rank == 0:
             sender.send(("result", json.dumps(result)))
     except Exception as e:
-        if rank == 0:
-            sender.send(("error", f"{type(e).__name__}: {e}"))
+        # That of the rank that failed comes first, before those of ranks that have lost it. A short message is written
+        # to the pipe at once, whichever ranks write at that time.
+        sender.send(("error", f"{type(e).__name__}: {e}"[:_LONGEST_ERROR]))
         raise SystemExit(1) from None
 
 

@@ -160,7 +160,7 @@ class Evaluation:
         rounds = -(-len(chunks) // size)
         mine = [chunks[i] if i < len(chunks) else chunks[0] for i in range(rank, rounds * size, size)]
         loader: DataLoader[Any] = DataLoader(
-            SeededDataset(self.source.dataset, self.seed),
+            SeededDataset(self.source.dataset, self.seed, self.source.collate),
             batch_sampler=mine,  # pyright: ignore[reportArgumentType] - keys, not ints
             collate_fn=self.source.collate,
             num_workers=self.source.settings.workers,

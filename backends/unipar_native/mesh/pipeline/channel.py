@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Final, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from unipar.backend import Holding
 from unipar.config.sections.cell import Axes
 from unipar.distributed.device import generator_state
 from unipar.distributed.world import World
@@ -27,13 +29,15 @@ class Channel:
     """Messages of one rank to and from the same seat in the stages before and behind it.
 
     Messages of one direction arrive in the order in which they are sent. A header precedes hidden states, as their
-    shape may change from microbatch to microbatch; a gradient has the shape of what was sent.
+    shape may change from microbatch to microbatch; a gradient has the shape of what was sent. Headers go from host to
+    host, so that no rank waits for its device to learn a shape.
     """
 
     def __init__(
         self,
         forward_group: dist.ProcessGroup,
         backward_group: dist.ProcessGroup,
+        header_group: dist.ProcessGroup,
         *,
         before: int | None,
         behind: int | None,
@@ -42,10 +46,12 @@ class Channel:
     ) -> None:
         """Take ranks of the neighbours. NCCL knows no tags, so that the two directions need a group each.
 
-        `tensor`: ranks over which a sequence may be cut; each sends its part to the same seat.
+        `header_group`: the same ranks, for tensors in host memory. `tensor`: ranks over which a sequence may be cut;
+        each sends its part to the same seat.
         """
         self._tensor = tensor
         self._forward_group, self._backward_group = forward_group, backward_group
+        self._header_group = header_group
         self._before, self._behind, self._device = before, behind, device
         self._state_bytes = generator_state(device).numel()
         self._works: dict[tuple[str, int], list[tuple[Any, Tensor]]] = {}
@@ -60,16 +66,16 @@ class Channel:
         numbers = torch.zeros(_HEADER_NUMBERS, dtype=torch.int64)
         facts = [hidden.ndim, _DTYPES.index(hidden.dtype), cut, length, *hidden.shape]
         numbers[: len(facts)] = torch.tensor(facts)
-        header = torch.cat([numbers.view(torch.uint8), generator_state(self._device).cpu()]).to(self._device)
-        for message in (header, hidden.detach().contiguous()):
-            work = dist.isend(message, self._behind, group=self._forward_group, tag=_FORWARD_TAG)
+        header = torch.cat([numbers.view(torch.uint8), generator_state(self._device).cpu()])
+        messages = (header, self._header_group), (hidden.detach().contiguous(), self._forward_group)
+        for message, group in messages:
+            work = dist.isend(message, self._behind, group=group, tag=_FORWARD_TAG)
             self._works.setdefault(("hidden", micro), []).append((work, message))
 
     def receive_hidden(self, *, gradient: bool) -> Arrival:
         """Return the next hidden states of the stage before, a leaf, or of one, that takes a gradient if asked for."""
-        header = torch.empty(_HEADER_NUMBERS * 8 + self._state_bytes, dtype=torch.uint8, device=self._device)
-        dist.recv(header, self._before, group=self._forward_group, tag=_FORWARD_TAG)
-        header = header.cpu()
+        header = torch.empty(_HEADER_NUMBERS * 8 + self._state_bytes, dtype=torch.uint8)
+        dist.recv(header, self._before, group=self._header_group, tag=_FORWARD_TAG)
         dimensions, kind, cut, length, *sizes = header[: _HEADER_NUMBERS * 8].view(torch.int64).tolist()
         hidden = torch.empty(sizes[:dimensions], dtype=_DTYPES[kind], device=self._device)
         dist.recv(hidden, self._before, group=self._forward_group, tag=_FORWARD_TAG)
@@ -99,6 +105,11 @@ class Channel:
         for work, _ in self._works.pop((what, micro), ()):
             work.wait()
 
+    def holdings(self) -> Iterator[Holding]:
+        """Yield the messages that are kept until they are sent."""
+        for (what, micro), works in self._works.items():
+            yield from (Holding("communication", f"{what} of microbatch {micro}", message) for _, message in works)
+
     def wait_for_all(self) -> None:
         """Wait until everything is sent."""
         for what, micro in list(self._works):
@@ -111,6 +122,7 @@ def open_channel(world: World, axes: Axes) -> Channel:
     return Channel(
         world.groups.group("pipeline"),
         world.groups.second_group("pipeline"),
+        world.groups.host_group("pipeline"),
         before=world.mesh.rank_at(pipeline=(seat - 1) % ranks) if seat > 0 or ring else None,
         behind=world.mesh.rank_at(pipeline=(seat + 1) % ranks) if seat < ranks - 1 or ring else None,
         device=world.device,

@@ -167,9 +167,11 @@ class StageFlow:
 
     def __post_init__(self) -> None:
         seat, ranks = self.mesh.seat["pipeline"], self.axes.pipeline
+        group = self.groups.group("pipeline")
         self._channel = Channel(
-            self.groups.group("pipeline"),
-            self.groups.group("pipeline"),
+            group,
+            group,
+            group,
             before=self.mesh.rank_at(pipeline=seat - 1) if seat > 0 else None,
             behind=self.mesh.rank_at(pipeline=seat + 1) if seat < ranks - 1 else None,
             device=torch.device("cpu"),

@@ -23,6 +23,7 @@ from unipar.engines.batch import map_tensors
 from unipar.engines.forward import ForwardCall, OpaqueBatch, eval_mode
 from unipar.engines.gradients import scale_loss
 from unipar.errors import TaskError
+from unipar.utils.seeding import kept_random_state
 from unipar_native.mesh.pipeline.channel import Channel
 from unipar_native.mesh.pipeline.stage import Arrival, Stage
 from unipar_native.mesh.state_kept import kept_attributes
@@ -208,7 +209,7 @@ class TorchScheduleExecutor:
     def _find_shapes(self, batch: Any) -> dict[int, Shape]:
         seen: dict[int, Shape] = {}
         owners = [*self._shell.model.modules(), getattr(self._loss, "__self__", None)]
-        with torch.random.fork_rng(), kept_attributes(owners), eval_mode(self._shell):
+        with kept_random_state(), kept_attributes(owners), eval_mode(self._shell):
             self._pass(self._loss, batch, seen)
         return seen
 

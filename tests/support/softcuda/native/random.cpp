@@ -1,6 +1,7 @@
 // Generators. Their numbers are the CPU's, of a seed made from this state; only the state is as CUDA's and an NPU's.
 #include "softcuda.h"
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/EmptyTensor.h>
 
 namespace softcuda {
 namespace {
@@ -20,7 +21,7 @@ struct DeviceGenerator final : c10::GeneratorImpl {
     offset_ = words[1];
   }
   c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
-    auto state = at::empty({16}, at::TensorOptions().dtype(at::kByte).device(at::kCPU));
+    auto state = at::detail::empty_cpu({16}, at::TensorOptions().dtype(at::kByte));  // real memory under a FakeTensorMode, too
     auto* words = static_cast<uint64_t*>(state.mutable_data_ptr());
     words[0] = seed_;
     words[1] = offset_;

@@ -1,0 +1,63 @@
+"""Accounts of memory on the emulated device: they close to the byte in every strategy, and plans are near them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.softcuda.memory_accounts import AccountCheck, check_accounts
+from tests.support.softcuda.processes import EmulatedDevice
+from tests.support.softcuda.strategies import TRAININGS
+
+ROW: dict[str, Any] = {
+    "failure": "",
+    "notes": [],
+    "allocator": [512, 1024],
+    "peaks": [512, 1024],
+    "sums": [512, 1024],
+    "unnamed": 0.01,
+    "plan": -0.02,
+}
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("precision", ["fp32", "bf16-mixed", "fp16", "bf16-master"])
+def test_accounts_close_to_the_byte(precision: str, emulated: EmulatedDevice) -> None:
+    """In each phase and on each rank the peak and the sum of its parts are the allocator's own peak."""
+    checks = check_accounts(emulated, precision)
+    assert {t.cell for t in TRAININGS if precision in t.precisions and t.ranks == 2} <= checks.keys()
+    assert {cell: str(check) for cell, check in checks.items() if not check.is_good} == {}
+
+
+@pytest.mark.emulated
+def test_accounts_on_four_ranks(emulated: EmulatedDevice) -> None:
+    """Parameters split by FSDP2 and over matrices."""
+    checks = check_accounts(emulated, "fp32", ranks=4)
+    assert list(checks) == ["single", "native/parameters+tensor2"]
+    assert {cell: str(check) for cell, check in checks.items() if not check.is_good} == {}
+
+
+def test_a_good_account() -> None:
+    """All figures at their limits."""
+    check = AccountCheck.of(ROW)
+    assert (check.is_good, str(check)) == (True, "0 bytes apart, 1.00 % unnamed, plan -2.00 %")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"peaks": [512, 1023]}, "1 bytes apart, 1.00 % unnamed, plan -2.00 %"),
+        ({"sums": [500, 1024]}, "12 bytes apart, 1.00 % unnamed, plan -2.00 %"),
+        ({"unnamed": 0.03}, "0 bytes apart, 3.00 % unnamed, plan -2.00 %"),
+        ({"plan": 0.021}, "0 bytes apart, 1.00 % unnamed, plan +2.10 %"),
+        ({"plan": None}, "0 bytes apart, 1.00 % unnamed, no plan"),
+        ({"failure": "failed: rank 1"}, "failed: rank 1"),
+        ({"notes": ["the history and the allocator differ"]}, "the history and the allocator differ"),
+        ({"allocator": [], "peaks": [], "sums": []}, "no phase was recorded"),
+    ],
+)
+def test_a_bad_account(change: dict[str, Any], said: str) -> None:
+    """Each figure that is beyond its limit."""
+    check = AccountCheck.of(ROW | change)
+    assert (check.is_good, str(check)) == (False, said)
