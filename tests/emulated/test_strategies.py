@@ -10,7 +10,7 @@ import pytest
 from tests.support.forks import Forks
 from tests.support.softcuda.findings import DeviceFinding
 from tests.support.softcuda.processes import EmulatedDevice, EmulatedRun
-from tests.support.softcuda.strategies import (
+from tests.support.softcuda.trainings.strategies import (
     TRAININGS,
     EmulatedTraining,
     judge,
