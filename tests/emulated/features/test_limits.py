@@ -39,7 +39,7 @@ def test_out_of_memory_during_set_up(emulated: EmulatedDevice, tmp_path: Path) -
 
 
 @pytest.mark.emulated
-@pytest.mark.parametrize(("memory", "micro"), [(80 * 2**30, 4), (1_000_000, 2)])
+@pytest.mark.parametrize(("memory", "micro"), [(80 * 2**30, 4), (850_000, 2)])
 def test_the_largest_microbatch_that_fits(memory: int, micro: int, emulated: EmulatedDevice, tmp_path: Path) -> None:
     """`micro: auto` is tried on the device: all of a rank's part, or as much of it as there is memory for."""
     config = write_config(tmp_path, batch={"total": 8, "micro": "auto"}, train=COMMAND_SETTINGS["train"])
