@@ -104,7 +104,7 @@ sweeps: setup $(DONE)/tests ## what `make test` plays examples of: launchers, sc
 
 emulated: setup $(DONE)/tests ## tests on an emulated CUDA device, and every strategy and precision there (ARGS: words of rows)
 	@$(PYTEST) tests/emulated -m ""
-	$(IN_VENV) $(BIN)/python -m tests.support.softcuda.strategy_table $(ARGS)
+	$(IN_VENV) $(BIN)/python -m tests.support.softcuda.trainings.table $(ARGS)
 
 planted: setup $(DONE)/tests ## silent errors of our own, planted one by one in a copy of the code, and the test that finds each
 	$(IN_VENV) $(BIN)/python -m tests.corpus.planted

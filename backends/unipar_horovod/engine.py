@@ -19,6 +19,7 @@ from unipar.backend import Holding, Part
 from unipar.backend.joining import meet
 from unipar.config import Config
 from unipar.distributed.addresses import LOOPBACK, is_ipv6, resolve_host
+from unipar.distributed.device import has_own_memory
 from unipar.distributed.place import Place
 from unipar.distributed.world import World
 from unipar.engines.placement import broadcast_model
@@ -26,6 +27,11 @@ from unipar.engines.wrapper import WrapperEngine
 from unipar.errors import Unsupported, WorldMismatch
 from unipar_horovod import fusion_buffer_bytes, options_of, process_set_refusals
 from unipar_horovod.rendezvous import rendezvous_variables, serve_rendezvous, slots_of
+
+_ONLY_CPU = (
+    "device: {kind}: this Horovod was built for tensors of the CPU alone, and the first step would never end; build it "
+    "where CUDA's toolkit is (`unipar install horovod`), set device: cpu, or choose another backend"
+)
 
 
 @final
@@ -104,6 +110,8 @@ def join(config: Config, place: Place) -> World:
     options = options_of(config)
     if wrong := list(process_set_refusals(options, place.size)):  # a world whose size the config left open
         raise Unsupported("horovod/nothing", wrong)
+    if has_own_memory(world.device) and not (hvd.cuda_built() or hvd.rocm_built()):
+        raise Unsupported("horovod/nothing", [_ONLY_CPU.format(kind=world.device.type)])
     if options.cycle_ms != 1.0:
         _cycle_times_set.append(options.cycle_ms)
         world.set_variables(HOROVOD_CYCLE_TIME=options.cycle_ms)

@@ -8,26 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.softcuda.emulation import ROOT
 from tests.support.softcuda.processes import EmulatedDevice
-from tests.support.softcuda.strategies import SETTINGS as SETTINGS_OF_STRATEGIES
-from tests.support.softcuda.strategies import SIZES
-from unipar.results.run import Report
-
-SETTINGS: dict[str, Any] = {
-    **SETTINGS_OF_STRATEGIES,
-    "task": {"use": f"{ROOT}/examples/char_gpt.py:CharGPT", "args": SIZES},
-    "train": {**SETTINGS_OF_STRATEGIES["train"], "steps": 6},
-    "log": {"every": 1},
-}
-
-
-def write_config(folder: Path, **changes: Any) -> str:
-    """Return the path of a config for two ranks."""
-    file = folder / "x.yaml"
-    made = {**SETTINGS, "parallel": {"data": 2}, "out": str(folder / "run"), **changes}
-    file.write_text(json.dumps(made), "utf-8")
-    return str(file)
+from tests.support.softcuda.trainings.commands import COMMAND_SETTINGS, losses_of_run, write_config
 
 
 def test_too_few_devices(emulated: EmulatedDevice, tmp_path: Path) -> None:
@@ -81,10 +63,9 @@ def test_parameters_offloaded_to_the_host(emulated: EmulatedDevice, tmp_path: Pa
     losses: list[list[float]] = []
     for place in ("none", "parameters"):
         folder = tmp_path / place
-        folder.mkdir()
         done = emulated.unipar(["run", write_config(folder, parallel=shard, model={"offload": place})])
         assert done.returncode == 0, done.stderr
-        losses.append([loss for _, loss in Report.read(folder / "run").losses])
+        losses.append(losses_of_run(folder))
     assert losses[1] == pytest.approx(losses[0], abs=1e-5)
 
 
@@ -100,7 +81,7 @@ result = [loss for _, loss in report.losses]
 
 def test_each_rank_sees_a_device_of_its_own(emulated: EmulatedDevice, tmp_path: Path) -> None:
     """As Slurm's --gpus-per-task shows them: both ranks call theirs cuda:0, and train as ranks that see both."""
-    settings = json.dumps({**SETTINGS, "out": str(tmp_path / "run")})
+    settings = json.dumps({**COMMAND_SETTINGS, "out": str(tmp_path / "run")})
     runs = emulated.ranks(OWN_DEVICE.format(settings=settings, choice=""))
     assert [run.code for run in runs] == [0, 0], runs[0].stderr
     assert runs[0].result == runs[1].result
@@ -109,7 +90,7 @@ def test_each_rank_sees_a_device_of_its_own(emulated: EmulatedDevice, tmp_path: 
 
 def test_two_ranks_see_the_same_device(emulated: EmulatedDevice, tmp_path: Path) -> None:
     """The ranks compare what they see when they meet, before NCCL can hang."""
-    settings = json.dumps({**SETTINGS, "out": str(tmp_path / "run")})
+    settings = json.dumps({**COMMAND_SETTINGS, "out": str(tmp_path / "run")})
     runs = emulated.ranks(OWN_DEVICE.format(settings=settings, choice=" and '0'"))
     sentence = (
         "ranks 0 and 1 are on one NVIDIA A100-SXM4-80GB: start no more processes on a machine than it has devices, "
@@ -130,8 +111,6 @@ def test_verify_where_a_count_starts_cuda(emulated: EmulatedDevice, tmp_path: Pa
 def test_resumed_on_the_other_device(first: str, emulated: EmulatedDevice, tmp_path: Path) -> None:
     """A checkpoint written on the device goes on on the CPU, and back, to the losses of one run."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    for folder in (whole, parts):
-        folder.mkdir()
     saving: dict[str, Any] = {"checkpoint": {"every": 3}}
     assert emulated.unipar(["run", write_config(whole, device="cpu", **saving)]).returncode == 0
     begun = write_config(parts, device=first, **saving)
@@ -139,8 +118,8 @@ def test_resumed_on_the_other_device(first: str, emulated: EmulatedDevice, tmp_p
     other = "cpu" if first == "cuda" else "cuda"
     done = emulated.unipar(["run", begun, "--resume", "--set", f"device={other}", "--set", "train.steps=6"])
     assert done.returncode == 0, done.stderr
-    wanted = [loss for _, loss in Report.read(whole / "run").losses]
-    assert [loss for _, loss in Report.read(parts / "run").losses][-3:] == pytest.approx(wanted[3:], abs=1e-5)
+    wanted = losses_of_run(whole)
+    assert losses_of_run(parts)[-3:] == pytest.approx(wanted[3:], abs=1e-5)
 
 
 @pytest.mark.emulated
@@ -157,7 +136,7 @@ def test_verify(emulated: EmulatedDevice, tmp_path: Path) -> None:
 def test_compare(emulated: EmulatedDevice, tmp_path: Path) -> None:
     """The plan's peak is within 2 % of that which the allocator has counted, and no byte is without a name."""
     cells = {"cells": ["native/nothing", "native/parameters", "deepspeed/parameters"], "repeat": 1}
-    train = {**SETTINGS["train"], "steps": 13}
+    train = {**COMMAND_SETTINGS["train"], "steps": 13}
     done = emulated.unipar(["compare", write_config(tmp_path, compare=cells, train=train), "--details"])
     assert done.returncode == 0, done.stderr
     within = done.stdout.partition("predicted peaks of 4 cells are within ")[2].partition(" %")[0]

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.softcuda.memory_accounts import AccountCheck, check_accounts
 from tests.support.softcuda.processes import EmulatedDevice
-from tests.support.softcuda.strategies import TRAININGS
+from tests.support.softcuda.trainings.memory_accounts import AccountCheck, check_accounts
+from tests.support.softcuda.trainings.strategies import TRAININGS
 
 ROW: dict[str, Any] = {
     "failure": "",

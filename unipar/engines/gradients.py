@@ -56,6 +56,12 @@ def clip_counted(grads: Sequence[Tensor], counted: Sequence[Tensor], limit: floa
 
 def _scale_to_limit(grads: Sequence[Tensor], norm: Tensor, limit: float) -> Tensor:
     """Scale gradients whose norm is above the limit down to it, and return the norm."""
-    if limit < inf and grads and (factor := limit / (norm.item() + 1e-6)) < 1.0:
-        torch._foreach_mul_(list(grads), factor)  # pyright: ignore[reportPrivateUsage]
+    if limit == inf or not grads:
+        return norm
+    if norm.is_cpu or any(g.dtype not in _WIDE_DTYPES for g in grads):  # a factor on a device is rounded to 16 bits
+        if (factor := limit / (norm.item() + 1e-6)) < 1.0:
+            torch._foreach_mul_(list(grads), factor)  # pyright: ignore[reportPrivateUsage]
+        return norm
+    on_device = limit / (norm + 1e-6)
+    torch._foreach_mul_(list(grads), torch.where(on_device < 1.0, on_device, 1.0))  # pyright: ignore[reportPrivateUsage]
     return norm

@@ -89,10 +89,16 @@ class EmulatedDevice:
         return [EmulatedRun(_result(p.stdout), p.returncode, p.stderr, findings) for p in done]
 
     def unipar(
-        self, words: Sequence[str], profile: str = "", *, reports: Path | None = None, **changes: Any
+        self,
+        words: Sequence[str],
+        profile: str = "",
+        *,
+        reports: Path | None = None,
+        variables: Mapping[str, str] | None = None,
+        **changes: Any,
     ) -> subprocess.CompletedProcess[str]:
         """Run `unipar WORDS...`."""
-        environment = emulated_environment(profile or self._profile, **changes)
+        environment = {**emulated_environment(profile or self._profile, **changes), **(variables or {})}
         if reports is not None:
             environment[REPORTS] = str(reports)
         return self._forks.unipar(words, environment)

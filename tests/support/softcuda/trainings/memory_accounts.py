@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from tests.support.softcuda.emulation import ROOT
 from tests.support.softcuda.processes import EmulatedDevice
-from tests.support.softcuda.strategies import TRAININGS, EmulatedTraining
+from tests.support.softcuda.trainings.strategies import TRAININGS, EmulatedTraining
 
 TIMEOUT = 1200.0
 NEAR = 0.02

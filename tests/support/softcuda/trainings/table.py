@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tests.support.forks import Forks
-from tests.support.softcuda.memory_accounts import AccountCheck, check_accounts
 from tests.support.softcuda.processes import EmulatedDevice
-from tests.support.softcuda.strategies import (
+from tests.support.softcuda.trainings.memory_accounts import AccountCheck, check_accounts
+from tests.support.softcuda.trainings.strategies import (
     FEATURES,
     TRAININGS,
     EmulatedTraining,

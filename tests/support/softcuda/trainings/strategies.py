@@ -22,7 +22,7 @@ BETWEEN = range(6, 8)
 TIMEOUT = 300.0
 SIZES = {"layers": 2, "width": 32, "heads": 2, "context": 16}
 SETTINGS: Mapping[str, Any] = {
-    "task": {"use": f"{ROOT}/tests/support/softcuda/stepwise.py:StepwiseGPT", "args": SIZES},
+    "task": {"use": f"{ROOT}/tests/support/softcuda/trainings/stepwise.py:StepwiseGPT", "args": SIZES},
     "device": "cuda",
     "batch": {"total": 8, "micro": 2},
     "train": {"steps": STEPS, "optimizer": {"name": "adamw", "lr": 1e-2}, "clip": 1.0},
@@ -56,8 +56,8 @@ class EmulatedTraining:
     @property
     def name(self) -> str:
         """The strategy and what is beside it."""
-        words = [f"{section}.{key}" for section, keys in self.more.items() for key in keys]
-        return " ".join([self.cell, *words])
+        words = [f"{key}: {_shown(value)}" for keys in self.more.values() for key, value in keys.items()]
+        return ", ".join([self.cell, *words])
 
     def settings(self, precision: str, out: Path, device: str = "cuda") -> dict[str, Any]:
         """Return the config of a run."""
@@ -106,20 +106,32 @@ TRAININGS = (
 )
 """Every strategy, in each precision that it has."""
 
+
+def _shown(value: Any) -> Any:
+    """Return a setting, or the name or the first number of several."""
+    return next(iter(value.values())) if isinstance(value, Mapping) else value
+
+
 FP32 = ("fp32",)
+TORCH_ADAM = {"options": {"deepspeed": {"cpu_adam": "torch"}}}
 FEATURES = (
     EmulatedTraining("native/parameters", {"model": {"offload": "parameters"}}, FP32),
-    EmulatedTraining("deepspeed/parameters", {"model": {"offload": "parameters"}}, FP32),
+    EmulatedTraining("deepspeed/optimizer", {"model": {"offload": "optimizer"}, **TORCH_ADAM}, FP32),
+    EmulatedTraining("deepspeed/gradients", {"model": {"offload": "optimizer"}, **TORCH_ADAM}, FP32),
+    EmulatedTraining("deepspeed/parameters", {"model": {"offload": "parameters"}, **TORCH_ADAM}, FP32),
     EmulatedTraining("native/nothing", {"train": {"ema": {"decay": 0.9}}}, FP32),
+    EmulatedTraining("deepspeed/optimizer", {"train": {"ema": {"decay": 0.9}}}, FP32),
     EmulatedTraining("native/nothing", {"model": {"recompute": "blocks"}}, FP32),
-    EmulatedTraining("native/nothing", {"checkpoint": {"every": 3}}, FP32),
-    EmulatedTraining("native/parameters", {"checkpoint": {"every": 3}}, FP32),
-    EmulatedTraining("native/nothing", {"eval": {"every": 3, "batches": 2}}, FP32),
+    EmulatedTraining("native/nothing", {"checkpoint": {"every": 4}}, FP32),
+    EmulatedTraining("native/parameters", {"checkpoint": {"every": 4}}, FP32),
+    EmulatedTraining("native/nothing", {"eval": {"every": 4, "batches": 2}}, FP32),
+    EmulatedTraining("native/nothing", {"train": {"watch": {"every": 4}}}, FP32),
+    EmulatedTraining("native/nothing", {"train": {"clip": {"norm": "fp64", "max": 1.0}}}, FP32),
     EmulatedTraining("native/nothing", {"train": {"optimizer": {"name": "muon", "lr": 1e-2}}}, FP32, near=math.inf),
-    EmulatedTraining(
-        "native/nothing", {"train": {"optimizer": {"name": "adamw-8bit", "lr": 1e-2}}}, FP32, near=0.05
-    ),
-    EmulatedTraining("native/nothing", {"train": {"sync_every": 3}}, FP32, near=math.inf),
+    EmulatedTraining("native/parameters", {"train": {"optimizer": {"name": "muon", "lr": 1e-2}}}, FP32, near=math.inf),
+    EmulatedTraining("native/nothing", {"train": {"optimizer": {"name": "adamw-8bit", "lr": 1e-2}}}, FP32, near=0.05),
+    EmulatedTraining("native/optimizer", {"train": {"optimizer": {"name": "adamw-8bit", "lr": 1e-2}}}, FP32, near=0.05),
+    EmulatedTraining("native/nothing", {"train": {"sync_every": 4}}, FP32, near=math.inf),
 )  # fmt: skip
 """What is beside a strategy; where one process with AdamW is no measure, the numbers need only be numbers."""
 
@@ -155,6 +167,7 @@ def waits_of_a_step(training: EmulatedTraining, run: EmulatedRun, *, lines: bool
     found: Counter[str] = Counter()
     for finding in run.findings:
         if finding.step in BETWEEN and finding.kind in ("wait", "unpinned"):
-            where = finding.where[0] if lines else finding.where[0].rpartition(":")[0]
+            line = finding.where[0] if finding.where else "torch:"  # a thread of torch's own
+            where = line if lines else line.rpartition(":")[0]
             found[f"{finding.text} in {where}"] += 1
     return {what: count / len(BETWEEN) / training.ranks for what, count in found.items()}

@@ -1,0 +1,63 @@
+"""Features beside a strategy, on the emulated device: losses of the CPU, and the waits that they cost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.support.forks import Forks
+from tests.support.softcuda.processes import EmulatedDevice
+from tests.support.softcuda.trainings.strategies import (
+    FEATURES,
+    EmulatedTraining,
+    judge,
+    largest_difference,
+    waits_of_a_step,
+)
+
+ZERO_1 = "runtime/zero/stage_1_and_2.py"
+ZERO_3 = "runtime/zero/stage3.py"
+WAITS: dict[str, dict[str, float]] = {
+    "native/parameters, offload: parameters": {"copy to the host in torch": 24.0, "event in torch": 24.0},
+    "deepspeed/optimizer, offload: optimizer, deepspeed: torch": {
+        f"item in {ZERO_1}": 26.0, f"event in {ZERO_1}": 1.0, f"copy from pageable memory in {ZERO_1}": 1.0,
+    },
+    "deepspeed/gradients, offload: optimizer, deepspeed: torch": {
+        f"item in {ZERO_1}": 26.0, f"event in {ZERO_1}": 25.0, f"copy from pageable memory in {ZERO_1}": 1.0,
+    },
+    "deepspeed/parameters, offload: parameters, deepspeed: torch": {
+        f"stream in {ZERO_3}": 2.0, f"item in {ZERO_3}": 1.0, f"copy from pageable memory in {ZERO_3}": 1.0,
+        f"copy to the host in {ZERO_3}": 1.0, "copy from pageable memory in deepspeed/runtime/utils.py": 1.0,
+        "copy from the host in runtime/zero/partition_parameters.py": 24.0,
+        "device in deepspeed/accelerator/cuda_accelerator.py": 1.0,
+    },
+    "deepspeed/optimizer, ema: 0.9": {
+        "copy from pageable memory in deepspeed/runtime/utils.py": 1.0, "item in deepspeed/runtime/utils.py": 2.0,
+    },
+}  # fmt: skip
+"""Waits of a rank in a step between two logged ones, all of them libraries' own; the others have none."""
+
+NEAR = 5e-7
+"""Two bits of a loss between 2 and 4; a mean of weights after four steps apart is less near."""
+
+SLOW_TO_MEET = 5e-6
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("training", FEATURES, ids=lambda training: training.name)
+def test_feature(training: EmulatedTraining, emulated: EmulatedDevice, forks: Forks, tmp_path: Path) -> None:
+    """Losses are those of the CPU, where nothing is offloaded; what a library waits for is known."""
+    offloads = "offload" in training.more.get("model", {})
+    on_cpu = replace(training, more={} if offloads else training.more).losses_on_cpu(forks, tmp_path)
+    run = training.run(emulated, "fp32", tmp_path)
+    assert judge(training, "fp32", run, on_cpu) == ""
+    apart = SLOW_TO_MEET if "sync_every" in training.name else NEAR
+    assert largest_difference(run.result, on_cpu) <= apart
+    assert waits_of_a_step(training, run) == WAITS.get(training.name, {})
+
+
+def test_every_wait_is_of_a_feature() -> None:
+    """The table above names no training that is not played."""
+    assert set(WAITS) <= {training.name for training in FEATURES}

@@ -1,0 +1,48 @@
+"""Limits of the emulated device's memory: what a run says in each phase, and the microbatch that fits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.softcuda.emulation import ROOT
+from tests.support.softcuda.processes import EmulatedDevice
+from tests.support.softcuda.trainings.commands import COMMAND_SETTINGS, write_config
+from tests.support.softcuda.trainings.strategies import SIZES
+from unipar.run_folder.layout import read_launch_file
+
+
+@pytest.mark.parametrize(
+    "way", [pytest.param("backward"), *(pytest.param(way, marks=pytest.mark.emulated) for way in ("forward", "update"))]
+)
+def test_out_of_memory_in_a_phase(way: str, emulated: EmulatedDevice, tmp_path: Path) -> None:
+    """The sentence names the phase and the step, the bytes that were asked for, and the largest part of the memory."""
+    task = {
+        "use": f"{ROOT}/tests/support/softcuda/trainings/greedy.py:Greedy",
+        "args": {"way": way, **SIZES},
+    }
+    train = {"steps": 2, "clip": 1.0}
+    done = emulated.unipar(["run", write_config(tmp_path, task=task, train=train)])
+    assert done.returncode == 1
+    sentence = f" ran out of memory in the {way} of step 1: 4096 GiB more were requested, about 80 GiB were available; "
+    assert sentence in done.stderr, done.stderr
+    assert "the largest part was " in done.stderr
+
+
+@pytest.mark.emulated
+def test_out_of_memory_during_set_up(emulated: EmulatedDevice, tmp_path: Path) -> None:
+    """A model that is larger than the device."""
+    done = emulated.unipar(["run", write_config(tmp_path)], memory=50_000)
+    assert done.returncode == 1
+    assert " ran out of memory during set-up: " in done.stderr, done.stderr
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize(("memory", "micro"), [(80 * 2**30, 4), (850_000, 2)])
+def test_the_largest_microbatch_that_fits(memory: int, micro: int, emulated: EmulatedDevice, tmp_path: Path) -> None:
+    """`micro: auto` is tried on the device: all of a rank's part, or as much of it as there is memory for."""
+    config = write_config(tmp_path, batch={"total": 8, "micro": "auto"}, train=COMMAND_SETTINGS["train"])
+    done = emulated.unipar(["run", config], memory=memory)
+    assert done.returncode == 0, done.stderr
+    assert read_launch_file(tmp_path / "run")["micro"]["micro"] == micro
