@@ -1,8 +1,12 @@
-"""One process and its device: memory, random numbers, waiting, and which device it is, as unipar's door to it has them."""
+"""One process and its device, as unipar's door to it has them: memory, random numbers, waiting, names."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from tests.support.softcuda.findings import read_findings
 from tests.support.softcuda.processes import EmulatedDevice
+from tests.support.softcuda.trainings.commands import write_config
 
 DOOR = """
 import torch
@@ -109,7 +113,8 @@ def test_names_of_devices(emulated: EmulatedDevice) -> None:
     """Each by its model, and by an identifier that no other device has."""
     run = emulated.run(f"""{DOOR}
 ids = [door.device_uuid(torch.device("cuda", i)) for i in range(2)]
-result = [door.list_device_names(), len(set(ids)), door.transport_of(one), door.transport_version(), door.describe_build()]
+result = [door.list_device_names(), len(set(ids)), door.transport_of(one)]
+result += [door.transport_version(), door.describe_build()]
 """)
     names = ["NVIDIA A100-SXM4-80GB"] * 2
     assert run.result == [names, 2, "nccl", {"NCCL": "2.27.3"}, "CUDA 13.0"], run.stderr
@@ -151,3 +156,27 @@ norm = torch.tensor(float("inf"), device=one)
 result = [grads[0].tolist(), scaler.overflowed(norm), scaler.overflowed(norm.zero_())]
 """)
     assert run.result == [[1.0, 1.0], True, False], run.stderr
+
+
+def test_all_tensors_of_a_model_are_placed(emulated: EmulatedDevice) -> None:
+    """Buffers, and tensors that a module has as attributes or in lists, are on the device of the parameters."""
+    run = emulated.run(f"""{DOOR}
+from torch import nn
+from unipar.engines.placement import place_tensors
+module = nn.BatchNorm1d(2)
+module.plain, module.listed = torch.ones(2), [torch.ones(2)]
+place_tensors(module, lambda p: p.to(one), one)
+placed = [module.weight, module.running_mean, module.plain, module.listed[0]]
+result = [str(tensor.device) for tensor in placed]
+""")
+    assert run.result == ["cuda:1"] * 4, run.stderr
+
+
+def test_a_snapshot_is_pinned(emulated: EmulatedDevice, tmp_path: Path) -> None:
+    """An asynchronous checkpoint copies from the device to pinned memory only."""
+    reports = tmp_path / "findings"
+    reports.mkdir()
+    done = emulated.unipar(["run", write_config(tmp_path, checkpoint={"every": 3, "async": True})], reports=reports)
+    assert done.returncode == 0, done.stderr
+    assert read_findings(reports, "wait") != [], "both ranks have used the device"
+    assert read_findings(reports, "unpinned") == []
