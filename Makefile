@@ -106,8 +106,8 @@ emulated: setup $(DONE)/tests ## tests on an emulated CUDA device, and every str
 	@$(PYTEST) tests/emulated -m ""
 	$(IN_VENV) $(BIN)/python -m tests.support.softcuda.trainings.table $(ARGS)
 
-planted: setup $(DONE)/tests ## silent errors of our own, planted one by one in a copy of the code, and the test that finds each
-	$(IN_VENV) $(BIN)/python -m tests.corpus.planted
+planted: setup $(DONE)/tests ## silent errors of our own, planted one by one in a copy of the code, and the test that finds each (ARGS=emulated: those of code for devices)
+	$(IN_VENV) $(BIN)/python -m tests.corpus.planted $(ARGS)
 
 compiled: setup $(DONE)/tests ## what DeepSpeed compiles on first use, its CPU Adam and its disk: some minutes
 	@$(PYTEST) -m slow tests/backends/test_deepspeed.py

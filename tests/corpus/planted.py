@@ -8,11 +8,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
+from tests.corpus.planted_fault import Planted
+from tests.corpus.planted_on_device import DEVICE_FAULTS
 from unipar.utils.table import format_table
 
 ROOT = Path(__file__).parents[2]
@@ -20,37 +20,6 @@ COPIED = ("unipar", "backends", "tests", "benchmarks", "configs", "docs", "examp
 HAND_LOOPS = "tests/training/test_hand_loops.py"
 SCRIPTS = "tests/task/test_script_values.py"
 CHECKS = "tests/backend/test_checks.py"
-
-
-@dataclass(frozen=True)
-class Planted:
-    """One silent error: an edit of one file, and the test that fails with it."""
-
-    fault: str
-    """Training that differs from what was asked, as a sentence."""
-
-    file: str
-
-    old: str
-    """Text that the file has once."""
-
-    new: str
-
-    found_by: str
-    """Test that passes without the edit and fails with it."""
-
-    @contextmanager
-    def planted(self, copy: Path) -> Generator[None]:
-        """Context manager: the copy of the code has the error."""
-        path = copy / self.file
-        text = path.read_text("utf-8")
-        if (times := text.count(self.old)) != 1:
-            raise ValueError(f"{self.file} has {times} times what is to be replaced: {self.old!r}")
-        try:
-            _write(path, text.replace(self.old, self.new))
-            yield
-        finally:
-            _write(path, text)
 
 
 FAULTS = (
@@ -169,13 +138,6 @@ FAULTS = (
 )
 
 
-def _write(path: Path, text: str) -> None:
-    """Write a file's text, and remove what Python has compiled of it: within a second, both may have one time."""
-    path.write_text(text, "utf-8")
-    for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
-        compiled.unlink()
-
-
 def copy_code(folder: Path) -> None:
     """Copy what tests need into an empty folder."""
     for name in COPIED:
@@ -185,7 +147,8 @@ def copy_code(folder: Path) -> None:
 
 def run_tests(copy: Path, tests: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """Run these tests on a copy of the code."""
-    command = [sys.executable, "-m", "pytest", "-q", "--tb=line", "-p", "no:cacheprovider", *tests]
+    words = ["-q", "--tb=line", "-p", "no:cacheprovider", "-n", "0", "-m", "not gpu"]
+    command = [sys.executable, "-m", "pytest", *words, *tests]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(copy), str(copy / "backends")])}
     return subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
 
@@ -201,19 +164,28 @@ def look_for(fault: Planted, copy: Path) -> str:
     return "found" if done.returncode == 1 and asserted else f"the test ended otherwise: {last}"
 
 
-def main() -> int:
+GROUPS = {"": FAULTS, "emulated": DEVICE_FAULTS}
+"""Tables of faults by the word that asks for one; of the second, `words` may name some by a part of their sentence."""
+
+
+def main(group: str = "", *words: str) -> int:
+    """Plant each fault of a group, print what finds it, and return 1 if anything is not found."""
+    faults = [fault for fault in GROUPS[group] if not words or any(word in fault.fault for word in words)]
     with tempfile.TemporaryDirectory(prefix="planted-") as folder:
         copy = Path(folder)
         copy_code(copy)
-        done = run_tests(copy, sorted({fault.found_by for fault in FAULTS}))
+        done = run_tests(copy, sorted({fault.found_by for fault in faults}))
         if done.returncode:
             print(f"{done.stdout}\n{done.stderr}\nThe tests fail without a fault.", file=sys.stderr)
             return 1
-        results = [look_for(fault, copy) for fault in FAULTS]
-    rows = [(f.fault, f.file, f.found_by, result) for f, result in zip(FAULTS, results, strict=True)]
+        results: list[str] = []
+        for fault in faults:
+            results.append(look_for(fault, copy))
+            print(f"{fault.fault} {results[-1]}", file=sys.stderr, flush=True)
+    rows = [(f.fault, f.file, f.found_by, result) for f, result in zip(faults, results, strict=True)]
     print(format_table(("fault", "file", "found by", "result"), rows, width=240))
     return int(any(result != "found" for result in results))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))

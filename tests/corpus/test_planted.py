@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.corpus.planted import FAULTS, ROOT, Planted, copy_code, look_for
+from tests.corpus.planted import FAULTS, GROUPS, ROOT, copy_code, look_for
+from tests.corpus.planted_fault import Planted
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.fault)
+@pytest.mark.parametrize("fault", [f for group in GROUPS.values() for f in group], ids=lambda fault: fault.fault)
 def test_each_has_its_place_and_its_test(fault: Planted) -> None:
     """The file has the text once, and the test is there; whether it fails is for `make planted` to show."""
     assert (ROOT / fault.file).read_text("utf-8").count(fault.old) == 1

@@ -12,9 +12,9 @@ import pytest
 from tests.support.softcuda.build import why_not_built
 from tests.support.softcuda.findings import read_findings
 from tests.support.softcuda.processes import EmulatedDevice
-from tests.support.softcuda.strategies import SETTINGS
+from tests.support.softcuda.trainings import commands
+from tests.support.softcuda.trainings.commands import COMMAND_SETTINGS, losses_of_run
 from unipar.memory.account import MemoryAccount
-from unipar.results.run import Report
 
 pytestmark = pytest.mark.emulated
 
@@ -30,16 +30,7 @@ def npu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmulatedDevice]:
 
 def write_config(folder: Path, **changes: Any) -> str:
     """Return the path of a config for two ranks on NPUs."""
-    folder.mkdir(exist_ok=True)
-    file = folder / "x.yaml"
-    made = {**SETTINGS, "device": "npu", "parallel": {"data": 2}, "out": str(folder / "run"), **changes}
-    file.write_text(json.dumps(made), "utf-8")
-    return str(file)
-
-
-def losses_of(folder: Path) -> list[float]:
-    """Return the losses of a run."""
-    return [loss for _, loss in Report.read(folder / "run").losses]
+    return commands.write_config(folder, **{"device": "npu", **changes})
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +39,7 @@ def losses_on_cpu(npu: EmulatedDevice, tmp_path_factory: pytest.TempPathFactory)
     folder = tmp_path_factory.mktemp("one")
     done = npu.unipar(["run", write_config(folder, device="cpu", parallel={"data": 1})])
     assert done.returncode == 0, done.stderr
-    return losses_of(folder)
+    return losses_of_run(folder)
 
 
 def test_torch_has_the_device(npu: EmulatedDevice) -> None:
@@ -105,11 +96,11 @@ def test_two_ranks(
     """DDP and FSDP2 train over HCCL to the losses of one process on the CPU, and no stream reads too early."""
     reports = tmp_path / "findings"
     reports.mkdir()
-    train = {**SETTINGS["train"], "precision": precision}
+    train = {**COMMAND_SETTINGS["train"], "precision": precision}
     file = write_config(tmp_path, parallel={"data": 2, "shard": shard}, train=train)
     done = npu.unipar(["run", file], reports=reports)
     assert done.returncode == 0, done.stderr
-    assert losses_of(tmp_path) == pytest.approx(losses_on_cpu, abs=near)
+    assert losses_of_run(tmp_path) == pytest.approx(losses_on_cpu, abs=near)
     findings = read_findings(reports)
     assert len({finding.pid for finding in findings}) == 2, "each rank has used its device"
     assert [finding for finding in findings if finding.kind in ("race", "hang")] == []
@@ -120,7 +111,7 @@ def test_parameters_offloaded_to_the_host(npu: EmulatedDevice, losses_on_cpu: li
     sharded = {"parallel": {"data": 2, "shard": "parameters"}, "model": {"offload": "parameters"}}
     done = npu.unipar(["run", write_config(tmp_path, **sharded)])
     assert done.returncode == 0, done.stderr
-    assert losses_of(tmp_path) == pytest.approx(losses_on_cpu, abs=1e-5)
+    assert losses_of_run(tmp_path) == pytest.approx(losses_on_cpu, abs=1e-5)
 
 
 def test_verify(npu: EmulatedDevice, tmp_path: Path) -> None:
@@ -142,13 +133,13 @@ def test_resumed_on_the_other_device(
     other = "cpu" if first == "npu" else "npu"
     done = npu.unipar(["run", begun, "--resume", "--set", f"device={other}", "--set", "train.steps=6"])
     assert done.returncode == 0, done.stderr
-    assert losses_of(tmp_path)[-3:] == pytest.approx(losses_on_cpu[3:], abs=1e-5)
+    assert losses_of_run(tmp_path)[-3:] == pytest.approx(losses_on_cpu[3:], abs=1e-5)
 
 
 def test_account_of_the_memory(npu: EmulatedDevice, tmp_path: Path) -> None:
     """By the allocator's history: its peaks are the allocator's own, and all that trains has a name."""
     compared = {"cells": ["native/nothing", "native/parameters"], "repeat": 1}
-    train = {**SETTINGS["train"], "steps": 13}
+    train = {**COMMAND_SETTINGS["train"], "steps": 13}
     done = npu.unipar(["compare", write_config(tmp_path, compare=compared, train=train), "--details"])
     assert done.returncode == 0, done.stderr
     within = done.stdout.partition("predicted peaks of 3 cells are within ")[2].partition(" %")[0]
@@ -200,7 +191,7 @@ def test_one_rank_on_one_of_the_devices(npu: EmulatedDevice, losses_on_cpu: list
     file = write_config(tmp_path, device="npu:1", parallel={"data": 1})
     done = npu.unipar(["run", file])
     assert done.returncode == 0, done.stderr
-    assert losses_of(tmp_path) == pytest.approx(losses_on_cpu, abs=1e-5)
+    assert losses_of_run(tmp_path) == pytest.approx(losses_on_cpu, abs=1e-5)
 
 
 GROUP = """
