@@ -121,7 +121,8 @@ class RoundDataParallel(nn.DataParallel[ForwardCall]):
         """
         losses: list[Any] = []
         for replica, given, device in zip(replicas, inputs, self.device_ids, strict=False):
-            with torch.get_device_module(device).device(device):
+            at = torch.device(device)  # PyTorch keeps numbers
+            with torch.get_device_module(at).device(at):
                 losses.append(replica(*given))
         return losses
 

@@ -120,6 +120,24 @@ def test_an_event_covers_what_is_before_it(emulated: EmulatedDevice) -> None:
     assert len(emulated.run(code.format(wait="event.wait()")).texts("race")) == 1
 
 
+def test_a_copy_between_devices_orders_both(emulated: EmulatedDevice) -> None:
+    """The current streams of both wait for each other, as CUDA's do; another stream's work is not waited for."""
+    code = """
+import torch
+x = torch.ones(4, device="cuda:0")
+side = torch.cuda.Stream("cuda:0")
+with torch.cuda.stream(side) if SIDE else torch.cuda.device(0):
+    x.add_(1)
+y = x.to("cuda:1")
+x.fill_(0)
+result = y.sum().item()
+"""
+    runs = [emulated.run(f"SIDE = {side}\n{code}") for side in (False, True)]
+    assert [run.result for run in runs] == [8.0, 8.0]
+    assert runs[0].texts("race") == []
+    assert any("a copy" in text for text in runs[1].texts("race"))
+
+
 def test_parts_of_a_tensor(emulated: EmulatedDevice) -> None:
     """Streams may write different rows of one tensor; a write of bytes that are being read is a race."""
     run = emulated.run("""

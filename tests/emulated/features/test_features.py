@@ -14,6 +14,7 @@ from tests.support.softcuda.trainings.strategies import (
     EmulatedTraining,
     judge,
     largest_difference,
+    losses_of_one_process,
     waits_of_a_step,
 )
 
@@ -56,6 +57,13 @@ def test_feature(training: EmulatedTraining, emulated: EmulatedDevice, forks: Fo
     apart = SLOW_TO_MEET if "sync_every" in training.name else NEAR
     assert largest_difference(run.result, on_cpu) <= apart
     assert waits_of_a_step(training, run) == WAITS.get(training.name, {})
+
+
+def test_dataparallel_over_two_devices(emulated: EmulatedDevice, forks: Forks, tmp_path: Path) -> None:
+    """One process deals its microbatches to both, and has the losses of one that has one device."""
+    run = EmulatedTraining("native/nothing+dp", ranks=1).run(emulated, "fp32", tmp_path)
+    on_cpu = losses_of_one_process(forks, tmp_path)
+    assert judge(EmulatedTraining("single", ranks=1), "fp32", run, on_cpu) == ""
 
 
 def test_every_wait_is_of_a_feature() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tests.support.softcuda import activation
@@ -39,12 +39,24 @@ def add_to(module: Any, native: Any) -> None:
     module._is_flash_attention_available = constant(True)
     module._nccl_version, module._nccl_version_suffix = constant(2 << 32 | 27 << 16 | 3), constant(b"")
     module._graph_pool_handle = constant((0, 0))
+    module._broadcast_coalesced, module._nccl_reduce, module._nccl_all_reduce = _broadcast, _reduce, None
     for name in ("_CUDAGraph", "_CUDAGreenContext", "_MemPool", "_cuda_CUDAAllocator"):
         if not hasattr(module, name):
             setattr(module, name, type(name, (), {}))  # types that torch.cuda derives from at import
     for functions in (_devices(module, native), _streams(module), memory_functions(native), _settings()):
         for name, function in functions.items():
             setattr(module, f"_cuda_{name}", function)
+
+
+def _broadcast(tensors: Sequence[Any], devices: Sequence[int], _: int) -> list[list[Any]]:
+    """Return the tensors on each device, as nn.DataParallel asks for them."""
+    return [[t if t.device.index == device else t.to(f"cuda:{device}") for t in tensors] for device in devices]
+
+
+def _reduce(tensors: Sequence[Any], output: Any, *_: Any) -> None:
+    """Add up tensors of several devices in one of them, as nn.DataParallel does with gradients."""
+    first, *others = (t.to(output.device) for t in tensors)
+    output.copy_(sum(others, start=first))
 
 
 def _devices(module: Any, native: Any) -> Functions:

@@ -103,11 +103,15 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   if (to_host) settle(target, stream);
   if (to_device) settle(values, stream);
   bool late = non_blocking && pinned && (to_host || to_device);
+  auto from = to_device ? stream : current_stream(source.device().index());  // CUDA copies on the source's, and both wait
+  if (from.first != stream.first) stream_waits(from, clock_of(stream));
   if ((to_host || to_device) && non_blocking && !pinned) report(Finding::unpinned, to_host ? "to the host" : "to the device");
-  access(source, false, stream, "a copy");
+  access(source, false, from, "a copy");
+  if (from.first != stream.first) stream_waits(stream, clock_of(from));
   access(self, true, stream, "a copy");
   if (to_host && late) return copy_later(self, values.clone(), stream), self;
   target.copy_(values);
+  if (from.first != stream.first) stream_waits(from, clock_of(stream));
   if (to_device && late) watch_source(source, stream);
   else if (to_host) synchronize(stream, "copy to the host");
   else if (to_device) synchronize(stream, pinned ? "copy from the host" : "copy from pageable memory");
