@@ -91,7 +91,7 @@ COLLECTIVES = """
 import os, sys, torch, torch.distributed as dist
 device = torch.device(sys.argv[1])
 if device.type == "cuda":
-    torch.cuda.set_device(device)
+    torch.cuda.set_device(device.index or 0)
 dist.init_process_group(sys.argv[2])
 rank, size = dist.get_rank(), dist.get_world_size()
 def check(name, act):

@@ -46,7 +46,9 @@ def test_a_driver_too_old_for_torch(device: str, emulated: EmulatedDevice, tmp_p
     assert "set device: cpu" in done.stderr
 
 
-@pytest.mark.parametrize(("profile", "ranks"), [("no-nvml", 2), ("no-count", 2), ("mig", 1)])
+@pytest.mark.parametrize(
+    ("profile", "ranks"), [("no-count", 2), ("mig", 1), pytest.param("no-nvml", 2, marks=pytest.mark.emulated)]
+)
 def test_torch_is_asked_for_devices_that_nvml_does_not_tell(
     profile: str, ranks: int, emulated: EmulatedDevice, tmp_path: Path
 ) -> None:
@@ -107,7 +109,7 @@ def test_verify_where_a_count_starts_cuda(emulated: EmulatedDevice, tmp_path: Pa
     assert "native/nothing agrees with one process" in done.stdout
 
 
-@pytest.mark.parametrize("first", ["cuda", "cpu"])
+@pytest.mark.parametrize("first", ["cuda", pytest.param("cpu", marks=pytest.mark.emulated)])
 def test_resumed_on_the_other_device(first: str, emulated: EmulatedDevice, tmp_path: Path) -> None:
     """A checkpoint written on the device goes on on the CPU, and back, to the losses of one run."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
