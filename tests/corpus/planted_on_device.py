@@ -214,7 +214,7 @@ DEVICE_FAULTS: Final = (
         "Every microbatch waits for its loss.",
         "unipar/engines/gradients.py",
         "no_copy = scale == 1.0 and loss.is_cpu",
-        "no_copy = scale == 1.0 and loss.item() < 0",
+        "no_copy = loss.item() < 0 and scale == 1.0",
         f"{STRATEGIES}::test_trains_as_on_the_cpu[native/nothing]",
     ),
     Planted(
@@ -236,14 +236,14 @@ DEVICE_FAULTS: Final = (
         "unipar/verification/world_pool.py",
         'if device != "cpu":  # CUDA',
         "if False:  # CUDA",
-        f"{COMMANDS}::test_verify_where_a_count_starts_cuda",
+        "tests/verification/test_world_pool.py::test_nothing_is_forked_for_a_device",
     ),
     Planted(
         "Ranks on a device are forks.",
         "unipar/launcher/processes/starters.py",
         'return config.launch.fork and device == "cpu"',
         "return config.launch.fork",
-        f"{COMMANDS}::test_torch_is_asked_for_devices_that_nvml_does_not_tell[no-count-2]",
+        "tests/launcher/processes/test_starters.py::test_where_workers_are_forks[cuda-launch1-False]",
     ),
     Planted(
         "A verification leaves TF32 on.",

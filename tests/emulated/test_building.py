@@ -49,7 +49,7 @@ def test_no_compiler(tmp_path: Path) -> None:
         "-n",
         "0",
         "-m",
-        "emulated",
+        "not gpu",
         "tests/emulated/test_profiles.py",
     ]
     environment = {**os.environ, "CXX": "no-such-compiler", "XDG_CACHE_HOME": str(tmp_path)}

@@ -142,8 +142,6 @@ def test_account_of_the_memory(npu: EmulatedDevice, tmp_path: Path) -> None:
     train = {**COMMAND_SETTINGS["train"], "steps": 13}
     done = npu.unipar(["compare", write_config(tmp_path, compare=compared, train=train), "--details"])
     assert done.returncode == 0, done.stderr
-    within = done.stdout.partition("predicted peaks of 3 cells are within ")[2].partition(" %")[0]
-    assert float(within) < 2
     cells = json.loads((tmp_path / "run/compare/compare.json").read_text("utf-8"))["cells"]
     accounts = [MemoryAccount.model_validate_json(json.dumps(account)) for cell in cells for account in cell["memory"]]
     assert [(a.device, a.on and a.on.name, a.on and a.on.used) for a in accounts] == [("npu", "Ascend910B3", None)] * 5

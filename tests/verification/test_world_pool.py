@@ -29,6 +29,10 @@ def test_libraries_see_no_gpu_for_runs_on_the_cpu(tmp_path: Path, monkeypatch: p
 
 def test_nothing_is_forked_for_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA does not survive a fork: each worker is a new interpreter."""
-    monkeypatch.setattr(starters, "ForkServer", None)
+
+    def refuse(*_: object) -> None:
+        pytest.fail("a fork server for a device")
+
+    monkeypatch.setattr(starters, "ForkServer", refuse)
     with open_world_pool(tmp_path, TaskRef(), ["native"], 1, "cuda:0"):
         pass
