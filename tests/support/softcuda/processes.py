@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Self, final
 
 from tests.support.forks import MODELS, Forks
-from tests.support.softcuda.emulation import emulated_environment
+from tests.support.softcuda.emulation import ROOT, emulated_environment
 from tests.support.softcuda.findings import REPORTS, DeviceFinding, read_findings
 
 RESULT = "\nimport json\nprint('result ' + json.dumps(result))\n"
@@ -106,7 +106,7 @@ class EmulatedDevice:
 
 def run_code(forks: Forks, code: str, folder: Path) -> Any:
     """Return the value of a piece of code's variable `result`, in a process without an emulated device."""
-    done = forks.python(["-c", code + RESULT], folder)
+    done = forks.python(["-c", code + RESULT], folder, {"PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr
     return _result(done.stdout)
 
