@@ -127,6 +127,7 @@ for name in ("rows", "columns"):
     x = torch.tensor([float(dist.get_rank())], device="cuda")
     dist.all_reduce(x, group=mesh.get_group(name))
     result.append(x.item())
+dist.barrier()  # rank 0 has the store in which the others' groups meet
 dist.destroy_process_group()
 """,
         size=4,

@@ -41,7 +41,9 @@ UUIDS = [uuid.removeprefix("GPU-") for uuid in GPUS]
 
 
 def look(emulated: EmulatedDevice, profile: str, choice: str | None = None, **changes: Any) -> dict[str, Any]:
-    variables = {} if choice is None else {"CUDA_VISIBLE_DEVICES": choice}
+    variables = {"PYTORCH_NVML_BASED_CUDA_CHECK": "0"}  # DeepSpeed sets it when it is imported
+    if choice is not None:
+        variables["CUDA_VISIBLE_DEVICES"] = choice
     run = emulated.run(LOOK, profile, variables=variables, **changes)
     assert run.result, run.stderr
     return run.result
