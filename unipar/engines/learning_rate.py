@@ -25,11 +25,11 @@ class BaseRates:
 
     def set(self, optimizer: Any, factor: float) -> None:
         """Set each group's learning rate to its base rate times `factor`."""
-        for group, base in zip(optimizer.param_groups, self.base, strict=True):
+        for i, group in enumerate(optimizer.param_groups):
             if type(group["lr"]) is float:
-                group["lr"] = base * factor
+                group["lr"] = self.base[i] * factor
             else:
-                _set_rate(group, base * factor)
+                _set_rate(group, self.base[i] * factor)
 
 
 def _set_rate(group: dict[str, Any], rate: float) -> None:

@@ -58,10 +58,16 @@ class _Schedule(Section):
         return self.curve(steps)(step)
 
     def curve(self, steps: int) -> Callable[[int], float]:
-        """Return the factor as a function of the optimizer step (from 0) alone, in a run of so many steps."""
-        warmup, rise, after = self.warmup_steps(steps), self._rise, self._after_warmup
-        last = max(1, steps - self._first - warmup)
-        return lambda step: rise(step, warmup) if step < warmup else after(step - warmup, last)
+        """Return the factor as a function of the optimizer step (from 0) alone, in a run of so many steps.
+
+        Each step calls it: what the config says is read once.
+        """
+        warmup, rise, after = self.warmup_steps(steps), self._rise, self._after_warmup(steps)
+        return (lambda step: rise(step, warmup) if step < warmup else after(step - warmup)) if warmup else after
+
+    def _last(self, steps: int) -> int:
+        """Return the number of steps from the end of the warm-up to the end of the run."""
+        return max(1, steps - self._first - self.warmup_steps(steps))
 
     @property
     def _first(self) -> int:
@@ -72,8 +78,8 @@ class _Schedule(Section):
         return (step + self._first) / warmup
 
     @abstractmethod
-    def _after_warmup(self, since: int, last: int) -> float:
-        """Return the factor so many steps behind the warm-up; `last`: number of steps from there to the end."""
+    def _after_warmup(self, steps: int) -> Callable[[int], float]:
+        """Return the factor as a function of the steps since the warm-up, in a run of so many steps."""
 
     def misfit(self, steps: int) -> str | None:
         """Return a sentence if the schedule does not fit into so many steps."""
@@ -98,8 +104,8 @@ class Constant(_Schedule):
     """The full learning rate after warm-up."""
 
     @override
-    def _after_warmup(self, since: int, last: int) -> float:
-        return 1.0
+    def _after_warmup(self, steps: int) -> Callable[[int], float]:
+        return lambda since: 1.0
 
 
 class Linear(_Schedule):
@@ -112,8 +118,9 @@ class Linear(_Schedule):
     """Share of the full learning rate at the last step."""
 
     @override
-    def _after_warmup(self, since: int, last: int) -> float:
-        return self.end + (1.0 - self.end) * max(0.0, 1.0 - since / last)
+    def _after_warmup(self, steps: int) -> Callable[[int], float]:
+        end, last = self.end, self._last(steps)
+        return lambda since: end + (1.0 - end) * max(0.0, 1.0 - since / last)
 
 
 class Cosine(_Schedule):
@@ -126,8 +133,9 @@ class Cosine(_Schedule):
     """Share of the full learning rate at the last step."""
 
     @override
-    def _after_warmup(self, since: int, last: int) -> float:
-        return self.end + (1.0 - self.end) * remaining_share("cosine", since / last)
+    def _after_warmup(self, steps: int) -> Callable[[int], float]:
+        end, last = self.end, self._last(steps)
+        return lambda since: end + (1.0 - end) * remaining_share("cosine", since / last)
 
 
 class Polynomial(_Schedule):
@@ -143,8 +151,9 @@ class Polynomial(_Schedule):
     """Share of the full learning rate at the last step."""
 
     @override
-    def _after_warmup(self, since: int, last: int) -> float:
-        return self.end + (1.0 - self.end) * max(0.0, 1.0 - since / last) ** self.power
+    def _after_warmup(self, steps: int) -> Callable[[int], float]:
+        end, power, last = self.end, self.power, self._last(steps)
+        return lambda since: end + (1.0 - end) * max(0.0, 1.0 - since / last) ** power
 
 
 class InverseRoot(_Schedule):
@@ -161,18 +170,14 @@ class InverseRoot(_Schedule):
         return self.scale or self.warmup_steps(steps) or 10_000
 
     @override
-    def curve(self, steps: int) -> Callable[[int], float]:
-        warmup, scale = self.warmup_steps(steps), self.steps_to_half(steps)
-        return lambda step: self._rise(step, warmup) if step < warmup else math.sqrt(scale / (step - warmup + scale))
-
-    @override
     def shortened(self, steps: int, of: int) -> dict[str, Any]:
         lengths = super().shortened(steps, of)
         return lengths if self.scale is None else {**lengths, "scale": scaled_length(self.scale, steps, of)}
 
     @override
-    def _after_warmup(self, since: int, last: int) -> float:
-        raise AssertionError("curve() needs the number of all steps")
+    def _after_warmup(self, steps: int) -> Callable[[int], float]:
+        scale = self.steps_to_half(steps)
+        return lambda since: math.sqrt(scale / (since + scale))
 
 
 class Steps(_Schedule):
@@ -192,17 +197,17 @@ class Steps(_Schedule):
 
     @override
     def curve(self, steps: int) -> Callable[[int], float]:
-        warmup = self.warmup_steps(steps)
+        warmup, every, places, by = self.warmup_steps(steps), self.every, self.at, self.by
 
         def factor(step: int) -> float:
-            falls = step // self.every if self.every is not None else sum(step >= at for at in self.at)
+            falls = step // every if every is not None else sum(step >= at for at in places)
             rise = self._rise(step, warmup) if step < warmup else 1.0
-            return rise * self.by**falls
+            return rise * by**falls
 
         return factor
 
     @override
-    def _after_warmup(self, since: int, last: int) -> float:
+    def _after_warmup(self, steps: int) -> Callable[[int], float]:
         raise AssertionError("curve() counts falls from the first step")
 
     @model_validator(mode="after")
@@ -251,9 +256,14 @@ class WarmupStableDecay(_Schedule):
     """Share of the full learning rate at the last step."""
 
     @override
-    def _after_warmup(self, since: int, last: int) -> float:
-        progress = max(0.0, (since - last + self.decay) / self.decay)
-        return self.end + (1.0 - self.end) * remaining_share(self.shape, progress)
+    def _after_warmup(self, steps: int) -> Callable[[int], float]:
+        decay, shape, end, last = self.decay, self.shape, self.end, self._last(steps)
+
+        def fall(since: int) -> float:
+            progress = max(0.0, (since - last + decay) / decay)
+            return end + (1.0 - end) * remaining_share(shape, progress)
+
+        return fall
 
     @override
     def _rise(self, step: int, warmup: int) -> float:
@@ -297,11 +307,16 @@ class OneCycle(_Schedule):
     """Curve of rise and fall."""
 
     @override
-    def _after_warmup(self, since: int, last: int) -> float:
+    def _after_warmup(self, steps: int) -> Callable[[int], float]:
+        begin, end, shape, last = self.begin, self.end, self.shape, self._last(steps)
         top = self.rise * (last + 1) - 1.0
-        if since <= top:
-            return 1.0 - (1.0 - self.begin) * remaining_share(self.shape, since / top)
-        return self.end + (1.0 - self.end) * remaining_share(self.shape, (since - top) / (last - top))
+
+        def factor(since: int) -> float:
+            if since <= top:
+                return 1.0 - (1.0 - begin) * remaining_share(shape, since / top)
+            return end + (1.0 - end) * remaining_share(shape, (since - top) / (last - top))
+
+        return factor
 
     @model_validator(mode="after")
     def _rises_by_itself(self) -> Self:

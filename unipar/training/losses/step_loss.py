@@ -99,11 +99,13 @@ class StepLoss:
 
     def compute(self, model: nn.Module, batch: Any, number: int) -> Tensor:
         """Return the loss, with PyTorch seeded by step and microbatch, so that the rank makes no difference."""
-        which, of_loss = 0, ()
-        if self._count and number >= self._count:
+        which = 0
+        if self._count:
             which, number = divmod(number, self._count)
-            of_loss = (which,)
-        self._seed_generators(mix_into(self._seed, self._done, number, *of_loss, *self._of_part) >> 1)
+        seed = mix_into(self._seed, self._done, number)
+        if which or self._of_part:
+            seed = mix_into(seed, *([which] if which else []), *self._of_part)
+        self._seed_generators(seed >> 1)
         if self._numbered is not None:
             return self._numbered(model, batch, number)
         loss: Any = self._fns[which](model, batch)
