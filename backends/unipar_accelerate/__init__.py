@@ -191,6 +191,9 @@ class Accelerate(Backend):
 
     @override
     def join(self, config: Config, place: Place) -> World:
+        from unipar.backend.joining import require_package_of_device
+
+        require_package_of_device(config, "Accelerate")
         if uses_deepspeed(config):
             from unipar_accelerate.zero import join_over_deepspeed
 

@@ -195,6 +195,9 @@ class DeepSpeed(Backend):
         if config.device == "cpu":
             for name, value in _CPU_ACCELERATOR.items():
                 os.environ.setdefault(name, value)
+        from unipar.backend.joining import require_package_of_device
+
+        require_package_of_device(config, "DeepSpeed")
         from unipar_deepspeed.engine import join
 
         return join(config, place)

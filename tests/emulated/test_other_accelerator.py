@@ -223,3 +223,14 @@ def test_two_ranks_on_one_device(npu: EmulatedDevice) -> None:
     """HCCL refuses them."""
     runs = npu.ranks(GROUP.format(device="0", wait="work.wait()"))
     assert "HCCL error: rank 0 and rank 1 both on NPU" in runs[0].error
+
+
+@pytest.mark.parametrize(("backend", "library"), [("accelerate", "Accelerate"), ("deepspeed", "DeepSpeed")])
+def test_a_library_that_asks_for_torch_npu(backend: str, library: str, npu: EmulatedDevice, tmp_path: Path) -> None:
+    """Accelerate and DeepSpeed find an NPU by Ascend's package alone: a sentence says so."""
+    done = npu.unipar(["run", write_config(tmp_path, backend=backend)])
+    assert done.returncode == 3, done.stderr
+    assert (
+        f"{backend}/nothing: device: npu: {library} finds such a device by the package torch_npu, which is not "
+        "installed; install it, set device: cpu, or choose backend: native"
+    ) in done.stderr

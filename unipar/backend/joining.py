@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from datetime import timedelta
+from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,20 @@ def device_of_rank(config: Config, place: Place) -> torch.device:
         raise Unsupported(
             str(cell_of(config)), [f"device: {kind}: torch cannot use it on rank {place.rank}: {e}; set device: cpu"]
         ) from None
+
+
+def require_package_of_device(config: Config, library: str) -> None:
+    """Raise Unsupported if a library does not find this kind of device without a package that is not installed."""
+    kind = choose_device(config)[0].partition(":")[0]
+    package = ACCELERATORS[kind].package if kind in ACCELERATORS else ""
+    if package and find_spec(package) is None:
+        raise Unsupported(
+            str(cell_of(config)),
+            [
+                f"device: {kind}: {library} finds such a device by the package {package}, which is not installed; "
+                "install it, set device: cpu, or choose backend: native"
+            ],
+        )
 
 
 def choose_transport(config: Config, device: torch.device) -> str:

@@ -39,14 +39,17 @@ class Accelerator:
     can_be_shared: bool = False
     """Whether ranks can share one device: their collectives are gloo's then, which must move its tensors."""
 
+    package: str = ""
+    """Package without which Accelerate and DeepSpeed do not find such a device; torch itself asks for none."""
+
 
 ACCELERATORS: Final = {
     each.type: each
     for each in (
         Accelerator("cuda", "CUDA or ROCm", "nccl", VISIBLE_DEVICES_VARIABLE, can_be_shared=True),
         Accelerator("xpu", "Intel GPU", "xccl", "ZE_AFFINITY_MASK"),
-        Accelerator("npu", "Ascend NPU", "hccl", "ASCEND_RT_VISIBLE_DEVICES", "NPU"),
-        Accelerator("hpu", "Gaudi", "hccl", "HABANA_VISIBLE_MODULES", "HPU"),
+        Accelerator("npu", "Ascend NPU", "hccl", "ASCEND_RT_VISIBLE_DEVICES", "NPU", package="torch_npu"),
+        Accelerator("hpu", "Gaudi", "hccl", "HABANA_VISIBLE_MODULES", "HPU", package="habana_frameworks"),
         Accelerator("mps", "Apple GPU", "gloo", None),
     )
 }
