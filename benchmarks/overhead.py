@@ -46,7 +46,7 @@ CELLS = (
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results.json"
 GOALS = {"unipar": 0.25, "unipar + its data": 0.76}
-"""What a step may take more than a loop written by hand, as a share of what Fabric's step takes more."""
+"""Largest time of a step beyond a loop written by hand, as a share of that of Fabric's step."""
 
 ROUNDS, STEPS = 60, 2
 """Rounds in which the processes take turns, and steps in each turn."""

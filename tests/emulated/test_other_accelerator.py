@@ -137,7 +137,7 @@ def test_resumed_on_the_other_device(
 
 
 def test_account_of_the_memory(npu: EmulatedDevice, tmp_path: Path) -> None:
-    """By the allocator's history: its peaks are the allocator's own, and all that trains has a name."""
+    """Peaks of the allocator's history are the allocator's own, and all that trains has a name."""
     compared = {"cells": ["native/nothing", "native/parameters"], "repeat": 1}
     train = {**COMMAND_SETTINGS["train"], "steps": 13}
     done = npu.unipar(["compare", write_config(tmp_path, compare=compared, train=train), "--details"])

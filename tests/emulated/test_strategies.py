@@ -141,7 +141,7 @@ def test_a_result_that_is_wrong() -> None:
 
 
 def test_waits_are_counted_in_steps_between_two_logged_ones() -> None:
-    """Of two ranks and two such steps, each wait is a quarter; what is before or after does not count."""
+    """With two ranks and two such steps each wait is a quarter; earlier and later ones do not count."""
     found = tuple(
         DeviceFinding(kind, text, ("unipar/x.py:3", "y.py:4"), pid, step)
         for kind, text, step, pid in [

@@ -1,4 +1,4 @@
-"""What verify sets on a device, without one: which settings, and how torch's warnings are read."""
+"""Settings of verify on a device, without one; and how torch's warnings are read."""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ class Verdicts(ShownAsPage):
     """Dependence of the training on how a batch is cut; None if there is none, or if it was not examined."""
 
     numbers: dict[str, str] = field(default_factory=dict[str, str])
-    """What decides the last digits on a device, as every run has set it; {} on the CPU."""
+    """Settings that decide the last digits on a device, as every run has them; {} on the CPU."""
 
     unrepeatable: tuple[str, ...] = ()
     """Operations of the task that have no deterministic kernel on the device."""

@@ -99,7 +99,7 @@ class RunPlan:
     """Checkpoint from which they go on; None: one cell makes it."""
 
     numbers: DeviceNumbers | None = None
-    """What decides the last digits on the device; None on the CPU."""
+    """Settings that decide the last digits on the device; None on the CPU."""
 
     fp64: bool = True
     """Whether the model can run in fp64; if not, what fp64 runs would show is taken from runs in fp32."""

@@ -48,7 +48,7 @@ class WorldPool:
         self.folder, self._ref, self._fork_server, self._threads = folder, ref, fork_server, threads
         self._number = 0
         self.numbers: DeviceNumbers | None = None
-        """What decides the last digits on the device of all further worlds; None on the CPU."""
+        """Settings that decide the last digits on the device of all further worlds; None on the CPU."""
 
     def run_jobs(
         self, batches: Iterable[Sequence[Job]], on_result: OnResult, side_by_side: int = 1

@@ -28,7 +28,7 @@ def shards_of(folder: Path) -> dict[str, bytes]:
 def test_an_asynchronous_checkpoint_has_the_same_bytes(
     shard: str, files: int, emulated: EmulatedDevice, tmp_path: Path
 ) -> None:
-    """What is copied while the device still works is what a run that waits has written, byte for byte."""
+    """A copy made while the device still works equals, byte for byte, that of a run that waits."""
     saved: list[dict[str, bytes]] = []
     for wanted in (True, False):
         folder = tmp_path / str(wanted)

@@ -20,7 +20,7 @@ SOURCES = Path(__file__).with_name("native")
 DEVICE, BINDINGS = "libsoftcuda.so", "_softcuda.so"
 FLAGS = ("-std=c++20", "-fPIC", "-shared", "-w", "-DUSE_DISTRIBUTED")
 KINDS = {"cuda": (), "npu": ("-DSOFTCUDA_NPU",)}
-"""What the sources are compiled with for each kind of device."""
+"""Flags with which the sources are compiled for each kind of device."""
 
 
 class NotBuilt(Exception):

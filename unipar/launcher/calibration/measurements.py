@@ -51,8 +51,8 @@ def measure_as_rank(rank: int, ranks: int, device: str, folder: str, sizes: Cali
         if rank == 0:
             sender.send(("result", json.dumps(result)))
     except Exception as e:
-        # That of the rank that failed comes first, before those of ranks that have lost it. A short message is written
-        # to the pipe at once, whichever ranks write at that time.
+        # The error of the rank that failed comes before those of ranks that have lost it. A short message is written
+        # to the pipe in one piece, whichever ranks write at that time.
         sender.send(("error", f"{type(e).__name__}: {e}"[:_LONGEST_ERROR]))
         raise SystemExit(1) from None
 
