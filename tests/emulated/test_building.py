@@ -36,6 +36,15 @@ def test_a_change_of_the_sources_builds_again(
     assert build._key("npu").startswith("npu-torch-")  # pyright: ignore[reportPrivateUsage]
 
 
+def test_another_installation_of_torch_builds_again(
+    emulated: EmulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The libraries know where torch is: those of an environment that was removed are not taken."""
+    before = build.library_folder().name
+    monkeypatch.setattr(build, "_torch_folder", lambda: tmp_path)
+    assert build._key("cuda") != before  # pyright: ignore[reportPrivateUsage]
+
+
 def test_no_compiler(tmp_path: Path) -> None:
     """Tests of the emulated device are skipped with the reason."""
     words = [

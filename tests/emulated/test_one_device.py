@@ -52,7 +52,7 @@ except torch.OutOfMemoryError:
 
 
 def test_memory_that_is_kept_for_reuse(emulated: EmulatedDevice) -> None:
-    """It is given back."""
+    """Memory that no tensor has is given back to the device."""
     run = emulated.run(f"""{DOOR}
 freed = torch.zeros(4 << 20, dtype=torch.uint8, device=one)
 del freed
@@ -91,7 +91,7 @@ result = [before, to.tolist()]
 
 
 def test_the_device_of_a_rank(emulated: EmulatedDevice) -> None:
-    """By its number, by the rank of its machine, or the only one that the process sees; then it is the current one."""
+    """The device of a number, of the rank on its machine, or the only one that is visible becomes the current one."""
     code = """
 import torch
 from unipar.distributed.device import DeviceUnusable, select_device

@@ -43,7 +43,7 @@ def losses_on_cpu(npu: EmulatedDevice, tmp_path_factory: pytest.TempPathFactory)
 
 
 def test_torch_has_the_device(npu: EmulatedDevice) -> None:
-    """It is loaded by an entry point, and found by torch.accelerator, by the names of its module and of its memory."""
+    """An entry point loads the device; torch.accelerator, its module and its memory know it."""
     run = npu.run("""
 import torch
 x = torch.zeros(100, device="npu:1")

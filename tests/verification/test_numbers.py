@@ -18,7 +18,7 @@ def test_devices(device: str, kind: str | None) -> None:
 
 
 def test_a_workspace_that_the_user_has_chosen() -> None:
-    """It stays as it is, and is what the file says; other devices have no cuBLAS."""
+    """The user's workspace stays as it is, and is what the file says; other devices have no cuBLAS."""
     chosen = {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}
     assert DeviceNumbers("cuda").variables({}) == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     assert DeviceNumbers("cuda").variables(chosen) == {}

@@ -25,11 +25,11 @@ class BaseRates:
 
     def set(self, optimizer: Any, factor: float) -> None:
         """Set each group's learning rate to its base rate times `factor`."""
-        for i, group in enumerate(optimizer.param_groups):
+        for group, base in zip(optimizer.param_groups, self.base, strict=True):
             if type(group["lr"]) is float:
-                group["lr"] = self.base[i] * factor
+                group["lr"] = base * factor
             else:
-                _set_rate(group, self.base[i] * factor)
+                _set_rate(group, base * factor)
 
 
 def _set_rate(group: dict[str, Any], rate: float) -> None:

@@ -1,4 +1,4 @@
-"""Compilation of an emulated device, once for its kind, a version of torch, of Python and of the sources."""
+"""Compilation of an emulated device, once for its kind, an installation of torch, and the sources."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ def _torch_folder() -> Path:
         raise NotBuilt("torch is not installed")
     if version("torch").partition("+")[2].startswith("cu"):
         raise NotBuilt(f"torch {version('torch')} has a CUDA of its own")
-    return Path(spec.origin).parent
+    return Path(spec.origin).resolve().parent
 
 
 def _key(kind: str) -> str:
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(str(_torch_folder()).encode())  # where the libraries look for torch's
     for file in sorted(SOURCES.rglob("*.*")):
         digest.update(file.name.encode() + file.read_bytes())
     return f"{kind}-torch-{version('torch')}-{sys.implementation.cache_tag}-{digest.hexdigest()[:16]}"
