@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import clip_grad_norm_
 from typing_extensions import override
 
 import unipar
@@ -16,6 +17,8 @@ from tests.support.running import running
 from unipar.backend import Engine
 from unipar.backend.engine import DelegatingEngine
 from unipar.distributed import world
+from unipar.engines.gradients import clip_alike
+from unipar.engines.wrapper import WrapperEngine
 from unipar.errors import TaskError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # libraries' own, of their own calls
@@ -159,3 +162,44 @@ def test_an_engine_around_another_leaves_nothing_out() -> None:
     methods = {name for name in vars(Engine) if not name.startswith("_")}
     assert "take_mean" in methods
     assert methods <= set(vars(DelegatingEngine))
+
+
+class OwnClear(torch.optim.SGD):
+    """Optimizer that counts how often gradients are cleared."""
+
+    cleared = 0
+
+    @override
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.cleared += 1
+        super().zero_grad(set_to_none)
+
+
+class ClearingItself(tasks.Owning):
+    """Task whose optimizer clears gradients in its own way."""
+
+    @override
+    def optimizer(self, groups: Any) -> torch.optim.Optimizer:
+        return OwnClear(groups, lr=0.1)
+
+
+def test_an_optimizer_that_clears_gradients_itself(tmp_path: Path) -> None:
+    """Its `zero_grad()` is called once a step."""
+    with running(ClearingItself(), tmp_path, backend="single", train={"steps": 3}) as run:
+        run.task.train(run)
+        assert isinstance(engine := run.engine, WrapperEngine)
+        assert isinstance(optimizer := engine.base, OwnClear)
+        assert optimizer.cleared == run.done == 3
+
+
+@pytest.mark.parametrize("limit", [0.5, 100.0])
+def test_clipping_alike_gradients(limit: float) -> None:
+    """Norm and gradients are PyTorch's own to the bit."""
+    parameters = [nn.Parameter(torch.zeros(3, k)) for k in range(1, 6)]
+    for k, p in enumerate(parameters):
+        p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(k))
+    grads = [p.grad.clone() for p in parameters if p.grad is not None]
+    norm = clip_grad_norm_(parameters, limit)
+    assert torch.equal(clip_alike(grads, limit), norm)
+    assert all(torch.equal(g, p.grad) for g, p in zip(grads, parameters, strict=True) if p.grad is not None)
+    assert norm.item() == pytest.approx(6.0, abs=2.0)

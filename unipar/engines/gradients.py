@@ -7,6 +7,7 @@ from math import inf
 
 import torch
 from torch import Tensor, nn
+from torch.linalg import vector_norm
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from unipar.distributed.world import World
@@ -29,6 +30,16 @@ def clip_gradients(params: Sequence[nn.Parameter], limit: float) -> Tensor:
     if limit == inf:
         return get_total_norm([p.grad for p in params if p.grad is not None])
     return clip_grad_norm_(params, limit)
+
+
+def clip_alike(grads: list[Tensor], limit: float) -> Tensor:
+    """Clip gradients of one device and dtype to a finite limit as `clip_grad_norm_` does; return their norm before.
+
+    It saves half of its time on a small model: the search for devices and dtypes, and a gradient mode of its own.
+    """
+    norm = vector_norm(torch.stack(torch._foreach_norm(grads)))  # pyright: ignore[reportPrivateUsage]
+    torch._foreach_mul_(grads, (limit / (norm + 1e-6)).clamp(max=1.0))  # pyright: ignore[reportPrivateUsage]
+    return norm
 
 
 def clip_in_fp64(grads: tuple[list[Tensor], bool], limit: float, world: World, copies: int = 1) -> Tensor:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from math import inf, prod
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -21,7 +21,7 @@ from unipar.config import Config
 from unipar.distributed.world import World
 from unipar.engines.block_pieces import restore_blocks, split_blocks, state_holdings
 from unipar.engines.forward import ForwardCall, OpaqueBatch, eval_mode, plain_evaluation, unrecorded_forward
-from unipar.engines.gradients import clip_gradients, clip_in_fp64, scale_loss
+from unipar.engines.gradients import clip_alike, clip_gradients, clip_in_fp64, scale_loss
 from unipar.engines.learning_rate import BaseRates
 from unipar.engines.optimizer import OptimizerEngine
 from unipar.engines.plain_state import KINDS_OF_MODEL, decode_plain, describe_unsaved_value, encode_plain, plain_key
@@ -88,9 +88,15 @@ class WrapperEngine(OptimizerEngine):
 
     def norm(self) -> Tensor:
         """Clip gradients and return their norm before clipping."""
-        if self.limit < inf:
-            return clip_grad_norm_(self.trained, self.limit)
+        if self.limit < inf and self._are_alike:
+            return clip_alike(self._local_grads()[0], self.limit)
         return clip_gradients(self.trained, self.limit)
+
+    @cached_property
+    def _are_alike(self) -> bool:
+        """Whether all trained parameters are plain, and of one device and dtype."""
+        plain = all(type(p) is nn.Parameter for p in self.trained)
+        return plain and len({(p.device, p.dtype) for p in self.trained}) == 1
 
     def norm_in_fp64(self) -> Tensor:
         """Clip gradients by their norm, added up in fp64, and return it."""
@@ -99,7 +105,21 @@ class WrapperEngine(OptimizerEngine):
     def update(self) -> None:
         """Take one optimizer step, then clear gradients."""
         self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.clear_gradients()
+
+    @final
+    def clear_gradients(self) -> None:
+        """Clear gradients as the optimizer does, without the label that PyTorch's own puts into profiles."""
+        if self._clears_plainly:
+            for p in self.trained:
+                p.grad = None
+        else:
+            self.optimizer.zero_grad()
+
+    @cached_property
+    def _clears_plainly(self) -> bool:
+        """Whether neither the library nor the task has an own way to clear gradients."""
+        return getattr(self.optimizer.zero_grad, "__func__", None) is Optimizer.zero_grad
 
     def run_forward(self, fn: Fn, batch: Any) -> Any:
         """Return `fn(model, batch)`, run through the library's wrapper without gradients."""
@@ -179,7 +199,7 @@ class WrapperEngine(OptimizerEngine):
         norm = self.norm_in_fp64() if self.fp64 else self.norm()
         self.rates.set(self.optimizer, factor)
         if self.scaler is not None and self.scaler.overflowed(norm):
-            self.optimizer.zero_grad()
+            self.clear_gradients()
             return Step(share, norm, skipped=True)
         self.update()
         return Step(share, norm)
