@@ -26,6 +26,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is de
 STRATEGIES = ("native/nothing", "native/parameters", "deepspeed/gradients")
 SIX_DIGITS = 1e-6
 
+OF_NORMS = 5e-6
+"""Limit for norms: Adam enlarges the rounding of gradients near zero, which differs between kinds of processors."""
+
 Rows = list[dict[str, Any]]
 LoopByHand = Callable[[str], list[Step]]
 InWorld = Callable[[str, str], Rows]
@@ -98,9 +101,9 @@ def train_alone(task: unipar.Task, name: str, folder: Path) -> dict[str, torch.T
 
 
 def assert_equal(rows: Rows, steps: list[Step]) -> None:
-    """Assert that losses, norms and rates are equal to six digits; groups with one rate are logged as one."""
+    """Assert that losses and rates are equal to six digits, norms nearly; groups with one rate are logged as one."""
     assert [row["loss"] for row in rows] == pytest.approx([step.loss for step in steps], rel=SIX_DIGITS)
-    assert [row["norm"] for row in rows] == pytest.approx([step.norm for step in steps], rel=SIX_DIGITS)
+    assert [row["norm"] for row in rows] == pytest.approx([step.norm for step in steps], rel=OF_NORMS)
     for row, step in zip(rows, steps, strict=True):
         one = len(set(step.rates)) == 1
         assert row["lr"] == pytest.approx(step.rates[0] if one else step.rates, rel=SIX_DIGITS)
