@@ -16,8 +16,8 @@ import torch
 from benchmarks.timing import interleaved, interval
 from unipar.backend import Region
 from unipar.checkpoint.format.shard_file import ShardTensor, write_shard
-from unipar.checkpoint.protocol.publishing import PieceToSave, save_checkpoint
 from unipar.checkpoint.protocol.retention import Retention
+from unipar.checkpoint.protocol.save_checkpoint import PieceToSave, save_checkpoint
 from unipar.checkpoint.protocol.verifying import verify_checkpoint
 from unipar.checkpoint.storage.disk import Disk
 from unipar.utils.table import format_table

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from unipar_native.mesh.engine import MeshEngine
+from unipar_mesh.engine import MeshEngine
 
 from benchmarks.loops import CLIP, DECAY, LR
 from benchmarks.mesh_by_hand import pipeline_loop, tensor_loop

@@ -8,22 +8,21 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
 
 from typing_extensions import override
 from unipar_deepspeed import backend as deepspeed
-from unipar_native import TORCH_CALL_SITES
-from unipar_native import backend as native
-from unipar_native.mesh_settings import axes_refusals
-from unipar_native.options import NativeOptions
+from unipar_mesh.mesh_settings import axes_refusals
+from unipar_mesh.options import MeshOptions
 
 from unipar.backend import Backend, Capabilities, Dtypes, Engine, Part, Variant, registry
 from unipar.backend.precision import default_dtypes
+from unipar.backend.torch_libraries import TORCH_CALL_SITES, torch_library, torch_overlaps, uses_ddp
 from unipar.config import Config, Section
 from unipar.distributed.launchers import TORCH_VARIABLES, Launcher
 from unipar.distributed.place import Place
 from unipar_accelerate.launch_variables import find_contradictions
 
 if TYPE_CHECKING:
-    from unipar.backend.prediction.rank_part import RankPart
-    from unipar.backend.prediction.timeline import OverlapWindow, Prediction, StepTimeline
     from unipar.distributed.world import World
+    from unipar.prediction.rank_part import RankPart
+    from unipar.prediction.timeline import OverlapWindow, Prediction, StepTimeline
 
 
 class AccelerateOptions(Section):
@@ -136,7 +135,7 @@ class Accelerate(Backend):
     def library_name(self, config: Config) -> str:
         if uses_deepspeed(config):
             return deepspeed.library_name(config)
-        return native.library_name(config.model_copy(update={"options": {}}))
+        return torch_library(config)
 
     @override
     def native_config(self, config: Config, parameters: int | None = None) -> dict[str, Any]:
@@ -158,7 +157,9 @@ class Accelerate(Backend):
 
     @override
     def plan_split(self, part: Part, config: Config) -> Iterator[str]:
-        return native.plan_split(part, config)
+        from unipar_mesh.tensor.tensor_model import describe_cuts
+
+        return describe_cuts(part, config)
 
     @override
     def host(self, config: Config, size: int) -> AbstractContextManager[Mapping[str, str]]:
@@ -166,28 +167,31 @@ class Accelerate(Backend):
 
     @override
     def overlaps(self, config: Config) -> Mapping[str, OverlapWindow]:
-        return (deepspeed if uses_deepspeed(config) else native).overlaps(config)
+        return deepspeed.overlaps(config) if uses_deepspeed(config) else torch_overlaps(config)
 
     @override
     def predict(self, config: Config, timeline: StepTimeline, ranks: int, *, device: str) -> Prediction:
         if uses_deepspeed(config):
             return deepspeed.predict(config, timeline, ranks, device=device)
         if config.parallel.axes.ranks > 1:
-            from unipar_native.mesh.predict import predict_mesh
+            from unipar_mesh.prediction.predict_mesh import predict_mesh
 
-            options = NativeOptions()
+            options = MeshOptions()
             return predict_mesh(config, timeline, ranks, options, device=device, reshard_rest=False, in_copies=False)
-        from unipar_native.prediction.native import predict_native
-        from unipar_native.prediction.payloads import LIBRARY_BUCKETS, DDPBuckets
+        from unipar.prediction.bytes_sent import LIBRARY_BUCKETS, DDPBuckets
+        from unipar.prediction.terms import refuse_unplanned
+        from unipar.prediction.torch_engines import predict_ddp, predict_fsdp2
 
-        buckets = DDPBuckets(LIBRARY_BUCKETS, options_of(config).find_unused)
-        return predict_native(config, timeline, ranks, device=device, reshard_rest=False, buckets=buckets)
+        refuse_unplanned(f"accelerate/{config.parallel.shard}", config, planned=("model.offload: parameters",))
+        if not uses_ddp(config):
+            return predict_fsdp2(config, timeline, ranks, device=device, reshard_rest=False)
+        return predict_ddp(config, timeline, ranks, DDPBuckets(LIBRARY_BUCKETS, options_of(config).find_unused))
 
     @override
     def split_for_plan(self, part: Part, config: Config) -> Sequence[RankPart]:
-        from unipar_native.mesh.planned import split_model
+        from unipar_mesh.prediction.split_for_plan import split_model
 
-        return split_model(part, config, NativeOptions())
+        return split_model(part, config, MeshOptions())
 
     @override
     def join(self, config: Config, place: Place) -> World:
@@ -242,7 +246,7 @@ def _library_of_backend(config: Config) -> str:
     """Return the library that another backend shards with, if Accelerate has it too; "" if it does not."""
     if config.backend == deepspeed.name and config.parallel.shard != "nothing":
         return "DeepSpeed"
-    return "FSDP2" if config.backend == native.name and config.parallel.shard in ("gradients", "parameters") else ""
+    return "FSDP2" if config.backend == "native" and config.parallel.shard in ("gradients", "parameters") else ""
 
 
 def accelerate_precision(config: Config) -> str:

@@ -13,13 +13,13 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType
 from torch import Tensor, nn
 from typing_extensions import override
-from unipar_native.ddp import LateWrappedEngine
 
 from unipar.backend import Part
 from unipar.backend.joining import meet
 from unipar.config import Config
 from unipar.distributed.place import Place
 from unipar.distributed.world import World
+from unipar.engines.late_wrapped import LateWrappedEngine
 from unipar_accelerate import accelerate_precision, options_of
 
 

@@ -13,12 +13,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Optimizer
 from typing_extensions import override
-from unipar_native.fsdp2 import ShardedEngine
 
 from unipar.backend import Part, cells
 from unipar.config import Config
 from unipar.config.sections import optimizer as sections
 from unipar.distributed.world import World
+from unipar.engines.fsdp2_sharded import ShardedEngine
 from unipar.engines.placement import broadcast_model, cast_buffers, refuse_scalar_parameters, refuse_shared_parameters
 from unipar_accelerate import accelerate_precision, fsdp_plugin_settings
 from unipar_accelerate.engine import force_distributed_type, hide_launch_variables, reset_accelerate_state

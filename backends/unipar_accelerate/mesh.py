@@ -14,9 +14,9 @@ from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import DistributedType
 from torch import nn
 from typing_extensions import override
-from unipar_native.mesh.birth import Placement
-from unipar_native.mesh.engine import MeshEngine
-from unipar_native.options import NativeOptions
+from unipar_mesh.engine import MeshEngine
+from unipar_mesh.options import MeshOptions
+from unipar_mesh.placement_of_parts import Placement
 
 from unipar.backend import Part
 from unipar.config import Config
@@ -38,7 +38,7 @@ class AccelerateMeshEngine(MeshEngine):
         self.accelerator: Any = None
         for reason in refuse_sizes(config, world.shares):  # with data: auto they are not known before
             raise TaskError(reason)
-        super().__init__(part, config, world, NativeOptions())
+        super().__init__(part, config, world, MeshOptions())
 
     @override
     def placement(self, config: Config, world: World) -> Placement:

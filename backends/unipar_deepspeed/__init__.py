@@ -23,9 +23,9 @@ from unipar_deepspeed.options import (
 )
 
 if TYPE_CHECKING:
-    from unipar.backend.prediction.rank_part import RankPart
-    from unipar.backend.prediction.timeline import OverlapWindow, Prediction, StepTimeline
     from unipar.distributed.world import World
+    from unipar.prediction.rank_part import RankPart
+    from unipar.prediction.timeline import OverlapWindow, Prediction, StepTimeline
 
 _NO_FP64 = "ZeRO keeps its masters in fp32; use deepspeed/nothing, native/* or fp32"
 _SPLITTING_SHARDS: tuple[Shard, ...] = ("optimizer", "gradients", "parameters")
@@ -174,12 +174,12 @@ class DeepSpeed(Backend):
 
     @override
     def split_for_plan(self, part: Part, config: Config) -> Sequence[RankPart]:
-        from unipar_native.mesh.planned import TensorLibrary, split_model
-        from unipar_native.options import NativeOptions
+        from unipar_mesh.options import MeshOptions
+        from unipar_mesh.prediction.split_for_plan import TensorLibrary, split_model
 
         from unipar_deepspeed.autotp import arm_as_autotp, matrices_left_whole
 
-        return split_model(part, config, NativeOptions(), TensorLibrary(arm_as_autotp, matrices_left_whole))
+        return split_model(part, config, MeshOptions(), TensorLibrary(arm_as_autotp, matrices_left_whole))
 
     @override
     @contextmanager

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
-from unipar_native.mesh.tensor.cuts import BlockPlan, is_transposed
-from unipar_native.mesh.tensor_parallel import Handle, arm_block, replace_forward
+from unipar_mesh.tensor.cuts import BlockPlan, is_transposed
+from unipar_mesh.tensor.tensor_parallel import Handle, arm_block, replace_forward
 
 
 def matrices_left_whole(block: nn.Module) -> dict[str, str]:

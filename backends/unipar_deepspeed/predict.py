@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from unipar.backend import cells
-from unipar.backend.prediction.terms import clips_in_fp64, refuse_unplanned
-from unipar.backend.prediction.timeline import Payload, Prediction, StepTimeline
 from unipar.config import SHARDS, Config
+from unipar.prediction.terms import clips_in_fp64, refuse_unplanned
+from unipar.prediction.timeline import Payload, Prediction, StepTimeline
 from unipar_deepspeed.options import options_of, zero_settings
 from unipar_deepspeed.prediction.built import built_terms
 from unipar_deepspeed.prediction.flat import predict_flat

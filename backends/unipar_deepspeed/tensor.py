@@ -12,13 +12,18 @@ import torch.distributed as dist
 from deepspeed.utils import groups as deepspeed_groups
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from unipar_native.mesh.probe import WholeModel, look_at_model, whole_gradients
-from unipar_native.mesh.proof import refuse_difference, share_whole_model, sketch_regions, trained_and_narrowest_dtypes
-from unipar_native.mesh.state_kept import kept_attributes
-from unipar_native.mesh.tensor.cuts import BlockPlan, ParameterCut
-from unipar_native.mesh.tensor_model import CallsOfBlock, calls_of_blocks, cuts_of_model, plan_blocks
-from unipar_native.mesh.tensor_parallel import arm_block
-from unipar_native.mesh.words import refuse_empty_plans, refuse_part
+from unipar_mesh.look_at_model import WholeModel, look_at_model, whole_gradients
+from unipar_mesh.proof.proof_of_model import (
+    refuse_difference,
+    share_whole_model,
+    sketch_regions,
+    trained_and_narrowest_dtypes,
+)
+from unipar_mesh.refusal_sentences import refuse_empty_plans, refuse_part
+from unipar_mesh.tensor.cuts import BlockPlan, ParameterCut
+from unipar_mesh.tensor.tensor_model import CallsOfBlock, calls_of_blocks, cuts_of_model, plan_blocks
+from unipar_mesh.tensor.tensor_parallel import arm_block
+from unipar_mesh.trials_without_trace import kept_attributes
 
 from unipar.backend import Part, Region
 from unipar.backend.precision import batch_dtype

@@ -19,8 +19,8 @@ from unipar.distributed.launchers import Launcher
 from unipar.distributed.place import Place
 
 if TYPE_CHECKING:
-    from unipar.backend.prediction.timeline import OverlapWindow, Prediction, StepTimeline
     from unipar.distributed.world import World
+    from unipar.prediction.timeline import OverlapWindow, Prediction, StepTimeline
 
 
 class HorovodOptions(Section):
@@ -155,14 +155,14 @@ class Horovod(Backend):
 
     @override
     def predict(self, config: Config, timeline: StepTimeline, ranks: int, *, device: str) -> Prediction:
-        from unipar.backend.prediction.terms import (
+        from unipar.prediction.terms import (
             clips_in_fp64,
             norm_terms,
             predict_whole,
             refuse_unplanned,
             whole_tensors,
         )
-        from unipar.backend.prediction.timeline import Payload, Prediction, Term
+        from unipar.prediction.timeline import Payload, Prediction, Term
 
         refuse_unplanned("horovod/nothing", config)
         terms = [*predict_whole(timeline, buckets=False)]

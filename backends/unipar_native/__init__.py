@@ -3,92 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Final, final
+from typing import TYPE_CHECKING, Any, ClassVar, final
 
 from typing_extensions import override
+from unipar_mesh.mesh_settings import describe_attention, describe_proof, mesh_refusals
 
-from unipar.backend import Backend, Capabilities, Category, Dtypes, Engine, Part, Variant, resources
+from unipar.backend import Backend, Capabilities, Dtypes, Engine, Part, Variant, resources
 from unipar.backend.precision import default_dtypes
+from unipar.backend.torch_libraries import TORCH_CALL_SITES, torch_library, torch_overlaps, uses_ddp
 from unipar.config import SHARDS, Config, Section
 from unipar.distributed import accelerators
-from unipar.distributed.launchers import TORCH_VARIABLES, Launcher
 from unipar.distributed.place import Place
-from unipar_native.mesh_settings import describe_attention, describe_proof, mesh_refusals
 from unipar_native.options import NativeOptions, options_of
 
 if TYPE_CHECKING:
-    from unipar.backend.prediction.rank_part import RankPart
-    from unipar.backend.prediction.timeline import OverlapWindow, Prediction, StepTimeline
     from unipar.distributed.world import World
+    from unipar.prediction.rank_part import RankPart
+    from unipar.prediction.timeline import OverlapWindow, Prediction, StepTimeline
 
 _NO_FP32_MASTER = "keeps one copy of the parameters, so there is no fp32 master beside bf16 ones"
-_MASTER_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
-
-NATIVE_LAUNCHERS = (
-    Launcher(
-        name="torchrun",
-        order=20,
-        marks=("TORCHELASTIC_RUN_ID",),
-        **TORCH_VARIABLES,
-        address=_MASTER_VARIABLES,
-        opens="its agent listens on every interface (the master port, and two more with --standalone)",
-    ),
-    Launcher(
-        name="whoever set RANK and WORLD_SIZE",
-        order=40,
-        marks=("RANK", "WORLD_SIZE", *_MASTER_VARIABLES),
-        **TORCH_VARIABLES,
-        local=False,
-        address=_MASTER_VARIABLES,
-    ),
-    Launcher(
-        name="mpirun",
-        order=50,
-        marks=("OMPI_COMM_WORLD_RANK",),
-        rank="OMPI_COMM_WORLD_RANK",
-        size="OMPI_COMM_WORLD_SIZE",
-        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
-        local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
-        job=("PMIX_NAMESPACE",),
-        passed_on=_MASTER_VARIABLES,
-        opens="it listens on every interface while it runs",
-    ),
-    Launcher(
-        name="srun",
-        order=60,
-        marks=("SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
-        rank="SLURM_PROCID",
-        size="SLURM_STEP_NUM_TASKS",
-        local_rank="SLURM_LOCALID",
-        local_size="SLURM_STEP_TASKS_PER_NODE",
-        node="SLURM_NODEID",
-        job=("SLURM_JOB_ID", "SLURM_STEP_ID"),
-        passed_on=_MASTER_VARIABLES,
-        nodes="SLURM_STEP_NODELIST",
-        least=2,
-        opens="it listens on every interface for its tasks' output; Slurm's daemons do at their own ports",
-    ),
-    Launcher(
-        name="RANK and WORLD_SIZE",
-        order=70,
-        marks=("RANK", "WORLD_SIZE"),
-        **TORCH_VARIABLES,
-        refusal="they are set without MASTER_ADDR and MASTER_PORT, so the ranks cannot meet; set these too, unset "
-        "all of them, or use torchrun",
-    ),
-)
-
-
-_FSDP_FOLDER = "torch/distributed/fsdp/_fully_shard"
-TORCH_CALL_SITES: dict[str, Category] = {
-    f"{_FSDP_FOLDER}/_fsdp_collectives.py:foreach_all_gather": "communication",
-    f"{_FSDP_FOLDER}/_fsdp_collectives.py:foreach_reduce": "communication",
-    f"{_FSDP_FOLDER}/_fsdp_param_group.py:wait_for_unshard": "communication",
-    f"{_FSDP_FOLDER}/_fsdp_param.py:to_accumulated_grad_if_needed": "gradients",  # up to torch 2.13
-    f"{_FSDP_FOLDER}/_fsdp_param_group.py:_set_unsharded_grad_dtypes": "gradients",  # the same in torch 2.15
-    "torch/nn/parallel/distributed.py:_ddp_init_helper": "gradients",  # buckets, before gradients are views of them
-    "torch/nn/parallel/distributed.py:_pre_forward": "gradients",
-}
 
 
 @final
@@ -120,7 +53,7 @@ class Single(Backend):
 
     @override
     def predict(self, config: Config, timeline: StepTimeline, ranks: int, *, device: str) -> Prediction:
-        from unipar_native.prediction.native import predict_single
+        from unipar_native.prediction import predict_single
 
         return predict_single(config, timeline)
 
@@ -164,7 +97,6 @@ class Native(Backend):
                 options={"wrapper": "dp"}, shards=("nothing",), says="nn.DataParallel in one process", alone=True
             )
         },
-        launchers=NATIVE_LAUNCHERS,
         waits=("torch/distributed/",),
         sites=TORCH_CALL_SITES,
     )
@@ -175,12 +107,7 @@ class Native(Backend):
             return "nn.DataParallel"
         if config.train.sync_every is not None:
             return "local SGD"
-        axes, shard = config.parallel.axes, config.parallel.shard
-        if axes.ranks > 1:
-            return " + ".join([*(("FSDP2",) if shard != "nothing" else ()), *(AXIS_NAMES[name] for name in axes.sizes)])
-        if uses_ddp(config):
-            return "DDP" if shard == "nothing" else "ZeroRedundancyOptimizer"
-        return "FSDP2" if shard == "parameters" else "FSDP2, no reshard"
+        return torch_library(config)
 
     @override
     def fills_from_files(self, config: Config) -> bool:
@@ -255,12 +182,13 @@ class Native(Backend):
     def overlaps(self, config: Config) -> Mapping[str, OverlapWindow]:
         if options_of(config).wrapper == "dp":
             return {}
-        return {"all_reduce": "last backward"} if uses_ddp(config) else {"all_gather": "step", "reduce_scatter": "step"}
+        return torch_overlaps(config)
 
     @override
     def predict(self, config: Config, timeline: StepTimeline, ranks: int, *, device: str) -> Prediction:
-        from unipar_native.mesh.predict import predict_mesh
-        from unipar_native.prediction.native import predict_native
+        from unipar_mesh.prediction.predict_mesh import predict_mesh
+
+        from unipar_native.prediction import predict_native
 
         if config.parallel.axes.ranks > 1:
             return predict_mesh(config, timeline, ranks, options_of(config), device=device)
@@ -268,22 +196,15 @@ class Native(Backend):
 
     @override
     def split_for_plan(self, part: Part, config: Config) -> Sequence[RankPart]:
-        from unipar_native.mesh.planned import split_model
+        from unipar_mesh.prediction.split_for_plan import split_model
 
         return split_model(part, config, options_of(config))
 
     @override
     def plan_split(self, part: Part, config: Config) -> Iterator[str]:
-        from unipar_native.mesh.tensor_model import derive_model_plan
+        from unipar_mesh.tensor.tensor_model import describe_cuts
 
-        assert part.loss is not None
-        assert part.sample is not None
-        ranks = config.parallel.tensor
-        model, sequence = part.module, config.parallel.sequence
-        plan = derive_model_plan(model, part.blocks, part.loss, part.sample(), ranks, part.tensor, sequence=sequence)
-        yield from plan.sentences()
-        trials = sum(plan.blocks[name].trials for name in plan.tried)
-        yield f"found in {trials} trials of {len(plan.tried)} blocks, {plan.seconds:.1f} s of CPU"
+        return describe_cuts(part, config)
 
     @override
     def join(self, config: Config, place: Place) -> World:
@@ -299,7 +220,7 @@ class Native(Backend):
         if options_of(config).wrapper == "dp":
             return DataParallelEngine(part, config, world)
         if config.parallel.axes.ranks > 1:
-            from unipar_native.mesh.engine import MeshEngine
+            from unipar_mesh.engine import MeshEngine
 
             return MeshEngine(part, config, world)
         if config.train.sync_every is not None:
@@ -307,17 +228,8 @@ class Native(Backend):
         return DDPEngine(part, config, world) if uses_ddp(config) else FSDP2Engine(part, config, world)
 
 
-AXIS_NAMES: Final = {"tensor": "TP", "pipeline": "PP", "context": "CP"}
-"""Names that users of PyTorch have for splitting along an axis."""
-
 ZERO_OPTIMIZER_SETTINGS: dict[str, Any] = {"parameters_as_bucket_view": True}
 """Arguments of ZeroRedundancyOptimizer besides groups and optimizer: one broadcast per rank, not per parameter."""
-
-
-def uses_ddp(config: Config) -> bool:
-    """Return whether DDP wraps the model; only FSDP2 has fp32 masters of bf16 parameters, and parallel.shard_over."""
-    alike = config.train.precision != "bf16-master" and config.parallel.shard_over is None
-    return config.parallel.shard == "nothing" or (config.parallel.shard == "optimizer" and alike)
 
 
 def wraps_in_ddp(config: Config) -> bool:
@@ -358,6 +270,8 @@ def data_parallel_devices(config: Config) -> list[int]:
 
 def _data_parallel_refusals(config: Config) -> Iterator[str]:
     shard, model = config.parallel.shard, config.model
+    if (axes := config.parallel.axes).ranks > 1:
+        yield f"parallel ({axes}) is not available: nn.DataParallel is one process; leave options.native.wrapper out"
     if shard != "nothing":
         yield (
             f"parallel.shard: {shard} is not available: nn.DataParallel splits nothing; "

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from unipar_native.data_parallel import DataParallelEngine
-from unipar_native.ddp import DDPEngine, LateWrappedEngine
-from unipar_native.fsdp2 import FSDP2Engine, ShardedEngine
+from unipar_native.ddp import DDPEngine
+from unipar_native.fsdp2 import FSDP2Engine
 from unipar_native.local_sgd import LocalSGDEngine
 from unipar_native.single_process import SingleEngine
 
@@ -12,8 +12,6 @@ __all__ = [
     "DDPEngine",
     "DataParallelEngine",
     "FSDP2Engine",
-    "LateWrappedEngine",
     "LocalSGDEngine",
-    "ShardedEngine",
     "SingleEngine",
 ]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from unipar_mesh.scripts.pipeline_script import pipeline_script
+from unipar_mesh.scripts.split_script import split_script
+
 from unipar.backend.export import (
     Outline,
     Script,
@@ -17,9 +20,8 @@ from unipar.backend.export import (
     refuse_uncarried_options,
     sample_files,
 )
-from unipar_native import ZERO_OPTIMIZER_SETTINGS, options_of, uses_ddp
-from unipar_native.mesh.scripts.pipeline import pipeline_script
-from unipar_native.mesh.scripts.split import split_script
+from unipar.backend.torch_libraries import uses_ddp
+from unipar_native import ZERO_OPTIMIZER_SETTINGS, options_of
 
 _CARRIED_OPTIONS = frozenset({"find_unused", "bucket_mb", "vocabulary", "attention"})
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt
+from unipar_mesh.options import MeshOptions
 
-from unipar.config import Config, Section
+from unipar.config import Config
 
 
-class NativeOptions(Section):
+class NativeOptions(MeshOptions):
     """Section options.native of the config."""
 
     find_unused: bool | Literal["auto"] = "auto"
@@ -35,19 +36,6 @@ class NativeOptions(Section):
 
     wrapper: Literal["auto", "dp"] = "auto"
     """auto: DDP or FSDP2, by what is split; dp: nn.DataParallel, one process over all its CUDA devices."""
-
-    vocabulary: Literal["whole", "split"] = "whole"
-    """split: under parallel.tensor, embedding and head have a part of the words on each rank, and torch's cross entropy
-    adds up over ranks instead of gathering the logits."""
-
-    attention: Literal["auto", "gather", "ring", "torch"] = "auto"
-    """How attention reaches other ranks' positions under parallel.context: keys and values gathered, or passed on.
-    torch: by torch's own ring attention, on CUDA only; auto: that where it can do it, else gathered."""
-
-    proof: Literal["whole", "blocks", "off"] = "whole"
-    """Comparison of a model split over tensor, pipeline or context with the whole one before the first step.
-    whole: loss and gradients of the whole model, which rank 0 computes; blocks: its loss, and gradients of a block of
-    each kind, where rank 0 cannot hold all gradients; off: nothing, which the log says."""
 
 
 def options_of(config: Config) -> NativeOptions:

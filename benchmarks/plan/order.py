@@ -21,7 +21,7 @@ from statistics import median
 import unipar
 from benchmarks.memory import SIZES
 from benchmarks.plan.rows import CONTEXT, ROOT
-from unipar.launcher.calibration.calibrate import calibrate
+from unipar.calibration.calibrate import calibrate
 from unipar.utils.table import format_table
 
 RANKS = 2

@@ -10,10 +10,10 @@ import pytest
 
 import unipar
 from tests.support.short_text import short_text
-from unipar.backend.prediction.machines import count_across, settle_shard_over
-from unipar.backend.prediction.timeline import Payload
 from unipar.config import Config
 from unipar.errors import ConfigError
+from unipar.prediction.ranks_of_machines import count_across, settle_shard_over
+from unipar.prediction.timeline import Payload
 
 TEXT: dict[str, Any] = {"task": short_text(), "device": "cpu", "batch": {"total": 16}, "train": {"steps": 1}}
 

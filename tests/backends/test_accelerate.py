@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from unipar_native.fsdp2 import fsdp_groups
 
 from tests.conformance import tasks
 from tests.support.foreign_launch import CONFIG
@@ -18,6 +17,7 @@ from tests.support.launchers import environment
 from tests.support.running import running
 from unipar.backend import checks
 from unipar.config import Config
+from unipar.engines.fsdp2_sharded import fsdp_groups
 from unipar.errors import Unsupported
 from unipar.results.run import Report
 

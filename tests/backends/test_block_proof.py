@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
-from unipar_native.mesh.block_proof import sketch_blocks
-from unipar_native.mesh.probe import look_at_model, whole_gradients
-from unipar_native.mesh.proof import refuse_difference
+from unipar_mesh.look_at_model import look_at_model, whole_gradients
+from unipar_mesh.proof.proof_of_blocks import sketch_blocks
+from unipar_mesh.proof.proof_of_model import refuse_difference
 
 import unipar
 from tests.support.stacked import Stacked

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from unipar_native.mesh.context.arguments import position_dimension
-from unipar_native.mesh.context.attention import SequenceLayout
-from unipar_native.mesh.context.kernels import attend, attend_backward
+from unipar_mesh.context.block_arguments import position_dimension
+from unipar_mesh.context.kernels import attend, attend_backward
+from unipar_mesh.context.spread_attention import SequenceLayout
 
 from tests.support.context_inside import CASES, OF_FOUR
 from tests.support.forks import Forks

@@ -112,7 +112,7 @@ def test_where_it_cannot(shard: Shard, native: dict[str, Any], sections: dict[st
 
 def test_it_is_not_planned() -> None:
     """`unipar plan` says what measures it."""
-    from unipar_native.prediction.native import predict_native
+    from unipar_native.prediction import predict_native
 
     config = Config.model_validate(
         {

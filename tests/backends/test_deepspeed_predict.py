@@ -19,16 +19,16 @@ from tests.support.two_modules import MOMENTS, TIMELINE
 from tests.support.world import ROOT
 from tests.support.zero_library import Case
 from unipar.backend import cells, registry
-from unipar.backend.prediction.timeline import (
+from unipar.config import Cell
+from unipar.config.source import load_given_config
+from unipar.launcher.processes.group import WorkerGroup
+from unipar.prediction.timeline import (
     Moment,
     Payload,
     PredictedParameter,
     Prediction,
     StepTimeline,
 )
-from unipar.config import Cell
-from unipar.config.source import load_given_config
-from unipar.launcher.processes.group import WorkerGroup
 
 
 def predict(

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 from unipar_deepspeed.autotp import arm_as_autotp, matrices_left_whole
 from unipar_deepspeed.tensor import TensorSplit, regions_of_range
-from unipar_native.mesh.tensor.cuts import BlockPlan, Cut, ParameterCut
+from unipar_mesh.tensor.cuts import BlockPlan, Cut, ParameterCut
 
 from tests.support.forks import ROOT, Forks
 from unipar.backend.checks import check_can_run
@@ -156,7 +156,7 @@ def test_refusals(backend: str, more: dict[str, Any], why: str) -> None:
 
 WRONG = """
 from dataclasses import replace
-from unipar_native.mesh import tensor_model
+from unipar_mesh.tensor import tensor_model
 from examples.char_gpt import CharGPT
 
 derive = tensor_model.derive_block_plan

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from unipar_native.fsdp2 import fsdp_groups, reduce_scatter_states
 
 from tests.support.running import Line, running
+from unipar.engines.fsdp2_sharded import fsdp_groups, reduce_scatter_states
 
 
 def test_groups_of_the_installed_torch(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 from typing_extensions import override
-from unipar_native.mesh.tensor.sites import BLOCK, frames_to, run_block, site_of
+from unipar_mesh.tensor.sites import BLOCK, frames_to, run_block, site_of
 
 from benchmarks.drawn_models import FAMILIES, FROZEN, HEADS, Draw
 from benchmarks.mesh import (

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from typing_extensions import override
-from unipar_native.mesh.planned import split_model
-from unipar_native.mesh.sequence import collectives
-from unipar_native.mesh.sequence.collectives import GatheredInput, Span
-from unipar_native.mesh.sequence.plan import add_sequence
-from unipar_native.mesh.tensor_plan import derive_block_plan
-from unipar_native.options import NativeOptions
+from unipar_mesh.options import MeshOptions
+from unipar_mesh.prediction.split_for_plan import split_model
+from unipar_mesh.sequence import sequence_collectives as collectives
+from unipar_mesh.sequence.sequence_collectives import GatheredInput, Span
+from unipar_mesh.sequence.sequence_plan import add_sequence
+from unipar_mesh.tensor.tensor_plan import derive_block_plan
 
 from examples.char_gpt import Block
 from tests.support.tensor_blocks import WIDTH, own_blocks
@@ -186,7 +186,7 @@ def test_recomputed_blocks_under_hooks_of_saved_tensors() -> None:
     )
     apply_transforms(model, ["0", "1"], config)
     part = Part("model", model, lambda _: None, ["0", "1"], loss=lambda m, batch: m(batch), sample=lambda: x)  # pyright: ignore[reportArgumentType]
-    (mine,) = split_model(part, config, NativeOptions())
+    (mine,) = split_model(part, config, MeshOptions())
     with mine.placed(), mine.armed():
         with saved_tensors_hooks(lambda t: t, lambda t: t):
             out = model(x)

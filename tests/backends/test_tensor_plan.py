@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.testing import assert_close
 from typing_extensions import override
-from unipar_native.mesh.tensor.calls import describe_difference_of_calls, kind_of_call
-from unipar_native.mesh.tensor.cuts import BlockPlan, Cut, ParameterCut, Rewrite, cut_parameters, linear_part
-from unipar_native.mesh.tensor.metas import meta_arguments, meta_block
-from unipar_native.mesh.tensor.trial import WHOLE, CannotCut, Trial
-from unipar_native.mesh.tensor_model import calls_of_blocks, derive_model_plan
-from unipar_native.mesh.tensor_plan import derive_block_plan, plan_other_call, rehearse
+from unipar_mesh.tensor.block_calls import describe_difference_of_calls, kind_of_call
+from unipar_mesh.tensor.cuts import BlockPlan, Cut, ParameterCut, Rewrite, cut_parameters, linear_part
+from unipar_mesh.tensor.metas import meta_arguments, meta_block
+from unipar_mesh.tensor.tensor_model import calls_of_blocks, derive_model_plan
+from unipar_mesh.tensor.tensor_plan import derive_block_plan, plan_other_call, rehearse
+from unipar_mesh.tensor.tensor_trial import WHOLE, CannotCut, Trial
 
 from tests.support.tensor_blocks import WIDTH, Called, NanoBlock, library_blocks, own_blocks
 from unipar.backend import Region

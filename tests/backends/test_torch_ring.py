@@ -17,9 +17,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from unipar_native.mesh.context import attention, kernels, torch_ring
-from unipar_native.mesh.context.attention import SequenceLayout, Way, attend_over_ranks
-from unipar_native.mesh.context.torch_ring import attend_in_torch_ring, why_no_torch_ring
+from unipar_mesh.context import kernels, torch_ring
+from unipar_mesh.context import spread_attention as attention
+from unipar_mesh.context.spread_attention import SequenceLayout, Way, attend_over_ranks
+from unipar_mesh.context.torch_ring import attend_in_torch_ring, why_no_torch_ring
 
 import unipar
 from tests.support.world import ROOT

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from unipar_native.mesh.pipeline.stage import Arrival, Stage
-from unipar_native.mesh.pipeline.torch_schedules import refuse_other_shapes
-from unipar_native.mesh.words import refuse_part
+from unipar_mesh.pipeline.stage import Arrival, Stage
+from unipar_mesh.pipeline.torch_schedules import refuse_other_shapes
+from unipar_mesh.refusal_sentences import refuse_part
 
 import unipar
 from unipar.backend import Micro, Part, registry

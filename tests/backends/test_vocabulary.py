@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from torch import nn
-from unipar_native.mesh.tensor.vocabulary import Vocabulary, find_vocabulary
+from unipar_mesh.tensor.vocabulary import Vocabulary, find_vocabulary
 
 from tests.support.tensor_inside import LOSSES, Words
 from tests.support.world import ROOT

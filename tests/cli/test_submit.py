@@ -12,7 +12,7 @@ import pytest
 from tests.support.submissions import write_config
 from unipar.cli.commands.machines.jobs import format_jobs
 from unipar.config.job_system import SubmittedJob
-from unipar.launcher.submit.submitted import write_submitted
+from unipar.jobs.submitted import write_submitted
 
 
 @pytest.fixture(autouse=True)

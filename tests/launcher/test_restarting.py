@@ -64,7 +64,7 @@ from tests.support.tiny import CONFIG, Tiny
 
 class Slow(Tiny):
     def train(self, run):
-        import unipar.checkpoint.protocol.publishing as publishing
+        import unipar.checkpoint.protocol.save_checkpoint as publishing
         write = publishing._Saving.write_shard
         def slowly(*given):
             print("saving", run.done, flush=True)

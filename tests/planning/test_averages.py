@@ -8,8 +8,8 @@ import pytest
 
 import unipar
 from tests.support.short_text import short_text
-from unipar.backend.prediction.terms import averaging_terms
-from unipar.backend.prediction.timeline import Moment, StepTimeline, Term
+from unipar.prediction.terms import averaging_terms
+from unipar.prediction.timeline import Moment, StepTimeline, Term
 
 CONFIG: dict[str, Any] = {"task": short_text(), "device": "cpu", "batch": {"total": 8, "micro": 2}}
 ALL = 4 * 8_128

@@ -13,11 +13,11 @@ import unipar
 from tests.support.two_modules import MOMENTS, TIMELINE
 from tests.support.world import ROOT
 from unipar.backend import cells, registry
-from unipar.backend.prediction.timeline import Prediction, StepTimeline
 from unipar.config import Cell
 from unipar.config.source import load_given_config
 from unipar.errors import Unsupported
 from unipar.planning.peaks import predict_offloaded
+from unipar.prediction.timeline import Prediction, StepTimeline
 
 STEADY = len(MOMENTS) - 1
 

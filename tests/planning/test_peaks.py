@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 
 from unipar.backend import cells, registry
-from unipar.backend.prediction.timeline import Moment, Payload, PredictedParameter, Prediction, StepTimeline, Term
 from unipar.config import Cell
 from unipar.config.source import load_given_config
 from unipar.errors import Unsupported
 from unipar.planning.activations import Activations, AllocatedBlock
 from unipar.planning.peaks import late_bytes, predict_needed, predict_peaks
+from unipar.prediction.timeline import Moment, Payload, PredictedParameter, Prediction, StepTimeline, Term
 
 MOMENTS = (
     *((0, Moment("forward", "begin")), (1, Moment("forward", "reach", 0)), (2, Moment("forward", "enter", 0))),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from unipar.backend.prediction.timeline import Moment, PredictedParameter, Prediction, StepTimeline, Term
 from unipar.config.sections.cell import PipelineSchedule
 from unipar.planning.activations import Activations, AllocatedBlock
 from unipar.planning.pieces import PlannedPieces, StagePiece, predict_piece_peaks
+from unipar.prediction.timeline import Moment, PredictedParameter, Prediction, StepTimeline, Term
 
 FORWARDED, HALVED, ENDED = 10, 16, 6
 """Bytes that a microbatch of one sample keeps: after its forward, after the backward of inputs, and until the end."""

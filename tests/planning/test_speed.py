@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from unipar.backend import cells, registry
-from unipar.backend.prediction.timeline import Payload
 from unipar.config import Cell
 from unipar.config.sections.cell import Axes
 from unipar.config.source import load_given_config
 from unipar.planning.machines.machine import Link, Machine, PeakRates
 from unipar.planning.speed import StepSpeed, StepWork, bytes_on_the_way, describe_speed, predict_speed, seconds_of
+from unipar.prediction.timeline import Payload
 
 MACHINE = Machine(
     flops=PeakRates(fp32=1e12, bf16=4e12),

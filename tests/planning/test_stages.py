@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from unipar.backend.prediction.timeline import TurnOfStep
 from unipar.planning.stages import PlannedStage
+from unipar.prediction.timeline import TurnOfStep
 
 
 def test_turns_of_1f1b() -> None:

@@ -10,10 +10,10 @@ import pytest
 
 from tests.support.comparisons import account, edit_example_comparison, write_example_comparison
 from unipar.memory.account import NamedBlock, PhasePeak
-from unipar.memory.cuda_total import PredictedCudaMemory, predict_on_cuda
 from unipar.memory.sources.allocator_history import AllocatorHistory
 from unipar.memory.sources.malloc import MallocMeter
 from unipar.memory.sources.profiler import ProfilerSource
+from unipar.planning.cuda_total import PredictedCudaMemory, predict_on_cuda
 from unipar.profiling.work import CompiledWork, RankWork
 from unipar.report.build import write_page
 from unipar.report.charts.bars import draw_memory_bars

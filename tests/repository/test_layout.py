@@ -20,9 +20,13 @@ from benchmarks.layout import Layout, circles, height
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("unipar", "backends", "examples", "benchmarks", "tests")
 LIBRARIES = ("deepspeed", "horovod", "accelerate")
-BACKENDS = ("unipar_native", "unipar_deepspeed", "unipar_horovod", "unipar_accelerate")
-MAY_REUSE = {"unipar_accelerate": {"unipar_native", "unipar_deepspeed"}, "unipar_deepspeed": {"unipar_native"}}
-"""Accelerate wraps both; DeepSpeed gets the plan of `parallel.tensor`, which is derived and proved by native's mesh."""
+BACKENDS = ("unipar_mesh", "unipar_native", "unipar_deepspeed", "unipar_horovod", "unipar_accelerate")
+MAY_REUSE = {
+    "unipar_accelerate": {"unipar_mesh", "unipar_deepspeed"},
+    "unipar_deepspeed": {"unipar_mesh"},
+    "unipar_native": {"unipar_mesh"},
+}
+"""Backends that unipar splits models for use the mesh; Accelerate wraps DeepSpeed."""
 
 HELP = {ROOT / "unipar/cli/app.py", *(ROOT / "unipar/cli/commands").rglob("*.py")}
 """Files in which a text may name a library: `--help` teaches by example."""
@@ -110,7 +114,7 @@ def test_imports_point_down() -> None:
 def test_every_package_stands_on_a_floor() -> None:
     """The floors name each folder of unipar/ once, and none that is not there."""
     assert sorted(file.parent.name for file in (ROOT / "unipar").glob("*/__init__.py")) == PACKAGES
-    assert len(PACKAGES) == len(set(PACKAGES)) == 23
+    assert len(PACKAGES) == len(set(PACKAGES)) == 26
 
 
 def test_the_root_holds_four_files() -> None:
@@ -269,14 +273,14 @@ def test_the_core_imports_no_backend() -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_fence_between_backends(backend: str) -> None:
-    """A backend imports its own parts and library, and floors 1 to 4; two may reuse parts of others (MAY_REUSE)."""
+    """A backend imports its own parts and library, and floors 1 to 6; two may reuse parts of others (MAY_REUSE)."""
     mine = {module for module in layout().trees if module.partition(".")[0] == backend}
     assert mine
     names = {name for module in mine for name in imported(layout().trees[module])}
     known = top(names)
     assert (known & set(BACKENDS)) - {backend} <= MAY_REUSE.get(backend, set())
     assert known & set(LIBRARIES) <= {backend.removeprefix("unipar_")}
-    lower = set[str]().union(*FLOORS[:5])
+    lower = set[str]().union(*FLOORS[:7])
     assert {name.split(".")[1] for name in names if name.startswith("unipar.")} <= lower
 
 

@@ -69,6 +69,7 @@ def test_the_wheel_holds_both_roots(wheel: zipfile.ZipFile) -> None:
         "unipar_accelerate",
         "unipar_deepspeed",
         "unipar_horovod",
+        "unipar_mesh",
         "unipar_native",
     }
     here = {

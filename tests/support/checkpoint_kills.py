@@ -28,9 +28,9 @@ import pytest
 from tests.support.checkpoints import HookedDisk, floats
 from unipar.backend import Region
 from unipar.checkpoint.format.names import TEMPORARY_PREFIX, TRASH_PREFIX
-from unipar.checkpoint.protocol.publishing import PieceToSave, save_checkpoint
 from unipar.checkpoint.protocol.remote_steps import list_remote_steps
 from unipar.checkpoint.protocol.retention import Retention
+from unipar.checkpoint.protocol.save_checkpoint import PieceToSave, save_checkpoint
 from unipar.checkpoint.protocol.verifying import find_checkpoints, list_names, verify_checkpoint
 from unipar.checkpoint.storage.disk import Disk, OutputFile
 from unipar.checkpoint.storage.remote import RemoteFolder, RemoteOutput

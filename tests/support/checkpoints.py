@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 from typing_extensions import override
 
 from unipar.backend import Region
-from unipar.checkpoint.protocol.publishing import PieceToSave, SavedCheckpoint, save_checkpoint
 from unipar.checkpoint.protocol.retention import Retention
+from unipar.checkpoint.protocol.save_checkpoint import PieceToSave, SavedCheckpoint, save_checkpoint
 from unipar.checkpoint.storage.disk import Disk, OutputFile
 from unipar.distributed.meeting.rounds import Decide, Judge
 from unipar.utils.address import Address, Location

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from unipar_native.mesh.context import SequenceSplit, attention
-from unipar_native.mesh.context.torch_ring import RING_KERNELS, RingKernel
+from unipar_mesh.context import SequenceSplit
+from unipar_mesh.context import spread_attention as attention
+from unipar_mesh.context.torch_ring import RING_KERNELS, RingKernel
 
 from tests.support import context_models as models
 from tests.support.context_models import Case, stack

@@ -87,7 +87,7 @@ _COSINE: Values = {"train.schedule": {"name": "cosine"}}
 _WSD: Values = {"train.schedule": {"name": "wsd", "decay": 3}}
 _PIPELINE: Values = {"parallel.pipeline": 2}
 _SHARDED: Values = {"parallel.shard": "parameters", "parallel.data": 4, "batch.micro": 1}
-_SUBMITTED = "tests/launcher/submit/test_slurm_jobs.py::test_its_directives"
+_SUBMITTED = "tests/jobs/test_slurm_jobs.py::test_its_directives"
 _COMPARED = "tests/comparison/test_compare.py::test_steps_are_cut_into_warm_up_and_rounds"
 
 SETTINGS: Mapping[str, Setting] = {

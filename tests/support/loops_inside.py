@@ -10,13 +10,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from unipar_native.fsdp2 import fsdp_groups
 
 from benchmarks.gpt import config_of
 from benchmarks.loops import by_hand
 from unipar.backend import registry
 from unipar.backend.checks import settle
 from unipar.distributed.place import Place
+from unipar.engines.fsdp2_sharded import fsdp_groups
 from unipar.task import Task
 from unipar.task.reference import TaskRef
 from unipar.training.setup import open_run

@@ -8,8 +8,8 @@ from typing import Any
 from unittest import mock
 
 from torch import Tensor, nn
-from unipar_native.mesh.tensor import rewrites
-from unipar_native.mesh.tensor.collectives import leave
+from unipar_mesh.tensor import rewrites
+from unipar_mesh.tensor.sum_collectives import leave
 
 
 def let_each_rank_add_the_bias(engine: Any, blocks: Any) -> None:

@@ -15,14 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from unipar_native import uses_ddp
-from unipar_native.prediction.native import fullest_rank
-from unipar_native.prediction.payloads import shares_of_ranks
 
 from tests.support import library_shapes
 from tests.support.pretended_ranks import Mark, PretendedRanks, SeenSpan, StepSpans
 from unipar.backend import Engine, Micro, Part, cells, registry
-from unipar.backend.prediction.timeline import Prediction, StepTimeline
+from unipar.backend.torch_libraries import uses_ddp
 from unipar.config import Cell, Config
 from unipar.config.source import load_given_config
 from unipar.distributed.place import Place
@@ -32,6 +29,9 @@ from unipar.memory.recording.collectives import CollectiveCounter, Traffic
 from unipar.memory.recording.holdings import find_storages
 from unipar.model.optimizer import OptimizerFactory, parameter_groups
 from unipar.planning.activations import Activations
+from unipar.prediction.bytes_sent import shares_of_ranks
+from unipar.prediction.timeline import Prediction, StepTimeline
+from unipar.prediction.torch_engines import fullest_rank
 
 MICRO = 2
 SCALARS = 32

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.support.world import ROOT
 from unipar.backend.checks import read_source
-from unipar.launcher.submit.submission import Submission, make_submission
+from unipar.jobs.submission import Submission, make_submission
 
 TEXT = f"""
 task: {{use: {ROOT}/tests/support/tiny.py:Tiny}}

@@ -87,10 +87,10 @@ def off(part: Any, whole: Any) -> float:
 
 def compared(name: str, called: Called, rank: int, ranks: int, *, sequence: bool) -> dict[str, Any]:
     """Return the largest difference between a block in parts and the whole block, in each way."""
-    from unipar_native.mesh.sequence.plan import add_sequence
-    from unipar_native.mesh.tensor.cuts import cut_parameters
-    from unipar_native.mesh.tensor_parallel import arm_block
-    from unipar_native.mesh.tensor_plan import derive_block_plan
+    from unipar_mesh.sequence.sequence_plan import add_sequence
+    from unipar_mesh.tensor.cuts import cut_parameters
+    from unipar_mesh.tensor.tensor_parallel import arm_block
+    from unipar_mesh.tensor.tensor_plan import derive_block_plan
 
     from unipar.model.transforms import _recompute_forward  # pyright: ignore[reportPrivateUsage]
 
@@ -183,7 +183,7 @@ LOSSES: dict[str, Callable[[Any, Any], Tensor]] = {
 
 def cut_by_engine(model: nn.Module, rank: int, ranks: int) -> None:
     """Cut a model's vocabulary as the engine does."""
-    from unipar_native.mesh.tensor.vocabulary import arm_vocabulary, cut_vocabulary, find_vocabulary
+    from unipar_mesh.tensor.vocabulary import arm_vocabulary, cut_vocabulary, find_vocabulary
 
     found = find_vocabulary(model, [], ranks)
     made: dict[int, nn.Parameter] = {}
@@ -205,7 +205,7 @@ def cut_by_script(model: nn.Module, rank: int, ranks: int) -> None:
     names: dict[str, Any] = {"torch": torch, "dist": dist, "nn": nn, "F": F, "Tensor": Tensor, "Any": Any}
     names |= {"TENSOR": ranks, "EMBEDDING": "table", "HEAD": "head"}
     for name in ("tensor.txt", "vocabulary.txt"):
-        text = read_template("unipar_native.mesh.scripts", name)
+        text = read_template("unipar_mesh.scripts", name)
         exec(head + render_template(text, flags, {"tensor": str(ranks), "plans": ""}), names)
     assert names["Words"](dist.group.WORLD).cut(model) >= {"table.weight", "head.weight"}
 
@@ -213,7 +213,7 @@ def cut_by_script(model: nn.Module, rank: int, ranks: int) -> None:
 def words(place: Place, folder: Path, control: socket.socket | None) -> None:
     """Write down differences between a split vocabulary and a whole one, and how often logits were gathered."""
     world = join(place)
-    from unipar_native.mesh.tensor.vocabulary import cut_vocabulary, find_vocabulary
+    from unipar_mesh.tensor.vocabulary import cut_vocabulary, find_vocabulary
 
     gathers: list[int] = []
     plain = dist.all_gather

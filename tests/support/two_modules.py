@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unipar.backend.prediction.timeline import Moment, PredictedModule, PredictedParameter, StepTimeline
+from unipar.prediction.timeline import Moment, PredictedModule, PredictedParameter, StepTimeline
 
 MOMENTS = (
     Moment("forward", "begin"),

@@ -81,7 +81,7 @@ class Unsummed(Stacked):
 
     @override
     def model(self) -> nn.Module:
-        from unipar_native.mesh import tensor_parallel  # only workers have it
+        from unipar_mesh.tensor import tensor_parallel  # only workers have it
 
         def alone(x: Tensor, *_: object, **__: object) -> Tensor:
             return x

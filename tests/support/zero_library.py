@@ -22,11 +22,11 @@ from typing_extensions import override
 from tests.support import zero_shapes
 from tests.support.pretended_disk import bytes_in_files, lowered_limits, settings_of_limits
 from unipar.backend import Holding, cells, registry
-from unipar.backend.prediction.timeline import StepTimeline
 from unipar.config import Cell, Config
 from unipar.config.source import load_given_config
 from unipar.distributed.place import Place
 from unipar.errors import Unsupported
+from unipar.prediction.timeline import StepTimeline
 
 
 @dataclass(frozen=True)

@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Any, ClassVar, final
 
 from unipar.backend.engine import Category, Engine, Part
 from unipar.backend.precision import Dtypes
-from unipar.backend.prediction.terms import not_planned_yet
 from unipar.config import Precision, Section, Shard
 from unipar.errors import Unsupported
+from unipar.prediction.terms import not_planned_yet
 
 if TYPE_CHECKING:
     from unipar.backend.export import Outline, Script
     from unipar.backend.foreign import ForeignConfigReader
-    from unipar.backend.prediction.rank_part import RankPart
-    from unipar.backend.prediction.timeline import OverlapWindow, Prediction, StepTimeline
     from unipar.config import Config
     from unipar.distributed.launchers import Launcher
     from unipar.distributed.place import Place
     from unipar.distributed.world import World
+    from unipar.prediction.rank_part import RankPart
+    from unipar.prediction.timeline import OverlapWindow, Prediction, StepTimeline
 
 
 class NoOptions(Section):

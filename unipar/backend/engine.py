@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from typing_extensions import override
 
-from unipar.backend.prediction.timeline import Category as Category
 from unipar.errors import TaskError
+from unipar.prediction.timeline import Category as Category
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import chain
 
 from unipar.backend.description import Backend
+from unipar.distributed.known_launchers import KNOWN_LAUNCHERS
 from unipar.distributed.launchers import Launcher
 from unipar.errors import BackendNotFound
 from unipar.utils.entry_points import PluginGroup
@@ -39,5 +41,6 @@ def load_backend(name: str) -> Backend:
 
 
 def list_launchers() -> list[Launcher]:
-    """Return the launchers of all installed backends."""
-    return [launcher for name in backend_names() for launcher in find_backend(name).capabilities.launchers]
+    """Return the launchers that every backend may be started by, and those of all installed backends."""
+    theirs = (find_backend(name).capabilities.launchers for name in backend_names())
+    return [*KNOWN_LAUNCHERS, *chain.from_iterable(theirs)]

@@ -21,11 +21,11 @@ from unipar.errors import ConfigError, UniparError
 from unipar.utils.text import format_size, parse_bytes
 
 if TYPE_CHECKING:
-    from unipar.backend.prediction.timeline import Term
     from unipar.planning.machines.machine import Machine
     from unipar.planning.plan import Plan
     from unipar.planning.planned_cell import PlannedCell
     from unipar.planning.speed import StepSpeed
+    from unipar.prediction.timeline import Term
     from unipar.training.fake_run.parts import PredictedStep, TaskTraces
     from unipar.training.fake_run.token_traces import TokenTraces
     from unipar.training.fake_run.trace import TracedTask
@@ -332,7 +332,7 @@ class CellPlanner:
         return self.per or named or self.config.ranks_of_machine(ranks)
 
     def _runtime(self, ranks: int) -> Sequence[Term]:
-        from unipar.memory.cuda_total import runtime_terms
+        from unipar.planning.cuda_total import runtime_terms
 
         return tuple(runtime_terms(ranks)) if self.device == "cuda" else ()
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from unipar.checkpoint.importing.found_state import ModelState
-    from unipar.checkpoint.protocol.publishing import PieceToSave
+    from unipar.checkpoint.protocol.save_checkpoint import PieceToSave
 
 
 @dataclass(frozen=True)
@@ -148,8 +148,8 @@ def _groups_of_task(config: Config, modules: Mapping[str, nn.Module]) -> list[li
 def _save(config: Config, modules: Mapping[str, nn.Module], contents: Any, wish: ImportWish, step: int) -> int:
     """Save what was read, and the buffers that no state dict holds, as a checkpoint; return the number of tensors."""
     from unipar.backend import Region
-    from unipar.checkpoint.protocol.publishing import PieceToSave, save_checkpoint
     from unipar.checkpoint.protocol.retention import Retention
+    from unipar.checkpoint.protocol.save_checkpoint import PieceToSave, save_checkpoint
     from unipar.checkpoint.saved_state import SavedState
     from unipar.checkpoint.tensor_bytes import bytes_of
 
@@ -171,7 +171,7 @@ def _save(config: Config, modules: Mapping[str, nn.Module], contents: Any, wish:
 def _unsaved_pieces(config: Config, modules: Mapping[str, nn.Module]) -> Iterator[PieceToSave]:
     from unipar.backend import Region
     from unipar.backend.precision import parameter_dtype
-    from unipar.checkpoint.protocol.publishing import PieceToSave
+    from unipar.checkpoint.protocol.save_checkpoint import PieceToSave
     from unipar.checkpoint.tensor_bytes import bytes_of, dtype_name
     from unipar.model.create import cast_if_float
     from unipar.model.state_names import state_names

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from unipar.backend.prediction.timeline import Moment, Payload
+from unipar.prediction.timeline import Moment, Payload
 
 CopyOnCPU = Literal["gloo", "oneDNN"]
 """What copies tensors on the CPU: gloo those that it sends, and oneDNN those of a convolution."""

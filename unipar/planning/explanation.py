@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from unipar.backend import Category
-from unipar.backend.prediction.timeline import Term
 from unipar.errors import ConfigError
 from unipar.planning.peaks import PredictedPeak
 from unipar.planning.planned_cell import PlannedCell, PlannedCells
+from unipar.prediction.timeline import Term
 from unipar.utils.text import closest, count_of, format_size
 
 OUTSIDE: Final = "outside the blocks"

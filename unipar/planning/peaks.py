@@ -10,7 +10,8 @@ from typing import Any, Final
 import numpy as np
 
 from unipar.backend import Category
-from unipar.backend.prediction.timeline import (
+from unipar.planning.activations import Activations
+from unipar.prediction.timeline import (
     MemoryPlace,
     Payload,
     PredictedPhase,
@@ -18,7 +19,6 @@ from unipar.backend.prediction.timeline import (
     StepTimeline,
     Term,
 )
-from unipar.planning.activations import Activations
 
 MOST_GLOO_SCRATCH: Final = 2 * 2**20
 """Most bytes that gloo allocates for one sum, beside copies: two segments of at most 1 MiB."""

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from unipar.backend.prediction.timeline import PredictedPhase, Prediction, StepTimeline, Term, TurnOfStep
 from unipar.config.sections.cell import PipelineSchedule
 from unipar.planning.activations import Activations
 from unipar.planning.peaks import PredictedPeak, built_peak, peaks_between
 from unipar.planning.pipeline import TurnWay, order_of_rank
+from unipar.prediction.timeline import PredictedPhase, Prediction, StepTimeline, Term, TurnOfStep
 
 Line = tuple[float, float]
 """Base and slope of bytes that a microbatch has, by its samples."""

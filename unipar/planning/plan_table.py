@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import Final
 
 from unipar.backend import Category
-from unipar.backend.prediction.timeline import MemoryPlace
 from unipar.planning.planned_cell import PlannedCell, PlannedCells
 from unipar.planning.recommendation import recommend
 from unipar.planning.speed import StepSpeed
+from unipar.prediction.timeline import MemoryPlace
 from unipar.utils.screen import Column
 from unipar.utils.table import format_table
 from unipar.utils.text import format_duration, format_rate, format_size

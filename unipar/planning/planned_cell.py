@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from unipar.backend.prediction.timeline import MemoryPlace, Payload
 from unipar.planning.peaks import OffloadedBytes, PredictedPeak
 from unipar.planning.speed import StepSpeed
+from unipar.prediction.timeline import MemoryPlace, Payload
 
 UNEVEN: Final = "activations do not grow evenly with the microbatch: other sizes are estimates"
 """Note of a plan whose figures for other microbatches than the configured one are extrapolated."""

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from unipar.backend.prediction.timeline import OverlapWindow, Payload
 from unipar.config import Precision
 from unipar.config.sections.cell import Axes
 from unipar.planning.machines.machine import Machine, hops
 from unipar.planning.pipeline import bubble
+from unipar.prediction.timeline import OverlapWindow, Payload
 
 BACKWARD_SHARE: Final = 2 / 3
 """Share of forward and backward that is backward: gradients of inputs and of weights, each as long as a forward."""

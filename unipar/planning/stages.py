@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from unipar.backend.prediction.timeline import PredictedPhase, Prediction, StepTimeline, Term, TurnOfStep
 from unipar.config.sections.cell import PipelineSchedule
 from unipar.planning.activations import Activations
 from unipar.planning.peaks import PredictedPeak, built_peak, predict_peaks
 from unipar.planning.pipeline import microbatch_order
+from unipar.prediction.timeline import PredictedPhase, Prediction, StepTimeline, Term, TurnOfStep
 
 _UNANSWERED = 2
 """Gradients for the stage before that a rank keeps at most, until that stage has surely taken them."""

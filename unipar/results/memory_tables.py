@@ -8,8 +8,8 @@ from typing import Final
 from unipar.backend import Category
 from unipar.config import Cell
 from unipar.memory.account import SENT_AXES, MemoryAccount, PhasePeak
-from unipar.memory.cuda_total import total_on_cuda
 from unipar.memory.sources.malloc_build import METER_ENVIRONMENT
+from unipar.planning.cuda_total import total_on_cuda
 from unipar.utils.table import Remark, format_table_rows, table_remarks
 from unipar.utils.text import format_size
 

@@ -14,7 +14,7 @@ from typing_extensions import override
 from unipar.config import Cell
 from unipar.errors import ReportError
 from unipar.memory.account import MemoryAccount
-from unipar.memory.cuda_total import total_on_cuda
+from unipar.planning.cuda_total import total_on_cuda
 from unipar.results.agreement import Agreement, loss_tolerance, measure_agreement
 from unipar.results.comparison import TurnResults
 from unipar.results.memory_tables import (

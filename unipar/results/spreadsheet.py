@@ -9,7 +9,7 @@ from statistics import median
 from typing import Final
 
 from unipar.memory.account import CATEGORIES
-from unipar.memory.cuda_total import MeasuredCudaMemory, total_on_cuda
+from unipar.planning.cuda_total import MeasuredCudaMemory, total_on_cuda
 from unipar.results.agreement import Agreement
 from unipar.results.comparison import Comparison
 from unipar.results.forecast.difference import ForecastDifference, forecast_differences

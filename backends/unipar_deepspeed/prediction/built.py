@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from unipar.backend.prediction.timeline import Term
+from unipar.prediction.timeline import Term
 from unipar_deepspeed.prediction.model import MASTER_BYTES, ZeroModel, alternatives
 from unipar_deepspeed.prediction.swapped import parameter_buffers
 

@@ -8,8 +8,8 @@ from itertools import accumulate, chain
 from math import ceil
 from typing import final
 
-from unipar.backend.prediction.terms import buffer_terms
-from unipar.backend.prediction.timeline import Category, Prediction, Term
+from unipar.prediction.terms import buffer_terms
+from unipar.prediction.timeline import Category, Prediction, Term
 from unipar_deepspeed.prediction.model import (
     MASTER_BYTES,
     Instants,

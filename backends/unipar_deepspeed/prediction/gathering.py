@@ -10,7 +10,7 @@ from itertools import accumulate
 from math import ceil
 from typing import Literal, final
 
-from unipar.backend.prediction.timeline import StepTimeline, Term
+from unipar.prediction.timeline import StepTimeline, Term
 from unipar_deepspeed.prediction.model import SentBytes, ZeroModel
 from unipar_deepspeed.prediction.swapped import SwappedParameters, SwapReads
 

@@ -9,8 +9,8 @@ from functools import cached_property
 from math import ceil
 from typing import final
 
-from unipar.backend.prediction.terms import pinned_bytes, update_terms
-from unipar.backend.prediction.timeline import (
+from unipar.prediction.terms import pinned_bytes, update_terms
+from unipar.prediction.timeline import (
     MemoryPlace,
     Payload,
     PredictedParameter,

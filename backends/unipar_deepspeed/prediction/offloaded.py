@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from unipar.backend.prediction.timeline import Term
+from unipar.prediction.timeline import Term
 from unipar_deepspeed.prediction.model import MASTER_BYTES, NORM_BYTES, ZeroModel
 
 

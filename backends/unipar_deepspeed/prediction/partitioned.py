@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
-from unipar.backend.prediction.terms import buffer_terms
-from unipar.backend.prediction.timeline import Category, Prediction, Term
+from unipar.prediction.terms import buffer_terms
+from unipar.prediction.timeline import Category, Prediction, Term
 from unipar_deepspeed.prediction.gathering import GatherPlan, persistent_terms
 from unipar_deepspeed.prediction.model import (
     MASTER_BYTES,

@@ -8,8 +8,8 @@ from functools import cached_property
 from math import ceil
 from typing import Final, final
 
-from unipar.backend.prediction.timeline import Term
 from unipar.errors import Unsupported
+from unipar.prediction.timeline import Term
 from unipar_deepspeed.prediction.model import MASTER_BYTES, ZeroModel, partition_of, sub_groups
 
 ALIGNED_BYTES: Final = 1024

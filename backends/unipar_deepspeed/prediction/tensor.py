@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from unipar_native.mesh.predict import built_split
+from unipar_mesh.prediction.predict_mesh import built_split
 
-from unipar.backend.prediction.terms import norm_terms, whole_tensors
-from unipar.backend.prediction.timeline import Payload, Prediction
 from unipar.config import Config
 from unipar.distributed.mesh import Mesh
 from unipar.memory.recording.collectives import axis_of_ranks
+from unipar.prediction.terms import norm_terms, whole_tensors
+from unipar.prediction.timeline import Payload, Prediction
 from unipar_deepspeed.prediction.model import NORM_BYTES, ZeroModel, sub_groups
 
 

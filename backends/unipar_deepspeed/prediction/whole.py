@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unipar.backend.prediction.terms import (
+from unipar.prediction.terms import (
     buffer_terms,
     norm_terms,
     predict_whole,
@@ -12,7 +12,7 @@ from unipar.backend.prediction.terms import (
     update_terms,
     whole_tensors,
 )
-from unipar.backend.prediction.timeline import Prediction, Term
+from unipar.prediction.timeline import Prediction, Term
 from unipar_deepspeed.prediction.model import MASTER_BYTES, SentBytes, ZeroModel
 
 LARGEST_REDUCTION = 500_000_000

@@ -24,7 +24,7 @@ from tests.support.transformer_models import LENGTH, WORDS, Gpt2
 from tests.support.world import ROOT
 from unipar.backend import Region
 from unipar.checkpoint.exporting.writing import ExportWish, export_checkpoint
-from unipar.checkpoint.protocol.publishing import PieceToSave
+from unipar.checkpoint.protocol.save_checkpoint import PieceToSave
 from unipar.checkpoint.protocol.verifying import CheckpointContents, inspect_checkpoint, verify_checkpoint
 from unipar.checkpoint.saved_state import SavedState
 from unipar.checkpoint.storage.disk import Disk

@@ -17,7 +17,7 @@ from tests.support.checkpoints import save_on_ranks
 from unipar.backend import Region
 from unipar.checkpoint.exporting.selection import parse_rename
 from unipar.checkpoint.exporting.writing import Exported, ExportWish, export_checkpoint, parse_size
-from unipar.checkpoint.protocol.publishing import PieceToSave
+from unipar.checkpoint.protocol.save_checkpoint import PieceToSave
 from unipar.checkpoint.protocol.verifying import CheckpointContents, inspect_checkpoint
 from unipar.checkpoint.storage.disk import Disk
 from unipar.checkpoint.tensor_bytes import bytes_of, dtype_name

@@ -16,7 +16,7 @@ import xxhash
 from tests.support.checkpoints import save_two_steps
 from unipar.backend import Region
 from unipar.checkpoint.format import names as checkpoint_format
-from unipar.checkpoint.protocol.publishing import PieceToSave, save_checkpoint
+from unipar.checkpoint.protocol.save_checkpoint import PieceToSave, save_checkpoint
 
 PAGE = (Path(__file__).parents[3] / "docs" / "checkpoint-format.md").read_text("utf-8")
 DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "U8": "<u1", "BOOL": "?"}

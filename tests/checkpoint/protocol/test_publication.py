@@ -11,9 +11,9 @@ import pytest
 from tests.support.checkpoints import floats, pieces_of_rank, save_on_ranks, save_two_steps
 from tests.support.object_store import object_store
 from unipar.backend import Region
-from unipar.checkpoint.protocol.publishing import SavedCheckpoint, save_checkpoint
 from unipar.checkpoint.protocol.remote_steps import list_remote_steps
 from unipar.checkpoint.protocol.retention import Retention
+from unipar.checkpoint.protocol.save_checkpoint import SavedCheckpoint, save_checkpoint
 from unipar.checkpoint.protocol.verifying import find_checkpoints, inspect_checkpoint, verify_checkpoint
 from unipar.checkpoint.saved_state import SavedState
 from unipar.checkpoint.storage.disk import OutputFile

@@ -21,8 +21,8 @@ from tests.support.checkpoints import (
     save_two_steps,
 )
 from unipar.backend import Region
-from unipar.checkpoint.protocol.publishing import PieceToSave, SavedCheckpoint, save_checkpoint
 from unipar.checkpoint.protocol.retention import Retention
+from unipar.checkpoint.protocol.save_checkpoint import PieceToSave, SavedCheckpoint, save_checkpoint
 from unipar.checkpoint.protocol.verifying import find_checkpoints, verify_checkpoint
 from unipar.checkpoint.storage.disk import Disk
 from unipar.distributed.meeting.rounds import Judge
@@ -85,7 +85,7 @@ def test_two_ranks_save_one_checkpoint(tmp_path: Path) -> None:
 
 def test_a_rank_with_many_tensors_writes_several_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At most so many keys go into one file as a reader takes."""
-    monkeypatch.setattr("unipar.checkpoint.protocol.publishing.MOST_KEYS", 2)
+    monkeypatch.setattr("unipar.checkpoint.protocol.save_checkpoint.MOST_KEYS", 2)
     saved = save_checkpoint(tmp_path, 1, pieces_of_rank(0, 1, world=1), {})
     assert isinstance(saved.path, Path)
     assert names(saved.path / "shards") == [

@@ -12,8 +12,8 @@ from typing_extensions import override
 
 from tests.support.checkpoints import pieces_of_rank
 from unipar.checkpoint.protocol import retention as retention_module
-from unipar.checkpoint.protocol.publishing import SavedCheckpoint, save_checkpoint
 from unipar.checkpoint.protocol.retention import ABANDONED_SECONDS, Retention, sweep_abandoned, temporary_name
+from unipar.checkpoint.protocol.save_checkpoint import SavedCheckpoint, save_checkpoint
 from unipar.checkpoint.protocol.verifying import find_checkpoints
 from unipar.checkpoint.storage.disk import Disk
 

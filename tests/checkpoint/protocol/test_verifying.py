@@ -18,7 +18,7 @@ from tests.support.checkpoints import pieces_of_rank, save_two_steps
 from tests.support.world import PYTHONPATH_VARIABLE
 from unipar.backend import Region
 from unipar.checkpoint.format.shard_file import RegularFile
-from unipar.checkpoint.protocol.publishing import PieceToSave, save_checkpoint
+from unipar.checkpoint.protocol.save_checkpoint import PieceToSave, save_checkpoint
 from unipar.checkpoint.protocol.verifying import find_checkpoints, inspect_checkpoint, verify_checkpoint
 from unipar.errors import CheckpointError, UniparError, rebuild
 

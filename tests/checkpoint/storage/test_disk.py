@@ -18,7 +18,7 @@ from tests.support.checkpoints import save_on_ranks, save_two_steps
 from tests.support.programs import needs_programs, reason_no_programs
 from tests.support.world import PYTHONPATH_VARIABLE
 from unipar.backend import Region
-from unipar.checkpoint.protocol.publishing import PieceToSave
+from unipar.checkpoint.protocol.save_checkpoint import PieceToSave
 from unipar.checkpoint.protocol.verifying import find_checkpoints, verify_checkpoint
 from unipar.checkpoint.storage.disk import Disk
 from unipar.errors import CheckpointError
@@ -138,7 +138,7 @@ TRACED = """
 import sys
 from pathlib import Path
 from tests.support.checkpoints import pieces_of_rank
-from unipar.checkpoint.protocol.publishing import save_checkpoint
+from unipar.checkpoint.protocol.save_checkpoint import save_checkpoint
 from unipar.checkpoint.protocol.retention import Retention
 for step in (1, 2):
     save_checkpoint(Path(sys.argv[1]), step, pieces_of_rank(0, step, world=1), {}, retention=Retention(keep=1))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from unipar.backend import Region
-from unipar.checkpoint.protocol.publishing import PieceToSave
+from unipar.checkpoint.protocol.save_checkpoint import PieceToSave
 from unipar.checkpoint.tensor_bytes import bytes_of, dtype_name
 from unipar.errors import CheckpointError
 from unipar.utils.text import first_few

@@ -23,7 +23,7 @@ from unipar.checkpoint.importing.state_dicts import (
     holds_weight_files,
     needs_pickle,
 )
-from unipar.checkpoint.protocol.publishing import save_checkpoint
+from unipar.checkpoint.protocol.save_checkpoint import save_checkpoint
 from unipar.checkpoint.protocol.verifying import CheckpointContents, verify_checkpoint
 from unipar.errors import CheckpointError
 

@@ -10,7 +10,7 @@ from unipar.backend.checks import CheckedSource
 from unipar.comparison.request import batch_with_fixed_total, parse_world_sizes
 from unipar.config.sections.machines import Machines
 from unipar.errors import ConfigError
-from unipar.launcher.submit.submission import Submission, make_submission, settle_machines
+from unipar.jobs.submission import Submission, make_submission, settle_machines
 from unipar.utils.text import count_of
 
 

@@ -8,7 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from unipar.backend.prediction.terms import AVERAGED_AT_ONCE
+from unipar.prediction.terms import AVERAGED_AT_ONCE
 
 Pair = tuple[Tensor, Tensor]
 """An average and its weight, of one shape."""

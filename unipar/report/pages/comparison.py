@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 from statistics import median
 
-from unipar.memory.cuda_total import PredictedCudaMemory, total_on_cuda
+from unipar.planning.cuda_total import PredictedCudaMemory, total_on_cuda
 from unipar.report.charts.bars import draw_step_times
 from unipar.report.charts.lines import SHADE_BOUNDS, draw_loss_differences, draw_losses, loss_differences
 from unipar.report.charts.pareto import draw_pareto

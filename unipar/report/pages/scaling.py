@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from unipar.memory.cuda_total import MeasuredCudaMemory, total_on_cuda
+from unipar.planning.cuda_total import MeasuredCudaMemory, total_on_cuda
 from unipar.report.charts.bars import NARROW_BELOW_PIXELS, byte_ticks
 from unipar.report.charts.svg import AxisScale, Drawing, line_class, round_ticks, text_width
 from unipar.report.data.comparison import read_config_keys

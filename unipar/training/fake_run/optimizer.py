@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim import Optimizer
 
-from unipar.backend.prediction.timeline import UpdatedTensor
 from unipar.backend.resources import choose_device
 from unipar.config import Config
 from unipar.config.sections.optimizer import AdamW8bitSettings, AdamWBf16Settings, optimizer_arguments
@@ -25,6 +24,7 @@ from unipar.model.optimizer import MakeOptimizer, OptimizerFactory, ParameterGro
 from unipar.optimizers.block_states import BlockStates, block_tensors, inner_tensors
 from unipar.optimizers.matrix_optimizer import MatrixOptimizer
 from unipar.optimizers.pieces import InPieces
+from unipar.prediction.timeline import UpdatedTensor
 from unipar.task import Task
 from unipar.training.fake_run.recorder import StepRecorder
 

@@ -12,10 +12,6 @@ from torch import nn
 
 from unipar.backend import Backend, Part, registry
 from unipar.backend.precision import autocast_dtype
-from unipar.backend.prediction.machines import count_across, settle_shard_over
-from unipar.backend.prediction.rank_part import RankPart
-from unipar.backend.prediction.terms import TEMPORARIES_OF_UPDATE, averaging_terms, predict_whole
-from unipar.backend.prediction.timeline import Payload, PredictedPhase, Prediction, StepTimeline, Term
 from unipar.config import BatchSizes, Config
 from unipar.config.sections.cell import Axes
 from unipar.config.settled import SettledConfig
@@ -33,6 +29,10 @@ from unipar.planning.peaks import (
 )
 from unipar.planning.pieces import StagePiece, predict_piece_peaks
 from unipar.planning.stages import PlannedStage, predict_stage_peaks
+from unipar.prediction.rank_part import RankPart
+from unipar.prediction.ranks_of_machines import count_across, settle_shard_over
+from unipar.prediction.terms import TEMPORARIES_OF_UPDATE, averaging_terms, predict_whole
+from unipar.prediction.timeline import Payload, PredictedPhase, Prediction, StepTimeline, Term
 from unipar.task import Task
 from unipar.training.fake_run.compiled import summarize_error
 from unipar.training.fake_run.pieces import ranks_of_pieces

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from unipar.backend.prediction.timeline import Moment, PredictedParameter, StepTimeline
 from unipar.config.sections.cell import Axes
 from unipar.planning.activations import Activations, MicrobatchPayload
 from unipar.planning.pieces import PlannedPieces
+from unipar.prediction.timeline import Moment, PredictedParameter, StepTimeline
 from unipar.training.fake_run.trace import TracedTask
 
 

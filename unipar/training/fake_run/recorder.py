@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
-from unipar.backend.prediction.timeline import Moment, MomentKind, PredictedPhase
 from unipar.memory.recording.collectives import collective_of, payload_of_call
 from unipar.planning.activations import CopyOnCPU
+from unipar.prediction.timeline import Moment, MomentKind, PredictedPhase
 from unipar.profiling.flops import count_operations
 from unipar.training.fake_run.kernel_copies import copies_of_convolution
 

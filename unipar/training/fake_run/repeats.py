@@ -10,7 +10,7 @@ from typing import Any, final
 import numpy as np
 from torch import nn
 
-from unipar.backend.prediction.timeline import Moment
+from unipar.prediction.timeline import Moment
 from unipar.training.fake_run.recorder import FakeBlock, StepRecord
 
 KEPT = 3

@@ -16,14 +16,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import unipar.training.fake_run.fake_kernels  # noqa: F401  # pyright: ignore[reportUnusedImport] - registers fake forms
 from unipar.backend.precision import autocast_dtype, batch_dtype
-from unipar.backend.prediction.rank_part import RankPart
-from unipar.backend.prediction.timeline import Payload
 from unipar.config import Config
 from unipar.distributed.mesh import Mesh
 from unipar.engines.forward import ForwardCall, OpaqueBatch
 from unipar.errors import TaskError
 from unipar.memory.account import UNKNOWN_AXIS
 from unipar.memory.recording.collectives import CollectiveCounter, axis_of_ranks
+from unipar.prediction.rank_part import RankPart
+from unipar.prediction.timeline import Payload
 from unipar.profiling.compiling import graphs_compiled
 from unipar.training.fake_run.assumed_values import AssumedValues
 from unipar.training.fake_run.compiled import run_until_compiled

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, final
 
-from unipar.backend.prediction.timeline import Term
 from unipar.config import BatchSizes, Config
 from unipar.config.sections.batch import TokenLimits
 from unipar.data.dataset import training_data_source
 from unipar.data.feed import MicrobatchFeed
 from unipar.data.lengths import TokenRows, measure_lengths
+from unipar.prediction.timeline import Term
 from unipar.task import Task
 from unipar.training.fake_run.parts import PredictedStep, TaskTraces
 from unipar.training.fake_run.trace import FEWEST_SAMPLES, TracedTask

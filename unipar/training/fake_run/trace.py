@@ -13,8 +13,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from unipar.backend.precision import parameter_dtype
-from unipar.backend.prediction.rank_part import RankPart
-from unipar.backend.prediction.timeline import PredictedModule, PredictedParameter, StepTimeline
 from unipar.config import BatchSizes, Config
 from unipar.data.dataset import training_data_source
 from unipar.data.lengths import TokenRows
@@ -28,6 +26,8 @@ from unipar.model.without_values import NeedsValuesError, create_without_values,
 from unipar.planning.activations import Activations, AllocatedBlock, MicrobatchPayload
 from unipar.planning.pieces import PlannedPieces, StagePiece
 from unipar.planning.stages import PlannedStage
+from unipar.prediction.rank_part import RankPart
+from unipar.prediction.timeline import PredictedModule, PredictedParameter, StepTimeline
 from unipar.task import Task
 from unipar.training.fake_run.assumed_values import AssumedValues
 from unipar.training.fake_run.compiled import compile_parts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from unipar_native.mesh.engine import MeshEngine
+from unipar_mesh.engine import MeshEngine
 
 from corpus_backend import adam, clipping, gradients, inputs, mesh, updates
 from tests.support.healthy_engines import HealthyDDP

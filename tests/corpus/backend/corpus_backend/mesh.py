@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from unipar_native.mesh.engine import MeshEngine
+from unipar_mesh.engine import MeshEngine
 
 from tests.support.mesh_faults import (
     leave_gradients_of_norms_apart,

@@ -13,10 +13,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from unipar_native.mesh import engine as native
-from unipar_native.mesh import tensor_parallel
-from unipar_native.mesh.pipeline.stage import Arrival
-from unipar_native.mesh.tensor.collectives import enter
+from unipar_mesh import engine as native
+from unipar_mesh.pipeline.stage import Arrival
+from unipar_mesh.tensor import tensor_parallel
+from unipar_mesh.tensor.sum_collectives import enter
 
 from tests.support.mesh_faults import (
     leave_gradients_of_norms_apart,

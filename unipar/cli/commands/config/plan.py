@@ -152,7 +152,7 @@ def _say_that_it_plans() -> AbstractContextManager[object]:
 def _calibrate(file: Path | None, out: Path, *, overwrite: bool) -> None:
     if file is not None:
         raise ConfigError(f"plan --calibrate measures this machine, and needs no config; leave {file} out")
-    from unipar.launcher.calibration.calibrate import calibrate, check_machine_file, write_machine_file
+    from unipar.calibration.calibrate import calibrate, check_machine_file, write_machine_file
 
     def tell(text: str) -> None:
         typer.echo(text, err=True)

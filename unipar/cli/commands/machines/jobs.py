@@ -55,7 +55,7 @@ def list_jobs(folder: Path, *, as_json: bool) -> None:
     """Print every job that was submitted from a folder of runs, the latest last, with its state."""
     from dataclasses import asdict
 
-    from unipar.launcher.submit.submitted import list_submitted, state_of
+    from unipar.jobs.submitted import list_submitted, state_of
 
     jobs = list_submitted(folder)
     if not jobs and not as_json:
@@ -112,7 +112,7 @@ def logs(
     unipar jobs logs 4711
     unipar jobs logs char-gpt --follow
     """
-    from unipar.launcher.submit.submitted import find_submitted, ready_system_of
+    from unipar.jobs.submitted import find_submitted, ready_system_of
 
     job = find_submitted(folder, name)
     command = ready_system_of(job).logs(job, follow=follow)
@@ -129,8 +129,8 @@ def cancel(name: JobArgument, folder: FolderOption = RUNS) -> None:
     \b
     unipar jobs cancel 4711
     """
-    from unipar.launcher.submit.client import ask_client
-    from unipar.launcher.submit.submitted import find_submitted, ready_system_of
+    from unipar.jobs.client import ask_client
+    from unipar.jobs.submitted import find_submitted, ready_system_of
 
     job = find_submitted(folder, name)
     said = ask_client(ready_system_of(job).cancel(job)).strip()

@@ -19,7 +19,7 @@ from unipar.cli.commands.options import (
 
 if TYPE_CHECKING:
     from unipar.backend.checks import CheckedSource
-    from unipar.launcher.submit.submission import Submission
+    from unipar.jobs.submission import Submission
 
 COMMANDS = ("run", "compare", "scale", "verify")
 
@@ -108,7 +108,7 @@ def _submissions(
     source: CheckedSource, on: str | None, command: str, file: Path, arguments: list[str], world: str | None
 ) -> list[Submission]:
     if world is None:
-        from unipar.launcher.submit.submission import make_submission
+        from unipar.jobs.submission import make_submission
 
         return [make_submission(source, on, command, file, arguments)]
     from unipar.comparison.worlds.submit import submit_worlds

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unipar.memory.cuda_total import CUDA_ASSUMPTIONS, total_on_cuda
+from unipar.planning.cuda_total import CUDA_ASSUMPTIONS, total_on_cuda
 from unipar.report.html.elements import bullet_list, paragraph
 from unipar.results.memory_tables import bytes_on_this_machine, largest_account
 from unipar.results.row import CellResult

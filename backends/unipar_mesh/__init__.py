@@ -1,0 +1,1 @@
+"""Models split over tensor, pipeline and context: for the backends that unipar splits models for."""

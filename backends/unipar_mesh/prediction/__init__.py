@@ -1,0 +1,1 @@
+"""Memory and bytes sent of a split model, for `unipar plan`."""

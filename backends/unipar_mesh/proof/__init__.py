@@ -1,0 +1,1 @@
+"""Proof before the first step that the split model is the whole one."""

@@ -1,5 +1,0 @@
-"""Long sequences cut over the ranks of a group, from a model's first block to its last."""
-
-from unipar_native.mesh.context.split import SequenceSplit
-
-__all__ = ["SequenceSplit"]
