@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.bubble_task import BACKWARD_SECONDS, FORWARD_SECONDS
-from unipar.backend import cells
+from unipar.backend import offered_cells as cells
 from unipar.comparison.cell_world import CellWorld
 from unipar.config import Cell
+from unipar.config.config_source import load_given_config
 from unipar.config.sections.cell import SCHEDULES, PipelineSchedule
 from unipar.config.settled import SettledConfig
-from unipar.config.source import load_given_config
-from unipar.planning.pipeline import bubble
+from unipar.planning.pipeline_order import bubble
 from unipar.task.reference import TaskRef
 from unipar.utils.table import format_table
 

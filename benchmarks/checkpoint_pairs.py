@@ -17,7 +17,7 @@ from typing import Any
 import unipar
 from unipar.backend.checks import in_cell
 from unipar.config import Cell
-from unipar.config.source import load_given_config
+from unipar.config.config_source import load_given_config
 from unipar.errors import UniparError
 
 ROOT = Path(__file__).parents[1]

@@ -25,7 +25,7 @@ from benchmarks.worlds import run_world, write_found
 from unipar.backend import registry
 from unipar.backend.checks import settle
 from unipar.checkpoint.protocol.verifying import inspect_checkpoint
-from unipar.comparison.rounds import rotate_order
+from unipar.comparison.training_rounds import rotate_order
 from unipar.config import Config
 from unipar.config.sections.checkpoint import Checkpoint
 from unipar.distributed.place import Place

@@ -16,10 +16,11 @@ import torch.distributed as dist
 from benchmarks.loops import CLIP, DECAY, LR, by_hand
 from benchmarks.timing import Loop, count_calls, interleaved, interval, time_ratio
 from benchmarks.worlds import read_asked, write_found
-from unipar.backend import cells, registry
+from unipar.backend import offered_cells as cells
+from unipar.backend import registry
 from unipar.backend.checks import settle
 from unipar.config import Cell, Config
-from unipar.config.source import load_config_file
+from unipar.config.config_source import load_config_file
 from unipar.distributed.place import Place
 from unipar.task import Task
 from unipar.task.reference import TaskRef

@@ -36,15 +36,15 @@ import torch
 import torch.distributed as dist
 
 from tests.support.tiny import CONFIG
-from unipar.checkpoint.protocol.agreement import attempt_together
+from unipar.checkpoint.protocol.joint_attempts import attempt_together
 from unipar.distributed.meeting.links import Links
 from unipar.distributed.meeting.roll_call import Presence, call_roll
-from unipar.distributed.meeting.rounds import Decide, open_rounds
-from unipar.distributed.meeting.session import Session, link_all
+from unipar.distributed.meeting.text_rounds import Decide, open_rounds
 from unipar.distributed.meeting.tree import RankTree
+from unipar.distributed.meeting.world_session import Session, link_all
 from unipar.distributed.place import Place
 from unipar.launcher.machines.ledgers import exchange_ledgers
-from unipar.results.run import Report
+from unipar.results.run_report import Report
 from unipar.run_folder.layout import ledger_path
 from unipar.run_folder.ledger import Ledger
 from unipar.training.stopping import StepAgreement

@@ -83,9 +83,9 @@ def _cpu_seconds() -> float:
 
 def compare_speed(installed: Path, calls: int) -> None:
     """Time all-reduces of both libraries in turn; print the ratio: median, middle half, fastest."""
-    from unipar_horovod.rendezvous import serve_rendezvous, slots_of
+    from unipar_horovod.horovod_rendezvous import serve_rendezvous, slots_of
 
-    from unipar.distributed.machines import WorldMachines
+    from unipar.distributed.world_machines import WorldMachines
 
     slots = slots_of(WorldMachines.one(RANKS))
     times = {kind: list[list[float]]() for kind in KINDS}
@@ -111,7 +111,7 @@ def compare_speed(installed: Path, calls: int) -> None:
 
 def _start(installed: Path, slots: list[SlotInfo], port: int) -> list[subprocess.Popen[str]]:
     """Start the ranks with one library; they wait for a line before each round."""
-    from unipar_horovod.rendezvous import rendezvous_variables
+    from unipar_horovod.horovod_rendezvous import rendezvous_variables
 
     path = os.pathsep.join([str(installed), os.environ.get("PYTHONPATH", "")])
     return [

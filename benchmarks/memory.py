@@ -11,12 +11,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from unipar.backend import cells, checks
+from unipar.backend import checks
+from unipar.backend import offered_cells as cells
 from unipar.comparison.cell_world import CellWorld
 from unipar.comparison.library_traffic import has_library_traffic, with_library_traffic
 from unipar.config import Config
+from unipar.config.config_source import load_given_config
 from unipar.config.settled import SettledConfig
-from unipar.config.source import load_given_config
 from unipar.errors import ConfigError, UniparError, Unsupported
 from unipar.memory.account import PASSES_BY_IMPORTANCE, PASSES_IN_ORDER, MemoryAccount, PhasePeak
 from unipar.memory.sources.malloc_build import METER_ENVIRONMENT, build_meter, preload_environment

@@ -22,13 +22,13 @@ from unittest.mock import patch
 import unipar
 from benchmarks.drawn_models import Draw
 from unipar.backend import registry
-from unipar.backend.cells import config_in_cell
+from unipar.backend.offered_cells import config_in_cell
 from unipar.config import Cell, Config
-from unipar.config.source import load_given_config
+from unipar.config.config_source import load_given_config
 from unipar.errors import UniparError
 from unipar.launcher.processes import early, starters
 from unipar.launcher.processes.forkserver import ForkServer
-from unipar.results.agreement import loss_tolerance, measure_agreement
+from unipar.results.loss_agreement import loss_tolerance, measure_agreement
 from unipar.results.verdicts import Verdict, format_share
 from unipar.utils.table import format_table
 from unipar.utils.text import count_of, format_duration

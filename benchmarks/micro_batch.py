@@ -10,10 +10,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from unipar.backend import cells, checks, registry
+from unipar.backend import checks, registry
+from unipar.backend import offered_cells as cells
 from unipar.config import Cell
+from unipar.config.config_source import load_given_config
 from unipar.config.settled import SettledConfig
-from unipar.config.source import load_given_config
 from unipar.errors import OutOfMemory, Stopped, UniparError
 from unipar.launcher.micro_batch.choice import CandidateWorld, list_candidates, with_micro
 from unipar.launcher.micro_batch.choose import choose_microbatch, write_line

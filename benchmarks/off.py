@@ -14,11 +14,11 @@ from unipar.distributed.place import Place
 from unipar.launcher.processes.group import CONTROL_MESSAGE_BYTES
 from unipar.memory.account import PASSES_BY_IMPORTANCE, PASSES_IN_ORDER
 from unipar.memory.recording.watcher import MemoryRecorder
-from unipar.memory.sources.malloc import MallocMeter
+from unipar.memory.sources.malloc_meter import MallocMeter
 from unipar.task import Task
 from unipar.task.reference import TaskRef
 from unipar.training.setup import open_run
-from unipar.utils.malloc import keep_freed_memory
+from unipar.utils.malloc_settings import keep_freed_memory
 
 CELL = "native/nothing"
 

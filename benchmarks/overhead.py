@@ -20,7 +20,7 @@ from benchmarks.timing import interval
 from benchmarks.watch import benchmark_watch
 from benchmarks.worlds import run_world
 from unipar.backend.installed import machine_summary
-from unipar.comparison.rounds import rotate_order
+from unipar.comparison.training_rounds import rotate_order
 from unipar.errors import UniparError
 from unipar.launcher.processes.group import WorkerGroup
 from unipar.memory.sources.malloc_build import METER_ENVIRONMENT, build_meter, preload_environment

@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.timing import Interval, interval
 from unipar.backend.installed import library_versions
-from unipar.comparison.rounds import rotate_order
+from unipar.comparison.training_rounds import rotate_order
 from unipar.errors import UniparError
 from unipar.launcher.preparation.prepare import prepare
 from unipar.launcher.preparation.prepared_run import PreparedRun

@@ -25,7 +25,7 @@ from unipar.config.settled import read_settled
 from unipar.distributed.place import Place
 from unipar.launcher.processes.group import CONTROL_MESSAGE_BYTES
 from unipar.launcher.processes.worker import exit_on_error
-from unipar.model.optimizer import parameter_groups
+from unipar.model.parameter_groups import parameter_groups
 from unipar.task import Task
 from unipar.task.reference import TaskRef
 from unipar.training.setup import open_run

@@ -18,9 +18,9 @@ from benchmarks.timing import interval
 from unipar.backend import registry
 from unipar.comparison.cell_world import TURNS_MODULE, CellWorld
 from unipar.comparison.request import CompareRequest
-from unipar.comparison.rounds import rotate_order
+from unipar.comparison.training_rounds import rotate_order
 from unipar.config.settled import SettledConfig
-from unipar.launcher.cells import select_cells
+from unipar.launcher.cell_selection import select_cells
 from unipar.launcher.processes.starters import SharedForkServer
 from unipar.utils.table import format_table
 

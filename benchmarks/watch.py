@@ -17,8 +17,8 @@ from unipar.distributed.place import Place
 from unipar.errors import UniparError
 from unipar.task import Task
 from unipar.task.reference import TaskRef
-from unipar.training.run import TrainingRun
 from unipar.training.setup import open_run
+from unipar.training.training_run import TrainingRun
 from unipar.utils.table import format_table
 
 CELLS = ("native/nothing", "native/parameters", "deepspeed/gradients", "horovod/nothing", "accelerate/nothing")

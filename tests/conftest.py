@@ -98,9 +98,9 @@ def _played(config: pytest.Config) -> list[Any]:
     from tests.conformance.marks import MARKS, read_marks
     from tests.conformance.selection import select_cases
     from unipar import errors
-    from unipar.backend import cells as backend_cells
+    from unipar.backend import offered_cells as backend_cells
     from unipar.backend import registry
-    from unipar.backend.cells import expand_cell_patterns
+    from unipar.backend.offered_cells import expand_cell_patterns
 
     asked: list[str] = config.getoption("--cells") or ["*"]
     cells = expand_cell_patterns((*asked, *(MESH_CELLS if asked == ["*"] else ())))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from unipar.comparison.compare import compare
-    from unipar.comparison.plan import plan
+    from unipar.comparison.make_plan import plan
     from unipar.comparison.scale import scale
     from unipar.config import Cell, Config
     from unipar.errors import (
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     )
     from unipar.launcher.launch import join, launch
     from unipar.optimizers.matrix_optimizer import MatrixOptimizer
-    from unipar.results.run import Report
+    from unipar.results.run_report import Report
     from unipar.task import Run, Task
     from unipar.task.gathered import gathered
     from unipar.tracking.tracker import Tracker

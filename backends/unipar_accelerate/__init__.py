@@ -213,11 +213,11 @@ class Accelerate(Backend):
 
             return build_zero_engine(part, config, world)
         if config.parallel.axes.ranks > 1:
-            from unipar_accelerate.mesh import AccelerateMeshEngine
+            from unipar_accelerate.mesh_engine import AccelerateMeshEngine
 
             return AccelerateMeshEngine(part, config, world)
         if config.parallel.shard != "nothing":
-            from unipar_accelerate.fsdp2 import AccelerateFSDP2Engine
+            from unipar_accelerate.fsdp2_engine import AccelerateFSDP2Engine
 
             return AccelerateFSDP2Engine(part, config, world)
         from unipar_accelerate.engine import AccelerateDDPEngine

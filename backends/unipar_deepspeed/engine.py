@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from unipar.backend import Backend, Fn, Holding, LossFn, Mark, Micro, Part, Piece, Read, Step, cells
+from unipar.backend import Backend, Fn, Holding, LossFn, Mark, Micro, Part, Piece, Read, Step
+from unipar.backend import offered_cells as cells
 from unipar.backend.joining import meet
 from unipar.backend.precision import autocast_dtype, batch_dtype
 from unipar.config import SHARDS, Config
@@ -23,7 +24,7 @@ from unipar.distributed.world import World
 from unipar.engines.forward import ForwardCall, OpaqueBatch, eval_mode, plain_evaluation, unrecorded_forward
 from unipar.engines.gradients import clip_counted, clip_gradients, clip_in_fp64, scale_loss
 from unipar.engines.learning_rate import BaseRates
-from unipar.engines.optimizer import OptimizerEngine
+from unipar.engines.optimizer_engine import OptimizerEngine
 from unipar.engines.placement import (
     broadcast_model,
     broadcast_tensor,
@@ -33,12 +34,12 @@ from unipar.engines.placement import (
 )
 from unipar.engines.state import broadcast_module_buffers, buffer_pieces, module_holdings, restore_buffers
 from unipar.errors import TaskError
-from unipar_deepspeed.holdings import zero_holdings
+from unipar_deepspeed.gathered_parameters import all_parameters, parameters_away
 from unipar_deepspeed.matrices.states import names_of_matrices
 from unipar_deepspeed.offload import cpu_optimizer_for
 from unipar_deepspeed.options import options_of, remove_offload_files
 from unipar_deepspeed.partitions import ZeroPartitions, keep_exact_values
-from unipar_deepspeed.tensor import (
+from unipar_deepspeed.tensor_parallel_by_plan import (
     finish_split,
     forget_groups,
     keep_sizes,
@@ -47,7 +48,7 @@ from unipar_deepspeed.tensor import (
     prove_split,
     use_groups,
 )
-from unipar_deepspeed.whole import all_parameters, parameters_away
+from unipar_deepspeed.zero_holdings import zero_holdings
 
 InitializeEngine = Callable[[nn.Module, Optimizer, dict[str, Any]], Any]
 """Function that calls `deepspeed.initialize`, itself or through a library that wraps it, and returns the engine."""

@@ -9,7 +9,10 @@ from unipar.backend.foreign import AUTO, ForeignConfigReader, ForeignSection
 from unipar.config import SHARDS
 from unipar.distributed import accelerators
 from unipar.utils.text import show_value
-from unipar_deepspeed.import_sections.batch import read_batch
+from unipar_deepspeed.import_sections.import_batch import read_batch
+from unipar_deepspeed.import_sections.import_model import read_compile, read_tensor
+from unipar_deepspeed.import_sections.import_optimizer import read_optimizer
+from unipar_deepspeed.import_sections.import_precision import read_precision
 from unipar_deepspeed.import_sections.keys import (
     CARRIED_DS_KEYS,
     FIXED_DS_VALUES,
@@ -25,9 +28,6 @@ from unipar_deepspeed.import_sections.keys import (
     ZERO_REFUSED,
     ZERO_SPEED,
 )
-from unipar_deepspeed.import_sections.model import read_compile, read_tensor
-from unipar_deepspeed.import_sections.optimizer import read_optimizer
-from unipar_deepspeed.import_sections.precision import read_precision
 from unipar_deepspeed.options import DS_KEY_OF_SIZE, SIZES_OF_STAGE
 
 KNOWN = frozenset({*OMITTED_DS_KEYS, *REFUSED_DS_KEYS, *FIXED_DS_VALUES, *CARRIED_DS_KEYS})

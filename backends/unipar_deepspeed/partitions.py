@@ -20,7 +20,7 @@ from unipar.optimizers.stochastic_rounding import ElementRuns
 from unipar_deepspeed.matrices.states import MatrixStates, ranges_in_flat_tensors
 
 if TYPE_CHECKING:
-    from unipar_deepspeed.tensor import TensorSplit
+    from unipar_deepspeed.tensor_parallel_by_plan import TensorSplit
 
 ReadRegion = Callable[[str, Region], Tensor]
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from unipar.backend import cells
+from unipar.backend import offered_cells as cells
 from unipar.config import SHARDS, Config
 from unipar.prediction.terms import clips_in_fp64, refuse_unplanned
 from unipar.prediction.timeline import Payload, Prediction, StepTimeline
 from unipar_deepspeed.options import options_of, zero_settings
+from unipar_deepspeed.prediction.autotp_terms import beside_tensor
 from unipar_deepspeed.prediction.built import built_terms
 from unipar_deepspeed.prediction.flat import predict_flat
-from unipar_deepspeed.prediction.model import NORM_BYTES, ZeroModel
 from unipar_deepspeed.prediction.partitioned import predict_partitioned
-from unipar_deepspeed.prediction.tensor import beside_tensor
-from unipar_deepspeed.prediction.whole import predict_stage_0
+from unipar_deepspeed.prediction.stage_0 import predict_stage_0
+from unipar_deepspeed.prediction.zero_model import NORM_BYTES, ZeroModel
 
 LIBRARY_SIZES: dict[str, Any] = {
     "reduce_bucket_size": 500_000_000,

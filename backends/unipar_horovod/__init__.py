@@ -185,7 +185,7 @@ class Horovod(Backend):
 
     @override
     def sends(self, world: World) -> AbstractContextManager[Mapping[str, int]]:
-        from unipar_horovod.timeline import record_sends
+        from unipar_horovod.bytes_from_timeline import record_sends
 
         return record_sends(world)
 

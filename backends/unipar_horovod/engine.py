@@ -26,7 +26,7 @@ from unipar.engines.placement import broadcast_model
 from unipar.engines.wrapper import WrapperEngine
 from unipar.errors import Unsupported, WorldMismatch
 from unipar_horovod import fusion_buffer_bytes, options_of, process_set_refusals
-from unipar_horovod.rendezvous import rendezvous_variables, serve_rendezvous, slots_of
+from unipar_horovod.horovod_rendezvous import rendezvous_variables, serve_rendezvous, slots_of
 
 _ONLY_CPU = (
     "device: {kind}: this Horovod was built for tensors of the CPU alone, and the first step would never end; build it "

@@ -41,8 +41,8 @@ def _sum_over_ranks() -> dict[str, bool]:
 
 
 def _run_ranks() -> str:
-    from unipar.distributed.machines import WorldMachines
-    from unipar_horovod.rendezvous import rendezvous_variables, serve_rendezvous, slots_of
+    from unipar.distributed.world_machines import WorldMachines
+    from unipar_horovod.horovod_rendezvous import rendezvous_variables, serve_rendezvous, slots_of
 
     slots = slots_of(WorldMachines.one(SELF_TEST_RANKS))
     with serve_rendezvous(slots) as port:

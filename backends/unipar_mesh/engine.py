@@ -19,17 +19,17 @@ from typing_extensions import override
 from unipar.backend import Fn, Holding, LossFn, Mark, Micro, Part, Region
 from unipar.backend.precision import batch_dtype
 from unipar.config import Config
-from unipar.distributed.copies import copies_by_machine
+from unipar.distributed.copies_by_machine import copies_by_machine
 from unipar.distributed.device import has_own_memory
 from unipar.distributed.mesh import Mesh
 from unipar.distributed.world import World
-from unipar.engines.batch import cast_floats, map_tensors, to_device
+from unipar.engines.batch_transfer import cast_floats, map_tensors, to_device
 from unipar.engines.forward import OpaqueBatch
 from unipar.engines.fsdp2_sharded import ShardedEngine
 from unipar.engines.gradients import clip_counted, scale_loss
 from unipar.engines.state import is_first_copy, local_part
 from unipar.errors import TaskError
-from unipar.planning.pipeline import microbatch_order
+from unipar.planning.pipeline_order import microbatch_order
 from unipar_mesh.context import SequenceSplit
 from unipar_mesh.context.spread_attention import Way
 from unipar_mesh.look_at_model import ModelFacts, WholeModel, look_at_model, names_in_several, whole_gradients

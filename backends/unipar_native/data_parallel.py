@@ -13,7 +13,7 @@ from typing_extensions import override
 from unipar.backend import LossFn, Mark, Micro, Part
 from unipar.config import Config
 from unipar.distributed.world import World
-from unipar.engines.batch import to_device
+from unipar.engines.batch_transfer import to_device
 from unipar.engines.forward import ForwardCall, OpaqueBatch
 from unipar.engines.gradients import scale_loss
 from unipar.engines.placement import broadcast_model, plain_attributes

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from unipar.backend import Part
 from unipar.backend.file_values import file_values
 from unipar.config import Config
-from unipar.distributed.copies import copies_by_machine
+from unipar.distributed.copies_by_machine import copies_by_machine
 from unipar.distributed.world import World
 from unipar.engines.forward import ForwardCall
 from unipar.engines.fsdp2_sharded import ShardedEngine, fill_shard, read_shard

@@ -222,9 +222,9 @@ def largest_difference(losses: list[float], wanted: list[float]) -> float:
 def _losses(cell: str, ranks: int, device: str, changes: dict[str, Any], folder: str, *, steps: int = 8) -> list[float]:
     """Return the losses of a run of the quickstart's model in a cell."""
     import unipar
-    from unipar.backend import cells
+    from unipar.backend import offered_cells as cells
     from unipar.config import Cell
-    from unipar.config.source import load_given_config
+    from unipar.config.config_source import load_given_config
 
     settings: dict[str, Any] = {
         "task": {"use": f"{ROOT}/examples/char_gpt.py:CharGPT", "args": SIZES},
@@ -254,11 +254,11 @@ def train(device: str, ranks: int, folder: str, *, cell: str, changes: dict[str,
 
 def ledger(device: str, ranks: int, folder: str, *, cell: str) -> str:
     """Record memory, and compare the ledger's sum with the allocator's own peak in plain steps after it."""
-    from unipar.backend import cells
+    from unipar.backend import offered_cells as cells
     from unipar.comparison.cell_world import CellWorld
     from unipar.config import Cell
+    from unipar.config.config_source import load_given_config
     from unipar.config.settled import SettledConfig
-    from unipar.config.source import load_given_config
     from unipar.memory.account import PASSES_BY_IMPORTANCE, PASSES_IN_ORDER
     from unipar.memory.sources.malloc_build import build_meter, preload_environment
     from unipar.task.reference import TaskRef

@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks.memory import measure_account
 from benchmarks.plan.rows import OF_OURS, OF_PUBLIC, Row, config_of, covering_rows, rows_of
-from unipar.backend import cells
+from unipar.backend import offered_cells as cells
 from unipar.config import Cell
 from unipar.config.settled import SettledConfig
 from unipar.errors import UniparError, Unsupported
@@ -77,7 +77,7 @@ class Result:
 
 def plan_row(row: Row) -> tuple[PredictedPeak, Mapping[str, int]]:
     """Return the fullest phase of a row as planned, and its payload; raise Unsupported if it is not planned."""
-    from unipar.comparison.plan import predict_cell
+    from unipar.comparison.make_plan import predict_cell
 
     predicted = predict_cell(config_of(row), Cell.parse(row.cell), row.ranks, "cpu")
     sent = {f"{p.axis} {p.collective}": 0 for p in predicted.sent}

@@ -15,11 +15,11 @@ from collections.abc import Iterator, Sequence
 from benchmarks.examples import EXAMPLES, ROOT, SMALL
 from benchmarks.memory import measure_account
 from benchmarks.plan.__main__ import NOT_PLANNED, PUBLIC_LIMIT, Result
-from unipar.backend import cells
-from unipar.comparison.plan import predict_cell
+from unipar.backend import offered_cells as cells
+from unipar.comparison.make_plan import predict_cell
 from unipar.config import Cell, Config
+from unipar.config.config_source import load_config_file
 from unipar.config.settled import SettledConfig
-from unipar.config.source import load_config_file
 from unipar.errors import UniparError
 from unipar.memory.sources.malloc_build import build_meter, preload_environment
 from unipar.utils.table import format_table

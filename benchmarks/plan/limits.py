@@ -34,7 +34,7 @@ from benchmarks.plan.__main__ import NOT_PLANNED
 from benchmarks.plan.limited_rank import ENTRY, ENTRY_MODULE
 from benchmarks.plan.rows import Row, all_cells, config_of
 from unipar.backend import registry
-from unipar.comparison.plan import predict_cell
+from unipar.comparison.make_plan import predict_cell
 from unipar.config import Cell
 from unipar.config.settled import SettledConfig
 from unipar.errors import UniparError
@@ -204,7 +204,7 @@ def main(arguments: Sequence[str]) -> int:
     began, results = time.monotonic(), list[LimitedTraining]()
     environment = preload_environment(build_meter())
     todo = list(draw_all(options, given, kept.values()))
-    with SharedForkServer([*ENTRY_MODULES, ENTRY_MODULE, "unipar.comparison.worker"], environment) as server:
+    with SharedForkServer([*ENTRY_MODULES, ENTRY_MODULE, "unipar.comparison.comparison_worker"], environment) as server:
         server.start([registry.find_backend(name) for name in ("native", "deepspeed", "horovod", "accelerate")])
         for number, (row, group, share) in enumerate(todo, 1):
             earlier = kept.get((group, row))

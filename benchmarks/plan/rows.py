@@ -13,9 +13,10 @@ from typing import Any
 
 from benchmarks.memory import SIZES
 from benchmarks.plan.models import PUBLIC_MODELS
-from unipar.backend import cells, checks
+from unipar.backend import checks
+from unipar.backend import offered_cells as cells
 from unipar.config import Cell, Config
-from unipar.config.source import load_given_config
+from unipar.config.config_source import load_given_config
 from unipar.errors import UniparError
 
 ROOT = Path(__file__).parents[2]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.support.forks import Forks
-from unipar.backend.cells import config_in_cell
 from unipar.backend.checks import check_can_run
+from unipar.backend.offered_cells import config_in_cell
 from unipar.config import Cell, Config
 from unipar.errors import ConfigError, Unsupported
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from unipar.backend.cells import config_in_cell
 from unipar.backend.checks import CheckedSource, check_cell, check_run_settings, in_cell, read_source
+from unipar.backend.offered_cells import config_in_cell
 from unipar.backend.registry import find_backend
 from unipar.config import Cell
 from unipar.errors import ConfigError, UniparError

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from unipar.backend import cells, checks, registry
+from unipar.backend import checks, registry
+from unipar.backend import offered_cells as cells
 from unipar.config import Cell, Config
 from unipar.errors import BackendNotFound, BackendNotInstalled, ConfigError, Unsupported
 

@@ -11,7 +11,7 @@ import pytest
 from unipar.backend import resources
 from unipar.backend.resources import RankCount
 from unipar.config import Config
-from unipar.config.source import load_given_config
+from unipar.config.config_source import load_given_config
 from unipar.distributed import accelerators
 from unipar.distributed import gpus as distributed_gpus
 from unipar.distributed.accelerators import (

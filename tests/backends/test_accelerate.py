@@ -19,7 +19,7 @@ from unipar.backend import checks
 from unipar.config import Config
 from unipar.engines.fsdp2_sharded import fsdp_groups
 from unipar.errors import Unsupported
-from unipar.results.run import Report
+from unipar.results.run_report import Report
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # libraries' own, of their own calls
 

@@ -23,19 +23,20 @@ from tests.conformance.tasks import Plain
 from tests.support.exports import WORDS
 from tests.support.running import running
 from tests.support.tiny import Tiny
-from unipar.backend import LossFn, Micro, Part, cells, checks, resources
+from unipar.backend import LossFn, Micro, Part, checks, resources
+from unipar.backend import offered_cells as cells
 from unipar.backend.resources import RankCount
 from unipar.cli.commands.config.explain import explain_config
 from unipar.config import Cell, Config
+from unipar.config.config_source import load_given_config
 from unipar.config.settled import SettledConfig
-from unipar.config.source import load_given_config
 from unipar.conversion.export import export_script
 from unipar.distributed.place import Place
 from unipar.distributed.world import World
 from unipar.engines.forward import ForwardCall, OpaqueBatch
 from unipar.engines.wrapper import WrapperEngine
 from unipar.errors import TaskError, Unsupported, WorldMismatch
-from unipar.launcher.cells import select_cells
+from unipar.launcher.cell_selection import select_cells
 from unipar.launcher.preparation.prepare import prepare
 from unipar.launcher.preparation.prepared_run import PreparedRun
 from unipar.verification.verify import select_multi_rank_cells

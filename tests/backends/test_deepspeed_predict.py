@@ -18,9 +18,10 @@ from torch import nn
 from tests.support.two_modules import MOMENTS, TIMELINE
 from tests.support.world import ROOT
 from tests.support.zero_library import Case
-from unipar.backend import cells, registry
+from unipar.backend import offered_cells as cells
+from unipar.backend import registry
 from unipar.config import Cell
-from unipar.config.source import load_given_config
+from unipar.config.config_source import load_given_config
 from unipar.launcher.processes.group import WorkerGroup
 from unipar.prediction.timeline import (
     Moment,
@@ -264,7 +265,7 @@ def test_as_deepspeed_does_with_a_disk(tmp_path: Path) -> None:
 
 def test_swap_buffers_have_a_name() -> None:
     """A partition that is read into one is part of it; another has memory of its own."""
-    from unipar_deepspeed.holdings import zero_holdings
+    from unipar_deepspeed.zero_holdings import zero_holdings
 
     buffers, updated, mine = torch.zeros(8), torch.zeros(6), torch.zeros(3)
     swapper = SimpleNamespace(buffers=buffers, partitioned_swap_buffer=updated)

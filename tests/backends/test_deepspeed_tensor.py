@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 from unipar_deepspeed.autotp import arm_as_autotp, matrices_left_whole
-from unipar_deepspeed.tensor import TensorSplit, regions_of_range
+from unipar_deepspeed.tensor_parallel_by_plan import TensorSplit, regions_of_range
 from unipar_mesh.tensor.cuts import BlockPlan, Cut, ParameterCut
 
 from tests.support.forks import ROOT, Forks

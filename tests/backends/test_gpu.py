@@ -13,7 +13,8 @@ from unipar_native.data_parallel import MicrobatchRound, RoundDataParallel
 
 import unipar
 from tests.conformance.tasks import Grouped, Normed
-from unipar.backend import Micro, cells, registry
+from unipar.backend import Micro, registry
+from unipar.backend import offered_cells as cells
 from unipar.config import Cell, Config
 from unipar.engines.forward import ForwardCall, OpaqueBatch
 from unipar.errors import Unsupported

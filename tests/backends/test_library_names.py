@@ -8,7 +8,7 @@ import pytest
 
 from unipar.config import Cell, Config
 from unipar.config.settled import SettledConfig
-from unipar.launcher.cells import library_name, select_cells
+from unipar.launcher.cell_selection import library_name, select_cells
 
 
 def name_of(cell: str, ranks: int = 2, **changed: Any) -> str:

@@ -14,14 +14,14 @@ from typing_extensions import override
 import unipar
 from tests.support.short_text import ShortText, short_text
 from unipar.backend import registry
-from unipar.backend.cells import config_in_cell, expand_cell_patterns
+from unipar.backend.offered_cells import config_in_cell, expand_cell_patterns
 from unipar.config import BatchSizes, Config
-from unipar.config.source import load_given_config
+from unipar.config.config_source import load_given_config
 from unipar.distributed.mesh import Mesh, fake_groups
 from unipar.errors import TaskError
 from unipar.prediction.timeline import Payload, StepTimeline, TurnOfStep
-from unipar.training.fake_run.parts import PredictedStep, TaskTraces
-from unipar.training.fake_run.trace import TracedTask
+from unipar.training.fake_run.task_traces import PredictedStep, TaskTraces
+from unipar.training.fake_run.trace_task import TracedTask
 
 HIDDEN = 8 * 16 * 4
 """Bytes of a sample's hidden states."""

@@ -10,7 +10,7 @@ import pytest
 from tests.conformance import tasks
 from tests.support.placed_inside import Placed, train_placed
 from unipar.backend.checks import settle
-from unipar.training.fake_run.parts import TaskTraces
+from unipar.training.fake_run.task_traces import TaskTraces
 
 pytestmark = pytest.mark.forked
 

@@ -19,7 +19,7 @@ from unipar.backend import Micro, Part, registry
 from unipar.config import Config
 from unipar.distributed.mesh import Mesh, fake_groups
 from unipar.errors import TaskError
-from unipar.memory.recording.collectives import CollectiveCounter
+from unipar.memory.recording.bytes_sent_recorder import CollectiveCounter
 
 
 def config_of(**sections: Any) -> Config:

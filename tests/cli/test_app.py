@@ -329,7 +329,7 @@ CALLED = {
     "scale": "unipar.comparison.scale.scale",
     "verify": "unipar.verification.verify.verify",
     "explain": "unipar.cli.commands.config.explain.explain_config",
-    "plan": "unipar.comparison.plan.plan",
+    "plan": "unipar.comparison.make_plan.plan",
 }
 """The function behind each command that takes cells."""
 

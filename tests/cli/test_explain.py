@@ -12,7 +12,7 @@ import pytest
 
 from unipar.cli.commands.config.check import check_config
 from unipar.cli.commands.config.explain import Explanation, explain_config
-from unipar.config.source import ConfigSource, load_config_file
+from unipar.config.config_source import ConfigSource, load_config_file
 from unipar.errors import ConfigError, OutExists, TaskError
 
 CONFIG = """\

@@ -12,7 +12,7 @@ from tests.support.tiny import CONFIG, Tiny
 from unipar.comparison.compare import compare
 from unipar.comparison.worlds.collect import collect_worlds
 from unipar.errors import ReportError
-from unipar.results.files import read_mapping
+from unipar.results.result_files import read_mapping
 from unipar.results.scaling import Scaling
 
 pytestmark = pytest.mark.forked

@@ -17,14 +17,14 @@ from tests.support.task_text import TASK
 from tests.support.tiny import CONFIG
 from tests.support.world import eventually
 from unipar import errors
-from unipar.backend import cells
+from unipar.backend import offered_cells as cells
 from unipar.comparison.compare import compare
 from unipar.comparison.request import TurnSchedule
-from unipar.comparison.rounds import rotate_order
+from unipar.comparison.training_rounds import rotate_order
 from unipar.config import Cell, Config
+from unipar.config.config_source import load_config_file
 from unipar.config.settled import SettledConfig
-from unipar.config.source import load_config_file
-from unipar.launcher.cells import select_cells
+from unipar.launcher.cell_selection import select_cells
 from unipar.results.row import REUSED
 
 pytestmark = pytest.mark.forked

@@ -10,8 +10,8 @@ import pytest
 
 from tests.support.comparisons import write_example_comparison
 from unipar.comparison.compare import compare
-from unipar.report.data.comparison import ComparisonPageData
-from unipar.report.pages.comparison import render_comparison
+from unipar.report.data.comparison_data import ComparisonPageData
+from unipar.report.pages.comparison_page import render_comparison
 
 pytestmark = pytest.mark.forked
 

@@ -10,16 +10,16 @@ from unittest.mock import Mock
 import pytest
 
 import unipar
-from unipar.comparison.forecast import OTHER_WORLDS, Forecaster, forecast_path, job_of, write_forecast
+from unipar.comparison.make_forecast import OTHER_WORLDS, Forecaster, forecast_path, job_of, write_forecast
 from unipar.config import Cell
+from unipar.config.config_source import load_given_config
 from unipar.config.settled import SettledConfig
-from unipar.config.source import load_given_config
 from unipar.distributed.place import Place
-from unipar.launcher.cells import select_cells
+from unipar.launcher.cell_selection import select_cells
 from unipar.planning.peaks import PredictedPeak
 from unipar.results.forecast.records import CellForecast, Forecast
 from unipar.task.reference import TaskRef
-from unipar.training.fake_run.parts import TaskTraces
+from unipar.training.fake_run.task_traces import TaskTraces
 
 ROOT = Path(__file__).parents[2]
 CONFIG: dict[str, Any] = {

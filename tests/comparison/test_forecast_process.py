@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from unipar.comparison import forecast
-from unipar.comparison.forecast import device_memory, make_forecast
+from unipar.comparison import make_forecast as forecast
+from unipar.comparison.make_forecast import device_memory, make_forecast
 from unipar.config import Cell, Config
 from unipar.config.settled import SettledConfig
 from unipar.launcher.processes.starters import SharedForkServer

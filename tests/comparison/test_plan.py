@@ -11,11 +11,11 @@ import pytest
 
 import unipar
 from tests.support.short_text import short_text
-from unipar.backend.cells import cell_of
+from unipar.backend.offered_cells import cell_of
 from unipar.cli.commands.config.plan import read_device, read_ranks, read_share, read_size
 from unipar.comparison.pick import write_picked_config
 from unipar.config import BatchSizes
-from unipar.config.source import load_config_file, load_given_config
+from unipar.config.config_source import load_config_file, load_given_config
 from unipar.errors import ConfigError, OutExists
 from unipar.planning.explanation import group_terms
 

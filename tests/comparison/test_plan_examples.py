@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import unipar
-from unipar.config.source import load_config_file
+from unipar.config.config_source import load_config_file
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 

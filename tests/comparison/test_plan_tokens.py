@@ -12,7 +12,7 @@ from typing_extensions import override
 import unipar
 from tests.conformance.lengths import Counted
 from unipar.comparison.pick import write_picked_config
-from unipar.config.source import load_config_file
+from unipar.config.config_source import load_config_file
 from unipar.errors import ConfigError
 from unipar.training.fake_run.token_traces import TokenTraces
 

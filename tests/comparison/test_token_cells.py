@@ -12,7 +12,7 @@ import unipar
 from tests.support.scalings import worlds_with_work
 from tests.support.world import ROOT
 from unipar.comparison import compare
-from unipar.comparison.forecast import MOST_SECONDS, make_forecast
+from unipar.comparison.make_forecast import MOST_SECONDS, make_forecast
 from unipar.comparison.scale import select_worlds
 from unipar.config import Cell, Config
 from unipar.results.comparison import Comparison

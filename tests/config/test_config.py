@@ -8,13 +8,13 @@ import pytest
 from pydantic import ValidationError
 
 from unipar.backend import checks
-from unipar.backend.cells import cell_of, config_in_cell, expand_cell_patterns, require_cell
+from unipar.backend.offered_cells import cell_of, config_in_cell, expand_cell_patterns, require_cell
 from unipar.config import BatchSizes, Cell, Config
+from unipar.config.config_source import load_given_config
 from unipar.config.sections.batch import Batch
 from unipar.config.sections.optimizer import SGD, Adam, AdamW, Clip, LrScale
 from unipar.config.sections.schedule import Constant, Cosine, Linear
 from unipar.config.sections.train import Train
-from unipar.config.source import load_given_config
 from unipar.errors import BackendNotFound, ConfigError, Unsupported
 
 GOOD: dict[str, Any] = {"batch": {"total": 32}, "train": {"steps": 1}}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from unipar.config import safe_yaml
-from unipar.config.source import load_config_file, load_given_config
+from unipar.config.config_source import load_config_file, load_given_config
 from unipar.errors import ConfigError
 
 GOOD = "batch: {total: 8}\ntrain: {steps: 1}\n"

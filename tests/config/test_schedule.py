@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LinearLR, LRScheduler, MultiStepLR, OneCycl
 
 from unipar.backend.export import functions_code
 from unipar.config import Config
+from unipar.config.config_source import load_given_config
 from unipar.config.sections.schedule import (
     Constant,
     Cosine,
@@ -23,7 +24,6 @@ from unipar.config.sections.schedule import (
     Steps,
     WarmupStableDecay,
 )
-from unipar.config.source import load_given_config
 from unipar.errors import ConfigError
 
 STEPS = 20

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from unipar.config.config_source import load_given_config
 from unipar.config.sections.batch import Batch
 from unipar.config.sections.size import parse_fraction
-from unipar.config.source import load_given_config
 from unipar.errors import ConfigError
 from unipar.utils.text import parse_bytes
 

@@ -11,10 +11,10 @@ import pytest
 from unipar.backend.checks import given_source, in_cell, read_source
 from unipar.config import Config
 from unipar.config.config import Data
+from unipar.config.config_source import ConfigSource
 from unipar.config.sections.batch import Batch
 from unipar.config.sections.optimizer import SGD
 from unipar.config.sections.train import Train
-from unipar.config.source import ConfigSource
 from unipar.errors import BackendNotFound, ConfigError
 
 GOOD = """\

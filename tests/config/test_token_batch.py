@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from unipar.backend.cells import config_in_cell
+from unipar.backend.offered_cells import config_in_cell
 from unipar.config import BatchSizes, Cell, Config
 from unipar.config.sections.batch import Batch, TokenLimits
 from unipar.config.settled import SettledConfig

@@ -24,7 +24,7 @@ from tests.conformance.narrow import Adapted
 from tests.conformance.rates import Paced
 from tests.conformance.scores import Scored
 from tests.conformance.tolerances import BF16, CHAIN, FP32, FP64, GPT2, NARROW_MOMENTS, OWN_NORMS, Tolerance
-from unipar.backend.cells import config_in_cell
+from unipar.backend.offered_cells import config_in_cell
 from unipar.config import Cell, Config, Precision
 from unipar.data.order import SampleOrder
 

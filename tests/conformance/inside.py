@@ -22,16 +22,16 @@ from tests.conformance.generation import Generating
 from unipar.backend import Piece, Read, Region, registry
 from unipar.backend.checks import settle
 from unipar.config import Cell, Config
-from unipar.distributed.machines import WorldMachines
 from unipar.distributed.place import Place
 from unipar.distributed.world import World
+from unipar.distributed.world_machines import WorldMachines
 from unipar.errors import UniparError
 from unipar.run_folder.heartbeat import HeartbeatWriter
 from unipar.run_folder.layout import heartbeat_path, ledger_path
 from unipar.run_folder.ledger import Ledger
 from unipar.tracking.writer import TrackerWriter
-from unipar.training.run import TrainingRun
 from unipar.training.setup import build_run
+from unipar.training.training_run import TrainingRun
 
 
 def run(place: Place, folder: Path, control: socket.socket | None) -> None:

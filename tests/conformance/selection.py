@@ -21,9 +21,9 @@ from tests.conformance.cases import (
     VARIANTS,
 )
 from tests.conformance.marks import MARKS
-from unipar.backend import cells as backend_cells
+from unipar.backend import offered_cells as backend_cells
 from unipar.backend import registry
-from unipar.backend.cells import is_single_process
+from unipar.backend.offered_cells import is_single_process
 from unipar.config import Cell
 
 

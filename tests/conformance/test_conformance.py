@@ -14,9 +14,9 @@ from tests.conformance.local import train_locally_by_hand
 from tests.conformance.marks import FSDP2, MARKS
 from tests.conformance.plain import Result
 from tests.conformance.selection import libraries_of, select_cases
-from unipar.backend import cells as backend_cells
+from unipar.backend import offered_cells as backend_cells
 from unipar.backend import registry
-from unipar.backend.cells import is_single_process
+from unipar.backend.offered_cells import is_single_process
 from unipar.config import Cell
 from unipar.errors import NonFinite
 

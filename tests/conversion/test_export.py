@@ -18,7 +18,7 @@ from tests.support.exports import FILE, FORGETS, HIDES, WORDS
 from tests.support.forks import Forks
 from tests.support.traveller import Loaded, Words20
 from unipar import Task, join
-from unipar.config import source
+from unipar.config import config_source as source
 from unipar.conversion.export import export_script
 from unipar.errors import OutExists, TaskError, UniparError
 

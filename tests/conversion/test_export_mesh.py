@@ -15,7 +15,7 @@ from tests.support.exports import FILE, FORGETS, HIDES, WORDS
 from tests.support.forks import Forks
 from tests.support.pipelined import Lines, Own, Texts
 from unipar import Task, join
-from unipar.config import source
+from unipar.config import config_source as source
 from unipar.conversion.export import ExportResult, export_script
 from unipar.errors import UniparError
 

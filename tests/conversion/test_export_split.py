@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.forks import Forks
 from tests.support.split_scripts import MODELS, TASKS, TOLD, compare, exported, play, refused, require_clean, run
-from unipar.config import source
+from unipar.config import config_source as source
 from unipar.conversion.export import export_script
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.imports import ASKED, LEAST, STEPS, YAML, ds, said, yaml
-from unipar.config import source
+from unipar.config import config_source as source
 from unipar.conversion.export import export_script
 from unipar.conversion.import_config import import_library_config, write_imported_config
 from unipar.errors import ConfigError, OutExists

@@ -13,7 +13,7 @@ from tests.support.forks import Forks
 from tests.support.imports import STEPS, ds, optimizer, recipe
 from tests.support.traveller import Words20
 from unipar import join
-from unipar.config import source
+from unipar.config import config_source as source
 from unipar.conversion.export import export_script
 from unipar.conversion.import_config import import_library_config
 from unipar.errors import ConfigError

@@ -20,7 +20,7 @@ from tests.support.world import ROOT
 from unipar.config.config import Config
 from unipar.conversion.import_config import ImportedConfig, import_library_config
 from unipar.errors import ConfigError
-from unipar.model.optimizer import parameter_groups
+from unipar.model.parameter_groups import parameter_groups
 from unipar.run_folder.layout import ledger_path
 from unipar.run_folder.ledger import Ledger
 

@@ -53,7 +53,7 @@ FAULTS = (
     ),
     Planted(
         "--backend native/nothing drops parallel.tensor.",
-        "unipar/backend/cells.py",
+        "unipar/backend/offered_cells.py",
         "kept = config.parallel.model_copy(update=parallel)",
         'kept = config.parallel.model_copy(update={"tensor": 1, **parallel})',
         f"{CHECKS}::test_settings_are_obeyed",
@@ -88,7 +88,7 @@ FAULTS = (
     ),
     Planted(
         "The logged rate is the config's, where groups have rates of their own.",
-        "unipar/training/parts.py",
+        "unipar/training/trained_parts.py",
         "rates = self.engine.learning_rates() or [base * self._factor for base in self.rates]",
         "rates = [self.config.train.optimizer.lr * self._factor]",
         f"{HAND_LOOPS}::test_one_process[own groups]",

@@ -7,7 +7,7 @@ from typing import Final
 from tests.corpus.planted_fault import Planted
 
 DEVICE = "unipar/distributed/device.py"
-BATCH = "unipar/engines/batch.py"
+BATCH = "unipar/engines/batch_transfer.py"
 SAVING = "unipar/checkpoint/saving.py"
 SEEDING = "unipar/utils/seeding.py"
 RUNS = "unipar/verification/runs.py"

@@ -17,7 +17,7 @@ from tests.corpus.cases import CASES, Case
 from tests.support.forks import ROOT, Forks
 from unipar.backend import registry
 from unipar.results.verdicts import Finding, Verdict
-from unipar.verification import session
+from unipar.verification import verification_steps as session
 from unipar.verification.diagnosis import faults, mesh_faults
 from unipar.verification.diagnosis.case import Fault, FaultCase
 from unipar.verification.judgement.record import RunRecord

@@ -18,8 +18,8 @@ from tests.support.streams import Counted, Noisy, Numbers, Sharded, Streamed
 from tests.support.world import PYTHONPATH_VARIABLE
 from unipar.cli.commands.config.explain import explain_config
 from unipar.config import Cell, Config
+from unipar.config.config_source import load_config_file, load_given_config
 from unipar.config.settled import SettledConfig
-from unipar.config.source import load_config_file, load_given_config
 from unipar.conversion.export import export_script
 from unipar.data.dataset import training_data_source
 from unipar.data.order import MicrobatchPlan

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from unipar.distributed.copies import copies_by_machine
-from unipar.distributed.machines import WorldMachines
+from unipar.distributed.copies_by_machine import copies_by_machine
 from unipar.distributed.mesh import Mesh
+from unipar.distributed.world_machines import WorldMachines
 from unipar.errors import ConfigError
 
 

@@ -20,7 +20,6 @@ from unipar.distributed.addresses import (
     resolve_host,
     with_port,
 )
-from unipar.distributed.machines import WorldMachine, WorldMachines, name_ranks
 from unipar.distributed.meeting import rendezvous
 from unipar.distributed.meeting.neighbours import Neighbours
 from unipar.distributed.meeting.roll_call import (
@@ -31,6 +30,7 @@ from unipar.distributed.meeting.roll_call import (
     read_machines,
 )
 from unipar.distributed.place import Place
+from unipar.distributed.world_machines import WorldMachine, WorldMachines, name_ranks
 from unipar.errors import OutExists, WorldMismatch
 
 

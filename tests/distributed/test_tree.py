@@ -12,16 +12,16 @@ import pytest
 import torch.distributed as dist
 
 from tests.support.rank_threads import PATIENCE, in_ranks, own_connection, serve_store
-from unipar.distributed.machines import WorldMachine, WorldMachines
 from unipar.distributed.meeting import links as links_module
 from unipar.distributed.meeting import tree as tree_module
 from unipar.distributed.meeting.links import Links
+from unipar.distributed.meeting.machine_watch import MachineWatch
 from unipar.distributed.meeting.neighbours import Neighbours
 from unipar.distributed.meeting.roll_call import wait_for_key
-from unipar.distributed.meeting.session import Session
 from unipar.distributed.meeting.tree import RankTree, joined_runs
-from unipar.distributed.meeting.watch import MachineWatch
+from unipar.distributed.meeting.world_session import Session
 from unipar.distributed.place import Place
+from unipar.distributed.world_machines import WorldMachine, WorldMachines
 from unipar.errors import OutExists, WorldMismatch
 from unipar.run_folder.error_file import is_consequence
 

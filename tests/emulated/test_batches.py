@@ -6,7 +6,7 @@ from tests.support.softcuda.processes import EmulatedDevice
 
 MOVED = """
 import torch
-from unipar.engines.batch import to_device
+from unipar.engines.batch_transfer import to_device
 device = torch.device("cuda:0")
 torch.cuda.init()
 """
@@ -29,7 +29,7 @@ result = [*before, sums.item()]
 def test_a_copy_does_not_wait_for_the_step_before(emulated: EmulatedDevice) -> None:
     """Its stream is another one, which has waited for none of the work that was queued before."""
     run = emulated.run(f"""{MOVED}
-from unipar.engines import batch
+from unipar.engines import batch_transfer as batch
 before, host = torch.zeros(4, device=device), torch.zeros(4).pin_memory()
 to_device(host, device)
 with batch._copy_stream(device):

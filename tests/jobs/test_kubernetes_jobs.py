@@ -21,7 +21,7 @@ from tests.support.programs import reason_no_programs, skip_because
 from tests.support.submissions import submission, text_of, write_config
 from unipar.errors import Unsupported
 from unipar.jobs.kubernetes_objects import ObjectKind, longest_name
-from unipar.results.run import Report
+from unipar.results.run_report import Report
 
 KINDS: tuple[ObjectKind, ...] = get_args(ObjectKind)
 FIRST_POD: dict[ObjectKind, str] = {

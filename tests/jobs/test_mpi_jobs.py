@@ -18,7 +18,7 @@ from tests.support.launchers import environment
 from tests.support.programs import needs_programs
 from tests.support.submissions import TEXT, submission, write_config
 from unipar.errors import Unsupported
-from unipar.results.run import Report
+from unipar.results.run_report import Report
 
 PYTHON = sys.executable
 ROOT_TOO = "{hosts: [localhost], more: [--allow-run-as-root, --oversubscribe, --mca oob_tcp_if_include lo]}"

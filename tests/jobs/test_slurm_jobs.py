@@ -18,8 +18,8 @@ from tests.support.slurm import Slurm, cluster, reason_no_cluster
 from tests.support.submissions import TEXT, submission, text_of, write_config
 from unipar.errors import Unsupported
 from unipar.jobs.submission import Submission
-from unipar.results.run import Report
-from unipar.run_folder.attempts import count_attempts
+from unipar.results.run_report import Report
+from unipar.run_folder.run_attempts import count_attempts
 
 PYTHON = sys.executable
 

@@ -19,8 +19,8 @@ from tests.support.machines.start import machines, reason_no_machines
 from tests.support.programs import skip_because
 from tests.support.slurm import reason_no_cluster
 from tests.support.world import ROOT
-from unipar.results.run import Report
-from unipar.run_folder.attempts import count_attempts
+from unipar.results.run_report import Report
+from unipar.run_folder.run_attempts import count_attempts
 
 WHY_NOT = reason_no_machines() or reason_no_cluster()
 pytestmark = [pytest.mark.slow, skip_because(WHY_NOT)]

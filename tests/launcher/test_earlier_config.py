@@ -16,8 +16,8 @@ from unipar.cli.commands.config.explain import explain_config
 from unipar.cli.commands.options import read_config_file
 from unipar.launcher.preparation.prepare import prepare
 from unipar.launcher.preparation.prepared_run import PreparedRun
-from unipar.run_folder.attempts import read_attempts
 from unipar.run_folder.layout import read_launch_file
+from unipar.run_folder.run_attempts import read_attempts
 
 pytestmark = pytest.mark.forked
 

@@ -16,7 +16,7 @@ from tests.support.foreign_launch import CONFIG
 from tests.support.forks import Forks
 from tests.support.launchers import LAUNCH_COMMANDS, environment, in_private_network, launch_command, reason_missing
 from tests.support.world import eventually, is_running, parent_of
-from unipar.results.run import Report
+from unipar.results.run_report import Report
 from unipar.run_folder.ledger import Ledger
 
 CELLS = [

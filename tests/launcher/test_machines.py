@@ -25,8 +25,8 @@ from tests.support.machines.start import machines, reason_no_machines
 from tests.support.matrix import CONFIG
 from tests.support.programs import reason_no_programs, skip_because
 from tests.support.slurm import reason_no_cluster
-from unipar.config.source import load_config_file
-from unipar.results.run import Report
+from unipar.config.config_source import load_config_file
+from unipar.results.run_report import Report
 
 pytestmark = skip_because(reason_no_machines())
 

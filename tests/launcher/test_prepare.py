@@ -18,9 +18,9 @@ from unipar.cli.commands.config.check import check_config
 from unipar.errors import CheckpointError, ConfigError, TaskError, UniparError
 from unipar.launcher.preparation.prepare import prepare
 from unipar.launcher.preparation.prepared_run import PreparedRun
-from unipar.run_folder.attempts import count_attempts
 from unipar.run_folder.layout import ledger_path
 from unipar.run_folder.ledger import Ledger
+from unipar.run_folder.run_attempts import count_attempts
 
 
 def planned(*, overwrite: bool = False, **overrides: Any) -> PreparedRun:

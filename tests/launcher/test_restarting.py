@@ -28,8 +28,8 @@ from unipar.errors import (
     WorkerFailed,
 )
 from unipar.launcher.restarting import is_worth_restart, pause_before
-from unipar.run_folder.attempts import read_attempts
 from unipar.run_folder.ledger import Ledger
+from unipar.run_folder.run_attempts import read_attempts
 
 ENVIRONMENT = {**PYTHONPATH_VARIABLE, "OMP_NUM_THREADS": "1"}
 

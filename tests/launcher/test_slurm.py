@@ -15,7 +15,7 @@ from tests.support.foreign_launch import CONFIG
 from tests.support.launchers import LAUNCH_COMMANDS, environment
 from tests.support.programs import skip_because
 from tests.support.slurm import Slurm, cluster, reason_no_cluster
-from unipar.results.run import Report
+from unipar.results.run_report import Report
 
 pytestmark = [pytest.mark.slow, skip_because(reason_no_cluster())]
 

@@ -12,7 +12,7 @@ from unipar.backend import Category
 from unipar.memory.account import PhaseName, PhasePeak
 from unipar.memory.recording.attribution import Attribution, plain_step_seconds
 from unipar.memory.sources.events import CallSite, NamedStorage, PhaseMark, SeenEvents, classify_callers
-from unipar.memory.sources.malloc import NOTE_DTYPE
+from unipar.memory.sources.malloc_meter import NOTE_DTYPE
 
 BASE, SMALL, MAIN, OTHER = 1000, 100, 7, 8
 LIBRARY, C10, PYTHON = 1, 2, 3

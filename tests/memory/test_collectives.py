@@ -16,18 +16,18 @@ from tests.support.comparisons import write_example_comparison
 from tests.support.forks import Forks
 from tests.support.watched_cells import compared
 from unipar.backend import registry
-from unipar.backend.cells import config_in_cell
 from unipar.backend.checks import settle
+from unipar.backend.offered_cells import config_in_cell
 from unipar.comparison.cell_world import CellWorld
 from unipar.comparison.library_traffic import with_library_traffic
 from unipar.config import Cell
-from unipar.config.source import load_given_config
+from unipar.config.config_source import load_given_config
 from unipar.distributed.mesh import Mesh
 from unipar.memory.account import MemoryAccount, PhasePeak, read_account
-from unipar.memory.recording.collectives import CollectiveCounter, axis_of_ranks, collective_of
+from unipar.memory.recording.bytes_sent_recorder import CollectiveCounter, axis_of_ranks, collective_of
 from unipar.memory.sources.call_sites import CallSiteRecorder
-from unipar.report.data.comparison import ComparisonPageData
-from unipar.report.pages.comparison import render_comparison
+from unipar.report.data.comparison_data import ComparisonPageData
+from unipar.report.pages.comparison_page import render_comparison
 from unipar.results.comparison import Comparison
 from unipar.results.row import CellResult
 from unipar.task.reference import TaskRef
@@ -82,7 +82,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 from unipar.distributed.mesh import Mesh, MeshGroups
-from unipar.memory.recording.collectives import CollectiveCounter
+from unipar.memory.recording.bytes_sent_recorder import CollectiveCounter
 
 class AddedUpInBackward(torch.autograd.Function):
     @staticmethod
@@ -256,7 +256,7 @@ def test_operators_and_what_they_are_called(operator: str, kind: str | None) -> 
 @needs_horovod
 def test_a_timeline_is_read() -> None:
     """Sizes come at a collective's end; phases inside it and before it have none, and our own beginning is left out."""
-    from unipar_horovod.timeline import MARKER_TENSOR, bytes_by_collective
+    from unipar_horovod.bytes_from_timeline import MARKER_TENSOR, bytes_by_collective
 
     events = [
         {"name": "process_name", "ph": "M", "pid": 0, "args": {"start_time_since_epoch_in_micros": 1}},

@@ -17,11 +17,11 @@ from tests.support.forks import Forks
 from tests.support.world import ROOT, short_folder
 from unipar.memory.account import read_account
 from unipar.memory.sources.events import EventArray
-from unipar.memory.sources.malloc import NOTE_DTYPE, find_live_blocks
-from unipar.results.run import Report
+from unipar.memory.sources.malloc_meter import NOTE_DTYPE, find_live_blocks
+from unipar.results.run_report import Report
 from unipar.run_folder.layout import ledger_path
 from unipar.run_folder.ledger import Ledger
-from unipar.training.parts import flatten_logged_step
+from unipar.training.trained_parts import flatten_logged_step
 from unipar.utils.procfs import anonymous_memory, peak_resident_bytes, reset_resident_peak
 
 MATRIX = 512 * 512 * 4
@@ -51,7 +51,7 @@ class Squares(unipar.Task):
 
     def loss(self, model, batch):
         if self.apart:
-            assert not {"unipar.memory.recording.step_log", "unipar.memory.recording.watcher"} & set(sys.modules)
+            assert not {"unipar.memory.recording.memory_log", "unipar.memory.recording.watcher"} & set(sys.modules)
         elif not KEPT:
             KEPT.append(torch.ones(2_500_000))
         return model(batch[0]).square().mean()

@@ -17,10 +17,10 @@ from tests.support.tiny import Tiny
 from tests.support.watched_cells import ROOT, compared
 from unipar.comparison.cell_world import MemoryNotRecorded
 from unipar.comparison.request import CompareRequest
-from unipar.comparison.rounds import require_same_method
+from unipar.comparison.training_rounds import require_same_method
 from unipar.memory.account import CATEGORIES, MEMORY_PHASES, MemoryAccount, account_path, read_account
 from unipar.memory.sources import malloc_build
-from unipar.results.forecast.difference import forecast_differences
+from unipar.results.forecast.forecast_difference import forecast_differences
 from unipar.results.forecast.records import Forecast
 from unipar.results.row import CellResult, cell_result_from_json
 
@@ -75,7 +75,7 @@ def test_the_curve_has_blocks_that_are_too_small_to_be_noted() -> None:
     code = """
 import numpy
 from unipar.memory.recording.attribution import Attribution
-from unipar.memory.sources.malloc import MallocMeter
+from unipar.memory.sources.malloc_meter import MallocMeter
 
 meter = MallocMeter()
 meter.begin()

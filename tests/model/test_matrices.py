@@ -11,7 +11,7 @@ from torch import nn
 from unipar.config import Config
 from unipar.errors import TaskError
 from unipar.model.matrices import matrix_names
-from unipar.model.optimizer import parameter_groups
+from unipar.model.parameter_groups import parameter_groups
 
 
 class _Model(nn.Module):

@@ -18,7 +18,7 @@ from unipar.config.sections.optimizer import optimizer_arguments
 from unipar.config.sections.schedule import Constant, Cosine, Linear
 from unipar.engines.learning_rate import BaseRates
 from unipar.errors import TaskError
-from unipar.model.optimizer import OptimizerFactory, ParameterGroup, parameter_groups
+from unipar.model.parameter_groups import OptimizerFactory, ParameterGroup, parameter_groups
 
 CPU = torch.device("cpu")
 Groups = Callable[[Any], Any]

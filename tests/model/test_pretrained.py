@@ -19,8 +19,8 @@ import unipar
 from tests.conformance.cases import FILE
 from tests.conformance.tasks import D, V
 from tests.support.running import Line, running
+from unipar.config.config_source import load_config_file, load_given_config
 from unipar.config.sections.model import Weights
-from unipar.config.source import load_config_file, load_given_config
 from unipar.errors import BackendNotInstalled, ConfigError
 from unipar.model.pretrained import load_weights
 from unipar.model.weight_file import describe_loaded_weights, validate_weight_file

@@ -14,7 +14,7 @@ import unipar
 from tests.conformance import tasks
 from tests.support.running import Line, running
 from unipar.backend import checks
-from unipar.config import source
+from unipar.config import config_source as source
 from unipar.engines.loss_scale import LossScaler
 from unipar.errors import ConfigError, NonFinite, TaskError, Unsupported
 from unipar.model.transforms import apply_transforms

@@ -10,7 +10,7 @@ import pytest
 
 import unipar
 from tests.conformance.eight_bits import Wide
-from unipar.backend import cells
+from unipar.backend import offered_cells as cells
 from unipar.config import Cell, Config
 
 pytestmark = pytest.mark.gpu

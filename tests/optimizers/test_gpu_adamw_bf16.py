@@ -10,7 +10,7 @@ import torch
 
 import unipar
 from tests.conformance.tasks import Grouped
-from unipar.backend import cells
+from unipar.backend import offered_cells as cells
 from unipar.config import Cell, Config
 from unipar.optimizers.stochastic_rounding import ElementRuns, draw_bits, round_by_chance
 

@@ -12,9 +12,10 @@ import pytest
 import unipar
 from tests.support.two_modules import MOMENTS, TIMELINE
 from tests.support.world import ROOT
-from unipar.backend import cells, registry
+from unipar.backend import offered_cells as cells
+from unipar.backend import registry
 from unipar.config import Cell
-from unipar.config.source import load_given_config
+from unipar.config.config_source import load_given_config
 from unipar.errors import Unsupported
 from unipar.planning.peaks import predict_offloaded
 from unipar.prediction.timeline import Prediction, StepTimeline

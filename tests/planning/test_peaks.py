@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from unipar.backend import cells, registry
+from unipar.backend import offered_cells as cells
+from unipar.backend import registry
 from unipar.config import Cell
-from unipar.config.source import load_given_config
+from unipar.config.config_source import load_given_config
 from unipar.errors import Unsupported
 from unipar.planning.activations import Activations, AllocatedBlock
 from unipar.planning.peaks import late_bytes, predict_needed, predict_peaks

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from unipar.config.sections.cell import PipelineSchedule
 from unipar.planning.activations import Activations, AllocatedBlock
-from unipar.planning.pieces import PlannedPieces, StagePiece, predict_piece_peaks
+from unipar.planning.interleaved_peaks import PlannedPieces, StagePiece, predict_piece_peaks
 from unipar.prediction.timeline import Moment, PredictedParameter, Prediction, StepTimeline, Term
 
 FORWARDED, HALVED, ENDED = 10, 16, 6

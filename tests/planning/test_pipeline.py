@@ -13,7 +13,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B,
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from unipar.config.sections.cell import Axes, PipelineSchedule
-from unipar.planning.pipeline import (
+from unipar.planning.pipeline_order import (
     bubble,
     describe_bubble,
     microbatch_order,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from unipar.comparison.plan import simplicity
+from unipar.comparison.make_plan import simplicity
 from unipar.config import Cell
 from unipar.planning.peaks import PredictedPeak
 from unipar.planning.planned_cell import PlannedCell

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from unipar.backend import cells, registry
+from unipar.backend import offered_cells as cells
+from unipar.backend import registry
 from unipar.config import Cell
+from unipar.config.config_source import load_given_config
 from unipar.config.sections.cell import Axes
-from unipar.config.source import load_given_config
 from unipar.planning.machines.machine import Link, Machine, PeakRates
 from unipar.planning.speed import StepSpeed, StepWork, bytes_on_the_way, describe_speed, predict_speed, seconds_of
 from unipar.prediction.timeline import Payload

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unipar.planning.stages import PlannedStage
+from unipar.planning.pipeline_stages import PlannedStage
 from unipar.prediction.timeline import TurnOfStep
 
 

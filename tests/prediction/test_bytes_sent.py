@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from unipar.backend import cells, registry
+from unipar.backend import offered_cells as cells
+from unipar.backend import registry
 from unipar.config import Cell
-from unipar.config.source import load_given_config
+from unipar.config.config_source import load_given_config
 from unipar.prediction.bytes_sent import LIBRARY_BUCKETS, count_buckets
 from unipar.prediction.timeline import Moment, PredictedParameter, StepTimeline
 

@@ -9,8 +9,8 @@ import pytest
 
 from tests.support.comparisons import edit_example_comparison, write_example_comparison
 from unipar.report.charts.bars import choose_bar_scale, draw_bridge, draw_memory_bars, draw_rank_balance
-from unipar.report.data.comparison import ComparisonPageData
-from unipar.report.pages.comparison import render_comparison
+from unipar.report.data.comparison_data import ComparisonPageData
+from unipar.report.pages.comparison_page import render_comparison
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ import pytest
 from tests.support.comparisons import PARAMETER_COUNT, account, edit_example_comparison, write_example_comparison
 from unipar.errors import ReportError
 from unipar.report.build import try_write_page, write_page
-from unipar.report.data.comparison import ComparisonPageData
-from unipar.report.pages.comparison import render_comparison
+from unipar.report.data.comparison_data import ComparisonPageData
+from unipar.report.pages.comparison_page import render_comparison
 from unipar.results.spreadsheet import format_comparison_csv
 
 

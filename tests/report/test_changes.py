@@ -12,12 +12,12 @@ import pytest
 from tests.support.comparisons import account, edit_example_comparison, write_example_comparison
 from tests.support.run_folders import plain
 from unipar import errors
-from unipar.memory.sources.malloc import MallocMeter
+from unipar.memory.sources.malloc_meter import MallocMeter
 from unipar.report.build import write_page
 from unipar.report.charts.bars import draw_memory_bars
-from unipar.report.data import changes
-from unipar.report.data.comparison import ComparisonPageData
-from unipar.report.pages.comparison import render_comparison
+from unipar.report.data import result_changes as changes
+from unipar.report.data.comparison_data import ComparisonPageData
+from unipar.report.pages.comparison_page import render_comparison
 from unipar.results.same_training import TrainingMarks
 
 MARKS = TrainingMarks(

@@ -11,7 +11,7 @@ import pytest
 from tests.support.comparisons import account, edit_example_comparison, write_example_comparison
 from unipar.memory.account import NamedBlock, PhasePeak
 from unipar.memory.sources.allocator_history import AllocatorHistory
-from unipar.memory.sources.malloc import MallocMeter
+from unipar.memory.sources.malloc_meter import MallocMeter
 from unipar.memory.sources.profiler import ProfilerSource
 from unipar.planning.cuda_total import PredictedCudaMemory, predict_on_cuda
 from unipar.profiling.work import CompiledWork, RankWork
@@ -19,10 +19,10 @@ from unipar.report.build import write_page
 from unipar.report.charts.bars import draw_memory_bars
 from unipar.report.charts.lines import loss_differences, shade_of, thin_curve
 from unipar.report.charts.svg import power_of_two_ticks, round_ticks
-from unipar.report.data import changes
-from unipar.report.data.comparison import ComparisonPageData
+from unipar.report.data import result_changes as changes
+from unipar.report.data.comparison_data import ComparisonPageData
 from unipar.report.data.headline import comparison_headline
-from unipar.report.pages.comparison import render_comparison
+from unipar.report.pages.comparison_page import render_comparison
 from unipar.results.memory_tables import describe_counting, describe_memory_columns
 
 MIB = 2**20

@@ -22,16 +22,16 @@ from tests.support.scalings import two_cells
 from tests.support.verifications import disagreeing_verdicts
 from unipar.config.sections.cell import Axes
 from unipar.report.charts.svg import fit_name
-from unipar.report.data.comparison import ComparisonPageData
-from unipar.report.data.pipeline import PipelineFacts
-from unipar.report.data.run import RunPageData
-from unipar.report.data.verification import VerificationPageData
+from unipar.report.data.comparison_data import ComparisonPageData
+from unipar.report.data.pipeline_data import PipelineFacts
+from unipar.report.data.run_data import RunPageData
+from unipar.report.data.verification_data import VerificationPageData
 from unipar.report.html.elements import html_page
-from unipar.report.pages.comparison import render_comparison
-from unipar.report.pages.pipeline import pipeline_section
-from unipar.report.pages.run import render_run as of_run
-from unipar.report.pages.scaling import render_scaling as scaled
-from unipar.report.pages.verification import render_verification
+from unipar.report.pages.comparison_page import render_comparison
+from unipar.report.pages.pipeline_section import pipeline_section
+from unipar.report.pages.run_page import render_run as of_run
+from unipar.report.pages.scaling_page import render_scaling as scaled
+from unipar.report.pages.verification_page import render_verification
 
 ROOT = Path(__file__).parents[2]
 CSS = (ROOT / "unipar/report/html/page.css").read_text("utf-8")

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from tests.support.comparisons import edit_example_comparison, write_example_comparison
-from unipar.report.charts.forecast import draw_forecast_pairs, draw_peaks_by_ranks, format_difference
-from unipar.report.data.comparison import ComparisonPageData
-from unipar.report.data.forecast import forecast_lines
-from unipar.report.pages.comparison import render_comparison
-from unipar.report.pages.memory.forecast import forecast_section, forecast_worlds_section
-from unipar.results.forecast.difference import forecast_differences
+from unipar.report.charts.forecast_chart import draw_forecast_pairs, draw_peaks_by_ranks, format_difference
+from unipar.report.data.comparison_data import ComparisonPageData
+from unipar.report.data.forecast_data import forecast_lines
+from unipar.report.pages.comparison_page import render_comparison
+from unipar.report.pages.memory.forecast_section import forecast_section, forecast_worlds_section
+from unipar.results.forecast.forecast_difference import forecast_differences
 from unipar.results.forecast.records import Forecast
 
 SPACE = "\N{NO-BREAK SPACE}"

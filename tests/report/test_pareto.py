@@ -15,8 +15,8 @@ from tests.support.comparisons import edit_example_comparison, example_with_poin
 from unipar.report.charts.labels import COLUMN_LINE
 from unipar.report.charts.pareto import draw_pareto, pareto_front
 from unipar.report.charts.svg import LETTER_WIDTH
-from unipar.report.data.comparison import ComparisonPageData
-from unipar.report.pages.comparison import render_comparison
+from unipar.report.data.comparison_data import ComparisonPageData
+from unipar.report.pages.comparison_page import render_comparison
 
 Point = tuple[float, float]
 Box = tuple[float, float, float, float]

@@ -13,13 +13,13 @@ import pytest
 from tests.support.comparisons import write_example_comparison
 from tests.support.run_folders import plain
 from unipar.config.sections.cell import Axes
-from unipar.report.charts.pipeline import draw_pipeline, drawn_microbatches
-from unipar.report.data.comparison import ComparisonPageData
-from unipar.report.data.pipeline import PipelineFacts, read_pipeline
-from unipar.report.data.run import RunPageData
-from unipar.report.pages.comparison import render_comparison
-from unipar.report.pages.pipeline import pipeline_section
-from unipar.report.pages.run import render_run
+from unipar.report.charts.pipeline_chart import draw_pipeline, drawn_microbatches
+from unipar.report.data.comparison_data import ComparisonPageData
+from unipar.report.data.pipeline_data import PipelineFacts, read_pipeline
+from unipar.report.data.run_data import RunPageData
+from unipar.report.pages.comparison_page import render_comparison
+from unipar.report.pages.pipeline_section import pipeline_section
+from unipar.report.pages.run_page import render_run
 
 CONFIG: dict[str, Any] = {"batch.total": 16, "batch.micro": 2, "batch.accumulate": None, "parallel.data": 2}
 

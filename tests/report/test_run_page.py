@@ -15,8 +15,8 @@ from tests.support.tiny import CONFIG, Tiny
 from unipar import launch
 from unipar.errors import ReportError
 from unipar.report.build import write_page
-from unipar.report.data.run import RunPageData
-from unipar.report.pages.run import render_run
+from unipar.report.data.run_data import RunPageData
+from unipar.report.pages.run_page import render_run
 
 
 @pytest.fixture

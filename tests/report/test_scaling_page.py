@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.scalings import made, one_cell, timed, two_cells, with_work, worlds_with_work
 from unipar.report.build import try_write_page, write_html
-from unipar.report.pages.scaling import render_scaling
+from unipar.report.pages.scaling_page import render_scaling
 from unipar.results.scaling import Scaling
 
 

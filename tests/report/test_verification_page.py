@@ -19,9 +19,9 @@ from tests.support.verifications import (
 )
 from unipar.errors import ReportError
 from unipar.report.build import write_page, write_pages
-from unipar.report.charts.verification import draw_step_shares, draw_verdict_shares
-from unipar.report.data.verification import VerificationPageData
-from unipar.report.pages.verification import render_verification
+from unipar.report.charts.verification_chart import draw_step_shares, draw_verdict_shares
+from unipar.report.data.verification_data import VerificationPageData
+from unipar.report.pages.verification_page import render_verification
 from unipar.results.verdicts import Verdicts
 
 

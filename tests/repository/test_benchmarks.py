@@ -17,7 +17,7 @@ from benchmarks.peers import PEERS, Peer, format_row, measure_pairs
 from benchmarks.peers_inside import TRAININGS
 from benchmarks.timing import interleaved, interval, time_ratio
 from tests.support.world import PYTHONPATH_VARIABLE
-from unipar.backend import cells
+from unipar.backend import offered_cells as cells
 from unipar.launcher.processes.group import WorkerGroup
 from unipar.memory.account import PhasePeak
 

@@ -13,9 +13,9 @@ import pytest
 
 from tests.support.forks import Forks
 from tests.support.world import ROOT
-from unipar.config import source
+from unipar.config import config_source as source
 from unipar.conversion.import_config import import_library_config
-from unipar.results.run import Report
+from unipar.results.run_report import Report
 
 PAGES = ("ddp", "accelerate", "fabric", "deepspeed", "hf-trainer")
 TORCHTUNE = ROOT / "build/torchtune"

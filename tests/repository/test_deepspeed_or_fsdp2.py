@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.forks import Forks
 from tests.support.transcript import check_shown, numberless, played
-from unipar.config.source import load_config_file
+from unipar.config.config_source import load_config_file
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/deepspeed-or-fsdp2.md").read_text("utf-8")

@@ -25,8 +25,8 @@ from tests.support.every_setting import (
     outcomes,
     play,
 )
-from unipar.backend.cells import cell_of
 from unipar.backend.checks import check_cell, given_source
+from unipar.backend.offered_cells import cell_of
 from unipar.cli.commands.config.explain import explain_config
 from unipar.errors import UniparError
 

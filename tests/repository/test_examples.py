@@ -8,7 +8,7 @@ import pytest
 
 import unipar
 from tests.support.forks import Forks
-from unipar.config.source import load_config_file
+from unipar.config.config_source import load_config_file
 
 pytestmark = pytest.mark.forked
 

@@ -44,7 +44,7 @@ BEFORE_TORCH = (
 ROOTS = str(ROOT / "unipar")
 """The folder of errors.py, below all packages, and of the public names, above all."""
 
-TRAINS = {"unipar.comparison.worker", "unipar.comparison.witness"}
+TRAINS = {"unipar.comparison.comparison_worker", "unipar.comparison.witness"}
 """Modules in DOORS that run in a training process."""
 
 DOORS = ("unipar.cli", "unipar.launcher", "unipar.comparison", "unipar.conversion", "unipar.report")
@@ -315,9 +315,9 @@ def test_no_torch_in_a_process_that_checks() -> None:
     """What the rule above promises, seen in a process: descriptions of all backends, and neither torch nor numpy."""
     code = """
 import sys
-from unipar.backend.cells import cells_of_backend
+from unipar.backend.offered_cells import cells_of_backend
 from unipar.backend.registry import backend_names, find_backend
-import unipar.config.source
+import unipar.config.config_source
 assert all(cells_of_backend(find_backend(name)) for name in backend_names())
 print(sorted({"torch", "numpy", "rich", "deepspeed", "horovod", "accelerate"} & set(sys.modules)))
 """

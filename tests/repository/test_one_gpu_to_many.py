@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from benchmarks.batch import IMAGES, WAYS, train_once
 from unipar.cli.app import build_app
-from unipar.config.source import load_config_file
+from unipar.config.config_source import load_config_file
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/one-gpu-to-many.md").read_text("utf-8")

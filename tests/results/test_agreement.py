@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.support.compared_rows import ONE, compared
-from unipar.results.agreement import measure_agreement
+from unipar.results.loss_agreement import measure_agreement
 from unipar.results.row import (
     format_spread,
 )

@@ -14,9 +14,9 @@ from tests.support.compared_rows import FAR, ONE, SAME, compared, marks, ran
 from unipar import errors
 from unipar.comparison import store
 from unipar.comparison.compare import describe_comparison_errors
-from unipar.report.data.comparison import ComparisonPageData
-from unipar.results.agreement import measure_agreement
+from unipar.report.data.comparison_data import ComparisonPageData
 from unipar.results.comparison import Comparison
+from unipar.results.loss_agreement import measure_agreement
 from unipar.results.row import (
     OLDER_REUSED,
     CellResult,

@@ -11,8 +11,8 @@ from tests.support.comparisons import edit_example_comparison, write_example_com
 from tests.support.cuda_accounts import GPU, MIB, account
 from unipar.memory.account import MemoryAccount, PhasePeak, ResidentMemory
 from unipar.planning.cuda_total import MeasuredCudaMemory, PredictedCudaMemory, total_on_cuda
-from unipar.report.data.comparison import ComparisonPageData
-from unipar.report.pages.comparison import render_comparison
+from unipar.report.data.comparison_data import ComparisonPageData
+from unipar.report.pages.comparison_page import render_comparison
 from unipar.results.memory_tables import describe_memory_columns, format_memory_tables
 
 HOST = MemoryAccount(

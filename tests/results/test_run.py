@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.run_folders import EVENTS, wrote
-from unipar.results.run import Report
+from unipar.results.run_report import Report
 from unipar.utils.table import format_table
 from unipar.utils.text import count_of, format_duration, format_size
 

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 from unipar.memory.account import MemoryAccount, PhasePeak
-from unipar.report.data.comparison import ComparisonPageData
-from unipar.report.pages.comparison import render_comparison
+from unipar.report.data.comparison_data import ComparisonPageData
+from unipar.report.pages.comparison_page import render_comparison
 from unipar.results.comparison import Comparison
 from unipar.results.row import CellResult
 

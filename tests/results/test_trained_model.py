@@ -18,7 +18,7 @@ from tests.support.world import ROOT
 from unipar.checkpoint.protocol.verifying import inspect_checkpoint
 from unipar.checkpoint.saved_state import SavedState
 from unipar.errors import CheckpointError, TaskError
-from unipar.results.run import Report
+from unipar.results.run_report import Report
 
 pytestmark = pytest.mark.forked
 

@@ -34,7 +34,7 @@ from unipar.checkpoint.protocol.save_checkpoint import PieceToSave, save_checkpo
 from unipar.checkpoint.protocol.verifying import find_checkpoints, list_names, verify_checkpoint
 from unipar.checkpoint.storage.disk import Disk, OutputFile
 from unipar.checkpoint.storage.remote import RemoteFolder, RemoteOutput
-from unipar.distributed.meeting.rounds import Decide, Judge
+from unipar.distributed.meeting.text_rounds import Decide, Judge
 from unipar.utils.address import Address, Location, parse_location
 
 WORLD = 3

@@ -17,7 +17,7 @@ from unipar.backend import Region
 from unipar.checkpoint.protocol.retention import Retention
 from unipar.checkpoint.protocol.save_checkpoint import PieceToSave, SavedCheckpoint, save_checkpoint
 from unipar.checkpoint.storage.disk import Disk, OutputFile
-from unipar.distributed.meeting.rounds import Decide, Judge
+from unipar.distributed.meeting.text_rounds import Decide, Judge
 from unipar.utils.address import Address, Location
 
 _Where = TypeVar("_Where", Path, Address)

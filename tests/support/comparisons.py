@@ -14,7 +14,7 @@ from unipar.backend import Category
 from unipar.config import Cell
 from unipar.memory.account import MemoryAccount, NamedBlock, PhaseName, PhasePeak, ResidentMemory
 from unipar.memory.sources.profiler import ProfilerSource
-from unipar.report.data.comparison import CellPageData, ComparisonPageData
+from unipar.report.data.comparison_data import CellPageData, ComparisonPageData
 
 PARAMETER_COUNT = 8_926_848
 """Parameters; memory is told in bytes for each."""

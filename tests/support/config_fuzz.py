@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from unipar.config.source import load_config_file
+from unipar.config.config_source import load_config_file
 from unipar.errors import ConfigError, UniparError
 
 ROOT = Path(__file__).parents[2]

@@ -9,8 +9,8 @@ from typing_extensions import override
 
 import unipar
 from tests.support.tiny import Tiny
-from unipar.memory.recording.collectives import CollectiveCounter, Traffic
-from unipar.training.run import TrainingRun
+from unipar.memory.recording.bytes_sent_recorder import CollectiveCounter, Traffic
+from unipar.training.training_run import TrainingRun
 
 COUNTED = 4
 

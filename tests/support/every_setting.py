@@ -19,7 +19,6 @@ from typing_extensions import override
 
 import unipar
 from unipar.backend import registry
-from unipar.backend.cells import cells_of_backend
 from unipar.backend.checks import (
     CheckedSource,
     check_cell,
@@ -29,6 +28,7 @@ from unipar.backend.checks import (
     read_source,
     with_earlier_changes,
 )
+from unipar.backend.offered_cells import cells_of_backend
 from unipar.config import Cell, Config
 from unipar.config.sections.cell import AXES, Axes
 from unipar.config.settled import SettledConfig

@@ -44,7 +44,7 @@ TRACED = ("torch._dynamo.backends.inductor", "torch._inductor.compile_fx", "torc
 RUNS = (
     "unipar.training.setup",
     "unipar.memory.recording.watcher",
-    "unipar.comparison.worker",
+    "unipar.comparison.comparison_worker",
     "unipar.verification.worker.entry",
 )
 MODELS = (

@@ -15,7 +15,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from tests.conformance import tasks
-from unipar.backend import cells, checks, registry
+from unipar.backend import checks, registry
+from unipar.backend import offered_cells as cells
 from unipar.backend.checks import settle
 from unipar.config import Cell, Config
 from unipar.distributed.place import Place

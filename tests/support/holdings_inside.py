@@ -16,14 +16,15 @@ from torch.utils.data import TensorDataset
 from typing_extensions import override
 
 import unipar
-from unipar.backend import Engine, Holding, Micro, Part, cells, checks, registry
+from unipar.backend import Engine, Holding, Micro, Part, checks, registry
+from unipar.backend import offered_cells as cells
 from unipar.config import Cell, Config
 from unipar.distributed.place import Place
 from unipar.distributed.world import World
 from unipar.memory.account import CATEGORIES
 from unipar.model.blocks import find_blocks
 from unipar.model.create import create_parts
-from unipar.model.optimizer import OptimizerFactory, parameter_groups
+from unipar.model.parameter_groups import OptimizerFactory, parameter_groups
 from unipar.training.setup import EngineFactory
 from unipar.verification.worker import replay
 

@@ -14,11 +14,12 @@ from unittest import mock
 import torch
 
 from tests.support import library_shapes
-from unipar.backend import Micro, Part, cells, registry
+from unipar.backend import Micro, Part, registry
+from unipar.backend import offered_cells as cells
 from unipar.config import Cell, Config
-from unipar.config.source import load_given_config
+from unipar.config.config_source import load_given_config
 from unipar.distributed.place import Place
-from unipar.model.optimizer import OptimizerFactory, parameter_groups
+from unipar.model.parameter_groups import OptimizerFactory, parameter_groups
 
 MICRO = 2
 
@@ -46,7 +47,7 @@ def run(place: Place, folder: Path, control: socket.socket | None) -> None:
 
 
 def _planned(seed: int, microbatches: int, options: dict[str, Any]) -> dict[str, dict[str, int]]:
-    from unipar.training.fake_run.trace import trace_task
+    from unipar.training.fake_run.trace_task import trace_task
 
     traced = trace_task(config_of(seed, 1, 1, options), MICRO)
     timeline, found = replace(traced.timeline, microbatches=microbatches), dict[str, dict[str, int]]()

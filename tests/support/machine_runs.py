@@ -14,7 +14,7 @@ from pathlib import Path
 from tests.support.machine_launches import Job
 from tests.support.machines.machine import Machine
 from tests.support.matrix import CONFIG, PATIENCE, Outcome, sentence_of
-from unipar.results.run import Report
+from unipar.results.run_report import Report
 from unipar.run_folder.ledger import Ledger
 
 AFTERWARDS = 5.0

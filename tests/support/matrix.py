@@ -22,7 +22,7 @@ from tests.support.launchers import LAUNCH_COMMANDS, environment, in_private_net
 from tests.support.slurm import Slurm, cluster
 from tests.support.world import ROOT
 from unipar.backend import registry
-from unipar.results.run import Report
+from unipar.results.run_report import Report
 
 BACKENDS = ("native", "deepspeed", "horovod", "accelerate")
 PATIENCE = 120.0

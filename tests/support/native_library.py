@@ -18,16 +18,17 @@ import torch.distributed as dist
 
 from tests.support import library_shapes
 from tests.support.pretended_ranks import Mark, PretendedRanks, SeenSpan, StepSpans
-from unipar.backend import Engine, Micro, Part, cells, registry
+from unipar.backend import Engine, Micro, Part, registry
+from unipar.backend import offered_cells as cells
 from unipar.backend.torch_libraries import uses_ddp
 from unipar.config import Cell, Config
-from unipar.config.source import load_given_config
+from unipar.config.config_source import load_given_config
 from unipar.distributed.place import Place
 from unipar.distributed.world import World
 from unipar.engines.averages.engine import with_averages
-from unipar.memory.recording.collectives import CollectiveCounter, Traffic
-from unipar.memory.recording.holdings import find_storages
-from unipar.model.optimizer import OptimizerFactory, parameter_groups
+from unipar.memory.recording.bytes_sent_recorder import CollectiveCounter, Traffic
+from unipar.memory.recording.held_bytes import find_storages
+from unipar.model.parameter_groups import OptimizerFactory, parameter_groups
 from unipar.planning.activations import Activations
 from unipar.prediction.bytes_sent import shares_of_ranks
 from unipar.prediction.timeline import Prediction, StepTimeline
@@ -130,7 +131,7 @@ def compare(case: Case) -> Iterator[str]:
 
 @cache
 def _traced(seed: int, wide: int, precision: str, blocks: str, decay: str, *, ema: bool) -> Any:
-    from unipar.training.fake_run.trace import trace_task
+    from unipar.training.fake_run.trace_task import trace_task
 
     return trace_task(Case(seed, "native/nothing", 1, 1, precision, blocks, decay, wide=wide, ema=ema).config, MICRO)
 

@@ -15,15 +15,16 @@ import torch
 
 from tests.conformance import tasks
 from tests.support.world import PYTHONPATH_VARIABLE
-from unipar.backend import cells, registry
+from unipar.backend import offered_cells as cells
+from unipar.backend import registry
 from unipar.backend.checks import settle
 from unipar.config import Cell, Config
-from unipar.distributed.machines import WorldMachines
 from unipar.distributed.place import Place
 from unipar.distributed.world import World
+from unipar.distributed.world_machines import WorldMachines
 from unipar.errors import UniparError
 from unipar.launcher.processes.group import WorkerGroup
-from unipar.memory.recording.collectives import CollectiveCounter, Traffic
+from unipar.memory.recording.bytes_sent_recorder import CollectiveCounter, Traffic
 from unipar.run_folder.heartbeat import HeartbeatWriter
 from unipar.run_folder.layout import heartbeat_path, ledger_path
 from unipar.run_folder.ledger import Ledger

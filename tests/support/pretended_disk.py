@@ -26,7 +26,8 @@ def lowered_limits(limits: Mapping[str, int]) -> Generator[None]:
     """Context manager: closed forms and DeepSpeed have these limits, and DeepSpeed writes through `PretendedDisk`."""
     import deepspeed.ops.op_builder as builders
     from deepspeed.runtime.swap_tensor import optimizer_utils, partitioned_param_swapper
-    from unipar_deepspeed.prediction import model, swapped
+    from unipar_deepspeed.prediction import swapped
+    from unipar_deepspeed.prediction import zero_model as model
 
     modules = {"model": model, "swapped": swapped}
     patches = [patch.object(modules[LIMITS[name][0]], LIMITS[name][1], limit) for name, limit in limits.items()]

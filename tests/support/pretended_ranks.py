@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from typing_extensions import override
 
-from unipar.memory.recording.collectives import collective_of, payload_of_call
+from unipar.memory.recording.bytes_sent_recorder import collective_of, payload_of_call
 from unipar.memory.sources.profiler import ProfilerSource
-from unipar.training.fake_run.recorder import TellBackward
+from unipar.training.fake_run.step_recorder import TellBackward
 
 _work_of_future: Any = vars(_distributed_c10d)["_create_work_from_future"]
 """Function for which torch has no public name."""

@@ -30,8 +30,8 @@ from tests.support.machines.start import machines, reason_no_machines
 from tests.support.matrix import BACKENDS, CONFIG, Outcome, run_command
 from tests.support.ray_environment import NoRay, is_here, make_environment
 from tests.support.world import ROOT
-from unipar.results.run import Report
-from unipar.run_folder.attempts import read_attempts
+from unipar.results.run_report import Report
+from unipar.run_folder.run_attempts import read_attempts
 
 PATIENCE = 600.0
 RESTART = "killed"

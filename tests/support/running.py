@@ -17,8 +17,8 @@ from unipar.backend import registry
 from unipar.backend.checks import settle
 from unipar.config import Config
 from unipar.distributed.place import Place
-from unipar.training.run import TrainingRun
 from unipar.training.setup import open_run
+from unipar.training.training_run import TrainingRun
 
 
 class Line(unipar.Task):

@@ -18,7 +18,7 @@ from tests.support.exports import FORGETS, HIDES
 from tests.support.forks import Forks
 from tests.support.world import ROOT
 from unipar import Task, join
-from unipar.config import source
+from unipar.config import config_source as source
 from unipar.conversion.export import export_script
 from unipar.errors import UniparError
 

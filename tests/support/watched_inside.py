@@ -22,7 +22,7 @@ from unipar.config import Cell
 from unipar.distributed.place import Place
 from unipar.run_folder.heartbeat import HeartbeatWriter
 from unipar.run_folder.layout import heartbeat_path
-from unipar.training.run import TrainingRun
+from unipar.training.training_run import TrainingRun
 
 AFTER = 4
 """Steps after which the fault is there; `train.watch` looks at steps 2, 3, 6."""

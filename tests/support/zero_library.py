@@ -21,9 +21,10 @@ from typing_extensions import override
 
 from tests.support import zero_shapes
 from tests.support.pretended_disk import bytes_in_files, lowered_limits, settings_of_limits
-from unipar.backend import Holding, cells, registry
+from unipar.backend import Holding, registry
+from unipar.backend import offered_cells as cells
 from unipar.config import Cell, Config
-from unipar.config.source import load_given_config
+from unipar.config.config_source import load_given_config
 from unipar.distributed.place import Place
 from unipar.errors import Unsupported
 from unipar.prediction.timeline import StepTimeline
@@ -133,7 +134,7 @@ def _planned(case: Case) -> tuple[dict[str, Any], int]:
 
 @cache
 def _traced(seed: int, precision: str, decay: str) -> StepTimeline:
-    from unipar.training.fake_run.trace import trace_task
+    from unipar.training.fake_run.trace_task import trace_task
 
     return trace_task(Case(seed, "deepspeed/nothing", 1, precision, decay=decay).config, 1).timeline
 
@@ -201,7 +202,7 @@ class _Pretended(TorchDispatchMode):
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        from unipar.memory.recording.collectives import collective_of
+        from unipar.memory.recording.bytes_sent_recorder import collective_of
 
         kind = collective_of(func._schema.name)
         if func._schema.name == "c10d::_allgather_base_":
@@ -220,7 +221,7 @@ def _bytes(part: Any) -> int:
 
 def _held(model: Any, engine: Any) -> dict[str, int]:
     """Return the bytes that are held, by category, without the optimizer's counts of steps."""
-    from unipar.memory.recording.holdings import find_storages
+    from unipar.memory.recording.held_bytes import find_storages
 
     storages: dict[int, tuple[str, int]] = {}
     left_out = {t.untyped_storage().data_ptr() for t in _placeholders(model, engine)}
@@ -241,7 +242,7 @@ def _placeholders(model: Any, engine: Any) -> Iterator[torch.Tensor]:
 
 
 def _holdings(model: Any, engine: Any) -> Iterator[Holding]:
-    from unipar_deepspeed.holdings import zero_holdings
+    from unipar_deepspeed.zero_holdings import zero_holdings
 
     from unipar.engines.state import module_holdings
 

@@ -15,7 +15,7 @@ from PIL import Image
 from tests.support.running import Line, running
 from unipar.errors import TaskError
 from unipar.report.build import write_run_page
-from unipar.results.run import Report
+from unipar.results.run_report import Report
 from unipar.run_folder.layout import ledger_path
 from unipar.run_folder.ledger import Ledger
 from unipar.tracking.images import pixels_of

@@ -18,7 +18,7 @@ from typing_extensions import override
 from tests.support.running import Line, running
 from tests.support.world import SOON
 from unipar.backend.checks import check_names
-from unipar.config.source import load_given_config
+from unipar.config.config_source import load_given_config
 from unipar.errors import BackendNotInstalled, ConfigError, Stopped
 from unipar.run_folder.layout import ledger_path
 from unipar.run_folder.ledger import Ledger

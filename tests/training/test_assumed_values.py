@@ -11,10 +11,10 @@ from torch.utils.data import TensorDataset
 from typing_extensions import override
 
 import unipar
-from unipar.config.source import load_given_config
+from unipar.config.config_source import load_given_config
 from unipar.errors import TaskError
 from unipar.training.fake_run.assumed_values import choose_places
-from unipar.training.fake_run.trace import TracedTask, trace_task
+from unipar.training.fake_run.trace_task import TracedTask, trace_task
 
 EXPERTS, WIDTH, TEXT = 4, 6, 5
 

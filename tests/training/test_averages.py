@@ -13,7 +13,7 @@ from torch import Tensor
 
 import unipar
 from tests.support.world import ROOT
-from unipar.backend.cells import config_in_cell
+from unipar.backend.offered_cells import config_in_cell
 from unipar.checkpoint.exporting.writing import ExportWish, export_checkpoint
 from unipar.checkpoint.protocol.verifying import inspect_checkpoint
 from unipar.checkpoint.saved_state import SavedState

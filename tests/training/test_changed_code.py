@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from tests.support.ledgers import rows_of
 from tests.support.running import Line, running
-from unipar.checkpoint.changes import describe_other_code
+from unipar.checkpoint.config_changes import describe_other_code
 
 
 class WithState(Line):

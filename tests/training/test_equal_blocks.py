@@ -9,10 +9,10 @@ import pytest
 from torch import nn
 
 from tests.support.short_text import short_text
-from unipar.config.source import load_given_config
-from unipar.training.fake_run import trace as trace_module
+from unipar.config.config_source import load_given_config
+from unipar.training.fake_run import trace_task as trace_module
 from unipar.training.fake_run.repeats import EqualBlocks, ShortModel, find_equal_blocks
-from unipar.training.fake_run.trace import TracedTask, trace_task
+from unipar.training.fake_run.trace_task import TracedTask, trace_task
 
 TASK = """
 import torch

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 import unipar
-from unipar.config.source import load_given_config
+from unipar.config.config_source import load_given_config
 from unipar.training.fake_run import compiled as compiled_module
 from unipar.training.fake_run.compiled import run_until_compiled
-from unipar.training.fake_run.parts import TaskTraces
-from unipar.training.fake_run.trace import TracedTask
+from unipar.training.fake_run.task_traces import TaskTraces
+from unipar.training.fake_run.trace_task import TracedTask
 
 TASK = """
 import torch

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from tests.support.short_text import short_text
-from unipar.config.source import load_given_config
+from unipar.config.config_source import load_given_config
 from unipar.prediction.timeline import UpdatedTensor
-from unipar.training.fake_run.trace import TracedTask, trace_task
+from unipar.training.fake_run.trace_task import TracedTask, trace_task
 
 LARGE, SMALL = UpdatedTensor((1000, 10), 4), UpdatedTensor((100, 10), 4)
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from tests.support.short_text import short_text
-from unipar.config.source import load_given_config
+from unipar.config.config_source import load_given_config
 from unipar.errors import TaskError
 from unipar.prediction.timeline import PredictedParameter
-from unipar.training.fake_run.trace import TracedTask, trace_task
+from unipar.training.fake_run.trace_task import TracedTask, trace_task
 
 CHARS = short_text()
 

@@ -20,7 +20,7 @@ from tests.support.stateful_streams import OnIterator, Plain, Stateful
 from unipar.checkpoint.protocol.verifying import inspect_checkpoint
 from unipar.errors import CheckpointError, TaskError
 from unipar.run_folder.heartbeat import HeartbeatWriter
-from unipar.training.run import TrainingRun
+from unipar.training.training_run import TrainingRun
 
 STEPS = 9
 

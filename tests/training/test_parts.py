@@ -20,8 +20,8 @@ from unipar.errors import ConfigError, NonFinite, TaskError, UniparError
 from unipar.run_folder.layout import ledger_path
 from unipar.run_folder.ledger import Ledger
 from unipar.task import Run
-from unipar.training.parts import combine_recorded_parts
-from unipar.training.run import TrainingRun
+from unipar.training.trained_parts import combine_recorded_parts
+from unipar.training.training_run import TrainingRun
 
 
 class Pair(unipar.Task):

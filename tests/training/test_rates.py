@@ -16,8 +16,8 @@ from tests.support.ledgers import rows_of
 from tests.support.running import Line, running
 from tests.support.world import ROOT
 from unipar.checkpoint.protocol.verifying import inspect_checkpoint
-from unipar.engines.optimizer import OptimizerEngine
-from unipar.training.parts import flatten_logged_step
+from unipar.engines.optimizer_engine import OptimizerEngine
+from unipar.training.trained_parts import flatten_logged_step
 
 pytestmark = pytest.mark.forked
 

@@ -18,7 +18,7 @@ from unipar.checkpoint.protocol.verifying import find_checkpoints, inspect_check
 from unipar.errors import CheckpointError, NonFinite, TaskError, UniparError
 from unipar.run_folder.layout import ledger_path
 from unipar.run_folder.ledger import Ledger
-from unipar.training.run import TrainingRun
+from unipar.training.training_run import TrainingRun
 from unipar.utils.git import git_revision
 
 ADAMW = {"name": "adamw", "lr": 0.1}

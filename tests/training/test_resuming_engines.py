@@ -13,7 +13,7 @@ import unipar
 from tests.support.ledgers import step_losses
 from tests.support.running import Line, running
 from tests.support.world import ROOT
-from unipar.backend.cells import config_in_cell
+from unipar.backend.offered_cells import config_in_cell
 from unipar.config import Cell, Config
 from unipar.config.sections.train import Ema
 

@@ -26,7 +26,7 @@ from unipar.task import Run
 from unipar.task.run import Position
 
 if TYPE_CHECKING:
-    from unipar.memory.recording.step_log import StepMemory
+    from unipar.memory.recording.memory_log import StepMemory
 
 
 def _ended(task: unipar.Task, folder: Path, **sections: Any) -> UniparError:

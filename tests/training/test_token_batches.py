@@ -15,7 +15,7 @@ from tests.conformance.lengths import Counted
 from tests.support.ledgers import step_losses
 from tests.support.running import Line, running
 from tests.support.world import ROOT
-from unipar.backend.cells import config_in_cell
+from unipar.backend.offered_cells import config_in_cell
 from unipar.config import Cell, Config
 from unipar.errors import CheckpointError, ConfigError, OutOfMemory, TaskError
 from unipar.run_folder.layout import ledger_path

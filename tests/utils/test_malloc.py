@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from tests.support.world import PYTHONPATH_VARIABLE
-from unipar.utils.malloc import is_malloc_set_by_environment
+from unipar.utils.malloc_settings import is_malloc_set_by_environment
 
 CODE = """
 import os
 
-from unipar.utils.malloc import keep_freed_memory
+from unipar.utils.malloc_settings import keep_freed_memory
 from unipar.utils.procfs import anonymous_memory
 
 

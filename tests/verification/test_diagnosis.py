@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from unipar.verification.diagnosis import faults, mesh_faults
-from unipar.verification.diagnosis.gradients import find_unmoved_parameters
+from unipar.verification.diagnosis.sketched_gradients import find_unmoved_parameters
 from unipar.verification.judgement.record import RunRecord
 from unipar.verification.judgement.tolerance import gradient_shares
 

@@ -11,7 +11,8 @@ from typing import Any, Final
 from pydantic import ValidationError
 
 from unipar.backend import registry, resources
-from unipar.backend.cells import (
+from unipar.backend.description import Backend
+from unipar.backend.offered_cells import (
     cell_of,
     cells_of_backend,
     check_offers,
@@ -21,13 +22,9 @@ from unipar.backend.cells import (
     named_cell,
     refuse_axes,
 )
-from unipar.backend.description import Backend
 from unipar.backend.registry import backend_names, find_backend, why_not_installed
 from unipar.config import SHARDS, Cell, Config, Precision, Section, Shard
-from unipar.config.job_system import find_job_system, job_system_names
-from unipar.config.sections.machines import Machines
-from unipar.config.settled import SettledConfig
-from unipar.config.source import (
+from unipar.config.config_source import (
     INTERVALS,
     KEPT_ORIGIN,
     OVERRIDES,
@@ -37,6 +34,9 @@ from unipar.config.source import (
     load_config_file,
     load_given_config,
 )
+from unipar.config.job_system import find_job_system, job_system_names
+from unipar.config.sections.machines import Machines
+from unipar.config.settled import SettledConfig
 from unipar.config.validation_errors import KeyOrigins, join_mistakes, list_option_mistakes
 from unipar.errors import BackendNotFound, BackendNotInstalled, ConfigError, UniparError, Unsupported
 from unipar.tracking import tracker

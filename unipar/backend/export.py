@@ -246,7 +246,7 @@ _TRAINERS_GROUPS = """    norms = tuple(f"{name}." for name, m in model.named_mo
             thin = thin or any(part == "norm" or part.endswith("_norm") for part in parts)
             (rest if thin else decayed).append(p)
     groups: list[dict[str, Any]] = [{"params": decayed}, {"params": rest, "weight_decay": 0.0}]"""
-"""Statements with the rule of `unipar.model.optimizer`, which a script does not have."""
+"""Statements with the rule of `unipar.model.parameter_groups`, which a script does not have."""
 
 
 def _constants(outline: Outline) -> Iterator[str]:

@@ -10,12 +10,12 @@ from importlib.util import find_spec
 import torch
 import torch.distributed as dist
 
-from unipar.backend.cells import cell_of
+from unipar.backend.offered_cells import cell_of
 from unipar.backend.resources import choose_device
 from unipar.config import Config
 from unipar.distributed.accelerators import ACCELERATORS
 from unipar.distributed.device import DeviceUnusable, device_name, device_uuid, select_device, transport_of
-from unipar.distributed.meeting.session import Session, interface_for, session_of
+from unipar.distributed.meeting.world_session import Session, interface_for, session_of
 from unipar.distributed.place import Place
 from unipar.distributed.world import World
 from unipar.errors import Unsupported, WorldMismatch

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from unipar.backend import cells, registry
+from unipar.backend import offered_cells as cells
+from unipar.backend import registry
 from unipar.config import Cell, Config
 from unipar.distributed import accelerators
 from unipar.distributed.accelerators import ACCELERATORS, VisibleDevices

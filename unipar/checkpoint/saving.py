@@ -15,12 +15,12 @@ from typing_extensions import Buffer
 
 from unipar.backend import Piece, Region
 from unipar.checkpoint.format.names import ITEM_BYTES
-from unipar.checkpoint.protocol.agreement import attempt_together
+from unipar.checkpoint.protocol.joint_attempts import attempt_together
 from unipar.checkpoint.protocol.retention import Retention
 from unipar.checkpoint.protocol.save_checkpoint import PieceToSave, SavedCheckpoint, save_checkpoint
 from unipar.checkpoint.tensor_bytes import bytes_of, dtype_name
 from unipar.distributed.device import has_own_memory
-from unipar.distributed.meeting.rounds import Decide, open_rounds
+from unipar.distributed.meeting.text_rounds import Decide, open_rounds
 from unipar.errors import CheckpointError
 from unipar.utils.address import Address, Location
 

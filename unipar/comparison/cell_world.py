@@ -18,13 +18,13 @@ from unipar.launcher.processes.group import WorkerGroup
 from unipar.launcher.processes.starters import SharedForkServer
 from unipar.memory.account import MemoryAccount, read_account
 from unipar.profiling.work import RankWork
-from unipar.results.run import Report
+from unipar.results.run_report import Report
 from unipar.results.same_training import TrainingMarks
 from unipar.run_folder import folder
 from unipar.run_folder.heartbeat import LastPhase
 from unipar.task.reference import TaskRef
 
-TURNS_MODULE: Final = "unipar.comparison.worker"
+TURNS_MODULE: Final = "unipar.comparison.comparison_worker"
 TURNS_ENTRY: Final = f"{TURNS_MODULE}:train_in_turns"
 
 

@@ -10,27 +10,28 @@ from pathlib import Path
 from typing import Any, overload
 
 from unipar.backend import resources
-from unipar.backend.cells import ONE
 from unipar.backend.installed import installed_versions, machine_summary
+from unipar.backend.offered_cells import ONE
 from unipar.comparison import store
 from unipar.comparison.cell_world import CellWorld
-from unipar.comparison.forecast import make_forecast
+from unipar.comparison.make_forecast import make_forecast
 from unipar.comparison.request import CompareRequest, batch_with_fixed_total, parse_world_sizes, threads_per_rank
-from unipar.comparison.rounds import TurnRunner
+from unipar.comparison.training_rounds import TurnRunner
 from unipar.config import Cell, Config
+from unipar.config.config_source import Given
 from unipar.config.sections.optimizer import AdamW, AdamW8bitSettings, AdamWBf16Settings, Optimizer
 from unipar.config.settled import SettledConfig
-from unipar.config.source import Given
 from unipar.errors import ConfigError, Unsupported
-from unipar.launcher.cells import library_name, select_cells
+from unipar.launcher.cell_selection import library_name, select_cells
 from unipar.launcher.processes.signals import sigterm_as_interrupt
 from unipar.report.build import try_write_page, write_html
-from unipar.report.data.comparison import ComparisonPageData
+from unipar.report.data.comparison_data import ComparisonPageData
 from unipar.report.data.headline import comparison_headline
-from unipar.report.pages import comparison, scaling
-from unipar.results.agreement import measure_agreement
+from unipar.report.pages import comparison_page as comparison
+from unipar.report.pages import scaling_page as scaling
 from unipar.results.comparison import Comparison
 from unipar.results.live_table import LiveTable
+from unipar.results.loss_agreement import measure_agreement
 from unipar.results.row import REUSED, CellResult
 from unipar.results.scaling import ScaledCell, Scaling
 from unipar.run_folder.folder import check_folder_content, explain_write_errors, lock_folder

@@ -7,11 +7,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unipar.backend import cells, registry
+from unipar.backend import offered_cells as cells
+from unipar.backend import registry
 from unipar.config import Cell, Config
 from unipar.config.config_file import read_config_text
+from unipar.config.config_source import SHORTENED, ConfigSource, load_config_file
 from unipar.config.sections.cell import AXES
-from unipar.config.source import SHORTENED, ConfigSource, load_config_file
 from unipar.config.yaml_edit import CannotEdit, change_keys
 from unipar.errors import ConfigError, OutExists
 from unipar.utils.files import whole

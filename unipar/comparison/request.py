@@ -11,10 +11,10 @@ from typing import Any, Self
 from unipar.backend.checks import CheckedSource
 from unipar.comparison.cell_world import TURNS_MODULE
 from unipar.config import BatchSizes, Config
+from unipar.config.config_source import Given
 from unipar.config.sections.batch import Batch
-from unipar.config.source import Given
 from unipar.errors import ConfigError
-from unipar.launcher.cells import settle_one_micro
+from unipar.launcher.cell_selection import settle_one_micro
 from unipar.launcher.micro_batch.choice import ChosenMicro
 from unipar.launcher.preparation.prepare import Prepared, prepare
 from unipar.launcher.processes.starters import SharedForkServer, may_fork

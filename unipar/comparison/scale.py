@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from unipar.backend import resources
-from unipar.backend.cells import config_in_cell, count_data_ranks, expand_cell_patterns, is_single_process
 from unipar.backend.installed import installed_versions, machine_summary
+from unipar.backend.offered_cells import config_in_cell, count_data_ranks, expand_cell_patterns, is_single_process
 from unipar.comparison import store
 from unipar.comparison.cell_world import CellWorld
 from unipar.comparison.request import (
@@ -19,18 +19,18 @@ from unipar.comparison.request import (
     parse_world_sizes,
     threads_per_rank,
 )
-from unipar.comparison.rounds import TurnRunner
+from unipar.comparison.training_rounds import TurnRunner
 from unipar.config import Cell, Config
+from unipar.config.config_source import Given
 from unipar.config.sections.batch import Batch
 from unipar.config.settled import SettledConfig
-from unipar.config.source import Given
 from unipar.errors import ConfigError, Unsupported
-from unipar.launcher.cells import library_name, result_of_check
+from unipar.launcher.cell_selection import library_name, result_of_check
 from unipar.launcher.processes.signals import sigterm_as_interrupt
 from unipar.report.build import try_write_page, write_html
-from unipar.report.pages.scaling import render_scaling
-from unipar.results.files import ORIGINAL_CONFIG_FOLDER
+from unipar.report.pages.scaling_page import render_scaling
 from unipar.results.live_table import LiveTable
+from unipar.results.result_files import ORIGINAL_CONFIG_FOLDER
 from unipar.results.row import CellResult
 from unipar.results.scaling import SCALING_KINDS, ScaledCell, Scaling, ScalingKind
 from unipar.run_folder import folder

@@ -14,7 +14,7 @@ from unipar.backend.installed import installed_versions, machine_summary
 from unipar.config import Cell, Config
 from unipar.errors import ConfigError, OutExists, ReportError
 from unipar.results.comparison import Comparison
-from unipar.results.files import nested_mapping, original_config_path, parse_comparison, read_mapping
+from unipar.results.result_files import nested_mapping, original_config_path, parse_comparison, read_mapping
 from unipar.results.scaling import Scaling
 from unipar.results.spreadsheet import format_comparison_csv, format_scaling_csv
 from unipar.task.reference import TaskRef

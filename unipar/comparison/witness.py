@@ -18,7 +18,7 @@ from unipar.data.order import MicrobatchPlan, SampleKey
 from unipar.data.stream_feed import StreamFeed
 from unipar.engines.fingerprint import fingerprint_batch, hash_sample_keys, hash_tensor_region
 from unipar.results.same_training import RankMarks, rank_marks_path
-from unipar.training.run import TrainingRun
+from unipar.training.training_run import TrainingRun
 
 MATRIX_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "convolution"})
 """Operations of PyTorch whose dtype is the precision in which a model is computed."""

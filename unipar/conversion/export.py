@@ -25,7 +25,7 @@ from unipar.utils.text import yaml_word
 
 if TYPE_CHECKING:
     from unipar.backend.export import Outline, Script
-    from unipar.config.source import ConfigSource
+    from unipar.config.config_source import ConfigSource
 
 _EXPORTED_KEYS = (
     *("task", "backend", "device", "parallel.data", "parallel.shard", "batch", "model.blocks", "data", "options"),
@@ -235,7 +235,7 @@ def _make_outline(source: ConfigSource) -> tuple[Outline, dict[str, str]]:
 
 
 def _task_file(ref: TaskRef) -> Path:
-    from unipar.task.inspection import find_module_file
+    from unipar.task.source_checks import find_module_file
 
     assert ref.task is not None
     file = Path(ref.task.file) if ref.task.file else find_module_file(str(ref.task.module), ref.path)

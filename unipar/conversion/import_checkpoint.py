@@ -105,7 +105,7 @@ def _state_of(config: Config, modules: Mapping[str, nn.Module]) -> ModelState:
     from unipar.checkpoint.importing.found_state import ModelState
     from unipar.model.create import narrow_frozen_parameters
     from unipar.model.state_names import state_names
-    from unipar.training.parts import tied_names
+    from unipar.training.trained_parts import tied_names
 
     dtype, narrow = parameter_dtype(config.train.precision), dict[str, str]()
     parameters: dict[str, list[int]] = {}
@@ -130,7 +130,7 @@ def _name_of(dtype: torch.dtype) -> str:
 
 def _groups_of_task(config: Config, modules: Mapping[str, nn.Module]) -> list[list[str]]:
     """Return the names in each group that the task's groups(model) returns; none if it has no such method."""
-    from unipar.model.optimizer import parameter_groups
+    from unipar.model.parameter_groups import parameter_groups
     from unipar.training.task_facts import load_task
 
     groups: list[list[str]] = []
@@ -190,7 +190,7 @@ def _state(
     config: Config, modules: Mapping[str, nn.Module], wish: ImportWish, step: int, *, skipped: int
 ) -> dict[str, Any]:
     from unipar.model.state_names import state_names
-    from unipar.training.parts import tied_names
+    from unipar.training.trained_parts import tied_names
 
     plain = config.model_dump(mode="json")
     return {
@@ -219,7 +219,7 @@ def _state(
 
 def _position(config: Config, source: Path, step: int) -> dict[str, Any]:
     """Return the place in the data after so many steps of this config's batches, read from the beginning."""
-    from unipar.backend.cells import cell_of, is_single_process
+    from unipar.backend.offered_cells import cell_of, is_single_process
     from unipar.backend.registry import find_backend
     from unipar.training.task_facts import gather_task_facts
 

@@ -13,7 +13,7 @@ from unipar.backend.checks import CheckedSource, given_source
 from unipar.backend.foreign import Answers, ForeignConfigReader, import_error
 from unipar.config import Config, safe_yaml
 from unipar.config.config_file import read_config_text
-from unipar.config.source import parse_set_argument
+from unipar.config.config_source import parse_set_argument
 from unipar.config.yaml_edit import yaml_value
 from unipar.conversion.argument_names import EIGHT_BIT_OPTIMIZERS
 from unipar.conversion.config_schema import SCHEMA_FILE

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unipar.distributed.device import synchronize
-from unipar.distributed.machines import WorldMachines
 from unipar.distributed.mesh import Mesh, MeshGroups
 from unipar.distributed.place import LARGE_WORLD, Place
+from unipar.distributed.world_machines import WorldMachines
 from unipar.errors import TaskError, WorldMismatch
 
 _Told = TypeVar("_Told")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from unipar.backend import Region
-from unipar.engines.batch import map_tensors
+from unipar.engines.batch_transfer import map_tensors
 
 SKETCH_NUMBERS = 8
 """Number of sums in a sketch."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from unipar.engines.batch import cast_floats
+from unipar.engines.batch_transfer import cast_floats
 
 
 @final

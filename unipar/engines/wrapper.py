@@ -23,7 +23,7 @@ from unipar.engines.block_pieces import restore_blocks, split_blocks, state_hold
 from unipar.engines.forward import ForwardCall, OpaqueBatch, eval_mode, plain_evaluation, unrecorded_forward
 from unipar.engines.gradients import clip_alike, clip_gradients, clip_in_fp64, scale_loss
 from unipar.engines.learning_rate import BaseRates
-from unipar.engines.optimizer import OptimizerEngine
+from unipar.engines.optimizer_engine import OptimizerEngine
 from unipar.engines.plain_state import KINDS_OF_MODEL, decode_plain, describe_unsaved_value, encode_plain, plain_key
 from unipar.engines.state import (
     broadcast_module_buffers,

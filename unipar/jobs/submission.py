@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from unipar.backend import checks
-from unipar.backend.cells import check_offers
 from unipar.backend.checks import CheckedSource
+from unipar.backend.offered_cells import check_offers
 from unipar.config import Cell, Config
 from unipar.config.job_system import JobSystem, NewJob, SubmittedJob, find_job_system, job_system_names
 from unipar.config.sections.machines import Machines

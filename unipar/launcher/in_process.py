@@ -33,10 +33,10 @@ from unipar.utils.procfs import BEGAN, PARENT, boot_id, process_stat
 from unipar.utils.tracebacks import user_place_of
 
 if TYPE_CHECKING:
-    from unipar.distributed.meeting.watch import MachineWatch
+    from unipar.distributed.meeting.machine_watch import MachineWatch
     from unipar.distributed.world import World
     from unipar.task import Task
-    from unipar.training.run import TrainingRun
+    from unipar.training.training_run import TrainingRun
 
 
 SINGLE_PLACE = Place(rank=0, size=1, local_rank=0, local_size=1, launcher="unipar")
@@ -185,7 +185,7 @@ def _remove_started_mark(run: Path, place: Place) -> None:
 
 def _folder_of_store(place: Place, patience: float, out: Path | None = None) -> Path:
     """Return the folder that rank 0 has claimed, and gives as `out`."""
-    from unipar.distributed.meeting.session import session_of
+    from unipar.distributed.meeting.world_session import session_of
 
     _folders_met.append(out)
     key, store = f"unipar/folder/{len(_folders_met)}", session_of(place, patience, patience).store

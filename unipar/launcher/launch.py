@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from unipar.launcher.processes import early
 
 if TYPE_CHECKING:
-    from unipar.config.source import Given
+    from unipar.config.config_source import Given
     from unipar.launcher.launched_run import TaskFunction
-    from unipar.results.run import Report
+    from unipar.results.run_report import Report
     from unipar.task import Run, Task
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from unipar.backend import registry
+from unipar.config.config_source import Given
 from unipar.config.settled import read_settled
-from unipar.config.source import Given
 from unipar.errors import TaskError, UniparError, WorkerFailed, rebuild
 from unipar.launcher import rerun, worker_entries
 from unipar.launcher.machines.start import CommonStart
@@ -27,7 +27,7 @@ from unipar.launcher.processes.starters import ENTRY_MODULES, SharedForkServer, 
 from unipar.launcher.progress import Progress
 from unipar.launcher.restarting import Restarts
 from unipar.memory.sources.malloc_build import step_log_environment
-from unipar.results.run import Report
+from unipar.results.run_report import Report
 from unipar.run_folder.error_file import record_run_error
 from unipar.run_folder.layout import read_launch_file
 from unipar.task import Task
@@ -241,7 +241,7 @@ def _join_as_worker(
     context: worker_entries.ScriptContext, task: type[Task] | None, functions: Mapping[str, TaskFunction]
 ) -> Generator[Run]:
     """Context manager: the run of a worker that runs the user's script."""
-    from unipar.launcher.micro_batch.worker import open_trial, predict_microbatches
+    from unipar.launcher.micro_batch.trial_worker import open_trial, predict_microbatches
     from unipar.training.setup import open_run
 
     if context.has_joined:

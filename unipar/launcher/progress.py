@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, BinaryIO, Self, TextIO
 
 from unipar.model.weight_file import describe_loaded_weights
-from unipar.run_folder.attempts import count_attempts
 from unipar.run_folder.checkpoint_lines import describe_checkpoint_event
 from unipar.run_folder.heartbeat import MEASURING, READING_ON, Heartbeat, LongWork, read_heartbeat
 from unipar.run_folder.layout import debugger_path, debugging_path, heartbeat_path, ledger_path, stdout_path
+from unipar.run_folder.run_attempts import count_attempts
 from unipar.utils.files import relative_path
 from unipar.utils.terminal import Terminal
 from unipar.utils.text import count_of, format_clock, format_number, format_size

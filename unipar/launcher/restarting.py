@@ -13,7 +13,7 @@ from unipar.launcher.processes.forkserver import ForkServerFailed
 from unipar.launcher.processes.postmortem import make_stopped_error
 from unipar.launcher.processes.signals import SignalReceiver
 from unipar.launcher.progress import Progress
-from unipar.run_folder.attempts import count_attempts
+from unipar.run_folder.run_attempts import count_attempts
 from unipar.utils.files import relative_path
 from unipar.utils.text import count_of
 

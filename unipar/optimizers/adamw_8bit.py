@@ -17,8 +17,8 @@ from torchao.optim.subclass_8bit import OptimState8bit, get_qmap_signed, get_qma
 from typing_extensions import override
 
 from unipar.optimizers.block_states import BlockStates, blocks_fit
+from unipar.optimizers.chunked_updates import InPieces, split_in_pieces
 from unipar.optimizers.closure import loss_of_closure
-from unipar.optimizers.pieces import InPieces, split_in_pieces
 
 _CODEBOOKS: Final = {"exp_avg": get_qmap_signed(), "exp_avg_sq": get_qmap_unsigned()}
 """Numbers that the 256 codes of a moment stand for."""

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 from typing_extensions import override
 
+from unipar.optimizers.chunked_updates import InPieces, split_in_pieces
 from unipar.optimizers.closure import loss_of_closure
-from unipar.optimizers.pieces import InPieces, split_in_pieces
 from unipar.optimizers.stochastic_rounding import ElementRuns, draw_bits, round_by_chance
 
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")

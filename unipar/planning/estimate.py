@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Final
 
-from unipar.backend import Category, cells, checks, registry
+from unipar.backend import Category, checks, registry
+from unipar.backend import offered_cells as cells
 from unipar.config import SHARDS, BatchSizes, Cell, Config, Shard
 from unipar.config.sections.cell import Axes
 from unipar.config.sections.optimizer import SGD, RMSprop

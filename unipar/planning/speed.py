@@ -9,7 +9,7 @@ from typing import Final
 from unipar.config import Precision
 from unipar.config.sections.cell import Axes
 from unipar.planning.machines.machine import Machine, hops
-from unipar.planning.pipeline import bubble
+from unipar.planning.pipeline_order import bubble
 from unipar.prediction.timeline import OverlapWindow, Payload
 
 BACKWARD_SHARE: Final = 2 / 3

@@ -7,9 +7,9 @@ from dataclasses import replace
 from functools import lru_cache
 
 from unipar.config import Config
-from unipar.distributed.copies import copies_by_machine
-from unipar.distributed.machines import WorldMachines
+from unipar.distributed.copies_by_machine import copies_by_machine
 from unipar.distributed.mesh import MESH_AXES, Mesh
+from unipar.distributed.world_machines import WorldMachines
 from unipar.errors import ConfigError
 from unipar.prediction.timeline import Payload
 

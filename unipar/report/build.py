@@ -7,14 +7,16 @@ from pathlib import Path
 from typing import TypeVar
 
 from unipar.errors import ReportError
-from unipar.report.data import changes
-from unipar.report.data.comparison import ComparisonPageData
-from unipar.report.data.run import RunPageData
-from unipar.report.data.verification import VerificationPageData
+from unipar.report.data import result_changes as changes
+from unipar.report.data.comparison_data import ComparisonPageData
+from unipar.report.data.run_data import RunPageData
+from unipar.report.data.verification_data import VerificationPageData
 from unipar.report.html.elements import GENERATOR_TAG, add_links
-from unipar.report.pages import comparison, scaling, verification
-from unipar.report.pages import run as pages_run
-from unipar.results.files import RESULT_FILES, ResultKind, find_result_file, read_mapping
+from unipar.report.pages import comparison_page as comparison
+from unipar.report.pages import run_page as pages_run
+from unipar.report.pages import scaling_page as scaling
+from unipar.report.pages import verification_page as verification
+from unipar.results.result_files import RESULT_FILES, ResultKind, find_result_file, read_mapping
 from unipar.results.scaling import Scaling
 from unipar.run_folder.layout import PAGE_FILE_NAME
 from unipar.utils.files import write_file_atomically

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from unipar.errors import ReportError
-from unipar.results.files import RESULT_FILES
+from unipar.results.result_files import RESULT_FILES
 from unipar.results.run_list import list_runs
 
 

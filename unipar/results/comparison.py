@@ -16,9 +16,9 @@ from typing_extensions import override
 from unipar.config import Precision
 from unipar.memory.account import MemoryAccount
 from unipar.planning.machines.device_peaks import find_device_peaks
-from unipar.results.agreement import Agreement, loss_tolerance, measure_agreement
-from unipar.results.forecast.difference import describe_forecast
+from unipar.results.forecast.forecast_difference import describe_forecast
 from unipar.results.forecast.records import Forecast
+from unipar.results.loss_agreement import Agreement, loss_tolerance, measure_agreement
 from unipar.results.memory_tables import (
     ACROSS_REMARK,
     RSS,
@@ -43,7 +43,7 @@ from unipar.results.row import (
 )
 from unipar.results.same_training import TrainingMarks, describe_training_difference, judged_precision
 from unipar.results.step_work.figures import CellWork, StepFigures, flops_of_step, step_figures
-from unipar.results.step_work.table import describe_work_columns, format_work_table
+from unipar.results.step_work.work_table import describe_work_columns, format_work_table
 from unipar.run_folder.layout import PAGE_FILE_NAME
 from unipar.utils.notebook import ShownAsPage
 from unipar.utils.screen import Column, Screen

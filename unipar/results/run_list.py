@@ -13,13 +13,13 @@ from typing import Any, Literal
 
 from unipar import errors
 from unipar.errors import ReportError
-from unipar.results.files import nested_mapping, read_mapping
-from unipar.results.run import SPEED_NAMES
-from unipar.run_folder.attempts import count_attempts
+from unipar.results.result_files import nested_mapping, read_mapping
+from unipar.results.run_report import SPEED_NAMES
 from unipar.run_folder.error_file import RecordedError, read_error, read_run_error
 from unipar.run_folder.folder import FOLDERS_THAT_STAY, RUN_FILES, is_locked
 from unipar.run_folder.heartbeat import LastPhase, read_heartbeat
 from unipar.run_folder.layout import heartbeat_path, ledger_path
+from unipar.run_folder.run_attempts import count_attempts
 from unipar.utils.procfs import boot_id
 from unipar.utils.text import count_of, first_few, format_clock
 

@@ -15,8 +15,8 @@ from unipar.config import Cell
 from unipar.errors import ReportError
 from unipar.memory.account import MemoryAccount
 from unipar.planning.cuda_total import total_on_cuda
-from unipar.results.agreement import Agreement, loss_tolerance, measure_agreement
 from unipar.results.comparison import TurnResults
+from unipar.results.loss_agreement import Agreement, loss_tolerance, measure_agreement
 from unipar.results.memory_tables import (
     RSS,
     bytes_on_this_machine,
@@ -35,7 +35,7 @@ from unipar.results.row import (
 )
 from unipar.results.same_training import describe_training_difference
 from unipar.results.step_work.figures import StepFigures
-from unipar.results.step_work.table import format_work_table
+from unipar.results.step_work.work_table import format_work_table
 from unipar.utils.screen import Column, Screen
 from unipar.utils.table import Remark, format_table_rows, table_remarks
 from unipar.utils.text import count_of, first_few, format_duration, format_size

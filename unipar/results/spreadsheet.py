@@ -10,9 +10,9 @@ from typing import Final
 
 from unipar.memory.account import CATEGORIES
 from unipar.planning.cuda_total import MeasuredCudaMemory, total_on_cuda
-from unipar.results.agreement import Agreement
 from unipar.results.comparison import Comparison
-from unipar.results.forecast.difference import ForecastDifference, forecast_differences
+from unipar.results.forecast.forecast_difference import ForecastDifference, forecast_differences
+from unipar.results.loss_agreement import Agreement
 from unipar.results.memory_tables import largest_account, largest_host_bytes, largest_resident_bytes
 from unipar.results.row import CellResult
 from unipar.results.scaling import Scaling

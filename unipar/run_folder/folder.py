@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from unipar.errors import ConfigError, OutExists
-from unipar.run_folder.attempts import count_attempts, reached_step
 from unipar.run_folder.error_file import read_error_file, read_run_error
 from unipar.run_folder.layout import CHECKPOINTS_OF_RUN, attempts_path, read_launch_file
+from unipar.run_folder.run_attempts import count_attempts, reached_step
 from unipar.utils.files import write_file_atomically
 from unipar.utils.procfs import boot_id
 

@@ -113,7 +113,7 @@ class TaskRef:
 
     def check_code(self) -> None:
         """Raise TaskError if reading the code without importing it shows that the task cannot be loaded."""
-        from unipar.task.inspection import check_task_code
+        from unipar.task.source_checks import check_task_code
 
         if self.task is not None:
             check_task_code(self.task, self.args, self.path)

@@ -22,7 +22,7 @@ from unipar.data.stream import STREAM_PROMISES
 from unipar.data.stream_feed import StreamFeed, StreamPlace
 from unipar.data.stream_reader import ReadingOn, ReadPart, has_state
 from unipar.distributed.device import has_own_memory
-from unipar.distributed.meeting.rounds import open_rounds
+from unipar.distributed.meeting.text_rounds import open_rounds
 from unipar.errors import CheckpointError, TaskError
 from unipar.run_folder.heartbeat import MEASURING, READING_ON
 from unipar.utils.address import Location

@@ -20,7 +20,7 @@ from unipar.utils.procfs import OomKillCount, anonymous_memory, count_oom_kills,
 from unipar.utils.text import format_size
 
 if TYPE_CHECKING:
-    from unipar.training.run import TrainingRun
+    from unipar.training.training_run import TrainingRun
 
 
 _OUT_OF_MEMORY_PHRASES = (
@@ -102,7 +102,7 @@ def _out_of_memory_sentence(error: BaseException, run: Path, rank: int, live: Tr
     if live is None:
         config, sizes, model, parts, other = settled.config, settled.sizes, ModelSize(0), {}, None
     else:
-        from unipar.memory.recording.holdings import bytes_held_by
+        from unipar.memory.recording.held_bytes import bytes_held_by
 
         start = _last_event(run, rank, "start")
         config, sizes, model = live.config, live.sizes, _model_size(start)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from unipar.backend import Engine, Fn
 from unipar.errors import TaskError
-from unipar.training.parts import ActivePart, TrainedPart, refuse_other_loss
+from unipar.training.trained_parts import ActivePart, TrainedPart, refuse_other_loss
 
 if TYPE_CHECKING:
     from collections.abc import Generator

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from unipar.checkpoint.changes import ChangedKey, describe_other_code, find_new_optimizers, refuse_changes
+from unipar.checkpoint.config_changes import ChangedKey, describe_other_code, find_new_optimizers, refuse_changes
 from unipar.checkpoint.packed_values import unpack_values
 from unipar.checkpoint.protocol.verifying import CheckpointContents, HashProgress, find_checkpoints, verify_checkpoint
 from unipar.checkpoint.saved_state import SavedState, refuse_other_model
 from unipar.checkpoint.starting_points import describe_nothing_left
 from unipar.checkpoint.tensor_bytes import dtype_name
 from unipar.config import Config
-from unipar.distributed.meeting.rounds import open_rounds
+from unipar.distributed.meeting.text_rounds import open_rounds
 from unipar.distributed.world import World
 from unipar.errors import CheckpointError
 from unipar.task.location import code_folder, code_hash
@@ -25,7 +25,7 @@ from unipar.utils.address import Location, parse_location
 from unipar.utils.git import git_revision
 
 if TYPE_CHECKING:
-    from unipar.training.run import TrainingRun
+    from unipar.training.training_run import TrainingRun
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from unipar.backend import Piece, Region
 from unipar.checkpoint.packed_values import pack_values
-from unipar.checkpoint.protocol.agreement import attempt_together
+from unipar.checkpoint.protocol.joint_attempts import attempt_together
 from unipar.checkpoint.protocol.probing import check_checkpoint_folder
 from unipar.checkpoint.protocol.retention import Retention
 from unipar.checkpoint.protocol.verifying import find_checkpoints
 from unipar.checkpoint.saving import CheckpointSaver, FinishedSave, GatheredState
 from unipar.config.sections.checkpoint import Best, Checkpoint
-from unipar.distributed.meeting.rounds import open_rounds
+from unipar.distributed.meeting.text_rounds import open_rounds
 from unipar.errors import CheckpointError, TaskError
 from unipar.run_folder.layout import checkpoint_folder
 from unipar.task.location import code_folder, code_hash
@@ -32,7 +32,7 @@ from unipar.utils.address import Location
 from unipar.utils.git import git_revision
 
 if TYPE_CHECKING:
-    from unipar.training.run import TrainingRun
+    from unipar.training.training_run import TrainingRun
 
 
 @final

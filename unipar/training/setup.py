@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unipar.backend import Backend, Engine, Part
-from unipar.backend.cells import ONE
 from unipar.backend.file_values import RestoredValues, set_file_values
+from unipar.backend.offered_cells import ONE
 from unipar.config import Config
 from unipar.config.settled import SettledConfig
 from unipar.distributed.device import device_name, forget_peaks, has_own_memory, release_unused_memory
@@ -27,33 +27,33 @@ from unipar.errors import BackendNotInstalled, Stopped, TaskError
 from unipar.model.blocks import find_blocks
 from unipar.model.create import combine_parts, create_parts, refuse_devices_by_hand
 from unipar.model.modes import enter_training_mode
-from unipar.model.optimizer import OptimizerFactory, parameter_groups, refuse_whole_matrices
+from unipar.model.parameter_groups import OptimizerFactory, parameter_groups, refuse_whole_matrices
 from unipar.model.pretrained import LoadedWeights, load_weights, point_to_weights
 from unipar.model.state_names import state_names
 from unipar.model.transforms import apply_transforms
 from unipar.planning.machines.device_peaks import find_device_peaks
 from unipar.profiling.fake_model import FakeModel
 from unipar.profiling.observer import StepObserver
-from unipar.run_folder.attempts import count_attempts
 from unipar.run_folder.heartbeat import HeartbeatWriter
 from unipar.run_folder.layout import checkpoint_folder, heartbeat_path, ledger_path, read_launch_file
 from unipar.run_folder.ledger import Ledger
+from unipar.run_folder.run_attempts import count_attempts
 from unipar.task import Task
 from unipar.tracking.writer import TrackerWriter
 from unipar.training.out_of_memory import explain_out_of_memory, is_out_of_memory
-from unipar.training.parts import OfOptimizer, TrainedPart, tied_names
-from unipar.training.run import TrainingRun
 from unipar.training.shares import first_microbatch
 from unipar.training.stopping import stop_on_signals, stop_reason
-from unipar.training.watch.watch import watched_dtypes
-from unipar.utils.malloc import is_malloc_set_by_environment, keep_freed_memory
+from unipar.training.trained_parts import OfOptimizer, TrainedPart, tied_names
+from unipar.training.training_run import TrainingRun
+from unipar.training.watch.state_watch import watched_dtypes
+from unipar.utils.malloc_settings import is_malloc_set_by_environment, keep_freed_memory
 from unipar.utils.procfs import anonymous_memory, peak_resident_bytes
 
 if TYPE_CHECKING:
     from torch import nn
 
     from unipar.data.feed import MicrobatchFeed
-    from unipar.memory.recording.step_log import StepMemory
+    from unipar.memory.recording.memory_log import StepMemory
     from unipar.model.safetensors_files import SafetensorsFiles
     from unipar.training.resuming import ChosenCheckpoint
 
@@ -209,7 +209,7 @@ def _make_step_memory(
     """Return the recorder for `log.memory`, or None without it; its modules are imported only if needed."""
     if not config.log.memory:
         return None
-    from unipar.memory.recording.step_log import choose_step_memory
+    from unipar.memory.recording.memory_log import choose_step_memory
 
     watcher = choose_step_memory(backend, world, run)
     ledger.note("memory", said=watcher.said)

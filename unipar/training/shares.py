@@ -18,7 +18,7 @@ from unipar.data.order import MicrobatchPlan, shuffled_indices
 from unipar.data.stream_feed import StreamFeed
 from unipar.data.token_split import padded_tokens
 from unipar.distributed.world import World
-from unipar.engines.batch import to_device
+from unipar.engines.batch_transfer import to_device
 from unipar.errors import TaskError, UniparError
 from unipar.task import Share, Task
 

@@ -12,10 +12,10 @@ from unipar.run_folder.ledger import Ledger
 from unipar.task import Share
 from unipar.tracking.images import pixels_of
 from unipar.tracking.writer import TrackerWriter
-from unipar.training.parts import TrainedPart, collect_step_values, flatten_logged_step
+from unipar.training.trained_parts import TrainedPart, collect_step_values, flatten_logged_step
 
 if TYPE_CHECKING:
-    from unipar.memory.recording.step_log import StepMemory
+    from unipar.memory.recording.memory_log import StepMemory
 
 
 @final

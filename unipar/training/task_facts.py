@@ -140,7 +140,7 @@ def checkpoint_bytes(task: Task, modules: Mapping[str, Any], config: Config) -> 
     """Return the bytes of tensors in a checkpoint of these parts; None if the optimizer cannot be tried."""
     import torch
 
-    from unipar.model.optimizer import OptimizerFactory, parameter_groups
+    from unipar.model.parameter_groups import OptimizerFactory, parameter_groups
     from unipar.model.saved_size import saved_bytes
 
     total, given = 0, task.optimizer if task.defines("optimizer") else None

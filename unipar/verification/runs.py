@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from unipar.backend.cells import ONE, config_in_cell
+from unipar.backend.offered_cells import ONE, config_in_cell
 from unipar.config import Config, Precision
 from unipar.config.sections.cell import Axes
 from unipar.config.sections.optimizer import Clip

@@ -11,8 +11,8 @@ from unipar.errors import UniparError
 from unipar.results.verdicts import Finding
 from unipar.verification.diagnosis import faults
 from unipar.verification.diagnosis.case import Fault, FaultCase, norm_factor, run_gradient, whole_gradient
-from unipar.verification.diagnosis.gradients import fit_gradient_mix
 from unipar.verification.diagnosis.modules import ModuleDifference, find_loss_differences, find_module_differences
+from unipar.verification.diagnosis.sketched_gradients import fit_gradient_mix
 from unipar.verification.judgement.judge import Judgement
 from unipar.verification.judgement.record import RunRecord, combine_ranks
 from unipar.verification.judgement.tolerance import Tolerance

@@ -9,22 +9,22 @@ from pathlib import Path
 from typing import Any
 
 from unipar.backend import checks, registry
-from unipar.backend.cells import ONE, is_single_process
 from unipar.backend.installed import installed_versions, machine_summary
+from unipar.backend.offered_cells import ONE, is_single_process
 from unipar.checkpoint.protocol.verifying import inspect_checkpoint
 from unipar.config import Cell
 from unipar.config.config import Eval
+from unipar.config.config_source import Given
 from unipar.config.settled import SettledConfig
-from unipar.config.source import Given
 from unipar.errors import ConfigError
-from unipar.launcher.cells import SelectedCells, library_name, select_cells, settle_one_micro
+from unipar.launcher.cell_selection import SelectedCells, library_name, select_cells, settle_one_micro
 from unipar.launcher.micro_batch.choice import PREFIX, ChosenMicro
 from unipar.launcher.preparation.prepare import Prepared, prepare
 from unipar.launcher.processes.signals import sigterm_as_interrupt
 from unipar.launcher.remote.across import StarterOnMachines, starter_on_machines
 from unipar.report.build import try_write_page, write_page
-from unipar.results.files import ORIGINAL_CONFIG_FOLDER, VERIFY_JSON, original_config_path
 from unipar.results.live_table import LiveTable
+from unipar.results.result_files import ORIGINAL_CONFIG_FOLDER, VERIFY_JSON, original_config_path
 from unipar.results.row import CellResult
 from unipar.results.verdicts import Verdict, Verdicts
 from unipar.run_folder import folder
@@ -170,7 +170,7 @@ def _run_session(
 ) -> Verdicts:
     from unipar.verification.numbers import numbers_on
     from unipar.verification.runs import RunPlan
-    from unipar.verification.session import VerificationSession
+    from unipar.verification.verification_steps import VerificationSession
     from unipar.verification.world_pool import open_world_pool
 
     settled, machines = asked.settled, asked.machines

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from unipar.prediction.timeline import Term
-from unipar_deepspeed.prediction.model import MASTER_BYTES, ZeroModel, alternatives
 from unipar_deepspeed.prediction.swapped import parameter_buffers
+from unipar_deepspeed.prediction.zero_model import MASTER_BYTES, ZeroModel, alternatives
 
 
 def built_terms(model: ZeroModel, stage: int) -> Iterator[Term]:

@@ -10,7 +10,13 @@ from typing import final
 
 from unipar.prediction.terms import buffer_terms
 from unipar.prediction.timeline import Category, Prediction, Term
-from unipar_deepspeed.prediction.model import (
+from unipar_deepspeed.prediction.offloaded import (
+    flat_group_terms,
+    moved_gradient,
+    passing_buffers,
+    summed_gradients,
+)
+from unipar_deepspeed.prediction.zero_model import (
     MASTER_BYTES,
     Instants,
     SentBytes,
@@ -18,12 +24,6 @@ from unipar_deepspeed.prediction.model import (
     alternatives,
     merged_states,
     update_of_partition,
-)
-from unipar_deepspeed.prediction.offloaded import (
-    flat_group_terms,
-    moved_gradient,
-    passing_buffers,
-    summed_gradients,
 )
 
 ALIGNMENT = 2

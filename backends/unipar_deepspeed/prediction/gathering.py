@@ -11,8 +11,8 @@ from math import ceil
 from typing import Literal, final
 
 from unipar.prediction.timeline import StepTimeline, Term
-from unipar_deepspeed.prediction.model import SentBytes, ZeroModel
 from unipar_deepspeed.prediction.swapped import SwappedParameters, SwapReads
+from unipar_deepspeed.prediction.zero_model import SentBytes, ZeroModel
 
 NEVER = -1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from unipar.prediction.timeline import Term
-from unipar_deepspeed.prediction.model import MASTER_BYTES, NORM_BYTES, ZeroModel
+from unipar_deepspeed.prediction.zero_model import MASTER_BYTES, NORM_BYTES, ZeroModel
 
 
 def flat_group_terms(model: ZeroModel, partition: int, name: str) -> Iterator[Term]:

@@ -8,17 +8,6 @@ from dataclasses import replace
 from unipar.prediction.terms import buffer_terms
 from unipar.prediction.timeline import Category, Prediction, Term
 from unipar_deepspeed.prediction.gathering import GatherPlan, persistent_terms
-from unipar_deepspeed.prediction.model import (
-    MASTER_BYTES,
-    NORM_BYTES,
-    SentBytes,
-    ZeroModel,
-    alternatives,
-    merged_states,
-    partition_of,
-    sub_groups,
-    update_of_partition,
-)
 from unipar_deepspeed.prediction.offloaded import (
     converted_parameters,
     moved_gradient,
@@ -32,6 +21,17 @@ from unipar_deepspeed.prediction.swapped import (
     optimizer_buffers,
     swapped_numbers,
     swapped_states,
+)
+from unipar_deepspeed.prediction.zero_model import (
+    MASTER_BYTES,
+    NORM_BYTES,
+    SentBytes,
+    ZeroModel,
+    alternatives,
+    merged_states,
+    partition_of,
+    sub_groups,
+    update_of_partition,
 )
 
 OFFLOADED_NORM_BYTES = 4

@@ -10,7 +10,7 @@ from typing import Final, final
 
 from unipar.errors import Unsupported
 from unipar.prediction.timeline import Term
-from unipar_deepspeed.prediction.model import MASTER_BYTES, ZeroModel, partition_of, sub_groups
+from unipar_deepspeed.prediction.zero_model import MASTER_BYTES, ZeroModel, partition_of, sub_groups
 
 ALIGNED_BYTES: Final = 1024
 """Bytes of which a file's size is a multiple (`AIO_ALIGNED_BYTES`, with one thread)."""

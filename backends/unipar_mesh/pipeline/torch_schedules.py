@@ -19,7 +19,7 @@ from unipar.backend import Fn, Holding, LossFn, Mark, Micro
 from unipar.config.sections.cell import Axes
 from unipar.distributed.device import generator_state
 from unipar.distributed.world import World
-from unipar.engines.batch import map_tensors
+from unipar.engines.batch_transfer import map_tensors
 from unipar.engines.forward import ForwardCall, OpaqueBatch, eval_mode
 from unipar.engines.gradients import scale_loss
 from unipar.errors import TaskError

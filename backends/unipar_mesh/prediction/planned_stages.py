@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from unipar.backend import Fn, Part
 from unipar.config.sections.cell import Axes
 from unipar.distributed.mesh import Mesh, MeshGroups
-from unipar.engines.batch import map_tensors
+from unipar.engines.batch_transfer import map_tensors
 from unipar_mesh.look_at_model import CutTrial, check_block_order, kind_of_block
 from unipar_mesh.pipeline.balance import balanced_cuts, cuts_at
 from unipar_mesh.pipeline.channel import Channel

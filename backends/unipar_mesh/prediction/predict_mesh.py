@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Final, Literal
 
-from unipar.backend import cells
+from unipar.backend import offered_cells as cells
 from unipar.config import Config
 from unipar.distributed.mesh import Mesh
-from unipar.memory.recording.collectives import axis_of_ranks
+from unipar.memory.recording.bytes_sent_recorder import axis_of_ranks
 from unipar.prediction.bytes_sent import FP64_NORM_BYTES, sent_by_fsdp2
 from unipar.prediction.fsdp2_groups import ShardedModel, padded_elements
 from unipar.prediction.fsdp2_terms import predict_sharded

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unipar.backend import Fn, Region
-from unipar.engines.batch import map_tensors
+from unipar.engines.batch_transfer import map_tensors
 from unipar.engines.fingerprint import TensorSketcher, collect_tensors, sketch_whole_tensor
 from unipar.engines.wrapper import WrapperEngine
 from unipar.errors import TaskError

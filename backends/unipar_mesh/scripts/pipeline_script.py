@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unipar.backend.cells import cell_of
 from unipar.backend.export import (
     SCRIPT_LINE_WIDTH,
     Outline,
@@ -17,6 +16,7 @@ from unipar.backend.export import (
     shared_flags,
     shared_values,
 )
+from unipar.backend.offered_cells import cell_of
 from unipar.errors import Unsupported
 from unipar_mesh.pipeline.balance import cuts_at
 from unipar_mesh.scripts.script_parts import Pieces, pieces_of_script

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import nn
 
-from unipar.backend.cells import cell_of
 from unipar.backend.export import (
     SCRIPT_LINE_WIDTH,
     Outline,
@@ -16,6 +15,7 @@ from unipar.backend.export import (
     render_template,
     uses_math,
 )
+from unipar.backend.offered_cells import cell_of
 from unipar.errors import Unsupported
 from unipar_mesh.look_at_model import kind_of_block
 from unipar_mesh.options import options_of

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unipar.backend.cells import cell_of
 from unipar.backend.export import Outline, constant_tuple, fill_template, format_call, optimizer_code
+from unipar.backend.offered_cells import cell_of
 from unipar.errors import Unsupported
 from unipar_mesh.options import options_of
 from unipar_mesh.scripts.script_parts import pieces_of_script

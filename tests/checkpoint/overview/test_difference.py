@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.support.checkpoints import floats, pieces_of_rank, save_on_ranks
 from unipar.backend import Region
-from unipar.checkpoint.overview.difference import TensorDifference, compare_checkpoints
+from unipar.checkpoint.overview.checkpoint_difference import TensorDifference, compare_checkpoints
 from unipar.checkpoint.protocol.save_checkpoint import PieceToSave
 from unipar.checkpoint.protocol.verifying import inspect_checkpoint
 from unipar.checkpoint.storage.disk import Disk

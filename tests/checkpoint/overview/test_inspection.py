@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.support.checkpoints import save_on_ranks
-from unipar.checkpoint.overview.inspection import checkpoint_as_data, describe_checkpoint
+from unipar.checkpoint.overview.checkpoint_contents import checkpoint_as_data, describe_checkpoint
 from unipar.checkpoint.protocol.verifying import inspect_checkpoint
 
 STATE = {

@@ -25,7 +25,7 @@ from unipar.checkpoint.protocol.retention import Retention
 from unipar.checkpoint.protocol.save_checkpoint import PieceToSave, SavedCheckpoint, save_checkpoint
 from unipar.checkpoint.protocol.verifying import find_checkpoints, verify_checkpoint
 from unipar.checkpoint.storage.disk import Disk
-from unipar.distributed.meeting.rounds import Judge
+from unipar.distributed.meeting.text_rounds import Judge
 from unipar.errors import CheckpointError
 
 Pieces = Callable[[int, int], Sequence[PieceToSave]]

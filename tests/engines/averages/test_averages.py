@@ -15,11 +15,11 @@ from tests.support.running import Line, running
 from unipar.backend import Engine, LossFn, Mark, Micro, Piece, Step
 from unipar.backend.engine import DelegatingEngine
 from unipar.config import Config
+from unipar.config.config_source import load_given_config
 from unipar.config.sections.train import Ema
-from unipar.config.source import load_given_config
 from unipar.engines.averages.engine import AveragingEngine, with_averages, without_counts
 from unipar.errors import CheckpointError, ConfigError, TaskError
-from unipar.training.run import TrainingRun
+from unipar.training.training_run import TrainingRun
 
 IN_PLACE = (
     "the model has the averages of train.ema in place of its weights: do this outside of `with run.averaged():` (an "

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.tiny import CONFIG, Tiny
 from unipar.errors import OutOfMemory
-from unipar.launcher.cells import settle_one_micro
+from unipar.launcher.cell_selection import settle_one_micro
 from unipar.launcher.micro_batch import choose
 from unipar.launcher.micro_batch.choice import MicroTrial
 from unipar.launcher.preparation.prepare import Prepared, prepare

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from unipar.distributed.machine_checks import MachineCheck
-from unipar.distributed.machines import WorldMachines
 from unipar.distributed.place import Place
+from unipar.distributed.world_machines import WorldMachines
 from unipar.launcher.preflight.examination import judge_findings
 from unipar.launcher.preflight.facts import ConfigFacts, MachineFacts
 from unipar.launcher.preflight.judging import ExaminedMachine, judge_machines

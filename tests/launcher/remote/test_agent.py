@@ -20,8 +20,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.world import PYTHONPATH_VARIABLE
-from unipar.distributed.machines import WorldMachine
 from unipar.distributed.place import Place
+from unipar.distributed.world_machines import WorldMachine
 from unipar.errors import NonFinite, Stopped, WorkerFailed, WorldMismatch
 from unipar.launcher.processes.group import WorkerGroup
 from unipar.launcher.remote.across import AgentAddress, StarterOnMachines

@@ -13,14 +13,14 @@ from tests.support.compared_rows import ONE, SAME, compared
 from unipar.comparison import store
 from unipar.memory.account import MemoryAccount, PhasePeak
 from unipar.results.comparison import Comparison
-from unipar.results.files import parse_comparison
-from unipar.results.forecast.difference import (
+from unipar.results.forecast.forecast_difference import (
     describe_forecast,
     forecast_differences,
     measured_step,
     summarise_differences,
 )
 from unipar.results.forecast.records import CellForecast, Forecast, ForecastPhase, ForecastWorld
+from unipar.results.result_files import parse_comparison
 
 SETUP = PhasePeak(name="built", peak=9_000, held={"parameters": 9_000})
 FORWARD = PhasePeak(name="forward", peak=1_500, held={"parameters": 1_000, "activations": 500})

@@ -9,7 +9,7 @@ from tests.support.scalings import made, timed, with_work, worlds_with_work
 from unipar.profiling.work import CompiledWork, RankWork
 from unipar.results.scaling import Scaling
 from unipar.results.step_work.figures import StepFigures
-from unipar.results.step_work.table import format_work_table
+from unipar.results.step_work.work_table import format_work_table
 
 
 def test_the_table_of_worlds() -> None:

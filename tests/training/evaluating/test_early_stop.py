@@ -11,11 +11,11 @@ from torch import nn
 from typing_extensions import override
 
 from tests.support.running import Line, running
-from unipar.config.source import load_config_file
+from unipar.config.config_source import load_config_file
 from unipar.errors import ConfigError, TaskError
 from unipar.run_folder.layout import ledger_path
 from unipar.run_folder.ledger import Ledger
-from unipar.training.run import TrainingRun
+from unipar.training.training_run import TrainingRun
 
 
 class Scripted(Line):

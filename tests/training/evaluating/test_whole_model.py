@@ -15,7 +15,7 @@ from unipar.errors import TaskError
 from unipar.run_folder.layout import ledger_path
 from unipar.run_folder.ledger import Ledger
 from unipar.training.evaluating.whole_model import check_room
-from unipar.training.run import TrainingRun
+from unipar.training.training_run import TrainingRun
 
 
 def test_the_model_is_the_users_in_evaluation_mode(tmp_path: Path) -> None:

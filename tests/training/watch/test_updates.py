@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from unipar.backend import Piece, Region
-from unipar.training.watch.updates import UpdateObserver
+from unipar.training.watch.update_observer import UpdateObserver
 
 
 def _observed(weight: Tensor, gradient: float, rate: float, *, undone: bool = False) -> UpdateObserver:

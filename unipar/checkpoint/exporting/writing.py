@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 
 from unipar.backend.engine import KIND_OF_AVERAGES
+from unipar.checkpoint.exporting.checkpoint_tensors import Advance, ExportSource
 from unipar.checkpoint.exporting.config_files import adapter_config, write_library_config
 from unipar.checkpoint.exporting.selection import ChosenTensor, adapter_tensors, choose_tensors
-from unipar.checkpoint.exporting.source import Advance, ExportSource
 from unipar.checkpoint.format.shard_file import ShardTensor, write_shard
 from unipar.checkpoint.protocol.verifying import CheckpointContents
 from unipar.checkpoint.saved_state import SavedState

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, final
 
 from unipar.checkpoint.format.names import TEMPORARY_PREFIX
-from unipar.checkpoint.protocol.agreement import attempt_together
+from unipar.checkpoint.protocol.joint_attempts import attempt_together
 from unipar.checkpoint.protocol.publication import refuse_full_disk
 from unipar.checkpoint.storage.disk import Disk
 from unipar.checkpoint.storage.remote import RemoteFolder
-from unipar.distributed.meeting.rounds import Decide
+from unipar.distributed.meeting.text_rounds import Decide
 from unipar.errors import CheckpointError
 from unipar.utils.address import Address, Location
 

@@ -32,12 +32,12 @@ from unipar.checkpoint.format.names import (
 )
 from unipar.checkpoint.format.shard_file import HashedFile, ShardTensor, shard_header, sorted_for_shard, write_tensors
 from unipar.checkpoint.format.strict_json import dump_strict_json
-from unipar.checkpoint.protocol.agreement import attempt_together
+from unipar.checkpoint.protocol.joint_attempts import attempt_together
 from unipar.checkpoint.protocol.publication import DiskPublication, RemotePublication, publication_in
 from unipar.checkpoint.protocol.retention import Retention, remove_old_checkpoints
 from unipar.checkpoint.protocol.verifying import check_tiling, seal_of_manifest
 from unipar.checkpoint.storage.disk import Disk
-from unipar.distributed.meeting.rounds import Decide, decide_alone
+from unipar.distributed.meeting.text_rounds import Decide, decide_alone
 from unipar.errors import CheckpointError
 from unipar.utils.address import Location
 

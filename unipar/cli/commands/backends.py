@@ -63,7 +63,7 @@ def rows() -> list[BackendRow]:
 
 
 def _backend_row(name: str, probe: ImportProbe) -> BackendRow:
-    from unipar.backend.cells import cells_of_backend
+    from unipar.backend.offered_cells import cells_of_backend
     from unipar.backend.registry import find_backend
 
     backend = find_backend(name)

@@ -19,7 +19,7 @@ from unipar.cli.commands.options import (
 )
 
 if TYPE_CHECKING:
-    from unipar.config.source import ConfigSource
+    from unipar.config.config_source import ConfigSource
 
 
 def resume_settings(file: Path, *, resume: bool, checkpoint: str | None) -> list[str]:

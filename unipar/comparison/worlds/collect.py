@@ -7,16 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from unipar.backend.cells import config_in_cell
+from unipar.backend.offered_cells import config_in_cell
 from unipar.comparison import store
 from unipar.comparison.compare import WORLDS_CSV, WORLDS_JSON, describe_comparison_errors
 from unipar.config import Cell, Config
 from unipar.config.settled import SettledConfig
 from unipar.errors import ReportError, UniparError
 from unipar.report.build import try_write_page, write_html
-from unipar.report.pages.scaling import render_scaling
+from unipar.report.pages.scaling_page import render_scaling
 from unipar.results.comparison import Comparison
-from unipar.results.files import nested_mapping, original_config_path, parse_comparison, read_mapping
+from unipar.results.result_files import nested_mapping, original_config_path, parse_comparison, read_mapping
 from unipar.results.row import CellResult
 from unipar.results.scaling import ScaledCell, Scaling
 from unipar.run_folder.layout import PAGE_FILE_NAME

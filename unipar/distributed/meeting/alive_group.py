@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from unipar.distributed.launchers import Launcher, place_from_environment
-from unipar.distributed.machines import machine_key
 from unipar.distributed.meeting.roll_call import decide_together
 from unipar.distributed.place import Place
+from unipar.distributed.world_machines import machine_key
 
 if TYPE_CHECKING:
     import torch.distributed as dist

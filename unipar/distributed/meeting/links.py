@@ -27,8 +27,8 @@ from unipar.errors import WorldMismatch
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from unipar.distributed.machines import WorldMachine
     from unipar.distributed.meeting.neighbours import Neighbours
+    from unipar.distributed.world_machines import WorldMachine
 
 CONNECT_SECONDS: Final = 10.0
 """Seconds in which a connection between two machines must be made; more means that it is blocked."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Self, final
 
-from unipar.distributed.machines import WorldMachine, WorldMachines
+from unipar.distributed.world_machines import WorldMachine, WorldMachines
 
 FAN_OUT: Final = 16
 """Largest number of machines whose first ranks are linked to that of one other machine."""

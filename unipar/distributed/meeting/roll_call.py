@@ -19,9 +19,9 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, final
 
 from unipar.distributed.addresses import is_loopback
-from unipar.distributed.machines import WorldMachines, name_ranks
 from unipar.distributed.meeting.neighbours import Neighbours
-from unipar.distributed.meeting.rounds import result_of
+from unipar.distributed.meeting.text_rounds import result_of
+from unipar.distributed.world_machines import WorldMachines, name_ranks
 from unipar.errors import WorldMismatch
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol, final
 
-from unipar.distributed.machines import WorldMachines, name_ranks
 from unipar.distributed.meeting.links import Links, RankLink
 from unipar.distributed.meeting.neighbours import Neighbours
-from unipar.distributed.meeting.rounds import result_of
+from unipar.distributed.meeting.text_rounds import result_of
+from unipar.distributed.world_machines import WorldMachines, name_ranks
 from unipar.errors import WorldMismatch
 
 if TYPE_CHECKING:

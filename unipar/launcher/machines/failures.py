@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from unipar.config import Config
-from unipar.distributed.meeting.watch import MachineWatch
+from unipar.distributed.meeting.machine_watch import MachineWatch
 from unipar.errors import Stopped, UniparError, WorkerFailed, rebuild
 from unipar.run_folder.error_file import describe_error, is_consequence, write_error, write_failure
 
 if TYPE_CHECKING:
-    from unipar.distributed.meeting.session import Session
+    from unipar.distributed.meeting.world_session import Session
 
 _LONGEST_TRACEBACK: Final = 20_000
 """Characters of a traceback, from its end, that are sent to rank 0."""

@@ -17,8 +17,8 @@ from unipar.run_folder import folder
 from unipar.run_folder.layout import attempts_path
 
 if TYPE_CHECKING:
-    from unipar.distributed.meeting.session import Session
     from unipar.distributed.meeting.tree import RankTree
+    from unipar.distributed.meeting.world_session import Session
     from unipar.launcher.preparation.prepared_run import PreparedRun
 
 MARK_PREFIX: Final = ".seen-"

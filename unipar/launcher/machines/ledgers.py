@@ -8,7 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from unipar.distributed.meeting.rounds import open_rounds
+from unipar.distributed.meeting.text_rounds import open_rounds
 from unipar.run_folder.layout import ledger_path
 from unipar.utils.files import write_file_atomically
 

@@ -21,8 +21,8 @@ from unipar.launcher.processes import early
 from unipar.utils.text import count_of
 
 if TYPE_CHECKING:
-    from unipar.distributed.machines import WorldMachines
-    from unipar.distributed.meeting.session import Session
+    from unipar.distributed.meeting.world_session import Session
+    from unipar.distributed.world_machines import WorldMachines
     from unipar.launcher.preparation.prepared_run import PreparedRun
     from unipar.task.reference import TaskRef
 
@@ -84,7 +84,7 @@ class CommonStart:
         if self._session is None and isinstance(error, WorldMismatch) and self._config is not None:
             return  # it is that they have not met
         early.end_imports()
-        from unipar.distributed.meeting.session import session_of
+        from unipar.distributed.meeting.world_session import session_of
 
         assert self._place is not None
         if self._session is None:

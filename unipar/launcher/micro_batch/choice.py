@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any, Self
 
 from unipar.backend import Backend, checks
-from unipar.backend.cells import cell_of
+from unipar.backend.offered_cells import cell_of
 from unipar.backend.registry import find_backend
 from unipar.backend.resources import choose_device
 from unipar.config import Cell, Config
+from unipar.config.config_source import ConfigSource
 from unipar.config.sections.batch import Batch
 from unipar.config.settled import SettledConfig
-from unipar.config.source import ConfigSource
 from unipar.distributed.gpus import smallest_gpu_memory
 from unipar.errors import ConfigError, Unsupported
 from unipar.run_folder.folder import newest_run_folder

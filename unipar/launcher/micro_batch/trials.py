@@ -17,7 +17,7 @@ from unipar.config.config import Eval
 from unipar.config.settled import SettledConfig
 from unipar.errors import ConfigError, Hung, OutOfMemory, Stopped, UniparError, WorkerFailed
 from unipar.launcher.micro_batch.choice import PREFIX, CandidateWorld, MicroTrial
-from unipar.launcher.micro_batch.worker import PLAN_ENTRY, SCRIPT_ENTRY, TRIAL_ENTRY, plan_path, trial_path
+from unipar.launcher.micro_batch.trial_worker import PLAN_ENTRY, SCRIPT_ENTRY, TRIAL_ENTRY, plan_path, trial_path
 from unipar.launcher.processes.group import WorkerGroup
 from unipar.launcher.processes.signals import SignalReceiver
 from unipar.launcher.processes.starters import ENTRY_MODULES, SharedForkServer, may_fork
@@ -71,7 +71,7 @@ class Trials:
         with ExitStack() as failed:
             failed.push(self._remove_folder)
             self._signals = failed.enter_context(SignalReceiver())
-            modules = [*ENTRY_MODULES, "unipar.launcher.micro_batch.worker"]
+            modules = [*ENTRY_MODULES, "unipar.launcher.micro_batch.trial_worker"]
             use, patience = may_fork(first.config, first.device), first.config.launch.timeout
             server = SharedForkServer(modules, self._environment, use=use, patience=patience)
             self._server = failed.enter_context(server)

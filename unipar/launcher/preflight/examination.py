@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from unipar.backend.checks import CheckedSource
-    from unipar.distributed.machines import WorldMachines
     from unipar.distributed.place import Place
+    from unipar.distributed.world_machines import WorldMachines
 
 _SECONDS_TO_MEET: Final = 600.0
 """Value of launch.meet where no config can be read."""
@@ -95,7 +95,7 @@ class _Examiner:
     def __init__(
         self, place: Place, source: CheckedSource | None, config: ConfigFacts | None, stack: ExitStack
     ) -> None:
-        from unipar.distributed.meeting.session import session_of
+        from unipar.distributed.meeting.world_session import session_of
 
         self._config, self._source, self._stack = config, source, stack
         settings = source.config.machines if source is not None else None
@@ -119,7 +119,7 @@ class _Examiner:
             return {"error": str(e) if isinstance(e, UniparError) else f"{type(e).__name__}: {e}"}
 
     def _examine(self) -> dict[str, Any]:
-        from unipar.distributed.meeting.session import interface_for
+        from unipar.distributed.meeting.world_session import interface_for
 
         interface = interface_for(self.session, self._chosen)
         facts = collect_facts(interface, self._missing_interface, self._config)

@@ -21,7 +21,7 @@ from unipar.errors import WorldMismatch
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from unipar.distributed.meeting.session import Session
+    from unipar.distributed.meeting.world_session import Session
 
 SECONDS_TO_CONNECT: Final = 5.0
 """Seconds after which a connection counts as dropped."""

@@ -8,11 +8,11 @@ from typing import Any, Final, NamedTuple
 
 from pydantic import BaseModel, ValidationError
 
-from unipar.backend.cells import named_cell
 from unipar.backend.checks import CELL, CheckedSource, in_cell, with_earlier_changes
+from unipar.backend.offered_cells import named_cell
 from unipar.config import BatchSizes, Config
+from unipar.config.config_source import FROM_SCRIPT, KEPT_ORIGIN, ConfigSource
 from unipar.config.settled import SettledConfig
-from unipar.config.source import FROM_SCRIPT, KEPT_ORIGIN, ConfigSource
 from unipar.run_folder.folder import newest_run_folder
 from unipar.run_folder.layout import read_launch_file
 from unipar.utils.mappings import flatten

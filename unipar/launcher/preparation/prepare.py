@@ -11,8 +11,8 @@ from typing import Any, Final, Literal, Self
 from unipar.backend import registry, resources
 from unipar.backend.checks import CheckedSource, given_source
 from unipar.config import Config
+from unipar.config.config_source import ConfigSource, Given
 from unipar.config.settled import SettledConfig
-from unipar.config.source import ConfigSource, Given
 from unipar.distributed.launchers import Launcher, find_launcher
 from unipar.distributed.meeting.alive_group import find_place
 from unipar.distributed.place import Place

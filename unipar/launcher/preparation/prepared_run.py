@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from unipar.backend import Backend, checks
 from unipar.backend.installed import library_versions, machine_summary
-from unipar.checkpoint.changes import sections_said
+from unipar.checkpoint.config_changes import sections_said
 from unipar.checkpoint.protocol.verifying import find_checkpoints, inspect_checkpoint
 from unipar.checkpoint.starting_points import (
     check_start,
@@ -24,8 +24,8 @@ from unipar.checkpoint.starting_points import (
 )
 from unipar.checkpoint.storage.remote import open_file_system
 from unipar.config import Config
+from unipar.config.config_source import ConfigSource
 from unipar.config.settled import SettledConfig
-from unipar.config.source import ConfigSource
 from unipar.distributed.place import Place
 from unipar.distributed.restarts import LaunchedJob, find_job
 from unipar.errors import ConfigError, UniparError, WorldMismatch

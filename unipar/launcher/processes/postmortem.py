@@ -8,12 +8,12 @@ from pathlib import Path
 
 from unipar.errors import Stopped, UniparError, WorkerFailed, rebuild
 from unipar.launcher.processes.worker_arguments import PARENT_GONE_EXIT_CODE
-from unipar.run_folder.attempts import reached_step
 from unipar.run_folder.checkpoint_lines import describe_way_on
 from unipar.run_folder.error_file import RecordedError, is_timeout, read_error
 from unipar.run_folder.heartbeat import LastPhase, read_heartbeat
 from unipar.run_folder.layout import heartbeat_path, ledger_path, log_path
 from unipar.run_folder.ledger import Ledger
+from unipar.run_folder.run_attempts import reached_step
 from unipar.training.out_of_memory import describe_killed_rank, why_memory_ran_out
 from unipar.utils.procfs import OomKillCount
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from unipar.distributed.collectives import CollectiveRecord, read_collectives
+from unipar.distributed.flight_recorder import CollectiveRecord, read_collectives
 from unipar.errors import Hung
 from unipar.launcher.processes.signals import STACK_SIGNAL
 from unipar.run_folder.heartbeat import STEP_PHASES, Heartbeat, read_heartbeat

@@ -15,7 +15,7 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from unipar.distributed.collectives import record_on_signal
+from unipar.distributed.flight_recorder import record_on_signal
 from unipar.distributed.place import Place
 from unipar.errors import Stopped, UniparError
 from unipar.launcher.processes.signals import STACK_SIGNAL
@@ -25,7 +25,7 @@ from unipar.run_folder.layout import collectives_path, stack_path
 from unipar.task import pickled
 
 if TYPE_CHECKING:
-    from unipar.training.run import TrainingRun
+    from unipar.training.training_run import TrainingRun
 
 _HIDDEN_FILES = (__file__, str(Path(__file__).parents[1] / "worker_entries.py"), contextlib.__file__)
 """Files whose frames stand above the user's code in every traceback of a worker."""

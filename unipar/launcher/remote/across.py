@@ -26,8 +26,8 @@ from unipar.launcher.remote.frames import FramedConnection
 from unipar.launcher.remote.stand_in import AGENT_VARIABLE
 
 if TYPE_CHECKING:
-    from unipar.distributed.machines import WorldMachine
-    from unipar.distributed.meeting.session import Session
+    from unipar.distributed.meeting.world_session import Session
+    from unipar.distributed.world_machines import WorldMachine
 
 _SECONDS_TO_CONNECT: Final = 30.0
 

@@ -18,14 +18,14 @@ from unipar.backend import Backend, Engine, Holding
 from unipar.distributed.world import World
 from unipar.memory.account import UNKNOWN_AXIS, MemoryAccount, RecordingPass, ResidentMemory
 from unipar.memory.recording.attribution import Attribution, plain_step_seconds
-from unipar.memory.recording.collectives import TRAFFIC_METHOD, CollectiveCounter, Traffic, axis_of_ranks
-from unipar.memory.recording.holdings import find_storages
+from unipar.memory.recording.bytes_sent_recorder import TRAFFIC_METHOD, CollectiveCounter, Traffic, axis_of_ranks
+from unipar.memory.recording.held_bytes import find_storages
 from unipar.memory.sources.allocator_history import AllocatorHistory
+from unipar.memory.sources.event_source import EventSource
 from unipar.memory.sources.events import NamedStorage
-from unipar.memory.sources.malloc import MallocMeter
+from unipar.memory.sources.malloc_meter import MallocMeter
 from unipar.memory.sources.pinned import PinnedMemory
 from unipar.memory.sources.profiler import ProfilerSource
-from unipar.memory.sources.source import EventSource
 from unipar.run_folder.heartbeat import HeartbeatWriter
 from unipar.utils.procfs import anonymous_memory, shared_bytes
 

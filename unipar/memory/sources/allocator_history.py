@@ -15,7 +15,7 @@ from unipar.distributed.device import DeviceUnusable, allocator_segments, keeps_
 from unipar.memory.account import DeviceMemory
 from unipar.memory.sources.call_sites import find_call_site
 from unipar.memory.sources.events import TENSOR, CallSite, EventArray, PhaseMark, PoolPeaks, SeenEvents
-from unipar.memory.sources.malloc import NOTE_DTYPE
+from unipar.memory.sources.malloc_meter import NOTE_DTYPE
 from unipar.memory.sources.nvml import query_bytes_used
 
 MAX_HISTORY_ENTRIES: Final = 4_000_000

@@ -8,7 +8,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any, Final, Literal
 
-from unipar.memory.sources.malloc import MallocMeter, list_code_ranges
+from unipar.memory.sources.malloc_meter import MallocMeter, list_code_ranges
 
 _NO_LIMIT: Final = 2**63 - 1
 

@@ -20,7 +20,7 @@ from unipar.memory.account import DeviceMemory
 from unipar.memory.sources.call_sites import CallSiteRecorder
 from unipar.memory.sources.events import TENSOR, CallSite, PhaseMark, SeenEvents
 from unipar.memory.sources.gaps import BlockChange, bytes_before, fill_gaps
-from unipar.memory.sources.malloc import NOTE_DTYPE
+from unipar.memory.sources.malloc_meter import NOTE_DTYPE
 
 _LIBRARY: Final = Path(torch.__file__).parent / "lib" / "libc10.so"
 _COUNT_ALL_THREADS: Final = "FLAGS_caffe2_report_cpu_memory_usage"

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from unipar.backend import Category
 from unipar.memory.account import CATEGORIES
 from unipar.report.charts.svg import AxisScale, Drawing, byte_unit_of, fit_name, round_ticks, text_width
-from unipar.report.data.comparison import CellPageData, ComparisonPageData
+from unipar.report.data.comparison_data import CellPageData, ComparisonPageData
 from unipar.report.data.headline import CATEGORY_LABELS, category_differences, step_time_quartiles
 from unipar.utils.text import format_duration, format_size
 

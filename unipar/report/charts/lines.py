@@ -10,8 +10,8 @@ from statistics import median
 from unipar.memory.account import MemoryAccount
 from unipar.report.charts.bars import NARROW_BELOW_PIXELS, byte_ticks
 from unipar.report.charts.svg import AxisScale, Drawing, fit_name, round_ticks, text_width
-from unipar.report.data.comparison import CellPageData, ComparisonPageData
-from unipar.results.agreement import loss_tolerance
+from unipar.report.data.comparison_data import CellPageData, ComparisonPageData
+from unipar.results.loss_agreement import loss_tolerance
 from unipar.utils.text import format_size
 
 MAX_CURVE_POINTS = 240

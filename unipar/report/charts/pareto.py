@@ -19,7 +19,7 @@ from unipar.report.charts.svg import (
     round_ticks,
     text_width,
 )
-from unipar.report.data.comparison import CellPageData, ComparisonPageData
+from unipar.report.data.comparison_data import CellPageData, ComparisonPageData
 from unipar.report.data.headline import cells_to_rank
 from unipar.utils.text import format_size
 

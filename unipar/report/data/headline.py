@@ -7,7 +7,7 @@ from statistics import quantiles
 from unipar.backend import Category
 from unipar.memory.account import CATEGORIES
 from unipar.planning.memory_margin import CellPeak, describe_no_difference, measure_margin
-from unipar.report.data.comparison import CellPageData, ComparisonPageData
+from unipar.report.data.comparison_data import CellPageData, ComparisonPageData
 from unipar.utils.text import first_few, format_duration, format_size
 
 CATEGORY_LABELS: dict[Category, str] = {

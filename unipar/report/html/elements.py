@@ -11,7 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
-from unipar.report.data.changes import differing_key_rows
+from unipar.report.data.result_changes import differing_key_rows
 from unipar.utils.text import count_of, format_size
 
 SCREEN_PIXELS, PHONE_PIXELS = 920, 350

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from unipar.backend import Category
 from unipar.memory.account import CATEGORIES
-from unipar.report.data.comparison import CellPageData, ComparisonPageData
+from unipar.report.data.comparison_data import CellPageData, ComparisonPageData
 from unipar.report.data.headline import CATEGORY_LABELS
 from unipar.report.html.elements import html_section, html_table, paragraph
 from unipar.utils.text import format_size

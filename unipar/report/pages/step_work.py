@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from unipar.report.html.elements import bullet_list, html_section, html_table, paragraph
 from unipar.results.comparison import TurnResults
 from unipar.results.step_work.figures import StepFigures
-from unipar.results.step_work.table import break_reasons, work_columns
+from unipar.results.step_work.work_table import break_reasons, work_columns
 
 _NO_VALUE = "–"
 

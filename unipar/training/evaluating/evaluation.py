@@ -21,7 +21,7 @@ from unipar.data.order import SampleKey
 from unipar.data.stream import WholeStream, wrap_in_workers
 from unipar.data.token_order import consecutive_microbatches
 from unipar.distributed.world import World
-from unipar.engines.batch import to_device
+from unipar.engines.batch_transfer import to_device
 from unipar.errors import ConfigError, TaskError
 from unipar.task import Task
 from unipar.training.evaluating.mean_check import differs, names_that_differ, refuse_no_mean, split_in_halves

@@ -11,7 +11,7 @@ import numpy as np
 from torch import nn
 
 from unipar.prediction.timeline import Moment
-from unipar.training.fake_run.recorder import FakeBlock, StepRecord
+from unipar.training.fake_run.step_recorder import FakeBlock, StepRecord
 
 KEPT = 3
 """Number of equal blocks that run: a first one, one for all between, and a last one."""

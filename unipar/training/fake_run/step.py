@@ -21,13 +21,13 @@ from unipar.distributed.mesh import Mesh
 from unipar.engines.forward import ForwardCall, OpaqueBatch
 from unipar.errors import TaskError
 from unipar.memory.account import UNKNOWN_AXIS
-from unipar.memory.recording.collectives import CollectiveCounter, axis_of_ranks
+from unipar.memory.recording.bytes_sent_recorder import CollectiveCounter, axis_of_ranks
 from unipar.prediction.rank_part import RankPart
 from unipar.prediction.timeline import Payload
 from unipar.profiling.compiling import graphs_compiled
 from unipar.training.fake_run.assumed_values import AssumedValues
 from unipar.training.fake_run.compiled import run_until_compiled
-from unipar.training.fake_run.recorder import StepRecord, StepRecorder
+from unipar.training.fake_run.step_recorder import StepRecord, StepRecorder
 
 _NUMBER_BYTES: Final = 8
 """Bytes of a number in fp64, in which the training loop adds over ranks."""

@@ -13,8 +13,8 @@ from unipar.data.feed import MicrobatchFeed
 from unipar.data.lengths import TokenRows, measure_lengths
 from unipar.prediction.timeline import Term
 from unipar.task import Task
-from unipar.training.fake_run.parts import PredictedStep, TaskTraces
-from unipar.training.fake_run.trace import FEWEST_SAMPLES, TracedTask
+from unipar.training.fake_run.task_traces import PredictedStep, TaskTraces
+from unipar.training.fake_run.trace_task import FEWEST_SAMPLES, TracedTask
 from unipar.training.task_facts import load_task, user_errors_as_task_errors
 from unipar.training.warm_up.largest import LargestMicrobatches, MeanStep, find_largest_microbatches
 

@@ -17,7 +17,7 @@ from unipar.data.order import MicrobatchPlan, SampleKey
 from unipar.data.token_split import padded_tokens
 from unipar.distributed.device import has_own_memory, peak_bytes_allocated
 from unipar.distributed.world import World
-from unipar.engines.batch import to_device
+from unipar.engines.batch_transfer import to_device
 from unipar.errors import OutOfMemory, TaskError
 from unipar.task import Task
 from unipar.utils.text import format_size

@@ -9,8 +9,8 @@ from typing import Any
 
 from unipar.config import Config, Precision
 from unipar.config.settled import SettledConfig
-from unipar.verification.diagnosis.gradients import GradientSketches, StateRule, gradients_from_state
 from unipar.verification.diagnosis.modules import LossDifference, ModuleDifference
+from unipar.verification.diagnosis.sketched_gradients import GradientSketches, StateRule, gradients_from_state
 from unipar.verification.judgement.judge import Judgement
 from unipar.verification.judgement.record import RunRecord, SketchVector
 

@@ -10,7 +10,9 @@ import numpy as np
 
 from unipar.backend.engine import KIND_OF_AVERAGES
 from unipar.utils.text import count_of
-from unipar.verification.diagnosis import copies, mesh_faults, updates
+from unipar.verification.diagnosis import mesh_faults
+from unipar.verification.diagnosis import update_faults as updates
+from unipar.verification.diagnosis import weight_faults as copies
 from unipar.verification.diagnosis.case import (
     Fault,
     FaultCase,
@@ -19,8 +21,8 @@ from unipar.verification.diagnosis.case import (
     share_gradients,
     whole_gradient,
 )
-from unipar.verification.diagnosis.gradients import GradientMix, find_unmoved_parameters, fit_gradient_mix
 from unipar.verification.diagnosis.modules import count_loss_ranks
+from unipar.verification.diagnosis.sketched_gradients import GradientMix, find_unmoved_parameters, fit_gradient_mix
 from unipar.verification.judgement.judge import count_used_batches
 
 ROUNDING_ERROR_RANGES = {"bf16": (4e-4, 6e-3), "fp16": (4e-5, 4e-4)}

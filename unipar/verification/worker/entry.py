@@ -32,9 +32,9 @@ from unipar.task import Task
 from unipar.task.reference import TaskRef
 from unipar.tracking.writer import TrackerWriter
 from unipar.training.resuming import choose_checkpoint, restore_run
-from unipar.training.run import TrainingRun
 from unipar.training.saves import RunCheckpoints
 from unipar.training.setup import build_run
+from unipar.training.training_run import TrainingRun
 from unipar.utils.address import Location, parse_location
 from unipar.utils.files import whole
 from unipar.verification.worker import determinism, replay, split_sums
@@ -42,7 +42,7 @@ from unipar.verification.worker.fixed_stream import fix_stream_samples
 from unipar.verification.worker.jobs import JOBS_FILE_NAME, Job, job_result_path
 from unipar.verification.worker.preparation import prepare_once
 from unipar.verification.worker.recorded import write_recorded
-from unipar.verification.worker.recorder import RunRecorder
+from unipar.verification.worker.run_recorder import RunRecorder
 from unipar.verification.worker.task_probe import disable_dropout, error_in_one_line, probe_task
 
 

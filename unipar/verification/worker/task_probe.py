@@ -21,7 +21,7 @@ from unipar.data.feed import MicrobatchFeed
 from unipar.data.lengths import measure_lengths
 from unipar.data.order import SampleKey
 from unipar.distributed.world import World
-from unipar.engines.batch import to_device
+from unipar.engines.batch_transfer import to_device
 from unipar.engines.fingerprint import fingerprint_batch
 from unipar.engines.forward import ForwardCall, OpaqueBatch
 from unipar.errors import UniparError

@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.support.softcuda.emulation import ROOT
 from tests.support.softcuda.trainings.strategies import SETTINGS, SIZES
-from unipar.results.run import Report
+from unipar.results.run_report import Report
 
 COMMAND_SETTINGS: dict[str, Any] = {
     **SETTINGS,

@@ -29,7 +29,7 @@ CODE = """
 import json
 import unipar
 from unipar.config import Config
-from unipar.results.forecast.difference import forecast_differences
+from unipar.results.forecast.forecast_difference import forecast_differences
 found = unipar.compare(Config.model_validate(json.loads({settings!r})), cells={cells!r})
 plans = {{plan.cell: plan.off for plan in forecast_differences(found.forecast, found.rows)}}
 result = [

@@ -31,7 +31,7 @@ SETTINGS: Mapping[str, Any] = {
 CODE = """
 import json
 import unipar
-from unipar.backend import cells
+from unipar.backend import offered_cells as cells
 from unipar.config import Cell, Config
 config = Config.model_validate(json.loads({settings!r}))
 report = unipar.launch(cells.config_in_cell(config, Cell.parse({cell!r})))

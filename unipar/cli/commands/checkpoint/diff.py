@@ -27,7 +27,7 @@ def diff(
     unipar checkpoint diff runs/char_gpt runs/char_gpt-2
     unipar checkpoint diff run/checkpoints/step-00000100 run/checkpoints/step-00000200
     """
-    from unipar.checkpoint.overview.difference import compare_checkpoints
+    from unipar.checkpoint.overview.checkpoint_difference import compare_checkpoints
     from unipar.checkpoint.protocol.verifying import verify_checkpoint
 
     paths = checkpoint_path(a), checkpoint_path(b)

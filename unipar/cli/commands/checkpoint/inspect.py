@@ -27,7 +27,7 @@ def inspect(
     unipar checkpoint inspect runs/char_gpt/checkpoints/step-00000500 --only '*.attention.*'
     unipar checkpoint inspect runs/char_gpt --json | jq .state.metrics
     """
-    from unipar.checkpoint.overview.inspection import checkpoint_as_data, describe_checkpoint
+    from unipar.checkpoint.overview.checkpoint_contents import checkpoint_as_data, describe_checkpoint
     from unipar.checkpoint.protocol.verifying import inspect_checkpoint
 
     contents = inspect_checkpoint(checkpoint_path(path))

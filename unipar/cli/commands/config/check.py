@@ -17,8 +17,8 @@ from unipar.cli.commands.options import (
 
 if TYPE_CHECKING:
     from unipar.config import Cell
+    from unipar.config.config_source import ConfigSource
     from unipar.config.settled import SettledConfig
-    from unipar.config.source import ConfigSource
     from unipar.launcher.preparation.prepared_run import PreparedRun
 
 
@@ -82,7 +82,7 @@ def _describe_batch(plan: PreparedRun) -> str:
 
 def _describe_mesh(settled: SettledConfig) -> list[tuple[str, str]]:
     """Return a row on the axes of the mesh and a pipeline's bubble, or nothing if there is only the data's axis."""
-    from unipar.planning.pipeline import describe_bubble
+    from unipar.planning.pipeline_order import describe_bubble
 
     axes, sizes = settled.cell.axes, settled.sizes
     if axes.ranks == 1:
@@ -94,7 +94,7 @@ def _describe_mesh(settled: SettledConfig) -> list[tuple[str, str]]:
 
 def _expand_compare_cells(source: ConfigSource) -> list[Cell]:
     """Return the cells that `unipar compare` would run; raise ConfigError where compare.cells names an unknown one."""
-    from unipar.backend import cells
+    from unipar.backend import offered_cells as cells
     from unipar.errors import BackendNotFound, ConfigError, Unsupported
 
     try:

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from unipar.backend.resources import RankCount
     from unipar.config import BatchSizes, Cell, Config
+    from unipar.config.config_source import ConfigSource
     from unipar.config.sections.checkpoint import Checkpoint
-    from unipar.config.source import ConfigSource
     from unipar.training.task_facts import TaskFacts
 
 
@@ -165,7 +165,7 @@ def explain_config(
 ) -> Explanation:
     """Return all that is known of a run before it starts; `deep` imports the task and counts its parameters."""
     from unipar.backend import resources
-    from unipar.backend.cells import cell_of, expand_cell_patterns
+    from unipar.backend.offered_cells import cell_of, expand_cell_patterns
     from unipar.launcher.micro_batch.choice import explain_auto
 
     place = resources.find_foreign_place()
@@ -338,7 +338,8 @@ def _full_learning_rate(config: Config, sizes: BatchSizes) -> ExplainedValue:
 def _explain_cell(
     config: Config, cell: Cell, own: Cell, parameters: int | None, ranks: int, *, deep: bool
 ) -> CellExplanation:
-    from unipar.backend import cells, checks, registry
+    from unipar.backend import checks, registry
+    from unipar.backend import offered_cells as cells
     from unipar.errors import UniparError
 
     backend = registry.find_backend(cell.backend)
@@ -362,7 +363,7 @@ def _explain_cell(
 
 def _explain_axes(config: Config, cell: Cell, ranks: int) -> Iterator[ExplainedValue]:
     """Yield what follows from a cell's axes, in a config moved to it."""
-    from unipar.planning.pipeline import bubble, describe_bubble, microbatches_in_flight, order_of_rank
+    from unipar.planning.pipeline_order import bubble, describe_bubble, microbatches_in_flight, order_of_rank
 
     axes = cell.axes
     sizes = config.batch.settle(ranks // axes.ranks)

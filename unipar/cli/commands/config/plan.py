@@ -25,7 +25,7 @@ from unipar.errors import ConfigError
 from unipar.utils.text import did_you_mean, parse_bytes
 
 if TYPE_CHECKING:
-    from unipar.comparison.plan import PlannedDevice
+    from unipar.comparison.make_plan import PlannedDevice
     from unipar.planning.plan import Plan
 
 MACHINE_FILE = Path("machine.yaml")
@@ -99,7 +99,7 @@ def plan(
     if out is not None and not pick:
         raise ConfigError(f"-o {out}: only --pick and --calibrate write a file")
     source = read_config_file(file, sets)
-    from unipar.comparison.plan import plan as plan_cells
+    from unipar.comparison.make_plan import plan as plan_cells
 
     atexit.register(gc.freeze)  # else Python collects what was traced when it exits, which takes seconds
     picked = out or file.with_name(f"{file.stem}-picked.yaml")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from unipar.config import Cell, Config
-from unipar.report.data.comparison import CellPageData, ComparisonPageData
+from unipar.report.data.comparison_data import CellPageData, ComparisonPageData
 from unipar.report.data.headline import CATEGORY_LABELS, category_differences
 from unipar.utils.text import format_size
 

@@ -10,7 +10,7 @@ from unipar.errors import ConfigError
 from unipar.memory.account import CATEGORIES, MEMORY_PHASES
 from unipar.report.charts.bars import choose_bar_scale, draw_bridge, draw_memory_bars, draw_rank_balance
 from unipar.report.charts.lines import cells_with_curves, draw_memory_through_step
-from unipar.report.data.comparison import CellPageData, ComparisonPageData
+from unipar.report.data.comparison_data import CellPageData, ComparisonPageData
 from unipar.report.data.headline import CATEGORY_LABELS, baseline_with_memory, category_differences, cells_to_rank
 from unipar.report.html.elements import colour_key, escape, html_figure, html_section, html_table, paragraph
 from unipar.report.pages.memory.library_defaults import library_default_note

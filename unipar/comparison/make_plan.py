@@ -1,0 +1,402 @@
+"""`plan`: memory and speed of each cell on each number of ranks, predicted before a process starts."""
+
+from __future__ import annotations
+
+import math
+import time
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Literal
+
+from unipar.backend import checks, registry, resources
+from unipar.backend import offered_cells as backend_cells
+from unipar.config import SHARDS, BatchSizes, Cell, Config
+from unipar.config.config_source import Given, load_given_config
+from unipar.config.sections.cell import AXES
+from unipar.config.sections.parallel import Parallel
+from unipar.errors import ConfigError, UniparError
+from unipar.utils.text import format_size, parse_bytes
+
+if TYPE_CHECKING:
+    from unipar.planning.machines.machine import Machine
+    from unipar.planning.plan import Plan
+    from unipar.planning.planned_cell import PlannedCell
+    from unipar.planning.speed import StepSpeed
+    from unipar.prediction.timeline import Term
+    from unipar.training.fake_run.task_traces import PredictedStep, TaskTraces
+    from unipar.training.fake_run.token_traces import TokenTraces
+    from unipar.training.fake_run.trace_task import TracedTask
+
+PlannedDevice = Literal["cpu", "cuda"]
+
+MOST_RANKS: Final = 1024
+"""Largest world in which a cell that does not fit is tried."""
+
+
+def plan(
+    config: Given,
+    *,
+    cells: Sequence[str] = (),
+    worlds: Sequence[int] = (),
+    memory: int | str | None = None,
+    headroom: float = 0.05,
+    machine: str | Machine | None = None,
+    device: PlannedDevice | None = None,
+    exclude: Sequence[str] = (),
+    pick: str | Path | None = None,
+    overwrite: bool = False,
+) -> Plan:
+    """Return what each cell needs on each number of ranks, and which of them to take.
+
+    The task's model and loss run on tensors without memory. Cells are those of compare.cells unless they are given,
+    and worlds the config's number of ranks. `memory` is what a rank has, in bytes or in words (80GiB); unless it is
+    given, that of the machine. `machine`: a preset's name (h100-sxm) or a file, for seconds and rates. `exclude`: cells
+    that are not to be recommended. `pick`: file to which the recommended config is written.
+    """
+    from unipar.planning.machines.machine import load_machine
+    from unipar.planning.plan import Plan
+
+    source = load_given_config(config)
+    config = source.config
+    memory = config.batch.memory if memory is None else memory
+    if config.batch.is_auto:  # rows are of the smallest microbatch, and tell the largest that fits
+        config = config.changed({"batch.micro": 1})
+    wanted = backend_cells.expand_cell_patterns(tuple(cells or config.compare.cells))
+    excluded = tuple(str(cell) for cell in backend_cells.expand_cell_patterns(tuple(exclude)))
+    if isinstance(machine, str):
+        machine = load_machine(machine)
+    device = _device(config, device, machine)
+    limits = PlanLimits(_memory(memory, machine), _share(headroom))
+    import_what_traces()
+    began = time.process_time()
+    planner = CellPlanner.trace(config.model_copy(update={"device": device}), device, limits, machine)
+    numbers = tuple(worlds) or (resources.count_ranks(config).number,)
+    rows = [row for cell in wanted for ranks in numbers for row in planner.rows(cell, ranks)]
+    made = Plan(
+        tuple(rows),
+        limits.memory,
+        limits.headroom,
+        device,
+        planner.traced.parameters,
+        time.process_time() - began,
+        tuple(planner.notes(rows)),
+        machine="" if machine is None else machine.name,
+        units=config.batch.unit if planner.traced.units is None else "weight",
+        counted=config.batch.unit,
+        checkpoint=planner.traced.checkpoint,
+        allocated=planner.traced.allocated,
+        blocks=planner.traced.timeline.blocks,
+        exclude=excluded,
+    )
+    if pick is not None:
+        from unipar.comparison.pick import write_picked_config
+
+        write_picked_config(made, source, Path(pick), overwrite=overwrite)
+    return made
+
+
+def import_what_traces() -> None:
+    """Import what takes seconds, so that the plan's own seconds do not have it."""
+    import_module("unipar.training.fake_run.task_traces")
+    import_module("torch._dynamo")  # torch's fake tensors ask for it
+
+
+def _device(config: Config, device: PlannedDevice | None, machine: Machine | None) -> PlannedDevice:
+    if machine is not None:
+        if device not in (None, machine.device):
+            raise ConfigError(
+                f"device {device}: the machine {machine.name} has {machine.device}; leave one of them out"
+            )
+        return machine.device
+    if device is not None:
+        return device
+    return "cpu" if resources.choose_device(config)[0] == "cpu" else "cuda"
+
+
+def _memory(memory: int | str | None, machine: Machine | None) -> int | None:
+    if isinstance(memory, str):
+        try:
+            return int(parse_bytes(memory))
+        except ValueError as e:
+            raise ConfigError(f"memory {memory}: {e}") from None
+    if memory is not None and memory <= 0:
+        raise ConfigError(f"memory {memory}: a size is positive: 80GiB")
+    return int(machine.memory) if memory is None and machine is not None else memory
+
+
+def _share(headroom: float) -> float:
+    if not 0.0 <= headroom < 1.0:
+        raise ConfigError(f"headroom {headroom}: a share is from 0 to less than 1: 0.05")
+    return headroom
+
+
+@dataclass(frozen=True)
+class PlanLimits:
+    """Memory that a rank has, and the share of it that stays free."""
+
+    memory: int | None
+    headroom: float
+
+    @property
+    def bytes(self) -> int | None:
+        from unipar.planning.planned_cell import usable_bytes
+
+        return usable_bytes(self.memory, self.headroom)
+
+
+@dataclass(frozen=True)
+class _Forecast:
+    """Memory and speed of one cell on a number of ranks, with one size of microbatches."""
+
+    memory: PredictedStep
+    speed: StepSpeed | None
+
+    @property
+    def peak(self) -> int:
+        return self.memory.peak
+
+    @property
+    def needed(self) -> int:
+        return self.memory.needed
+
+
+def predict_cell(config: Config, cell: Cell, ranks: int, device: PlannedDevice) -> PredictedStep:
+    """Return what a cell needs, for a config that is in it; raise Unsupported if it is not planned."""
+    from unipar.training.fake_run.token_traces import traces_of
+
+    sizes = config.batch.settle(ranks // cell.axes.ranks)
+    return traces_of(config, sizes.micro).predict(config, ranks, sizes, device=device, per=ranks)
+
+
+@dataclass(frozen=True)
+class CellPlanner:
+    """A traced task, and what its cells are planned for."""
+
+    config: Config
+    traces: TaskTraces | TokenTraces
+    device: PlannedDevice
+    limits: PlanLimits
+    machine: Machine | None
+    per: int | None = None
+    """Ranks of a machine; None: as `machine` says, or the config's `machines`."""
+
+    @property
+    def traced(self) -> TracedTask:
+        """The whole model's step."""
+        return self.traces.whole
+
+    @classmethod
+    def trace(cls, config: Config, device: PlannedDevice, limits: PlanLimits, machine: Machine | None) -> CellPlanner:
+        from unipar.training.fake_run.token_traces import traces_of
+
+        micro = config.batch.micro
+        traces = traces_of(config, micro if isinstance(micro, int) else config.batch.settle(1).micro)
+        return cls(config, traces, device, limits, machine)
+
+    def rows(self, cell: Cell, ranks: int) -> Iterator[PlannedCell]:
+        """Yield the row of a cell on so many ranks; none for a cell of one process on several."""
+        from unipar.planning.planned_cell import PlannedCell
+
+        if backend_cells.is_single_process(cell) and ranks > 1:
+            return
+        try:
+            moved, sizes = self.settle(cell, ranks)
+            yield self.row(cell, moved, ranks, sizes)
+        except UniparError as e:
+            yield PlannedCell(str(cell), ranks, refusal=str(e).replace("\n", " "))
+
+    def row(self, cell: Cell, moved: Config, ranks: int, sizes: BatchSizes) -> PlannedCell:
+        """Return the row of a cell whose config is settled; raise Unsupported if it is not planned."""
+        from unipar.planning.planned_cell import PlannedCell
+
+        now = self.predict(moved, ranks, sizes)
+        limit = self.limits.bytes
+        fitting = None if limit is None else self._largest(moved, ranks, sizes, limit)
+        row = PlannedCell(
+            str(cell),
+            ranks,
+            self.traces.micro_of(sizes),
+            now.memory.phases,
+            late=now.memory.late,
+            offloaded=now.memory.offloaded,
+            sent=now.memory.sent,
+            speed=now.speed,
+            simplicity=simplicity(cell),
+            library_name=registry.find_backend(cell.backend).library_name(moved),
+        )
+        if fitting is not None:
+            micro, found = fitting
+            row = replace(row, largest=micro, largest_peak=found.peak, largest_speed=found.speed)
+        if limit is not None and now.needed > limit:
+            least = self._least(moved, ranks, sizes) if fitting is None else None
+            row = replace(row, least=least)
+            row = replace(row, ways=tuple(self._ways(row, cell, limit)))
+        return row
+
+    def notes(self, rows: Sequence[PlannedCell]) -> Iterator[str]:
+        """Yield what a reader should know of the numbers."""
+        from unipar.planning.planned_cell import UNEVEN
+
+        yield from self.traced.assumed
+        yield from self.traces.describe()
+        if not self.traced.even:
+            yield UNEVEN
+        if self.device == "cuda" and self.traces.compiled:
+            yield "model.compile: buffers are those of the code that torch's compiler writes for the CPU"
+        if self.machine is None:
+            return
+        precision = self.config.train.precision
+        if self.machine.peak(precision) is None:
+            yield f"no seconds: {self.machine.name} has no known peak for train.precision: {precision}"
+            return
+        if away := [row.cell for row in rows if row.offloaded]:
+            yield (
+                f"no seconds for {', '.join(dict.fromkeys(away))}: the host updates what is offloaded to it, and a "
+                "machine's file says nothing of its speed; `unipar compare` measures it"
+            )
+        if silent := [row.cell for row in rows if not row.refusal and not row.offloaded and row.speed is None]:
+            names = ", ".join(dict.fromkeys(silent))
+            yield f"no seconds for {names}: the bytes that they send are not planned yet; `unipar compare` measures it"
+
+    def settle(self, cell: Cell, ranks: int) -> tuple[Config, BatchSizes]:
+        """Return the config in a cell on so many ranks, and its batch; raise an error if they do not fit."""
+        backend = registry.find_backend(cell.backend)
+        moved = backend_cells.config_in_cell(config_on_ranks(self.config, ranks), cell)
+        checks.check_cell(moved, backend, cell)
+        return moved, moved.batch.settle(ranks // cell.axes.ranks or 1)
+
+    def predict(self, config: Config, ranks: int, sizes: BatchSizes) -> _Forecast:
+        """Return the memory and the speed of a config in its cell."""
+        per, runtime = self._ranks_of_machine(ranks), self._runtime(ranks)
+        memory = self.traces.predict(config, ranks, sizes, device=self.device, runtime=runtime, per=per)
+        speed = None
+        if self.machine is not None and (ranks == 1 or memory.sent) and not memory.offloaded:
+            speed = self._speed(config, ranks, sizes, memory)
+        return _Forecast(memory, speed)
+
+    def _speed(
+        self,
+        config: Config,
+        ranks: int,
+        sizes: BatchSizes,
+        step: PredictedStep,
+    ) -> StepSpeed | None:
+        from unipar.planning.speed import StepWork, predict_speed
+
+        assert self.machine is not None
+        activations, mean = step.traced.activations, self.traces.mean_step(sizes)
+        micros = mean.microbatches
+        flops = activations.flops[0] + activations.flops[1] * mean.micro
+        again = activations.recomputed[0] + activations.recomputed[1] * mean.micro
+        held = next(phase.held for phase in step.phases if phase.phase == "update")
+        rewritten = sum(held.get(category, 0) for category in ("parameters", "masters", "optimizer", "averages"))
+        work = StepWork(
+            flops=flops * micros,
+            model_flops=(flops - again) * micros,
+            operations=round(activations.operators * micros),
+            update_bytes=2 * rewritten + held.get("gradients", 0),
+            units=mean.total * (1.0 if self.traced.units is None else self.traced.units),
+            microbatches=math.ceil(micros),
+        )
+        overlaps = registry.find_backend(config.backend).overlaps(config)
+        axes = config.parallel.axes
+        return predict_speed(self.machine, config.train.precision, work, step.sent, overlaps, axes, ranks)
+
+    def _largest(self, config: Config, ranks: int, sizes: BatchSizes, limit: int) -> tuple[int, _Forecast] | None:
+        """Return the largest microbatch that fits, among those that divide a rank's share of the batch."""
+        micros = self.traces.possible_micros(sizes)
+
+        def needed(micro: int) -> int:
+            return self._needed(config, ranks, sizes.with_micro(micro))
+
+        largest = micros[-1] if needed(micros[-1]) <= limit else 0
+        low, high = 0, 0 if largest else len(micros) - 1  # larger microbatches need more
+        while low < high:
+            middle = (low + high) // 2
+            if needed(micros[middle]) <= limit:
+                largest, low = micros[middle], middle + 1
+            else:
+                high = middle
+        return (largest, self.predict(config, ranks, sizes.with_micro(largest))) if largest else None
+
+    def _needed(self, config: Config, ranks: int, sizes: BatchSizes) -> int:
+        per, runtime = self._ranks_of_machine(ranks), self._runtime(ranks)
+        return self.traces.predict_needed(config, ranks, sizes, device=self.device, runtime=runtime, per=per)
+
+    def _ranks_of_machine(self, ranks: int) -> int | None:
+        """Return how many ranks a machine has in a world of so many; None if nothing says that."""
+        named = None if self.machine is None else self.machine.ranks
+        return self.per or named or self.config.ranks_of_machine(ranks)
+
+    def _runtime(self, ranks: int) -> Sequence[Term]:
+        from unipar.planning.cuda_total import runtime_terms
+
+        return tuple(runtime_terms(ranks)) if self.device == "cuda" else ()
+
+    def _least(self, config: Config, ranks: int, sizes: BatchSizes) -> int:
+        """Return the fewest bytes that a rank needs, with the smallest microbatch or one alone, which makes no sums."""
+        micros = self.traces.possible_micros(sizes)
+        return min(self._needed(config, ranks, sizes.with_micro(micro)) for micro in {micros[0], micros[-1]})
+
+    def _ways(self, row: PlannedCell, cell: Cell, limit: int) -> Iterator[str]:
+        """Yield what would have to change for a row to fit."""
+        if row.largest is not None:
+            yield f"micro {row.largest} fits"
+            return
+        lack = format_size((row.least or row.needed) - limit)
+        yield f"needs {lack} more, whatever the micro"
+        backend = registry.find_backend(cell.backend)
+        for shard in SHARDS[SHARDS.index(cell.shard) + 1 :]:
+            other = replace(cell, shard=shard)
+            if other.without_axes in backend_cells.cells_of_backend(backend) and self._fits_somehow(other, row.ranks):
+                yield f"{other} fits"
+                break
+        if cell.shard != "nothing" and not backend_cells.is_single_process(cell, backend):
+            worlds = [row.ranks << doubled for doubled in range(1, MOST_RANKS.bit_length())]
+            worlds = [ranks for ranks in worlds if ranks <= MOST_RANKS and self._can_run(cell, ranks)]
+            place = bisect_left(worlds, True, key=lambda ranks: self._fits_somehow(cell, ranks))
+            if place < len(worlds):
+                yield f"fits on {worlds[place]} ranks"
+
+    def _can_run(self, cell: Cell, ranks: int) -> bool:
+        try:
+            self.settle(cell, ranks)
+        except UniparError:
+            return False
+        return True
+
+    def _fits_somehow(self, cell: Cell, ranks: int) -> bool:
+        """Return whether a cell fits with some microbatch."""
+        limit = self.limits.bytes
+        assert limit is not None
+        try:
+            moved, sizes = self.settle(cell, ranks)
+            return self._least(moved, ranks, sizes) <= limit
+        except UniparError:
+            return False
+
+
+def config_on_ranks(config: Config, ranks: int) -> Config:
+    """Return a config with so many ranks of the data and no other axes: a cell brings its own."""
+    axes = dict.fromkeys(AXES, 1)
+    parallel = Parallel(data=ranks, shard=config.parallel.shard, shard_over=config.parallel.shard_over, **axes)
+    return config.model_copy(update={"parallel": parallel})
+
+
+def simplicity(cell: Cell) -> tuple[int, ...]:
+    """Return a cell's place in the order of simplicity: smaller is simpler.
+
+    One process; then what splits less, along fewer axes, without a variant; then the default backend before others.
+    """
+    backend = registry.find_backend(cell.backend)
+    names = sorted(registry.backend_names(), key=lambda name: name != Config.model_fields["backend"].default)
+    return (
+        0 if backend_cells.is_single_process(cell, backend) and cell.variant is None else 1,
+        SHARDS.index(cell.shard),
+        len(cell.axes.sizes),
+        int(cell.variant is not None),
+        names.index(cell.backend),
+    )

@@ -1,0 +1,143 @@
+"""Communication of a step: payload bytes of every collective of torch.distributed, by axis of the mesh."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from typing_extensions import override
+
+from unipar.distributed.mesh import Mesh
+from unipar.distributed.world_machines import WorldMachines
+from unipar.memory.account import ALL_RANKS, UNKNOWN_AXIS
+
+TRAFFIC_METHOD: Final = "each call of torch.distributed's operators"
+"""Description of how bytes are counted, for the account."""
+
+Traffic = Counter[tuple[str, str]]
+"""Payload bytes by axis and collective."""
+
+_NAMESPACES: Final = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+_GROUP_ARGUMENTS: Final = ("process_group", "group_name")
+_COLLECTIVE_OF_PREFIX: Final = {
+    "allreduce": "all_reduce",
+    "allgather": "all_gather",
+    "reducescatter": "reduce_scatter",
+    "alltoall": "all_to_all",
+    "broadcast": "broadcast",
+    "scatter": "scatter",
+    "gather": "gather",
+    "reduce": "reduce",
+    "send": "send",
+}
+"""Collective by the prefix of its operators' names, underscores removed; barriers are absent: they carry no payload."""
+
+
+class _Group(NamedTuple):
+    """Axis of a process group, and whether it is on several machines."""
+
+    axis: str | None
+    """Axis along which it lies; None: it is one rank."""
+
+    across: bool
+    """Whether it has ranks on several machines."""
+
+
+@final
+class CollectiveCounter(TorchDispatchMode):
+    """Dispatch mode that adds up payload bytes by axis of the mesh and collective.
+
+    The payload of a call is the larger of the tensor that the rank gives and the tensor that it gets. Calls in a group
+    of one rank send nothing, and do not count. Autograd's threads inherit the mode, so calls in a backward count.
+    """
+
+    def __init__(self, traffic: Traffic, mesh: Mesh, machines: WorldMachines | None = None) -> None:
+        super().__init__()
+        self._traffic, self._mesh, self._machines = traffic, mesh, machines
+        self.calls: Counter[tuple[str, str]] = Counter()
+        """Number of calls by axis and collective."""
+
+        self.across = 0
+        """Bytes of calls whose group has ranks on several machines."""
+
+        self._groups: dict[str, _Group] = {}
+
+    @classmethod
+    @override
+    def is_infra_mode(cls) -> bool:
+        """Return True: what torch.compile has compiled runs under it, instead of what it was compiled from."""
+        return True
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented  # DTensor calls the collectives on plain tensors, which are counted then
+        out = func(*args, **(kwargs or {}))
+        kind = collective_of(func._schema.name)
+        if kind is not None and (group := self._group(func._schema, args, kwargs or {})).axis is not None:
+            size = payload_of_call(args, out)
+            self._traffic[group.axis, kind] += size
+            self.across += size if group.across else 0
+            self.calls[group.axis, kind] += 1
+        return out
+
+    def _group(self, schema: Any, args: Any, kwargs: Any) -> _Group:
+        """Return axis and machines of a call's group."""
+        given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
+        group: Any = next((given[name] for name in _GROUP_ARGUMENTS if name in given), None)
+        try:
+            if isinstance(group, torch.ScriptObject):
+                group = dist.ProcessGroup.unbox(group)
+            elif isinstance(group, str):
+                group = _group_by_name(group)
+            name: str = group.group_name
+            if name not in self._groups:
+                ranks = dist.get_process_group_ranks(group)
+                across = self._machines is not None and self._machines.between(ranks)
+                self._groups[name] = _Group(axis_of_ranks(self._mesh, ranks), across)
+            return self._groups[name]
+        except Exception:  # a group that torch does not know; its bytes count all the same
+            return _Group(UNKNOWN_AXIS, across=False)
+
+
+_group_by_name: Final[Callable[[str], Any]] = vars(distributed_c10d)["_resolve_process_group"]
+"""Group by its name; torch has no public name for it."""
+
+
+def axis_of_ranks(mesh: Mesh, ranks: list[int]) -> str | None:
+    """Return the axis of the mesh along which a group of these ranks lies, or None if it is one rank.
+
+    A group along several axes is named by all of them. One of all ranks is `all ranks` if it lies along tensor or
+    pipeline and others; ranks of data and context train the same parameters, and share their gradients.
+    """
+    if len(ranks) < 2:
+        return None
+    axes = mesh.axes_among(ranks)
+    everywhere = len(ranks) == mesh.ranks and len(axes) > 1 and axes != ("data", "context")
+    return ALL_RANKS if everywhere else " x ".join(axes)
+
+
+def collective_of(operator: str) -> str | None:
+    """Return the collective of an operator (`c10d::_allgather_base_` is an all_gather), or None if it sends nothing."""
+    space, _, name = operator.partition("::")
+    name = name.replace("_", "")
+    if space not in _NAMESPACES:
+        return None
+    return next((kind for begins, kind in _COLLECTIVE_OF_PREFIX.items() if name.startswith(begins)), None)
+
+
+def payload_of_call(args: Any, out: Any) -> int:
+    """Return the payload of a call of such an operator: the larger of what it is given and what it returns."""
+    return max(_tensor_bytes(part) for part in (*args[:2], out))
+
+
+def _tensor_bytes(part: Any) -> int:
+    return sum(leaf.nbytes for leaf in tree_leaves(part) if isinstance(leaf, Tensor))

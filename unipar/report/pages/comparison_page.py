@@ -1,0 +1,303 @@
+"""report.html of a comparison: headline, agreement, memory, losses, times, configs, and how it was measured."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from statistics import median
+
+from unipar.planning.cuda_total import PredictedCudaMemory, total_on_cuda
+from unipar.report.charts.bars import draw_step_times
+from unipar.report.charts.lines import SHADE_BOUNDS, draw_loss_differences, draw_losses, loss_differences
+from unipar.report.charts.pareto import draw_pareto
+from unipar.report.data import result_changes as changes
+from unipar.report.data.comparison_data import ComparisonPageData
+from unipar.report.data.headline import comparison_headline, step_time_quartiles
+from unipar.report.data.pipeline_data import read_pipeline
+from unipar.report.html.elements import (
+    Badge,
+    BadgeKind,
+    bullet_list,
+    colour_key,
+    config_differences,
+    config_listing,
+    describe_machine,
+    environment_tables,
+    html_figure,
+    html_page,
+    html_section,
+    html_table,
+    page_header,
+    paragraph,
+    repeat_command_block,
+)
+from unipar.report.pages.devices import devices_section
+from unipar.report.pages.failed_cells import failed_cells_section
+from unipar.report.pages.memory.columns import column_notes, cuda_assumptions, memory_cells, memory_column_heads
+from unipar.report.pages.memory.forecast_section import forecast_section, forecast_worlds_section
+from unipar.report.pages.memory.sections import (
+    balance_section,
+    bridges_section,
+    communication_section,
+    memory_section,
+    step_memory_section,
+)
+from unipar.report.pages.pipeline_section import pipeline_section
+from unipar.report.pages.step_work import step_work_section
+from unipar.results.loss_agreement import loss_tolerance
+from unipar.results.memory_tables import describe_allocator_settings, largest_account
+from unipar.results.result_files import original_config_path
+from unipar.results.row import OUTCOME_PREFIXES, CellResult
+from unipar.utils.text import format_duration, format_size
+
+_NO_VALUE = "–"
+
+
+def render_comparison(page: ComparisonPageData, before: ComparisonPageData | None = None) -> str:
+    """Return the page; with `before`, an earlier comparison is shown below this one in tables and figures."""
+    mismatches = changes.describe_mismatches(before, page) if before is not None else []
+    before = changes.without_incomparable_memory(before, page) if before is not None else None
+    sections = [
+        memory_section(page, before),
+        _cells(page),
+        step_work_section(page.comparison, ["cell"], {c.cell: [c.cell] for c in page.cells}),
+        failed_cells_section(page),
+        devices_section(page),
+        _changes_section(page, before),
+        bridges_section(page),
+        step_memory_section(page, before),
+        balance_section(page),
+        forecast_section(page),
+        forecast_worlds_section(page),
+        _losses(page),
+        _pareto(page, before),
+        _times(page, before),
+        pipeline_section((c.cell, read_pipeline(c.cell, c.config)) for c in page.cells),
+        communication_section(page),
+        _configs(page),
+        _method_section(page),
+    ]
+    return html_page(f"unipar compare: {page.comparison.name}", _head(page, before, mismatches), sections)
+
+
+def _head(page: ComparisonPageData, before: ComparisonPageData | None, mismatches: Sequence[str]) -> str:
+    comparison = page.comparison
+    facts = [comparison.describe_ranks()] if comparison.ranks else []
+    facts += [comparison.precision, comparison.describe_batch()]
+    facts += [f"{page.parameters:,} parameters"] if page.parameters else []
+    sure = comparison.reference is not None and any(comparison.agreement(row) is not None for row in comparison.rows)
+    kind: BadgeKind = "bad" if comparison.disagreeing_rows else "good" if sure else "open"
+    first = comparison.verdict()
+    return page_header(
+        ["unipar compare", comparison.name, *facts],
+        comparison_headline(page),
+        mismatches=mismatches,
+        since="" if before is None else changes.describe_largest_change(before, page),
+        badges=[Badge(kind, line) for line in (first if kind == "bad" else first[:1])],
+        where=f"Measured on {describe_machine_and_devices(page)}.",
+        worries=[*page.problems, *(before.problems if before is not None else ())],
+    )
+
+
+def describe_machine_and_devices(page: ComparisonPageData) -> str:
+    """Return the machine and the devices whose memory was counted, in one line."""
+    devices = sorted({a.device.upper() if a.on is None else a.on.name for c in page.cells for a in c.memory})
+    return describe_machine(
+        page.machine, page.versions, [f"memory counted on the {' and '.join(devices)}"] if devices else ()
+    )
+
+
+def _cells(page: ComparisonPageData) -> str:
+    head = ["cell", "loss", "median step", "× time", f"{page.comparison.unit}/s"]
+    cuda, measured = (
+        any(a.on is not None for c in page.measured_cells for a in c.memory),
+        not _has_cuda_predictions(page),
+    )
+    memory = memory_column_heads(cuda=cuda, measured=measured)
+    base = page.comparison.baseline
+    rows: list[list[str]] = []
+    for cell in page.cells:
+        row = cell.row
+        if row.outcome != "ran" or not row.timed_seconds:
+            rows.append([cell.cell, OUTCOME_PREFIXES.get(row.outcome, "") + (row.note or row.outcome)])
+            continue
+        agreement = page.comparison.agreement(row)
+        verdict = "reference" if row is page.comparison.reference else str(agreement or _NO_VALUE)
+        factor = f"{cell.median_seconds / median(base.timed_seconds):.2f}" if base is not None else _NO_VALUE
+        rows.append(
+            [
+                cell.cell,
+                verdict + (" ✗" if agreement is not None and not agreement.within else ""),
+                format_duration(cell.median_seconds),
+                factor,
+                _rate_text(page, row),
+                *memory_cells(row, page.comparison.rank_count(row)),
+            ]
+        )
+    return html_section(
+        "cells",
+        "Every cell",
+        html_table([*head, *memory], rows, "What each cell costs, and whether it agrees", (0, 1)),
+        column_notes(cuda=cuda, measured=not _has_cuda_predictions(page)),
+    )
+
+
+def _has_cuda_predictions(page: ComparisonPageData) -> bool:
+    """Return whether any figure for CUDA is a prediction."""
+    return any(
+        isinstance(total_on_cuda(largest_account(c.memory), page.comparison.rank_count(c.row)), PredictedCudaMemory)
+        for c in page.measured_cells
+    )
+
+
+def _changes_section(page: ComparisonPageData, before: ComparisonPageData | None) -> str:
+    if before is None:
+        return ""
+    head = ["cell", "memory before", "now", "change", "step before", "now", "change"]
+    return html_section(
+        "changed",
+        "Before and after",
+        *(paragraph(text, "worry") for text in changes.timing_warnings(before, page)),
+        html_table(head, changes.change_rows(before, page), f"Since {before.folder}"),
+        config_differences(before.config, page.config),
+    )
+
+
+def _losses(page: ComparisonPageData) -> str:
+    ran = [c.row for c in page.cells if c.row.outcome == "ran" and c.row.losses]
+    if not ran:
+        return ""
+    head = ["step", *(row.cell for row in ran)]
+    rows = [[str(i + 1), *(f"{row.losses[i]:.8g}" for row in ran)] for i in range(len(ran[0].losses))]
+    parts = [html_figure(lambda width: draw_losses(page, width), html_table(head, rows, "Loss by step"))]
+    if series := loss_differences(page):
+        worst = [[n, f"{max(v):.1e}" if max(v) else "identical", str(v.index(max(v)) + 1)] for n, v in series if v]
+        bounds = [
+            "identical",
+            f"< {SHADE_BOUNDS[0]:g}",
+            *(f"< {b:g}" for b in SHADE_BOUNDS[1:]),
+            f"≥ {SHADE_BOUNDS[-1]:g}",
+        ]
+        parts += [
+            "<h3>Difference from one process</h3>",
+            paragraph(
+                "Relative to the loss if the loss is above 1. Allowed over the first 20 steps in "
+                f"{page.comparison.judged_as}: {loss_tolerance(page.comparison.judged_as):g}; a cross marks a larger "
+                "difference."
+            ),
+            colour_key((f"s{i}", words) for i, words in enumerate(bounds)),
+            html_figure(
+                lambda width: draw_loss_differences(page, width),
+                html_table(["cell", "largest difference", "at step"], worst, "The largest difference of each cell"),
+            ),
+        ]
+    return html_section(
+        "losses",
+        "Losses",
+        paragraph(
+            "The dark line is one process, every cell is drawn over it: where they agree, only one line is visible."
+        ),
+        *parts,
+    )
+
+
+def _rate_text(page: ComparisonPageData, row: CellResult) -> str:
+    rate = page.comparison.rate(row)
+    return _NO_VALUE if rate is None else f"{rate:.1f}"
+
+
+def _pareto(page: ComparisonPageData, before: ComparisonPageData | None) -> str:
+    cells = [c for c in page.measured_cells if c.timed]
+    if not cells:
+        return ""
+    rows = [[c.cell, format_size(c.peak), _rate_text(page, c.row)] for c in cells]
+    table = html_table(["cell", "memory at the peak", f"{page.comparison.unit}/s"], rows, "Throughput and memory")
+    aside = f" {one.cell}, one process, is not ranked." if (one := page.comparison.reference) is not None else ""
+    compared = before is not None and before.measured_cells
+    moved = " A line leads from each cell's place in the earlier comparison." if compared else ""
+    return html_section(
+        "pareto",
+        "Throughput against memory",
+        paragraph(f"Better is up and to the left. Filled: no other cell beats it in both.{aside}{moved}"),
+        html_figure(lambda width: draw_pareto(page, before, width), table),
+    )
+
+
+def _times(page: ComparisonPageData, before: ComparisonPageData | None) -> str:
+    if not page.timed_cells:
+        return ""
+    rows = [
+        [
+            c.cell,
+            *(
+                format_duration(s)
+                for s in (
+                    min(c.timed),
+                    step_time_quartiles(c)[0],
+                    c.median_seconds,
+                    step_time_quartiles(c)[1],
+                    max(c.timed),
+                )
+            ),
+        ]
+        for c in page.timed_cells
+    ]
+    head = ["cell", "fastest", "middle half from", "median", "to", "slowest"]
+    below = " Below it, the middle half of the earlier comparison." if before is not None else ""
+    return html_section(
+        "times",
+        "Time of a step",
+        paragraph(f"One dot per step, of the slowest rank; the bar is the middle half, the line the median.{below}"),
+        html_figure(lambda width: draw_step_times(page, before, width), html_table(head, rows, "Time of a step")),
+    )
+
+
+def _configs(page: ComparisonPageData) -> str:
+    whose = "the given config"
+    asked = dict(page.config)
+    if not asked:
+        known = next((c for c in page.cells if c.config), None)
+        if known is None:
+            return ""
+        asked, whose = dict(known.config), known.cell
+    rows = [
+        [c.cell, key, now]
+        for c in page.cells
+        if c.config
+        for key, _, now in changes.differing_key_rows(asked, c.config)
+    ]
+    return html_section(
+        "configs",
+        "Configs",
+        html_table(["cell", "key", "is"], rows, f"Where a cell's config differs from {whose}", (0, 1, 2))
+        if rows
+        else "",
+        config_listing(asked, f"All keys of {whose}"),
+    )
+
+
+def _method_section(page: ComparisonPageData) -> str:
+    accounts = [(c, a) for c in page.cells if (a := c.fullest_account) is not None]
+    methods = sorted({a.method for _, a in accounts})
+    keeps = (
+        ["before the timed steps malloc is told to keep what is freed"]
+        if describe_allocator_settings(a for _, a in accounts)
+        else []
+    )
+    notes = sorted({f"{c.cell}: {note}" for c, a in accounts for note in a.notes})
+    saved = [[c.cell, *(format_size(s) for s in a.saved)] for c, a in accounts if a.saved is not None]
+    asked = [f"--cell {shlex.quote(c.cell)}" for c in page.cells if c.row is not page.comparison.rows[0]]
+    config, out = original_config_path(page.folder, page.comparison.name), page.folder.parent
+    places = [shlex.quote(str(config)), f"--out {shlex.quote(str(out))}"]
+    command = ["unipar compare", *places, *asked, "--overwrite"]
+    return html_section(
+        "how",
+        "How it was measured",
+        bullet_list([*methods, *page.comparison.remarks(work=False), *keeps, *notes]),
+        html_table(["cell", "by lifetime", "as autograd saved them"], saved, "Activations at the end of a forward")
+        if saved
+        else "",
+        cuda_assumptions() if _has_cuda_predictions(page) else "",
+        environment_tables(page.machine, page.versions),
+        repeat_command_block(" ".join(command) if page.config and page.folder.name == "compare" else ""),
+    )

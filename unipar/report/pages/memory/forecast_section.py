@@ -1,0 +1,258 @@
+"""Sections of the comparison page on planning: predicted beside measured memory, and predicted peaks by ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from unipar.backend import Category
+from unipar.memory.account import CATEGORIES
+from unipar.report.charts.forecast_chart import (
+    draw_forecast_pairs,
+    draw_peaks_by_ranks,
+    format_difference,
+    scale_of_pairs,
+)
+from unipar.report.data.comparison_data import ComparisonPageData
+from unipar.report.data.forecast_data import forecast_lines, ranks_with_other_batch
+from unipar.report.data.headline import CATEGORY_LABELS
+from unipar.report.html.elements import bullet_list, colour_key, html_figure, html_section, html_table, paragraph
+from unipar.results.forecast.forecast_difference import (
+    ForecastDifference,
+    describe_refusals,
+    forecast_differences,
+    summarise_differences,
+)
+from unipar.results.forecast.records import CellForecast, Forecast
+from unipar.utils.text import count_of, format_duration, format_size
+
+_NO_VALUE: Final = "–"
+_TITLE: Final = "Predicted and measured memory"
+
+
+def forecast_section(page: ComparisonPageData) -> str:
+    """Return the section on predicted beside measured memory and payload, or a sentence on why there is none."""
+    forecast = page.comparison.forecast
+    if forecast is None:
+        why = (
+            "Nothing was predicted for this comparison: cells are planned once they have ended, unless compare.memory "
+            "is false; earlier versions did not plan. `unipar plan` predicts memory for a config."
+        )
+        return html_section("planned", _TITLE, paragraph(why))
+    if forecast.problem:
+        why = f"There are no predictions: {forecast.problem}."
+        return html_section("planned", _TITLE, paragraph(why, "worry"))
+    found = forecast_differences(forecast, page.comparison.rows)
+    found.sort(key=lambda each: each.measured.peak)
+    return html_section(
+        "planned",
+        _TITLE,
+        *(_compared_parts(found) if found else _planned_parts(page, forecast)),
+        bullet_list(_sentences(forecast, found)),
+    )
+
+
+def _compared_parts(found: Sequence[ForecastDifference]) -> Iterator[str]:
+    held = {category for each in found for category in (*each.measured.held, *each.planned.peak.held)}
+    shown: list[Category] = [category for category in CATEGORIES if category in held]
+    cut = [f"{e.cell} holds {format_size(e.measured.peak)}" for e in found if e.cell in scale_of_pairs(found)[1]]
+    sentence = summarise_differences(found)
+    yield paragraph(f"{sentence[:1].upper()}{sentence[1:]}.")
+    yield paragraph(
+        "Upper bar: the measured peak of a step, on the fullest rank, without what libraries and Python hold for "
+        "themselves, and without setting up. Lower bar: the peak that unipar plan predicts from the config, without "
+        "running it. Beside it the difference from the range of the measured steps."
+    )
+    yield colour_key((f"c-{c}", CATEGORY_LABELS[c]) for c in shown)
+    yield paragraph(
+        f"A bar with a gap is cut short, so that all others stay readable: {', '.join(cut)}." if cut else ""
+    )
+    yield html_figure(lambda width: draw_forecast_pairs(found, width), _category_table(found, shown))
+    head = ["cell", "measured", "in", "predicted", "in", "difference", "sent, measured", "sent, predicted"]
+    yield html_table(head, map(_difference_row, found), "Peak and payload of a step, measured and predicted", (0, 2, 4))
+
+
+def _category_table(found: Sequence[ForecastDifference], shown: Sequence[Category]) -> str:
+    rows: list[list[str]] = []
+    for each in found:
+        for what, held in (("measured", each.measured.held), ("predicted", each.planned.peak.held)):
+            parts = [format_size(held[c]) if held.get(c) else _NO_VALUE for c in shown]
+            rows.append([each.cell, what, format_size(sum(held.values())), *parts])
+    head = ["cell", "", "peak", *(CATEGORY_LABELS[c] for c in shown)]
+    return html_table(head, rows, "Measured and predicted bytes by category at the peak", (0, 1))
+
+
+def _difference_row(each: ForecastDifference) -> list[str]:
+    low, high = format_size(each.measured.low), format_size(each.measured.high)
+    planned, sent = each.planned.peak, each.measured_bytes_sent
+    return [
+        each.cell,
+        high if low == high else f"{low} to {high}",
+        each.measured.phase,
+        format_size(planned.peak),
+        planned.name,
+        format_difference(each.off),
+        _NO_VALUE if sent is None else format_size(sent) if sent else "nothing",
+        _planned_payload(each),
+    ]
+
+
+def _planned_payload(each: ForecastDifference) -> str:
+    size = each.planned_bytes_sent
+    if each.same_payload:
+        return "equal" if size else "nothing"
+    return format_size(size) if size else _NO_VALUE
+
+
+def _planned_parts(page: ComparisonPageData, forecast: Forecast) -> Iterator[str]:
+    """Yield what is shown where nothing was measured."""
+    reason = page.comparison.unwatched
+    yield paragraph(f"There is nothing to compare with: {reason}." if reason else "No memory was measured here.")
+    planned = [(cell, cell.peak) for cell in forecast.cells if cell.phases]
+    rows = [[cell.cell, format_size(peak.peak), peak.name, _payload_text(cell)] for cell, peak in planned]
+    if rows:
+        yield html_table(["cell", "predicted", "in", "sent, predicted"], rows, "Predicted peak and payload", (0, 2))
+
+
+def _payload_text(cell: CellForecast) -> str:
+    size = sum(size for kinds in cell.sent.values() for size in kinds.values())
+    return format_size(size) if size else _NO_VALUE
+
+
+def _sentences(forecast: Forecast, found: Sequence[ForecastDifference]) -> Iterator[str]:
+    """Yield what a reader should know of the numbers."""
+    yield from (f"{said}." for said in describe_refusals(forecast))
+    for each in found:
+        if each.same_payload is False:
+            parts = ", ".join(f"{name} {a:,} bytes for {b:,}" for name, a, b in each.differing_payloads())
+            yield f"{each.cell} sends something else than predicted: {parts}."
+        if each.same_payload is None:
+            missing = "recorded" if each.measured.sent is None else "planned yet"
+            yield f"{each.cell}: what it sends was not {missing}."
+    yield from (f"{note[:1].upper()}{note[1:]}." for note in forecast.notes)
+    if any(cell.phases for cell in forecast.cells):
+        yield f"Planned after all cells had ended, in {format_duration(forecast.seconds)} of CPU time."
+
+
+def forecast_worlds_section(page: ComparisonPageData) -> str:
+    """Return the section on predicted peaks by number of ranks, and on what would have to change to fit, or ""."""
+    forecast = page.comparison.forecast
+    if forecast is None or not (lines := forecast_lines(forecast)):
+        return ""
+    shared = [f"{', '.join(line.cells)}" for line in lines if len(line.cells) > 2]
+    return html_section(
+        "planned-worlds",
+        f"Predicted peak on 1 to {max(ranks for line in lines for ranks in line.peaks):,} ranks",
+        paragraph(
+            "Peak of the fullest rank. Cells that are within 1 % of each other on every number of ranks share a line. "
+            "A circle is a cell of one process."
+        ),
+        html_figure(lambda width: draw_peaks_by_ranks(forecast, width), _worlds_table(forecast)),
+        bullet_list(
+            [
+                *(f"One line: {names}." for names in shared),
+                _describe_batch(forecast),
+                *_describe_limit(forecast),
+                *_missing_worlds(forecast),
+            ]
+        ),
+        *_what_would_fit(forecast),
+    )
+
+
+def _worlds_table(forecast: Forecast) -> str:
+    numbers = sorted({world.ranks for cell in forecast.cells for world in cell.worlds})
+    rows: list[list[str]] = []
+    for cell in forecast.cells:
+        peaks = {world.ranks: format_size(world.peak or 0) for world in cell.planned_worlds}
+        if peaks:
+            rows.append([cell.cell, *(peaks.get(ranks, _NO_VALUE) for ranks in numbers)])
+    return html_table(["cell", *(count_of(n, "rank") for n in numbers)], rows, "Predicted peak by number of ranks")
+
+
+def _describe_batch(forecast: Forecast) -> str:
+    kept = f"The total batch of {count_of(forecast.samples, forecast.unit[:-1])} is kept"
+    if not (other := ranks_with_other_batch(forecast)):
+        return f"{kept} on every number of ranks."
+    return (
+        f"{kept} where it can be divided. It cannot on {_span(other)}: there each rank keeps its share of "
+        f"{count_of(forecast.share, 'sample')}, and the total grows with the ranks."
+    )
+
+
+def _span(numbers: Sequence[int]) -> str:
+    return count_of(numbers[0], "rank") if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]:,} ranks"
+
+
+def _describe_limit(forecast: Forecast) -> Iterator[str]:
+    if forecast.memory is None or forecast.limit is None:
+        yield "The memory of the device is not known: batch.memory draws its line."
+        return
+    free = f"{format_size(forecast.memory)} less {forecast.headroom * 100:g} %"
+    if forecast.memory_from == "machine":
+        yield (
+            f"The dashed line is all memory of this machine, {free}, which the ranks on it share. batch.memory says "
+            "what one rank may use, such as 80GiB, and draws the line there."
+        )
+    else:
+        whose = "what batch.memory gives a rank" if forecast.memory_from == "batch.memory" else "the memory of the GPU"
+        yield f"The dashed line is {whose}, {free}."
+    yield from _describe_fits(forecast)
+
+
+def _describe_fits(forecast: Forecast) -> Iterator[str]:
+    """Yield on how many ranks cells fit, those with the same answer together."""
+    cells: dict[str, list[str]] = {}
+    planned = [cell for cell in forecast.cells if cell.planned_worlds]
+    for cell in sorted(planned, key=lambda cell: -sum(map(forecast.fits, cell.planned_worlds))):
+        cells.setdefault(_where_it_fits(forecast, cell), []).append(cell.cell)
+    if list(cells) == [_EVERYWHERE]:
+        yield f"Every cell fits below it {_EVERYWHERE}."
+        return
+    for where, names in cells.items():
+        yield f"Below it {where}: {', '.join(names)}."
+
+
+_EVERYWHERE: Final = "on every number of ranks"
+
+
+def _where_it_fits(forecast: Forecast, cell: CellForecast) -> str:
+    """Return on which numbers of ranks a cell fits, in words."""
+    planned = cell.planned_worlds
+    fits = [forecast.fits(world) for world in planned]
+    ranks = [world.ranks for world in planned]
+    if all(fits) or not any(fits):
+        return _EVERYWHERE if all(fits) else "on no number of ranks"
+    first, last = fits.index(True), len(fits) - 1 - fits[::-1].index(True)
+    if all(fits[first : last + 1]):
+        if last == len(fits) - 1:
+            return f"from {count_of(ranks[first], 'rank')} on"
+        return f"on {_span(ranks[first : last + 1])} only"
+    fitting = [str(n) for n, fit in zip(ranks, fits, strict=True) if fit]
+    return f"on {', '.join(fitting[:-1])} and {fitting[-1]} ranks only"
+
+
+def _missing_worlds(forecast: Forecast) -> Iterator[str]:
+    for cell in forecast.cells:
+        missing = [world for world in cell.worlds if world.refusal]
+        if cell.phases and missing:
+            numbers = ", ".join(str(world.ranks) for world in missing)
+            yield f"{cell.cell} has no point on {numbers} rank{'s' * (numbers != '1')}: {missing[0].refusal}."
+
+
+def _what_would_fit(forecast: Forecast) -> Iterator[str]:
+    """Yield a list of what would have to change for cells that do not fit in the compared world."""
+    short = [cell for cell in forecast.cells if cell.ways]
+    if not short or forecast.limit is None:
+        return
+    yield "<h3>What would have to change to fit</h3>"
+    yield paragraph(f"In the compared world these cells need more than {format_size(forecast.limit)} a rank:")
+    yield bullet_list(
+        f"{cell.cell}, {format_size(_compared_peak(forecast, cell))}: {'; '.join(cell.ways)}." for cell in short
+    )
+
+
+def _compared_peak(forecast: Forecast, cell: CellForecast) -> int:
+    """Return the peak that was held against the limit."""
+    here = {world.ranks: world.peak or 0 for world in cell.planned_worlds}
+    return here.get(forecast.ranks) or next(iter(here.values()))

@@ -1,0 +1,90 @@
+"""`ranks_of_pieces`: ranks that have several stages of a pipeline each, from fake microbatches through these stages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from unipar.config.sections.cell import Axes
+from unipar.planning.activations import Activations, MicrobatchPayload
+from unipar.planning.interleaved_peaks import PlannedPieces
+from unipar.prediction.timeline import Moment, PredictedParameter, StepTimeline
+from unipar.training.fake_run.trace_task import TracedTask
+
+
+def ranks_of_pieces(axes: Axes, traced: Mapping[int, TracedTask], alike: Sequence[int]) -> list[TracedTask]:
+    """Return the ranks of a pipeline that hold or do something else; `alike`: for each stage, the one that ran for it.
+
+    Of equal ranks the first has the most microbatches in flight; under zerobubble later ones may need more, as
+    gradients of weights wait longer there.
+    """
+    found: list[TracedTask] = []
+    seen = set[tuple[int, ...]]()
+    for rank in range(axes.pipeline):
+        stages = tuple(alike[rank :: axes.pipeline])
+        if stages in seen and axes.schedule != "zerobubble":
+            continue
+        seen.add(stages)
+        tasks = [traced[stage] for stage in stages]
+        own = [task.piece for task in tasks if task.piece is not None]
+        found.append(
+            replace(
+                tasks[0],
+                piece=None,
+                timeline=timeline_of_rank([piece.timeline for piece in own]),
+                activations=_work_of_rank([piece.activations for piece in own]),
+                sent=tuple(_sent_by_rank([task.sent for task in tasks])),
+                pieces=PlannedPieces(axes.schedule, axes.pipeline, rank, own),
+            )
+        )
+    return found
+
+
+def timeline_of_rank(timelines: Sequence[StepTimeline]) -> StepTimeline:
+    """Return one timeline of what a rank does in several stages with a microbatch: one stage after another."""
+    parameters: dict[str, PredictedParameter] = {}
+    numbers: list[list[int]] = []
+    blocks: list[str] = []
+    firsts: list[int] = []
+    for timeline in timelines:
+        firsts.append(len(blocks))
+        blocks += timeline.blocks
+        for p in timeline.parameters:
+            block = p.block + firsts[-1] if p.block >= 0 else -1
+            parameters.setdefault(p.name, replace(p, block=block))
+        names = list(parameters)
+        numbers.append([names.index(p.name) for p in timeline.parameters])
+    moments: list[Moment] = []
+    for begin in (m for m in timelines[0].moments if m.what == "begin"):
+        moments.append(begin)
+        for timeline, first, own in zip(timelines, firsts, numbers, strict=True):
+            for m in timeline.moments:
+                if m.phase == begin.phase and m.what != "begin":
+                    block = m.block + first if m.block >= 0 else -1
+                    parameter = own[m.parameter] if m.parameter >= 0 else -1
+                    moments.append(m._replace(block=block, parameter=parameter))
+    return replace(
+        timelines[0], parameters=tuple(parameters.values()), blocks=tuple(blocks), moments=tuple(moments), modules=()
+    )
+
+
+def _work_of_rank(stages: Sequence[Activations]) -> Activations:
+    """Return the first stage's, with the operations of all."""
+    flops, recomputed = (
+        (sum(line[0] for line in lines), sum(line[1] for line in lines))
+        for lines in ([stage.flops for stage in stages], [stage.recomputed for stage in stages])
+    )
+    operators = sum(stage.operators for stage in stages)
+    return replace(stages[0], flops=flops, recomputed=recomputed, operators=operators)
+
+
+def _sent_by_rank(stages: Sequence[Sequence[MicrobatchPayload]]) -> Sequence[MicrobatchPayload]:
+    found: dict[tuple[str, str], MicrobatchPayload] = {}
+    for one in (one for sent in stages for one in sent):
+        key = one.axis, one.collective
+        if (other := found.get(key)) is None:
+            found[key] = one
+        else:
+            base, slope, calls = one.base + other.base, one.slope + other.slope, one.calls + other.calls
+            found[key] = replace(one, base=base, slope=slope, calls=calls)
+    return list(found.values())

@@ -1,0 +1,167 @@
+"""Recording of a run: what each step of an engine takes and returns, and the state of every tensor after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from unipar.backend import Engine, LossFn, Mark, Micro, Piece, Step
+from unipar.backend.engine import DelegatingEngine
+from unipar.engines.fingerprint import TensorSketcher, fingerprint_batch, sketch_whole_tensor
+from unipar.verification.worker.module_trace import DropoutDraws, StepTrace
+
+
+class RunRecorder:
+    """Record of all engines of a run, in the order of their steps: one engine, or one per part of the model."""
+
+    def __init__(
+        self,
+        trace_at: int | None = None,
+        arithmetic: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        *,
+        shared: bool = False,
+        masks: bool = False,
+        held: bool = False,
+    ) -> None:
+        """Record steps that run in `arithmetic`.
+
+        `shared`: ranks share the work on the same samples; `masks`: dropout is on; `held`: each rank's weights are
+        recorded, to be compared with those of other ranks.
+        """
+        self.engines: dict[str, Engine] = {}
+        """Engines by the prefix of their parameter names; "" if there is only one."""
+
+        self.steps: list[dict[str, Any]] = []
+        """Loss, norm, rates and fingerprints of each step."""
+
+        self.traced: list[dict[str, Any]] = []
+        """Rows of the traced step."""
+
+        self.states: list[dict[str, Tensor]] = []
+        """Sketches of this rank's part of each tensor: before the first step, then after each step."""
+
+        self.copies: list[dict[str, tuple[int, Tensor]]] = []
+        """Size and sketch of each parameter, and of its state, that this rank keeps as one tensor, after each step, if
+        ranks share work: copies of a whole parameter must stay the same."""
+
+        self.held: list[dict[str, Tensor]] = []
+        """Sketch of each region of a weight with which this rank computes, before the first step and after each."""
+
+        self._trace_at, self._arithmetic, self._shared, self._masks = trace_at, arithmetic, shared, masks
+        self._held = held
+        self._sketches = TensorSketcher()
+
+    def record_engine(self, prefix: str, engine: Engine) -> RecordingEngine:
+        """Return the engine wrapped so that its steps are recorded."""
+        self.engines[prefix] = engine
+        return RecordingEngine(self, prefix, engine)
+
+    def record_initial_state(self) -> None:
+        """Record the state before the first step."""
+        self._record_state()
+
+    def pieces(self) -> Iterator[Piece]:
+        """Yield this rank's pieces of the state that is compared: parameters and floating-point optimizer states."""
+        for prefix, engine in self.engines.items():
+            for piece in engine.pieces():
+                if piece.kind != "buffer" and piece.tensor.is_floating_point():
+                    yield replace(piece, name=prefix + piece.name)
+
+    def _record_state(self) -> None:
+        self.states.append(self._state())
+        if self._held:
+            self.held.append(self._held_weights())
+
+    def _held_weights(self) -> dict[str, Tensor]:
+        sketches: dict[str, Tensor] = {}
+        for prefix, engine in self.engines.items():
+            for piece in engine.held_weights():
+                if piece.tensor.is_floating_point():
+                    name, size = prefix + piece.name, int(torch.Size(piece.shape).numel())
+                    place = "|".join(map(str, piece.where))
+                    sketches[f"{name}|{place}"] = self._sketches.sketch_region(name, size, piece.where, piece.tensor)
+        return sketches
+
+    def _state(self) -> dict[str, Tensor]:
+        sketches: dict[str, Tensor] = {}
+        for piece in self.pieces():
+            size, key = int(torch.Size(piece.shape).numel()), f"{piece.name}|{piece.kind}"
+            sketch = self._sketches.sketch_region(piece.name, size, piece.where, piece.tensor)
+            sketches[key] = sketches[key] + sketch if key in sketches else sketch  # a rank may hold several regions
+        return sketches
+
+    def buffers(self, *, share: bool = True) -> dict[str, Tensor]:
+        """Return the floating-point buffers for which this rank speaks; all ranks call this, which shares them."""
+        found: dict[str, Tensor] = {}
+        for prefix, engine in self.engines.items():
+            if share:
+                engine.share_buffers()
+            for piece in engine.pieces():
+                if piece.kind == "buffer" and piece.tensor.is_floating_point():
+                    found[prefix + piece.name] = piece.tensor.detach().flatten().cpu().clone()
+        return found
+
+    def _copies(self) -> dict[str, tuple[int, Tensor]]:
+        copies: dict[str, tuple[int, Tensor]] = {}
+        for prefix, engine in self.engines.items():
+            for holding in engine.holdings():
+                name, _, kind = holding.name.rpartition(".")
+                if holding.category == "parameters":
+                    name, kind = holding.name, "weight"
+                elif holding.category != "optimizer" or kind == "step":
+                    continue
+                if holding.tensor.is_floating_point():
+                    sketch = sketch_whole_tensor(self._sketches, prefix + name, holding.tensor)
+                    copies[f"{prefix}{name}|{kind}"] = holding.tensor.numel(), sketch
+        return copies
+
+    def step(self, prefix: str, fn: LossFn, micros: Sequence[Micro], factor: float, mark: Mark) -> Step:
+        """Run a step of the engine with this prefix, and record it."""
+        seen: list[str] = []
+        masks: dict[int, list[str]] = {}
+        trace = StepTrace() if len(self.steps) + 1 == self._trace_at else None
+
+        def recorded(model: nn.Module, batch: Any, number: int) -> Any:
+            mark, draws = fingerprint_batch(batch), DropoutDraws(masks.setdefault(number, []))
+            with (
+                nullcontext() if trace is None else trace.record_modules(model, number),
+                draws if self._masks else nullcontext(),
+            ):
+                loss = fn(model, batch, number)  # a pipeline's stage leaves it by an exception, without a loss
+            seen.append(mark)
+            if trace is not None:
+                trace.record_loss(number, loss)
+            return loss
+
+        given = [(fingerprint_batch(m.batch), m.scale) for m in micros]
+        engine = self.engines[prefix]
+        with self._arithmetic():
+            out = engine.step(recorded, micros, factor, mark)
+        if trace is not None:
+            self.traced = trace.rows
+        rates = engine.learning_rates()
+        row = {"loss": float(out.loss), "norm": float(out.norm), "rates": rates, "given": given, "seen": seen}
+        self.steps.append({**row, "prefix": prefix, "masks": masks})
+        self._record_state()
+        if self._shared:
+            self.copies.append(self._copies())
+        return out
+
+
+@final
+class RecordingEngine(DelegatingEngine):
+    """Engine that passes each call to another engine and records its steps."""
+
+    def __init__(self, recorder: RunRecorder, prefix: str, inner: Engine) -> None:
+        super().__init__(inner)
+        self._recorder, self._prefix = recorder, prefix
+
+    @override
+    def step(self, fn: LossFn, micros: Sequence[Micro], factor: float, mark: Mark) -> Step:
+        return self._recorder.step(self._prefix, fn, micros, factor, mark)
