@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from math import inf
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -17,173 +16,132 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from typing_extensions import override
 
 from unipar.backend import Fn, Holding, LossFn, Mark, Micro, Part, Region
-from unipar.backend.precision import batch_dtype
 from unipar.config import Config
 from unipar.distributed.copies_by_machine import copies_by_machine
 from unipar.distributed.device import has_own_memory
 from unipar.distributed.mesh import Mesh
 from unipar.distributed.world import World
-from unipar.engines.batch_transfer import cast_floats, map_tensors, to_device
-from unipar.engines.forward import OpaqueBatch
+from unipar.engines.batch_transfer import map_tensors, to_device
+from unipar.engines.forward import ForwardCall, OpaqueBatch
 from unipar.engines.fsdp2_sharded import ShardedEngine
 from unipar.engines.gradients import clip_counted, scale_loss
 from unipar.engines.state import is_first_copy, local_part
-from unipar.errors import TaskError
 from unipar.planning.pipeline_order import microbatch_order
 from unipar_mesh.context import SequenceSplit
 from unipar_mesh.context.spread_attention import Way
-from unipar_mesh.look_at_model import ModelFacts, WholeModel, look_at_model, names_in_several, whole_gradients
+from unipar_mesh.look_at_model import WholeModel
+from unipar_mesh.model_split import ModelLook, ModelSplit, ProofWay, look_together
 from unipar_mesh.options import MeshOptions, options_of
 from unipar_mesh.pipeline.channel import open_channel
 from unipar_mesh.pipeline.stage import Arrival, Stage
 from unipar_mesh.pipeline.torch_schedules import TorchScheduleExecutor, average_over_copies
 from unipar_mesh.placement_of_parts import Placement, place_model
-from unipar_mesh.proof.proof_of_blocks import WholeBlocks, blocks_to_prove, prove_blocks, say_unproved, sketch_blocks
+from unipar_mesh.proof.proof_of_blocks import WholeBlocks, prove_blocks, say_unproved
 from unipar_mesh.proof.proof_of_model import prove, trained_and_narrowest_dtypes
-from unipar_mesh.refusal_sentences import refuse_empty_plans, refuse_part
+from unipar_mesh.refusal_sentences import refuse_part
 from unipar_mesh.sequence.sequence_parts import join_before, part_alone
-from unipar_mesh.tensor.cuts import BlockPlan
-from unipar_mesh.tensor.tensor_model import calls_of_blocks, cuts_of_model, plan_blocks
+from unipar_mesh.tensor.tensor_model import CallsOfBlock, calls_of_blocks
 from unipar_mesh.tensor.tensor_parallel import arm_block
-from unipar_mesh.tensor.vocabulary import arm_vocabulary, find_vocabulary
+from unipar_mesh.tensor.vocabulary import arm_vocabulary
 from unipar_mesh.trials_without_trace import modules_not_fused
-
-
-class _Look(NamedTuple):
-    """Sample, facts of the model, and plans of its blocks: what all ranks need to split it alike."""
-
-    batch: Any
-    facts: ModelFacts
-    plans: Mapping[str, BlockPlan]
 
 
 class MeshEngine(ShardedEngine):
     """Engine whose rank has some blocks of the model, a part of their matrices, and a shard of that."""
 
     def __init__(self, part: Part, config: Config, world: World, options: MeshOptions | None = None) -> None:
-        self.axes, self.mesh = config.parallel.axes, world.mesh
-        self._stage_seat, self._stages = world.mesh.seat["pipeline"], self.axes.pipeline
         refuse_part(part, config)
-        world.groups.devices  # noqa: B018 - made here by all ranks together
         options = options or options_of(config)
-        told, whole = self._look(part, config, world, options.proof)
-        batch, facts, plans = told
-        self._blocks, self._buffer_stages, self._cuts = facts.blocks, facts.buffer_stages, facts.cuts
-        self._needs = facts.needs_of_ranks(self._stages)
-        trained = {name for name, p in part.module.named_parameters() if p.requires_grad}
-        for seat, names in enumerate(self._needs):  # on all ranks alike, so that none waits for one that has left
-            if not names & trained:
-                its = [facts.blocks[i] for first, end in self._ranges_of(seat) for i in range(first, end)]
-                raise TaskError(
-                    f"stage {seat} of the pipeline has no trained parameter (its blocks are {', '.join(its)}): name "
-                    "other cuts in the task's cuts(stages), or leave parallel.pipeline out"
-                )
-        self._shared = dict(names_in_several(self._needs))
-        self._shapes = {name: tuple(p.shape) for name, p in part.module.named_parameters()}
-        self.dtype, narrowest = trained_and_narrowest_dtypes(part.module)
-        vocabulary = None
-        if options.vocabulary == "split":
-            vocabulary = find_vocabulary(part.module, part.blocks, self.axes.tensor)
-        self._parts = cuts_of_model(part.module, plans, vocabulary, self.axes.tensor)
-        ranges = self._ranges_of(self._stage_seat)
-        own = [name for first, end in ranges for name in facts.blocks[first:end]]
+        self.axes, self.mesh = config.parallel.axes, world.mesh
+        axes = self.axes
+        self._stage_seat, self._stages = world.mesh.seat["pipeline"], axes.pipeline
         self.once = config.parallel.shard in ("nothing", "optimizer")
-        calls = calls_of_blocks(part.module, {} if self.axes.context > 1 else plans)
-        shell = place_model(part.module, own, self.placement(config, world), world.device)
+        self.dtype, narrowest = trained_and_narrowest_dtypes(part.module)
+        world.groups.create_together()
+        look, whole = look_together(part, config, world, options.proof)
+        self.split = ModelSplit.of(part, look, world, axes, vocabulary=options.vocabulary == "split")
+        sites = calls_of_blocks(part.module, {} if axes.context > 1 else look.plans)
+        shell = place_model(part.module, self.split.own_blocks, self.placement(config, world), world.device)
         super().__init__(part, config, world)
+        self._call_through(shell, part, config)
+        self._count_elements_once()
+        self._arm_tensor(part, sites)
+        self._sequences = self._arm_context(part, options.attention)
+        self._stage, self._executor = self._arm_pipeline(part, shell)
+        self._prove(part, look, whole, narrowest, options.proof)
+
+    # Set-up, in this order
+
+    def _call_through(self, shell: ForwardCall, part: Part, config: Config) -> None:
+        """Call the model through the shell that FSDP2 has sharded, and let a library wrap model and optimizer."""
         shell.autocast, shell.cast = self.call.autocast, self.call.cast
         self.call = self.wrapped = shell
         self.wrap(part, config)
-        self.divisor = float(world.shares)
-        self._owner_groups = self._groups_of_owners(world)
+        self.divisor = float(self.world.shares)
+
+    def _count_elements_once(self) -> None:
+        """Make groups of stages that share parameters; know of which gradients this rank counts the elements."""
+        self._owner_groups = self._groups_of_owners(self.world)
         names = {id(p): name for name, p in self.kept.items()}
         self._counted = [self.speaks_for(names[id(p)], p) for p in self.trained]
-        for name in own:
-            if (plan := plans.get(name)) is not None:
-                arm_block(block := part.module.get_submodule(name), plan, self.group("tensor"), sites=calls.get(name))
+
+    def _arm_tensor(self, part: Part, sites: Mapping[str, CallsOfBlock]) -> None:
+        """Let blocks, embedding and head compute with parts of their matrices."""
+        for name in self.split.own_blocks:
+            if (plan := self.split.plans.get(name)) is not None:
+                arm_block(block := part.module.get_submodule(name), plan, self.group("tensor"), sites=sites.get(name))
                 if self.axes.sequence and plan.sequence is None:
                     join_before(block)
-        stages = [Stage(part.module, facts.blocks, first, end, facts.tuples) for first, end in ranges]
-        self._stage = stages[0] if self._stages > 1 and self.axes.pieces == 1 else None
-        if vocabulary is not None:
-            arm_vocabulary(part.module, vocabulary, self.group("tensor"))
-        self._sequences: SequenceSplit | None = None
-        self._split_sequences(part, own, options.attention)
-        self._executor: TorchScheduleExecutor | None = None
-        if self._stages > 1:
-            self._channel = open_channel(world, self.axes)
-        if self._stage is not None:
-            self._stage.enter()
-        elif self._stages > 1:
-            assert part.loss is not None
-            needs = facts.needs[self._stage_seat :: self._stages]
-            self._executor = TorchScheduleExecutor(
-                shell, stages, needs, part.loss, self.axes, world, self._channel, once=self.once
-            )
-        if has_own_memory(world.device):
-            batch = to_device(batch, world.device)
-        assert part.loss is not None
-        if options.proof == "off":
-            say_unproved(world.rank)
-        else:
-            proof = prove if options.proof == "whole" else partial(prove_blocks, sequences=self._sequences)
-            proof(self, part.loss, batch, whole, dtype=narrowest, words=self.split_words)
+        if self.split.vocabulary is not None:
+            arm_vocabulary(part.module, self.split.vocabulary, self.group("tensor"))
 
-    # Set-up
-
-    def _ranges_of(self, seat: int) -> list[Sequence[int]]:
-        """Return the first and the end of the blocks of each stage on the ranks of this seat."""
-        return [self._cuts[stage : stage + 2] for stage in range(seat, self.axes.stages, self._stages)]
-
-    def _look(
-        self, part: Part, config: Config, world: World, proof: Literal["whole", "blocks", "off"]
-    ) -> tuple[_Look, Any]:
-        """Return what rank 0 finds out about the whole model; on rank 0, what it computes on the sample as well."""
-        assert part.loss is not None
-        assert part.sample is not None
-        whole: WholeModel | WholeBlocks | None = None
-        told: list[Any] = [None]
-        if world.rank == 0:
-            try:
-                batch = part.sample()
-                cast_to = batch_dtype(config.train.precision)
-                given = batch if cast_to is None else cast_floats(batch, cast_to)
-                facts = look_at_model(part.module, part.blocks, part.loss, given, self.axes.stages, part.cuts)
-                plans = self._plan_tensor(part, facts, world)
-                if proof == "whole":
-                    whole = whole_gradients(part.module, part.loss, given)
-                elif proof == "blocks":
-                    names = blocks_to_prove(part.module, facts, plans)
-                    whole = sketch_blocks(part.module, part.loss, given, names)
-                told = [_Look(batch, replace(facts, block_inputs={}), plans)]
-            except TaskError as e:
-                told = [e]
-        dist.broadcast_object_list(told, 0)
-        if isinstance(told[0], TaskError):
-            raise told[0]
-        return told[0], whole
-
-    def _plan_tensor(self, part: Part, facts: ModelFacts, world: World) -> dict[str, BlockPlan]:
-        """Return the plan of each block; those of one kind are tried once."""
-        if self.axes.tensor == 1:
-            return {}
-        mesh = world.groups.devices["tensor"]
-        plans = plan_blocks(
-            part.module, facts.blocks, facts.block_inputs, mesh, part.tensor or {}, sequence=self.axes.sequence
-        )
-        refuse_empty_plans(self.axes.tensor, plans.values(), part.blocks)
-        return plans
-
-    def _split_sequences(self, part: Part, own: Sequence[str], way: Way) -> None:
+    def _arm_context(self, part: Part, way: Way) -> SequenceSplit | None:
+        """Return the hooks that cut sequences over `context`, if they are."""
         if self.axes.context == 1:
+            return None
+        own, blocks = self.split.own_blocks, self.split.facts.blocks
+        first, last = own[0] == blocks[0], own[-1] == blocks[-1]
+        sequences = SequenceSplit(part.module, own, self.group("context"), enters=first, leaves=last, attention=way)
+        sequences.arm()
+        sequences.follow_length(part.module.get_submodule(blocks[0]))
+        return sequences
+
+    def _arm_pipeline(self, part: Part, shell: ForwardCall) -> tuple[Stage | None, TorchScheduleExecutor | None]:
+        """Return this rank's only stage, or what runs its several stages by one of torch's schedules."""
+        if self._stages == 1:
+            return None, None
+        facts = self.split.facts
+        stages = [Stage(part.module, facts.blocks, first, end, facts.tuples) for first, end in self.split.ranges]
+        self._channel = open_channel(self.world, self.axes)
+        if self.axes.pieces == 1:
+            (stage,) = stages
+            if self._sequences is not None and not stage.is_last:
+                stage.widen = self._sequences.widened
+            stage.enter()
+            return stage, None
+        assert part.loss is not None
+        needs = facts.needs[self._stage_seat :: self._stages]
+        executor = TorchScheduleExecutor(
+            shell, stages, needs, part.loss, self.axes, self.world, self._channel, once=self.once
+        )
+        return None, executor
+
+    def _prove(
+        self,
+        part: Part,
+        look: ModelLook,
+        whole: WholeModel | WholeBlocks | None,
+        narrowest: torch.dtype,
+        way: ProofWay,
+    ) -> None:
+        """Raise an error unless the split model computes what the whole one does, on the sample."""
+        if way == "off":
+            say_unproved(self.world.rank)
             return
-        first, last = own[0] == self._blocks[0], own[-1] == self._blocks[-1]
-        split = SequenceSplit(part.module, own, self.group("context"), enters=first, leaves=last, attention=way)
-        split.arm()
-        self._sequences = split
-        split.follow_length(part.module.get_submodule(self._blocks[0]))
-        if self._stage is not None and not last:
-            self._stage.widen = split.widened
+        assert part.loss is not None
+        batch = to_device(look.batch, self.world.device) if has_own_memory(self.world.device) else look.batch
+        proof: Any = prove if way == "whole" else partial(prove_blocks, sequences=self._sequences)
+        proof(self, part.loss, batch, whole, dtype=narrowest, words=self.split.words)
 
     def wrap(self, part: Part, config: Config) -> None:
         """Let a library wrap model and optimizer, which has its parameters' parts by now; without one nothing does."""
@@ -194,7 +152,6 @@ class MeshEngine(ShardedEngine):
 
     def placement(self, config: Config, world: World) -> Placement:
         """Return what this rank holds, and how FSDP2 splits it further."""
-        needed = self._needs[self._stage_seat]
         ranks = world.shares * self.axes.context
         settings: dict[str, Any] = {"reshard_after_forward": config.parallel.shard == "parameters"}
         mesh = None
@@ -206,12 +163,12 @@ class MeshEngine(ShardedEngine):
                 mesh = world.groups.copies_of_ranks(*copies_by_machine(world.mesh, world.machines))
             else:
                 mesh = world.groups.copies_and_shards(over * self.axes.context)
-        return Placement(frozenset(self._shapes) - needed, self._parts, self.mesh.seat["tensor"], mesh, settings)
+        return Placement(self.split.absent, self.split.cuts, self.mesh.seat["tensor"], mesh, settings)
 
     def _groups_of_owners(self, world: World) -> Mapping[tuple[int, ...], dist.ProcessGroup]:
         """Return this rank's group for each set of stages that share parameters; all ranks make all groups."""
         mine: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        for stages in sorted(set(self._shared.values())):
+        for stages in sorted(set(self.split.shared.values())):
             groups = {
                 tuple(Mesh.of(rank, world.size, **self.axes.sizes).rank_at(pipeline=stage) for stage in stages)
                 for rank in range(world.size)
@@ -222,14 +179,6 @@ class MeshEngine(ShardedEngine):
                     mine[stages] = cast("dist.ProcessGroup", group)
                     world.groups.axis_of_group[mine[stages].group_name] = "pipeline"
         return mine
-
-    @property
-    def split_words(self) -> str:
-        """Words for errors on how the model is split."""
-        cuts = ", ".join(self._blocks[i] for i in self._cuts[1:-1])
-        return f"{self.axes}" + (
-            f", with stages that begin at {cuts} (a value that skips a block cannot cross such a cut)" if cuts else ""
-        )
 
     # Steps
 
@@ -319,7 +268,7 @@ class MeshEngine(ShardedEngine):
     @override
     def finish_reduction(self) -> None:
         """Add up the gradients of what several stages use: all of them have one and the same."""
-        for name, stages in self._shared.items():
+        for name, stages in self.split.shared.items():
             if self._stage_seat in stages and (p := self.kept[name]).requires_grad:
                 if p.grad is None:
                     p.grad = torch.zeros_like(p)
@@ -364,11 +313,11 @@ class MeshEngine(ShardedEngine):
 
     @override
     def whole_shape(self, name: str, t: Tensor) -> tuple[int, ...]:
-        return self._shapes[name] if t.ndim else ()
+        return self.split.shapes[name] if t.ndim else ()
 
     @override
     def local_regions(self, name: str, t: Tensor) -> Iterator[tuple[Region, Tensor]]:
-        part = self._parts.get(name)
+        part = self.split.cuts.get(name)
         if part is None or t.ndim == 0:
             yield from super().local_regions(name, t)
             return
@@ -384,9 +333,9 @@ class MeshEngine(ShardedEngine):
     @override
     def speaks_for(self, name: str, t: Tensor) -> bool:
         seat = self.mesh.seat
-        if self._shared.get(name, (self._stage_seat,))[0] != self._stage_seat:
+        if self.split.shared.get(name, (self._stage_seat,))[0] != self._stage_seat:
             return False
-        if seat["tensor"] != 0 and (name not in self._parts or t.ndim == 0):
+        if seat["tensor"] != 0 and (name not in self.split.cuts or t.ndim == 0):
             return False
         return is_first_copy(t, self.world) if isinstance(t, DTensor) else seat["data"] == 0 and seat["context"] == 0
 
@@ -403,8 +352,7 @@ class MeshEngine(ShardedEngine):
                 dist.broadcast(buffer, self._home_of_buffer(name))
 
     def _home_of_buffer(self, name: str) -> int:
-        seat = self._buffer_stages[name] % self._stages
-        return self.mesh.rank_at(pipeline=seat, data=0, context=0, tensor=0)
+        return self.mesh.rank_at(pipeline=self.split.seat_of_buffer(name), data=0, context=0, tensor=0)
 
 
 def zeros_if_none(gradient: Tensor | None, like: Tensor) -> Tensor:

@@ -89,6 +89,10 @@ class MeshGroups:
         """Named mesh of all ranks: pipeline, data, context, tensor."""
         return self._device_mesh(tuple(self.mesh.sizes[name] for name in MESH_AXES), MESH_AXES)
 
+    def create_together(self) -> None:
+        """Create the groups of all axes, which all ranks do at the same time."""
+        _ = self.devices
+
     def group(self, axis: str) -> dist.ProcessGroup:
         """Return this rank's process group along an axis."""
         return self.devices.get_group(axis)

@@ -71,17 +71,19 @@ class Derivation:
         self.last: tuple[Trial, ...] = ()
         """Trials of the plan that was found, in training and in evaluation."""
 
-        self.wanted = self._wanted(given)
+        self.wanted = self._kinds_of_matrices(given)
+        """What the task says of matrices, by their names."""
 
-    def _wanted(self, given: Mapping[str, str]) -> dict[str, str]:
+        for name, kind in self.wanted.items():
+            if kind == "whole":
+                self._keep_whole(name, "the task's tensor() says so")
+
+    def _kinds_of_matrices(self, given: Mapping[str, str]) -> dict[str, str]:
         wanted: dict[str, str] = {}
         for pattern, kind in given.items():
             if kind not in KINDS:
                 raise TaskError(f"tensor() says {kind!r} for {pattern!r}; it is one of {', '.join(KINDS)}")
             wanted |= {n: kind for n in self.matrices if fnmatchcase(n, pattern)}
-        for name, kind in wanted.items():
-            if kind == "whole":
-                self._keep_whole(name, "the task's tensor() says so")
         return wanted
 
     def _keep_whole(self, name: str, reason: str) -> None:
@@ -92,7 +94,7 @@ class Derivation:
 
     def wanted_kind(self, name: str) -> str | None:
         """Return what the task says of a matrix."""
-        return getattr(self, "wanted", {}).get(name)
+        return self.wanted.get(name)
 
     def plan(self) -> BlockPlan:
         """Return the plan, once a trial has come to its end."""

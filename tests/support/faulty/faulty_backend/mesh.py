@@ -129,7 +129,7 @@ def _bias_counted_again(engine: Any) -> None:
 
 def _bias_of_each_rank(engine: Any) -> None:
     """Every rank of tensor adds a row's bias to its part of the sum."""
-    let_each_rank_add_the_bias(engine, engine._blocks)
+    let_each_rank_add_the_bias(engine, engine.split.facts.blocks)
 
 
 def _whole_added_up(engine: Any) -> None:
@@ -156,7 +156,7 @@ def _copies_apart(engine: Any) -> None:
 def _other_columns(engine: Any) -> None:
     """The parts of a fused projection are taken as one: the first rank has the queries and half of the keys."""
     rank, group = engine.world.rank, engine.world.groups.group("tensor")
-    for name in engine._blocks:
+    for name in engine.split.facts.blocks:
         for key in ("weight", "bias"):
             part = engine.kept[f"{name}.qkv.{key}"]
             parts = [torch.empty_like(part.data) for _ in range(2)]

@@ -1,0 +1,159 @@
+"""Split of a model over a mesh: what rank 0 finds out about the whole model, and what each rank gets of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+import torch.distributed as dist
+from torch import nn
+
+from unipar.backend import Part
+from unipar.backend.precision import batch_dtype
+from unipar.config import Config
+from unipar.config.sections.cell import Axes
+from unipar.distributed.world import World
+from unipar.engines.batch_transfer import cast_floats
+from unipar.errors import TaskError
+from unipar_mesh.look_at_model import ModelFacts, WholeModel, look_at_model, names_in_several, whole_gradients
+from unipar_mesh.proof.proof_of_blocks import WholeBlocks, blocks_to_prove, sketch_blocks
+from unipar_mesh.refusal_sentences import refuse_empty_plans
+from unipar_mesh.tensor.cuts import BlockPlan, ParameterCut
+from unipar_mesh.tensor.tensor_model import cuts_of_model, plan_blocks
+from unipar_mesh.tensor.vocabulary import Vocabulary, find_vocabulary
+
+ProofWay = Literal["whole", "blocks", "off"]
+
+
+class ModelLook(NamedTuple):
+    """Sample, facts of the model, and plans of its blocks: what all ranks need to split it alike."""
+
+    batch: Any
+    facts: ModelFacts
+    plans: Mapping[str, BlockPlan]
+
+
+def look_together(
+    part: Part, config: Config, world: World, proof: ProofWay
+) -> tuple[ModelLook, WholeModel | WholeBlocks | None]:
+    """Return what rank 0 finds out about the whole model; on rank 0, what it computes on the sample as well."""
+    assert part.loss is not None
+    assert part.sample is not None
+    whole: WholeModel | WholeBlocks | None = None
+    sent: list[Any] = [None]
+    if world.rank == 0:
+        try:
+            batch = part.sample()
+            cast_to = batch_dtype(config.train.precision)
+            inputs = batch if cast_to is None else cast_floats(batch, cast_to)
+            axes = config.parallel.axes
+            facts = look_at_model(part.module, part.blocks, part.loss, inputs, axes.stages, part.cuts)
+            plans = _plan_tensor(part, facts, world, axes)
+            if proof == "whole":
+                whole = whole_gradients(part.module, part.loss, inputs)
+            elif proof == "blocks":
+                names = blocks_to_prove(part.module, facts, plans)
+                whole = sketch_blocks(part.module, part.loss, inputs, names)
+            sent = [ModelLook(batch, replace(facts, block_inputs={}), plans)]
+        except TaskError as e:
+            sent = [e]
+    dist.broadcast_object_list(sent, 0)
+    if isinstance(sent[0], TaskError):
+        raise sent[0]
+    return sent[0], whole
+
+
+def _plan_tensor(part: Part, facts: ModelFacts, world: World, axes: Axes) -> dict[str, BlockPlan]:
+    """Return the plan of each block; those of one kind are tried once."""
+    if axes.tensor == 1:
+        return {}
+    mesh, given = world.groups.devices["tensor"], part.tensor or {}
+    plans = plan_blocks(part.module, facts.blocks, facts.block_inputs, mesh, given, sequence=axes.sequence)
+    refuse_empty_plans(axes.tensor, plans.values(), part.blocks)
+    return plans
+
+
+@dataclass(frozen=True)
+class ModelSplit:
+    """What each rank has of a model: blocks, parts of their matrices, and what several stages share."""
+
+    axes: Axes
+    seat: int
+    """Seat of this rank along the pipeline."""
+
+    facts: ModelFacts
+    plans: Mapping[str, BlockPlan]
+    vocabulary: Vocabulary | None
+    cuts: Mapping[str, ParameterCut]
+    """How parameters are cut over `tensor`, by their names; whole ones are left out."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    """Shapes of the whole model's parameters."""
+
+    @classmethod
+    def of(cls, part: Part, look: ModelLook, world: World, axes: Axes, *, vocabulary: bool) -> ModelSplit:
+        """Return the split of the whole model; raise TaskError on all ranks if one of them has nothing to train."""
+        found = find_vocabulary(part.module, part.blocks, axes.tensor) if vocabulary else None
+        split = cls(
+            axes,
+            world.mesh.seat["pipeline"],
+            look.facts,
+            look.plans,
+            found,
+            cuts_of_model(part.module, look.plans, found, axes.tensor),
+            {name: tuple(p.shape) for name, p in part.module.named_parameters()},
+        )
+        split._refuse_idle_stages(part.module)
+        return split
+
+    def _refuse_idle_stages(self, model: nn.Module) -> None:
+        trained = {name for name, p in model.named_parameters() if p.requires_grad}
+        for seat, names in enumerate(self.needs):
+            if not names & trained:
+                blocks = [self.facts.blocks[i] for first, end in self._ranges(seat) for i in range(first, end)]
+                raise TaskError(
+                    f"stage {seat} of the pipeline has no trained parameter (its blocks are {', '.join(blocks)}): "
+                    "name other cuts in the task's cuts(stages), or leave parallel.pipeline out"
+                )
+
+    def _ranges(self, seat: int) -> list[Sequence[int]]:
+        stages = range(seat, self.axes.stages, self.axes.pipeline)
+        return [self.facts.cuts[stage : stage + 2] for stage in stages]
+
+    @cached_property
+    def ranges(self) -> list[Sequence[int]]:
+        """First block and end of each stage on this rank."""
+        return self._ranges(self.seat)
+
+    @cached_property
+    def own_blocks(self) -> list[str]:
+        """Names of the blocks that this rank runs."""
+        return [name for first, end in self.ranges for name in self.facts.blocks[first:end]]
+
+    @cached_property
+    def needs(self) -> Sequence[frozenset[str]]:
+        """Names of the parameters that ranks need, by their seat along the pipeline."""
+        return self.facts.needs_of_ranks(self.axes.pipeline)
+
+    @cached_property
+    def absent(self) -> frozenset[str]:
+        """Names of the parameters that this rank does not have."""
+        return frozenset(self.shapes) - self.needs[self.seat]
+
+    @cached_property
+    def shared(self) -> Mapping[str, tuple[int, ...]]:
+        """Stages of each parameter that several stages use."""
+        return dict(names_in_several(self.needs))
+
+    def seat_of_buffer(self, name: str) -> int:
+        """Return the seat along the pipeline of the ranks whose values of a buffer count."""
+        return self.facts.buffer_stages[name] % self.axes.pipeline
+
+    @property
+    def words(self) -> str:
+        """Words for errors on how the model is split."""
+        starts = ", ".join(self.facts.blocks[i] for i in self.facts.cuts[1:-1])
+        skips = f", with stages that begin at {starts} (a value that skips a block cannot cross such a cut)"
+        return f"{self.axes}{skips if starts else ''}"
