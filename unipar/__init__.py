@@ -75,7 +75,7 @@ _HOMES = {
     "Cell": "config",
     "Config": "config",
     "MatrixOptimizer": "optimizers.matrix_optimizer",
-    "Report": "results.run",
+    "Report": "results.run_report",
     "Run": "task",
     "Task": "task",
     "Tracker": "tracking.tracker",
@@ -83,7 +83,7 @@ _HOMES = {
     "gathered": "task.gathered",
     "join": "launcher.launch",
     "launch": "launcher.launch",
-    "plan": "comparison.plan",
+    "plan": "comparison.make_plan",
     "scale": "comparison.scale",
     "verify": "verification.verify",
 }

@@ -47,7 +47,15 @@ ROOTS = str(ROOT / "unipar")
 TRAINS = {"unipar.comparison.comparison_worker", "unipar.comparison.witness"}
 """Modules in DOORS that run in a training process."""
 
-DOORS = ("unipar.cli", "unipar.launcher", "unipar.comparison", "unipar.conversion", "unipar.report")
+DOORS = (
+    "unipar.cli",
+    "unipar.calibration",
+    "unipar.jobs",
+    "unipar.launcher",
+    "unipar.comparison",
+    "unipar.conversion",
+    "unipar.report",
+)
 """Packages whose modules run before a process that trains."""
 
 
