@@ -30,7 +30,7 @@ from unipar.planning.pipeline_order import microbatch_order
 from unipar_mesh.context import SequenceSplit
 from unipar_mesh.context.spread_attention import Way
 from unipar_mesh.look_at_model import WholeModel
-from unipar_mesh.model_split import ModelLook, ModelSplit, ProofWay, look_together
+from unipar_mesh.model_split import LookAtModel, MeshSplit, ProofWay, look_together
 from unipar_mesh.options import MeshOptions, options_of
 from unipar_mesh.pipeline.channel import open_channel
 from unipar_mesh.pipeline.stage import Arrival, Stage
@@ -59,7 +59,7 @@ class MeshEngine(ShardedEngine):
         self.dtype, narrowest = trained_and_narrowest_dtypes(part.module)
         world.groups.create_together()
         look, whole = look_together(part, config, world, options.proof)
-        self.split = ModelSplit.of(part, look, world, axes, vocabulary=options.vocabulary == "split")
+        self.split = MeshSplit.of(part, look, world, axes, vocabulary=options.vocabulary == "split")
         sites = calls_of_blocks(part.module, {} if axes.context > 1 else look.plans)
         shell = place_model(part.module, self.split.own_blocks, self.placement(config, world), world.device)
         super().__init__(part, config, world)
@@ -129,7 +129,7 @@ class MeshEngine(ShardedEngine):
     def _prove(
         self,
         part: Part,
-        look: ModelLook,
+        look: LookAtModel,
         whole: WholeModel | WholeBlocks | None,
         narrowest: torch.dtype,
         way: ProofWay,

@@ -27,7 +27,7 @@ from unipar_mesh.tensor.vocabulary import Vocabulary, find_vocabulary
 ProofWay = Literal["whole", "blocks", "off"]
 
 
-class ModelLook(NamedTuple):
+class LookAtModel(NamedTuple):
     """Sample, facts of the model, and plans of its blocks: what all ranks need to split it alike."""
 
     batch: Any
@@ -37,7 +37,7 @@ class ModelLook(NamedTuple):
 
 def look_together(
     part: Part, config: Config, world: World, proof: ProofWay
-) -> tuple[ModelLook, WholeModel | WholeBlocks | None]:
+) -> tuple[LookAtModel, WholeModel | WholeBlocks | None]:
     """Return what rank 0 finds out about the whole model; on rank 0, what it computes on the sample as well."""
     assert part.loss is not None
     assert part.sample is not None
@@ -56,7 +56,7 @@ def look_together(
             elif proof == "blocks":
                 names = blocks_to_prove(part.module, facts, plans)
                 whole = sketch_blocks(part.module, part.loss, inputs, names)
-            sent = [ModelLook(batch, replace(facts, block_inputs={}), plans)]
+            sent = [LookAtModel(batch, replace(facts, block_inputs={}), plans)]
         except TaskError as e:
             sent = [e]
     dist.broadcast_object_list(sent, 0)
@@ -76,8 +76,8 @@ def _plan_tensor(part: Part, facts: ModelFacts, world: World, axes: Axes) -> dic
 
 
 @dataclass(frozen=True)
-class ModelSplit:
-    """What each rank has of a model: blocks, parts of their matrices, and what several stages share."""
+class MeshSplit:
+    """Blocks, parts of matrices and shared parameters that each rank has of a model."""
 
     axes: Axes
     seat: int
@@ -93,7 +93,7 @@ class ModelSplit:
     """Shapes of the whole model's parameters."""
 
     @classmethod
-    def of(cls, part: Part, look: ModelLook, world: World, axes: Axes, *, vocabulary: bool) -> ModelSplit:
+    def of(cls, part: Part, look: LookAtModel, world: World, axes: Axes, *, vocabulary: bool) -> MeshSplit:
         """Return the split of the whole model; raise TaskError on all ranks if one of them has nothing to train."""
         found = find_vocabulary(part.module, part.blocks, axes.tensor) if vocabulary else None
         split = cls(
