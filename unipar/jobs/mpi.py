@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from unipar.config.job_system import JobSystem, NewJob, SubmittedJob
 from unipar.config.sections.section import Section
+from unipar.errors import Stopped
 from unipar.jobs.client import ClientFailed, unset_variables
 from unipar.jobs.submitted import EXIT_CODE_FILE, OUTPUT_FILE
 from unipar.utils.text import count_of
@@ -102,7 +103,7 @@ class Mpi(JobSystem[MpiOptions]):
         code = Path(job.folder) / EXIT_CODE_FILE
         if code.exists():
             number = code.read_text("utf-8").strip()
-            return {"0": "ended", "130": "stopped"}.get(number, f"failed ({number})")
+            return {"0": "ended", str(Stopped.code): "stopped"}.get(number, f"failed ({number})")
         if job.host != socket.gethostname():
             return f"unknown here: it was started on {job.host}"
         return "running" if self._is_alive(job) else "died"

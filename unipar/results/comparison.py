@@ -14,6 +14,7 @@ from typing import Any, Self
 from typing_extensions import override
 
 from unipar.config import Precision
+from unipar.errors import Stopped
 from unipar.memory.account import MemoryAccount
 from unipar.planning.machines.device_peaks import find_device_peaks
 from unipar.results.forecast.forecast_difference import describe_forecast
@@ -130,7 +131,7 @@ class TurnResults(ShownAsPage):
     def code(self) -> int:
         """Exit code of the command line: 0 with refusals too, 1 for failures and disagreement."""
         if self.interrupted:
-            return 130
+            return Stopped.code
         if self.unkept:
             return 1
         return 0 if self.ran_and_agrees and not {"failed", "unlike"} & {row.outcome for row in self.rows} else 1

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from typing_extensions import override
 
 from unipar.config import Precision
-from unipar.errors import Unsupported
+from unipar.errors import Stopped, Unsupported
 from unipar.results.row import OUTCOME_PREFIXES, library_name_column, outcome_reason
 from unipar.run_folder.layout import PAGE_FILE_NAME
 from unipar.utils.notebook import ShownAsPage
@@ -218,7 +218,7 @@ class Verdicts(ShownAsPage):
     def code(self) -> int:
         """Exit code of the command line."""
         if self.interrupted:
-            return 130
+            return Stopped.code
         outcomes = {row.outcome for row in self.rows}
         if self.stopped or (self.strict and self.cut_dependence is not None):
             return 1

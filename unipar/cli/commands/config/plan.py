@@ -21,7 +21,7 @@ from unipar.cli.commands.options import (
     read_config_file,
     split_at_commas,
 )
-from unipar.errors import ConfigError
+from unipar.errors import ConfigError, Unsupported
 from unipar.utils.text import did_you_mean, parse_bytes
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def plan(
         typer.echo(planned.table(width) if details else planned.screen(width, _next_steps(planned)))
     if pick:
         typer.echo(f"written: {picked}; unipar run {picked}", err=as_json)
-    raise typer.Exit(0 if any(not row.refusal for row in planned.rows) else 3)
+    raise typer.Exit(0 if any(not row.refusal for row in planned.rows) else Unsupported.code)
 
 
 def _next_steps(planned: Plan) -> list[str]:

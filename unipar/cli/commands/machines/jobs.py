@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from unipar.cli.commands.options import EXIT_CODES_HELP, JsonOption
+from unipar.errors import Stopped
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -119,8 +120,8 @@ def logs(
     try:
         code = subprocess.run(command, check=False).returncode
     except KeyboardInterrupt:
-        code = 130
-    raise typer.Exit(1 if code not in (0, 130) else code)
+        code = Stopped.code
+    raise typer.Exit(code if code in (0, Stopped.code) else 1)
 
 
 def cancel(name: JobArgument, folder: FolderOption = RUNS) -> None:
