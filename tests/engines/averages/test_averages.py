@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from tests.support.running import Line, running
-from unipar.backend import Engine, LossFn, Mark, Micro, Piece, Step
+from unipar.backend import Engine, Factor, LossFn, Mark, Micro, Piece, Step
 from unipar.backend.engine import DelegatingEngine
 from unipar.config import Config
 from unipar.config.sections.train import Ema
@@ -140,7 +140,7 @@ class _Skipping(DelegatingEngine):
     steps = 0
 
     @override
-    def step(self, fn: LossFn, micros: Any, factor: float, mark: Mark) -> Step:
+    def step(self, fn: LossFn, micros: Any, factor: Factor, mark: Mark) -> Step:
         self.steps += 1
         if self.steps == 2:
             return Step(torch.zeros(()), torch.zeros(()), skipped=True)
