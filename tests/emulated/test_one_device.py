@@ -146,7 +146,7 @@ result = torch.equal(*drawn)
 
 
 def test_fp16s_gradients(emulated: EmulatedDevice) -> None:
-    """An overflow is seen on the device, and gradients are divided by the scale where they are: the host waits never."""
+    """An overflow is seen on the device, and gradients are divided by the scale where they are: no wait."""
     run = emulated.run(f"""{DOOR}
 from unipar.engines.loss_scale import LossScaler
 scaler = LossScaler(one)
