@@ -59,7 +59,7 @@ class DeviceFactors:
 
     def __init__(self, factors: Sequence[float], first: int, device: torch.device) -> None:
         self._table: Tensor = to_device(torch.tensor(factors, dtype=torch.float64), device)
-        self._first, self.end = first, first + len(factors)
+        self._first = first
 
     def at(self, step: int, skipped: Tensor) -> Tensor:
         """Return the factor at optimizer step `step`, less the number of skipped updates."""

@@ -186,7 +186,7 @@ class TrainedPart:
     def factor_on_device(self, lately_skipped: Tensor, done: int, rates: RateSchedule, steps: int) -> Tensor:
         """Return the schedule's factor after `done` of `steps` steps, some of which the device has skipped lately."""
         step = done - self.skipped
-        if self._factors is None or step >= self._factors.end:
+        if self._factors is None:
             first = step - self._skips.unread
             ahead = range(first, min(step + self.config.log.every, steps))
             self._factors = DeviceFactors([rates.factor(at, steps) for at in ahead], first, self.world.device)

@@ -15,7 +15,7 @@ from unipar.run_folder.layout import ledger_path
 from unipar.run_folder.ledger import Ledger
 
 STEPS = 10
-OVERFLOWS = [1, 4, 5, 8]
+OVERFLOWS = [1, 3, 4, 8]
 
 TRAIN: dict[str, Any] = {
     "steps": STEPS,
