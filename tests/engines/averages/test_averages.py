@@ -184,7 +184,9 @@ def test_a_step_is_skipped_on_the_device(warmup: int, tmp_path: Path) -> None:
     """Averages and counts are those of a host that knows of it, to the last bit."""
 
     def train(*, as_tensor: bool) -> tuple[dict[str, float], list[Any]]:
-        with running(Line(), tmp_path / str(as_tensor)) as run:
+        folder = tmp_path / str(as_tensor)
+        folder.mkdir()
+        with running(Line(), folder) as run:
             skipping = _Skipping(run.engine, as_tensor=as_tensor)
             engine = with_averages(skipping, Ema(decay=0.7, warmup=warmup))
             for _ in range(5):
