@@ -59,6 +59,7 @@ class World:
         """Axes of the ranks, and this rank's seat along each; `lay` changes it."""
 
         self._groups: dict[tuple[int, ...], MeshGroups] = {}
+        self._host_group: dist.ProcessGroup | None = None
         self.closers: list[Callable[[], None]] = []
         """Functions to call before the process group is destroyed, on all ranks together; the latest first."""
 
@@ -112,6 +113,15 @@ class World:
     def sum_shares(self, tensor: Tensor) -> Tensor:
         """Return the tensor, summed in place over the parts of the batch: ranks that have the same part count once."""
         return self.sum(tensor if self.leads else tensor.zero_())
+
+    def sum_shares_on_host(self, tensor: Tensor) -> Tensor:
+        """Return a tensor in host memory, summed as `sum_shares` does; no rank waits for its device."""
+        if self.device.type == "cpu" or self.size == 1:
+            return self.sum_shares(tensor)
+        if self._host_group is None:
+            self._host_group = dist.new_group(backend="gloo")
+        dist.all_reduce(tensor if self.leads else tensor.zero_(), group=self._host_group)
+        return tensor
 
     def gather_objects(self, mine: Any, root: int) -> list[Any]:
         """Return each rank's object on rank `root`, and nothing on the others; all ranks call this."""
