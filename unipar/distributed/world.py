@@ -59,7 +59,7 @@ class World:
         """Axes of the ranks, and this rank's seat along each; `lay` changes it."""
 
         self._groups: dict[tuple[int, ...], MeshGroups] = {}
-        self._host_group: dist.ProcessGroup | None = None
+        self._host_group: Any = None
         self.closers: list[Callable[[], None]] = []
         """Functions to call before the process group is destroyed, on all ranks together; the latest first."""
 
