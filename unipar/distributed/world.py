@@ -78,6 +78,9 @@ class World:
         self.owns_group = True
         """Whether the process group ends with this world; one that was alive before it stays alive."""
 
+        self.barrier_devices: list[int] | None = None
+        """Index of this rank's device if the process group was not told, and would guess it in a barrier."""
+
         self._keys = 0
         self._environ: dict[str, str | None] = {}
         _current_worlds.append(self)
@@ -184,7 +187,7 @@ class World:
     def barrier(self) -> None:
         """Wait until all ranks have made this call."""
         if self.size > 1:
-            dist.barrier()
+            dist.barrier(device_ids=self.barrier_devices)
 
     def require_same_world(self, library: str, *, rank: int, size: int) -> World:
         """Return this world, or raise WorldMismatch if a library sees another rank or size.
