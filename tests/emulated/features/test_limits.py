@@ -46,3 +46,22 @@ def test_the_largest_microbatch_that_fits(memory: int, micro: int, emulated: Emu
     done = emulated.unipar(["run", config], memory=memory)
     assert done.returncode == 0, done.stderr
     assert read_launch_file(tmp_path / "run")["micro"]["micro"] == micro
+
+
+def test_a_trial_keeps_its_limit(emulated: EmulatedDevice) -> None:
+    """A trial of `micro: auto` counts the memory from its begin on, and may use no more than it is given."""
+    run = emulated.run("""
+import torch
+from unipar.launcher.micro_batch.worker import _Limit
+device = torch.device("cuda:0")
+torch.empty(2**25, device=device)
+torch.cuda.empty_cache()
+limit = _Limit(2**24, shared_by=1)
+limit.begin(device)
+kept = torch.empty(2**20, device=device)
+try:
+    result = torch.empty(2**24, device=device).numel()
+except torch.OutOfMemoryError:
+    result = [2**22 <= limit.look() < 2**24]
+""")
+    assert run.result == [True], run.stderr
