@@ -164,6 +164,7 @@ class TrainingRun(Run):
         """Raise NonFinite if a loss that no step has reported yet, or the state, is not; all ranks call it together."""
         for part in self._parts.values():
             part.finish()
+            self._note_skipped(part)
             part.check_state()
 
     def mark(self, phase: str) -> None:

@@ -39,7 +39,7 @@ def train(emulated: EmulatedDevice, folder: Path, cell: str, log_every: int, **m
         "parallel": {"data": 2},
         "train": {**TRAIN, **more},
         "log": {"every": log_every},
-        "checkpoint": {"every": STEPS},
+        "checkpoint": {"every": STEPS // 2},
         "out": str(folder / "run"),
     }
     return emulated.run(CODE.format(settings=json.dumps(settings), cell=cell), devices=2)
@@ -98,8 +98,21 @@ def test_skipped_steps_between_two_logged_ones(
     assert run.result[-1] == looked.result[-1]
     shards, counts, noted = state_of(seldom)
     assert (shards, counts, noted) == state_of(often)
+    assert state_of(seldom, STEPS // 2) == state_of(often, STEPS // 2)
     assert noted == OVERFLOWS
     assert counts["skipped"] == 4
     assert counts["loss_scale"] == 2.0**12
     assert run.texts("race") == []
     assert waits_of(run) == waits
+
+
+@pytest.mark.emulated
+def test_gradients_that_no_scale_saves(emulated: EmulatedDevice, tmp_path: Path) -> None:
+    """The error comes where the host looks, here before a save, which is left out."""
+    run = train(emulated, tmp_path, "native/nothing", 40, overflows=[*range(3, 31)], steps=40)
+    assert run.result is None
+    assert "gradients are not finite at any loss scale down to 0.000976562" in run.stderr
+    saved = sorted(path.name for path in (tmp_path / "run/checkpoints").glob("step-*"))
+    assert saved[-1] == "step-00000025"
+    noted = [row["step"] for row in Ledger.read(ledger_path(tmp_path / "run", 0)) if row["event"] == "skipped"]
+    assert noted == [*range(3, 31)]
