@@ -68,7 +68,7 @@ def place_of(finding: Finding) -> str:
     return ", ".join([f"step {finding.step}", *modules, *parameter])
 
 
-def verify_cases(forks: Forks, folder: Path, names: Iterable[str]) -> dict[str, Verified]:
+def verify_cases(forks: Forks, folder: Path, names: Iterable[str], device: str = "cpu") -> dict[str, Verified]:
     """Verify cases, those of one task at once, beside the same engines without an error; return them by name."""
     by_task: dict[str, list[str]] = {}
     for name in names:
@@ -77,17 +77,19 @@ def verify_cases(forks: Forks, folder: Path, names: Iterable[str]) -> dict[str, 
     for task, several in by_task.items():
         place = folder / task
         place.mkdir()
-        verified |= verify_task(forks, place, task, several)
+        verified |= verify_task(forks, place, task, several, device)
     return verified
 
 
-def verify_task(forks: Forks, folder: Path, task: str, names: Sequence[str], **args: Any) -> dict[str, Verified]:
+def verify_task(
+    forks: Forks, folder: Path, task: str, names: Sequence[str], device: str = "cpu", **args: Any
+) -> dict[str, Verified]:
     """Verify cases on this task, whatever theirs is."""
     healthy = list({cell_of("none", CASES[name]): None for name in names})
     cells = {cell_of(name, CASES[name]): name for name in names}
     config = {
         "task": {"use": f"tests.corpus.tasks:{task}", "args": args},
-        "device": "cpu",
+        "device": device,
         "parallel": {"data": 2},
         "batch": {"total": 16, "micro": 4},
         "train": TRAIN | OF_TASK.get(task, {}),

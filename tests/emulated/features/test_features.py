@@ -37,6 +37,10 @@ WAITS: dict[str, dict[str, float]] = {
         "copy from the host in runtime/zero/partition_parameters.py": 24.0,
         "device in deepspeed/accelerator/cuda_accelerator.py": 1.0,
     },
+    "deepspeed/parameters, watch: 4": {
+        "copy from pageable memory in runtime/zero/stage3.py": 1.0, "item in deepspeed/runtime/utils.py": 1.0,
+        "device in deepspeed/accelerator/cuda_accelerator.py": 1.0, "stream in runtime/zero/stage3.py": 2.0,
+    },
     "deepspeed/optimizer, ema: 0.9": NORM,
     "deepspeed/gradients, compile: aot_eager": NORM,
     "deepspeed/gradients, contrastive": NORM,
