@@ -109,9 +109,10 @@ def verify_task(
         diagnoses.update({cell: again for cell in cells if cell not in diagnoses})  # the others are not run with it
         return again()
 
+    path = [str(BACKEND), str(ROOT), os.environ.get("PYTHONPATH", "")]
     with pytest.MonkeyPatch.context() as patch, forks.instead():
         patch.syspath_prepend(BACKEND)
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(BACKEND), str(ROOT)]))
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setattr(faults, "classify_fault", keep)
         patch.setattr(session, "classify_masks", keep_masks)
