@@ -17,7 +17,7 @@ from tests.corpus.cases import CASES, Case
 from tests.support.forks import ROOT, Forks
 from unipar.backend import registry
 from unipar.results.verdicts import Finding, Verdict
-from unipar.verification import session
+from unipar.verification import session, world_pool
 from unipar.verification.diagnosis import faults, mesh_faults
 from unipar.verification.diagnosis.case import Fault, FaultCase
 from unipar.verification.judgement.record import RunRecord
@@ -114,6 +114,7 @@ def verify_task(
         patch.syspath_prepend(BACKEND)
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
         patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setattr(world_pool, "SubprocessStarter", lambda: forks)  # on a device
         patch.setattr(faults, "classify_fault", keep)
         patch.setattr(session, "classify_masks", keep_masks)
         registry.find_backend.cache_clear()

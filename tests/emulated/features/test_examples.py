@@ -25,6 +25,8 @@ SMALLER: dict[str, dict[str, Any]] = {
 """Smaller values of keys that the page sets, by config."""
 
 NEAR = {"fp32": 1e-5, "bf16-mixed": 0.03}
+ROUNDED = {"lora": 1e-3}
+"""Allowance of an example whose frozen weights are in bf16, whatever the precision."""
 
 
 def settings_for_a_gpu(text: str) -> dict[str, dict[str, Any]]:
@@ -82,4 +84,4 @@ def test_an_example_begins(name: str, emulated: EmulatedDevice, tmp_path: Path) 
         assert (settled["device"], settled["sizes"]["ranks"]) == (device, 2)
         losses.append(losses_of_run(out))
     assert len(losses[0]) == 3
-    assert losses[0] == pytest.approx(losses[1], abs=NEAR[precision])
+    assert losses[0] == pytest.approx(losses[1], abs=ROUNDED.get(name, NEAR[precision]))
