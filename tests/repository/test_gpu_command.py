@@ -111,7 +111,7 @@ def test_ctrl_c_keeps_what_was_done(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_rows_are_named_once_and_every_marked_test_is_one() -> None:
-    """Two files are marked gpu; a name or its beginning selects rows."""
+    """Files are marked gpu, or tests of a file; a name or its beginning selects rows."""
     rows = all_rows()
     assert len({row.name for row in rows}) == len(rows)
     assert "tests/backends/test_gpu.py::test_fp16" in marked_tests()
