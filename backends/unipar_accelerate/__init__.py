@@ -177,9 +177,11 @@ class Accelerate(Backend):
 
             options = NativeOptions()
             return predict_mesh(config, timeline, ranks, options, device=device, reshard_rest=False, in_copies=False)
-        from unipar_native.prediction.native import predict_native
+        from unipar_native.prediction.native import predict_native, predict_single
         from unipar_native.prediction.payloads import LIBRARY_BUCKETS, DDPBuckets
 
+        if ranks == 1 and device != "cpu" and config.parallel.shard == "nothing":
+            return predict_single(config, timeline)  # Accelerate wraps the model of one process on the CPU alone
         buckets = DDPBuckets(LIBRARY_BUCKETS, options_of(config).find_unused)
         return predict_native(config, timeline, ranks, device=device, reshard_rest=False, buckets=buckets)
 

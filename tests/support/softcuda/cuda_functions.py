@@ -95,6 +95,9 @@ def _devices(module: Any, native: Any) -> Functions:
     def exchange(device: int) -> int:
         return int(module._accelerator_exchangeDevice(device)) if device >= 0 else -1
 
+    def maybe_exchange(device: int) -> int:  # another function: torch.compile has a table of functions
+        return exchange(device)
+
     return {
         "getDeviceCount": count,
         "init": init,
@@ -102,7 +105,7 @@ def _devices(module: Any, native: Any) -> Functions:
         "getDevice": current,
         "setDevice": module._accelerator_setDeviceIndex,
         "exchangeDevice": exchange,
-        "maybeExchangeDevice": exchange,
+        "maybeExchangeDevice": maybe_exchange,
         "hasPrimaryContext": native.has_context,
         "canDeviceAccessPeer": constant(True),
         "getCompiledVersion": constant(13000),
