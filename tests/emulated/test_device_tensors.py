@@ -1,0 +1,95 @@
+"""Tensors of the emulated device where code of a user puts them: batches, models, notebooks' tasks, generators."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.softcuda.processes import EmulatedDevice
+
+pytestmark = pytest.mark.emulated
+
+
+def test_a_batch_that_moves_itself(emulated: EmulatedDevice) -> None:
+    """An object that is no container is asked to move by its own method."""
+    run = emulated.run("""
+import torch
+from unipar.engines.batch import to_device
+
+class Words:
+    def __init__(self, ids):
+        self.ids = ids
+    def to(self, device):
+        return Words(self.ids.to(device))
+
+result = str(to_device(Words(torch.ones(3)), torch.device("cuda:1")).ids.device)
+""")
+    assert run.result == "cuda:1"
+
+
+def test_a_task_that_holds_a_tensor_of_the_device(emulated: EmulatedDevice) -> None:
+    """It belongs to the process of the notebook."""
+    run = emulated.run("""
+import torch
+from unipar.task.pickled import pickle_task
+try:
+    pickle_task("Mine", {"table": torch.ones(3, device="cuda")})
+except Exception as e:
+    result = str(e)
+""")
+    assert run.result is not None, run.stderr
+    assert run.result.startswith("Mine cannot be sent to other processes: it holds a tensor on cuda:0; create such ")
+
+
+def test_random_numbers_are_put_back(emulated: EmulatedDevice) -> None:
+    """What draws numbers in between changes those of neither the CPU nor the device."""
+    run = emulated.run("""
+import torch
+from unipar.utils.seeding import kept_random_state, seed_torch
+drawn = []
+for between in (False, True):
+    torch.zeros(1, device="cuda")
+    seed_torch(5)
+    with kept_random_state():
+        if between:
+            torch.rand(3), torch.rand(3, device="cuda")
+    drawn.append([*torch.rand(2).tolist(), *torch.rand(2, device="cuda").tolist()])
+result = drawn[0] == drawn[1]
+""")
+    assert run.result is True, run.stderr
+
+
+def test_operations_of_a_model_on_the_device_are_counted(emulated: EmulatedDevice) -> None:
+    """The copy without values is on the CPU, wherever the model's author has put it."""
+    run = emulated.run("""
+import torch
+from torch import nn
+from unipar.backend import Micro
+from unipar.profiling.fake_model import FakeModel
+class Scaled(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 2, device="cuda")
+        self.register_buffer("scale", torch.ones(2, device="cuda"))
+    def forward(self, x):
+        return super().forward(x) * self.scale
+micro = Micro(torch.ones(3, 4), 1.0, 0)
+result = FakeModel(Scaled()).count(lambda model, batch: model(batch).sum(), [micro]).flops
+""")
+    assert run.result == 2 * 3 * 4 * 2 * 2, run.stderr
+
+
+@pytest.mark.parametrize(
+    ("profile", "said"), [("a100", ["CUDA 13.0", "NVIDIA A100-SXM4-80GB", 2]), ("old-driver", ["CUDA 13.0", None, 0])]
+)
+def test_what_torch_says_of_a_device(profile: str, said: list[object], emulated: EmulatedDevice) -> None:
+    """Its build, and the devices that it can use."""
+    run = emulated.run(
+        """
+import warnings
+warnings.simplefilter("ignore")
+from unipar.distributed.device import describe_build, list_device_names
+names = list_device_names()
+result = [describe_build(), names[0] if names else None, len(names)]
+""",
+        profile,
+    )
+    assert run.result == said, run.stderr
