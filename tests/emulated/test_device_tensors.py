@@ -78,18 +78,36 @@ result = FakeModel(Scaled()).count(lambda model, batch: model(batch).sum(), [mic
 
 
 @pytest.mark.parametrize(
-    ("profile", "said"), [("a100", ["CUDA 13.0", "NVIDIA A100-SXM4-80GB", 2]), ("old-driver", ["CUDA 13.0", None, 0])]
+    ("profile", "said"),
+    [
+        ("a100", ["CUDA 13.0", "NVIDIA A100-SXM4-80GB", 2, ["NCCL"]]),
+        ("old-driver", ["CUDA 13.0", None, 0, []]),
+    ],
 )
 def test_what_torch_says_of_a_device(profile: str, said: list[object], emulated: EmulatedDevice) -> None:
-    """Its build, and the devices that it can use."""
+    """Its build, the devices that it can use, and the library of their collectives."""
     run = emulated.run(
         """
 import warnings
 warnings.simplefilter("ignore")
-from unipar.distributed.device import describe_build, list_device_names
+from unipar.distributed.device import describe_build, list_device_names, transport_version
 names = list_device_names()
-result = [describe_build(), names[0] if names else None, len(names)]
+result = [describe_build(), names[0] if names else None, len(names), list(transport_version())]
 """,
         profile,
     )
     assert run.result == said, run.stderr
+
+
+@pytest.mark.parametrize(("choice", "count"), [("GPU-0000000", 0), ("GPU-00000002,GPU-00000001", 2), ("MIG-5", 0)])
+def test_devices_by_identifier(choice: str, count: int, emulated: EmulatedDevice) -> None:
+    """A beginning that fits two GPUs names none, and neither does a slice that is not there."""
+    run = emulated.run(
+        """
+import torch
+from unipar.distributed.accelerators import count_visible_gpus
+result = [count_visible_gpus(), torch.cuda.device_count()]
+""",
+        variables={"CUDA_VISIBLE_DEVICES": choice, "PYTORCH_NVML_BASED_CUDA_CHECK": "0"},
+    )
+    assert run.result == [count, count], run.stderr

@@ -29,6 +29,10 @@ class NVMLError_InvalidArgument(NVMLError):  # noqa: N801 - nvidia-ml-py's name
     """No device has this index."""
 
 
+class NVMLError_NotSupported(NVMLError):  # noqa: N801 - nvidia-ml-py's name
+    """The device cannot do this."""
+
+
 def _profile() -> Profile:
     profile = profile_of()
     if profile is None or not profile.nvml_works:
@@ -74,6 +78,8 @@ def nvmlDeviceGetMigMode(handle: int) -> list[int]:  # noqa: N802
     """Return whether the device is cut into instances: now, and after the next start."""
     if not 0 <= handle < _profile().devices:
         raise NVMLError_InvalidArgument("Invalid Argument")
+    if _profile().capability < (8, 0):
+        raise NVMLError_NotSupported("Not Supported")
     return [int(_profile().instances > 0)] * 2
 
 

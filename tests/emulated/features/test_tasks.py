@@ -1,0 +1,82 @@
+"""Tasks that are not alike on a device: large microbatches, the whole model, offloaded states, dropout in attention."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.softcuda.emulation import ROOT
+from tests.support.softcuda.processes import EmulatedDevice
+from tests.support.softcuda.trainings.commands import COMMAND_SETTINGS, losses_of_run, write_config
+from tests.support.softcuda.trainings.strategies import SIZES
+from unipar.memory.account import MemoryAccount
+from unipar.run_folder.layout import ledger_path
+from unipar.run_folder.ledger import Ledger
+
+pytestmark = pytest.mark.emulated
+
+
+def test_the_largest_microbatches_are_tried(emulated: EmulatedDevice, tmp_path: Path) -> None:
+    """Their peak is said, and the run has the losses that it has without them."""
+    losses: list[list[float]] = []
+    for tries in (False, True):
+        folder = tmp_path / str(tries)
+        config = write_config(
+            folder,
+            task={"use": f"{ROOT}/tests/conformance/lengths.py:Counted"},
+            batch={"tokens": 70, "longest": 8, "micro": 20, "try_largest": tries},
+            train={**COMMAND_SETTINGS["train"], "steps": 4},
+        )
+        done = emulated.unipar(["run", config])
+        assert done.returncode == 0, done.stderr
+        losses.append(losses_of_run(folder))
+    said = " ".join(str(row.get("said")) for row in Ledger.read(ledger_path(tmp_path / "True/run", 0)))
+    assert "were tried before the first step, peak " in said
+    assert losses[0] == losses[1]
+
+
+def test_the_whole_model(emulated: EmulatedDevice, tmp_path: Path) -> None:
+    """Shards are gathered on the device of each rank, if it has room for them."""
+    task = {
+        "use": f"{ROOT}/tests/support/softcuda/trainings/whole.py:WholeGPT",
+        "args": {"told": str(tmp_path), **SIZES},
+    }
+    config = write_config(tmp_path, task=task, parallel={"data": 2, "shard": "parameters"})
+    done = emulated.unipar(["run", config])
+    assert done.returncode == 0, done.stderr
+    told = [(tmp_path / rank).read_text("utf-8") for rank in ("0", "1")]
+    assert told[0] == told[1]
+    assert told[0].endswith(" cuda")
+
+
+def test_pinned_memory_of_offloaded_parameters(emulated: EmulatedDevice, tmp_path: Path) -> None:
+    """It is counted beside the device's, with the names of what is in it."""
+    config = write_config(
+        tmp_path,
+        model={"offload": "parameters"},
+        compare={"cells": ["native/parameters"], "repeat": 1},
+        train={**COMMAND_SETTINGS["train"], "steps": 13},
+    )
+    done = emulated.unipar(["compare", config])
+    assert done.returncode == 0, done.stderr
+    cells = json.loads((tmp_path / "run/compare/compare.json").read_text("utf-8"))["cells"]
+    offloaded = [MemoryAccount.model_validate_json(json.dumps(account)) for account in cells[-1]["memory"]]
+    assert len(offloaded) == 2
+    for account in offloaded:
+        held = {phase.name: phase.held for phase in account.pinned}
+        assert held["update"]["parameters"] > 0
+        assert held["update"]["parameters"] == held["forward"]["parameters"]
+
+
+def test_dropout_inside_attention_that_is_split(emulated: EmulatedDevice, tmp_path: Path) -> None:
+    """A device draws it inside its kernel, where ranks that split the sequence would draw other numbers."""
+    task = {"use": f"{ROOT}/tests/support/softcuda/trainings/dropping.py:DroppingGPT", "args": SIZES}
+    config = write_config(tmp_path, task=task, parallel={"data": 1, "context": 2})
+    done = emulated.unipar(["run", config])
+    assert done.returncode == 2
+    assert (
+        "has dropout inside attention (0.1), which this device draws inside its kernel, not as one process would: set "
+        "the model's attention dropout to 0"
+    ) in done.stderr
