@@ -1,4 +1,4 @@
-"""Tensors of the emulated device where code of a user puts them: batches, models, notebooks' tasks, generators."""
+"""Tensors of the emulated device where code of a user puts them, and which devices there are."""
 
 from __future__ import annotations
 
@@ -7,23 +7,6 @@ import pytest
 from tests.support.softcuda.processes import EmulatedDevice
 
 pytestmark = pytest.mark.emulated
-
-
-def test_a_batch_that_moves_itself(emulated: EmulatedDevice) -> None:
-    """An object that is no container is asked to move by its own method."""
-    run = emulated.run("""
-import torch
-from unipar.engines.batch import to_device
-
-class Words:
-    def __init__(self, ids):
-        self.ids = ids
-    def to(self, device):
-        return Words(self.ids.to(device))
-
-result = str(to_device(Words(torch.ones(3)), torch.device("cuda:1")).ids.device)
-""")
-    assert run.result == "cuda:1"
 
 
 def test_a_task_that_holds_a_tensor_of_the_device(emulated: EmulatedDevice) -> None:
@@ -111,3 +94,42 @@ result = [count_visible_gpus(), torch.cuda.device_count()]
         variables={"CUDA_VISIBLE_DEVICES": choice, "PYTORCH_NVML_BASED_CUDA_CHECK": "0"},
     )
     assert run.result == [count, count], run.stderr
+
+
+def test_torch_that_does_not_start(emulated: EmulatedDevice) -> None:
+    """Torch is asked in a process of its own where NVML is silent: what fails there is no device."""
+    run = emulated.run(
+        """
+import os
+from unipar.distributed.accelerators import ask_torch
+found = [str(ask_torch())]
+os.environ["SOFTCUDA_LIBRARIES"] = "/nowhere"
+os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+found.append(str(ask_torch()))
+result = found
+""",
+        "no-nvml",
+    )
+    assert run.result == ["2 GPUs", "no GPU"], run.stderr
+
+
+def test_a_model_that_its_author_spreads(emulated: EmulatedDevice) -> None:
+    """What is on the CPU counts as on the run's device; a strategy that places parameters itself refuses the others."""
+    run = emulated.run("""
+import torch
+from torch import nn
+from unipar.config import Cell
+from unipar.model.create import devices_by_hand, refuse_devices_by_hand
+first = torch.device("cuda:0")
+model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="cuda:0"), nn.Linear(2, 2, device="cuda:1"))
+result = [[str(device) for device in devices_by_hand(model[:last], first)] for last in (2, 3)]
+try:
+    refuse_devices_by_hand(model, first, Cell.parse("native/nothing"))
+except Exception as e:
+    result.append(str(e))
+""")
+    assert run.result is not None, run.stderr
+    assert run.result[:2] == [[], ["cuda:0", "cuda:1"]]
+    assert run.result[2].startswith(
+        "model() spreads its parameters over 2 devices (cuda:0, cuda:1), and native/nothing places them itself: "
+    )

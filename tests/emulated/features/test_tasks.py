@@ -80,3 +80,42 @@ def test_dropout_inside_attention_that_is_split(emulated: EmulatedDevice, tmp_pa
         "has dropout inside attention (0.1), which this device draws inside its kernel, not as one process would: set "
         "the model's attention dropout to 0"
     ) in done.stderr
+
+
+def test_matrices_of_an_offloaded_optimizer(emulated: EmulatedDevice, tmp_path: Path) -> None:
+    """A task's own optimizer that joins matrices on the device is refused where DeepSpeed keeps states elsewhere."""
+    task = {"use": f"{ROOT}/tests/support/softcuda/trainings/matrices.py:OwnMuon", "args": SIZES}
+    config = write_config(
+        tmp_path,
+        task=task,
+        backend="deepspeed",
+        parallel={"data": 2, "shard": "gradients"},
+        model={"offload": "optimizer"},
+        options={"deepspeed": {"cpu_adam": "torch"}},
+    )
+    done = emulated.unipar(["run", config])
+    assert done.returncode == 2, done.stderr
+    assert (
+        "options.deepspeed.offload_optimizer: cpu is not available with Muon, which joins matrices on the device; "
+        "leave one of them out"
+    ) in done.stderr
+
+
+def test_split_attention_in_fp64(emulated: EmulatedDevice, tmp_path: Path) -> None:
+    """No kernel of the device takes it: products of matrices do, to the losses of one process on the CPU."""
+    losses: list[list[float]] = []
+    for device, parallel in (("cuda", {"data": 1, "context": 2}), ("cpu", {"data": 1})):
+        folder = tmp_path / device
+        train = {**COMMAND_SETTINGS["train"], "precision": "fp64"}
+        done = emulated.unipar(["run", write_config(folder, device=device, parallel=parallel, train=train)])
+        assert done.returncode == 0, done.stderr
+        losses.append(losses_of_run(folder))
+    assert losses[0] == pytest.approx(losses[1], abs=1e-9)
+
+
+def test_one_device_of_two(emulated: EmulatedDevice, tmp_path: Path) -> None:
+    """`device: cuda:1` is one rank there, where the config leaves the number to unipar."""
+    done = emulated.unipar(["run", write_config(tmp_path, device="cuda:1", parallel={"data": "auto"})])
+    assert done.returncode == 0, done.stderr
+    settled = json.loads((tmp_path / "run/launch.json").read_text("utf-8"))["settled"]
+    assert (settled["device"], settled["sizes"]["ranks"]) == ("cuda:1", 1)

@@ -16,7 +16,13 @@ ROOT = Path(__file__).parents[4]
 FOLDERS = ("unipar", "backends")
 ON_ANY_MACHINE = (
     *("unipar/planning/", "unipar/training/fake_run/", "unipar/comparison/plan.py", "unipar/comparison/forecast.py"),
-    *("unipar/conversion/", "unipar/results/", "unipar/report/", "unipar/launcher/submit/"),
+    *(
+        "unipar/conversion/",
+        "unipar/results/",
+        "unipar/report/",
+        "unipar/launcher/submit/",
+        "unipar/config/job_system.py",
+    ),
     *("/prediction/", "/predict.py", "/import_config.py", "/import_sections/", "/export.py"),
 )
 """Parts of the names of modules that plan or write for a device on any machine: they are not searched."""
