@@ -7,6 +7,7 @@ import ast
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -73,19 +74,24 @@ def row_of(name: str, lines: Sequence[DeviceLine]) -> list[str]:
 def run_tests(words: list[str], records: Path) -> int:
     """Run pytest with recording, and return its exit code."""
     path = os.pathsep.join([str(SITE), str(ROOT), str(ROOT / "backends")])
-    environment = {**os.environ, RECORDS: str(records), "PYTHONPATH": path}
-    return subprocess.run([sys.executable, "-m", "pytest", *words], cwd=ROOT, env=environment, check=False).returncode
+    with tempfile.TemporaryDirectory() as compiled:
+        variables = {RECORDS: str(records), "PYTHONPATH": path, "TORCH_EXTENSIONS_DIR": compiled}
+        command = [sys.executable, "-m", "pytest", *words]
+        return subprocess.run(command, cwd=ROOT, env={**os.environ, **variables}, check=False).returncode
 
 
 def main() -> int:
     """Run tests, print the table, and return 1 if a line is neither executed nor excepted."""
     parser = argparse.ArgumentParser(description="device lines that tests execute")
     parser.add_argument("words", nargs="*", default=["tests/emulated", "-m", ""], help="words for pytest")
-    parser.add_argument("--records", type=Path, default=FILE, help="file of the executed lines; it grows")
+    parser.add_argument("--records", type=Path, default=FILE, help="file of the executed lines")
+    parser.add_argument("--more", action="store_true", help="keep what earlier runs have executed")
     parser.add_argument("--table", action="store_true", help="run no tests: print the table of earlier runs")
     asked = parser.parse_args()
     records: Path = asked.records.absolute()
     records.parent.mkdir(parents=True, exist_ok=True)
+    if not (asked.more or asked.table):
+        records.write_text("", "utf-8")
     failed = 0 if asked.table else run_tests(asked.words, records)
     executed = read_records(records)
     by_file = {str(file): lines for file in source_files() if (lines := lines_of(file, executed))}
