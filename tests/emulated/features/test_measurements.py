@@ -54,6 +54,21 @@ def test_accounts_where_nvml_is_silent(emulated: EmulatedDevice, tmp_path: Path)
     )
 
 
+def test_nvml_in_a_container(emulated: EmulatedDevice) -> None:
+    """It lists the processes outside, among which this one has another id."""
+    run = emulated.run(
+        """
+import os, torch
+from unipar.memory.sources.nvml import query_bytes_used
+x = torch.zeros(100, device="cuda")
+found, why = query_bytes_used(f"GPU-{torch.cuda.get_device_properties(0).uuid}")
+result = [found, why.replace(str(os.getpid()), "N")]
+""",
+        "container",
+    )
+    assert run.result == [None, "NVML does not list process N: in a container it shows other process ids"], run.stderr
+
+
 def test_an_allocator_that_keeps_no_history(emulated: EmulatedDevice, tmp_path: Path) -> None:
     """cudaMallocAsync: a comparison says that memory was not recorded, and by which variable."""
     config = write_config(tmp_path, compare={"cells": ["native/nothing"], "repeat": 1})

@@ -98,9 +98,11 @@ def nvmlDeviceGetComputeRunningProcesses(handle: int) -> list[Any]:  # noqa: N80
     if activation is None or activation.native is None:
         return []
     uuid = nvmlDeviceGetUUID(handle)
+    outside = 0 if _profile().lists_own_process else 100_000
     return [
         SimpleNamespace(
-            pid=os.getpid(), usedGpuMemory=activation.native.statistics(i)["reserved"]["current"] + CONTEXT_BYTES
+            pid=os.getpid() + outside,
+            usedGpuMemory=activation.native.statistics(i)["reserved"]["current"] + CONTEXT_BYTES,
         )
         for i, seen in enumerate(activation.visible)
         if seen == uuid and activation.native.has_context(i)
