@@ -80,6 +80,21 @@ def test_an_allocator_that_keeps_no_history(emulated: EmulatedDevice, tmp_path: 
     ) in " ".join(done.stdout.split())
 
 
+def test_accounts_without_a_meter(emulated: EmulatedDevice, tmp_path: Path) -> None:
+    """Where the meter of the host's memory cannot be stored, the device's account stands alone, and says so."""
+    compared = {"cells": ["native/nothing"], "repeat": 1}
+    config = write_config(tmp_path, compare=compared, train={**COMMAND_SETTINGS["train"], "steps": 13})
+    done = emulated.unipar(["compare", config, "--details"], variables={"XDG_CACHE_HOME": "/proc/nowhere"})
+    assert done.returncode == 0, done.stderr
+    assert "the host's memory was not recorded: it cannot be stored in the user's cache" in " ".join(
+        done.stdout.split()
+    )
+    cells = json.loads((tmp_path / "run/compare/compare.json").read_text("utf-8"))["cells"]
+    assert [(account["device"], account["host"]) for cell in cells for account in cell["memory"]] == [
+        ("cuda", None)
+    ] * 3
+
+
 def test_a_microbatch_where_nvml_is_silent(emulated: EmulatedDevice, tmp_path: Path) -> None:
     """`micro: auto` asks for the memory that the driver does not tell."""
     config = write_config(tmp_path, batch={"total": 8, "micro": "auto"}, train=COMMAND_SETTINGS["train"])

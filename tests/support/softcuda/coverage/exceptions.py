@@ -10,8 +10,6 @@ KERNELS = "torch's profiler records no kernels: the emulated device has none"
 DRIVER = "the emulator answers in the place of the driver's library"
 NVML = "NVML fails or answers so on some machines alone; tests without a device play it"
 CPU_ADAM = "DeepSpeed compiles its CPU Adam for CUDA with CUDA's toolkit"
-COMPILER = "a machine without a compiler has no emulated device"
-PINNED = "torch's count of pinned memory fails on no device that has one"
 
 EXCEPTIONS: Mapping[str, Mapping[str, str]] = {
     "backends/unipar_deepspeed/offload.py": {
@@ -23,7 +21,6 @@ EXCEPTIONS: Mapping[str, Mapping[str, str]] = {
         "return DeepSpeedCPUAdam(": CPU_ADAM,
     },
     "backends/unipar_deepspeed/options.py": {"count_visible_gpus() > 0": CPU_ADAM},
-    "unipar/comparison/request.py": {"return ({}, f\"the host's {NO_MEMORY_NOTE}": COMPILER},
     "unipar/distributed/accelerators.py": {
         "try:\n    ctypes.CDLL('libcuda.so.1')": DRIVER,
         "ctypes.CDLL('libcuda.so.1')": DRIVER,
@@ -47,10 +44,6 @@ EXCEPTIONS: Mapping[str, Mapping[str, str]] = {
         "return f'unknown-": NVML,
     },
     "unipar/engines/batch.py": {"return map_tensors(batch, lambda t: t.to(device, non_blocking=True))": MPS},
-    "unipar/memory/recording/watcher.py": {
-        "self._pinned = None": PINNED,
-        "self._notes.append(f'pinned host memory was not recorded": PINNED,
-    },
     "unipar/memory/sources/nvml.py": {"return (None, 'NVML does not report the memory of each process": NVML},
     "unipar/profiling/observer.py": {
         "return True": KERNELS,
