@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.softcuda.processes import EmulatedDevice
+from tests.support.softcuda.profiles import T4
 
 pytestmark = pytest.mark.emulated
 
@@ -94,6 +95,12 @@ result = [count_visible_gpus(), torch.cuda.device_count()]
         variables={"CUDA_VISIBLE_DEVICES": choice, "PYTORCH_NVML_BASED_CUDA_CHECK": "0"},
     )
     assert run.result == [count, count], run.stderr
+
+
+def test_gpus_that_know_no_slices(emulated: EmulatedDevice) -> None:
+    """The driver refuses the question for MIG on GPUs that are older than it."""
+    run = emulated.run("from unipar.distributed.gpus import list_gpu_ids\nresult = list_gpu_ids()", "t4")
+    assert run.result == [T4.gpu_uuid(0), T4.gpu_uuid(1)], run.stderr
 
 
 def test_torch_that_does_not_start(emulated: EmulatedDevice) -> None:

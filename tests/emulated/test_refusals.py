@@ -95,3 +95,13 @@ def test_refusals(emulated: EmulatedDevice) -> None:
     assert run.result is not None, run.stderr
     said: dict[str, str] = run.result
     assert {name: case[2] in said.get(name, "") for name, case in CASES.items()} == dict.fromkeys(CASES, True), said
+
+
+def test_one_rank_on_mps_is_not_refused(emulated: EmulatedDevice) -> None:
+    """How many there are of such devices is not counted."""
+    run = emulated.run(
+        "import json\nfrom unipar.backend.resources import check_device_count\nfrom unipar.config import Config\n"
+        f"config = Config.model_validate({BASE | {'device': 'mps'}!r})\n"
+        "result = str(check_device_count(config, 1))"
+    )
+    assert run.result == "None", run.stderr

@@ -25,6 +25,14 @@ def test_doctor_names_the_devices(emulated: EmulatedDevice) -> None:
     assert found["GPUs"] == "2: NVIDIA H100 80GB HBM3"
 
 
+def test_explain_names_the_dtypes_of_fp16(emulated: EmulatedDevice, tmp_path: Path) -> None:
+    """Weights stay in fp32, and gradients are those of a scaled loss."""
+    config = write_config(tmp_path, train={**COMMAND_SETTINGS["train"], "precision": "fp16"})
+    done = emulated.unipar(["explain", config])
+    assert done.returncode == 0, done.stderr
+    assert "fp32, of a scaled loss" in " ".join(done.stdout.split())
+
+
 def test_calibration(emulated: EmulatedDevice) -> None:
     """Two ranks measure two devices over NCCL, and the machine has the memory and the name of one."""
     run = emulated.run("""

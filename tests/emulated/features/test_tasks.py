@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.forks import Forks
 from tests.support.softcuda.emulation import ROOT
 from tests.support.softcuda.processes import EmulatedDevice
 from tests.support.softcuda.trainings.commands import COMMAND_SETTINGS, losses_of_run, write_config
-from tests.support.softcuda.trainings.strategies import SIZES
+from tests.support.softcuda.trainings.strategies import SIZES, EmulatedTraining, judge, losses_of_one_process
 from unipar.memory.account import MemoryAccount
 from unipar.run_folder.layout import ledger_path
 from unipar.run_folder.ledger import Ledger
@@ -119,3 +120,10 @@ def test_one_device_of_two(emulated: EmulatedDevice, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     settled = json.loads((tmp_path / "run/launch.json").read_text("utf-8"))["settled"]
     assert (settled["device"], settled["sizes"]["ranks"]) == ("cuda:1", 1)
+
+
+def test_norms_in_fp64_of_scaled_gradients(emulated: EmulatedDevice, forks: Forks, tmp_path: Path) -> None:
+    """The parts of gradients that DeepSpeed gives each rank are unscaled before their norm is taken."""
+    clipped = EmulatedTraining("deepspeed/optimizer", {"train": {"clip": {"norm": "fp64", "max": 1.0}}})
+    run = clipped.run(emulated, "fp16", tmp_path / "fp16")
+    assert judge(clipped, "fp16", run, losses_of_one_process(forks, tmp_path)) == ""
