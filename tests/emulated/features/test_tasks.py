@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.forks import Forks
 from tests.support.softcuda.emulation import ROOT
 from tests.support.softcuda.processes import EmulatedDevice
 from tests.support.softcuda.trainings.commands import COMMAND_SETTINGS, losses_of_run, write_config
-from tests.support.softcuda.trainings.strategies import SIZES, EmulatedTraining, judge, losses_of_one_process
+from tests.support.softcuda.trainings.strategies import SIZES, EmulatedTraining, judge
 from unipar.memory.account import MemoryAccount
 from unipar.run_folder.layout import ledger_path
 from unipar.run_folder.ledger import Ledger
@@ -122,8 +121,9 @@ def test_one_device_of_two(emulated: EmulatedDevice, tmp_path: Path) -> None:
     assert (settled["device"], settled["sizes"]["ranks"]) == ("cuda:1", 1)
 
 
-def test_norms_in_fp64_of_scaled_gradients(emulated: EmulatedDevice, forks: Forks, tmp_path: Path) -> None:
+def test_norms_in_fp64_of_scaled_gradients(emulated: EmulatedDevice, tmp_path: Path) -> None:
     """The parts of gradients that DeepSpeed gives each rank are unscaled before their norm is taken."""
-    clipped = EmulatedTraining("deepspeed/optimizer", {"train": {"clip": {"norm": "fp64", "max": 1.0}}})
-    run = clipped.run(emulated, "fp16", tmp_path / "fp16")
-    assert judge(clipped, "fp16", run, losses_of_one_process(forks, tmp_path)) == ""
+    train = {"clip": {"norm": "fp64", "max": 1e3}, "optimizer": {"name": "sgd", "lr": 0.1}}
+    clipped = EmulatedTraining("deepspeed/optimizer", {"train": train})
+    runs = {precision: clipped.run(emulated, precision, tmp_path / precision) for precision in ("fp32", "fp16")}
+    assert judge(clipped, "fp16", runs["fp16"], runs["fp32"].result) == ""
