@@ -92,6 +92,7 @@ class EmulatedTraining:
 
 
 ALL = ("fp32", "bf16-mixed", "fp16", "bf16-master")
+FP32 = ("fp32",)
 TRAININGS = (
     EmulatedTraining("single", ranks=1),
     EmulatedTraining("native/nothing"),
@@ -103,10 +104,14 @@ TRAININGS = (
     EmulatedTraining("native/nothing+context2"),
     EmulatedTraining("native/parameters+tensor2", ranks=4),
     EmulatedTraining("deepspeed/nothing", precisions=ALL),
+    EmulatedTraining("deepspeed/nothing+tensor2", precisions=FP32),
+    EmulatedTraining("deepspeed/optimizer+tensor2", precisions=FP32, ranks=4),
     EmulatedTraining("deepspeed/optimizer", precisions=ALL),
     EmulatedTraining("deepspeed/gradients", precisions=ALL),
     EmulatedTraining("deepspeed/parameters", precisions=ALL),
     EmulatedTraining("accelerate/nothing"),
+    EmulatedTraining("accelerate/nothing+tensor2", precisions=FP32),
+    EmulatedTraining("accelerate/parameters+tensor2", precisions=FP32, ranks=4),
     EmulatedTraining("accelerate/gradients", precisions=ALL),
     EmulatedTraining("accelerate/parameters", precisions=ALL),
     EmulatedTraining("accelerate/optimizer+zero", precisions=ALL),
@@ -132,7 +137,6 @@ def _other_tasks(cell: str) -> tuple[EmulatedTraining, ...]:
     )
 
 
-FP32 = ("fp32",)
 COMPILED = {"model": {"compile": {"backend": "aot_eager"}}}
 """Compilation without kernels of Triton."""
 
