@@ -27,7 +27,7 @@ WORKERS := $(shell [ "$$(nproc)" -gt 1 ] && echo 2 || echo 0)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo verify test lint style bench layout route settings memory mesh examples bubble pairs conformance chaos matrix machines ray sweeps emulated planted compiled versions fresh torchtune docs gpu gpu-wheels setup horovod clean
+.PHONY: help demo verify test lint style bench layout route settings memory mesh examples bubble pairs conformance chaos matrix machines ray sweeps emulated device-lines planted compiled versions fresh torchtune docs gpu gpu-wheels setup horovod clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
@@ -105,6 +105,9 @@ sweeps: setup $(DONE)/tests ## what `make test` plays examples of: launchers, sc
 emulated: setup $(DONE)/tests ## tests on an emulated CUDA device, and every strategy and precision there (ARGS: words of rows)
 	@$(PYTEST) tests/emulated -m ""
 	$(IN_VENV) $(BIN)/python -m tests.support.softcuda.trainings.table $(ARGS)
+
+device-lines: setup $(DONE)/tests ## lines of unipar for devices that tests on the emulated device execute, by file (ARGS: pytest's words): an hour
+	$(IN_VENV) $(BIN)/python -m tests.support.softcuda.coverage $(ARGS)
 
 planted: setup $(DONE)/tests ## silent errors of our own, planted one by one in a copy of the code, and the test that finds each (ARGS=emulated: those of code for devices)
 	$(IN_VENV) $(BIN)/python -m tests.corpus.planted $(ARGS)

@@ -180,8 +180,10 @@ class Accelerate(Backend):
             return predict_mesh(config, timeline, ranks, options, device=device, reshard_rest=False, in_copies=False)
         from unipar.prediction.bytes_sent import LIBRARY_BUCKETS, DDPBuckets
         from unipar.prediction.terms import refuse_unplanned
-        from unipar.prediction.torch_engines import predict_ddp, predict_fsdp2
+        from unipar.prediction.torch_engines import predict_ddp, predict_fsdp2, predict_single
 
+        if ranks == 1 and device != "cpu" and config.parallel.shard == "nothing":
+            return predict_single(config, timeline)  # Accelerate wraps the model of one process on the CPU alone
         refuse_unplanned(f"accelerate/{config.parallel.shard}", config, planned=("model.offload: parameters",))
         if not uses_ddp(config):
             return predict_fsdp2(config, timeline, ranks, device=device, reshard_rest=False)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from unipar.backend import Backend, Fn, Holding, LossFn, Mark, Micro, Part, Piece, Read, Step
+from unipar.backend import Backend, Factor, Fn, Holding, LossFn, Mark, Micro, Part, Piece, Read, Step
 from unipar.backend import offered_cells as cells
 from unipar.backend.joining import meet
 from unipar.backend.precision import autocast_dtype, batch_dtype
@@ -24,6 +24,7 @@ from unipar.distributed.world import World
 from unipar.engines.forward import ForwardCall, OpaqueBatch, eval_mode, plain_evaluation, unrecorded_forward
 from unipar.engines.gradients import clip_counted, clip_gradients, clip_in_fp64, scale_loss
 from unipar.engines.learning_rate import BaseRates
+from unipar.engines.loss_scale import LossScaler
 from unipar.engines.optimizer_engine import OptimizerEngine
 from unipar.engines.placement import (
     broadcast_model,
@@ -68,6 +69,8 @@ class ZeroEngine(OptimizerEngine):
     ) -> None:
         refuse_scalar_parameters(part.module, str(cells.cell_of(config)))
         super().__init__(part, config, world)
+        if self.scaler is not None:
+            self.scaler = LossScaler(torch.device("cpu"))  # DeepSpeed takes a number, and waits for the norm by itself
         self.stage = SHARDS.index(config.parallel.shard)
         split, whole = plan_tensor(part, config, world) if config.parallel.tensor > 1 else (None, None)
         use_groups(world)
@@ -126,9 +129,9 @@ class ZeroEngine(OptimizerEngine):
                 self.zero._partition_all_parameters()  # the proof's backward ended before the hooks that do it
 
     @override
-    def step(self, fn: LossFn, micros: Sequence[Micro], factor: float, mark: Mark) -> Step:
+    def step(self, fn: LossFn, micros: Sequence[Micro], factor: Factor, mark: Mark) -> Step:
         engine, share, count = self.engine, None, len(micros)
-        divisor = self.world.shares * (1.0 if self.scaler is None else self.scaler.scale)
+        divisor = self.world.shares * (1.0 if self.scaler is None else float(self.scaler.scale))
         for i, micro in enumerate(micros, 1):
             engine.set_gradient_accumulation_boundary(i == count)
             mark("forward")
@@ -146,7 +149,8 @@ class ZeroEngine(OptimizerEngine):
             share = torch.zeros_like(share)  # another rank of `tensor` trained on the same samples
         if self.stage == 0 and self.scaler is not None:
             assert norm is not None
-            if self.scaler.overflowed(norm):
+            if self.scaler.overflow(norm):
+                self.scaler.check()
                 engine.zero_grad()
                 return Step(share, norm, skipped=True)
         engine.step()
@@ -155,7 +159,8 @@ class ZeroEngine(OptimizerEngine):
             norm = self._norm_of_library()
         if self.stage and self.scaler is not None:
             self.zero.loss_scale = 1.0  # the loss is scaled in `step`, not in DeepSpeed's backward
-            self.scaler.overflowed(norm)
+            self.scaler.overflow(norm)
+            self.scaler.check()
         return Step(share, norm, skipped=skipped)
 
     def _norm_of_library(self) -> Tensor:
@@ -182,7 +187,7 @@ class ZeroEngine(OptimizerEngine):
             return clip_gradients(self.trained, self.limit) if self.bare else None
         if not self.fp64:
             if self.scaler is not None:
-                self.zero.loss_scale = self.scaler.scale  # DeepSpeed's step divides gradients and norm by it
+                self.zero.loss_scale = float(self.scaler.scale)  # DeepSpeed's step divides gradients and norm by it
             return None
         partition = [g for held in self.zero.averaged_gradients.values() for g in held or []]  # padding is zero
         if self.scaler is not None:

@@ -194,7 +194,7 @@ class MeshEngine(ShardedEngine):
     def run_microbatches(self, fn: LossFn, micros: Sequence[Micro], divisor: float, mark: Mark) -> Tensor:
         stage = self._stage
         if self._executor is not None:
-            return self._executor.run(fn, micros, divisor, mark)
+            return self._executor.run(fn, micros, divisor, mark, None if self.scaler is None else self.scaler.scale)
         if stage is None:
             return super().run_microbatches(fn, micros, divisor, mark)
         live: dict[int, tuple[Tensor, Tensor | None]] = {}
@@ -206,6 +206,7 @@ class MeshEngine(ShardedEngine):
                 out, hidden = self._forward_stage(stage, fn, micros[turn.micro], turn.micro)
                 if stage.is_last:
                     out, share = scale_loss(out, micros[turn.micro].scale, divisor, share)
+                    out = out if self.scaler is None else out * self.scaler.scale
                 live[turn.micro] = out, hidden
                 continue
             mark("backward")

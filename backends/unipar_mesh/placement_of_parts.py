@@ -67,7 +67,6 @@ def place_model(
     now = dict(module.named_parameters(remove_duplicate=False))
     source = {id(now[name]): p for name, p in whole.items()}
     names = {id(now[name]): first_name[id(p)] for name, p in whole.items()}
-    home = torch.device("cpu") if "offload_policy" in placement.settings else device
 
     def place(p: Tensor) -> Tensor:
         full = broadcast_tensor(source[id(p)], device)
@@ -75,7 +74,7 @@ def place_model(
             return nn.Parameter(full.new_zeros(()).expand(full.shape), requires_grad=False)
         part = placement.parts.get(names[id(p)])
         mine = full if part is None else part.local(full, placement.seat)
-        return fill_shard(p, mine, home) if isinstance(p, DTensor) else mine
+        return fill_shard(p, mine, device) if isinstance(p, DTensor) else mine
 
     place_tensors(module, place, device, origin={id(p): now[name] for name, p in whole.items()})
     _hide_parameters(module, placement.absent)

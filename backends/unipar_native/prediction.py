@@ -12,12 +12,6 @@ from unipar.prediction.torch_engines import fp64_norm_of_whole, predict_ddp, pre
 from unipar_native.options import options_of
 
 
-def predict_single(config: Config, timeline: StepTimeline) -> Prediction:
-    """Return what one process holds, without a wrapper."""
-    refuse_unplanned("single", config)
-    return Prediction((*predict_whole(timeline, buckets=False), *fp64_norm_of_whole(config, timeline)))
-
-
 def predict_native(config: Config, timeline: StepTimeline, ranks: int, *, device: str) -> Prediction:
     """Return what a rank of native holds and sends, by what is sharded over so many ranks."""
     shard, options = config.parallel.shard, options_of(config)

@@ -41,7 +41,14 @@ LEDGER_CELLS: Final = (
 
 VERIFIED: Final = ("native", "deepspeed", "accelerate")
 
-HALF_CELLS: Final = ("native/nothing", "native/parameters", "deepspeed/gradients", "deepspeed/parameters", "accelerate")
+_SPLIT_CELLS = ("native/parameters", "deepspeed/gradients", "deepspeed/parameters")
+
+HALF_CELLS: Final = {
+    "bf16-mixed": ("native/nothing", *_SPLIT_CELLS, "accelerate"),
+    "bf16-master": ("native/gradients", *_SPLIT_CELLS, "accelerate/parameters"),  # DDP has no fp32 master
+    "fp16": ("native/nothing", *_SPLIT_CELLS, "accelerate"),
+}
+"""Cells of each precision in 16 bits."""
 
 _TORCH_ADAM = {"options": {"deepspeed": {"cpu_adam": "torch"}}}  # DeepSpeed's own is compiled for some minutes
 
@@ -51,6 +58,8 @@ OFFLOADED: Final[tuple[tuple[str, str, dict[str, Any]], ...]] = (
     ("deepspeed/parameters", "parameters", _TORCH_ADAM),
 )
 """Cell, what is kept in the host's memory, and further settings."""
+
+_GPU_MARK = "pytest.mark.gpu"
 
 COMPILED: Final = ("single", "native/nothing", "native/parameters", "deepspeed/gradients", "accelerate")
 
@@ -82,8 +91,8 @@ def _ledger_rows() -> Iterator[Row]:
 
 def _training_rows() -> Iterator[Row]:
     for ranks in (1, 2):
-        for precision in ("bf16-mixed", "bf16-master", "fp16"):
-            for cell in HALF_CELLS:
+        for precision, cells in HALF_CELLS.items():
+            for cell in cells:
                 given = {"cell": cell, "changes": {"train": {"precision": precision}}, "tolerance": 0.02}
                 yield Row(f"{precision}/{ranks}/{cell}", "train", given, ranks, only_gpu=precision == "fp16")
         for cell, what, more in OFFLOADED:
@@ -95,14 +104,16 @@ def _training_rows() -> Iterator[Row]:
 
 
 def marked_tests(tests: Path = ROOT / "tests") -> list[str]:
-    """Return the ids of the test functions in files that are marked gpu; a parametrized test is one."""
+    """Return the ids of the test functions that are marked gpu, or whose files are; a parametrized test is one."""
     found: list[str] = []
     for file in sorted(tests.rglob("test_*.py")):
         text = file.read_text("utf-8")
-        if "pytestmark = pytest.mark.gpu" in text:
+        if _GPU_MARK in text:
+            of_file = f"pytestmark = {_GPU_MARK}" in text
             functions = (node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef))
+            marked = (f for f in functions if of_file or _GPU_MARK in map(ast.unparse, f.decorator_list))
             name = file.relative_to(tests.parent)
-            found += [f"{name}::{f.name}" for f in functions if f.name.startswith("test_")]
+            found += [f"{name}::{f.name}" for f in marked if f.name.startswith("test_")]
     return found
 
 

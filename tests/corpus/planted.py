@@ -89,7 +89,7 @@ FAULTS = (
     Planted(
         "The logged rate is the config's, where groups have rates of their own.",
         "unipar/training/trained_parts.py",
-        "rates = self.engine.learning_rates() or [base * self._factor for base in self.rates]",
+        "rates = self.engine.learning_rates() or [float(base * self._factor) for base in self.rates]",
         "rates = [self.config.train.optimizer.lr * self._factor]",
         f"{HAND_LOOPS}::test_one_process[own groups]",
     ),

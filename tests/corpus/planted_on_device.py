@@ -19,6 +19,11 @@ NUMBERS = "tests/emulated/test_numbers.py"
 NPU = "tests/emulated/test_other_accelerator.py"
 RANDOM = "tests/emulated/test_random_numbers.py"
 CHECKPOINTS = "tests/emulated/features/test_checkpoints.py"
+OVERFLOWS = "tests/emulated/features/test_overflows.py"
+DATA = "tests/emulated/features/test_data.py"
+LIMITS = "tests/emulated/features/test_limits.py"
+GROUPS = "tests/emulated/test_groups.py"
+TRIAL = "unipar/launcher/micro_batch/trial_worker.py"
 
 DEVICE_FAULTS: Final = (
     Planted(
@@ -206,9 +211,58 @@ DEVICE_FAULTS: Final = (
     Planted(
         "An overflow on the device is taken for a good step.",
         "unipar/engines/loss_scale.py",
-        "if norm.isfinite().item():",
-        "if not norm.isnan().item():",
+        "skipped = norm.isfinite().logical_not_()",
+        "skipped = norm.isnan()",
         f"{ONE}::test_fp16s_gradients",
+    ),
+    Planted(
+        "Every step in fp16 waits for its overflow.",
+        "unipar/engines/wrapper.py",
+        "if self._has_updated and self._leaves_out_on_device:",
+        "if not skipped.item() and self._has_updated and self._leaves_out_on_device:",
+        f"{OVERFLOWS}::test_skipped_steps_between_two_logged_ones[native/nothing-more0-waits0]",
+    ),
+    Planted(
+        "The schedule does not wait for steps that the device has skipped.",
+        "unipar/engines/learning_rate.py",
+        "step - self._first - skipped)",
+        "step - self._first - skipped * 0)",
+        f"{OVERFLOWS}::test_skipped_steps_between_two_logged_ones[native/nothing-more0-waits0]",
+    ),
+    Planted(
+        "Weights of batches are added up on the device.",
+        "unipar/distributed/world.py",
+        '        if self.device.type == "cpu" or self.size == 1:\n            return self.sum_shares(tensor)\n',
+        "        if True:\n            return self.sum_shares(tensor.to(self.device))\n",
+        f"{DATA}::test_no_wait_for_what_ranks_have_read[WeighedGPT-more0]",
+    ),
+    Planted(
+        "The host waits for a batch that moves itself.",
+        BATCH,
+        "    return batch.to(device, non_blocking=True)\n",
+        "    return batch.to(device)\n",
+        f"{BATCHES}::test_a_batch_that_moves_itself",
+    ),
+    Planted(
+        "The process group is not told its device.",
+        "unipar/backend/joining.py",
+        'device_id=device if kind != "gloo" else None',
+        "device_id=None",
+        f"{GROUPS}::test_a_group_is_told_its_device",
+    ),
+    Planted(
+        "A trial of a microbatch has no limit of memory.",
+        TRIAL,
+        "        limit_memory(device, ",
+        "        max(device.index, ",
+        f"{LIMITS}::test_a_trial_keeps_its_limit",
+    ),
+    Planted(
+        "A trial of a microbatch has the peak of what was before it.",
+        TRIAL,
+        "        forget_peaks(device)\n",
+        "        pass\n",
+        f"{LIMITS}::test_a_trial_keeps_its_limit",
     ),
     Planted(
         "Every microbatch waits for its loss.",

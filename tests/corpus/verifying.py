@@ -18,6 +18,7 @@ from tests.support.forks import ROOT, Forks
 from unipar.backend import registry
 from unipar.results.verdicts import Finding, Verdict
 from unipar.verification import verification_steps as session
+from unipar.verification import world_pool
 from unipar.verification.diagnosis import faults, mesh_faults
 from unipar.verification.diagnosis.case import Fault, FaultCase
 from unipar.verification.judgement.record import RunRecord
@@ -68,7 +69,7 @@ def place_of(finding: Finding) -> str:
     return ", ".join([f"step {finding.step}", *modules, *parameter])
 
 
-def verify_cases(forks: Forks, folder: Path, names: Iterable[str]) -> dict[str, Verified]:
+def verify_cases(forks: Forks, folder: Path, names: Iterable[str], device: str = "cpu") -> dict[str, Verified]:
     """Verify cases, those of one task at once, beside the same engines without an error; return them by name."""
     by_task: dict[str, list[str]] = {}
     for name in names:
@@ -77,17 +78,19 @@ def verify_cases(forks: Forks, folder: Path, names: Iterable[str]) -> dict[str, 
     for task, several in by_task.items():
         place = folder / task
         place.mkdir()
-        verified |= verify_task(forks, place, task, several)
+        verified |= verify_task(forks, place, task, several, device)
     return verified
 
 
-def verify_task(forks: Forks, folder: Path, task: str, names: Sequence[str], **args: Any) -> dict[str, Verified]:
+def verify_task(
+    forks: Forks, folder: Path, task: str, names: Sequence[str], device: str = "cpu", **args: Any
+) -> dict[str, Verified]:
     """Verify cases on this task, whatever theirs is."""
     healthy = list({cell_of("none", CASES[name]): None for name in names})
     cells = {cell_of(name, CASES[name]): name for name in names}
     config = {
         "task": {"use": f"tests.corpus.tasks:{task}", "args": args},
-        "device": "cpu",
+        "device": device,
         "parallel": {"data": 2},
         "batch": {"total": 16, "micro": 4},
         "train": TRAIN | OF_TASK.get(task, {}),
@@ -107,10 +110,12 @@ def verify_task(forks: Forks, folder: Path, task: str, names: Sequence[str], **a
         diagnoses.update({cell: again for cell in cells if cell not in diagnoses})  # the others are not run with it
         return again()
 
+    path = [str(BACKEND), str(ROOT), os.environ.get("PYTHONPATH", "")]
     with pytest.MonkeyPatch.context() as patch, forks.instead():
         patch.syspath_prepend(BACKEND)
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(BACKEND), str(ROOT)]))
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
         patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setattr(world_pool, "SubprocessStarter", lambda: forks)  # on a device
         patch.setattr(faults, "classify_fault", keep)
         patch.setattr(session, "classify_masks", keep_masks)
         registry.find_backend.cache_clear()

@@ -90,6 +90,14 @@ def test_an_empty_microbatch_is_a_real_sample_of_weight_zero() -> None:
     assert all(len(plan.keys) == 1 for (plan,) in last)
 
 
+def test_each_rank_knows_the_sizes_of_all_ranks() -> None:
+    """Nobody has to ask the others how a global batch of four, or the last one of two, was cut."""
+    ranks = _plans(4, 1, 3)
+    assert [[plan.of_ranks for plan in step] for rank in ranks for step in rank] == 4 * [
+        [[1, 1, 1, 1]], [[1, 1, 1, 1]], [[1, 1, 0, 0]]
+    ]  # fmt: skip
+
+
 def test_cut() -> None:
     """Parts of a batch of seven differ in size by at most one."""
     assert split_batch(list(range(7)), 2, 2) == [[[0, 1], [2, 3]], [[4, 5], [6]]]

@@ -181,6 +181,9 @@ def test_worlds_train_on_the_same_tokens(ranks: int) -> None:
             sum(len(data[i]) for _, i in plan.keys) / whole for plan in plans if plan.weight
         ]
         assert {plan.of_tokens for plan in plans} == {whole}
+        for micros in zip(*steps, strict=True):
+            counts = [len(plan.keys) if plan.weight else 0 for plan in micros]
+            assert [plan.of_ranks for plan in micros] == [counts] * ranks
         assert all(len(plan.keys) == 1 for plan in plans if not plan.weight)
 
 

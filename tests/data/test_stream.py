@@ -88,6 +88,14 @@ def test_an_empty_share_is_a_real_sample_of_weight_zero() -> None:
     ]  # fmt: skip
 
 
+def test_each_rank_knows_the_sizes_of_all_ranks() -> None:
+    """Nobody has to ask the others how a global batch of four, or the last one of two, was cut."""
+    ranks = [_steps(_stream(Numbers(), rank, 2, accumulate=2), 3) for rank in range(2)]
+    assert [[plan.of_ranks for _, plan in step] for rank in ranks for step in rank] == 2 * [
+        [[1, 1], [1, 1]], [[1, 1], [1, 1]], [[1, 1], [0, 0]]
+    ]  # fmt: skip
+
+
 def test_random_streams_do_not_depend_on_world_or_workers() -> None:
     """Order and noise depend on seed, epoch and position alone; epochs differ."""
     one = _read(_steps(_stream(Noisy(), 0, 1), 6))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.support.softcuda.processes import EmulatedDevice
 
 MOVED = """
@@ -63,3 +65,37 @@ here = torch.ones(2, device=device)
 result = to_device((here, 3), device)[0] is here
 """)
     assert run.result is True, run.stderr
+
+
+def test_a_batch_that_moves_itself(emulated: EmulatedDevice) -> None:
+    """The host does not wait for a tokenizer's batch, nor for one that pins itself, as DataLoader has it do."""
+    pytest.importorskip("transformers")
+    run = emulated.run(f"""{MOVED}
+from transformers import BatchEncoding
+class Pinning:
+    def __init__(self, x):
+        self.x = x
+    def pin_memory(self):
+        return Pinning(self.x.pin_memory())
+    def to(self, device, non_blocking=False):
+        return Pinning(self.x.to(device, non_blocking=non_blocking))
+tokens = BatchEncoding({{"ids": torch.arange(4.0)}})
+moved = [to_device(tokens, device)["ids"], to_device(Pinning(torch.ones(2)), device).x]
+again = to_device(Pinning(moved[1]), device).x is moved[1]
+result = [*(x.sum().item() for x in moved), again, str(tokens["ids"].device)]
+""")
+    assert run.result == [6.0, 2.0, True, "cpu"], run.stderr
+    assert run.texts("wait") == ["item", "item"]
+    assert run.texts("unpinned") == []
+    assert run.texts("race") == []
+
+
+def test_a_batch_that_moves_itself_at_once(emulated: EmulatedDevice) -> None:
+    """A `to` that takes the device alone is called with it alone."""
+    run = emulated.run(f"""{MOVED}
+class Plain:
+    def to(self, device):
+        return [torch.ones(2).to(device)]
+result = [str(x.device) for x in to_device(Plain(), device)]
+""")
+    assert run.result == ["cuda:0"], run.stderr

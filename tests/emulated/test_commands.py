@@ -135,6 +135,17 @@ def test_verify(emulated: EmulatedDevice, tmp_path: Path) -> None:
 
 
 @pytest.mark.emulated
+def test_verify_goes_on_from_a_checkpoint(emulated: EmulatedDevice, tmp_path: Path) -> None:
+    """Each library loads what native/nothing has saved from the device, and agrees with an uninterrupted process."""
+    cells = ["native/nothing", "native/parameters", "deepspeed/parameters"]
+    done = emulated.unipar(["verify", write_config(tmp_path, compare={"cells": cells}), "--resume"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    verdicts = json.loads((tmp_path / "run/verify/verify.json").read_text("utf-8"))
+    assert [(row["cell"], row["outcome"]) for row in verdicts["cells"]] == [(cell, "agrees") for cell in cells]
+    assert verdicts["remarks"][0].startswith("every cell goes on from the state that native/nothing saved after step 3")
+
+
+@pytest.mark.emulated
 def test_compare(emulated: EmulatedDevice, tmp_path: Path) -> None:
     """The plan's peak is within 2 % of that which the allocator has counted, and no byte is without a name."""
     cells = {"cells": ["native/nothing", "native/parameters", "deepspeed/parameters"], "repeat": 1}

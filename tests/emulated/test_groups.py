@@ -216,3 +216,34 @@ def test_gloo_moves_tensors_of_a_shared_device(emulated: EmulatedDevice) -> None
     code = START.replace('"nccl"', '"gloo"').replace("set_device(rank)", "set_device(0)")
     runs = emulated.ranks(code + "dist.all_reduce(mine)\nresult = mine.tolist()\ndist.destroy_process_group()")
     assert [run.result for run in runs] == [[1.0, 3.0, 5.0, 7.0]] * 2, runs[0].stderr
+
+
+MEETING = """
+import os
+import torch
+import torch.distributed as dist
+from unipar.backend.joining import meet
+from unipar.config import Config
+from unipar.backend.resources import find_foreign_place
+config = Config.model_validate({"device": "cuda", "batch": {"total": 2}, "train": {"steps": 1}})
+ADOPTED
+world = meet(config, find_foreign_place())
+world.barrier()
+mine = world.sum(torch.ones(1, device=world.device)).item()
+bound = dist.group.WORLD.bound_device_id
+world.close()
+result = [mine, None if bound is None else str(bound)]
+"""
+
+
+def test_a_group_is_told_its_device(emulated: EmulatedDevice) -> None:
+    """NCCL guesses it otherwise, in the first barrier."""
+    runs = emulated.ranks(MEETING.replace("ADOPTED", ""))
+    assert [run.result for run in runs] == [[2.0, "cuda:0"], [2.0, "cuda:1"]], runs[0].stderr
+
+
+def test_a_barrier_of_a_scripts_group_is_told_its_device(emulated: EmulatedDevice) -> None:
+    """A group that the script has made knows no device: torch warns that it uses the current one."""
+    runs = emulated.ranks(MEETING.replace("ADOPTED", 'dist.init_process_group("nccl")'))
+    assert [run.result for run in runs] == [[2.0, None]] * 2, runs[0].stderr
+    assert "using the device under current context" not in runs[0].stderr

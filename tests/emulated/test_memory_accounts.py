@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.softcuda.processes import EmulatedDevice
 from tests.support.softcuda.trainings.memory_accounts import AccountCheck, check_accounts
-from tests.support.softcuda.trainings.strategies import TRAININGS
+from tests.support.softcuda.trainings.strategies import TRAININGS, EmulatedTraining
 
 ROW: dict[str, Any] = {
     "failure": "",
@@ -34,7 +34,16 @@ def test_accounts_close_to_the_byte(precision: str, emulated: EmulatedDevice) ->
 def test_accounts_on_four_ranks(emulated: EmulatedDevice) -> None:
     """Parameters split by FSDP2 and over matrices."""
     checks = check_accounts(emulated, "fp32", ranks=4)
-    assert list(checks) == ["single", "native/parameters+tensor2"]
+    assert set(checks) == {"single", *(t.cell for t in TRAININGS if t.ranks == 4)}
+    assert {cell: str(check) for cell, check in checks.items() if not check.is_good} == {}
+
+
+@pytest.mark.emulated
+def test_accounts_of_one_rank(emulated: EmulatedDevice) -> None:
+    """A world of one keeps DDP's buckets, but not Accelerate's: it wraps no model of one process on a GPU."""
+    alone = [EmulatedTraining(cell, ranks=1) for cell in ("native/nothing", "accelerate/nothing", "deepspeed/nothing")]
+    checks = check_accounts(emulated, "fp32", alone, ranks=1)
+    assert list(checks) == ["single", *(training.cell for training in alone)]
     assert {cell: str(check) for cell, check in checks.items() if not check.is_good} == {}
 
 

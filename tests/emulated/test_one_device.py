@@ -146,16 +146,17 @@ result = torch.equal(*drawn)
 
 
 def test_fp16s_gradients(emulated: EmulatedDevice) -> None:
-    """An overflow on the device skips the step; gradients are divided by the scale where they are."""
+    """An overflow is seen on the device, and gradients are divided by the scale where they are: no wait."""
     run = emulated.run(f"""{DOOR}
 from unipar.engines.loss_scale import LossScaler
-scaler = LossScaler()
-grads = [torch.full((2,), scaler.scale, device=one)]
+scaler = LossScaler(one)
+grads = [torch.full((2,), 65536.0, device=one)]
 scaler.unscale(grads)
 norm = torch.tensor(float("inf"), device=one)
-result = [grads[0].tolist(), scaler.overflowed(norm), scaler.overflowed(norm.zero_())]
+result = [t.tolist() for t in (*grads, scaler.overflow(norm), scaler.overflow(norm.zero_()))]
 """)
     assert run.result == [[1.0, 1.0], True, False], run.stderr
+    assert run.texts("wait") == ["item"] * 3  # of the last line above
 
 
 def test_all_tensors_of_a_model_are_placed(emulated: EmulatedDevice) -> None:

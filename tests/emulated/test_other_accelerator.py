@@ -46,12 +46,14 @@ def test_torch_has_the_device(npu: EmulatedDevice) -> None:
     """An entry point loads the device; torch.accelerator, its module and its memory know it."""
     run = npu.run("""
 import torch
+from unipar.distributed.device import describe_build
 x = torch.zeros(100, device="npu:1")
 found = torch.accelerator.current_accelerator(check_available=True)
 result = [str(found), torch.accelerator.device_count(), torch.cuda.is_available(), x.is_npu]
 result += [torch.npu.get_device_name(1), torch.accelerator.memory_allocated(1), torch.npu.memory_allocated(0)]
+result.append(describe_build())
 """)
-    assert run.result == ["npu", 2, False, True, "Ascend910B3", 512, 0]
+    assert run.result == ["npu", 2, False, True, "Ascend910B3", 512, 0, "Ascend NPU"]
 
 
 def test_devices_are_kept_apart(npu: EmulatedDevice) -> None:

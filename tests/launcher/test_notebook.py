@@ -3,130 +3,25 @@
 from __future__ import annotations
 
 import html
-import os
 import time
 from collections.abc import Generator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.support.forks import Forks, connection_of
+from tests.support.notebooks import Kernel, Said, kernel_in
 from tests.support.world import PYTHONPATH_VARIABLE, eventually, is_running
 from unipar.run_folder.ledger import Ledger
 
-CELL = """
-import threading, torch, unipar
-from torch import nn
-
-scale = 1.0
-pause = 0.0
-
-class Mine(unipar.Task):
-    def model(self):
-        return nn.Linear(4, 1)
-
-    def data(self):
-        points = torch.linspace(-1, 1, 256).reshape(64, 4)
-        return [(x, x.sum().reshape(1)) for x in points]
-
-    def loss(self, model, batch):
-        threading.Event().wait(pause)
-        return scale * ((model(batch[0]) - batch[1]) ** 2).mean()
-
-CONFIG = {
-    "device": "cpu", "parallel": {"data": 2}, "batch": {"total": 8},
-    "train": {"steps": 12, "optimizer": {"name": "sgd", "lr": 0.01}}, "log": {"every": 5},
-}
-"""
 LAST = "(12, 3.385"  # further digits are the processor's
-
-
-@dataclass
-class Said:
-    """What a cell wrote and showed, and the error that it ended with."""
-
-    stdout: str = ""
-    stderr: str = ""
-    result: str = ""
-    page: str = ""
-    """Result as HTML."""
-
-    live: list[str] = field(default_factory=list[str])
-    """Texts of displays, in their order."""
-
-    displays: set[str] = field(default_factory=set[str])
-    """Displays that these texts are of, each one place in the output."""
-
-    error: str = ""
-    kinds: set[str] = field(default_factory=set[str])
-
-
-class Kernel:
-    """Runs cells, one after another."""
-
-    def __init__(self, manager: Any, client: Any) -> None:
-        self.manager, self.client = manager, client
-
-    def begin(self, code: str) -> str:
-        return self.client.execute(code)
-
-    def end(self, asked: str, seconds: float = 90.0) -> Said:
-        said, until = Said(), time.monotonic() + seconds
-        while True:
-            message = self.client.get_iopub_msg(timeout=until - time.monotonic())
-            if message["parent_header"].get("msg_id") != asked:
-                continue
-            content = message["content"]
-            said.kinds.add(message["msg_type"])
-            match message["msg_type"]:
-                case "stream" if content["name"] == "stdout":
-                    said.stdout += content["text"]
-                case "stream":
-                    said.stderr += content["text"]
-                case "execute_result":
-                    said.result = content["data"]["text/plain"]
-                    said.page = content["data"].get("text/html", "")
-                case "display_data" | "update_display_data":
-                    said.live.append(content["data"]["text/plain"])
-                    said.displays.add(content["transient"]["display_id"])
-                case "error":
-                    said.error = f"{content['ename']}: {content['evalue']}"
-                case "status" if content["execution_state"] == "idle":
-                    return said
-                case _:
-                    pass
-
-    def run(self, code: str) -> Said:
-        return self.end(self.begin(code))
 
 
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> Generator[Kernel]:
-    os.environ["JUPYTER_PLATFORM_DIRS"] = "1"  # what it will mean some day, without a warning until then
-    from jupyter_client.manager import KernelManager
-
-    folder = tmp_path_factory.mktemp("notebook")
-    manager = KernelManager(kernel_name="python3")
-    private = {"IPYTHONDIR": str(folder / "ipython"), "JUPYTER_RUNTIME_DIR": str(folder)}
-    manager.start_kernel(
-        cwd=str(folder),
-        env={**os.environ, **PYTHONPATH_VARIABLE, **private, "OMP_NUM_THREADS": "1"},
-        pass_fds=[connection_of(forks.plain).fileno()],
-    )
-    client = manager.blocking_client()
-    try:
-        client.start_channels()
-        client.wait_for_ready(timeout=60)
-        made = Kernel(manager, client)
-        assert made.run(CELL).error == ""
-        assert made.run(f"import os; os.chdir({str(folder)!r})").error == ""
+    folder, connection = tmp_path_factory.mktemp("notebook"), connection_of(forks.plain).fileno()
+    with kernel_in(folder, PYTHONPATH_VARIABLE, [connection]) as made:
         yield made
-    finally:
-        client.stop_channels()
-        manager.shutdown_kernel(now=True)
-        manager.cleanup_resources()
 
 
 @pytest.fixture(scope="module")

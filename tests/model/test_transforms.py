@@ -278,7 +278,7 @@ def test_a_step_is_left_out_and_the_schedule_waits(monkeypatch: pytest.MonkeyPat
         for share in run.batches():
             run.step(share)
             weights.append(module.weight.item())
-        assert engine.scaler.scale == 2.0**15
+        assert float(engine.scaler.scale) == 2.0**15
     assert weights[1] == weights[2]
     assert len(set(weights)) == 4
     rows = list(Ledger.read(ledger_path(tmp_path, 0)))
@@ -290,7 +290,7 @@ def test_a_step_is_left_out_and_the_schedule_waits(monkeypatch: pytest.MonkeyPat
 def test_the_scale_moves_as_torchs_does() -> None:
     """The scale equals that of torch's GradScaler over steps of which some overflow."""
     torchs: Any = torch.amp.GradScaler("cpu", growth_interval=3)
-    ours = LossScaler(patience=3)
+    ours = LossScaler(torch.device("cpu"), patience=3)
     weight = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], 0.0)
     for good in (1, 1, 1, 1, 0, 1, 1, 0, 0, 1, 1, 1, 1):
@@ -299,18 +299,21 @@ def test_the_scale_moves_as_torchs_does() -> None:
         torchs.unscale_(optimizer)
         torchs.step(optimizer)
         torchs.update()
-        assert ours.overflowed(torch.tensor(1.0 if good else float("nan"))) is not bool(good)
-        assert ours.scale == torchs.get_scale()
+        assert ours.overflow(torch.tensor(1.0 if good else float("nan"))).item() is not bool(good)
+        assert ours.counters()["loss_scale"] == torchs.get_scale()
 
 
 def test_gradients_that_no_scale_saves() -> None:
-    """Gradients that stay infinite at every scale raise an error."""
-    scaler = LossScaler()
+    """Gradients that stay infinite at every scale raise an error where the host looks, and no later step is finite."""
+    scaler = LossScaler(torch.device("cpu"))
     bad = torch.tensor(float("inf"))
-    assert all(scaler.overflowed(bad) for _ in range(26))
+    assert all(scaler.overflow(bad) for _ in range(26))
+    assert scaler.counters() == {"loss_scale": 2.0**-10, "finite_steps": 0}
+    assert scaler.overflow(bad)
     with pytest.raises(NonFinite) as e:
-        scaler.overflowed(bad)
-    assert scaler.scale == 2.0**-11
+        scaler.check()
+    scaler.unscale([gradient := torch.ones(2) * scaler.scale])
+    assert gradient.isnan().all()
     assert str(e.value) == (
         "gradients are not finite at any loss scale down to 0.000976562: look at the loss, the rate "
         "(train.optimizer.lr) and the clip (train.clip), or use bf16-mixed"

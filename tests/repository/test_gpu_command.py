@@ -111,11 +111,13 @@ def test_ctrl_c_keeps_what_was_done(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_rows_are_named_once_and_every_marked_test_is_one() -> None:
-    """Two files are marked gpu; a name or its beginning selects rows."""
+    """Files are marked gpu, or tests of a file; a name or its beginning selects rows."""
     rows = all_rows()
     assert len({row.name for row in rows}) == len(rows)
     assert "tests/backends/test_gpu.py::test_fp16" in marked_tests()
     assert "tests/memory/test_gpu_memory.py::test_what_is_offloaded_is_the_hosts" in marked_tests()
+    of_one_file = [name for name in marked_tests() if name.startswith("tests/model/test_create.py::")]
+    assert of_one_file == ["tests/model/test_create.py::test_on_a_cpu_and_a_gpu"]
     assert [row.name for row in select_rows(rows, ["compare", "ledger/2/native/p*"])] == [
         "compare/1",
         "compare/2",

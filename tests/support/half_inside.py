@@ -91,7 +91,7 @@ def _train_row(config: Config, world: World, folder: Path, heartbeat: HeartbeatW
         states = [_state(engine)]
         for share in made.batches():
             made.step(share)
-            scales.append(engine.scaler.scale)
+            scales.append(float(engine.scaler.scale))
             states.append(_state(engine))
         made.finish()
         kept = made.recorded_steps()

@@ -6,6 +6,7 @@ from unipar.backend.description import NoOptions as NoOptions
 from unipar.backend.description import Variant as Variant
 from unipar.backend.engine import Category as Category
 from unipar.backend.engine import Engine as Engine
+from unipar.backend.engine import Factor as Factor
 from unipar.backend.engine import Fn as Fn
 from unipar.backend.engine import Holding as Holding
 from unipar.backend.engine import LossFn as LossFn

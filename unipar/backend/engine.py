@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, Union
 
 from typing_extensions import override
 
@@ -16,6 +16,10 @@ from unipar.prediction.timeline import Category as Category
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
+
+
+Factor = Union[float, "Tensor"]
+"""Factor of the learning rate; a tensor on the device if the host does not know how many updates were skipped."""
 
 
 Fn = Callable[["nn.Module", Any], Any]
@@ -83,9 +87,9 @@ class Step:
     norm: Tensor
     """Norm of all gradients before clipping, equal on all ranks."""
 
-    skipped: bool = False
+    skipped: bool | Tensor = False
     """True if the weights did not change because of an overflow: normal in fp16, which then lowers its loss scale; an
-    error in other precisions."""
+    error in other precisions. A tensor in fp16 if the host does not wait for the answer."""
 
 
 class Region(NamedTuple):
@@ -166,8 +170,11 @@ class Engine(ABC):
     """One model in training in one process. All ranks call every method together."""
 
     @abstractmethod
-    def step(self, fn: LossFn, micros: Sequence[Micro], factor: float, mark: Mark) -> Step:
-        """Run forward and backward over all microbatches, clip, and update at each group's rate times `factor`."""
+    def step(self, fn: LossFn, micros: Sequence[Micro], factor: Factor, mark: Mark) -> Step:
+        """Run forward and backward over all microbatches, clip, and update at each group's rate times `factor`.
+
+        `factor` is a tensor only after a step whose `Step.skipped` was one.
+        """
 
     @abstractmethod
     def evaluate(self, fn: Fn, batch: Any) -> Any:
@@ -292,7 +299,7 @@ class DelegatingEngine(Engine):
         self.inner = inner
 
     @override
-    def step(self, fn: LossFn, micros: Sequence[Micro], factor: float, mark: Mark) -> Step:
+    def step(self, fn: LossFn, micros: Sequence[Micro], factor: Factor, mark: Mark) -> Step:
         return self.inner.step(fn, micros, factor, mark)
 
     @override

@@ -94,6 +94,8 @@ def meet(config: Config, place: Place) -> World:
         _check_own_devices(world)
     if session.adopted:
         world.owns_group = False
+        if kind != "gloo" and f"{device.type}:{transport_of(device)}" in dist.get_backend_config():
+            world.barrier_devices = [device.index]
     else:
         dist.init_process_group(
             kind,

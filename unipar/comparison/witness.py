@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
-from unipar.backend import Engine, LossFn, Mark, Micro, Step
+from unipar.backend import Engine, Factor, LossFn, Mark, Micro, Step
 from unipar.backend.engine import DelegatingEngine
 from unipar.data.order import MicrobatchPlan, SampleKey
 from unipar.data.stream_feed import StreamFeed
@@ -100,7 +100,7 @@ class _ObservedEngine(DelegatingEngine):
         self._device, self._dtypes = device, dtypes
 
     @override
-    def step(self, fn: LossFn, micros: Sequence[Micro], factor: float, mark: Mark) -> Step:
+    def step(self, fn: LossFn, micros: Sequence[Micro], factor: Factor, mark: Mark) -> Step:
         def observed(model: nn.Module, batch: Any, number: int) -> Any:
             casts = " under autocast" if torch.is_autocast_enabled(self._device) else ""
             with _ProductDtypes(self._dtypes, casts):

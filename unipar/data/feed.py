@@ -16,7 +16,7 @@ from unipar.data.sampler_order import Agree, SamplerOrder
 from unipar.data.token_order import TokenOrder, split_by_tokens
 from unipar.errors import TaskError
 
-_Part = TypeVar("_Part")
+_Part = TypeVar("_Part", bound=Sequence[int])
 
 
 @final
@@ -43,8 +43,8 @@ class MicrobatchFeed:
         self.lengths = lengths
         """Lengths of all samples, if the batch is counted in tokens."""
 
-        self._cuts: dict[tuple[int, int | None], list[slice]] = {}
-        """This rank's part of each microbatch, by the size of the global batch and the rank."""
+        self._cuts: dict[tuple[int, int | None], list[tuple[slice, Sequence[int]]]] = {}
+        """This rank's part of each microbatch and sizes of all ranks' parts, by the size of the batch and the rank."""
 
         self._dataset: SeededDataset | MeasuredDataset = SeededDataset(source.dataset, seed, source.collate)
         settings = source.settings
@@ -83,31 +83,38 @@ class MicrobatchFeed:
     def plans(self, start: int) -> Iterator[list[MicrobatchPlan]]:
         """Yield the plans of each step's microbatches, from step `start` on, without end."""
         for epoch, batch in self.order.batches(start):
-            yield [self._plan(part, epoch, batch) for part in self._own_parts(batch)]
+            yield [self._plan(part, of_ranks, epoch, batch) for part, of_ranks in self._own_parts(batch)]
 
-    def _own_parts(self, batch: Sequence[int]) -> Sequence[Sequence[int]]:
-        """Return this rank's part of each microbatch; with rank None, the parts of all ranks."""
+    def _own_parts(self, batch: Sequence[int]) -> Sequence[tuple[Sequence[int], Sequence[int]]]:
+        """Return this rank's part of each microbatch, and the sizes of all ranks'; with rank None, all ranks' parts."""
         if self.lengths is not None:
             return self._of_rank(split_by_tokens(batch, self.lengths.of, self.sizes))
         cuts = self._cuts.get((size := len(batch), self.rank))
         if cuts is None:  # batches of one size are cut alike
             places = self._of_rank(split_batch(range(size), self.sizes.accumulate, self.sizes.ranks))
-            cuts = self._cuts[size, self.rank] = [slice(part[0], part[-1] + 1) if part else slice(0) for part in places]
-        return [batch[cut] for cut in cuts]
+            cuts = self._cuts[size, self.rank] = [
+                (slice(part[0], part[-1] + 1) if part else slice(0), of_ranks) for part, of_ranks in places
+            ]
+        return [(batch[cut], of_ranks) for cut, of_ranks in cuts]
 
-    def _of_rank(self, cuts: Sequence[Sequence[_Part]]) -> list[_Part]:
-        """Return what is this rank's of [microbatch][rank]."""
-        return [part for micro in cuts for part in (micro if self.rank is None else [micro[self.rank]])]
+    def _of_rank(self, cuts: Sequence[Sequence[_Part]]) -> list[tuple[_Part, Sequence[int]]]:
+        """Return what is this rank's of [microbatch][rank], and the sizes of each microbatch's parts."""
+        return [
+            (part, sizes)
+            for micro in cuts
+            for sizes in [[len(part) for part in micro]]
+            for part in (micro if self.rank is None else [micro[self.rank]])
+        ]
 
-    def _plan(self, part: Sequence[int], epoch: int, batch: Sequence[int]) -> MicrobatchPlan:
+    def _plan(self, part: Sequence[int], of_ranks: Sequence[int], epoch: int, batch: Sequence[int]) -> MicrobatchPlan:
         """Return the plan of a part of a global batch; of an empty one, a real sample that does not count."""
         if self.lengths is None:
             keys = [(epoch, i) for i in part or batch[:1]]
-            return MicrobatchPlan(keys, len(part) / len(batch), repeats=self.sampler is not None)
+            return MicrobatchPlan(keys, len(part) / len(batch), of_ranks=of_ranks, repeats=self.sampler is not None)
         tokens, whole = self.lengths.tokens(part), self.lengths.tokens(batch)
         shortest = min(batch, key=self.lengths.of.__getitem__)
         keys = [(epoch, i) for i in part or [shortest]]
-        return MicrobatchPlan(keys, tokens / whole, tokens, whole, repeats=self.sampler is not None)
+        return MicrobatchPlan(keys, tokens / whole, tokens, whole, of_ranks, repeats=self.sampler is not None)
 
     def batches(self, start: int) -> Iterator[list[tuple[Any, MicrobatchPlan]]]:
         """Yield each step's microbatches with their plans, from step `start` on, without end."""

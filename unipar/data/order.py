@@ -150,5 +150,8 @@ class MicrobatchPlan:
     of_tokens: int = 0
     """Tokens of the global batch, if it is counted in tokens."""
 
+    of_ranks: Sequence[int] = ()
+    """Number of samples of each rank in this microbatch; () if each rank knows its own alone."""
+
     repeats: bool = False
     """Whether the order may have a sample more than once, as a sampler with replacement gives it."""

@@ -87,8 +87,10 @@ class WholeStream(IterableDataset[StreamBatch | ReadingOn]):
         self.source, self.seed, self.total, self.ragged, self.most = source, seed, sizes.total, ragged, most
         """`most` is the number of samples to read; None for all."""
 
-        parts = split_batch(range(sizes.total), sizes.accumulate, sizes.ranks)
-        self.mine = [part[rank] for part in parts]
+        self.parts = split_batch(range(sizes.total), sizes.accumulate, sizes.ranks)
+        """Places in a full global batch, by microbatch and rank."""
+
+        self.mine = [of_ranks[rank] for of_ranks in self.parts]
         self.micro_of = {place: m for m, places in enumerate(self.mine) for place in places}
         self.epoch, self.begin = 0, ReadPart()
         """Epoch, and where it is begun: batches are counted from there."""
@@ -136,13 +138,24 @@ class WholeStream(IterableDataset[StreamBatch | ReadingOn]):
                 return
             if wanted:
                 place = reader.packed_place() if in_worker and self.gives_places else b""
-                yield StreamBatch(number, seen, [self._micro(one, spare, seen) for one in held], first, place=place)
+                yield StreamBatch(
+                    number,
+                    seen,
+                    [self._micro(one, spare, seen, parts) for one, parts in zip(held, self.parts, strict=True)],
+                    first,
+                    place=place,
+                )
 
     def _micro(
-        self, held: list[tuple[SampleKey, Any]], spare: tuple[SampleKey, Any], seen: int
+        self,
+        held: list[tuple[SampleKey, Any]],
+        spare: tuple[SampleKey, Any],
+        seen: int,
+        parts: Sequence[Sequence[int]],
     ) -> tuple[Any, MicrobatchPlan]:
+        of_ranks = [sum(place < seen for place in part) for part in parts]
         keys, samples = zip(*(held or [spare]), strict=True)  # a real sample that does not count
-        return self.source.collate(list(samples)), MicrobatchPlan(list(keys), len(held) / seen)
+        return self.source.collate(list(samples)), MicrobatchPlan(list(keys), len(held) / seen, of_ranks=of_ranks)
 
     def _fault(self, begun: int, *, ended: bool) -> str:
         length = self.source.length

@@ -308,8 +308,8 @@ class StreamFeed:
     def _sum_over_ranks(self, mine: int) -> tuple[int, bool]:
         """Return the size of the global batch, and whether any rank has less than its share; a collective."""
         full = self.sizes.micro * self.sizes.accumulate
-        counts = torch.tensor([mine, mine < full], dtype=torch.float64, device=self.world.device)
-        samples, short = self.world.sum_shares(counts).tolist()
+        counts = torch.tensor([mine, mine < full], dtype=torch.float64)
+        samples, short = self.world.sum_shares_on_host(counts).tolist()
         return int(samples), short > 0
 
     def _micros(

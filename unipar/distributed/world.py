@@ -59,6 +59,7 @@ class World:
         """Axes of the ranks, and this rank's seat along each; `lay` changes it."""
 
         self._groups: dict[tuple[int, ...], MeshGroups] = {}
+        self._host_group: Any = None
         self.closers: list[Callable[[], None]] = []
         """Functions to call before the process group is destroyed, on all ranks together; the latest first."""
 
@@ -76,6 +77,9 @@ class World:
 
         self.owns_group = True
         """Whether the process group ends with this world; one that was alive before it stays alive."""
+
+        self.barrier_devices: list[int] | None = None
+        """Index of this rank's device if the process group was not told, and would guess it in a barrier."""
 
         self._keys = 0
         self._environ: dict[str, str | None] = {}
@@ -112,6 +116,15 @@ class World:
     def sum_shares(self, tensor: Tensor) -> Tensor:
         """Return the tensor, summed in place over the parts of the batch: ranks that have the same part count once."""
         return self.sum(tensor if self.leads else tensor.zero_())
+
+    def sum_shares_on_host(self, tensor: Tensor) -> Tensor:
+        """Return a tensor in host memory, summed as `sum_shares` does; no rank waits for its device."""
+        if self.device.type == "cpu" or self.size == 1:
+            return self.sum_shares(tensor)
+        if self._host_group is None:
+            self._host_group = dist.new_group(backend="gloo")
+        dist.all_reduce(tensor if self.leads else tensor.zero_(), group=self._host_group)
+        return tensor
 
     def gather_objects(self, mine: Any, root: int) -> list[Any]:
         """Return each rank's object on rank `root`, and nothing on the others; all ranks call this."""
@@ -174,7 +187,7 @@ class World:
     def barrier(self) -> None:
         """Wait until all ranks have made this call."""
         if self.size > 1:
-            dist.barrier()
+            dist.barrier(device_ids=self.barrier_devices)
 
     def require_same_world(self, library: str, *, rank: int, size: int) -> World:
         """Return this world, or raise WorldMismatch if a library sees another rank or size.

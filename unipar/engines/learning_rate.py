@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from unipar.backend import Factor
 from unipar.config.sections.schedule import Constant, Schedule
 from unipar.distributed.world import World
+from unipar.engines.batch_transfer import to_device
 from unipar.errors import ConfigError, TaskError
 
 
@@ -23,7 +26,7 @@ class BaseRates:
         for group in optimizer.param_groups:
             _set_rate(group, 0.0)  # some libraries call the optimizer while they wrap it: weights must not change
 
-    def set(self, optimizer: Any, factor: float) -> None:
+    def set(self, optimizer: Any, factor: Factor) -> None:
         """Set each group's learning rate to its base rate times `factor`."""
         for group, base in zip(optimizer.param_groups, self.base, strict=True):
             if type(group["lr"]) is float:
@@ -31,8 +34,13 @@ class BaseRates:
             else:
                 _set_rate(group, base * factor)
 
+    def put_on(self, device: torch.device, optimizer: Any) -> None:
+        """Keep each group's rate on the device, in the fp32 that kernels read, so that `set` takes a factor there."""
+        for group in optimizer.param_groups:
+            group["lr"] = torch.full((), float(group["lr"]), device=device)
 
-def _set_rate(group: dict[str, Any], rate: float) -> None:
+
+def _set_rate(group: dict[str, Any], rate: Factor) -> None:
     """Set a group's rate; one that is a tensor stays that tensor, which an update that is compiled reads."""
     if isinstance(group["lr"], Tensor):
         group["lr"].fill_(rate)
@@ -43,6 +51,19 @@ def _set_rate(group: dict[str, Any], rate: float) -> None:
 def current_rates(optimizer: Any) -> list[float]:
     """Return the current learning rate of each parameter group."""
     return [float(group["lr"]) for group in optimizer.param_groups]
+
+
+@final
+class DeviceFactors:
+    """Factors of the learning rate from one step on; the device chooses one by the number of updates it skipped."""
+
+    def __init__(self, factors: Sequence[float], first: int, device: torch.device) -> None:
+        self._table: Tensor = to_device(torch.tensor(factors, dtype=torch.float64), device)
+        self._first = first
+
+    def at(self, step: int, skipped: Tensor) -> Tensor:
+        """Return the factor at optimizer step `step`, less the number of skipped updates."""
+        return self._table.take(step - self._first - skipped)
 
 
 OwnSchedule = Callable[[int, int], float]

@@ -22,12 +22,15 @@ class OptimizerEngine(Engine):
     base: Optimizer
     """Optimizer whose groups are the user's."""
 
+    scaler: LossScaler | None
+    """Loss scale of fp16; None in other precisions."""
+
     def __init__(self, part: Part, config: Config, world: World) -> None:
         self.world, self.model = world, part.module
         clip = config.train.clipping
         self.limit = inf if clip is None else float(clip.max)
         self.fp64 = clip is not None and clip.norm == "fp64"
-        self.scaler = LossScaler() if config.train.precision == "fp16" else None
+        self.scaler = LossScaler(world.device) if config.train.precision == "fp16" else None
 
     @override
     def counters(self) -> dict[str, float]:

@@ -15,14 +15,16 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from unipar.backend import Fn, Holding, LossFn, Mark, Micro, Part, Piece, Read, Region, Step
+from unipar.backend import Factor, Fn, Holding, LossFn, Mark, Micro, Part, Piece, Read, Region, Step
 from unipar.backend.precision import autocast_dtype, batch_dtype
 from unipar.config import Config
+from unipar.distributed.device import has_own_memory
 from unipar.distributed.world import World
 from unipar.engines.block_pieces import restore_blocks, split_blocks, state_holdings
 from unipar.engines.forward import ForwardCall, OpaqueBatch, eval_mode, plain_evaluation, unrecorded_forward
 from unipar.engines.gradients import clip_alike, clip_gradients, clip_in_fp64, scale_loss
 from unipar.engines.learning_rate import BaseRates
+from unipar.engines.loss_scale import LossScaler
 from unipar.engines.optimizer_engine import OptimizerEngine
 from unipar.engines.plain_state import KINDS_OF_MODEL, decode_plain, describe_unsaved_value, encode_plain, plain_key
 from unipar.engines.state import (
@@ -68,6 +70,7 @@ class WrapperEngine(OptimizerEngine):
 
         self.rates = BaseRates(self.base)
         self.trained: tuple[nn.Parameter, ...] = tuple(p for g in self.base.param_groups for p in g["params"])
+        self._has_updated = False
         self._names: dict[int, str] = {}
         self.share_views()
 
@@ -145,7 +148,7 @@ class WrapperEngine(OptimizerEngine):
         loss = self.forward_loss(fn, micro)
         mark("backward")
         mine, share = scale_loss(loss, micro.scale, divisor, share)
-        self.backward(mine)
+        self.backward(mine if self.scaler is None else mine * self.scaler.scale)
         return share
 
     def local_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -184,9 +187,8 @@ class WrapperEngine(OptimizerEngine):
 
     @override
     @final
-    def step(self, fn: LossFn, micros: Sequence[Micro], factor: float, mark: Mark) -> Step:
-        divisor = self.divisor if self.scaler is None else self.divisor * self.scaler.scale
-        share = self.run_microbatches(fn, micros, divisor, mark)
+    def step(self, fn: LossFn, micros: Sequence[Micro], factor: Factor, mark: Mark) -> Step:
+        share = self.run_microbatches(fn, micros, self.divisor, mark)
         if not self.world.leads:
             share = torch.zeros_like(share)
         mark("update")
@@ -198,11 +200,37 @@ class WrapperEngine(OptimizerEngine):
             self.scaler.unscale(self._local_grads()[0])
         norm = self.norm_in_fp64() if self.fp64 else self.norm()
         self.rates.set(self.optimizer, factor)
-        if self.scaler is not None and self.scaler.overflowed(norm):
-            self.clear_gradients()
-            return Step(share, norm, skipped=True)
+        if self.scaler is not None:
+            return Step(share, norm, self._update_if_finite(self.scaler, norm))
         self.update()
         return Step(share, norm)
+
+    def _update_if_finite(self, scaler: LossScaler, norm: Tensor) -> bool | Tensor:
+        """Take the optimizer step, unless the norm is not finite; return whether it was left out.
+
+        The host waits for the answer if the optimizer cannot leave out a step on the device, and until it has taken
+        one: torch's fused SGD leaves the momentum of its first step as it is allocated if that step is left out.
+        """
+        skipped = scaler.overflow(norm)
+        if self._has_updated and self._leaves_out_on_device:
+            base: Any = self.base
+            base.found_inf = skipped.float()
+            self.update()
+            return skipped
+        if skipped.item():
+            self.clear_gradients()
+            return True
+        self.update()
+        if not self._has_updated and self._leaves_out_on_device and has_own_memory(self.world.device):
+            self.rates.put_on(self.world.device, self.optimizer)
+        self._has_updated = True
+        return False
+
+    @cached_property
+    def _leaves_out_on_device(self) -> bool:
+        """Whether the optimizer reads on the device that its step is to be left out, as torch's fused ones do."""
+        on_device = all(p.device == self.world.device for p in self.trained)  # not offloaded, nor spread by hand
+        return on_device and getattr(self.base, "_step_supports_amp_scaling", False)
 
     def _local_grads(self) -> tuple[list[Tensor], bool]:
         """Return this rank's gradients, and whether other ranks hold other parts of them."""

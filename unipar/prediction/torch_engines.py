@@ -22,10 +22,17 @@ from unipar.prediction.terms import (
     norm_terms,
     not_planned_yet,
     predict_whole,
+    refuse_unplanned,
     update_terms,
     whole_tensors,
 )
 from unipar.prediction.timeline import Prediction, StepTimeline, Term
+
+
+def predict_single(config: Config, timeline: StepTimeline) -> Prediction:
+    """Return what one process holds, without a wrapper."""
+    refuse_unplanned("single", config)
+    return Prediction((*predict_whole(timeline, buckets=False), *fp64_norm_of_whole(config, timeline)))
 
 
 def predict_ddp(config: Config, timeline: StepTimeline, ranks: int, buckets: DDPBuckets) -> Prediction:

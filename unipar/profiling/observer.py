@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from unipar.backend import Engine, Fn, LossFn, Mark, Micro, Step
+from unipar.backend import Engine, Factor, Fn, LossFn, Mark, Micro, Step
 from unipar.distributed.device import device_name, device_uuid, has_own_memory
 from unipar.distributed.world import World
 from unipar.profiling.compiling import CompileCounts, graphs_compiled
@@ -88,7 +88,7 @@ class StepObserver:
         engine: Engine,
         fn: LossFn,
         micros: Sequence[Micro],
-        factor: float,
+        factor: Factor,
         mark: Mark,
         plain: tuple[Fn, Sequence[Micro]],
     ) -> Step:

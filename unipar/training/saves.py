@@ -251,7 +251,7 @@ class RunCheckpoints:
             "steps": live.steps,
             "parts": {
                 name: {
-                    "skipped": part.skipped,
+                    "skipped": part.count_skipped(),
                     "counters": part.engine.counters(),
                     "optimizer": part.optimizer,
                     "groups": part.group_state(),

@@ -39,8 +39,7 @@ class ShareMaker:
             tokens = float(read[0][1].of_tokens) or None
             return self._on_device([(batch, plan.weight) for batch, plan in read], samples, tokens)
         weights = [self._weight(batch, plan.tokens or len(plan.keys)) if plan.weight else 0.0 for batch, plan in read]
-        total = torch.tensor(sum(weights), dtype=torch.float64, device=self._world.device)
-        whole = self._world.sum_shares(total).item()
+        whole = self._world.sum_shares_on_host(torch.tensor(sum(weights), dtype=torch.float64)).item()
         if not whole > 0:
             raise TaskError(f"weight(batch) is {whole:g} over the whole global batch of step {done + 1}")
         self._batch_with_weight = next(

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from unipar.backend import Engine, Part, Piece, Read, Region, Step
+from unipar.backend import Engine, Factor, Part, Piece, Read, Region, Step
 from unipar.config import Config
 from unipar.distributed.device import has_own_memory
 from unipar.distributed.world import World
+from unipar.engines.learning_rate import DeviceFactors, RateSchedule
 from unipar.errors import NonFinite, TaskError, UniparError
 from unipar.model.state_names import StateNames, state_names
 
@@ -61,7 +62,13 @@ class TrainedPart:
         self._names = frozenset(n for n, p in part.module.named_parameters() if p.requires_grad)
         self.window = torch.zeros(config.log.every, dtype=torch.float64, device=world.device)
         self.skipped = 0
-        """Number of updates skipped because of fp16's loss scale."""
+        """Number of updates skipped because of fp16's loss scale, without those in `lately_skipped`."""
+
+        self.lately_skipped: Tensor | None = None
+        """Number of updates skipped, on the device, since `count_skipped` was called."""
+
+        self._skips = _SkippedSteps()
+        self._factors: DeviceFactors | None = None
 
         self.last: dict[str, Any] | None = None
         """Step, loss, norm and learning rates of the last report."""
@@ -89,7 +96,7 @@ class TrainedPart:
         """Whether the norms since the last save were finite, without those that are pending."""
 
         self._norm: Tensor | None = None
-        self._factor = 0.0
+        self._factor: Factor = 0.0
         """The schedule's factor in the last step."""
 
         self._loss_and_norm: Tensor | None = None
@@ -136,14 +143,14 @@ class TrainedPart:
             if name in self._names:
                 p.requires_grad_(wanted)
 
-    def add_step(self, number: int, out: Step, factor: float) -> None:
+    def add_step(self, number: int, out: Step, factor: Factor) -> None:
         """Keep loss and norm of the run's step `number`, on the device, and the schedule's factor."""
-        loss, norm = out.loss, out.norm
+        loss, norm, skipped = out.loss, out.norm, out.skipped
         self._norm, self._factor = norm, factor
         if self._on_device:
-            self._pending.append((number, loss, None if out.skipped else norm))
+            self._pending.append((number, loss, norm if skipped is False else None))
         else:
-            self._pending.append((number, loss.item(), None if out.skipped else norm.item()))
+            self._pending.append((number, loss.item(), norm.item() if skipped is False else None))
         if len(self._pending) == _MAX_PENDING_STEPS:
             self.settle()
         if self._loss_and_norm is not None:
@@ -151,11 +158,39 @@ class TrainedPart:
             self._loss_and_norm[1, len(self._step_numbers)] = out.norm
             self._step_numbers.append(number)
 
-    def skip(self, number: int, *, expected: bool) -> None:
-        """Count a skipped update, for which the schedule waits; raise NonFinite unless fp16's loss scale caused it."""
+    def skip(self, number: int, skipped: bool | Tensor, *, expected: bool) -> None:
+        """Count an update if it was skipped: the schedule waits; raise NonFinite unless fp16's loss scale caused it."""
         if not expected:
             raise NonFinite(f"a gradient{self.error_suffix} is not finite at step {number}, so its update was left out")
-        self.skipped += 1
+        if isinstance(skipped, Tensor) and self._on_device:
+            self._skips.add(number, skipped)
+            self.lately_skipped = skipped + (0 if self.lately_skipped is None else self.lately_skipped)
+        elif skipped:
+            self.skipped += 1
+            self._skips.known.append(number)
+
+    def count_skipped(self) -> int:
+        """Return the number of updates skipped so far; the host waits for the device."""
+        if self.lately_skipped is not None:
+            self.skipped += int(self.lately_skipped)
+            self.lately_skipped = self._factors = None
+            self._skips.read()
+        return self.skipped
+
+    def take_skipped_steps(self) -> list[int]:
+        """Return the numbers of steps whose update was skipped, each once."""
+        self.count_skipped()
+        numbers, self._skips.known = self._skips.known, []
+        return numbers
+
+    def factor_on_device(self, lately_skipped: Tensor, done: int, rates: RateSchedule, steps: int) -> Tensor:
+        """Return the schedule's factor after `done` of `steps` steps, some of which the device has skipped lately."""
+        step = done - self.skipped
+        if self._factors is None:
+            first = step - self._skips.unread
+            ahead = range(first, min(step + self.config.log.every, steps))
+            self._factors = DeviceFactors([rates.factor(at, steps) for at in ahead], first, self.world.device)
+        return self._factors.at(step, lately_skipped)
 
     def settle(self) -> None:
         """Copy pending losses into the window, all at once: one by one, each copy takes 6 us."""
@@ -202,7 +237,7 @@ class TrainedPart:
         assert self._norm is not None
         self.settle()
         loss = self._reduce_loss(self.window[len(self._steps) - 1])
-        rates = self.engine.learning_rates() or [base * self._factor for base in self.rates]
+        rates = self.engine.learning_rates() or [float(base * self._factor) for base in self.rates]
         lr = rates[0] if len(set(rates)) == 1 else rates
         self.last = {"step": self._steps[-1], "loss": loss, "norm": float(self._norm), "lr": lr}
         self._steps.clear()
@@ -252,6 +287,35 @@ def tied_names(module: nn.Module) -> list[list[str]]:
     for name, p in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(p), []).append(name)
     return [several for several in names.values() if len(several) > 1]
+
+
+@final
+class _SkippedSteps:
+    """Numbers of steps whose update was skipped, of which the device knows the latest alone."""
+
+    def __init__(self) -> None:
+        self.known: list[int] = []
+        self._numbers: list[int] = []
+        self._flags: list[Tensor] = []
+
+    @property
+    def unread(self) -> int:
+        """Number of steps of which the host does not know whether their update was skipped."""
+        return len(self._numbers)
+
+    def add(self, number: int, skipped: Tensor) -> None:
+        """Keep whether a step's update was skipped."""
+        self._numbers.append(number)
+        self._flags.append(skipped.view(1))
+        if len(self._flags) == _MAX_PENDING_STEPS:
+            self._flags = [torch.cat(self._flags)]
+
+    def read(self) -> None:
+        """Wait for the device, and move the numbers of skipped steps to those that are known."""
+        flags: list[bool] = torch.cat(self._flags).tolist()
+        self.known += [number for number, skipped in zip(self._numbers, flags, strict=True) if skipped]
+        self._numbers.clear()
+        self._flags.clear()
 
 
 _RATES = ("lr", "initial_lr")

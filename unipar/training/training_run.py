@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 from torch import Tensor, nn
 from typing_extensions import override
 
-from unipar.backend import Engine, Fn, Micro, Piece, Read, Step
+from unipar.backend import Engine, Factor, Fn, Micro, Piece, Read, Step
 from unipar.config import BatchSizes, Config
 from unipar.data.feed import MicrobatchFeed
 from unipar.data.order import MicrobatchPlan
@@ -164,6 +164,7 @@ class TrainingRun(Run):
         """Raise NonFinite if a loss that no step has reported yet, or the state, is not; all ranks call it together."""
         for part in self._parts.values():
             part.finish()
+            self._note_skipped(part)
             part.check_state()
 
     def mark(self, phase: str) -> None:
@@ -227,7 +228,9 @@ class TrainingRun(Run):
         trained, done = active.trained, self.done
         number = self.heartbeat.step = done + 1
         steps = self._steps or self.steps
-        rate = self._rates.factor(done - trained.skipped, steps)
+        rate: Factor = self._rates.factor(done - trained.skipped, steps)
+        if (lately_skipped := trained.lately_skipped) is not None:
+            rate = trained.factor_on_device(lately_skipped, done, self._rates, steps)
         self._choice.active = active
         try:
             self._loss.begin(done, active.seeds)
@@ -240,10 +243,9 @@ class TrainingRun(Run):
         trained.add_step(number, out, rate)
         if not self._parts_stepped:
             self._due = self._log.count(share, number, steps)
-        reported = trained.report() if self._due or (out.skipped and not self._scales) else None
-        if out.skipped:
-            trained.skip(number, expected=self._scales)
-            self.note("skipped", step=number)
+        reported = trained.report() if self._due or (not self._scales and out.skipped) else None
+        if out.skipped is not False:
+            trained.skip(number, out.skipped, expected=self._scales)
         if self._sync_every and (number % self._sync_every == 0 or number == steps):
             trained.engine.take_mean()
         if self.watch.every is not None:
@@ -262,7 +264,7 @@ class TrainingRun(Run):
         active: ActivePart,
         share: Share,
         loss: Fn | Sequence[Fn] | NumberedLoss | None,
-        rate: float,
+        rate: Factor,
         number: int,
     ) -> Step:
         """Return the result of a part's step, with all that may surround the engine's."""
@@ -358,6 +360,7 @@ class TrainingRun(Run):
         self._end_share()
         for part in self._parts.values():
             part.finish()
+            self._note_skipped(part)
         if self._checkpoints is not None:
             self._checkpoints.at_end(self.done)
         self._log.close()
@@ -427,7 +430,15 @@ class TrainingRun(Run):
         for part in self._parts.values():
             if not part.is_reported:  # parts that took a step in this share have reported it already
                 part.report()
+            self._note_skipped(part)
         self._log.write_step(self.done, self.steps, self._parts)
+
+    def _note_skipped(self, part: TrainedPart) -> None:
+        """Note the steps whose update was skipped since the last call; raise NonFinite if no loss scale is left."""
+        for number in (numbers := part.take_skipped_steps()):
+            self.note("skipped", step=number)
+        if numbers:
+            part.engine.counters()  # raises the error
 
 
 def _require_step(config: Config, steps: int) -> None:

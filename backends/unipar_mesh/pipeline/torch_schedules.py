@@ -80,6 +80,7 @@ class TorchScheduleExecutor:
         self._fn: LossFn | None = None
         self._micros: Sequence[Micro] = ()
         self._divisor = 1.0
+        self._loss_scale: Tensor | None = None
         self._share: Tensor | None = None
         self._mark: Mark = _no_mark
         self._backwards = 0
@@ -89,7 +90,9 @@ class TorchScheduleExecutor:
 
     # Training
 
-    def run(self, fn: LossFn, micros: Sequence[Micro], divisor: float, mark: Mark) -> Tensor:
+    def run(
+        self, fn: LossFn, micros: Sequence[Micro], divisor: float, mark: Mark, loss_scale: Tensor | None = None
+    ) -> Tensor:
         """Run forward and backward on all microbatches; return this rank's share of the loss."""
         refuse_other_shapes(self._axes.schedule, micros)
         key = _shapes_of(micros[0].batch), self._shell.autocast
@@ -99,6 +102,7 @@ class TorchScheduleExecutor:
         if self._made[0] != (key, len(micros)):
             self._made = (key, len(micros)), self._make_schedule(len(micros))
         self._fn, self._micros, self._divisor, self._mark = fn, micros, divisor, mark
+        self._loss_scale = loss_scale
         self._share, self._backwards = None, 0
         numbers = torch.arange(len(micros))
         try:
@@ -184,7 +188,7 @@ class TorchScheduleExecutor:
 
     def _scaled_loss(self, loss: Tensor, number: Tensor) -> Tensor:
         out, self._share = scale_loss(loss, self._micros[int(number)].scale, self._divisor, self._share)
-        return own_memory(out)
+        return own_memory(out if self._loss_scale is None else out * self._loss_scale)
 
     def _begin_backward(self, place: int, *, last_of_stage: bool) -> None:
         self._mark("backward")

@@ -135,15 +135,19 @@ def _split_gradients(engine: WrapperEngine, fn: Fn, batch: Any, names: list[str]
 
 @contextmanager
 def evaluation_without_autocast(engine: WrapperEngine, fn: Fn) -> Generator[None]:
-    """Context manager: a pass of the split model draws nothing, and leaves modes, the task and autocast as before."""
+    """Context manager: a pass of the split model in evaluation draws nothing; all is as before after it.
+
+    It runs without autocast, and without a loss scale.
+    """
     modes = [(module, module.training) for module in engine.wrapped.modules()]
     autocast, engine.call.autocast = engine.call.autocast, None
+    scaler, engine.scaler = engine.scaler, None
     engine.wrapped.eval()
     try:
         with kept_random_state(), kept_attributes([getattr(fn, "__self__", None)]):
             yield
     finally:
-        engine.call.autocast = autocast
+        engine.call.autocast, engine.scaler = autocast, scaler
         for module, mode in modes:
             module.training = mode
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from tests.support.running import Line, running
-from unipar.backend import Engine, LossFn, Mark, Micro, Piece, Step
+from unipar.backend import Engine, Factor, LossFn, Mark, Micro, Piece, Step
 from unipar.backend.engine import DelegatingEngine
 from unipar.config import Config
 from unipar.config.config_source import load_given_config
@@ -137,14 +138,16 @@ def test_they_are_held_in_a_category_of_their_own(tmp_path: Path) -> None:
 class _Skipping(DelegatingEngine):
     """Engine whose second step an overflow leaves out."""
 
-    steps = 0
+    def __init__(self, inner: Engine, *, as_tensor: bool = False) -> None:
+        super().__init__(inner)
+        self.steps, self.as_tensor = 0, as_tensor
 
     @override
-    def step(self, fn: LossFn, micros: Any, factor: float, mark: Mark) -> Step:
+    def step(self, fn: LossFn, micros: Any, factor: Factor, mark: Mark) -> Step:
         self.steps += 1
-        if self.steps == 2:
-            return Step(torch.zeros(()), torch.zeros(()), skipped=True)
-        return super().step(fn, micros, factor, mark)
+        skipped = self.steps == 2
+        out = Step(torch.zeros(()), torch.zeros(())) if skipped else super().step(fn, micros, factor, mark)
+        return replace(out, skipped=torch.tensor(skipped) if self.as_tensor else skipped)
 
 
 class _Bare(DelegatingEngine):
@@ -155,23 +158,44 @@ class _Bare(DelegatingEngine):
         return Engine.full_weights(self)
 
 
+MICRO = [Micro((torch.ones(1, 1), torch.ones(1, 1)), 1.0)]
+
+
+def _square_error(model: nn.Module, batch: tuple[Tensor, Tensor], number: int) -> Tensor:
+    return (model(batch[0]) - batch[1]).square().mean()
+
+
 def test_a_skipped_step_is_not_counted(tmp_path: Path) -> None:
     """Nor averaged; and counts go into the state and out of it."""
-    micro = [Micro((torch.ones(1, 1), torch.ones(1, 1)), 1.0)]
-
-    def loss(model: nn.Module, batch: tuple[Tensor, Tensor], number: int) -> Tensor:
-        return (model(batch[0]) - batch[1]).square().mean()
-
     with running(Line(), tmp_path) as run:
         engine = with_averages(_Skipping(run.engine), Ema(decay=0.5, every=2))
         for _ in range(4):
-            engine.step(loss, micro, 1.0, lambda phase: None)
+            engine.step(_square_error, MICRO, 1.0, lambda phase: None)
         assert engine.counters() == {"ema steps": 3, "ema updates": 1}
         assert without_counts(engine.counters() | {"loss_scale": 4.0}) == {"loss_scale": 4.0}
         again = with_averages(run.engine, Ema(decay=0.5, every=2))
         again.restore_counters(engine.counters())
         assert again.counters() == engine.counters()
         assert with_averages(run.engine, None) is run.engine
+
+
+@pytest.mark.parametrize("warmup", [0, 3])
+def test_a_step_is_skipped_on_the_device(warmup: int, tmp_path: Path) -> None:
+    """Averages and counts are those of a host that knows of it, to the last bit."""
+
+    def train(*, as_tensor: bool) -> tuple[dict[str, float], list[Any]]:
+        folder = tmp_path / str(as_tensor)
+        folder.mkdir()
+        with running(Line(), folder) as run:
+            skipping = _Skipping(run.engine, as_tensor=as_tensor)
+            engine = with_averages(skipping, Ema(decay=0.7, warmup=warmup))
+            for _ in range(5):
+                engine.step(_square_error, MICRO, 1.0, lambda phase: None)
+            return engine.counters(), [h.tensor.tolist() for h in engine.holdings() if h.category == "averages"]
+
+    known, on_device = train(as_tensor=False), train(as_tensor=True)
+    assert on_device == known
+    assert known[0] == {"ema steps": 4, "ema updates": 4}
 
 
 def test_weights_that_are_updated_in_bf16(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -95,6 +96,9 @@ def _devices(module: Any, native: Any) -> Functions:
     def exchange(device: int) -> int:
         return int(module._accelerator_exchangeDevice(device)) if device >= 0 else -1
 
+    def maybe_exchange(device: int) -> int:  # another function: torch.compile has a table of functions
+        return exchange(device)
+
     return {
         "getDeviceCount": count,
         "init": init,
@@ -102,7 +106,7 @@ def _devices(module: Any, native: Any) -> Functions:
         "getDevice": current,
         "setDevice": module._accelerator_setDeviceIndex,
         "exchangeDevice": exchange,
-        "maybeExchangeDevice": exchange,
+        "maybeExchangeDevice": maybe_exchange,
         "hasPrimaryContext": native.has_context,
         "canDeviceAccessPeer": constant(True),
         "getCompiledVersion": constant(13000),
@@ -181,10 +185,24 @@ def memory_functions(native: Any) -> Functions:
             traces[device].append(entry)
             if not allocation:
                 traces[device].append({**entry, "action": "free_completed"})
-        return {"segments": segments, "device_traces": traces, "allocator_settings": {}}
+        kept = [trace[-entries_kept[0] :] for trace in traces]
+        return {"segments": segments, "device_traces": kept, "allocator_settings": {}}
 
-    def record(enabled: str | None, *_: Any, **__: Any) -> None:
+    entries_kept = [sys.maxsize]
+
+    def record(
+        enabled: str | None,
+        context: str | None = "all",
+        stacks: str = "all",
+        most: int = sys.maxsize,
+        *_: Any,
+        **__: Any,
+    ) -> None:
+        entries_kept[0] = most
         native.record_history(enabled is not None)
+
+    def record_all(enabled: str | None, *_: Any) -> None:
+        record(enabled)
 
     fractions: dict[int, float] = {}
 
@@ -205,7 +223,7 @@ def memory_functions(native: Any) -> Functions:
         "emptyCache": lambda *_: native.empty_cache(),
         "memorySnapshot": snapshot,
         "record_memory_history": record,
-        "record_memory_history_legacy": record,
+        "record_memory_history_legacy": record_all,
         "setMemoryFraction": limit,
         "getMemoryFraction": fraction_of,
         "getAllocatorBackend": constant("native"),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tests.support.softcuda import build, profiles
 from tests.support.softcuda.activation import FOLDER
+from tests.support.softcuda.coverage.recorder import RECORDS
 from tests.support.softcuda.findings import REPORTS
 
 ROOT = Path(__file__).parents[3]
@@ -32,6 +33,8 @@ def emulated_environment(
         FOLDER: str(build.library_folder(kind)),
         "PYTHONPATH": os.pathsep.join([*sites, str(ROOT), *inherited]),
     }
+    if records := os.environ.get(RECORDS):
+        variables[RECORDS] = records
     if devices is not None:
         variables[profiles.DEVICES] = str(devices)
     if memory is not None:

@@ -33,6 +33,8 @@ class Profile:
     """False: the driver is older than torch's CUDA needs, although NVML counts its GPUs."""
     nvml_works: bool = True
     """False: pynvml finds no NVML."""
+    lists_own_process: bool = True
+    """False: NVML lists processes by the ids that they have outside of this container."""
     torch_counts: bool = True
     """False: torch's own count by NVML fails, so that it asks CUDA, which spoils forks."""
 
@@ -65,6 +67,7 @@ PROFILES = {
     "old-driver": replace(A100, driver_works=False),
     "no-nvml": replace(A100, nvml_works=False, torch_counts=False),
     "no-count": replace(A100, torch_counts=False),
+    "container": replace(A100, lists_own_process=False),
     "ascend": ASCEND,
 }
 

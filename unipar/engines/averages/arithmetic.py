@@ -18,7 +18,7 @@ MOST_ELEMENTS: Final = AVERAGED_AT_ONCE
 
 
 @torch.no_grad()
-def move_towards(pairs: Iterable[Pair], share: float) -> None:
+def move_towards(pairs: Iterable[Pair], share: float | Tensor) -> None:
     """Move each average towards its weight by this share of the distance.
 
     Three operations, each of which rounds once: what a fused one, such as lerp, rounds depends on how it was compiled.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from unipar.backend import Engine, Holding, LossFn, Mark, Micro, Piece, Read, Region, Step
+from unipar.backend import Engine, Factor, Holding, LossFn, Mark, Micro, Piece, Read, Region, Step
 from unipar.backend.engine import KIND_OF_AVERAGES, DelegatingEngine
 from unipar.config.sections.train import Ema
 from unipar.engines.averages.arithmetic import Pair, exchange, move_towards
@@ -44,23 +44,33 @@ class AveragingEngine(DelegatingEngine):
     def __init__(self, inner: Engine, settings: Ema) -> None:
         super().__init__(inner)
         self._settings = settings
-        self._steps = self._updates = 0
+        self._steps: int | Tensor = 0
+        self._updates: int | Tensor = 0
         self._averages = {
             (piece.name, piece.where): _Average(piece.shape, _average_of(piece)) for piece in self._weights()
         }
         self._in_place = False
 
     @override
-    def step(self, fn: LossFn, micros: Sequence[Micro], factor: float, mark: Mark) -> Step:
+    def step(self, fn: LossFn, micros: Sequence[Micro], factor: Factor, mark: Mark) -> Step:
         if self._in_place:
             raise TaskError(f"run.step(): {_IN_PLACE}")
         out = self.inner.step(fn, micros, factor, mark)
-        if not out.skipped:
+        if isinstance(out.skipped, Tensor) and self._settings.every == 1:
+            self._update_unless(out.skipped)
+        elif not out.skipped:  # with `every` the host has to know which update is due
             self._steps += 1
             if self._steps % self._settings.every == 0:
                 self._updates += 1
-                move_towards(self._pairs(), 1.0 - self._settings.decay_at(self._updates))
+                move_towards(self._pairs(), 1.0 - self._settings.decay_at(int(self._updates)))
         return out
+
+    def _update_unless(self, skipped: Tensor) -> None:
+        """Update averages unless the step was skipped, which the host does not wait to know."""
+        self._steps, self._updates = self._steps + ~skipped, self._updates + ~skipped
+        settings, update = self._settings, self._updates.double()
+        share = 1.0 - (update / (update + settings.warmup)).clamp(max=settings.decay)
+        move_towards(self._pairs(), share.masked_fill(skipped, 0.0).float())
 
     @override
     @contextmanager
@@ -103,7 +113,7 @@ class AveragingEngine(DelegatingEngine):
 
     @override
     def counters(self) -> dict[str, float]:
-        return self.inner.counters() | {_STEPS: self._steps, _UPDATES: self._updates}
+        return self.inner.counters() | {_STEPS: int(self._steps), _UPDATES: int(self._updates)}
 
     @override
     def restore_counters(self, saved: Mapping[str, float]) -> None:

@@ -182,11 +182,7 @@ class MemoryRecorder:
             if saving:
                 watched.meets(phase)
         if self._pinned is not None:
-            try:
-                self._pinned.mark(phase)
-            except Exception as e:  # pinned memory alone is lost, not the device's account
-                self._pinned = None
-                self._notes.append(f"pinned host memory was not recorded: {type(e).__name__}: {e}")
+            self._pinned.mark(phase)
         if self.on:
             self._name()
 

@@ -68,10 +68,14 @@ class WholeLoss:
         loss_across: Callable[[Any], Any],
         found: Sequence[FeatureColumns],
         rows: Sequence[int],
+        of_ranks: Sequence[Sequence[int]],
         seed: int,
     ) -> Self:
-        """Return the loss of all ranks' features; `rows` are those that count of each of this rank's microbatches."""
-        batch = SampleRows(world, rows)
+        """Return the loss of all ranks' features; `rows` are those that count of each of this rank's microbatches.
+
+        `of_ranks`: rows of each rank, by microbatch; () if they are not known.
+        """
+        batch = SampleRows(world, rows, of_ranks)
         counting = [
             [column[:n] for column, n in zip(of, rows, strict=True)]
             for of in zip(*(f.columns for f in found), strict=True)
@@ -145,7 +149,9 @@ class AcrossBatch:
                 found.append(FeatureColumns.of(returned, len(plan.keys)))
                 rows.append(len(plan.keys) if micro.scale else 0)
         self._require_one_nesting(found)
-        whole = WholeLoss.of(self._world, self._task.loss_across, found, rows, seed)
+        known = all(len(plan.of_ranks) == self._world.shares for plan in plans)
+        of_ranks = [plan.of_ranks for plan in plans] if known else ()
+        whole = WholeLoss.of(self._world, self._task.loss_across, found, rows, of_ranks, seed)
         self._micros = {
             micro.number: _MicroGradients(
                 whole.loss,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from unipar.backend import Micro
 from unipar.distributed.world import World
+from unipar.engines.batch_transfer import to_device
 from unipar.errors import TaskError
 from unipar.task import Share
 
@@ -21,12 +22,14 @@ from unipar.task import Share
 class SampleRows:
     """Rows of one step's global batch; all ranks make it together, from how many rows their microbatches have."""
 
-    def __init__(self, world: World, rows: Sequence[int]) -> None:
-        """Take this rank's rows of each microbatch; the first microbatch of every rank comes before the second."""
+    def __init__(self, world: World, rows: Sequence[int], of_ranks: Sequence[Sequence[int]] = ()) -> None:
+        """Take this rank's rows of each microbatch; the first microbatch of every rank comes before the second.
+
+        `of_ranks`: rows of each rank, by microbatch, if they are known; else the ranks tell one another.
+        """
         self._world = world
-        counts = torch.zeros(world.shares, len(rows), dtype=torch.int64, device=world.device)
-        counts[world.share] = torch.tensor(rows, dtype=torch.int64)
-        table: list[list[int]] = world.sum_shares(counts).tolist()
+        table = [list(row) for row in zip(*of_ranks, strict=True)] if of_ranks else _told_rows(world, rows)
+        assert table[world.share] == [*rows], f"{table[world.share]} rows were planned, and there are {[*rows]}"
         self._of_ranks = [sum(of_rank) for of_rank in table]
         self._longest = max(self._of_ranks)
         self.total = sum(self._of_ranks)
@@ -44,7 +47,7 @@ class SampleRows:
                 first = share * self._longest + within[share]
                 order += range(first, first + of_rank[micro])
                 within[share] += of_rank[micro]
-        self._order = torch.tensor(order, dtype=torch.int64, device=world.device)
+        self._order: Tensor = to_device(torch.tensor(order, dtype=torch.int64), world.device)
 
     def gather(self, mine: Tensor) -> Tensor:
         """Return the rows of all ranks in the order of the samples, from this rank's, microbatch by microbatch."""
@@ -58,6 +61,15 @@ class SampleRows:
         dist.all_gather(of_ranks, padded, group=None if whole else self._world.groups.group("data"))
         gathered = torch.cat(of_ranks)
         return gathered[self._order].view(mine.dtype).view(self.total, *mine.shape[1:])
+
+
+def _told_rows(world: World, rows: Sequence[int]) -> list[list[int]]:
+    """Return the rows of each rank's microbatches; a collective, for which the host waits."""
+    if world.shares == 1:
+        return [[*rows]]
+    counts = torch.zeros(world.shares, len(rows), dtype=torch.int64)
+    counts[world.share] = torch.tensor(rows, dtype=torch.int64)
+    return world.sum_shares(counts.to(world.device)).tolist()
 
 
 def gather_rows(world: World, tensor: Tensor, of: Share | Micro | None, current: Share | None) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from unipar.backend import Engine, Fn, LossFn, Mark, Micro, Step
+from unipar.backend import Engine, Factor, Fn, LossFn, Mark, Micro, Step
 from unipar.config import Config
 from unipar.data.order import MicrobatchPlan
 from unipar.distributed.device import has_own_memory
@@ -67,7 +67,7 @@ class StepLoss:
         loss: Fn | Sequence[Fn] | NumberedLoss | None,
         micros: Sequence[Micro],
         plans: Sequence[MicrobatchPlan],
-        rate: float,
+        rate: Factor,
     ) -> Step:
         """Return the result of the engine's step with this loss, or these; None: the task's own."""
         across, each = None, micros

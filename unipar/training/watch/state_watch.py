@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol, final
 import torch
 import torch.distributed as dist
 
-from unipar.backend import Engine, Piece, Step
+from unipar.backend import Engine, Factor, Piece, Step
 from unipar.config import Config
 from unipar.config.sections.optimizer import AdamWBf16Settings
 from unipar.data.order import MicrobatchPlan
@@ -97,13 +97,13 @@ class StateWatch:
         return self._observer
 
     def check(
-        self, part: WatchedPart, number: int, out: Step, factor: float, share: Share, plans: Sequence[MicrobatchPlan]
+        self, part: WatchedPart, number: int, out: Step, factor: Factor, share: Share, plans: Sequence[MicrobatchPlan]
     ) -> None:
         """Raise Inconsistent on all ranks if one of them finds a fault in the step; all ranks call it together."""
         observer, self._observer = self._observer, None
         if observer is None or out.skipped:
             return
-        self._check_rates(part, observer, factor)
+        self._check_rates(part, observer, float(factor))
         self._check_updates(part, observer)
         self._check_sums(part, out, observer, share, plans)
         if not self._sync_every or number % self._sync_every == 0:

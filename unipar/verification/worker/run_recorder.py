@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from unipar.backend import Engine, LossFn, Mark, Micro, Piece, Step
+from unipar.backend import Engine, Factor, LossFn, Mark, Micro, Piece, Step
 from unipar.backend.engine import DelegatingEngine
 from unipar.engines.fingerprint import TensorSketcher, fingerprint_batch, sketch_whole_tensor
 from unipar.verification.worker.module_trace import DropoutDraws, StepTrace
@@ -121,7 +121,7 @@ class RunRecorder:
                     copies[f"{prefix}{name}|{kind}"] = holding.tensor.numel(), sketch
         return copies
 
-    def step(self, prefix: str, fn: LossFn, micros: Sequence[Micro], factor: float, mark: Mark) -> Step:
+    def step(self, prefix: str, fn: LossFn, micros: Sequence[Micro], factor: Factor, mark: Mark) -> Step:
         """Run a step of the engine with this prefix, and record it."""
         seen: list[str] = []
         masks: dict[int, list[str]] = {}
@@ -163,5 +163,5 @@ class RecordingEngine(DelegatingEngine):
         self._recorder, self._prefix = recorder, prefix
 
     @override
-    def step(self, fn: LossFn, micros: Sequence[Micro], factor: float, mark: Mark) -> Step:
+    def step(self, fn: LossFn, micros: Sequence[Micro], factor: Factor, mark: Mark) -> Step:
         return self._recorder.step(self._prefix, fn, micros, factor, mark)

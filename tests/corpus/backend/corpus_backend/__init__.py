@@ -33,7 +33,7 @@ class Corpus(Backend):
             for name in ("none", *CASES)
         },
         axes={"tensor": ("nothing",), "pipeline": ("nothing",), "context": ("nothing",)},
-        devices=("cpu",),
+        devices=("cpu", "cuda"),
     )
 
     @override

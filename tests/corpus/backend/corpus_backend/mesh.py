@@ -94,4 +94,4 @@ def generator_ahead(part: Part, config: Config, world: World) -> Engine:
 
 def _draw(module: nn.Module, given: Any, out: Tensor) -> None:
     if module.training:
-        torch.rand(())
+        torch.rand((), device=out.device)

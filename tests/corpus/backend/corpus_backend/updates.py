@@ -110,7 +110,7 @@ class OwnStart(HealthyDDP):
             generator = torch.Generator().manual_seed(world.rank)
             with torch.no_grad():
                 for p in self.trained:
-                    p.add_(torch.randn(p.shape, generator=generator), alpha=0.02)
+                    p.add_(torch.randn(p.shape, generator=generator).to(p.device), alpha=0.02)
 
 
 @final

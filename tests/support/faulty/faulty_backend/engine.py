@@ -15,7 +15,7 @@ from torch.nn.utils import clip_grad_norm_
 from typing_extensions import override
 
 from tests.support.healthy_engines import HealthyByHand, HealthyDDP
-from unipar.backend import Engine, Holding, LossFn, Mark, Micro, Part, Piece, Read, Region, Step
+from unipar.backend import Engine, Factor, Holding, LossFn, Mark, Micro, Part, Piece, Read, Region, Step
 from unipar.backend.engine import DelegatingEngine
 from unipar.config import Config
 from unipar.data.feed import MicrobatchFeed
@@ -261,7 +261,7 @@ class LastMicrobatchDropped(DelegatingEngine):
         super().__init__(HealthyDDP(part, config, world))
 
     @override
-    def step(self, fn: LossFn, micros: Sequence[Micro], factor: float, mark: Mark) -> Step:
+    def step(self, fn: LossFn, micros: Sequence[Micro], factor: Factor, mark: Mark) -> Step:
         return self.inner.step(fn, micros[:-1], factor, mark)
 
 
@@ -336,7 +336,7 @@ class StaleAverages(DelegatingEngine):
         self.copies: list[Piece] = []
 
     @override
-    def step(self, fn: LossFn, micros: Sequence[Micro], factor: float, mark: Mark) -> Step:
+    def step(self, fn: LossFn, micros: Sequence[Micro], factor: Factor, mark: Mark) -> Step:
         self.steps += 1
         return self.inner.step(fn, micros, factor, mark)
 

@@ -29,6 +29,10 @@ class NVMLError_InvalidArgument(NVMLError):  # noqa: N801 - nvidia-ml-py's name
     """No device has this index."""
 
 
+class NVMLError_NotSupported(NVMLError):  # noqa: N801 - nvidia-ml-py's name
+    """The device cannot do this."""
+
+
 def _profile() -> Profile:
     profile = profile_of()
     if profile is None or not profile.nvml_works:
@@ -74,6 +78,8 @@ def nvmlDeviceGetMigMode(handle: int) -> list[int]:  # noqa: N802
     """Return whether the device is cut into instances: now, and after the next start."""
     if not 0 <= handle < _profile().devices:
         raise NVMLError_InvalidArgument("Invalid Argument")
+    if _profile().capability < (8, 0):
+        raise NVMLError_NotSupported("Not Supported")
     return [int(_profile().instances > 0)] * 2
 
 
@@ -92,9 +98,11 @@ def nvmlDeviceGetComputeRunningProcesses(handle: int) -> list[Any]:  # noqa: N80
     if activation is None or activation.native is None:
         return []
     uuid = nvmlDeviceGetUUID(handle)
+    outside = 0 if _profile().lists_own_process else 100_000
     return [
         SimpleNamespace(
-            pid=os.getpid(), usedGpuMemory=activation.native.statistics(i)["reserved"]["current"] + CONTEXT_BYTES
+            pid=os.getpid() + outside,
+            usedGpuMemory=activation.native.statistics(i)["reserved"]["current"] + CONTEXT_BYTES,
         )
         for i, seen in enumerate(activation.visible)
         if seen == uuid and activation.native.has_context(i)

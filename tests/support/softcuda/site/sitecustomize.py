@@ -2,6 +2,11 @@
 
 import os
 
+if os.environ.get("DEVICE_LINES"):
+    from tests.support.softcuda.coverage import recorder
+
+    recorder.install()
+
 if os.environ.get("SOFTCUDA"):
     from tests.support.softcuda import activation
 

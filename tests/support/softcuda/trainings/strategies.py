@@ -17,12 +17,12 @@ from tests.support.softcuda.processes import EmulatedDevice, EmulatedRun, run_co
 
 STEPS, LOG_EVERY = 8, 4
 BETWEEN = range(6, 8)
-"""Steps between two logged ones, when libraries have set up all that they set up in their first steps."""
 
 TIMEOUT = 300.0
+STEPWISE = f"{ROOT}/tests/support/softcuda/trainings/stepwise.py"
 SIZES = {"layers": 2, "width": 32, "heads": 2, "context": 16}
 SETTINGS: Mapping[str, Any] = {
-    "task": {"use": f"{ROOT}/tests/support/softcuda/trainings/stepwise.py:StepwiseGPT", "args": SIZES},
+    "task": {"use": f"{STEPWISE}:StepwiseGPT", "args": SIZES},
     "device": "cuda",
     "batch": {"total": 8, "micro": 2},
     "train": {"steps": STEPS, "optimizer": {"name": "adamw", "lr": 1e-2}, "clip": 1.0},
@@ -53,9 +53,17 @@ class EmulatedTraining:
     near: float | None = None
     """How far losses may be from those of one process, if they are not to be as near as can be."""
 
+    task: str = ""
+    """What the task is, if it is not a character GPT."""
+
+    between: range = BETWEEN
+    """Steps between two logged ones, when libraries have set up all that they set up in their first steps."""
+
     @property
     def name(self) -> str:
         """The strategy and what is beside it."""
+        if self.task:
+            return f"{self.cell}, {self.task}"
         words = [f"{key}: {_shown(value)}" for keys in self.more.values() for key, value in keys.items()]
         return ", ".join([self.cell, *words])
 
@@ -64,7 +72,7 @@ class EmulatedTraining:
         made: dict[str, Any] = json.loads(json.dumps({**SETTINGS, "device": device, "out": str(out)}))
         made["train"]["precision"] = precision
         for section, keys in self.more.items():
-            made.setdefault(section, {}).update(keys)
+            made[section] = dict(keys) if section in ("task", "batch") else {**made.get(section, {}), **keys}
         made.setdefault("parallel", {})["data"] = self.ranks
         return made
 
@@ -84,6 +92,7 @@ class EmulatedTraining:
 
 
 ALL = ("fp32", "bf16-mixed", "fp16", "bf16-master")
+FP32 = ("fp32",)
 TRAININGS = (
     EmulatedTraining("single", ranks=1),
     EmulatedTraining("native/nothing"),
@@ -95,10 +104,14 @@ TRAININGS = (
     EmulatedTraining("native/nothing+context2"),
     EmulatedTraining("native/parameters+tensor2", ranks=4),
     EmulatedTraining("deepspeed/nothing", precisions=ALL),
+    EmulatedTraining("deepspeed/nothing+tensor2", precisions=FP32),
+    EmulatedTraining("deepspeed/optimizer+tensor2", precisions=FP32, ranks=4),
     EmulatedTraining("deepspeed/optimizer", precisions=ALL),
     EmulatedTraining("deepspeed/gradients", precisions=ALL),
     EmulatedTraining("deepspeed/parameters", precisions=ALL),
     EmulatedTraining("accelerate/nothing"),
+    EmulatedTraining("accelerate/nothing+tensor2", precisions=FP32),
+    EmulatedTraining("accelerate/parameters+tensor2", precisions=FP32, ranks=4),
     EmulatedTraining("accelerate/gradients", precisions=ALL),
     EmulatedTraining("accelerate/parameters", precisions=ALL),
     EmulatedTraining("accelerate/optimizer+zero", precisions=ALL),
@@ -112,7 +125,22 @@ def _shown(value: Any) -> Any:
     return next(iter(value.values())) if isinstance(value, Mapping) else value
 
 
-FP32 = ("fp32",)
+def _other_tasks(cell: str) -> tuple[EmulatedTraining, ...]:
+    """Return trainings of the other tasks in a strategy."""
+    few, tokens = {"total": 16, "micro": 4}, {"tokens": 70, "longest": 8, "micro": 20}
+    parts = {"use": f"{STEPWISE}:StepwiseGan", "args": {"critic_steps": 1}}
+    long, late = {"steps": 12}, range(10, 12)  # each part has its first steps
+    return (
+        EmulatedTraining(cell, {"task": {"use": f"{STEPWISE}:StepwiseTowers"}, "batch": few}, FP32, task="contrastive"),
+        EmulatedTraining(cell, {"task": parts, "batch": few, "train": long}, FP32, task="parts", between=late),
+        EmulatedTraining(cell, {"task": {"use": f"{STEPWISE}:StepwiseTexts"}, "batch": tokens}, FP32, task="tokens"),
+    )
+
+
+COMPILED = {"model": {"compile": {"backend": "aot_eager"}}}
+"""Compilation without kernels of Triton."""
+
+ONE_OF_EACH = ("native/nothing", "native/parameters", "deepspeed/gradients", "accelerate/nothing")
 TORCH_ADAM = {"options": {"deepspeed": {"cpu_adam": "torch"}}}
 FEATURES = (
     EmulatedTraining("native/parameters", {"model": {"offload": "parameters"}}, FP32),
@@ -126,12 +154,17 @@ FEATURES = (
     EmulatedTraining("native/parameters", {"checkpoint": {"every": 4}}, FP32),
     EmulatedTraining("native/nothing", {"eval": {"every": 4, "batches": 2}}, FP32),
     EmulatedTraining("native/nothing", {"train": {"watch": {"every": 4}}}, FP32),
+    EmulatedTraining("native/parameters", {"train": {"watch": {"every": 4}}}, FP32),
+    EmulatedTraining("deepspeed/parameters", {"train": {"watch": {"every": 4}}}, FP32),
+    EmulatedTraining("accelerate/gradients", {"train": {"watch": {"every": 4}}}, FP32),
     EmulatedTraining("native/nothing", {"train": {"clip": {"norm": "fp64", "max": 1.0}}}, FP32),
     EmulatedTraining("native/nothing", {"train": {"optimizer": {"name": "muon", "lr": 1e-2}}}, FP32, near=math.inf),
     EmulatedTraining("native/parameters", {"train": {"optimizer": {"name": "muon", "lr": 1e-2}}}, FP32, near=math.inf),
     EmulatedTraining("native/nothing", {"train": {"optimizer": {"name": "adamw-8bit", "lr": 1e-2}}}, FP32, near=0.05),
     EmulatedTraining("native/optimizer", {"train": {"optimizer": {"name": "adamw-8bit", "lr": 1e-2}}}, FP32, near=0.05),
     EmulatedTraining("native/nothing", {"train": {"sync_every": 4}}, FP32, near=math.inf),
+    *(EmulatedTraining(cell, COMPILED, FP32) for cell in ONE_OF_EACH),
+    *(training for cell in ONE_OF_EACH for training in _other_tasks(cell)),
 )  # fmt: skip
 """What is beside a strategy; where one process with AdamW is no measure, the numbers need only be numbers."""
 
@@ -166,8 +199,8 @@ def waits_of_a_step(training: EmulatedTraining, run: EmulatedRun, *, lines: bool
     """
     found: Counter[str] = Counter()
     for finding in run.findings:
-        if finding.step in BETWEEN and finding.kind in ("wait", "unpinned"):
+        if finding.step in training.between and finding.kind in ("wait", "unpinned"):
             line = finding.where[0] if finding.where else "torch:"  # a thread of torch's own
             where = line if lines else line.rpartition(":")[0]
             found[f"{finding.text} in {where}"] += 1
-    return {what: count / len(BETWEEN) / training.ranks for what, count in found.items()}
+    return {what: count / len(training.between) / training.ranks for what, count in found.items()}
