@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -343,6 +344,9 @@ def run_row(kind: str, arguments: dict[str, Any], device: str, ranks: int) -> di
             return {"result": "passed", "figure": KINDS[kind](device, ranks, folder, **arguments)}
         except RowFailed as e:
             return {"result": "failed", "figure": str(e)}
+        except Exception as e:  # of any library
+            traceback.print_exc()
+            return {"result": "failed", "figure": f"{type(e).__name__}: {next(iter(str(e).splitlines()), '')}"}
 
 
 if __name__ == "__main__":
