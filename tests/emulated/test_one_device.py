@@ -156,7 +156,8 @@ norm = torch.tensor(float("inf"), device=one)
 result = [t.tolist() for t in (*grads, scaler.overflow(norm), scaler.overflow(norm.zero_()))]
 """)
     assert run.result == [[1.0, 1.0], True, False], run.stderr
-    assert run.texts("wait") == ["item"] * 3  # of the last line above
+    of_this_test = ["copy from pageable memory", *["copy to the host"] * 3]  # the norm, and what the last line shows
+    assert run.texts("wait") == of_this_test
 
 
 def test_all_tensors_of_a_model_are_placed(emulated: EmulatedDevice) -> None:
