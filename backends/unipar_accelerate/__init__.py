@@ -180,11 +180,12 @@ class Accelerate(Backend):
             return predict_mesh(config, timeline, ranks, options, device=device, reshard_rest=False, in_copies=False)
         from unipar.prediction.bytes_sent import LIBRARY_BUCKETS, DDPBuckets
         from unipar.prediction.terms import refuse_unplanned
-        from unipar.prediction.torch_engines import predict_ddp, predict_fsdp2, predict_single
+        from unipar.prediction.timeline import Prediction
+        from unipar.prediction.torch_engines import predict_ddp, predict_fsdp2, unwrapped_terms
 
-        if ranks == 1 and device != "cpu" and config.parallel.shard == "nothing":
-            return predict_single(config, timeline)  # Accelerate wraps the model of one process on the CPU alone
         refuse_unplanned(f"accelerate/{config.parallel.shard}", config, planned=("model.offload: parameters",))
+        if ranks == 1 and device != "cpu" and config.parallel.shard == "nothing":
+            return Prediction(unwrapped_terms(config, timeline))  # one process is wrapped on the CPU alone
         if not uses_ddp(config):
             return predict_fsdp2(config, timeline, ranks, device=device, reshard_rest=False)
         return predict_ddp(config, timeline, ranks, DDPBuckets(LIBRARY_BUCKETS, options_of(config).find_unused))

@@ -24,7 +24,6 @@ from unipar.distributed.world import World
 from unipar.engines.forward import ForwardCall, OpaqueBatch, eval_mode, plain_evaluation, unrecorded_forward
 from unipar.engines.gradients import clip_counted, clip_gradients, clip_in_fp64, scale_loss
 from unipar.engines.learning_rate import BaseRates
-from unipar.engines.loss_scale import LossScaler
 from unipar.engines.optimizer_engine import OptimizerEngine
 from unipar.engines.placement import (
     broadcast_model,
@@ -64,13 +63,13 @@ def initialize_deepspeed(model: nn.Module, optimizer: Optimizer, settings: dict[
 class ZeroEngine(OptimizerEngine):
     """Engine of one part under ZeRO 0 to 3."""
 
+    scales_on_host = True
+
     def __init__(
         self, part: Part, config: Config, world: World, backend: Backend, start: InitializeEngine = initialize_deepspeed
     ) -> None:
         refuse_scalar_parameters(part.module, str(cells.cell_of(config)))
         super().__init__(part, config, world)
-        if self.scaler is not None:
-            self.scaler = LossScaler(torch.device("cpu"))  # DeepSpeed takes a number, and waits for the norm by itself
         self.stage = SHARDS.index(config.parallel.shard)
         split, whole = plan_tensor(part, config, world) if config.parallel.tensor > 1 else (None, None)
         use_groups(world)

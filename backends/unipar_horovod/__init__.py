@@ -155,19 +155,12 @@ class Horovod(Backend):
 
     @override
     def predict(self, config: Config, timeline: StepTimeline, ranks: int, *, device: str) -> Prediction:
-        from unipar.prediction.terms import (
-            clips_in_fp64,
-            norm_terms,
-            predict_whole,
-            refuse_unplanned,
-            whole_tensors,
-        )
+        from unipar.prediction.terms import refuse_unplanned
         from unipar.prediction.timeline import Payload, Prediction, Term
+        from unipar.prediction.torch_engines import unwrapped_terms
 
         refuse_unplanned("horovod/nothing", config)
-        terms = [*predict_whole(timeline, buckets=False)]
-        if clips_in_fp64(config):
-            terms += norm_terms(timeline, whole_tensors(timeline.parameters))
+        terms = [*unwrapped_terms(config, timeline)]
         if ranks == 1:
             return Prediction(tuple(terms))
         buffer = int(fusion_buffer_bytes(config, sum(p.numel for p in timeline.parameters)))

@@ -53,7 +53,7 @@ class Single(Backend):
 
     @override
     def predict(self, config: Config, timeline: StepTimeline, ranks: int, *, device: str) -> Prediction:
-        from unipar.prediction.torch_engines import predict_single
+        from unipar_native.prediction import predict_single
 
         return predict_single(config, timeline)
 

@@ -6,20 +6,25 @@ from unipar.backend.torch_libraries import uses_ddp
 from unipar.config import Config
 from unipar.errors import Unsupported
 from unipar.prediction.bytes_sent import DDPBuckets, averages
-from unipar.prediction.terms import not_planned_yet, predict_whole, refuse_unplanned
+from unipar.prediction.terms import not_planned_yet, refuse_unplanned
 from unipar.prediction.timeline import Prediction, StepTimeline
-from unipar.prediction.torch_engines import fp64_norm_of_whole, predict_ddp, predict_fsdp2
+from unipar.prediction.torch_engines import predict_ddp, predict_fsdp2, unwrapped_terms
 from unipar_native.options import options_of
 
 
+def predict_single(config: Config, timeline: StepTimeline) -> Prediction:
+    """Return what one process holds, without a wrapper."""
+    refuse_unplanned("single", config)
+    return Prediction(unwrapped_terms(config, timeline))
+
+
 def predict_native(config: Config, timeline: StepTimeline, ranks: int, *, device: str) -> Prediction:
-    """Return what a rank of native holds and sends, by what is sharded over so many ranks."""
+    """Return what a rank of native holds and sends, by what is sharded over this number of ranks."""
     shard, options = config.parallel.shard, options_of(config)
     more = ["options.native.wrapper: dp"] if options.wrapper == "dp" else []
     refuse_unplanned(f"native/{shard}", config, *more, planned=("model.offload: parameters",))
     if config.train.sync_every is not None:
-        whole = *predict_whole(timeline, buckets=False), *fp64_norm_of_whole(config, timeline)
-        return Prediction(whole, averages(timeline, config, ranks))
+        return Prediction(unwrapped_terms(config, timeline), averages(timeline, config, ranks))
     if not uses_ddp(config):
         return predict_fsdp2(config, timeline, ranks, device=device)
     if options.hook != "none":

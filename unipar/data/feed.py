@@ -99,12 +99,11 @@ class MicrobatchFeed:
 
     def _of_rank(self, cuts: Sequence[Sequence[_Part]]) -> list[tuple[_Part, Sequence[int]]]:
         """Return what is this rank's of [microbatch][rank], and the sizes of each microbatch's parts."""
-        return [
-            (part, sizes)
-            for micro in cuts
-            for sizes in [[len(part) for part in micro]]
-            for part in (micro if self.rank is None else [micro[self.rank]])
-        ]
+        parts: list[tuple[_Part, Sequence[int]]] = []
+        for micro in cuts:
+            sizes = [len(part) for part in micro]
+            parts += [(part, sizes) for part in (micro if self.rank is None else [micro[self.rank]])]
+        return parts
 
     def _plan(self, part: Sequence[int], of_ranks: Sequence[int], epoch: int, batch: Sequence[int]) -> MicrobatchPlan:
         """Return the plan of a part of a global batch; of an empty one, a real sample that does not count."""

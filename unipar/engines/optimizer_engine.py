@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from math import inf
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -25,12 +26,16 @@ class OptimizerEngine(Engine):
     scaler: LossScaler | None
     """Loss scale of fp16; None in other precisions."""
 
+    scales_on_host = False
+    """Whether the library takes the loss scale as a number, so that it is kept in host memory."""
+
     def __init__(self, part: Part, config: Config, world: World) -> None:
         self.world, self.model = world, part.module
         clip = config.train.clipping
         self.limit = inf if clip is None else float(clip.max)
         self.fp64 = clip is not None and clip.norm == "fp64"
-        self.scaler = LossScaler(world.device) if config.train.precision == "fp16" else None
+        place = torch.device("cpu") if self.scales_on_host else world.device
+        self.scaler = LossScaler(place) if config.train.precision == "fp16" else None
 
     @override
     def counters(self) -> dict[str, float]:

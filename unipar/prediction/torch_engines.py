@@ -22,17 +22,15 @@ from unipar.prediction.terms import (
     norm_terms,
     not_planned_yet,
     predict_whole,
-    refuse_unplanned,
     update_terms,
     whole_tensors,
 )
 from unipar.prediction.timeline import Prediction, StepTimeline, Term
 
 
-def predict_single(config: Config, timeline: StepTimeline) -> Prediction:
-    """Return what one process holds, without a wrapper."""
-    refuse_unplanned("single", config)
-    return Prediction((*predict_whole(timeline, buckets=False), *fp64_norm_of_whole(config, timeline)))
+def unwrapped_terms(config: Config, timeline: StepTimeline) -> tuple[Term, ...]:
+    """Return the terms of a rank that has the whole model without a wrapper."""
+    return *predict_whole(timeline, buckets=False), *fp64_norm_of_whole(config, timeline)
 
 
 def predict_ddp(config: Config, timeline: StepTimeline, ranks: int, buckets: DDPBuckets) -> Prediction:
@@ -48,7 +46,7 @@ def predict_ddp(config: Config, timeline: StepTimeline, ranks: int, buckets: DDP
 def predict_fsdp2(
     config: Config, timeline: StepTimeline, ranks: int, *, device: str, reshard_rest: bool = True
 ) -> Prediction:
-    """Return what a rank holds and sends under FSDP2, by what is sharded over so many ranks.
+    """Return what a rank holds and sends under FSDP2, by what is sharded over this number of ranks.
 
     `reshard_rest`: under `shard: parameters`, what lies outside of blocks is freed after forward, too.
     """

@@ -72,7 +72,7 @@ class Derivation:
         """Trials of the plan that was found, in training and in evaluation."""
 
         self.wanted = self._kinds_of_matrices(given)
-        """What the task says of matrices, by their names."""
+        """Kind that the task names for each matrix it speaks of."""
 
         for name, kind in self.wanted.items():
             if kind == "whole":

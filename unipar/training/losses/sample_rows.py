@@ -28,7 +28,7 @@ class SampleRows:
         `of_ranks`: rows of each rank, by microbatch, if they are known; else the ranks tell one another.
         """
         self._world = world
-        table = [list(row) for row in zip(*of_ranks, strict=True)] if of_ranks else _told_rows(world, rows)
+        table = [list(row) for row in zip(*of_ranks, strict=True)] if of_ranks else _exchange_rows(world, rows)
         assert table[world.share] == [*rows], f"{table[world.share]} rows were planned, and there are {[*rows]}"
         self._of_ranks = [sum(of_rank) for of_rank in table]
         self._longest = max(self._of_ranks)
@@ -63,7 +63,7 @@ class SampleRows:
         return gathered[self._order].view(mine.dtype).view(self.total, *mine.shape[1:])
 
 
-def _told_rows(world: World, rows: Sequence[int]) -> list[list[int]]:
+def _exchange_rows(world: World, rows: Sequence[int]) -> list[list[int]]:
     """Return the rows of each rank's microbatches; a collective, for which the host waits."""
     if world.shares == 1:
         return [[*rows]]
