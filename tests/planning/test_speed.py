@@ -52,6 +52,8 @@ def test_parts_of_a_step() -> None:
 def test_another_precision() -> None:
     """Each precision has a peak of its own; without one nothing is told."""
     assert speed(precision="bf16-mixed").compute == 1.5
+    assert speed(precision="bf16-mixed", machine={"reached": {"fp32": 0.5, "bf16": 0.25}}).compute == 3.0
+    assert speed(precision="bf16-mixed", machine={"reached": {"fp32": 0.125, "fp64": 0.75}}).compute == 6.0
     assert predict_speed(MACHINE, "fp64", WORK, SENT, {}, Axes(), 4) is None
 
 

@@ -117,6 +117,21 @@ def test_what_code_reads(imported: Imported) -> None:
     }
 
 
+def test_a_typed_dict_that_code_reads(imported: Imported) -> None:
+    """A TypedDict takes part in no instance check, and is followed like any class."""
+    module = imported(f"""{HEAD}
+import typing
+LIMIT = 2
+
+class Row(typing.TypedDict):
+    width: int
+
+class T(Base):
+    def model(self): return Row(width=LIMIT)
+""")
+    assert [(name, value) for _, name, value in collect_script_values([module.T])] == [("LIMIT", 2)]
+
+
 VALUES = f"""{HEAD}
 class Kind(enum.Enum):
     SMALL = 1

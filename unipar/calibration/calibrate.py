@@ -58,6 +58,7 @@ def machine_from(measured: Mapping[str, Any], *, device: str, ranks: int, name: 
     from unipar.planning.machines.machine import Machine
 
     peaks: Mapping[str, float] = measured["flops"]
+    blocks: Mapping[str, float] = measured["block"]
     rates: Mapping[str, Sequence[Sequence[float]]] = measured.get("collectives", {})
     fitted = {kind: fit_link(points, kind) for kind, points in rates.items()}
     within = {"latency": 0.0, "bandwidth": 1e9}
@@ -73,7 +74,7 @@ def machine_from(measured: Mapping[str, Any], *, device: str, ranks: int, name: 
         "name": name,
         "device": device,
         "flops": {kind: _rounded(value) for kind, value in peaks.items()},
-        "reached": max(0.01, min(1.0, round(measured["block"] / peaks["fp32"], 3))),
+        "reached": {kind: max(0.01, min(1.0, round(blocks[kind] / peak, 3))) for kind, peak in peaks.items()},
         "operation": _rounded(measured["operation"]),
         "bandwidth": _rounded(measured["bandwidth"]),
         "memory": int(measured["memory"]),

@@ -71,7 +71,11 @@ class RankMeasurements:
         if device == "cpu":
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
         dist.init_process_group(
-            transport_of(self._device), init_method=f"file://{folder}/store", rank=rank, world_size=ranks
+            transport_of(self._device),
+            init_method=f"file://{folder}/store",
+            rank=rank,
+            world_size=ranks,
+            device_id=None if device == "cpu" else self._device,
         )
 
     def run(self) -> dict[str, Any]:
@@ -79,11 +83,14 @@ class RankMeasurements:
         import torch.distributed as dist
 
         flops: dict[str, float] = {}
+        block: dict[str, float] = {}
         for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp64", torch.float64)):
             flops[name] = max(self._matrix_rate(size, dtype) for size in self._sizes.matrix)
-            self._tell(f"{name}: {flops[name] / 1e9:,.0f} GFLOP/s in products of matrices")
-        block = self._block_rate()
-        self._tell(f"a block of a transformer: {block / 1e9:,.0f} GFLOP/s in fp32")
+            block[name] = self._block_rate(dtype)
+            self._tell(
+                f"{name}: {flops[name] / 1e9:,.0f} GFLOP/s in products of matrices, "
+                f"{block[name] / 1e9:,.0f} in a block of a transformer"
+            )
         bandwidth = self._bandwidth()
         self._tell(f"memory: {bandwidth / 1e9:,.1f} GB/s")
         operation = self._operation()
@@ -132,17 +139,28 @@ class RankMeasurements:
         a, b = (torch.randn(size, size, device=self._device).to(dtype) for _ in range(2))
         return 2 * size**3 / self._seconds(lambda: torch.mm(a, b))
 
-    def _block_rate(self) -> float:
-        """Return the operations a second of forward and backward of a block's feed-forward part, with its norm."""
+    def _block_rate(self, dtype: Any) -> float:
+        """Return the operations a second of forward and backward of a block's feed-forward part, with its norm.
+
+        In 16 bits it is fp32 under autocast.
+        """
         import torch
         from torch import nn
 
         width, tokens = self._sizes.block
+        mixed = dtype in (torch.bfloat16, torch.float16)
+        held = torch.float32 if mixed else dtype
         model = nn.Sequential(
             nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        ).to(self._device)
-        x = torch.randn(tokens, width, device=self._device, requires_grad=True)
-        return 3 * 2 * tokens * 8 * width**2 / self._seconds(lambda: model(x).sum().backward())
+        ).to(self._device, held)
+        x = torch.randn(tokens, width, device=self._device, dtype=held, requires_grad=True)
+
+        def both_ways() -> None:
+            with torch.autocast(self._device.type, dtype, enabled=mixed):
+                y = model(x)
+            y.sum().backward()
+
+        return 3 * 2 * tokens * 8 * width**2 / self._seconds(both_ways)
 
     def _bandwidth(self) -> float:
         import torch

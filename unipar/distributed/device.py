@@ -5,6 +5,7 @@ All that is particular to an accelerator goes through this file or through `torc
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -102,6 +103,20 @@ def synchronize(device: torch.device) -> None:
         torch.mps.synchronize()
     elif device.type != "cpu":
         _module(device).synchronize(device)
+
+
+def wait_for_late_frees(device: torch.device, *, still: float = 0.3, most: float = 3.0) -> None:
+    """Wait until a device's allocated bytes have not changed for `still` seconds, for `most` seconds at most.
+
+    NCCL's watchdog frees what finished collectives held some 0.1 s after them, as DDP's first buckets.
+    """
+    synchronize(device)
+    end = time.monotonic() + most
+    seen, since = bytes_allocated(device), time.monotonic()
+    while (now := time.monotonic()) < end and now - since < still:
+        time.sleep(0.02)
+        if (found := bytes_allocated(device)) != seen:
+            seen, since = found, time.monotonic()
 
 
 def bytes_allocated(device: torch.device) -> int:

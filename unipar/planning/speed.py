@@ -88,7 +88,7 @@ def predict_speed(
     peak = machine.peak(precision)
     if peak is None:
         return None
-    arithmetic = work.flops / (peak * machine.reached)
+    arithmetic = work.flops / (peak * machine.reached_in(precision))
     started = work.operations * machine.operation
     compute = arithmetic + started if machine.device == "cpu" else max(arithmetic, started)
     share = bubble(axes.schedule, axes.pipeline, work.microbatches) if axes.pipeline > 1 else 0.0

@@ -90,7 +90,7 @@ class _ReadValues:
 
     def _follow_class(self, kind: type) -> None:
         for name, value in list(vars(kind).items()):
-            if isinstance(value, kind):  # a member of an enumeration
+            if kind in type(value).__mro__:  # a member of an enumeration; isinstance refuses a TypedDict
                 continue
             if isinstance(value, (FunctionType, *_WRAPPERS)):
                 self.follow(value)

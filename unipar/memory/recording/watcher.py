@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from unipar.backend import Backend, Engine, Holding
+from unipar.distributed.device import has_own_memory, wait_for_late_frees
 from unipar.distributed.world import World
 from unipar.memory.account import UNKNOWN_AXIS, MemoryAccount, RecordingPass, ResidentMemory
 from unipar.memory.recording.attribution import Attribution, plain_step_seconds
@@ -132,6 +133,8 @@ class MemoryRecorder:
     @_stop_on_error
     def before(self, how: RecordingPass) -> None:
         """Begin to record a step."""
+        if not self._steps and has_own_memory(self._world.device):
+            wait_for_late_frees(self._world.device)
         self._steps.append((how, self._marks, 0))
         self._around = ExitStack()
         if how == "placed":

@@ -14,7 +14,7 @@ from unipar.config.config_file import read_config_text
 from unipar.config.sections.cell import Axes
 from unipar.config.validation_errors import join_mistakes, list_section_mistakes
 from unipar.errors import ConfigError
-from unipar.planning.machines.device_peaks import CLASS_OF_PRECISION, find_device_peaks
+from unipar.planning.machines.device_peaks import CLASS_OF_PRECISION, ArithmeticClass, find_device_peaks
 from unipar.utils.text import closest, parse_bytes
 
 
@@ -39,6 +39,8 @@ class Link(Section):
     """Share of the bandwidth that a collective reaches, by its name (`reduce_scatter`); all of it if it is absent."""
 
 
+ReachedShare = Annotated[float, Field(gt=0, le=1)]
+
 PeakRate = Annotated[float, Field(gt=0)] | None
 
 
@@ -60,8 +62,8 @@ class Machine(Section):
     flops: PeakRates
     """Peak of one device."""
 
-    reached: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """Share of the peak that forward and backward reach."""
+    reached: ReachedShare | Annotated[dict[ArithmeticClass, ReachedShare], Field(min_length=1)] = 0.5
+    """Share of the peak that forward and backward reach: one, or one for each arithmetic (`{fp32: 0.9, bf16: 0.4}`)."""
 
     operation: Annotated[float, Field(ge=0)] = 0.0
     """Seconds that an operation takes beside its arithmetic; on the CPU they add up, a GPU computes meanwhile."""
@@ -93,6 +95,12 @@ class Machine(Section):
     def peak(self, precision: Precision) -> float | None:
         """Return the operations a second in a precision; None if no peak is known."""
         return getattr(self.flops, CLASS_OF_PRECISION[precision])
+
+    def reached_in(self, precision: Precision) -> float:
+        """Return the share of the peak that forward and backward reach; the lowest where a precision's is not given."""
+        if not isinstance(self.reached, dict):
+            return self.reached
+        return self.reached.get(CLASS_OF_PRECISION[precision], min(self.reached.values()))
 
     def way(self, axes: Axes, axis: str, ranks: int, world: int, stride: int = 1) -> Link:
         """Return the slowest link in a group of so many ranks along an axis of a world, `stride` from one another.

@@ -215,6 +215,8 @@ class StepRecorder(TorchDispatchMode):
 
     def _count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Add a call to the work; what backward records is computed again, and not what it computes itself."""
+        if func.namespace == "prim":  # a question to a tensor, such as its device
+            return
         flops, recomputed, operators = self._work
         more = count_operations(func, args, kwargs, out) or 0
         again = self.phase == "backward" and torch.is_grad_enabled()
