@@ -36,7 +36,7 @@ demo: setup ## the same training under every backend: one table, two minutes; th
 	$(BIN)/unipar compare configs/quickstart.yaml --overwrite
 	$(BIN)/unipar plan configs/gpt_7b.yaml --world 64 --machine h100-sxm
 
-verify: setup ## every cell compared with one process on two examples, bitwise where possible; about three minutes each
+verify: setup ## every strategy compared with one process on two examples, bitwise where possible; about three minutes each
 	$(BIN)/unipar verify configs/char_gpt.yaml --overwrite
 	$(BIN)/unipar verify configs/digits.yaml --overwrite
 
@@ -68,13 +68,13 @@ layout: setup ## the shape of unipar/: modules, packages, floors, import circles
 settings: setup $(DONE)/tests ## every key of the config, from every source, in every strategy: obeyed or refused, as a table
 	$(IN_VENV) $(BIN)/python -m tests.support.every_setting
 
-memory: setup ## whether every byte has a name, in every cell: two models, three precisions, worlds of 1 and 2
+memory: setup ## whether every byte has a name, in every strategy: two models, three precisions, worlds of 1 and 2
 	$(IN_VENV) $(BIN)/python -m benchmarks.memory $(ARGS)
 
-mesh: setup $(DONE)/tests ## models that others wrote, split over tensor, pipeline and context: verified in each cell
+mesh: setup $(DONE)/tests ## models that others wrote, split over tensor, pipeline and context: verified in each strategy
 	$(IN_VENV) $(BIN)/python -m benchmarks.mesh $(ARGS)
 
-examples: setup $(DONE)/tests ## every example, small, verified in every cell that it can run in (ARGS: names of some): half an hour
+examples: setup $(DONE)/tests ## every example, small, verified in every strategy that it can run in (ARGS: names of some): half an hour
 	$(IN_VENV) $(BIN)/python -m benchmarks.examples $(ARGS)
 
 bubble: setup ## how long the ranks of a pipeline wait under each schedule, measured on blocks that sleep
@@ -83,7 +83,7 @@ bubble: setup ## how long the ranks of a pipeline wait under each schedule, meas
 pairs: setup ## every engine goes on from what every other one has saved: an hour (ARGS=--help)
 	$(IN_VENV) $(BIN)/python -m benchmarks.checkpoint_pairs $(ARGS)
 
-conformance: setup $(DONE)/tests ## every case in every cell, in worlds of 1, 2 and 4, and a few on 8 ranks
+conformance: setup $(DONE)/tests ## every case in every strategy, in worlds of 1, 2 and 4, and a few on 8 ranks
 	@$(PYTEST) tests/conformance --whole -m "not gpu" $(ARGS)
 
 chaos: setup $(DONE)/tests ## kill random ranks and parents, many times

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.bubble_task import BACKWARD_SECONDS, FORWARD_SECONDS
-from unipar.backend import offered_cells as cells
-from unipar.comparison.cell_world import CellWorld
-from unipar.config import Cell
+from unipar.backend import offered_strategies as strategies
+from unipar.comparison.strategy_world import StrategyWorld
+from unipar.config import Strategy
 from unipar.config.config_source import load_given_config
-from unipar.config.sections.cell import SCHEDULES, PipelineSchedule
+from unipar.config.sections.strategy import SCHEDULES, PipelineSchedule
 from unipar.config.settled import SettledConfig
 from unipar.planning.pipeline_order import bubble
 from unipar.task.reference import TaskRef
@@ -35,7 +35,7 @@ def busy_seconds(micros: int) -> float:
 def settle_schedule(schedule: PipelineSchedule, ranks: int, micros: int) -> SettledConfig:
     """Return the config of one row."""
     word = "" if schedule == "1f1b" else f"+{schedule}"
-    cell = Cell.parse(f"native/nothing+pipeline{ranks}{word}")
+    strategy = Strategy.parse(f"native/nothing+pipeline{ranks}{word}")
     given: dict[str, Any] = {
         "task": {"use": f"{ROOT}/benchmarks/bubble_task.py:Sleeping", "args": {"blocks": BLOCKS_PER_RANK * ranks}},
         "device": "cpu",
@@ -44,8 +44,8 @@ def settle_schedule(schedule: PipelineSchedule, ranks: int, micros: int) -> Sett
         "train": {"steps": 100, "optimizer": {"lr": 1e-3}},
         "data": {"ragged": "drop"},
     }
-    config = cells.config_in_cell(load_given_config(given, None).config, cell)
-    return SettledConfig.of(config, cell, ranks, "cpu")
+    config = strategies.config_in_strategy(load_given_config(given, None).config, strategy)
+    return SettledConfig.of(config, strategy, ranks, "cpu")
 
 
 def measure_step(schedule: PipelineSchedule, ranks: int, micros: int) -> float:
@@ -53,7 +53,7 @@ def measure_step(schedule: PipelineSchedule, ranks: int, micros: int) -> float:
     settled = settle_schedule(schedule, ranks, micros)
     with tempfile.TemporaryDirectory(prefix="unipar-bubble-") as folder:
         ref = TaskRef.of(None, settled.config.task, {})
-        with closing(CellWorld(settled, ref, Path(folder) / "run", {})) as run:
+        with closing(StrategyWorld(settled, ref, Path(folder) / "run", {})) as run:
             run.start("1")
             run.train_steps(2)
             return min(run.train_steps(STEPS))

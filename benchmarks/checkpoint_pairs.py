@@ -1,8 +1,8 @@
-"""Pairs of engines, one of which saves and the other goes on: `python -m benchmarks.checkpoint_pairs [--cells CELL]`.
+"""Pairs of engines, one of which saves and the other goes on: `python -m benchmarks.checkpoint_pairs`.
 
-Each cell trains a few steps and saves; every cell loads each of these checkpoints, which must give it exactly the
-tensors that were saved, and trains on beside one process that was never interrupted. Then each cell by itself from one
-number of ranks to another. Exit 1: a pair differs, or fails without a refusal.
+Each strategy trains a few steps and saves; every strategy loads each of these checkpoints, which must give it exactly
+the tensors that were saved, and trains on beside one process that was never interrupted. Then each strategy by itself
+from one number of ranks to another. Exit 1: a pair differs, or fails without a refusal.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import unipar
-from unipar.backend.checks import in_cell
-from unipar.config import Cell
+from unipar.backend.checks import in_strategy
+from unipar.config import Strategy
 from unipar.config.config_source import load_given_config
 from unipar.errors import UniparError
 
 ROOT = Path(__file__).parents[1]
-CELLS = (
+STRATEGIES = (
     "native/nothing",
     "native/optimizer",
     "native/parameters",
@@ -63,28 +63,28 @@ def config_of(steps: int, **more: Any) -> dict[str, Any]:
     }
 
 
-def save_in(cell: str, ranks: int, folder: Path) -> Path:
-    """Train the first half in a cell and return its checkpoint."""
-    parsed = Cell.parse(cell)
+def save_in(strategy: str, ranks: int, folder: Path) -> Path:
+    """Train the first half in a strategy and return its checkpoint."""
+    parsed = Strategy.parse(strategy)
     out = folder / f"{parsed.slug}-{ranks}"
     checkpoint = out / "checkpoints" / f"step-{HALF:08d}"
     if checkpoint.exists():
         return checkpoint
     config = config_of(HALF, checkpoint={"every": None}, parallel={"data": ranks}, out=str(out))
-    unipar.launch(in_cell(load_given_config(config), str(parsed)), quiet=True)
+    unipar.launch(in_strategy(load_given_config(config), str(parsed)), quiet=True)
     return checkpoint
 
 
-def go_on(checkpoint: Path, cells: Sequence[str], ranks: int, folder: Path) -> Mapping[str, tuple[bool, str]]:
-    """Have cells go on from a checkpoint; return for each whether all is well, and the words for the table."""
+def go_on(checkpoint: Path, strategies: Sequence[str], ranks: int, folder: Path) -> Mapping[str, tuple[bool, str]]:
+    """Have strategies go on from a checkpoint; return for each whether all is well, and the words for the table."""
     out = folder / f"{checkpoint.parents[1].name}-to-{ranks}"
     if ranks == 1:
-        return {cell: _alone(checkpoint, cell, out) for cell in cells}
+        return {strategy: _alone(checkpoint, strategy, out) for strategy in strategies}
     config = config_of(STEPS, out=str(out))
-    found = unipar.verify(config, cells=cells, world=ranks, steps=STEPS, resume=checkpoint, overwrite=True)
+    found = unipar.verify(config, strategies=strategies, world=ranks, steps=STEPS, resume=checkpoint, overwrite=True)
     told = {"agrees": "equal", "refused": "refused"}
     return {
-        row.cell: (
+        row.strategy: (
             row.outcome in told,
             told.get(row.outcome, row.outcome) + (f" {row.share:.2f}" if row.share is not None else f": {row.note}"),
         )
@@ -92,11 +92,11 @@ def go_on(checkpoint: Path, cells: Sequence[str], ranks: int, folder: Path) -> M
     }
 
 
-def _alone(checkpoint: Path, cell: str, out: Path) -> tuple[bool, str]:
+def _alone(checkpoint: Path, strategy: str, out: Path) -> tuple[bool, str]:
     """Go on in one process and compare the losses with those of one that was never interrupted."""
     config = config_of(STEPS, resume=str(checkpoint), parallel={"data": 1})
     whole = unipar.launch({**config_of(STEPS), "backend": "single", "out": f"{out}-whole"}, quiet=True, overwrite=True)
-    source = in_cell(load_given_config({**config, "out": f"{out}-{Cell.parse(cell).slug}"}), cell)
+    source = in_strategy(load_given_config({**config, "out": f"{out}-{Strategy.parse(strategy).slug}"}), strategy)
     mine = unipar.launch(source, quiet=True, overwrite=True)
     wanted = dict(whole.losses)
     off = max(abs(loss - wanted[step]) / wanted[step] for step, loss in mine.losses)
@@ -104,52 +104,52 @@ def _alone(checkpoint: Path, cell: str, out: Path) -> tuple[bool, str]:
 
 
 def rows_of_pairs(
-    savers: Sequence[str], cells: Sequence[str], folder: Path
+    savers: Sequence[str], strategies: Sequence[str], folder: Path
 ) -> Iterator[tuple[str, Mapping[str, tuple[bool, str]]]]:
-    """Yield each cell that saves on two ranks, and for each that goes on whether all is well, and words."""
-    for cell in savers:
-        print(f"{cell} saves", file=sys.stderr, flush=True)
+    """Yield each strategy that saves on two ranks, and for each that goes on whether all is well, and words."""
+    for strategy in savers:
+        print(f"{strategy} saves", file=sys.stderr, flush=True)
         try:
-            found = go_on(save_in(cell, 2, folder), cells, 2, folder)
+            found = go_on(save_in(strategy, 2, folder), strategies, 2, folder)
         except UniparError as e:
-            found = dict.fromkeys(cells, (False, f"failed: {e}"))
-        yield cell, found
+            found = dict.fromkeys(strategies, (False, f"failed: {e}"))
+        yield strategy, found
 
 
-def print_pairs(savers: Sequence[str], cells: Sequence[str], folder: Path) -> bool:
+def print_pairs(savers: Sequence[str], strategies: Sequence[str], folder: Path) -> bool:
     """Print each row of the matrix when it is known, and then what is not equal; return whether all is well."""
     print(f"rows: saved on 2 ranks after step {HALF}; columns: gone on with to step {STEPS}, the difference of allowed")
-    wide = max(map(len, cells)) + 4
-    print(" " * wide + "".join(f"{number:>5}" for number, _ in enumerate(cells, 1)), flush=True)
+    wide = max(map(len, strategies)) + 4
+    print(" " * wide + "".join(f"{number:>5}" for number, _ in enumerate(strategies, 1)), flush=True)
     others: list[str] = []
-    for cell, found in rows_of_pairs(savers, cells, folder):
+    for strategy, found in rows_of_pairs(savers, strategies, folder):
         words = {to: word for to, (_, word) in found.items() if not word.startswith("equal ")}
-        shown = ["-" if to in words else found[to][1].removeprefix("equal ") for to in cells]
-        label = f"{cells.index(cell) + 1 if cell in cells else '':>2} {cell}"
+        shown = ["-" if to in words else found[to][1].removeprefix("equal ") for to in strategies]
+        label = f"{strategies.index(strategy) + 1 if strategy in strategies else '':>2} {strategy}"
         print(f"{label:<{wide}}" + "".join(f"{word:>5}" for word in shown), flush=True)
-        others += [f"{cell} to {to}: {word}" for to, word in words.items()]
-        others += [f"{cell} to {to} is not well" for to, (well, _) in found.items() if not well]
+        others += [f"{strategy} to {to}: {word}" for to, word in words.items()]
+        others += [f"{strategy} to {to} is not well" for to, (well, _) in found.items() if not well]
     print("\n".join(others))
     return not any(line.endswith(" is not well") for line in others)
 
 
 def print_worlds(savers: Sequence[str], folder: Path) -> bool:
-    """Print for each cell that goes on, on other numbers of ranks, the same; return whether all is well."""
-    print("saved by a cell on some ranks, gone on with by itself and by native/parameters on others:")
+    """Print for each strategy that goes on, on other numbers of ranks, the same; return whether all is well."""
+    print("saved by a strategy on some ranks, gone on with by itself and by native/parameters on others:")
     good = True
-    for cell in savers:
+    for strategy in savers:
         for before, after in WORLDS:
-            if before < Cell.parse(cell).axes.ranks:
+            if before < Strategy.parse(strategy).axes.ranks:
                 continue
-            both = dict.fromkeys((cell, "native/parameters"))
-            others = [other for other in both if Cell.parse(other).axes.ranks <= after]
-            print(f"{cell} from {before} to {after}", file=sys.stderr, flush=True)
+            both = dict.fromkeys((strategy, "native/parameters"))
+            others = [other for other in both if Strategy.parse(other).axes.ranks <= after]
+            print(f"{strategy} from {before} to {after}", file=sys.stderr, flush=True)
             try:
-                found = go_on(save_in(cell, before, folder), others, after, folder)
+                found = go_on(save_in(strategy, before, folder), others, after, folder)
             except UniparError as e:
                 found = dict.fromkeys(others, (False, f"failed: {e}"))
             words = ", ".join(f"{word} in {other}" for other, (_, word) in found.items())
-            print(f"{cell:<28}{before} to {after}: {words}", flush=True)
+            print(f"{strategy:<28}{before} to {after}: {words}", flush=True)
             good = good and all(well for well, _ in found.values())
     return good
 
@@ -158,7 +158,9 @@ def main() -> int:
     """Print both tables; return the exit code."""
     assert __doc__ is not None
     parser = argparse.ArgumentParser(prog="python -m benchmarks.checkpoint_pairs", description=__doc__)
-    parser.add_argument("--cells", default=",".join(CELLS), help="cells that save and go on, with commas")
+    parser.add_argument(
+        "--strategies", default=",".join(STRATEGIES), help="strategies that save and go on, with commas"
+    )
     parser.add_argument("--saved-by", help="only those of them that save: some rows of the tables")
     parser.add_argument("--only", choices=("pairs", "worlds"), help="one of both tables")
     parser.add_argument(
@@ -166,13 +168,13 @@ def main() -> int:
     )
     given = parser.parse_args()
     OPTIMIZER["name"] = given.optimizer
-    cells = given.cells.split(",")
-    savers = given.saved_by.split(",") if given.saved_by else cells
+    strategies = given.strategies.split(",")
+    savers = given.saved_by.split(",") if given.saved_by else strategies
     good = True
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if given.only != "worlds":
-            good = print_pairs(savers, cells, folder)
+            good = print_pairs(savers, strategies, folder)
         if given.only != "pairs":
             good = print_worlds(savers, folder) and good
     print("all pairs are equal, or refused in a sentence" if good else "some pairs differ")

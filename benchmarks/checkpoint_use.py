@@ -70,7 +70,7 @@ def measure_blocks(place: Place, run: Path, control: socket.socket | None) -> No
     config = config_of("block", "nothing", 1)
     task: Task = TaskRef.of(None, config.task, {}).load()
     settled = settle(config, 1)
-    with open_run(settled, registry.find_backend(settled.cell.backend), task, place, run) as live:
+    with open_run(settled, registry.find_backend(settled.strategy.backend), task, place, run) as live:
         saves = RunCheckpoints(Checkpoint(keep=1), live, run, {})
         share = next(live.batches())
 
@@ -109,7 +109,7 @@ def measure_loads(place: Place, run: Path, control: socket.socket | None) -> Non
     config = config_of("load", "parameters", 2)
     task: Task = TaskRef.of(None, config.task, {}).load()
     settled = settle(config, 2)
-    with open_run(settled, registry.find_backend(settled.cell.backend), task, place, run) as live:
+    with open_run(settled, registry.find_backend(settled.strategy.backend), task, place, run) as live:
         live.step(next(live.batches()))
         saves = RunCheckpoints(Checkpoint.model_validate({"async": False}), live, run, {})
         saves.save(1)

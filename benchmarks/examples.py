@@ -1,7 +1,7 @@
-"""Every example, small, verified in every cell that it can run in: `python -m benchmarks.examples [NAME ...]`.
+"""Every example, small, verified in every strategy that it can run in: `python -m benchmarks.examples [NAME ...]`.
 
-`--cells CELL` picks cells; with `--write` the table replaces that of docs/examples.md. Exit 1: a cell disagrees, or
-fails without a refusal.
+`--strategies STRATEGY` picks strategies; with `--write` the table replaces that of docs/examples.md. Exit 1: a strategy
+disagrees, or fails without a refusal.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from unipar.utils.text import count_of, format_duration
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "examples.md"
 STEPS = 4
-CELLS = ("*", "native/nothing+tensor2", "native/nothing+pipeline2", "native/nothing+context2")
-"""All cells that split no sample, and three that do, on two ranks."""
+STRATEGIES = ("*", "native/nothing+tensor2", "native/nothing+pipeline2", "native/nothing+context2")
+"""All strategies that split no sample, and three that do, on two ranks."""
 
 _LANGUAGE = {"hidden": 32, "layers": 2, "heads": 2, "context": 32, "words": 512}
 LARGER = ("gpt_7b", "llama_7b", "llama_70b")
@@ -44,12 +44,14 @@ EXAMPLES = sorted({file.stem for file in (ROOT / "configs").glob("*.yaml")} - {"
 """Names of the configs; the quickstart's is that of char_gpt."""
 
 
-def verified_example(name: str, cells: Sequence[str]) -> Iterator[Row]:
+def verified_example(name: str, strategies: Sequence[str]) -> Iterator[Row]:
     """Yield the verdicts on an example."""
     config = ROOT / "configs" / f"{name}.yaml"
     with tempfile.TemporaryDirectory(prefix="unipar-examples-") as folder:
         overrides = {"out": folder, "device": "cpu"} | dict(SMALL.get(name, {}))
-        verdicts = unipar.verify(config, cells=cells, world=2, steps=STEPS, overrides=overrides, overwrite=True)
+        verdicts = unipar.verify(
+            config, strategies=strategies, world=2, steps=STEPS, overrides=overrides, overwrite=True
+        )
     if verdicts.interrupted:
         raise KeyboardInterrupt
     for verdict in verdicts.rows:
@@ -65,8 +67,8 @@ def short_verdict(row: Row) -> str:
 
 
 def examples_table(rows: Sequence[Row]) -> str:
-    """Return the rows as Markdown: a cell a line, an example a column; refusals below."""
-    names, by = list(dict.fromkeys(row.model for row in rows)), {(row.cell, row.model): row for row in rows}
+    """Return the rows as Markdown: a strategy a line, an example a column; refusals below."""
+    names, by = list(dict.fromkeys(row.model for row in rows)), {(row.strategy, row.model): row for row in rows}
     notes: dict[str, int] = {}
 
     def shown(row: Row | None) -> str:
@@ -75,18 +77,20 @@ def examples_table(rows: Sequence[Row]) -> str:
         return f"({notes.setdefault(row.says, len(notes) + 1)})"
 
     lines = [
-        f"| `{cell}` | {' | '.join(shown(by.get((cell, name))) for name in names)} |"
-        for cell in dict.fromkeys(row.cell for row in rows)
+        f"| `{strategy}` | {' | '.join(shown(by.get((strategy, name))) for name in names)} |"
+        for strategy in dict.fromkeys(row.strategy for row in rows)
     ]
-    head = [f"| cell | {' | '.join(names)} |", f"|{'---|' * (len(names) + 1)}"]
+    head = [f"| strategy | {' | '.join(names)} |", f"|{'---|' * (len(names) + 1)}"]
     return "\n".join([*head, *lines, "", *(f"{i}. {said}" for said, i in notes.items())])
 
 
 def main(words: Sequence[str]) -> int:
-    """Verify the examples and print the table; return 1 if a cell is wrong."""
+    """Verify the examples and print the table; return 1 if a strategy is wrong."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.examples", description=__doc__)
     parser.add_argument("examples", nargs="*", metavar="NAME", help=", ".join(EXAMPLES))
-    parser.add_argument("--cells", action="append", default=[], metavar="CELL", help="cells instead of all")
+    parser.add_argument(
+        "--strategies", action="append", default=[], metavar="STRATEGY", help="strategies instead of all"
+    )
     parser.add_argument("--write", action="store_true", help="write the table into docs/examples.md")
     given = parser.parse_args(words)
     if unknown := {*given.examples} - {*EXAMPLES}:
@@ -95,15 +99,17 @@ def main(words: Sequence[str]) -> int:
     rows: list[Row] = []
     for name in given.examples or EXAMPLES:
         began = time.monotonic()
-        rows += verified_example(name, [cell for text in given.cells for cell in text.split(",")] or CELLS)
+        rows += verified_example(
+            name, [strategy for text in given.strategies for strategy in text.split(",")] or STRATEGIES
+        )
         print(f"{name}: {format_duration(time.monotonic() - began)}", file=sys.stderr, flush=True)
-    head = ("example", "cell", "against one process")
-    print(format_table(head, [(r.model, r.cell, r.says) for r in rows], width=120))
+    head = ("example", "strategy", "against one process")
+    print(format_table(head, [(r.model, r.strategy, r.says) for r in rows], width=120))
     agree, refused = sum(row.agrees for row in rows), sum(row.refused for row in rows)
     wrong = len(rows) - agree - refused
     print(
-        f"\n{count_of(agree, 'cell')} of {len(rows)} agree with one process over {STEPS} steps on 2 ranks, {refused} "
-        "are refused and say why" + (f"; {wrong} DISAGREE or FAILED" if wrong else "")
+        f"\n{count_of(agree, 'strategy')} of {len(rows)} agree with one process over {STEPS} steps on 2 ranks, "
+        f"{refused} are refused and say why" + (f"; {wrong} DISAGREE or FAILED" if wrong else "")
     )
     if given.write:
         PAGE.write_text(written(PAGE.read_text("utf-8"), examples_table(rows)), "utf-8")

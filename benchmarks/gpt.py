@@ -16,10 +16,10 @@ import torch.distributed as dist
 from benchmarks.loops import CLIP, DECAY, LR, by_hand
 from benchmarks.timing import Loop, count_calls, interleaved, interval, time_ratio
 from benchmarks.worlds import read_asked, write_found
-from unipar.backend import offered_cells as cells
+from unipar.backend import offered_strategies as strategies
 from unipar.backend import registry
 from unipar.backend.checks import settle
-from unipar.config import Cell, Config
+from unipar.config import Config, Strategy
 from unipar.config.config_source import load_config_file
 from unipar.distributed.place import Place
 from unipar.task import Task
@@ -30,8 +30,8 @@ QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
 STEPS, WARM = 1_000_000, 3
 
 
-def config_of(cell: str, ranks: int) -> Config:
-    """Return the quickstart's config in a cell: four samples on each rank, no accumulation, nothing logged."""
+def config_of(strategy: str, ranks: int) -> Config:
+    """Return the quickstart's config in a strategy: four samples on each rank, no accumulation, nothing logged."""
     change: dict[str, Any] = {
         "parallel.data": ranks,
         "batch": {"micro": 4, "accumulate": 1, "total": None},
@@ -43,7 +43,7 @@ def config_of(cell: str, ranks: int) -> Config:
         },
         "log.every": STEPS,
     }
-    return cells.config_in_cell(load_config_file(QUICKSTART, (), change).config, Cell.parse(cell))
+    return strategies.config_in_strategy(load_config_file(QUICKSTART, (), change).config, Strategy.parse(strategy))
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,12 @@ class LoopPair:
 
 
 @contextmanager
-def open_loops(cell: str, place: Place, run: Path) -> Generator[LoopPair]:
-    """Context manager: start a run in the cell; yields both loops."""
-    config = config_of(cell, place.size)
+def open_loops(strategy: str, place: Place, run: Path) -> Generator[LoopPair]:
+    """Context manager: start a run in the strategy; yields both loops."""
+    config = config_of(strategy, place.size)
     task: Task = TaskRef.of(None, config.task, {}).load()
     settled = settle(config, place.size)
-    with open_run(settled, registry.find_backend(settled.cell.backend), task, place, run) as live:
+    with open_run(settled, registry.find_backend(settled.strategy.backend), task, place, run) as live:
         share = next(live.batches())
 
         def ours() -> None:
@@ -72,7 +72,7 @@ def open_loops(cell: str, place: Place, run: Path) -> Generator[LoopPair]:
         def hand() -> Loop:
             torch.manual_seed(0)
             model: Any = task.model()
-            return by_hand(cell, model, task.loss, share[0], config)
+            return by_hand(strategy, model, task.loss, share[0], config)
 
         live.step(share)
         yield LoopPair(ours, hand)
@@ -80,8 +80,8 @@ def open_loops(cell: str, place: Place, run: Path) -> Generator[LoopPair]:
 
 def measure_one_process(place: Place, run: Path, control: socket.socket | None) -> None:
     """Measure CPU time and calls in one process; entry function of the worker."""
-    cell = read_asked(run)
-    with open_loops(cell, place, run) as pair:
+    strategy = read_asked(run)
+    with open_loops(strategy, place, run) as pair:
         hand = pair.hand()
         for _ in range(WARM):
             pair.ours()

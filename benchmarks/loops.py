@@ -14,7 +14,7 @@ from unipar_accelerate import splitting_library
 
 from benchmarks.timing import Loop
 from unipar.backend import registry
-from unipar.config import Cell, Config
+from unipar.config import Config, Strategy
 
 Loss = Callable[[nn.Module, Any], Tensor]
 CLIP, LR, DECAY = 1.0, 3e-4, 0.1
@@ -179,9 +179,9 @@ def over_deepspeed(model: nn.Module, config: Config) -> Any:
     return accelerator
 
 
-def by_hand(cell: str, model: nn.Module, loss: Loss, batch: Any, config: Config) -> Loop:
-    """Return the loop that a user of the library would write for this cell."""
-    at = Cell.parse(cell)
+def by_hand(strategy: str, model: nn.Module, loss: Loss, batch: Any, config: Config) -> Loop:
+    """Return the loop that a user of the library would write for this strategy."""
+    at = Strategy.parse(strategy)
     if at.backend == "single":
         return plain_loop(model, loss, batch)
     if at.backend == "native":

@@ -1,4 +1,4 @@
-"""Check that all memory has a name, in each cell: `python -m benchmarks.memory [10M fp32 2 native/nothing]`."""
+"""Check that all memory has a name, in each strategy: `python -m benchmarks.memory [10M fp32 2 native/nothing]`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from unipar.backend import checks
-from unipar.backend import offered_cells as cells
-from unipar.comparison.cell_world import CellWorld
+from unipar.backend import offered_strategies as strategies
 from unipar.comparison.library_traffic import has_library_traffic, with_library_traffic
+from unipar.comparison.strategy_world import StrategyWorld
 from unipar.config import Config
 from unipar.config.config_source import load_given_config
 from unipar.config.settled import SettledConfig
@@ -64,11 +64,11 @@ def measure_account(
 ) -> MemoryAccount:
     """Return the account of the rank that used the most memory.
 
-    `library_traffic`: with what the cell's library sends without torch.distributed, from a world of its own.
+    `library_traffic`: with what the strategy's library sends without torch.distributed, from a world of its own.
     """
     with tempfile.TemporaryDirectory(prefix="unipar-memory-") as folder:
         ref = TaskRef.of(None, settled.config.task, {})
-        with closing(CellWorld(settled, ref, Path(folder) / "run", environment)) as run:
+        with closing(StrategyWorld(settled, ref, Path(folder) / "run", environment)) as run:
             run.start("1")
             run.train_steps(2)
             run.record_memory(sorted(PASSES_BY_IMPORTANCE, key=PASSES_IN_ORDER.index))
@@ -100,20 +100,20 @@ def result_row(name: tuple[str, ...], phases: Sequence[PhasePeak]) -> tuple[tupl
 
 
 def select_rows(words: list[str]) -> Iterator[tuple[tuple[str, ...], SettledConfig]]:
-    """Yield name and config of each row, without cells that do not support the precision."""
+    """Yield name and config of each row, without strategies that do not support the precision."""
     sizes = [w for w in words if w in SIZES] or list(SIZES)
     precisions = [w for w in words if w in PRECISIONS] or list(PRECISIONS)
     worlds = [w for w in words if w in (*WORLDS, *LARGER_WORLDS)] or list(WORLDS)
     wanted = [w for w in words if w not in (*SIZES, *PRECISIONS, *WORLDS, *LARGER_WORLDS, PROFILER_ARGUMENT)]
     for size, precision, world in product(sizes, precisions, worlds):
-        for cell in cells.expand_cell_patterns(tuple(wanted or ("*",))):
+        for strategy in strategies.expand_strategy_patterns(tuple(wanted or ("*",))):
             try:
-                config = cells.config_in_cell(config_of(size, precision, int(world)), cell)
+                config = strategies.config_in_strategy(config_of(size, precision, int(world)), strategy)
                 checks.check_can_run(config)
             except (Unsupported, ConfigError):
                 continue
-            settled = SettledConfig.of(config, cell, int(world), "cpu")
-            yield (size, precision, world, str(cell)), settled
+            settled = SettledConfig.of(config, strategy, int(world), "cpu")
+            yield (size, precision, world, str(strategy)), settled
 
 
 def main(words: list[str]) -> int:
@@ -132,7 +132,7 @@ def main(words: list[str]) -> int:
         print(f"{i} of {len(todo)}, {took}:", *filter(None, row), file=sys.stderr, flush=True)
         rows.append(row)
         missed += not good
-    header = ("model", "precision", "ranks", "cell", "peak MiB", "named MiB", "largest unnamed share", "")
+    header = ("model", "precision", "ranks", "strategy", "peak MiB", "named MiB", "largest unnamed share", "")
     print(format_table(header, rows, right=(2, 4, 5), width=110))
     took = format_duration(time.monotonic() - began)
     good = f"{len(rows) - missed} of {len(rows)}"

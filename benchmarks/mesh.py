@@ -1,7 +1,7 @@
-"""Models that others wrote, split over a mesh and verified: `python -m benchmarks.mesh [MODEL ...] [--cells CELL]`.
+"""Models that others wrote, split over a mesh and verified: `python -m benchmarks.mesh [MODEL ...]`.
 
 With `--write` the table replaces that of docs/mesh-models.md. `--drawn SEED` verifies twenty small models instead that
-are drawn by this seed. Exit 1: a cell disagrees, or fails without a refusal.
+are drawn by this seed. Exit 1: a strategy disagrees, or fails without a refusal.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from unittest.mock import patch
 import unipar
 from benchmarks.drawn_models import Draw
 from unipar.backend import registry
-from unipar.backend.offered_cells import config_in_cell
-from unipar.config import Cell, Config
+from unipar.backend.offered_strategies import config_in_strategy
+from unipar.config import Config, Strategy
 from unipar.config.config_source import load_given_config
 from unipar.errors import UniparError
 from unipar.launcher.processes import early, starters
@@ -36,7 +36,7 @@ from unipar.utils.text import count_of, format_duration
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "mesh-models.md"
 STEPS = 4
-CELLS = {
+STRATEGIES = {
     "native/nothing+tensor2": 2,
     "native/nothing+tensor2+sequence": 2,
     "native/nothing+pipeline2": 2,
@@ -45,7 +45,7 @@ CELLS = {
     "native/parameters+tensor2": 4,
     "native/parameters+pipeline2": 4,
 }
-"""Ranks of each cell."""
+"""Ranks of each strategy."""
 
 REFUSALS = ("parallel.", "parallel (", "split as planned")
 """Beginnings of sentences that say why a model cannot be split; anything else is a failure."""
@@ -85,8 +85,8 @@ SUBJECTS: dict[str, Subject] = {
 }
 """Models by the names that the command takes."""
 
-DRAWN_CELLS = ("native/nothing+tensor2", "native/nothing+pipeline2")
-"""Cells in which models are verified that are drawn by a seed."""
+DRAWN_STRATEGIES = ("native/nothing+tensor2", "native/nothing+pipeline2")
+"""Strategies in which models are verified that are drawn by a seed."""
 
 
 def drawn_subjects(seed: int, count: int) -> dict[str, Subject]:
@@ -105,10 +105,10 @@ def drawn_subjects(seed: int, count: int) -> dict[str, Subject]:
 
 @dataclass(frozen=True)
 class Row:
-    """Outcome of one model in one cell."""
+    """Outcome of one model in one strategy."""
 
     model: str
-    cell: str
+    strategy: str
     agrees: bool
     refused: bool
     says: str
@@ -133,10 +133,10 @@ def config_of(subject: Subject, ranks: int, out: str) -> Config:
     return load_given_config(settings, subject.settings).config
 
 
-def verified_rows(name: str, subject: Subject, ranks: int, cells: Sequence[str]) -> Iterator[Row]:
-    """Yield the verdicts on a model in cells of so many ranks."""
+def verified_rows(name: str, subject: Subject, ranks: int, strategies: Sequence[str]) -> Iterator[Row]:
+    """Yield the verdicts on a model in strategies of so many ranks."""
     with tempfile.TemporaryDirectory(prefix="unipar-mesh-") as folder:
-        verdicts = unipar.verify(config_of(subject, ranks, folder), cells=cells, world=ranks, steps=STEPS)
+        verdicts = unipar.verify(config_of(subject, ranks, folder), strategies=strategies, world=ranks, steps=STEPS)
     if verdicts.interrupted:
         raise KeyboardInterrupt
     for verdict in verdicts.rows:
@@ -148,36 +148,36 @@ def row_of_verdict(name: str, verdict: Verdict, stopped: str) -> Row:
     if verdict.outcome == "agrees":
         digits = "same bits" if verdict.digits is None else count_of(verdict.digits, "digit")
         exact = "; bit for bit the replay" if verdict.bits else ""
-        return Row(name, verdict.cell, True, False, f"{digits}, {format_share(verdict.share)} of allowed{exact}")
+        return Row(name, verdict.strategy, True, False, f"{digits}, {format_share(verdict.share)} of allowed{exact}")
     if verdict.outcome == "disagrees":
         kind = verdict.finding.kind if verdict.finding is not None else ""
-        return Row(name, verdict.cell, False, False, f"DISAGREES: {kind or verdict.worst}")
+        return Row(name, verdict.strategy, False, False, f"DISAGREES: {kind or verdict.worst}")
     if verdict.outcome == "refused":
-        return Row(name, verdict.cell, False, True, f"refused: {verdict.note}")
-    return Row(name, verdict.cell, False, *_refused(verdict.note or stopped))
+        return Row(name, verdict.strategy, False, True, f"refused: {verdict.note}")
+    return Row(name, verdict.strategy, False, *_refused(verdict.note or stopped))
 
 
-def trained_rows(name: str, subject: Subject, ranks: int, cells: Sequence[str]) -> Iterator[Row]:
+def trained_rows(name: str, subject: Subject, ranks: int, strategies: Sequence[str]) -> Iterator[Row]:
     """Yield how the losses of whole trainings agree with those of one process, with the dropout of that."""
     with tempfile.TemporaryDirectory(prefix="unipar-mesh-") as folder:
         config = config_of(subject, ranks, folder)
         one = losses_in(config, "single")
-        for cell in cells:
+        for strategy in strategies:
             try:
-                found = losses_in(config, cell)
+                found = losses_in(config, strategy)
             except UniparError as e:
-                yield Row(name, cell, False, *_refused(str(e)))
+                yield Row(name, strategy, False, *_refused(str(e)))
                 continue
             allowed = loss_tolerance(config.train.precision)
             agreement = measure_agreement(found, one, allowed)
             share = agreement.off / (allowed * max(1.0, abs(one[agreement.step - 1])))
             word = "" if agreement.within else "DISAGREES: "
-            yield Row(name, cell, agreement.within, False, f"{word}{agreement}, {format_share(share)} of allowed")
+            yield Row(name, strategy, agreement.within, False, f"{word}{agreement}, {format_share(share)} of allowed")
 
 
-def losses_in(config: Config, cell: str) -> list[float]:
-    """Return the losses of a training in a cell."""
-    report = unipar.launch(config_in_cell(config, Cell.parse(cell)), overwrite=True, quiet=True)
+def losses_in(config: Config, strategy: str) -> list[float]:
+    """Return the losses of a training in a strategy."""
+    report = unipar.launch(config_in_strategy(config, Strategy.parse(strategy)), overwrite=True, quiet=True)
     return [loss for _, loss in report.losses]
 
 
@@ -188,13 +188,13 @@ def _refused(why: str) -> tuple[bool, str]:
     return (True, f"refused: {said[-1].removeprefix('TaskError: ')}") if said else (False, f"FAILED: {' '.join(lines)}")
 
 
-def rows_of(name: str, subject: Subject, cells: Sequence[str]) -> Iterator[Row]:
+def rows_of(name: str, subject: Subject, strategies: Sequence[str]) -> Iterator[Row]:
     """Yield the rows of one model."""
     if (missing := missing_library(subject)) is not None:
         print(f"{name} is left out: {missing} is not installed (pip install {missing})", file=sys.stderr)
         return
-    for ranks in dict.fromkeys(CELLS[cell] for cell in cells):
-        here = [cell for cell in cells if CELLS[cell] == ranks]
+    for ranks in dict.fromkeys(STRATEGIES[strategy] for strategy in strategies):
+        here = [strategy for strategy in strategies if STRATEGIES[strategy] == ranks]
         rows = trained_rows if subject.trained else verified_rows
         yield from rows(name, subject, ranks, here)
 
@@ -225,8 +225,8 @@ def shared_server(subjects: Sequence[Subject]) -> Generator[None]:
 
 
 def page_rows(rows: Sequence[Row]) -> str:
-    """Return the rows as Markdown: a model a line, a cell a column, refusals below."""
-    cells = list(dict.fromkeys(row.cell for row in rows))
+    """Return the rows as Markdown: a model a line, a strategy a column, refusals below."""
+    strategies = list(dict.fromkeys(row.strategy for row in rows))
     notes: list[str] = []
 
     def shown(row: Row | None) -> str:
@@ -236,12 +236,15 @@ def page_rows(rows: Sequence[Row]) -> str:
             notes.append(row.says)
         return f"({notes.index(row.says) + 1})"
 
-    by = {(row.model, row.cell): row for row in rows}
+    by = {(row.model, row.strategy): row for row in rows}
     lines = [
-        f"| `{model}` | {' | '.join(shown(by.get((model, cell))) for cell in cells)} |"
+        f"| `{model}` | {' | '.join(shown(by.get((model, strategy))) for strategy in strategies)} |"
         for model in dict.fromkeys(row.model for row in rows)
     ]
-    head = [f"| model | {' | '.join(f'`{cell}`' for cell in cells)} |", f"|{'---|' * (len(cells) + 1)}"]
+    head = [
+        f"| model | {' | '.join(f'`{strategy}`' for strategy in strategies)} |",
+        f"|{'---|' * (len(strategies) + 1)}",
+    ]
     below = [f"{i}. {note}" for i, note in enumerate(notes, 1)]
     return "\n".join([*head, *lines, *([""] if below else []), *below])
 
@@ -254,18 +257,20 @@ def written(page: str, table: str) -> str:
 
 
 def main(words: Sequence[str]) -> int:
-    """Verify the models and print the table; return 1 where a cell is wrong."""
+    """Verify the models and print the table; return 1 where a strategy is wrong."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.mesh", description=__doc__)
     parser.add_argument("models", nargs="*", metavar="MODEL", help=", ".join(SUBJECTS))
-    parser.add_argument("--cells", action="append", default=[], metavar="CELL", help=", ".join(CELLS))
+    parser.add_argument("--strategies", action="append", default=[], metavar="STRATEGY", help=", ".join(STRATEGIES))
     parser.add_argument("--drawn", type=int, metavar="SEED", help="models that are drawn by this seed")
     parser.add_argument("--count", type=int, default=20, metavar="N", help="how many are drawn; default: 20")
     parser.add_argument("--write", action="store_true", help="write the table into docs/mesh-models.md")
     given = parser.parse_args(words)
-    usual = CELLS if given.drawn is None else DRAWN_CELLS
-    cells = [cell for text in given.cells for cell in text.split(",")] or list(usual)
-    if unknown := [*({*given.models} - {*SUBJECTS}), *({*cells} - {*CELLS})]:
-        parser.error(f"{', '.join(unknown)}: the models are {', '.join(SUBJECTS)}; the cells {', '.join(CELLS)}")
+    usual = STRATEGIES if given.drawn is None else DRAWN_STRATEGIES
+    strategies = [strategy for text in given.strategies for strategy in text.split(",")] or list(usual)
+    if unknown := [*({*given.models} - {*SUBJECTS}), *({*strategies} - {*STRATEGIES})]:
+        parser.error(
+            f"{', '.join(unknown)}: the models are {', '.join(SUBJECTS)}; the strategies {', '.join(STRATEGIES)}"
+        )
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     subjects = {name: SUBJECTS[name] for name in given.models or SUBJECTS}
     if given.drawn is not None:
@@ -274,15 +279,19 @@ def main(words: Sequence[str]) -> int:
     with shared_server(list(subjects.values())):
         for name, subject in subjects.items():
             began = time.monotonic()
-            for row in rows_of(name, subject, cells):
+            for row in rows_of(name, subject, strategies):
                 rows.append(row)
-                print(f"{row.model} {row.cell}: {row.says}", file=sys.stderr, flush=True)
+                print(f"{row.model} {row.strategy}: {row.says}", file=sys.stderr, flush=True)
             print(f"{name}: {format_duration(time.monotonic() - began)}", file=sys.stderr, flush=True)
-    print(format_table(("model", "cell", "against one process"), [(r.model, r.cell, r.says) for r in rows], width=120))
+    print(
+        format_table(
+            ("model", "strategy", "against one process"), [(r.model, r.strategy, r.says) for r in rows], width=120
+        )
+    )
     wrong = sum(not row.good for row in rows)
     print(
-        f"\n{sum(r.agrees for r in rows)} of {count_of(len(rows), 'cell')} agree with one process over {STEPS} steps, "
-        f"{sum(r.refused for r in rows)} cannot be split and say why"
+        f"\n{sum(r.agrees for r in rows)} of {count_of(len(rows), 'strategy')} agree with one process over {STEPS} "
+        f"steps, {sum(r.refused for r in rows)} cannot be split and say why"
         + (f"; {wrong} DISAGREE or FAILED" if wrong else "")
     )
     if given.write and given.drawn is None:

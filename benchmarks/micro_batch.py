@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from unipar.backend import checks, registry
-from unipar.backend import offered_cells as cells
-from unipar.config import Cell
+from unipar.backend import offered_strategies as strategies
+from unipar.config import Strategy
 from unipar.config.config_source import load_given_config
 from unipar.config.settled import SettledConfig
 from unipar.errors import OutOfMemory, Stopped, UniparError
@@ -24,7 +24,7 @@ from unipar.utils.table import format_table
 from unipar.utils.text import format_duration, parse_bytes
 
 ROOT = Path(__file__).parent.parent
-CELLS = ("native/nothing", "native/parameters", "deepspeed/gradients", "horovod/nothing", "accelerate/parameters")
+STRATEGIES = ("native/nothing", "native/parameters", "deepspeed/gradients", "horovod/nothing", "accelerate/parameters")
 LIMITS = ("32MiB", "64MiB")
 RANKS = 2
 SETTINGS: dict[str, Any] = {
@@ -40,13 +40,13 @@ SETTINGS: dict[str, Any] = {
 
 
 def world_of(name: str) -> CandidateWorld:
-    """Return the world of a cell, with every divisor of a rank's share."""
-    cell = Cell.parse(name)
-    backend = registry.find_backend(cell.backend)
-    config = cells.config_in_cell(load_given_config(SETTINGS, None).config, cell)
-    checks.check_cell(config, backend, cell)
-    sizes = list_candidates(config, backend, cell, RANKS)
-    return CandidateWorld(SettledConfig.of(with_micro(config, sizes[0]), cell, RANKS, "cpu"), backend, sizes)
+    """Return the world of a strategy, with every divisor of a rank's share."""
+    strategy = Strategy.parse(name)
+    backend = registry.find_backend(strategy.backend)
+    config = strategies.config_in_strategy(load_given_config(SETTINGS, None).config, strategy)
+    checks.check_strategy(config, backend, strategy)
+    sizes = list_candidates(config, backend, strategy, RANKS)
+    return CandidateWorld(SettledConfig.of(with_micro(config, sizes[0]), strategy, RANKS, "cpu"), backend, sizes)
 
 
 def search_by_hand(world: CandidateWorld, code: TrialCode, limit: int) -> tuple[int | None, int]:
@@ -66,11 +66,11 @@ def search_by_auto(world: CandidateWorld, code: TrialCode, limit: int) -> tuple[
 
 
 def main(words: list[str]) -> int:
-    """Search in each cell within each limit in both ways, and print the table; return the exit code."""
+    """Search in each strategy within each limit in both ways, and print the table; return the exit code."""
     limits = [word for word in words if "/" not in word] or list(LIMITS)
     rows: list[tuple[str, ...]] = []
     differ = 0
-    for name in [word for word in words if "/" in word] or CELLS:
+    for name in [word for word in words if "/" in word] or STRATEGIES:
         world = world_of(name)
         code = TrialCode(TaskRef.of(None, world.settled.config.task, {}))
         for limit in limits:
@@ -92,7 +92,7 @@ def main(words: list[str]) -> int:
                 (name, limit, planned, str(auto), str(tried), took[0], str(hand), str(all_tried), took[1], same)
             )
             print(*rows[-1], flush=True)
-    header = ("cell", "limit", "plan", "auto", "trials", "in", "by hand", "trials", "in", "")
+    header = ("strategy", "limit", "plan", "auto", "trials", "in", "by hand", "trials", "in", "")
     print(format_table(header, rows, right=(1, 2, 3, 4, 5, 6, 7, 8), width=110))
     print(f"{len(rows) - differ} of {len(rows)} the same; {RANKS} ranks, a batch of {SETTINGS['batch']['total']}")
     return int(differ > 0)

@@ -20,13 +20,13 @@ from unipar.task.reference import TaskRef
 from unipar.training.setup import open_run
 from unipar.utils.malloc_settings import keep_freed_memory
 
-CELL = "native/nothing"
+STRATEGY = "native/nothing"
 
 
 def time_steps_in_turns(place: Place, run: Path, control: socket.socket | None) -> None:
     """Train when it is this worker's turn, and send the CPU time of a step; entry function of the worker."""
     assert control is not None
-    config = config_of(CELL, 1)
+    config = config_of(STRATEGY, 1)
     task: Task = TaskRef.of(None, config.task, {}).load()
     backend = registry.find_backend(config.backend)
     recorder = MemoryRecorder(backend, [MallocMeter()]) if MallocMeter.here() else None

@@ -26,7 +26,7 @@ from unipar.launcher.processes.group import WorkerGroup
 from unipar.memory.sources.malloc_build import METER_ENVIRONMENT, build_meter, preload_environment
 from unipar.utils.table import format_table
 
-CELLS = (
+STRATEGIES = (
     "native/nothing",
     "native/optimizer",
     "native/gradients",
@@ -87,19 +87,19 @@ def benchmark_gpt() -> tuple[dict[str, Any], bool]:
     found: dict[str, Any] = {}
     rows: list[tuple[str, ...]] = []
     good = True
-    for cell in CELLS:
+    for strategy in STRATEGIES:
         try:
-            told = found[cell] = run_world("benchmarks.gpt:measure_one_process", asked=cell)
+            told = found[strategy] = run_world("benchmarks.gpt:measure_one_process", asked=strategy)
         except UniparError as e:
-            found[cell] = {"failed": str(e)}
-            rows.append((cell, f"failed: {e}"))
+            found[strategy] = {"failed": str(e)}
+            rows.append((strategy, f"failed: {e}"))
             good = False
             continue
         r = told["ratio"]
         wide = "" if (r["high"] - r["low"]) / 2 <= HALF else " (wide)"
         good = good and r["low"] <= LIMIT
         shown = f"{r['middle']:.3f} [{r['low']:.3f}..{r['high']:.3f}]{wide}"
-        rows.append((cell, shown, str(r["rounds"]), *(f"{n:.0f}" for n in told["calls"])))
+        rows.append((strategy, shown, str(r["rounds"]), *(f"{n:.0f}" for n in told["calls"])))
     header = ("one process, char GPT", "CPU time / hand loop", "pairs", "calls", "by hand")
     print(format_table(header, rows, right=(2, 3, 4)))
     print(f"lower ends at most {LIMIT}: {'met' if good else 'MISSED'}")
@@ -169,7 +169,7 @@ def main(parts: list[str]) -> int:
         "ranks": benchmark_ranks,
         "off": benchmark_meter_off,
         "run": benchmark_second_step,
-        "cells": benchmark_ten_starts,
+        "strategies": benchmark_ten_starts,
         "watch": benchmark_watch,
         "peers": benchmark_peers,
         "mesh": benchmark_mesh,

@@ -35,10 +35,10 @@ NEVER_ABOVE, WITHOUT_FUSED = 1.0, 0.92
 
 @dataclass(frozen=True)
 class Peer:
-    """Another way to train the quickstart, and the cell of unipar that corresponds to it."""
+    """Another way to train the quickstart, and the strategy of unipar that corresponds to it."""
 
     name: str
-    cell: str
+    strategy: str
     fused: bool
     """Whether its default is a fused optimizer."""
 
@@ -81,9 +81,9 @@ class Took:
 class Contestant:
     """Two ranks that train in turns, blocked in between."""
 
-    def __init__(self, name: str, cell: str, changes: Mapping[str, Any]) -> None:
-        """Prepare `name`, a peer or unipar, to train the quickstart with `changes`; the cell is unipar's."""
-        self.name, self.cell, self._changes = name, cell, changes
+    def __init__(self, name: str, strategy: str, changes: Mapping[str, Any]) -> None:
+        """Prepare `name`, a peer or unipar, to train the quickstart with `changes`; the strategy is unipar's."""
+        self.name, self.strategy, self._changes = name, strategy, changes
         self.loss = float("nan")
         """Loss that was logged last."""
 
@@ -92,7 +92,7 @@ class Contestant:
         """Context manager: the ranks run and have taken their first steps, untimed."""
         with ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="unipar-peers-"))) / "run"
-            backend, _, shard = self.cell.partition("/")
+            backend, _, shard = self.strategy.partition("/")
             changes = {**self._changes, "backend": backend, "parallel.shard": shard, "out": str(folder)}
             plan = PreparedRun.of(prepare(QUICKSTART, overrides=changes), overwrite=False)
             stack.enter_context(plan.create_folder())
@@ -133,18 +133,20 @@ def free_port() -> int:
 def measure_pairs(
     peers: Sequence[Peer], rounds: int, changes: Mapping[str, Any] | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Return for each peer the times of all rounds; in each round it takes a turn beside a turn of its cell."""
+    """Return for each peer the times of all rounds; in each round it takes a turn beside a turn of its strategy."""
     # one step more than is taken: the last step of a run logs and ends it
     changes = {"train.steps": WARM + rounds * STEPS * len(peers) + 1, "log.every": STEPS, **(changes or {})}
     with ExitStack() as stack:
-        cells = {cell: Contestant("unipar", cell, changes) for cell in dict.fromkeys(p.cell for p in peers)}
-        for contestant in cells.values():
+        strategies = {
+            strategy: Contestant("unipar", strategy, changes) for strategy in dict.fromkeys(p.strategy for p in peers)
+        }
+        for contestant in strategies.values():
             stack.enter_context(contestant.start())
             contestant.turn(WARM)
         others: dict[str, Contestant] = {}
         failed: dict[str, dict[str, Any]] = {}
         for peer in peers:
-            other = Contestant(peer.name, peer.cell, changes)
+            other = Contestant(peer.name, peer.strategy, changes)
             try:
                 stack.enter_context(other.start())
                 other.turn(WARM)
@@ -155,16 +157,16 @@ def measure_pairs(
         took: dict[str, tuple[list[Took], list[Took]]] = {peer.name: ([], []) for peer in running}
         for i in range(rounds):
             for peer in rotate_order(running, i):
-                pair = (cells[peer.cell], others[peer.name])
+                pair = (strategies[peer.strategy], others[peer.name])
                 for at in (0, 1) if i % 2 else (1, 0):
                     took[peer.name][at].append(pair[at].turn(STEPS))
         return failed | {
             peer.name: {
-                "cell": peer.cell,
+                "strategy": peer.strategy,
                 "bar": peer.bar,
                 "unipar": [asdict(t) for t in took[peer.name][0]],
                 "peer": [asdict(t) for t in took[peer.name][1]],
-                "losses": [cells[peer.cell].loss, others[peer.name].loss],
+                "losses": [strategies[peer.strategy].loss, others[peer.name].loss],
             }
             for peer in running
         }
@@ -183,7 +185,7 @@ def format_row(name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
     ours, theirs = (statistics.median(t["seconds"] for t in row[who]) * 1e3 for who in ("unipar", "peer"))
     return (
         name,
-        row["cell"],
+        row["strategy"],
         f"{ours:.0f}",
         f"{theirs:.0f}",
         f"{wall.middle:.3f} [{wall.low:.3f}..{wall.high:.3f}]",
@@ -199,7 +201,7 @@ def benchmark_peers(chosen: Collection[str] = (), rounds: int = ROUNDS) -> tuple
         peers = [peer for peer in group if peer.name in chosen or not chosen]
         if peers:
             found |= measure_pairs(peers, rounds)
-    header = ("two ranks, quickstart", "cell", "unipar ms", "peer ms", "unipar / peer", "at most", "CPU time")
+    header = ("two ranks, quickstart", "strategy", "unipar ms", "peer ms", "unipar / peer", "at most", "CPU time")
     print(format_table(header, [format_row(*item) for item in found.items()], right=(2, 3)))
     good = all("failed" not in row and ratio_of(row, "seconds").middle <= row["bar"] for row in found.values())
     print(f"{rounds} rounds; ratios at or below their limits: {'met' if good else 'MISSED'}\n")

@@ -144,7 +144,7 @@ class Quickstart:
 def by_unipar(quick: Quickstart) -> None:
     """Train as the worker that `unipar.launch` starts, with its feed, ledger and heartbeat."""
     settled = read_settled(quick.run)
-    backend = registry.find_backend(settled.cell.backend)
+    backend = registry.find_backend(settled.strategy.backend)
     with (
         open_run(settled, backend, quick.task, quick.place, quick.run) as run,
         exit_on_error(quick.run, quick.place.rank, run),

@@ -38,8 +38,8 @@ HANDED = {"Config", "CheckedSource", "ConfigSource", "SettledConfig", "Prepared"
 """Classes that hold a config."""
 
 LOOKUPS = {
-    "cell of a config": ("cell_of",),
-    "checks": ("check_can_run", "check_cell"),
+    "strategy of a config": ("strategy_of",),
+    "checks": ("check_can_run", "check_strategy"),
     "refusals": ("list_refusals",),
     "batch settled": ("Batch.settle",),
     "GPUs counted": ("count_visible_gpus",),

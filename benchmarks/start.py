@@ -1,4 +1,4 @@
-"""Seconds until training begins: from a command to its second step, and until ten cells of a comparison are ready."""
+"""Seconds until training begins: from a command to its second step, and until a comparison is ready."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from typing import Any
 
 from benchmarks.timing import interval
 from unipar.backend import registry
-from unipar.comparison.cell_world import TURNS_MODULE, CellWorld
 from unipar.comparison.request import CompareRequest
+from unipar.comparison.strategy_world import TURNS_MODULE, StrategyWorld
 from unipar.comparison.training_rounds import rotate_order
 from unipar.config.settled import SettledConfig
-from unipar.launcher.cell_selection import select_cells
 from unipar.launcher.processes.starters import SharedForkServer
+from unipar.launcher.strategy_selection import select_strategies
 from unipar.utils.table import format_table
 
 ROOT = Path(__file__).parent.parent
@@ -34,7 +34,7 @@ COMMANDS: Mapping[str, Sequence[str]] = {
 RUN_ROUNDS, RUN_GOAL = 12, 0.75
 """Rounds of the commands, and the largest share of torchrun's time that unipar's may take."""
 
-CELL_ROUNDS, CELL_GOAL = 3, 1 / 3
+STRATEGY_ROUNDS, STRATEGY_GOAL = 3, 1 / 3
 """Rounds of a comparison's start, and the largest share of the time of separate processes that forks may take."""
 
 
@@ -72,35 +72,37 @@ def _seconds_to_second_step(command: Sequence[str], folder: Path) -> float:
 
 
 def benchmark_ten_starts() -> tuple[dict[str, Any], bool]:
-    """Measure the seconds until all cells of the quickstart's comparison are ready: new interpreters, and forks."""
-    asked = CompareRequest.of(str(ROOT / "configs" / "quickstart.yaml"), None, None, "a benchmark starts cells")
+    """Measure the seconds until the quickstart's comparison has all strategies ready: new interpreters, and forks."""
+    asked = CompareRequest.of(str(ROOT / "configs" / "quickstart.yaml"), None, None, "a benchmark starts strategies")
     settled = asked.prepared.settled(2)
-    chosen = select_cells(settled, settled.config.compare.cells)
-    cells = [at for row, at in chosen.values() if at is not None and row.outcome == "waits"]
+    chosen = select_strategies(settled, settled.config.compare.strategies)
+    strategies = [at for row, at in chosen.values() if at is not None and row.outcome == "waits"]
     took: dict[bool, list[float]] = {False: [], True: []}
-    for i in range(CELL_ROUNDS):
+    for i in range(STRATEGY_ROUNDS):
         for forks in rotate_order([False, True], i):
-            took[forks].append(_seconds_until_ready(asked, cells, forks=forks))
+            took[forks].append(_seconds_until_ready(asked, strategies, forks=forks))
     ratio = interval([mine / theirs for mine, theirs in zip(took[True], took[False], strict=True)])
     rows = [
         (name, *(f"{seconds:.1f}" for seconds in took[forks]))
         for name, forks in (("new interpreters", False), ("forks, and their server", True))
     ]
-    header = (f"start of {len(cells)} cells", *(f"s, round {i + 1}" for i in range(CELL_ROUNDS)))
-    print(format_table(header, rows, right=range(1, CELL_ROUNDS + 1)))
-    good = len(cells) == 10 and ratio.middle <= CELL_GOAL
+    header = (f"start of {len(strategies)} strategies", *(f"s, round {i + 1}" for i in range(STRATEGY_ROUNDS)))
+    print(format_table(header, rows, right=range(1, STRATEGY_ROUNDS + 1)))
+    good = len(strategies) == 10 and ratio.middle <= STRATEGY_GOAL
     spread = f"{ratio.middle:.2f} [{ratio.low:.2f}..{ratio.high:.2f}]"
-    print(f"forks / new interpreters: {spread}, at most {CELL_GOAL:.2f}: {'met' if good else 'MISSED'}\n")
+    print(f"forks / new interpreters: {spread}, at most {STRATEGY_GOAL:.2f}: {'met' if good else 'MISSED'}\n")
     return {"seconds": {"separate": took[False], "forks": took[True]}, "ratio": asdict(ratio)}, good
 
 
-def _seconds_until_ready(asked: CompareRequest, cells: Sequence[SettledConfig], *, forks: bool) -> float:
+def _seconds_until_ready(asked: CompareRequest, strategies: Sequence[SettledConfig], *, forks: bool) -> float:
     with tempfile.TemporaryDirectory(prefix="unipar-bench-") as scratch, ExitStack() as stack:
         server = stack.enter_context(SharedForkServer([TURNS_MODULE], asked.meter_environment, use=forks))
         began = time.monotonic()
-        server.start(list({at.cell.backend: registry.find_backend(at.cell.backend) for at in cells}.values()))
-        for at in cells:
-            world = CellWorld(at, asked.ref, Path(scratch) / at.cell.slug, asked.meter_environment, server)
+        server.start(
+            list({at.strategy.backend: registry.find_backend(at.strategy.backend) for at in strategies}.values())
+        )
+        for at in strategies:
+            world = StrategyWorld(at, asked.ref, Path(scratch) / at.strategy.slug, asked.meter_environment, server)
             stack.callback(world.close)
             world.start("1")
         return time.monotonic() - began

@@ -21,7 +21,7 @@ from unipar.training.setup import open_run
 from unipar.training.training_run import TrainingRun
 from unipar.utils.table import format_table
 
-CELLS = ("native/nothing", "native/parameters", "deepspeed/gradients", "horovod/nothing", "accelerate/nothing")
+STRATEGIES = ("native/nothing", "native/parameters", "deepspeed/gradients", "horovod/nothing", "accelerate/nothing")
 LIMIT = 1.0
 """Percent of a step's CPU time that one check in 100 steps may cost."""
 
@@ -31,17 +31,17 @@ def benchmark_watch() -> tuple[dict[str, Any], bool]:
     found: dict[str, Any] = {}
     rows: list[tuple[str, ...]] = []
     good = True
-    for cell in CELLS:
+    for strategy in STRATEGIES:
         try:
-            ratio = found[cell] = run_world("benchmarks.watch:measure_check", asked=cell)
+            ratio = found[strategy] = run_world("benchmarks.watch:measure_check", asked=strategy)
         except UniparError as e:
-            found[cell] = {"failed": str(e)}
-            rows.append((cell, f"failed: {e}"))
+            found[strategy] = {"failed": str(e)}
+            rows.append((strategy, f"failed: {e}"))
             good = False
             continue
         low, middle, high = (ratio[key] - 1.0 for key in ("low", "middle", "high"))
         good = good and low <= LIMIT
-        rows.append((cell, f"{middle:.2f} [{low:.2f}..{high:.2f}]", str(ratio["rounds"])))
+        rows.append((strategy, f"{middle:.2f} [{low:.2f}..{high:.2f}]", str(ratio["rounds"])))
     print(
         format_table(("char GPT, 4 samples", "cost of train.watch, % of a step's CPU time", "pairs"), rows, right=(2,))
     )
@@ -54,7 +54,7 @@ def measure_check(place: Place, run: Path, control: socket.socket | None) -> Non
     config = config_of(read_asked(run), place.size).changed({"train.watch": Watch(every=1)})
     task: Task = TaskRef.of(None, config.task, {}).load()
     settled = settle(config, place.size)
-    with open_run(settled, registry.find_backend(settled.cell.backend), task, place, run) as live:
+    with open_run(settled, registry.find_backend(settled.strategy.backend), task, place, run) as live:
         share = next(live.batches())
 
         def loop_of(watched: TrainingRun, every: int) -> Loop:

@@ -76,7 +76,7 @@ def write_weights(folder: Path, blocks: int) -> int:
 
 def measure(
     folder: Path,
-    cell: str,
+    strategy: str,
     blocks: int,
     *,
     weights: Path | None = None,
@@ -89,12 +89,12 @@ def measure(
     told.mkdir()
     unipar.launch(
         {
-            "backend": cell.split("/")[0],
+            "backend": strategy.split("/")[0],
             "device": "cpu",
             "model": {"weights": None if weights is None else str(weights)},
             "checkpoint": {"keep": 1} if saves else None,
             "resume": "never" if resume is None else str(resume),
-            "parallel": {"data": 2, "shard": cell.split("/")[1]},
+            "parallel": {"data": 2, "shard": strategy.split("/")[1]},
             "batch": {"total": 4, "micro": 2},
             "train": {"steps": 1 if resume is None else 2, "optimizer": {"name": "sgd", "lr": 1e-9}},
             "task": {"use": "benchmarks.weights_memory:Stack", "args": {"blocks": blocks, "told": str(told)}},
@@ -111,7 +111,7 @@ def measure(
 
 
 def main() -> None:
-    """Print a table: cell, peak of each rank, bytes read."""
+    """Print a table: strategy, peak of each rank, bytes read."""
     millions = int(sys.argv[1]) if len(sys.argv) > 1 else 400
     blocks = max(2, round(millions * 1e6 / (8 * WIDTH * WIDTH)))
     with tempfile.TemporaryDirectory() as name:
@@ -121,18 +121,24 @@ def main() -> None:
         base = measure(folder / "empty", "native/nothing", 2)[0][0]
         print(f"weights: {format_size(size)} in {FILES} files; a rank without a model: {format_size(base)}")
 
-        def show(cell: str, how: str, found: Sequence[tuple[int, int]]) -> None:
+        def show(strategy: str, how: str, found: Sequence[tuple[int, int]]) -> None:
             for rank, (peak, read) in enumerate(found):
                 above = f"{(peak - base) / size:.2f} of the weights above that"
-                print(f"{cell:22} {how:13} rank {rank}: peak {format_size(peak)}, {above}; read {format_size(read)}")
+                print(
+                    f"{strategy:22} {how:13} rank {rank}: peak {format_size(peak)}, {above}; read {format_size(read)}"
+                )
 
-        for cell in ("native/parameters", "deepspeed/parameters", "native/nothing"):
-            name = cell.replace("/", "-")
-            begun = measure(folder / name, cell, blocks, weights=weights, saves=cell == "native/parameters")
-            show(cell, "model.weights", begun)
+        for strategy in ("native/parameters", "deepspeed/parameters", "native/nothing"):
+            name = strategy.replace("/", "-")
+            begun = measure(folder / name, strategy, blocks, weights=weights, saves=strategy == "native/parameters")
+            show(strategy, "model.weights", begun)
         saved = folder / "native-parameters" / "run" / "checkpoints" / "step-00000001"
-        for cell in ("native/parameters", "deepspeed/parameters", "native/nothing"):
-            show(cell, "resume", measure(folder / f"{cell.replace('/', '-')}-again", cell, blocks, resume=saved))
+        for strategy in ("native/parameters", "deepspeed/parameters", "native/nothing"):
+            show(
+                strategy,
+                "resume",
+                measure(folder / f"{strategy.replace('/', '-')}-again", strategy, blocks, resume=saved),
+            )
 
 
 if __name__ == "__main__":

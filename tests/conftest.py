@@ -1,4 +1,4 @@
-"""Marks that say what a cell does not do, and why; and which cells the conformance suite plays."""
+"""Marks that say what a strategy does not do, and why; and which strategies the conformance suite plays."""
 
 from __future__ import annotations
 
@@ -81,7 +81,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--cells", action="append", default=[], help="conformance: play these cells only (backend/*)")
+    parser.addoption(
+        "--strategies", action="append", default=[], help="conformance: play these strategies only (backend/*)"
+    )
     parser.addoption("--whole", action="store_true", help="conformance: every case in every world")
     parser.addoption("--outcomes", type=Path, help="write what became of each test to this file")
     parser.addoption("--not-run-in", type=Path, help="play the tests that did not run in the run that wrote this file")
@@ -89,47 +91,47 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if {"cell", "size", "case"} <= set(metafunc.fixturenames):
-        metafunc.parametrize(("cell", "size", "case"), _played(metafunc.config))
+    if {"strategy", "size", "case"} <= set(metafunc.fixturenames):
+        metafunc.parametrize(("strategy", "size", "case"), _played(metafunc.config))
 
 
 def _played(config: pytest.Config) -> list[Any]:
-    from tests.conformance.cases import CASES, MESH_CELLS, SIZES, SIZES_ONLY_VARIANT
+    from tests.conformance.cases import CASES, MESH_STRATEGIES, SIZES, SIZES_ONLY_VARIANT
     from tests.conformance.marks import MARKS, read_marks
     from tests.conformance.selection import select_cases
     from unipar import errors
-    from unipar.backend import offered_cells as backend_cells
+    from unipar.backend import offered_strategies as backend_strategies
     from unipar.backend import registry
-    from unipar.backend.offered_cells import expand_cell_patterns
+    from unipar.backend.offered_strategies import expand_strategy_patterns
 
-    asked: list[str] = config.getoption("--cells") or ["*"]
-    cells = expand_cell_patterns((*asked, *(MESH_CELLS if asked == ["*"] else ())))
+    asked: list[str] = config.getoption("--strategies") or ["*"]
+    strategies = expand_strategy_patterns((*asked, *(MESH_STRATEGIES if asked == ["*"] else ())))
     whole: bool = bool(config.getoption("--whole"))
     file: Path | None = config.getoption("--marks")
     known = list(MARKS) + (read_marks(file) if file else [])
     for mark in known:
-        unknown = [c for c in mark.cells if c.partition("/")[0] not in registry.backend_names()]
+        unknown = [c for c in mark.strategies if c.partition("/")[0] not in registry.backend_names()]
         if unknown or mark.kind not in KINDS:
             raise pytest.UsageError(f"a {mark.kind} mark names {unknown or mark.kind}")
     made: list[Any] = []
-    for cell in cells:
-        alone = backend_cells.is_single_process(cell)
-        two = cell.variant == SIZES_ONLY_VARIANT or (cell.variant and not whole)  # two ranks show what sizes do
+    for strategy in strategies:
+        alone = backend_strategies.is_single_process(strategy)
+        two = strategy.variant == SIZES_ONLY_VARIANT or (strategy.variant and not whole)  # two ranks show what sizes do
         sizes = (1,) if alone else (2,) if two else SIZES
-        for size in (size for size in sizes if size >= cell.axes.ranks):
-            for name in select_cases(cell, size, whole=whole):
+        for size in (size for size in sizes if size >= strategy.axes.ranks):
+            for name in select_cases(strategy, size, whole=whole):
                 case = CASES[name]
                 if size in case.sizes or (alone and case.sizes == SIZES):
-                    marks = [m for m in known if m.fits(cell, name, size)]
+                    marks = [m for m in known if m.fits(strategy, name, size)]
                     strict = [
                         mark
                         for m in marks
                         for mark in (
-                            getattr(pytest.mark, m.kind)(str(cell), raises=m.raises, reason=m.reason),
+                            getattr(pytest.mark, m.kind)(str(strategy), raises=m.raises, reason=m.reason),
                             pytest.mark.xfail(raises=getattr(errors, m.raises), reason=m.reason, strict=True),
                         )
                     ]
-                    made.append(pytest.param(cell, size, name, id=f"{cell}-{size}-{name}", marks=strict))
+                    made.append(pytest.param(strategy, size, name, id=f"{strategy}-{size}-{name}", marks=strict))
     return made
 
 

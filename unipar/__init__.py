@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from unipar.comparison.compare import compare
     from unipar.comparison.make_plan import plan
     from unipar.comparison.scale import scale
-    from unipar.config import Cell, Config
+    from unipar.config import Config, Strategy
     from unipar.errors import (
         BackendNotFound,
         BackendNotInstalled,
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 __all__ = [
     "BackendNotFound",
     "BackendNotInstalled",
-    "Cell",
     "CheckpointError",
     "Config",
     "ConfigError",
@@ -54,6 +53,7 @@ __all__ = [
     "ReportError",
     "Run",
     "Stopped",
+    "Strategy",
     "Task",
     "TaskError",
     "Tracker",
@@ -72,7 +72,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Cell": "config",
+    "Strategy": "config",
     "Config": "config",
     "MatrixOptimizer": "optimizers.matrix_optimizer",
     "Report": "results.run_report",

@@ -74,19 +74,19 @@ class BackendNotInstalled(UniparError, ImportError):
 
 
 class Unsupported(UniparError):
-    """Error for a cell that does not exist or cannot run the config; `reasons` holds a sentence for each reason."""
+    """Error for a strategy that does not exist or cannot run the config; `reasons` holds a sentence for each reason."""
 
     code = 3
 
-    def __init__(self, cell: str, reasons: Sequence[str]) -> None:
-        super().__init__(cell, tuple(reasons))
-        self.cell, self.reasons = cell, tuple(reasons)
+    def __init__(self, strategy: str, reasons: Sequence[str]) -> None:
+        super().__init__(strategy, tuple(reasons))
+        self.strategy, self.reasons = strategy, tuple(reasons)
 
     @override
     def __str__(self) -> str:
         if len(self.reasons) == 1:
-            return f"{self.cell}: {self.reasons[0]}"
-        return "\n  - ".join([f"{self.cell} cannot run this config:", *self.reasons])
+            return f"{self.strategy}: {self.reasons[0]}"
+        return "\n  - ".join([f"{self.strategy} cannot run this config:", *self.reasons])
 
 
 class WorldMismatch(UniparError):
@@ -146,6 +146,6 @@ def rebuild(kind: str, message: str) -> UniparError | None:
     if kind in by_name:
         return by_name[kind](message)
     if kind == Unsupported.__name__:
-        cell, _, rest = message.partition(":")
-        return Unsupported(cell, [rest.strip()])
+        strategy, _, rest = message.partition(":")
+        return Unsupported(strategy, [rest.strip()])
     return None

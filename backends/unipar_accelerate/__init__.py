@@ -49,7 +49,7 @@ class Accelerate(Backend):
     capabilities = Capabilities(
         shards=("nothing", "gradients", "parameters"),
         devices=("cpu", "cuda", "xpu", "npu", "hpu", "mps"),
-        tried={"cpu": "", "cuda": "emulated"},
+        tried={"cpu": "", "cuda": "one GPU"},
         variants={
             "zero": Variant(
                 options={"through": "deepspeed"},
@@ -121,7 +121,7 @@ class Accelerate(Backend):
     def idle_options(self, config: Config) -> Iterator[tuple[str, str]]:
         own = options_of(config)
         if own.find_unused != "auto" and (config.parallel.shard != "nothing" or config.parallel.axes.ranks > 1):
-            yield "options.accelerate.find_unused", "it is DDP's, which this cell does not use"
+            yield "options.accelerate.find_unused", "it is DDP's, which this strategy does not use"
         if own.through != "deepspeed" and config.parallel.shard != "nothing":
             theirs = deepspeed.options.model_validate(config.options.get("deepspeed", {}))
             for name in theirs.model_dump(exclude_defaults=True):

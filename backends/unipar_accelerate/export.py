@@ -21,19 +21,19 @@ _CARRIED_OPTIONS = frozenset({"find_unused"})
 def script(outline: Outline) -> Script:
     """Return the script's files and command; raise Unsupported for what Accelerate's script cannot carry."""
     config = outline.config
-    cell = f"accelerate/{config.parallel.shard}"
+    strategy = f"accelerate/{config.parallel.shard}"
     if config.parallel.shard != "nothing":
         raise Unsupported(
-            cell,
+            strategy,
             [
                 "scripts for Accelerate over FSDP2 or DeepSpeed are not supported; export to those directly: "
                 "--to torchrun (FSDP2), or --to deepspeed (ZeRO)"
             ],
         )
-    refuse_uncarried_options("accelerate", cell, config.options.get("accelerate", {}), _CARRIED_OPTIONS)
+    refuse_uncarried_options("accelerate", strategy, config.options.get("accelerate", {}), _CARRIED_OPTIONS)
     unused = options_of(config).find_unused is True
     if unused:
-        raise Unsupported(cell, ["options.accelerate.find_unused: true is not carried into a script; leave it out"])
+        raise Unsupported(strategy, ["options.accelerate.find_unused: true is not carried into a script; leave it out"])
     kwargs = "kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)]"
     words = ["cpu=True"] * (not outline.cuda)
     words += [f"gradient_accumulation_steps={outline.sizes.steady_accumulate}"] * (outline.sizes.steady_accumulate > 1)

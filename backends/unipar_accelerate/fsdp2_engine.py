@@ -15,7 +15,7 @@ from torch.optim import SGD, Optimizer
 from typing_extensions import override
 
 from unipar.backend import Part
-from unipar.backend import offered_cells as cells
+from unipar.backend import offered_strategies as strategies
 from unipar.config import Config
 from unipar.config.sections import optimizer as sections
 from unipar.distributed.world import World
@@ -30,8 +30,8 @@ class AccelerateFSDP2Engine(ShardedEngine):
     """Engine whose model and optimizer Accelerate shards by FSDP2."""
 
     def __init__(self, part: Part, config: Config, world: World) -> None:
-        refuse_scalar_parameters(part.module, str(cells.cell_of(config)))
-        refuse_shared_parameters(part, str(cells.cell_of(config)))
+        refuse_scalar_parameters(part.module, str(strategies.strategy_of(config)))
+        refuse_shared_parameters(part, str(strategies.strategy_of(config)))
         broadcast_model(part.module, world.device)  # whole on every rank: Accelerate shards only a complete model
         super().__init__(part, config, world)
         self.divisor = float(world.size)

@@ -227,7 +227,7 @@ def _read_fsdp(keys: ForeignSection) -> None:
     if shard is None:
         reading.refuse("fsdp_config.fsdp_sharding_strategy", f"{strategy} is not carried", "parallel.shard")
         shard = "parameters"
-    _put_cell(reading, shard, "FSDP2")
+    _put_strategy(reading, shard, "FSDP2")
     if "parallel.shard_over" in reading.config:
         reading.put("backend", "native", "FSDP2 itself, which splits each copy over some ranks")
     policy = keys.take("fsdp_auto_wrap_policy", str, "TRANSFORMER_BASED_WRAP")
@@ -261,8 +261,8 @@ def _read_fsdp(keys: ForeignSection) -> None:
     )
 
 
-def _put_cell(reading: ForeignConfigReader, shard: str, over: str, variant: str = "") -> None:
-    """Choose Accelerate's own cell where the backend has one, else the library that Accelerate would use."""
+def _put_strategy(reading: ForeignConfigReader, shard: str, over: str, variant: str = "") -> None:
+    """Choose Accelerate's own strategy where the backend has one, else the library that Accelerate would use."""
     from unipar_accelerate import backend
 
     can = backend.capabilities
@@ -321,7 +321,7 @@ def _read_deepspeed(keys: ForeignSection) -> None:
     if not reading.strict:
         keys.omit_unknown((*known, *_DEEPSPEED_OMITTED), "not known; Accelerate ignores such keys")
     reading.config.pop("parallel.shard", None)
-    _put_cell(reading, shard, "DeepSpeed", "zero")
+    _put_strategy(reading, shard, "DeepSpeed", "zero")
     keys.end(
         (
             *_DEEPSPEED_OMITTED,

@@ -19,8 +19,8 @@ def find_contradictions(
 ) -> Iterator[str]:
     """Yield a sentence for each variable that contradicts the config, whoever set it.
 
-    `through` is the library that the cell shards with, `word` Accelerate's name of the precision; None: Accelerate does
-    not train it, so that "no", which `accelerate launch` always sets, says nothing.
+    `through` is the library that the strategy shards with, `word` Accelerate's name of the precision; None: Accelerate
+    does not train it, so that "no", which `accelerate launch` always sets, says nothing.
     """
     launched = "ACCELERATE_MIXED_PRECISION" in environ
     for sentence in _contradictions(config, through, word, environ):

@@ -58,8 +58,9 @@ class DeepSpeed(Backend):
     options: ClassVar[type[Section]] = DeepSpeedOptions
     capabilities = Capabilities(
         shards=SHARDS,
+        short_names={f"zero{stage}": shard for stage, shard in enumerate(SHARDS)},
         devices=("cpu", "cuda", "xpu", "npu", "hpu"),
-        tried={"cpu": "", "cuda": "emulated"},
+        tried={"cpu": "", "cuda": "one GPU"},
         variants={
             "library": Variant(
                 options={"buckets": "library"},

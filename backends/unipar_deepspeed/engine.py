@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from unipar.backend import Backend, Factor, Fn, Holding, LossFn, Mark, Micro, Part, Piece, Read, Step
-from unipar.backend import offered_cells as cells
+from unipar.backend import offered_strategies as strategies
 from unipar.backend.joining import meet
 from unipar.backend.precision import autocast_dtype, batch_dtype
 from unipar.config import SHARDS, Config
@@ -68,7 +68,7 @@ class ZeroEngine(OptimizerEngine):
     def __init__(
         self, part: Part, config: Config, world: World, backend: Backend, start: InitializeEngine = initialize_deepspeed
     ) -> None:
-        refuse_scalar_parameters(part.module, str(cells.cell_of(config)))
+        refuse_scalar_parameters(part.module, str(strategies.strategy_of(config)))
         super().__init__(part, config, world)
         self.stage = SHARDS.index(config.parallel.shard)
         split, whole = plan_tensor(part, config, world) if config.parallel.tensor > 1 else (None, None)
@@ -95,8 +95,8 @@ class ZeroEngine(OptimizerEngine):
             )
         if self.stage and optimizer.state:
             raise TaskError(
-                f"{cells.cell_of(config)} does not support {type(optimizer).__name__}: it creates its states before "
-                "the first step, for parameters that ZeRO then replaces; set parallel.shard: nothing, or "
+                f"{strategies.strategy_of(config)} does not support {type(optimizer).__name__}: it creates its states "
+                "before the first step, for parameters that ZeRO then replaces; set parallel.shard: nothing, or "
                 "backend: native"
             )
         self.rates = BaseRates(optimizer)

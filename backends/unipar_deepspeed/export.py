@@ -29,21 +29,21 @@ def script(outline: Outline) -> Script:
     """Return the script's files and command; raise Unsupported for what DeepSpeed's script cannot carry."""
     config = outline.config
     precision, stage = config.train.precision, SHARDS.index(config.parallel.shard)
-    cell = f"deepspeed/{config.parallel.shard}"
-    refuse_uncarried_options("deepspeed", cell, config.options.get("deepspeed", {}), _CARRIED_OPTIONS)
+    strategy = f"deepspeed/{config.parallel.shard}"
+    refuse_uncarried_options("deepspeed", strategy, config.options.get("deepspeed", {}), _CARRIED_OPTIONS)
     if config.parallel.axes.ranks > 1:
         raise Unsupported(
-            cell,
+            strategy,
             [
                 f"parallel ({config.parallel.axes}): unipar finds the partition_config of DeepSpeed's AutoTP when a "
                 "run starts, and adapts the calls between the layers, which a plain script cannot; leave tensor out"
             ],
         )
     if precision == "fp64":
-        raise Unsupported(cell, ["train.precision: a ds_config.json has no key for fp64; use fp32"])
+        raise Unsupported(strategy, ["train.precision: a ds_config.json has no key for fp64; use fp32"])
     if precision == "bf16-master" and stage == 0:
         raise Unsupported(
-            cell,
+            strategy,
             [
                 "train.precision: bf16-master without sharding takes a step of its own while DeepSpeed starts, which a "
                 "plain script cannot undo; shard something: --set parallel.shard=optimizer"

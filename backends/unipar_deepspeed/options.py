@@ -147,7 +147,7 @@ def _has_cuda(config: Config) -> bool:
 
 
 def deepspeed_option_refusals(config: Config) -> Iterator[str]:
-    """Yield a sentence for each option that has no effect in this cell or is not supported."""
+    """Yield a sentence for each option that has no effect in this strategy or is not supported."""
     stage, options = SHARDS.index(config.parallel.shard), options_of(config)
     own = DeepSpeedOptions.model_validate(config.options.get("deepspeed", {}))
     here = f"parallel.shard: {config.parallel.shard}"

@@ -292,8 +292,8 @@ def _refuse_unequal_states(saved: Mapping[str, Set[str]]) -> None:
         raise CheckpointError(
             f"the checkpoint has {first}, and {other}: ZeRO keeps one kind of state for all parameters that are no "
             "matrices of Muon, so that train.optimizer.matrices and adamw_for, and what is trained, must be as they "
-            "were; take that back, or go on in a cell that keeps the state of each parameter by itself, as --backend "
-            "native and horovod do"
+            "were; take that back, or go on in a strategy that keeps the state of each parameter by itself, as "
+            "--backend native and horovod do"
         )
 
 

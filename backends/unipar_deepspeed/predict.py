@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from unipar.backend import offered_cells as cells
+from unipar.backend import offered_strategies as strategies
 from unipar.config import SHARDS, Config
 from unipar.prediction.terms import clips_in_fp64, refuse_unplanned
 from unipar.prediction.timeline import Payload, Prediction, StepTimeline
@@ -35,7 +35,7 @@ def predict_zero(config: Config, timeline: StepTimeline, ranks: int, *, device: 
     divided = (
         ["model.compile under ZeRO 3, which divides what is compiled,"] if _divides_compiled(config, stage) else []
     )
-    refuse_unplanned(str(cells.cell_of(config)), config, *divided, planned=planned)
+    refuse_unplanned(str(strategies.strategy_of(config)), config, *divided, planned=planned)
     model = zero_model(config, timeline, ranks // axes.ranks, device=device)
     if stage == 0:
         found = predict_stage_0(model)

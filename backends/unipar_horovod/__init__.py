@@ -14,7 +14,7 @@ from typing_extensions import override
 from unipar.backend import Backend, Capabilities, Dtypes, Engine, Part
 from unipar.backend.precision import default_dtypes
 from unipar.config import Config, Section
-from unipar.config.sections.cell import AXES
+from unipar.config.sections.strategy import AXES
 from unipar.distributed.launchers import Launcher
 from unipar.distributed.place import Place
 

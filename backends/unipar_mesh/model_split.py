@@ -13,7 +13,7 @@ from torch import nn
 from unipar.backend import Part
 from unipar.backend.precision import batch_dtype
 from unipar.config import Config
-from unipar.config.sections.cell import Axes
+from unipar.config.sections.strategy import Axes
 from unipar.distributed.world import World
 from unipar.engines.batch_transfer import cast_floats
 from unipar.errors import TaskError

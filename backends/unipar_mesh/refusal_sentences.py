@@ -60,19 +60,19 @@ def refuse_empty_plans(ranks: int, plans: Collection[BlockPlan], blocks: Sequenc
 def refuse_part(part: Part, config: Config) -> None:
     """Raise TaskError for what no mesh can split."""
     axes = config.parallel.axes
-    cell = f"parallel ({axes})"
+    strategy = f"parallel ({axes})"
     if part.name != ONLY_PART:
         raise TaskError(
-            f"{cell} splits one model, and model() returned parts by name ({part.name!r} is one): use ranks of data "
-            "alone, with parallel.shard"
+            f"{strategy} splits one model, and model() returned parts by name ({part.name!r} is one): use ranks of "
+            "data alone, with parallel.shard"
         )
     if not part.blocks:
         raise TaskError(
-            f"{cell} splits blocks, and the model has none: name them in model.blocks or in the task's blocks()"
+            f"{strategy} splits blocks, and the model has none: name them in model.blocks or in the task's blocks()"
         )
-    refuse_shared_parameters(part, cell)
+    refuse_shared_parameters(part, strategy)
     if config.parallel.data != 1 or axes.context > 1:
-        refuse_scalar_parameters(part.module, cell)
+        refuse_scalar_parameters(part.module, strategy)
     if axes.stages > len(part.blocks):
         of_ranks = f" ({axes.pieces} on each of {axes.pipeline} ranks, by {axes.schedule})" if axes.pieces > 1 else ""
         other = ", take schedule 1f1b" if axes.pieces > 1 else ""

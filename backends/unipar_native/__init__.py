@@ -26,13 +26,13 @@ _NO_FP32_MASTER = "keeps one copy of the parameters, so there is no fp32 master 
 
 @final
 class Single(Backend):
-    """Backend of one process without a wrapper: the reference that all other cells must match."""
+    """Backend of one process without a wrapper: the reference that all other strategies must match."""
 
     name = "single"
     capabilities = Capabilities(
         shards=("nothing",),
         devices=("cpu", "cuda", "xpu", "npu", "hpu", "mps"),
-        tried={"cpu": "", "cuda": "emulated", "npu": "emulated"},
+        tried={"cpu": "", "cuda": "one GPU", "npu": "emulated"},
         alone=True,
         gaps={
             (None, "bf16-master"): f"one process {_NO_FP32_MASTER}; compare with it in fp32",
@@ -78,8 +78,9 @@ class Native(Backend):
     options: ClassVar[type[Section]] = NativeOptions
     capabilities = Capabilities(
         shards=("nothing", "optimizer", "gradients", "parameters"),
+        short_names={"ddp": "nothing", "fsdp2": "parameters"},
         devices=("cpu", "cuda", "xpu", "npu", "hpu", "mps"),
-        tried={"cpu": "", "cuda": "emulated", "npu": "emulated"},
+        tried={"cpu": "", "cuda": "one GPU", "npu": "emulated"},
         also={
             "parallel.shard_over": ("optimizer", "gradients", "parameters"),
             "train.sync_every": ("nothing",),
@@ -129,7 +130,7 @@ class Native(Backend):
     @override
     def idle_options(self, config: Config) -> Iterator[tuple[str, str]]:
         options, axes = options_of(config), config.parallel.axes
-        no_ddp = "it is DDP's, which this cell does not use"
+        no_ddp = "it is DDP's, which this strategy does not use"
         idle: dict[str, tuple[bool, str]] = {
             "vocabulary": (axes.tensor == 1, "parallel.tensor is 1"),
             "attention": (axes.context == 1, "parallel.context is 1"),
@@ -312,7 +313,7 @@ def _ddp_refusals(config: Config) -> Iterator[str]:
     given = [f"hook: {options.hook}"] * (options.hook != "none") + ["static_graph: true"] * options.static_graph
     if not wraps_in_ddp(config):
         for what in given:
-            yield f"options.native.{what} is not available: it is DDP's, which this cell does not use; leave it out"
+            yield f"options.native.{what} is not available: it is DDP's, which this strategy does not use; leave it out"
         return
     if options.static_graph and options.find_unused is True:
         yield (

@@ -166,17 +166,17 @@ def collectives(device: str, ranks: int, folder: str) -> str:
     return text
 
 
-def verify(device: str, ranks: int, folder: str, *, cells: str) -> str:
-    """Run `unipar verify` on the quickstart in these cells."""
+def verify(device: str, ranks: int, folder: str, *, strategies: str) -> str:
+    """Run `unipar verify` on the quickstart in these strategies."""
     import unipar
 
     changes = overrides_for(device, ranks, folder)
-    found = unipar.verify(QUICKSTART, cells=[cells], world=ranks, overrides=changes, overwrite=True)
+    found = unipar.verify(QUICKSTART, strategies=[strategies], world=ranks, overrides=changes, overwrite=True)
     print(found.table(120))
-    outcomes = {row.cell: row.outcome for row in found.rows}
-    agree = [cell for cell, outcome in outcomes.items() if outcome == "agrees"]
-    others = [f"{row.cell} {row.outcome}: {row.note}".strip(": ") for row in found.rows if row.outcome != "agrees"]
-    text = "; ".join([f"{len(agree)} of {len(outcomes)} cells agree", found.stopped, *others]).replace("; ;", ";")
+    outcomes = {row.strategy: row.outcome for row in found.rows}
+    agree = [strategy for strategy, outcome in outcomes.items() if outcome == "agrees"]
+    others = [f"{row.strategy} {row.outcome}: {row.note}".strip(": ") for row in found.rows if row.outcome != "agrees"]
+    text = "; ".join([f"{len(agree)} of {len(outcomes)} strategies agree", found.stopped, *others]).replace("; ;", ";")
     if found.code:
         raise RowFailed(text)
     return text.removesuffix("; ")
@@ -191,13 +191,13 @@ def compare(device: str, ranks: int, folder: str) -> str:
     print(found.table(120))
     assert isinstance(found, Comparison)
     ran = [row for row in found.rows if row.outcome == "ran"]
-    named = {row.cell: row.timed_seconds for row in ran if row.timed_seconds}
-    medians = {cell: sorted(seconds)[len(seconds) // 2] for cell, seconds in named.items()}
+    named = {row.strategy: row.timed_seconds for row in ran if row.timed_seconds}
+    medians = {strategy: sorted(seconds)[len(seconds) // 2] for strategy, seconds in named.items()}
     fastest = min(medians, key=medians.__getitem__) if medians else ""
     others = [
-        " ".join([row.cell, row.outcome, *row.note.splitlines()[:1]]) for row in found.rows if row.outcome != "ran"
+        " ".join([row.strategy, row.outcome, *row.note.splitlines()[:1]]) for row in found.rows if row.outcome != "ran"
     ]
-    parts = [f"{len(ran)} of {len(found.rows)} cells ran"]
+    parts = [f"{len(ran)} of {len(found.rows)} strategies ran"]
     parts += [f"fastest {fastest}, {medians[fastest] * 1e3:.1f} ms a step"] if fastest else []
     parts += [f"memory: {found.unwatched}"] if found.unwatched else []
     if device != "cpu" and ran:
@@ -229,11 +229,11 @@ def largest_difference(losses: list[float], wanted: list[float]) -> float:
     return max(differences) if all(d == d for d in differences) else float("inf")
 
 
-def _losses(cell: str, ranks: int, device: str, changes: dict[str, Any], folder: str) -> list[float]:
-    """Return the losses of a run of the quickstart's model in a cell."""
+def _losses(strategy: str, ranks: int, device: str, changes: dict[str, Any], folder: str) -> list[float]:
+    """Return the losses of a run of the quickstart's model in a strategy."""
     import unipar
-    from unipar.backend import offered_cells as cells
-    from unipar.config import Cell
+    from unipar.backend import offered_strategies as strategies
+    from unipar.config import Strategy
     from unipar.config.config_source import load_given_config
 
     settings: dict[str, Any] = {
@@ -248,25 +248,25 @@ def _losses(cell: str, ranks: int, device: str, changes: dict[str, Any], folder:
     for key, value in changes.items():
         known = settings.get(key)
         settings[key] = {**known, **value} if isinstance(known, dict) else value
-    config = cells.config_in_cell(load_given_config(settings, None).config, Cell.parse(cell))
+    config = strategies.config_in_strategy(load_given_config(settings, None).config, Strategy.parse(strategy))
     return [loss for _, loss in unipar.launch(config, quiet=True).losses]
 
 
-def train(device: str, ranks: int, folder: str, *, cell: str, changes: dict[str, Any], tolerance: float) -> str:
-    """Train in a cell with changed settings, and compare the losses with those of one process as it is."""
+def train(device: str, ranks: int, folder: str, *, strategy: str, changes: dict[str, Any], tolerance: float) -> str:
+    """Train in a strategy with changed settings, and compare the losses with those of one process as it is."""
     wanted = _losses("single", 1, device, {}, f"{folder}/single")
-    off = largest_difference(_losses(cell, ranks, device, changes, f"{folder}/cell"), wanted)
+    off = largest_difference(_losses(strategy, ranks, device, changes, f"{folder}/strategy"), wanted)
     text = f"losses within {off:.1e} of one process in fp32, allowed {tolerance:g}"
     if not off <= tolerance:
         raise RowFailed(text)
     return text
 
 
-def ledger(device: str, ranks: int, folder: str, *, cell: str) -> str:
+def ledger(device: str, ranks: int, folder: str, *, strategy: str) -> str:
     """Record memory, and compare the ledger's sum with the allocator's own peak in plain steps after it."""
-    from unipar.backend import offered_cells as cells
-    from unipar.comparison.cell_world import CellWorld
-    from unipar.config import Cell
+    from unipar.backend import offered_strategies as strategies
+    from unipar.comparison.strategy_world import StrategyWorld
+    from unipar.config import Strategy
     from unipar.config.config_source import load_given_config
     from unipar.config.settled import SettledConfig
     from unipar.memory.account import PASSES_BY_IMPORTANCE, PASSES_IN_ORDER
@@ -281,11 +281,11 @@ def ledger(device: str, ranks: int, folder: str, *, cell: str) -> str:
         "batch": {"total": 8},
         "train": {"steps": 2 + len(passes) + STEPS_AROUND, "optimizer": {"lr": 3e-4}},
     }
-    config = cells.config_in_cell(load_given_config(settings, None).config, Cell.parse(cell))
-    settled = SettledConfig.of(config, Cell.parse(cell), ranks, where)
+    config = strategies.config_in_strategy(load_given_config(settings, None).config, Strategy.parse(strategy))
+    settled = SettledConfig.of(config, Strategy.parse(strategy), ranks, where)
     environment = preload_environment(build_meter()) if where == "cpu" else {}
     ref = TaskRef.of(None, config.task, {})
-    with closing(CellWorld(settled, ref, Path(folder) / "run", environment)) as world:
+    with closing(StrategyWorld(settled, ref, Path(folder) / "run", environment)) as world:
         world.start("1")
         world.train_steps(2)
         world.record_memory(passes)

@@ -33,7 +33,7 @@ class Row:
     """Whether it cannot run with `--device cpu`."""
 
 
-LEDGER_CELLS: Final = (
+LEDGER_STRATEGIES: Final = (
     *("native/nothing", "native/optimizer", "native/gradients", "native/parameters"),
     *("deepspeed/nothing", "deepspeed/optimizer", "deepspeed/gradients", "deepspeed/parameters"),
     *("accelerate/nothing", "accelerate/parameters", "accelerate/parameters+zero"),
@@ -41,14 +41,14 @@ LEDGER_CELLS: Final = (
 
 VERIFIED: Final = ("native", "deepspeed", "accelerate")
 
-_SPLIT_CELLS = ("native/parameters", "deepspeed/gradients", "deepspeed/parameters")
+_SPLIT_STRATEGIES = ("native/parameters", "deepspeed/gradients", "deepspeed/parameters")
 
-HALF_CELLS: Final = {
-    "bf16-mixed": ("native/nothing", *_SPLIT_CELLS, "accelerate"),
-    "bf16-master": ("native/gradients", *_SPLIT_CELLS, "accelerate/parameters"),  # DDP has no fp32 master
-    "fp16": ("native/nothing", *_SPLIT_CELLS, "accelerate"),
+HALF_STRATEGIES: Final = {
+    "bf16-mixed": ("native/nothing", *_SPLIT_STRATEGIES, "accelerate"),
+    "bf16-master": ("native/gradients", *_SPLIT_STRATEGIES, "accelerate/parameters"),  # DDP has no fp32 master
+    "fp16": ("native/nothing", *_SPLIT_STRATEGIES, "accelerate"),
 }
-"""Cells of each precision in 16 bits."""
+"""Strategies of each precision in 16 bits."""
 
 _TORCH_ADAM = {"options": {"deepspeed": {"cpu_adam": "torch"}}}  # DeepSpeed's own is compiled for some minutes
 
@@ -57,7 +57,7 @@ OFFLOADED: Final[tuple[tuple[str, str, dict[str, Any]], ...]] = (
     ("deepspeed/gradients", "optimizer", _TORCH_ADAM),
     ("deepspeed/parameters", "parameters", _TORCH_ADAM),
 )
-"""Cell, what is kept in the host's memory, and further settings."""
+"""Strategy, what is kept in the host's memory, and further settings."""
 
 _GPU_MARK = "pytest.mark.gpu"
 
@@ -80,27 +80,27 @@ def all_rows() -> list[Row]:
 
 def _verify_rows() -> Iterator[Row]:
     for backend in VERIFIED:
-        yield Row(f"verify/2/{backend}", "verify", {"cells": f"{backend}/*"}, 2, limit=300, only_gpu=False)
+        yield Row(f"verify/2/{backend}", "verify", {"strategies": f"{backend}/*"}, 2, limit=300, only_gpu=False)
 
 
 def _ledger_rows() -> Iterator[Row]:
     for ranks in (1, 2):
-        for cell in LEDGER_CELLS:
-            yield Row(f"ledger/{ranks}/{cell}", "ledger", {"cell": cell}, ranks, only_gpu=False)
+        for strategy in LEDGER_STRATEGIES:
+            yield Row(f"ledger/{ranks}/{strategy}", "ledger", {"strategy": strategy}, ranks, only_gpu=False)
 
 
 def _training_rows() -> Iterator[Row]:
     for ranks in (1, 2):
-        for precision, cells in HALF_CELLS.items():
-            for cell in cells:
-                given = {"cell": cell, "changes": {"train": {"precision": precision}}, "tolerance": 0.02}
-                yield Row(f"{precision}/{ranks}/{cell}", "train", given, ranks, only_gpu=precision == "fp16")
-        for cell, what, more in OFFLOADED:
-            given = {"cell": cell, "changes": {"model": {"offload": what}, **more}, "tolerance": 1e-4}
-            yield Row(f"offload/{ranks}/{cell}", "train", given, ranks, limit=180)
-    for cell in COMPILED:
-        given = {"cell": cell, "changes": {"model": {"compile": True}}, "tolerance": 1e-3}
-        yield Row(f"compile/1/{cell}", "train", given, limit=240, only_gpu=False)
+        for precision, strategies in HALF_STRATEGIES.items():
+            for strategy in strategies:
+                given = {"strategy": strategy, "changes": {"train": {"precision": precision}}, "tolerance": 0.02}
+                yield Row(f"{precision}/{ranks}/{strategy}", "train", given, ranks, only_gpu=precision == "fp16")
+        for strategy, what, more in OFFLOADED:
+            given = {"strategy": strategy, "changes": {"model": {"offload": what}, **more}, "tolerance": 1e-4}
+            yield Row(f"offload/{ranks}/{strategy}", "train", given, ranks, limit=180)
+    for strategy in COMPILED:
+        given = {"strategy": strategy, "changes": {"model": {"compile": True}}, "tolerance": 1e-3}
+        yield Row(f"compile/1/{strategy}", "train", given, limit=240, only_gpu=False)
 
 
 def marked_tests(tests: Path = ROOT / "tests") -> list[str]:

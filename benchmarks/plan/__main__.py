@@ -3,7 +3,7 @@
     python -m benchmarks.plan                          a covering set of rows: each pair of values at least once
     python -m benchmarks.plan --whole                  all rows; what an earlier go has measured is kept
     python -m benchmarks.plan --public                 models of transformers
-    python -m benchmarks.plan model=10M ranks=1,2 'cell=native/*'    all rows with these values
+    python -m benchmarks.plan model=10M ranks=1,2 'strategy=native/*'    all rows with these values
     python -m benchmarks.plan compile=blocks,model model=10M micro=8 ...   under torch.compile
 
 Compared are bytes beyond what libraries and Python hold for themselves, with the range of the measured steps. What was
@@ -25,8 +25,8 @@ from typing import Any
 
 from benchmarks.memory import measure_account
 from benchmarks.plan.rows import OF_OURS, OF_PUBLIC, Row, config_of, covering_rows, rows_of
-from unipar.backend import offered_cells as cells
-from unipar.config import Cell
+from unipar.backend import offered_strategies as strategies
+from unipar.config import Strategy
 from unipar.config.settled import SettledConfig
 from unipar.errors import UniparError, Unsupported
 from unipar.memory.sources.malloc_build import build_meter, preload_environment
@@ -77,9 +77,9 @@ class Result:
 
 def plan_row(row: Row) -> tuple[PredictedPeak, Mapping[str, int]]:
     """Return the fullest phase of a row as planned, and its payload; raise Unsupported if it is not planned."""
-    from unipar.comparison.make_plan import predict_cell
+    from unipar.comparison.make_plan import predict_strategy
 
-    predicted = predict_cell(config_of(row), Cell.parse(row.cell), row.ranks, "cpu")
+    predicted = predict_strategy(config_of(row), Strategy.parse(row.strategy), row.ranks, "cpu")
     sent = {f"{p.axis} {p.collective}": 0 for p in predicted.sent}
     for p in predicted.sent:
         sent[f"{p.axis} {p.collective}"] += p.size
@@ -88,9 +88,9 @@ def plan_row(row: Row) -> tuple[PredictedPeak, Mapping[str, int]]:
 
 def compare(row: Row, environment: dict[str, str]) -> Result:
     """Return a row, planned and measured."""
-    config, cell = config_of(row), Cell.parse(row.cell)
+    config, strategy = config_of(row), Strategy.parse(row.strategy)
     planned_anew(Result(asdict(row)))  # what is not planned is not measured either
-    settled = SettledConfig.of(config, cell, row.ranks, "cpu")
+    settled = SettledConfig.of(config, strategy, row.ranks, "cpu")
     account = measure_account(settled, environment, library_traffic=True)
     full = max((phase for phase in account.phases if phase.name != "built"), key=lambda phase: phase.peak)
     own = sum(full.held.get(category, 0) for category in NOT_PLANNED)
@@ -118,11 +118,13 @@ def select(options: argparse.Namespace, measured: Collection[Row]) -> Iterator[R
         key, _, values = word.partition("=")
         given[key] = values.split(",")
     settings = {**(OF_PUBLIC if options.public else OF_OURS), "compile": tuple(given.get("compile", ["none"]))}
-    if unknown := given.keys() - settings.keys() - {"cell"}:
-        raise SystemExit(f"{', '.join(sorted(unknown))}: rows differ in {', '.join(settings)} and cell")
+    if unknown := given.keys() - settings.keys() - {"strategy"}:
+        raise SystemExit(f"{', '.join(sorted(unknown))}: rows differ in {', '.join(settings)} and strategy")
     chosen = {key: [v for v in of if str(v) in given.get(key, map(str, of))] for key, of in settings.items()}
-    patterns = tuple(given.get("cell", ()))
-    rows = rows_of(chosen, [str(cell) for cell in cells.expand_cell_patterns(patterns)] if patterns else ())
+    patterns = tuple(given.get("strategy", ()))
+    rows = rows_of(
+        chosen, [str(strategy) for strategy in strategies.expand_strategy_patterns(patterns)] if patterns else ()
+    )
     yield from rows if given or options.whole or options.public else covering_rows(rows, ROWS, measured)
 
 
@@ -175,7 +177,7 @@ def show(result: Result) -> tuple[str, ...]:
 
 def report(results: Sequence[Result]) -> int:
     """Print the table and the distribution; return the exit code."""
-    header = ("model", "precision", "ranks", "micro", "", "cell", "in", "planned", "measured", "off by", "sent")
+    header = ("model", "precision", "ranks", "micro", "", "strategy", "in", "planned", "measured", "off by", "sent")
     print(format_table(header, [show(result) for result in results], right=(2, 3, 7, 8, 9), width=160))
     planned = [result for result in results if not result.error]
     offs = sorted(abs(result.off) for result in planned)

@@ -34,7 +34,7 @@ def train_within_limit(place: Place, run: Path, control: socket.socket | None) -
     settled = read_settled(run)
     launch = json.loads((run / "launch.json").read_text("utf-8"))
     task = TaskRef.from_json(launch["task"]).load()
-    backend = registry.find_backend(settled.cell.backend)
+    backend = registry.find_backend(settled.strategy.backend)
 
     def met(world: World, heartbeat: HeartbeatWriter) -> None:
         package = import_module(type(backend).__module__)

@@ -3,12 +3,12 @@
     python -m benchmarks.plan.limits                    240 trainings in a limit in which they fit, 60 in one in which
                                                         they do not, and 20 with what libraries allocate counted
     python -m benchmarks.plan.limits --fits 20 --lacks 5 --control 2
-    python -m benchmarks.plan.limits cell=deepspeed/parameters ranks=2
-    python -m benchmarks.plan.limits compile=blocks cell=native/nothing,deepspeed/gradients
+    python -m benchmarks.plan.limits strategy=deepspeed/parameters ranks=2
+    python -m benchmarks.plan.limits compile=blocks strategy=native/nothing,deepspeed/gradients
 
-Models, precisions, microbatches, ranks and cells are drawn at random. The limit is on the bytes of tensors that each
-rank allocates from the moment on at which the ranks have met; an allocation beyond it fails. "Fits" is the smallest
-memory in which the plan says so, with 5 % of headroom. "Lacks" is up to 5 % less than the planned peak.
+Models, precisions, microbatches, ranks and strategies are drawn at random. The limit is on the bytes of tensors that
+each rank allocates from the moment on at which the ranks have met; an allocation beyond it fails. "Fits" is the
+smallest memory in which the plan says so, with 5 % of headroom. "Lacks" is up to 5 % less than the planned peak.
 In the control group the limit is on all that a rank allocates: the planned peak, what a recorded step shows that
 libraries and Python hold for themselves, and 5 %. Results are kept in runs/plan-limits.jsonl, and one counts as long as
 the plan of its training is the same; --again trains all anew.
@@ -32,10 +32,10 @@ from typing import Any, Literal
 from benchmarks.memory import measure_account
 from benchmarks.plan.__main__ import NOT_PLANNED
 from benchmarks.plan.limited_rank import ENTRY, ENTRY_MODULE
-from benchmarks.plan.rows import Row, all_cells, config_of
+from benchmarks.plan.rows import Row, all_strategies, config_of
 from unipar.backend import registry
-from unipar.comparison.make_plan import predict_cell
-from unipar.config import Cell
+from unipar.comparison.make_plan import predict_strategy
+from unipar.config import Strategy
 from unipar.config.settled import SettledConfig
 from unipar.errors import UniparError
 from unipar.launcher.micro_batch.trials import ended_for_lack_of_memory
@@ -77,15 +77,15 @@ class LimitedTraining:
         return self.ended.startswith(MEMORY) if self.group == "lacks" else not self.ended
 
 
-def draw_row(chance: random.Random, cells: Sequence[str], given: Mapping[str, str]) -> Row:
-    """Return a row of a random model in one of these cells that can run."""
+def draw_row(chance: random.Random, strategies: Sequence[str], given: Mapping[str, str]) -> Row:
+    """Return a row of a random model in one of these strategies that can run."""
     while True:
         heads = chance.choice((2, 4, 8))
         layers, width = chance.randint(3, 8), heads * 8 * chance.randint(32 // heads, 80 // heads)
         model = f"{layers} layers, width {width}, {heads} heads, context {chance.choice((32, 64, 96, 128))}"
         row = Row(
             model=model,
-            cell=chance.choice(cells),
+            strategy=chance.choice(strategies),
             precision=chance.choice(("fp32", "bf16-mixed", "bf16-master")),
             ranks=int(given.get("ranks", 0)) or chance.choice((1, 2, 2, 2, 4)),
             micro=chance.randint(1, 8),
@@ -93,7 +93,7 @@ def draw_row(chance: random.Random, cells: Sequence[str], given: Mapping[str, st
             accumulate=chance.choice((1, 1, 2, 3)),
             compile=given.get("compile", "none"),
         )
-        alone, axes = row.cell == "single", Cell.parse(row.cell).axes.ranks
+        alone, axes = row.strategy == "single", Strategy.parse(row.strategy).axes.ranks
         if (alone or axes > 1) and (alone != (row.ranks == 1) or row.ranks % axes):
             continue
         try:
@@ -105,7 +105,7 @@ def draw_row(chance: random.Random, cells: Sequence[str], given: Mapping[str, st
 
 def train_within(settled: SettledConfig, limit: int, counted: str, server: SharedForkServer) -> str:
     """Train some steps within a limit; return why they ended before the last."""
-    backend = registry.find_backend(settled.cell.backend)
+    backend = registry.find_backend(settled.strategy.backend)
     ref = TaskRef.of(None, settled.config.task, {})
     launch = {"task": ref.to_json(), "settled": settled.to_json(), "limit": limit, "counted": counted}
     with tempfile.TemporaryDirectory(prefix="unipar-limit-") as place:
@@ -141,10 +141,10 @@ def train(
 
     `share`: that of the planned peak which is the limit, where it does not fit.
     """
-    config, cell = config_of(row), Cell.parse(row.cell)
-    step = predict_cell(config, cell, row.ranks, "cpu")
+    config, strategy = config_of(row), Strategy.parse(row.strategy)
+    step = predict_strategy(config, strategy, row.ranks, "cpu")
     planned = step.peak
-    settled = SettledConfig.of(config, cell, row.ranks, "cpu")
+    settled = SettledConfig.of(config, strategy, row.ranks, "cpu")
     limit, counted = int(step.needed / (1 - HEADROOM)), "tensors"
     if group == "lacks":
         limit = int(planned * share)
@@ -164,8 +164,10 @@ def draw_all(
 
     Those that ran come first, and others are drawn until there are as many as asked for.
     """
-    chosen = [cell for cell in all_cells() if not cell.endswith("+library")]  # buckets of 1.9 GiB hide all else
-    cells = given["cell"].split(",") if "cell" in given else chosen
+    chosen = [
+        strategy for strategy in all_strategies() if not strategy.endswith("+library")
+    ]  # buckets of 1.9 GiB hide all else
+    strategies = given["strategy"].split(",") if "strategy" in given else chosen
     groups: Sequence[Group] = ("fits", "lacks", "control")
     for group in groups:
         chance = random.Random(f"{SEED} {group}")
@@ -173,7 +175,7 @@ def draw_all(
         ran = {
             row: share
             for row, share in ran.items()
-            if row.cell in cells
+            if row.strategy in strategies
             and str(row.ranks) in given.get("ranks", str(row.ranks))
             and row.compile == given.get("compile", "none")
         }
@@ -181,7 +183,7 @@ def draw_all(
         for row, share in list(ran.items())[:number]:
             yield row, group, share
         while len(ran) < number:
-            row, share = draw_row(chance, cells, given), chance.uniform(1 - HEADROOM, 1.0)
+            row, share = draw_row(chance, strategies, given), chance.uniform(1 - HEADROOM, 1.0)
             if row not in ran:
                 ran[row] = share
                 yield row, group, share
@@ -229,7 +231,7 @@ def report(results: Sequence[LimitedTraining]) -> int:
     """Print what did not end as planned, and the numbers; return the exit code."""
     bad = [result for result in results if not result.good]
     if bad:
-        header = ("group", "model", "precision", "ranks", "micro", "", "cell", "planned", "limit", "ended with")
+        header = ("group", "model", "precision", "ranks", "micro", "", "strategy", "planned", "limit", "ended with")
         print(format_table(header, [show(result) for result in bad], right=(3, 4, 7, 8), width=170))
     of, good = Counter(r.group for r in results), Counter(r.group for r in results if r.good)
     print(f"fits, with {HEADROOM:.0%} of headroom: {of['fits'] - good['fits']} of {of['fits']} ran out of memory")

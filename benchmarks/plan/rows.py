@@ -14,8 +14,8 @@ from typing import Any
 from benchmarks.memory import SIZES
 from benchmarks.plan.models import PUBLIC_MODELS
 from unipar.backend import checks
-from unipar.backend import offered_cells as cells
-from unipar.config import Cell, Config
+from unipar.backend import offered_strategies as strategies
+from unipar.config import Config, Strategy
 from unipar.config.config_source import load_given_config
 from unipar.errors import UniparError
 
@@ -30,7 +30,7 @@ OF_OURS: dict[str, Sequence[Any]] = {
     "recompute": ("none", "blocks"),
     "accumulate": (1, 2),
 }
-"""Values of each setting of the character GPT's rows; cells come to them."""
+"""Values of each setting of the character GPT's rows; strategies come to them."""
 
 OF_PUBLIC: dict[str, Sequence[Any]] = {
     "model": tuple(PUBLIC_MODELS),
@@ -40,7 +40,7 @@ OF_PUBLIC: dict[str, Sequence[Any]] = {
     "recompute": ("none",),
     "accumulate": (1,),
 }
-MESH_CELLS = (
+MESH_STRATEGIES = (
     "native/nothing+tensor2",
     "native/parameters+tensor2",
     "native/nothing+tensor2+sequence",
@@ -65,7 +65,7 @@ class Row:
     """One training to be planned and measured."""
 
     model: str
-    cell: str
+    strategy: str
     precision: str
     ranks: int
     micro: int
@@ -79,7 +79,7 @@ class Row:
         """The row's first columns."""
         more = f"x{self.accumulate}" if self.accumulate > 1 else ""
         changed = ["recomputed"] * (self.recompute != "none") + [f"compiled {self.compile}"] * (self.compile != "none")
-        return self.model, self.precision, str(self.ranks), f"{self.micro}{more}", ", ".join(changed), self.cell
+        return self.model, self.precision, str(self.ranks), f"{self.micro}{more}", ", ".join(changed), self.strategy
 
     @property
     def pairs(self) -> frozenset[tuple[Any, ...]]:
@@ -88,11 +88,11 @@ class Row:
 
 
 def config_of(row: Row) -> Config:
-    """Return a row's config in its cell; raise a UniparError if the cell cannot run it."""
-    cell = Cell.parse(row.cell)
-    data = row.ranks // cell.axes.ranks
-    if data * cell.axes.ranks != row.ranks:
-        raise UniparError(f"{row.cell} has no part for {row.ranks} ranks")
+    """Return a row's config in its strategy; raise a UniparError if the strategy cannot run it."""
+    strategy = Strategy.parse(row.strategy)
+    data = row.ranks // strategy.axes.ranks
+    if data * strategy.axes.ranks != row.ranks:
+        raise UniparError(f"{row.strategy} has no part for {row.ranks} ranks")
     if row.model in PUBLIC_MODELS:
         name = "ImageModel" if row.model == "resnet" else "TextModel"
         task = {"use": f"{ROOT}/benchmarks/plan/models.py:{name}", "args": PUBLIC_MODELS[row.model]}
@@ -101,12 +101,12 @@ def config_of(row: Row) -> Config:
     settings: dict[str, Any] = {
         "task": task,
         "device": "cpu",
-        "parallel": {"data": row.ranks},  # of which a cell with axes leaves fewer for the data
+        "parallel": {"data": row.ranks},  # of which a strategy with axes leaves fewer for the data
         "batch": {"total": row.micro * row.accumulate * data, "micro": row.micro},
         "model": {"recompute": row.recompute, "compile": False if row.compile == "none" else row.compile},
         "train": {"steps": 10, "precision": row.precision, "optimizer": {"lr": 3e-4}},
     }
-    config = cells.config_in_cell(load_given_config(settings, None).config, cell)
+    config = strategies.config_in_strategy(load_given_config(settings, None).config, strategy)
     checks.check_can_run(config)
     return config
 
@@ -120,20 +120,20 @@ def _size_of(model: str) -> dict[str, int]:
 
 
 @cache
-def all_cells() -> tuple[str, ...]:
-    """Return the cells that can run on the CPU."""
-    plain = (str(cell) for cell in cells.expand_cell_patterns(("*",)))
-    return (*(cell for cell in plain if cell != "native/nothing+dp"), *MESH_CELLS)
+def all_strategies() -> tuple[str, ...]:
+    """Return the strategies that can run on the CPU."""
+    plain = (str(strategy) for strategy in strategies.expand_strategy_patterns(("*",)))
+    return (*(strategy for strategy in plain if strategy != "native/nothing+dp"), *MESH_STRATEGIES)
 
 
 def rows_of(settings: Mapping[str, Sequence[Any]], wanted: Sequence[str] = ()) -> list[Row]:
-    """Return all rows with these values that can run, in cells `wanted`, or in all."""
+    """Return all rows with these values that can run, in strategies `wanted`, or in all."""
     found: list[Row] = []
     for values in product(*settings.values()):
-        for cell in wanted or all_cells():
-            row = Row(**dict(zip(settings, values, strict=True)), cell=cell)
-            alone = cell == "single"
-            if alone != (row.ranks == 1) and (alone or Cell.parse(cell).axes.ranks > 1):
+        for strategy in wanted or all_strategies():
+            row = Row(**dict(zip(settings, values, strict=True)), strategy=strategy)
+            alone = strategy == "single"
+            if alone != (row.ranks == 1) and (alone or Strategy.parse(strategy).axes.ranks > 1):
                 continue
             if _can_run(row):
                 found.append(row)

@@ -1,4 +1,4 @@
-"""Cells with axes beside the data's, in a backend that has them: ranks that train on the same samples count once."""
+"""Strategies with axes beside the data's: ranks that train on the same samples count once."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 
 from tests.support.forks import Forks
 from unipar.backend.checks import check_can_run
-from unipar.backend.offered_cells import config_in_cell
-from unipar.config import Cell, Config
+from unipar.backend.offered_strategies import config_in_strategy
+from unipar.config import Config, Strategy
 from unipar.errors import ConfigError, Unsupported
 
 TOY = Path(__file__).parents[1] / "support" / "toy"
@@ -48,7 +48,13 @@ class Words(unipar.Task):
 
 STEPS = {"steps": 1}
 
-CELLS = ("toy/nothing", "toy/nothing+tensor2", "toy/nothing+pipeline2", "toy/nothing+context2", "toy/nothing+tensor3")
+STRATEGIES = (
+    "toy/nothing",
+    "toy/nothing+tensor2",
+    "toy/nothing+pipeline2",
+    "toy/nothing+context2",
+    "toy/nothing+tensor3",
+)
 
 
 @pytest.mark.sweep
@@ -65,16 +71,16 @@ def test_all_axes_train_the_same(forks: Forks, tmp_path: Path) -> None:
         "out": "out",
     }
     (tmp_path / "c.yaml").write_text(json.dumps(config), encoding="utf-8")
-    words = [word for cell in CELLS for word in ("--cell", cell)]
+    words = [word for strategy in STRATEGIES for word in ("--strategy", strategy)]
     done = forks.python(
         ("-m", "unipar", "compare", "c.yaml", *words), tmp_path, {"PYTHONPATH": str(TOY), "COLUMNS": "120"}
     )
-    rows: list[dict[str, Any]] = json.loads((tmp_path / "out/compare/compare.json").read_text("utf-8"))["cells"]
-    found = {row["cell"]: row for row in rows}
+    rows: list[dict[str, Any]] = json.loads((tmp_path / "out/compare/compare.json").read_text("utf-8"))["strategies"]
+    found = {row["strategy"]: row for row in rows}
     one = found["single"]["losses"]
-    for cell in CELLS[:4]:
-        assert found[cell]["outcome"] == "ran", (found[cell]["note"], done.stderr[-2000:])
-        assert found[cell]["losses"] == pytest.approx(one, rel=2e-6)
+    for strategy in STRATEGIES[:4]:
+        assert found[strategy]["outcome"] == "ran", (found[strategy]["note"], done.stderr[-2000:])
+        assert found[strategy]["losses"] == pytest.approx(one, rel=2e-6)
     assert (
         found["toy/nothing+tensor3"]["note"]
         == "toy/nothing+tensor3 needs a multiple of 3 ranks (tensor 3), and there are 2"
@@ -137,16 +143,16 @@ def test_backends_without_axes(backend: str, sizes: dict[str, Any], why: str) ->
     assert str(e.value) == why
 
 
-def test_a_config_in_a_cell_with_axes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_config_in_a_strategy_with_axes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks in all and the global batch stay; fewer parts of the data take more microbatches each."""
     monkeypatch.syspath_prepend(TOY)
     config = Config.model_validate(
         {"backend": "toy", "batch": {"micro": 3, "accumulate": 2}, "parallel": {"data": 4}, "train": STEPS}
     )
-    moved = config_in_cell(config, Cell.parse("toy/nothing+tensor2"))
+    moved = config_in_strategy(config, Strategy.parse("toy/nothing+tensor2"))
     assert (moved.parallel.data, moved.parallel.tensor, moved.parallel.ranks) == (2, 2, 4)
     assert moved.batch.settle(2).accumulate == 4
-    assert config_in_cell(moved, Cell.parse("toy")).batch.settle(4).accumulate == 2
+    assert config_in_strategy(moved, Strategy.parse("toy")).batch.settle(4).accumulate == 2
     with pytest.raises(ConfigError) as e:
-        config_in_cell(config, Cell.parse("toy/nothing+tensor3"))
+        config_in_strategy(config, Strategy.parse("toy/nothing+tensor3"))
     assert str(e.value) == "toy/nothing+tensor3 needs a multiple of 3 ranks (tensor 3), and there are 4"

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from unipar.backend.checks import CheckedSource, check_cell, check_run_settings, in_cell, read_source
-from unipar.backend.offered_cells import config_in_cell
+from unipar.backend.checks import CheckedSource, check_run_settings, check_strategy, in_strategy, read_source
+from unipar.backend.offered_strategies import config_in_strategy
 from unipar.backend.registry import find_backend
-from unipar.config import Cell
+from unipar.config import Strategy
 from unipar.errors import ConfigError, UniparError
 
 FILE = """\
@@ -29,8 +29,8 @@ def chosen(tmp_path: Path, words: str, file: str = FILE) -> CheckedSource:
     flags = [*zip(words.split()[::2], words.split()[1::2], strict=True)]
     source = read_source(tmp_path / "x.yaml", [value for flag, value in flags if flag == "--set"])
     for value in (value for flag, value in flags if flag == "--backend"):
-        source = in_cell(source, value)
-    check_cell(source.config, source.backend, source.cell, source.places)
+        source = in_strategy(source, value)
+    check_strategy(source.config, source.backend, source.strategy, source.places)
     return source
 
 
@@ -66,13 +66,13 @@ def chosen(tmp_path: Path, words: str, file: str = FILE) -> CheckedSource:
          "split; leave it out"),
         ("--backend native/parameters --set options.native.bucket_mb=3",
          "native/parameters (--backend): options.native.bucket_mb (--set): 3 has no effect: it is DDP's, which this "
-         "cell does not use; leave it out"),
+         "strategy does not use; leave it out"),
         ("--set parallel.shard=parameters --set options.native.find_unused=true",
          "native/parameters (--set): options.native.find_unused (--set): true has no effect: it is DDP's, which this "
-         "cell does not use; leave it out"),
+         "strategy does not use; leave it out"),
         ("--backend accelerate/parameters --set options.accelerate.find_unused=true",
          "accelerate/parameters (--backend): options.accelerate.find_unused (--set): true has no effect: it is DDP's, "
-         "which this cell does not use; leave it out"),
+         "which this strategy does not use; leave it out"),
         ("--backend accelerate/gradients --set options.deepspeed.reduce=5",
          "accelerate/gradients (--backend): options.deepspeed.reduce (--set): 5 has no effect: Accelerate shards with "
          "FSDP2 (options.accelerate.through: auto); leave it out"),
@@ -108,7 +108,7 @@ def test_a_key_of_the_file_has_its_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "parallel", "cell", "data"),
+    ("words", "parallel", "strategy", "data"),
     [
         ("--backend native/nothing --set parallel.tensor=2", "{data: 2}", "native/nothing+tensor2", 2),
         ("--backend native/nothing --set parallel.pipeline=2", "{data: 2}", "native/nothing+pipeline2", 2),
@@ -122,21 +122,21 @@ def test_a_key_of_the_file_has_its_line(tmp_path: Path) -> None:
         ("--backend native/parameters --set parallel.shard_over=2", "{data: 4}", "native/parameters", 4),
     ],
 )
-def test_settings_are_obeyed(tmp_path: Path, words: str, parallel: str, cell: str, data: int) -> None:
+def test_settings_are_obeyed(tmp_path: Path, words: str, parallel: str, strategy: str, data: int) -> None:
     """--backend changes the keys that it names, and the number of ranks stays unless parallel.data is set."""
     source = chosen(tmp_path, words, FILE.replace("{data: 2}", parallel))
-    assert str(source.cell) == cell
+    assert str(source.strategy) == strategy
     assert source.config.parallel.data == data
     assert source.config.batch.total == 32
 
 
-def test_an_option_of_another_cell_is_left_out_of_a_list(tmp_path: Path) -> None:
-    """compare and verify move a config to cells of several kinds, each of which has the options that it uses."""
+def test_an_option_of_another_strategy_is_left_out_of_a_list(tmp_path: Path) -> None:
+    """compare and verify move a config to strategies of several kinds, each of which has the options that it uses."""
     file = FILE + "options: {native: {find_unused: true}, deepspeed: {buckets: library}}\n"
     config = chosen(tmp_path, "", file).config
-    assert config_in_cell(config, Cell.parse("native/nothing")).options["native"] == {"find_unused": True}
-    assert config_in_cell(config, Cell.parse("native/parameters")).options["native"] == {}
-    assert config_in_cell(config, Cell.parse("accelerate/parameters")).options["deepspeed"] == {}
+    assert config_in_strategy(config, Strategy.parse("native/nothing")).options["native"] == {"find_unused": True}
+    assert config_in_strategy(config, Strategy.parse("native/parameters")).options["native"] == {}
+    assert config_in_strategy(config, Strategy.parse("accelerate/parameters")).options["deepspeed"] == {}
 
 
 @pytest.mark.parametrize(

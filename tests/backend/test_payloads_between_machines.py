@@ -95,7 +95,7 @@ def test_of_the_rank_that_has_most() -> None:
 
 def planned(more: dict[str, Any]) -> Any:
     given = TEXT | {"parallel": {"shard_over": "machine"}} | more
-    return unipar.plan(given, cells=["native/nothing", "native/parameters"], worlds=[4])
+    return unipar.plan(given, strategies=["native/nothing", "native/parameters"], worlds=[4])
 
 
 @pytest.mark.parametrize("machines", [{"nodes": 2}, {"per": 2}])
@@ -125,7 +125,7 @@ def test_plan_of_one_machine() -> None:
 
 
 def test_plan_of_unknown_machines() -> None:
-    """The cell that needs to know is refused, and the others are planned."""
+    """The strategy that needs to know is refused, and the others are planned."""
     plain, split = planned({}).rows
     assert plain.refusal == ""
     assert split.refusal.startswith("parallel.shard_over: machine: a plan must know how many ranks a machine has: say ")

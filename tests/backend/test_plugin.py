@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 TOY = ROOT / "tests" / "support" / "toy"
 
 
-SUITE = (*PYTEST_WORDS, "tests/conformance", "--cells", "toy", "--marks")
+SUITE = (*PYTEST_WORDS, "tests/conformance", "--strategies", "toy", "--marks")
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(installed, "probe_imports", probe)
     words = [line.split() for line in backends.format_backends(backends.rows()).splitlines()]
-    assert words[words.index(["toy", "library", "toy", "1"]) + 1] == ["cells", "toy/nothing"]
+    assert words[words.index(["toy", "library", "toy", "1"]) + 1] == ["strategies", "toy/nothing"]
 
 
 @pytest.mark.sweep

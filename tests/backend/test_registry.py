@@ -1,4 +1,4 @@
-"""Backends by name, cells by their spelling, and every reason why a config cannot run."""
+"""Backends by name, strategies by their spelling, and every reason why a config cannot run."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from unipar.backend import checks, registry
-from unipar.backend import offered_cells as cells
-from unipar.config import Cell, Config
+from unipar.backend import offered_strategies as strategies
+from unipar.config import Config, Strategy
 from unipar.errors import BackendNotFound, BackendNotInstalled, ConfigError, Unsupported
 
 
@@ -16,63 +16,86 @@ def _config(**sections: Any) -> Config:
     return Config.model_validate({"batch": {"total": 8, "micro": 2}, "train": {"steps": 1}, **sections})
 
 
-def _cell(text: str) -> Cell:
-    return cells.require_cell(Cell.parse(text))
+def _strategy(text: str) -> Strategy:
+    return strategies.require_strategy(Strategy.parse(text))
 
 
-def test_cells_of_each() -> None:
-    """Cells without a variant come first, in the order of `SHARDS`."""
+def test_strategies_of_each() -> None:
+    """Strategies without a variant come first, in the order of `SHARDS`."""
     patterns = ("single", "native/*", "deepspeed/*", "horovod", "accelerate")
-    assert [str(c) for c in cells.expand_cell_patterns(patterns)] == [
+    assert [str(c) for c in strategies.expand_strategy_patterns(patterns)] == [
         "single", "native/nothing", "native/optimizer", "native/gradients", "native/parameters", "deepspeed/nothing",
         "deepspeed/optimizer", "deepspeed/gradients", "deepspeed/parameters", "horovod/nothing", "accelerate/nothing",
     ]  # fmt: skip
-    assert [str(c) for c in cells.cells_of_backend(registry.find_backend("accelerate")) if c.variant] == [
+    assert [str(c) for c in strategies.strategies_of_backend(registry.find_backend("accelerate")) if c.variant] == [
         "accelerate/optimizer+zero", "accelerate/gradients+zero", "accelerate/parameters+zero"
     ]  # fmt: skip
-    assert "deepspeed/gradients+library" in [str(c) for c in cells.expand_cell_patterns(("*",))]
+    assert "deepspeed/gradients+library" in [str(c) for c in strategies.expand_strategy_patterns(("*",))]
 
 
 @pytest.mark.parametrize(
     ("text", "kind", "message"),
     [
         ("native/everything", ConfigError,
-         "'native/everything' is not a cell: write backend/shard or backend/shard+variant, where shard is one of "
+         "'native/everything' is not a strategy: write backend/shard or backend/shard+variant, where shard is one of "
          "nothing, optimizer, gradients, parameters (a bare backend means /nothing)"),
         ("horovod/gradients", Unsupported,
-         "horovod/gradients: there is no such cell; horovod has: horovod/nothing"),
+         "horovod/gradients: there is no such strategy; horovod has: horovod/nothing"),
         ("horovod/nothing+dp", Unsupported,
-         "horovod/nothing+dp: horovod has no variant 'dp'; its cells: horovod/nothing"),
+         "horovod/nothing+dp: horovod has no variant 'dp'; its strategies: horovod/nothing"),
         ("deepspeed/nothing+library", Unsupported,
-         "deepspeed/nothing+library: there is no such cell; deepspeed has: deepspeed/nothing, deepspeed/optimizer, "
+         "deepspeed/nothing+library: there is no such strategy; deepspeed has: deepspeed/nothing, deepspeed/optimizer, "
          "deepspeed/gradients, deepspeed/parameters, deepspeed/optimizer+library, deepspeed/gradients+library, "
          "deepspeed/parameters+library"),
         ("hororod", BackendNotFound,
          "no backend 'hororod'; did you mean 'horovod'? known: accelerate, deepspeed, horovod, native, single"),
     ],
 )  # fmt: skip
-def test_cells_that_do_not_exist(text: str, kind: type[Exception], message: str) -> None:
-    """The error for an unknown cell or backend lists the known ones."""
+def test_strategies_that_do_not_exist(text: str, kind: type[Exception], message: str) -> None:
+    """The error for an unknown strategy or backend lists the known ones."""
     with pytest.raises(kind) as e:
-        _cell(text)
+        _strategy(text)
     assert str(e.value) == message
 
 
+def test_short_names() -> None:
+    """Each names a strategy wherever one is named, with axes too; a name of a backend stays that."""
+    patterns = ("ddp", "fsdp2", "zero0", "zero1", "zero2", "zero3", "fsdp2+tensor2", "horovod", "single")
+    assert [str(c) for c in strategies.expand_strategy_patterns(patterns)] == [
+        "native/nothing", "native/parameters", "deepspeed/nothing", "deepspeed/optimizer", "deepspeed/gradients",
+        "deepspeed/parameters", "native/parameters+tensor2", "horovod/nothing", "single",
+    ]  # fmt: skip
+    strategy, named = strategies.named_strategy(_config(), "zero2")
+    assert str(strategy) == "deepspeed/gradients"
+    assert named == {"backend": "deepspeed", "parallel.shard": "gradients"}
+
+
+def test_a_short_name_is_no_backend() -> None:
+    """The sentence says which keys the name stands for."""
+    data: dict[str, Any] = {"backend": "fsdp2"}
+    assert list(checks._name_sentences(data, {})) == [  # pyright: ignore[reportPrivateUsage]
+        "backend: 'fsdp2' is a strategy; write backend: native and parallel: {shard: parameters}"
+    ]
+
+
 def test_a_variant_is_its_options() -> None:
-    """A cell with a variant sets the variant's option; a cell without one removes the option."""
-    library = cells.config_in_cell(_config(), _cell("deepspeed/gradients+library"))
+    """A strategy with a variant sets the variant's option; a strategy without one removes the option."""
+    library = strategies.config_in_strategy(_config(), _strategy("deepspeed/gradients+library"))
     assert library.options == {"deepspeed": {"buckets": "library"}}
-    assert str(cells.cell_of(library)) == "deepspeed/gradients+library"
-    assert str(cells.cell_of(cells.config_in_cell(library, _cell("deepspeed/optimizer")))) == "deepspeed/optimizer"
+    assert str(strategies.strategy_of(library)) == "deepspeed/gradients+library"
+    assert (
+        str(strategies.strategy_of(strategies.config_in_strategy(library, _strategy("deepspeed/optimizer"))))
+        == "deepspeed/optimizer"
+    )
 
 
-def test_an_option_that_contradicts_the_cell() -> None:
-    """An option and a cell that contradict each other are refused."""
+def test_an_option_that_contradicts_the_strategy() -> None:
+    """An option and a strategy that contradict each other are refused."""
     config = _config(options={"deepspeed": {"buckets": "scaled"}})
     with pytest.raises(ConfigError) as e:
-        cells.config_in_cell(config, _cell("deepspeed/gradients+library"))
+        strategies.config_in_strategy(config, _strategy("deepspeed/gradients+library"))
     assert str(e.value) == (
-        "options.deepspeed.buckets: 'scaled' contradicts the cell deepspeed/gradients+library, "
+        "options.deepspeed.buckets: 'scaled' contradicts the strategy deepspeed/gradients+library, "
         "which sets it to 'library'"
     )
 
@@ -88,7 +111,7 @@ def test_an_option_that_contradicts_the_cell() -> None:
 )
 def test_single_has_the_same_microbatches(batch: dict[str, int], sizes: tuple[int, int, int]) -> None:
     """One process computes the microbatches of two ranks one after another."""
-    config = cells.config_in_cell(_config(batch=batch, parallel={"data": 2}), _cell("single"))
+    config = strategies.config_in_strategy(_config(batch=batch, parallel={"data": 2}), _strategy("single"))
     settled = config.batch.settle(1)
     assert (settled.total, settled.micro, settled.accumulate) == sizes
     assert config.parallel.data == 1
@@ -123,11 +146,11 @@ def test_single_has_the_same_microbatches(batch: dict[str, int], sizes: tuple[in
         ("deepspeed", {"options": {"deepspeed": {"buckets": "library"}}},
          "deepspeed/nothing: options.deepspeed.buckets: library has no effect, as nothing is split; leave it out"),
         ("single", {"parallel": {"data": 2}},
-         "single: parallel.data: 2 contradicts the cell: single is one process"),
+         "single: parallel.data: 2 contradicts the strategy: single is one process"),
     ],
 )  # fmt: skip
 def test_refusals(backend: str, sections: dict[str, Any], message: str) -> None:
-    """Each limit of a cell is a sentence, known before any process starts."""
+    """Each limit of a strategy is a sentence, known before any process starts."""
     with pytest.raises(Unsupported) as e:
         checks.check_can_run(_config(backend=backend, **sections))
     assert str(e.value) == message
@@ -139,7 +162,7 @@ def test_several_reasons_are_all_told() -> None:
         checks.check_can_run(_config(backend="single", parallel={"data": 2, "shard": "optimizer"}))
     assert e.value.reasons == (
         "parallel.shard: optimizer is not available; single has nothing",
-        "parallel.data: 2 contradicts the cell: single is one process",
+        "parallel.data: 2 contradicts the strategy: single is one process",
     )
 
 

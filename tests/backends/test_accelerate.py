@@ -100,7 +100,7 @@ def test_a_yaml_that_agrees_joins(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     report = Report.read(tmp_path / "runs/x")
-    assert (report.cell, report.size, report.steps) == ("accelerate/parameters", 2, 12)
+    assert (report.strategy, report.size, report.steps) == ("accelerate/parameters", 2, 12)
 
 
 def test_ranks_with_the_variables_of_such_a_yaml_join(tmp_path: Path, forks: Forks) -> None:
@@ -110,7 +110,7 @@ def test_ranks_with_the_variables_of_such_a_yaml_join(tmp_path: Path, forks: For
     for done in forks.ranks(words, tmp_path, LAUNCHED | FSDP2 | {"ACCELERATE_USE_CPU": "true"}):
         assert done.returncode == 0, done.stdout + done.stderr
     report = Report.read(tmp_path / "runs/x")
-    assert (report.cell, report.size, report.steps) == ("accelerate/parameters", 2, 12)
+    assert (report.strategy, report.size, report.steps) == ("accelerate/parameters", 2, 12)
 
 
 @pytest.mark.sweep

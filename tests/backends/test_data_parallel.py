@@ -24,10 +24,10 @@ from tests.support.exports import WORDS
 from tests.support.running import running
 from tests.support.tiny import Tiny
 from unipar.backend import LossFn, Micro, Part, checks, resources
-from unipar.backend import offered_cells as cells
+from unipar.backend import offered_strategies as strategies
 from unipar.backend.resources import RankCount
 from unipar.cli.commands.config.explain import explain_config
-from unipar.config import Cell, Config
+from unipar.config import Config, Strategy
 from unipar.config.config_source import load_given_config
 from unipar.config.settled import SettledConfig
 from unipar.conversion.export import export_script
@@ -36,12 +36,12 @@ from unipar.distributed.world import World
 from unipar.engines.forward import ForwardCall, OpaqueBatch
 from unipar.engines.wrapper import WrapperEngine
 from unipar.errors import TaskError, Unsupported, WorldMismatch
-from unipar.launcher.cell_selection import select_cells
 from unipar.launcher.preparation.prepare import prepare
 from unipar.launcher.preparation.prepared_run import PreparedRun
-from unipar.verification.verify import select_multi_rank_cells
+from unipar.launcher.strategy_selection import select_strategies
+from unipar.verification.verify import select_multi_rank_strategies
 
-CELL = Cell("native", "nothing", "dp")
+STRATEGY = Strategy("native", "nothing", "dp")
 CPU = torch.device("cpu")
 
 
@@ -55,10 +55,12 @@ def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("unipar.distributed.accelerators.count_visible_gpus", lambda: 4)
 
 
-def test_its_option_makes_the_cell() -> None:
-    """And the cell sets the option; four ranks' microbatches become those of one process."""
-    assert cells.cell_of(config()) == CELL
-    at = cells.config_in_cell(config(options={}, parallel={"data": 4}, batch={"micro": 2, "accumulate": 3}), CELL)
+def test_its_option_makes_the_strategy() -> None:
+    """And the strategy sets the option; four ranks' microbatches become those of one process."""
+    assert strategies.strategy_of(config()) == STRATEGY
+    at = strategies.config_in_strategy(
+        config(options={}, parallel={"data": 4}, batch={"micro": 2, "accumulate": 3}), STRATEGY
+    )
     assert at.options == {"native": {"wrapper": "dp"}}
     assert at.parallel.data == 1
     assert (at.batch.settle(1).total, at.batch.settle(1).micro, at.batch.settle(1).accumulate) == (24, 2, 12)
@@ -85,7 +87,7 @@ def test_a_launcher_of_several_processes(monkeypatch: pytest.MonkeyPatch) -> Non
     [
         ({"device": "cpu"},
          "device: cpu is not available: nn.DataParallel is for CUDA devices; use native/nothing, or single"),
-        ({"parallel": {"data": 2}}, "parallel.data: 2 contradicts the cell: native/nothing+dp is one process"),
+        ({"parallel": {"data": 2}}, "parallel.data: 2 contradicts the strategy: native/nothing+dp is one process"),
         ({"batch": {"total": 16, "micro": 8}},
          "batch: total 16 = micro 8 x accumulate 2 leaves some of 4 GPUs without a microbatch; lower batch.micro, or "
          "say device: cuda:0"),
@@ -116,7 +118,7 @@ def test_refusals(sections: dict[str, Any], message: str) -> None:
 
 
 def test_it_splits_nothing() -> None:
-    """There is no such cell, and the key that contradicts is named."""
+    """There is no such strategy, and the key that contradicts is named."""
     with pytest.raises(Unsupported) as e:
         checks.check_can_run(config(parallel={"shard": "parameters"}))
     assert str(e.value) == (
@@ -128,9 +130,9 @@ def test_it_splits_nothing() -> None:
 def test_compare_has_a_row_for_it_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the device is left open."""
     monkeypatch.setattr("unipar.distributed.accelerators.count_visible_gpus", lambda: 0)
-    row, _ = select_cells(SettledConfig.of(config(device="auto", options={}), Cell("native"), 2, "cpu"), (str(CELL),))[
-        str(CELL)
-    ]
+    row, _ = select_strategies(
+        SettledConfig.of(config(device="auto", options={}), Strategy("native"), 2, "cpu"), (str(STRATEGY),)
+    )[str(STRATEGY)]
     assert (row.outcome, row.note) == (
         "refused",
         "device: cpu (auto: no GPU visible here) is not available: nn.DataParallel is for CUDA devices; use "
@@ -140,9 +142,9 @@ def test_compare_has_a_row_for_it_where_there_is_no_gpu(monkeypatch: pytest.Monk
 
 def test_verify_leaves_it_to_compare() -> None:
     """Compare runs it beside the others; verify has nothing to hold to one process."""
-    wide = SettledConfig.of(config(options={}), Cell("native"), 2, "cuda")
-    assert select_cells(wide, (str(CELL),))[str(CELL)][0].outcome == "waits"
-    row, _ = select_multi_rank_cells(wide, (str(CELL),))[str(CELL)]
+    wide = SettledConfig.of(config(options={}), Strategy("native"), 2, "cuda")
+    assert select_strategies(wide, (str(STRATEGY),))[str(STRATEGY)][0].outcome == "waits"
+    row, _ = select_multi_rank_strategies(wide, (str(STRATEGY),))[str(STRATEGY)]
     assert (row.outcome, row.note) == (
         "refused",
         "it is one process, and verify compares several ranks with one process; `unipar compare` runs it",
@@ -152,8 +154,8 @@ def test_verify_leaves_it_to_compare() -> None:
 @pytest.mark.parametrize(("device", "ids"), [("cuda", [0, 1, 2, 3]), ("auto", [0, 1, 2, 3]), ("cuda:2", [2])])
 def test_its_devices(device: str, ids: list[int]) -> None:
     """All that are visible, or the one that is named: explain shows what the library is told."""
-    (told,) = explain_config(load_given_config(config(device=device), {})).cells
-    assert (told.cell, told.note, told.told) == ("native/nothing+dp", "", {"DataParallel": {"device_ids": ids}})
+    (told,) = explain_config(load_given_config(config(device=device), {})).strategies
+    assert (told.strategy, told.note, told.told) == ("native/nothing+dp", "", {"DataParallel": {"device_ids": ids}})
 
 
 def test_no_script_is_written(tmp_path: Path) -> None:

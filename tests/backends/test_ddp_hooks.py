@@ -10,18 +10,18 @@ from tests.conformance.tolerances import Tolerance
 from tests.support.settings import Rows, assert_agrees, run_rows
 from unipar.backend import checks, registry
 from unipar.config import Config
-from unipar.config.sections.cell import Cell, Shard
+from unipar.config.sections.strategy import Shard, Strategy
 from unipar.errors import Unsupported
 
 pytestmark = pytest.mark.forked
 
 POWER = {"hook": "powersgd", "powersgd_rank": 4, "powersgd_start": 2}
 ROWS: Rows = [
-    {"name": "fp16", "cell": "native/nothing", "options": {"native": {"hook": "fp16"}}},
-    {"name": "later", "cell": "native/nothing", "options": {"native": {"hook": "powersgd"}}},
-    {"name": "powersgd", "cell": "native/nothing", "options": {"native": POWER}},
-    {"name": "static", "cell": "native/nothing", "options": {"native": {"static_graph": True}}},
-    {"name": "split", "cell": "native/optimizer", "options": {"native": {"static_graph": True, "hook": "fp16"}}},
+    {"name": "fp16", "strategy": "native/nothing", "options": {"native": {"hook": "fp16"}}},
+    {"name": "later", "strategy": "native/nothing", "options": {"native": {"hook": "powersgd"}}},
+    {"name": "powersgd", "strategy": "native/nothing", "options": {"native": POWER}},
+    {"name": "static", "strategy": "native/nothing", "options": {"native": {"static_graph": True}}},
+    {"name": "split", "strategy": "native/optimizer", "options": {"native": {"static_graph": True, "hook": "fp16"}}},
 ]
 HALF = Tolerance(loss=2e-3, norm=2e-2, params=None)
 MATRICES = Tolerance(loss=0.5, norm=1.0, params=None)
@@ -82,7 +82,7 @@ def test_thin_matrices(played: dict[str, list[dict[str, Any]]]) -> None:
             "parameters",
             {"hook": "fp16"},
             {},
-            "options.native.hook: fp16 is not available: it is DDP's, which this cell does not use; leave it out",
+            "options.native.hook: fp16 is not available: it is DDP's, which this strategy does not use; leave it out",
         ),
         (
             "nothing",
@@ -106,7 +106,7 @@ def test_where_it_cannot(shard: Shard, native: dict[str, Any], sections: dict[st
             **sections,
         }
     )
-    reasons = list(checks.list_refusals(registry.find_backend("native"), config, Cell("native", shard)))
+    reasons = list(checks.list_refusals(registry.find_backend("native"), config, Strategy("native", shard)))
     assert reason in reasons
 
 

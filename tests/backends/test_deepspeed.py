@@ -35,10 +35,10 @@ ADAM = {"offload_optimizer": "cpu"}
 
 def _rows(*given: tuple[str, dict[str, Any], dict[str, Any]]) -> Rows:
     rows: Rows = []
-    for cell, options, more in given:
-        through = {"accelerate": {"through": "deepspeed"}} if cell.startswith("accelerate") else {}
-        name = f"{cell} {', '.join(f'{k}={v}' for k, v in (options | more).items())}"
-        rows.append({"name": name, "cell": cell, "options": {"deepspeed": options, **through}, **more})
+    for strategy, options, more in given:
+        through = {"accelerate": {"through": "deepspeed"}} if strategy.startswith("accelerate") else {}
+        name = f"{strategy} {', '.join(f'{k}={v}' for k, v in (options | more).items())}"
+        rows.append({"name": name, "strategy": strategy, "options": {"deepspeed": options, **through}, **more})
     return rows
 
 
@@ -131,7 +131,7 @@ def test_the_disk(parameters: str, tmp_path: Path) -> None:
 def test_no_rank_holds_the_model_whole(played: Played) -> None:
     """ZeRO-3 splits a new model at once: on a rank that did not make it one parameter at a time is whole."""
     row = ROWS[2]
-    assert row["cell"] == "deepspeed/parameters"
+    assert row["strategy"] == "deepspeed/parameters"
     made, received = played[row["name"]]
     sizes = [p.numel() for p in tasks.Grouped().model().parameters()]
     assert len(received["most"]) == len(sizes)

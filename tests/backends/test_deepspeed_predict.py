@@ -18,9 +18,9 @@ from torch import nn
 from tests.support.two_modules import MOMENTS, TIMELINE
 from tests.support.world import ROOT
 from tests.support.zero_library import Case
-from unipar.backend import offered_cells as cells
+from unipar.backend import offered_strategies as strategies
 from unipar.backend import registry
-from unipar.config import Cell
+from unipar.config import Strategy
 from unipar.config.config_source import load_given_config
 from unipar.launcher.processes.group import WorkerGroup
 from unipar.prediction.timeline import (
@@ -33,10 +33,15 @@ from unipar.prediction.timeline import (
 
 
 def predict(
-    cell: str, ranks: int, timeline: StepTimeline = TIMELINE, device: str = "cpu", precision: str = "fp32", **more: Any
+    strategy: str,
+    ranks: int,
+    timeline: StepTimeline = TIMELINE,
+    device: str = "cpu",
+    precision: str = "fp32",
+    **more: Any,
 ) -> Prediction:
     given = {"batch": {"total": 1024}, "train": {"steps": 1, "precision": precision}, "parallel": {"data": ranks}}
-    config = cells.config_in_cell(load_given_config(given | more).config, Cell.parse(cell))
+    config = strategies.config_in_strategy(load_given_config(given | more).config, Strategy.parse(strategy))
     return registry.find_backend(config.backend).predict(config, timeline, ranks, device=device)
 
 
@@ -71,7 +76,7 @@ def test_bytes_a_parameter_before_the_first_step(shard: str, precision: str, ran
 
 
 @pytest.mark.parametrize(
-    ("cell", "wanted"),
+    ("strategy", "wanted"),
     [
         ("deepspeed/nothing", {"parameters": 800_004, "optimizer": 1_600_008}),
         ("deepspeed/optimizer", {"parameters": 800_016, "masters": 400_008, "optimizer": 800_016}),
@@ -88,13 +93,13 @@ def test_bytes_a_parameter_before_the_first_step(shard: str, precision: str, ran
         ),
     ],
 )
-def test_between_two_steps(cell: str, wanted: dict[str, int]) -> None:
+def test_between_two_steps(strategy: str, wanted: dict[str, int]) -> None:
     """Partitions are padded: to a multiple of two elements a rank, in stage 3 each parameter to one of the ranks."""
-    assert held(predict(cell, 2), MOMENTS.index(Moment("steady", "begin"))) == wanted
+    assert held(predict(strategy, 2), MOMENTS.index(Moment("steady", "begin"))) == wanted
 
 
 @pytest.mark.parametrize(
-    ("cell", "at", "wanted"),
+    ("strategy", "at", "wanted"),
     [
         ("deepspeed/optimizer", 7, {"gradients": 200_000, "communication": 262_144}),
         ("deepspeed/optimizer", 11, {"gradients": 800_004, "communication": 262_144}),
@@ -104,9 +109,9 @@ def test_between_two_steps(cell: str, wanted: dict[str, int]) -> None:
         ("deepspeed/gradients", 11, {"gradients": 600_004 + 800_004, "communication": 262_144}),
     ],
 )
-def test_gradients_of_flat_groups(cell: str, at: int, wanted: dict[str, int]) -> None:
+def test_gradients_of_flat_groups(strategy: str, at: int, wanted: dict[str, int]) -> None:
     """Stage 1 reduces at the end, stage 2 as they come; what does not fit into a bucket stays where it is."""
-    assert held(predict(cell, 2, device="cuda"), at, "parameters", "masters", "optimizer") == wanted
+    assert held(predict(strategy, 2, device="cuda"), at, "parameters", "masters", "optimizer") == wanted
 
 
 def test_stage_3_gathers_and_keeps_what_autograd_keeps() -> None:
@@ -124,7 +129,7 @@ def test_stage_3_gathers_and_keeps_what_autograd_keeps() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cell", "precision", "wanted"),
+    ("strategy", "precision", "wanted"),
     [
         ("deepspeed/nothing", "fp32", [Payload("data", "all_reduce", 800_004, 1, 2)]),
         (
@@ -148,9 +153,9 @@ def test_stage_3_gathers_and_keeps_what_autograd_keeps() -> None:
         ),
     ],
 )
-def test_what_is_sent(cell: str, precision: str, wanted: list[Payload]) -> None:
+def test_what_is_sent(strategy: str, precision: str, wanted: list[Payload]) -> None:
     """Gradients, the norm and, in bf16, whether one overflowed; parameters after the update, in stage 3 before use."""
-    assert list(predict(cell, 2, precision=precision).sent) == wanted
+    assert list(predict(strategy, 2, precision=precision).sent) == wanted
 
 
 @pytest.mark.parametrize(

@@ -14,14 +14,14 @@ from unipar_native.data_parallel import MicrobatchRound, RoundDataParallel
 import unipar
 from tests.conformance.tasks import Grouped, Normed
 from unipar.backend import Micro, registry
-from unipar.backend import offered_cells as cells
-from unipar.config import Cell, Config
+from unipar.backend import offered_strategies as strategies
+from unipar.config import Config, Strategy
 from unipar.engines.forward import ForwardCall, OpaqueBatch
 from unipar.errors import Unsupported
 
 pytestmark = pytest.mark.gpu
 
-CELLS = (
+STRATEGIES = (
     "native/nothing",
     "native/optimizer",
     "native/gradients",
@@ -39,7 +39,7 @@ HOROVOD = pytest.param(
 )
 
 
-def _losses(cell: str, folder: Path, device: str, ranks: int, precision: str = "fp32", **model: Any) -> list[float]:
+def _losses(strategy: str, folder: Path, device: str, ranks: int, precision: str = "fp32", **model: Any) -> list[float]:
     made: dict[str, Any] = {"device": device, "batch": {"total": 16, "micro": 4}, "parallel": {"data": ranks}}
     made |= {
         "train": {"steps": 6, "clip": 0.3, "precision": precision},
@@ -47,7 +47,7 @@ def _losses(cell: str, folder: Path, device: str, ranks: int, precision: str = "
         "out": str(folder),
         "model": model,
     }
-    config = cells.config_in_cell(Config.model_validate(made), Cell.parse(cell))
+    config = strategies.config_in_strategy(Config.model_validate(made), Strategy.parse(strategy))
     report = unipar.launch(config, task=Grouped)
     return [loss for _, loss in report.losses]
 
@@ -58,16 +58,16 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return _losses("single", tmp_path_factory.mktemp("gpu") / "single", "cpu", 1)
 
 
-@pytest.mark.parametrize("cell", ["single", *CELLS])
-def test_one_device(cell: str, alone: list[float], tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["single", *STRATEGIES])
+def test_one_device(strategy: str, alone: list[float], tmp_path: Path) -> None:
     """A world of one over NCCL trains as the CPU does."""
-    assert _losses(cell, tmp_path / "run", "cuda", 1) == pytest.approx(alone, abs=1e-4)
+    assert _losses(strategy, tmp_path / "run", "cuda", 1) == pytest.approx(alone, abs=1e-4)
 
 
-@pytest.mark.parametrize("cell", ["native/nothing", "deepspeed/nothing", "accelerate"])
-def test_two_ranks_share_a_device(cell: str, alone: list[float], tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["native/nothing", "deepspeed/nothing", "accelerate"])
+def test_two_ranks_share_a_device(strategy: str, alone: list[float], tmp_path: Path) -> None:
     """`device: cuda:0` lets ranks meet over gloo, where NCCL would want a device for each."""
-    assert _losses(cell, tmp_path / "run", "cuda:0", 2) == pytest.approx(alone, abs=1e-4)
+    assert _losses(strategy, tmp_path / "run", "cuda:0", 2) == pytest.approx(alone, abs=1e-4)
 
 
 def test_dataparallel_on_one_device(alone: list[float], tmp_path: Path) -> None:
@@ -130,14 +130,15 @@ def test_bf16(precision: str, alone: list[float], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "cell", ["single", *CELLS, HOROVOD, "accelerate/parameters", "deepspeed/gradients", "accelerate/parameters+zero"]
+    "strategy",
+    ["single", *STRATEGIES, HOROVOD, "accelerate/parameters", "deepspeed/gradients", "accelerate/parameters+zero"],
 )
-def test_fp16(cell: str, alone: list[float], tmp_path: Path) -> None:
+def test_fp16(strategy: str, alone: list[float], tmp_path: Path) -> None:
     """Under autocast, with a loss scale; Horovod may have been built without CUDA."""
     try:
-        found = _losses(cell, tmp_path / "run", "cuda", 1, "fp16")
+        found = _losses(strategy, tmp_path / "run", "cuda", 1, "fp16")
     except Unsupported as e:
-        if cell != "horovod":
+        if strategy != "horovod":
             raise
         pytest.skip(str(e))
     assert found == pytest.approx(alone, abs=2e-2)

@@ -20,8 +20,8 @@ pytestmark = pytest.mark.forked
 
 SETS = {"process_sets": [[0, 1], [2, 3]], "cycle_ms": 0.5}
 ROWS: Rows = [
-    {"name": "sets", "cell": "horovod/nothing", "task": "in sets", "options": {"horovod": SETS}},
-    {"name": "half", "cell": "horovod/nothing", "options": {"horovod": {"compression": "fp16"}}},
+    {"name": "sets", "strategy": "horovod/nothing", "task": "in sets", "options": {"horovod": SETS}},
+    {"name": "half", "strategy": "horovod/nothing", "options": {"horovod": {"compression": "fp16"}}},
 ]
 HALF = Tolerance(loss=2e-3, norm=2e-2, params=None)
 

@@ -1,4 +1,4 @@
-"""What each library's users call a cell, as the tables of compare, verify, scale and plan show it."""
+"""What each library's users call a strategy, as the tables of compare, verify, scale and plan show it."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from typing import Any
 
 import pytest
 
-from unipar.config import Cell, Config
+from unipar.config import Config, Strategy
 from unipar.config.settled import SettledConfig
-from unipar.launcher.cell_selection import library_name, select_cells
+from unipar.launcher.strategy_selection import library_name, select_strategies
 
 
-def name_of(cell: str, ranks: int = 2, **changed: Any) -> str:
+def name_of(strategy: str, ranks: int = 2, **changed: Any) -> str:
     base = {"batch": {"total": 8}, "device": "cpu", "train": {"steps": 5}}
     config = Config.model_validate(base | changed)
-    row, at = select_cells(SettledConfig.of(config, Cell("native"), ranks, "cpu"), [cell])[cell]
+    row, at = select_strategies(SettledConfig.of(config, Strategy("native"), ranks, "cpu"), [strategy])[strategy]
     assert at is not None, row.note
     return library_name(at)
 
 
 @pytest.mark.parametrize(
-    ("cell", "name"),
+    ("strategy", "name"),
     [
         ("single", "one process"),
         ("native/nothing", "DDP"),
@@ -37,13 +37,13 @@ def name_of(cell: str, ranks: int = 2, **changed: Any) -> str:
         ("accelerate/parameters+zero", "ZeRO-3"),
     ],
 )
-def test_name(cell: str, name: str) -> None:
+def test_name(strategy: str, name: str) -> None:
     """The word by which the library's documentation calls it."""
-    assert name_of(cell) == name
+    assert name_of(strategy) == name
 
 
 @pytest.mark.parametrize(
-    ("cell", "changed", "name"),
+    ("strategy", "changed", "name"),
     [
         ("native/optimizer", {"train": {"steps": 5, "precision": "bf16-master"}}, "FSDP2, no reshard"),
         ("native/nothing", {"train": {"steps": 6, "sync_every": 2}}, "local SGD"),
@@ -51,6 +51,6 @@ def test_name(cell: str, name: str) -> None:
         ("native/parameters+tensor2+pipeline2", {}, "FSDP2 + TP + PP"),
     ],
 )
-def test_name_follows_from_the_config(cell: str, changed: dict[str, Any], name: str) -> None:
+def test_name_follows_from_the_config(strategy: str, changed: dict[str, Any], name: str) -> None:
     """ZeroRedundancyOptimizer has no fp32 masters; ranks that step by themselves are no DDP; axes are named."""
-    assert name_of(cell, 8, **changed) == name
+    assert name_of(strategy, 8, **changed) == name

@@ -1,4 +1,4 @@
-"""Models that others wrote in cells with axes: the table of `make mesh`, and, as a sweep, all of its rows."""
+"""Models that others wrote in strategies with axes: the table of `make mesh`, and, as a sweep, all of its rows."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from unipar_mesh.tensor.sites import BLOCK, frames_to, run_block, site_of
 
 from benchmarks.drawn_models import FAMILIES, FROZEN, HEADS, Draw
 from benchmarks.mesh import (
-    CELLS,
-    DRAWN_CELLS,
+    DRAWN_STRATEGIES,
+    STRATEGIES,
     SUBJECTS,
     Row,
     drawn_subjects,
@@ -34,26 +34,30 @@ TENSOR, PIPELINE = "native/nothing+tensor2", "native/nothing+pipeline2"
 @pytest.mark.parametrize(
     ("verdict", "says", "good"),
     [
-        (Verdict(cell=TENSOR, outcome="agrees", digits=6, share=0.51), "6 digits, 0.51 of allowed", True),
+        (Verdict(strategy=TENSOR, outcome="agrees", digits=6, share=0.51), "6 digits, 0.51 of allowed", True),
         (
-            Verdict(cell=TENSOR, outcome="agrees", share=0.2, bits="shares"),
+            Verdict(strategy=TENSOR, outcome="agrees", share=0.2, bits="shares"),
             "same bits, 0.20 of allowed; bit for bit the replay",
             True,
         ),
         (
-            Verdict(cell=TENSOR, outcome="refused", note="parallel.tensor: 2 would split nothing of this model"),
+            Verdict(strategy=TENSOR, outcome="refused", note="parallel.tensor: 2 would split nothing of this model"),
             "refused: parallel.tensor: 2 would split nothing of this model",
             True,
         ),
         (
-            Verdict(cell=TENSOR, outcome="failed", note="rank 1 failed\n  TaskError: split as planned, another\n  log"),
+            Verdict(
+                strategy=TENSOR, outcome="failed", note="rank 1 failed\n  TaskError: split as planned, another\n  log"
+            ),
             "refused: split as planned, another",
             True,
         ),
-        (Verdict(cell=TENSOR, outcome="failed", note="IndexError: 3"), "FAILED: IndexError: 3", False),
-        (Verdict(cell=TENSOR, outcome="waits"), "FAILED: random data", False),
+        (Verdict(strategy=TENSOR, outcome="failed", note="IndexError: 3"), "FAILED: IndexError: 3", False),
+        (Verdict(strategy=TENSOR, outcome="waits"), "FAILED: random data", False),
         (
-            Verdict(cell=TENSOR, outcome="disagrees", share=9.0, finding=Finding(step=1, what="loss", kind="stale")),
+            Verdict(
+                strategy=TENSOR, outcome="disagrees", share=9.0, finding=Finding(step=1, what="loss", kind="stale")
+            ),
             "DISAGREES: stale",
             False,
         ),
@@ -66,7 +70,7 @@ def test_a_row_tells_a_refusal_from_a_failure(verdict: Verdict, says: str, good:
 
 
 def test_the_page_quotes_each_refusal_once() -> None:
-    """A model a line, a cell a column; what was not run is a dash."""
+    """A model a line, a strategy a column; what was not run is a dash."""
     rows = [
         Row("t5", TENSOR, True, False, "6 digits, 0.51 of allowed"),
         Row("t5", PIPELINE, False, True, "refused: a skip"),
@@ -125,15 +129,15 @@ def test_a_call_is_found_again_after_fully_shard() -> None:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", list(SUBJECTS))
-def test_models_in_all_cells(name: str) -> None:
-    """Every cell agrees with one process, or says why it cannot be: these."""
+def test_models_in_all_strategies(name: str) -> None:
+    """Every strategy agrees with one process, or says why it cannot be: these."""
     if missing_library(SUBJECTS[name]) is not None:
         pytest.skip("peft is not installed")
     with shared_server([SUBJECTS[name]]):
-        rows = list(rows_of(name, SUBJECTS[name], list(CELLS)))
+        rows = list(rows_of(name, SUBJECTS[name], list(STRATEGIES)))
     assert [row.says for row in rows if not row.good] == []
     refused = ["native/nothing+context2"] if name in ("t5", "translator") else []
-    assert [row.cell for row in rows if row.refused] == refused
+    assert [row.strategy for row in rows if row.refused] == refused
 
 
 DRAWN = drawn_subjects(1, 20)
@@ -163,9 +167,9 @@ def drawn_server() -> Generator[None]:
 @pytest.mark.usefixtures("drawn_server")
 @pytest.mark.parametrize("name", list(DRAWN))
 def test_drawn_models(name: str) -> None:
-    """Both cells agree with one process; a model of a single block is refused as a pipeline of two stages."""
-    rows = list(rows_of(name, DRAWN[name], DRAWN_CELLS))
+    """Both strategies agree with one process; a model of a single block is refused as a pipeline of two stages."""
+    rows = list(rows_of(name, DRAWN[name], DRAWN_STRATEGIES))
     assert [row.says for row in rows if not row.good] == []
     draw = Draw.of(1, int(name.partition(":")[0]))
     one_block = draw.layers == 1 and draw.kind != "encoder-decoder"
-    assert [row.cell for row in rows if row.refused] == ([PIPELINE] if one_block else [])
+    assert [row.strategy for row in rows if row.refused] == ([PIPELINE] if one_block else [])

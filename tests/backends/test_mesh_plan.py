@@ -14,7 +14,7 @@ from typing_extensions import override
 import unipar
 from tests.support.short_text import ShortText, short_text
 from unipar.backend import registry
-from unipar.backend.offered_cells import config_in_cell, expand_cell_patterns
+from unipar.backend.offered_strategies import config_in_strategy, expand_strategy_patterns
 from unipar.config import BatchSizes, Config
 from unipar.config.config_source import load_given_config
 from unipar.distributed.mesh import Mesh, fake_groups
@@ -60,10 +60,10 @@ def traces(given: dict[str, Any]) -> TaskTraces:
     return TaskTraces(load_given_config(given).config, 2)
 
 
-def in_cell(name: str, ranks: int) -> Config:
-    (cell,) = expand_cell_patterns((name,))
+def in_strategy(name: str, ranks: int) -> Config:
+    (strategy,) = expand_strategy_patterns((name,))
     given = {"task": {"use": "small.py:Small"}, "batch": {"total": 8, "micro": 2}, "train": {"steps": 1}}
-    return config_in_cell(load_given_config({**given, "parallel": {"data": ranks}}).config, cell)
+    return config_in_strategy(load_given_config({**given, "parallel": {"data": ranks}}).config, strategy)
 
 
 def sent(traced: TracedTask) -> dict[tuple[str, str], tuple[float, float, int]]:
@@ -71,7 +71,7 @@ def sent(traced: TracedTask) -> dict[tuple[str, str], tuple[float, float, int]]:
 
 
 def step_of(traces: TaskTraces, name: str, ranks: int) -> PredictedStep:
-    config = in_cell(name, ranks)
+    config = in_strategy(name, ranks)
     data = config.parallel.data
     assert isinstance(data, int)
     return traces.predict(config, ranks, config.batch.settle(data), device="cpu")
@@ -79,7 +79,7 @@ def step_of(traces: TaskTraces, name: str, ranks: int) -> PredictedStep:
 
 def test_matrices_over_two_ranks(traces: TaskTraces) -> None:
     """Each rank has half of a block's matrices, and adds up twice in forward and in backward of each block."""
-    (traced,) = traces.of(in_cell("native/nothing+tensor2", 2))
+    (traced,) = traces.of(in_strategy("native/nothing+tensor2", 2))
     shapes = {p.name: p.shape for p in traced.timeline.parameters}
     assert shapes["layers.1.qkv.weight"] == (24, 16)
     assert shapes["layers.1.mlp.2.weight"] == (16, 32)
@@ -91,7 +91,7 @@ def test_matrices_over_two_ranks(traces: TaskTraces) -> None:
 
 def test_sequences_between_matrices(traces: TaskTraces) -> None:
     """Inputs are gathered, and again for the backward; gradients of what works on parts are added up."""
-    (traced,) = traces.of(in_cell("native/nothing+tensor2+sequence", 2))
+    (traced,) = traces.of(in_strategy("native/nothing+tensor2+sequence", 2))
     norms = 3 * (4 * 16 + 16) * 4
     assert sent(traced) == {
         ("tensor", "all_gather"): (0.0, (3 * 6 + 2) * HIDDEN, 3 * 6 + 2),
@@ -102,7 +102,7 @@ def test_sequences_between_matrices(traces: TaskTraces) -> None:
 
 def test_two_stages(traces: TaskTraces) -> None:
     """The second has fewer blocks, and the head, which is tied to the embedding of the first: both have it."""
-    first, second = traces.of(in_cell("native/nothing+pipeline2", 2))
+    first, second = traces.of(in_strategy("native/nothing+pipeline2", 2))
     assert (first.timeline.blocks, second.timeline.blocks) == (("layers.0", "layers.1"), ("layers.2",))
     names = [{p.name: p.stages for p in traced.timeline.parameters} for traced in (first, second)]
     assert "place.weight" in names[0]
@@ -115,7 +115,7 @@ def test_two_stages(traces: TaskTraces) -> None:
 
 def test_a_sequence_in_two_parts(traces: TaskTraces) -> None:
     """Keys and values of both ranks are gathered in forward and backward, and hidden states behind the last block."""
-    (traced,) = traces.of(in_cell("native/nothing+context2", 2))
+    (traced,) = traces.of(in_strategy("native/nothing+context2", 2))
     assert sent(traced) == {
         ("context", "all_gather"): (0.0, 3 * 2 * 2 * HIDDEN + HIDDEN, 7),
         ("context", "reduce_scatter"): (0.0, 3 * 2 * HIDDEN + HIDDEN, 4),
@@ -142,7 +142,7 @@ def test_a_step_of_eight_ranks(traces: TaskTraces) -> None:
 
 def test_fsdp_beside_tensor_and_stages(traces: TaskTraces) -> None:
     """What copies have reduced stays to the end of backward; behind a backward nothing is gathered ahead."""
-    config = in_cell("native/parameters+tensor2+pipeline2", 8)
+    config = in_strategy("native/parameters+tensor2+pipeline2", 8)
     timeline = replace(traces.of(config)[0].timeline, microbatches=2)
     predict = registry.find_backend("native").predict
 
@@ -174,7 +174,7 @@ def test_what_the_proof_holds_before_the_first_step(traces: TaskTraces) -> None:
     """Rank 0 has the whole model, and its gradients, those of one block, or its part, by options.native.proof."""
 
     def built(proof: str) -> dict[str, int]:
-        config = in_cell("native/nothing+context2", 2).changed({"options": {"native": {"proof": proof}}})
+        config = in_strategy("native/nothing+context2", 2).changed({"options": {"native": {"proof": proof}}})
         (first, *_) = traces.predict(config, 2, config.batch.settle(1).with_micro(1), device="cpu").phases
         assert first.phase == "built"
         return {term.name: term.size for term in first.terms}
@@ -194,7 +194,7 @@ def traces_of_four(given: dict[str, Any]) -> TaskTraces:
 
 def test_two_stages_on_each_of_two_ranks(traces_of_four: TaskTraces) -> None:
     """The first rank has every second block; hidden states and a generator's state go on in a ring."""
-    first, second = traces_of_four.of(in_cell("native/nothing+pipeline2+interleaved", 2))
+    first, second = traces_of_four.of(in_strategy("native/nothing+pipeline2+interleaved", 2))
     assert (first.timeline.blocks, second.timeline.blocks) == (("layers.0", "layers.2"), ("layers.1", "layers.3"))
     names = [{p.name: p.stages for p in traced.timeline.parameters} for traced in (first, second)]
     assert names[0]["token.weight"] == names[1]["token.weight"] == 2
@@ -211,7 +211,7 @@ def test_two_stages_on_each_of_two_ranks(traces_of_four: TaskTraces) -> None:
 def test_halves_of_a_backward(traces_of_four: TaskTraces) -> None:
     """Until gradients of weights are computed more is kept than after a forward; the first stage has no first half."""
     (first, second), (whole, _) = (
-        traces_of_four.of(in_cell(f"native/nothing+pipeline2+{schedule}", 2))
+        traces_of_four.of(in_strategy(f"native/nothing+pipeline2+{schedule}", 2))
         for schedule in ("zerobubble", "interleaved")
     )
     assert first.pieces is not None
@@ -252,9 +252,9 @@ def test_activations_of_the_proof(given: dict[str, Any], precision: str) -> None
     """Rank 0 runs a microbatch of the whole model in fp32: what one process holds in a step, but for the optimizer."""
     sizes = BatchSizes(total=64, micro=64, accumulate=1, ranks=1)
     traces = TaskTraces(load_given_config(given | {"train": {"steps": 1, "precision": precision}}).config, 2)
-    alone = TaskTraces(load_given_config(given).config, 2).predict(in_cell("single", 1), 1, sizes, device="cpu")
-    for cell in ("native/nothing+tensor2", "deepspeed/nothing+tensor2"):
-        config = in_cell(cell, 2).changed({"train.precision": precision})
+    alone = TaskTraces(load_given_config(given).config, 2).predict(in_strategy("single", 1), 1, sizes, device="cpu")
+    for strategy in ("native/nothing+tensor2", "deepspeed/nothing+tensor2"):
+        config = in_strategy(strategy, 2).changed({"train.precision": precision})
         (first, *_) = traces.predict(config, 2, sizes, device="cpu").phases
         assert first.peak == alone.step_peak.peak - alone.step_peak.held["optimizer"]
         assert traces.predict_needed(config, 2, sizes, device="cpu") >= first.peak
@@ -263,9 +263,9 @@ def test_activations_of_the_proof(given: dict[str, Any], precision: str) -> None
 def test_parts_of_accelerate(traces: TaskTraces) -> None:
     """They are native's; FSDP2's mesh is Accelerate's, whose root stays gathered, and options.native say nothing."""
     split = {"options": {"native": {"vocabulary": "split", "proof": "off"}}}
-    config = in_cell("accelerate/parameters+tensor2", 4).changed(split)
+    config = in_strategy("accelerate/parameters+tensor2", 4).changed(split)
     (traced,) = traces.of(config)
-    (native,) = traces.of(in_cell("native/parameters+tensor2", 4))
+    (native,) = traces.of(in_strategy("native/parameters+tensor2", 4))
     assert (traced.timeline.parameters, sent(traced)) == (native.timeline.parameters, sent(native))
     step = traces.predict(config, 4, config.batch.settle(2), device="cpu")
     blocks = 3 * (3 * 16 * 16 + 16 * 16 + 2 * 64 * 16 + 64 + 2 * (4 * 16 + 16)) // 2 * 4
@@ -314,7 +314,7 @@ def test_matrices_that_deepspeed_does_not_cut(given: dict[str, Any]) -> None:
     """They stay whole in the plan as in training; native cuts them."""
     traces = TaskTraces(load_given_config(given).config, 2, Encoded(layers=1, width=16, heads=2, context=8))
     for backend, rows in {"deepspeed": 48, "native": 24}.items():
-        (traced,) = traces.of(in_cell(f"{backend}/nothing+tensor2", 2))
+        (traced,) = traces.of(in_strategy(f"{backend}/nothing+tensor2", 2))
         shapes = {p.name: p.shape for p in traced.timeline.parameters}
         assert shapes["1.self_attn.in_proj_weight"] == (rows, 16)
         assert shapes["1.linear1.weight"] == (16, 16)
@@ -327,18 +327,18 @@ def test_what_is_refused(traces: TaskTraces) -> None:
         "(layers.0, layers.1, layers.2): lower pipeline, take schedule 1f1b, or name smaller blocks in model.blocks"
     )
     with pytest.raises(TaskError, match=re.escape(sentence)):
-        traces.of(in_cell("native/nothing+pipeline2+interleaved", 2))
+        traces.of(in_strategy("native/nothing+pipeline2+interleaved", 2))
     sentence = (
         "plan: a model that is split over tensor, pipeline or context is planned in groups without peers, and this "
         "process is in a process group already: plan in another process, or before training starts"
     )
     with fake_groups(Mesh.of(0, 2, tensor=2)), pytest.raises(TaskError, match=re.escape(sentence)):
-        traces.of(in_cell("native/nothing+tensor2", 2).changed({"options": {"native": {"proof": "off"}}}))
+        traces.of(in_strategy("native/nothing+tensor2", 2).changed({"options": {"native": {"proof": "off"}}}))
 
 
-def test_other_cells_are_planned(given: dict[str, Any]) -> None:
+def test_other_strategies_are_planned(given: dict[str, Any]) -> None:
     """A world that the axes do not divide is told in its row."""
-    rows = unipar.plan(given, cells=["native/nothing+tensor2"], worlds=[2, 3]).rows
+    rows = unipar.plan(given, strategies=["native/nothing+tensor2"], worlds=[2, 3]).rows
     assert [(row.ranks, row.micro, row.refusal) for row in rows] == [
         (2, 2, ""),
         (3, 0, "native/nothing+tensor2 needs a multiple of 2 ranks (tensor 2), and there are 3"),
@@ -348,7 +348,7 @@ def test_other_cells_are_planned(given: dict[str, Any]) -> None:
 def test_the_proof_before_the_first_step(traces: TaskTraces, given: dict[str, Any]) -> None:
     """Rank 0 runs the whole model, and each rank its part, without autocast: under bf16-mixed the set-up needs as much
     as in fp32."""
-    config, sizes = in_cell("native/nothing+tensor2", 2), BatchSizes(total=8, micro=8, accumulate=1, ranks=1)
+    config, sizes = in_strategy("native/nothing+tensor2", 2), BatchSizes(total=8, micro=8, accumulate=1, ranks=1)
     mixed = config.changed({"train.precision": "bf16-mixed"})
     whole = traces.predict(config, 2, sizes, device="cpu").phases[0]
     halved = TaskTraces(load_given_config(given).config.changed({"train.precision": "bf16-mixed"}), 2)

@@ -66,16 +66,16 @@ def test_as_torch_does(cases: list[Case], tmp_path: Path) -> None:
 
 
 def draw_case(draw: random.Random, seed: int) -> Case:
-    """Return a case of a model at random: any cell, number of ranks, precision, microbatches, blocks and groups."""
-    cell = draw.choice(["nothing", "optimizer", "gradients", "parameters", "parameters"])
+    """Return a case of a model at random: any strategy, number of ranks, precision, microbatches, blocks and groups."""
+    strategy = draw.choice(["nothing", "optimizer", "gradients", "parameters", "parameters"])
     ranks = draw.choice([1, 2, 3, 8, 64, 1000])
-    is_copied = cell != "nothing" and ranks in (8, 64) and draw.random() < 0.2
+    is_copied = strategy != "nothing" and ranks in (8, 64) and draw.random() < 0.2
     return Case(
         seed,
-        f"native/{cell}",
+        f"native/{strategy}",
         ranks,
         draw.choice([1, 1, 2, 3]),
-        "fp32" if cell == "nothing" else draw.choice(["fp32", "fp32", "bf16-master"]),
+        "fp32" if strategy == "nothing" else draw.choice(["fp32", "fp32", "bf16-master"]),
         draw.choice(["auto", "auto", "none"]),
         draw.choice(["all", "matrices"]),
         draw.choice([2, 4]) if is_copied else None,

@@ -12,25 +12,25 @@ import pytest
 
 from tests.support.config_fuzz import TRIALS, load_nonsense
 from tests.support.disturbed_runs import FAULTS
-from tests.support.training_kills import CELLS
+from tests.support.training_kills import STRATEGIES
 from unipar.utils.table import format_table
 
 pytestmark = pytest.mark.chaos
 
-TRIALS_OF_A_CELL = {"SIGTERM or SIGUSR1": 5, "a second SIGTERM": 3}
-"""Runs of each cell, where it is more than one."""
+TRIALS_OF_A_STRATEGY = {"SIGTERM or SIGUSR1": 5, "a second SIGTERM": 3}
+"""Runs of each strategy, where it is more than one."""
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_has_its_promised_outcome(fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In each cell: exit code, words, time, and what is published are as docs/checkpoints.md promises."""
+    """In each strategy: exit code, words, time, and what is published are as docs/checkpoints.md promises."""
     rows: list[tuple[str, ...]] = []
     wrong: list[Any] = []
-    for cell in CELLS:
-        trials = TRIALS_OF_A_CELL.get(fault, 1)
-        played = [_disturbed(tmp_path / f"{len(rows)}-{seed}", cell, fault, seed) for seed in range(trials)]
+    for strategy in STRATEGIES:
+        trials = TRIALS_OF_A_STRATEGY.get(fault, 1)
+        played = [_disturbed(tmp_path / f"{len(rows)}-{seed}", strategy, fault, seed) for seed in range(trials)]
         codes = sorted({str(one["code"]) for one in played})
-        rows.append((cell, str(trials), ", ".join(codes), f"{max(one['seconds'] for one in played):.1f}"))
+        rows.append((strategy, str(trials), ", ".join(codes), f"{max(one['seconds'] for one in played):.1f}"))
         wrong += [one for one in played if one["faults"]]
     with capsys.disabled():
         header = (f"{fault}, seeds from 0", "trials", "exit codes", "longest, s")
@@ -39,8 +39,8 @@ def test_a_fault_has_its_promised_outcome(fault: str, tmp_path: Path, capsys: py
     assert wrong == []
 
 
-def _disturbed(folder: Path, cell: str, fault: str, seed: int) -> dict[str, Any]:
-    command = [sys.executable, "-m", "tests.support.disturbed_runs", str(folder), cell, fault, str(seed)]
+def _disturbed(folder: Path, strategy: str, fault: str, seed: int) -> dict[str, Any]:
+    command = [sys.executable, "-m", "tests.support.disturbed_runs", str(folder), strategy, fault, str(seed)]
     return json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
 
 

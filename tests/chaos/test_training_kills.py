@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.training_kills import CELLS, VICTIMS
+from tests.support.training_kills import STRATEGIES, VICTIMS
 from unipar.utils.table import format_table
 
 pytestmark = pytest.mark.chaos
@@ -17,9 +17,11 @@ pytestmark = pytest.mark.chaos
 KILLS, KILLS_OVER_HTTP, SEED = 50, 12, 15
 
 
-@pytest.mark.parametrize(("cell", "where"), [*((cell, ()) for cell in CELLS), ("native/parameters", ("s3",))])
+@pytest.mark.parametrize(
+    ("strategy", "where"), [*((strategy, ()) for strategy in STRATEGIES), ("native/parameters", ("s3",))]
+)
 def test_a_killed_run_goes_on(
-    cell: str, where: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    strategy: str, where: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """No published checkpoint is broken, none is lost, and the losses are those of a run that nobody killed."""
     kills = KILLS_OVER_HTTP if where else KILLS
@@ -28,13 +30,13 @@ def test_a_killed_run_goes_on(
         "-m",
         "tests.support.training_kills",
         str(tmp_path / "runs"),
-        cell,
+        strategy,
         str(kills),
         str(SEED),
         *where,
     ]
     played = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
-    row = (cell, *(str(played["kills"].get(victim, 0)) for victim in VICTIMS))
+    row = (strategy, *(str(played["kills"].get(victim, 0)) for victim in VICTIMS))
     row += tuple(str(played[key]) for key in ("too_early", "left", "published", "steps"))
     with capsys.disabled():
         header = (f"kill -9, seed {SEED}", *VICTIMS, "before the first", "in a save", "verified", "steps in the end")

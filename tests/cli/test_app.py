@@ -16,7 +16,7 @@ from tests.support.compared_rows import FAR, ONE, SAME, compared
 from tests.support.exports import WORDS
 from unipar.errors import ConfigError, Hung, NonFinite, Stopped, WorkerFailed
 from unipar.results.comparison import Comparison
-from unipar.results.row import CellResult
+from unipar.results.row import StrategyResult
 
 CONFIG = """\
 task: {use: net.py:Net}
@@ -140,18 +140,18 @@ def test_a_wrong_command(unipar: Any, words: list[str], sentence: str) -> None:
         (
             ["run", "x.yaml", "--backend", "horovod/optimizer"],
             3,
-            "horovod/optimizer: there is no such cell; horovod has: horovod/nothing",
+            "horovod/optimizer: there is no such strategy; horovod has: horovod/nothing",
         ),
         (
-            ["explain", "x.yaml", "--cell", "natve"],
+            ["explain", "x.yaml", "--strategy", "natve"],
             3,
             "no backend 'natve'; did you mean 'native'? known: accelerate, deepspeed, horovod, native, single",
         ),
         (
             ["check", "x.yaml", "--backend", "native/everything"],
             2,
-            "'native/everything' is not a cell: write backend/shard or backend/shard+variant, where shard is one of "
-            "nothing, optimizer, gradients, parameters (a bare backend means /nothing)",
+            "'native/everything' is not a strategy: write backend/shard or backend/shard+variant, where shard is one "
+            "of nothing, optimizer, gradients, parameters (a bare backend means /nothing)",
         ),
         (["schema", "--write", "nowhere/x.json"], 2, "nowhere/x.json cannot be written: No such file or directory"),
     ],
@@ -224,7 +224,7 @@ def test_debug_shows_the_traceback(unipar: Any, words: list[str]) -> None:
 
 
 def test_run_hands_over_what_was_typed(unipar: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cell, changes, folder and overwriting reach launch; its report is printed."""
+    """Strategy, changes, folder and overwriting reach launch; its report is printed."""
     given: dict[str, Any] = {}
 
     def launch(source: Any, *, overwrite: bool, debug_rank: int | None) -> str:
@@ -269,7 +269,7 @@ def test_check(unipar: Any) -> None:
     """The answer is on stdout."""
     answer = unipar("check", "x.yaml")
     assert answer.code == 0
-    assert answer.out.startswith("x.yaml: good\n  cell     native/nothing, 2 ranks on cpu\n")
+    assert answer.out.startswith("x.yaml: good\n  strategy  native/nothing, 2 ranks on cpu\n")
 
 
 AGREES = "native/nothing agrees with one process bit for bit, over 3 steps"
@@ -288,10 +288,10 @@ AGREES = "native/nothing agrees with one process bit for bit, over 3 steps"
         ),
         (
             compared(ONE, FAR),
-            ["next: unipar verify x.yaml --cell deepspeed/gradients"],
+            ["next: unipar verify x.yaml --strategy deepspeed/gradients"],
         ),
         (
-            compared(ONE, SAME, CellResult(cell="x", outcome="failed", note="rank 1 died")),
+            compared(ONE, SAME, StrategyResult(strategy="x", outcome="failed", note="rank 1 died")),
             ["next: unipar compare x.yaml --details   # runs what failed again"],
         ),
         (
@@ -331,30 +331,32 @@ CALLED = {
     "explain": "unipar.cli.commands.config.explain.explain_config",
     "plan": "unipar.comparison.make_plan.plan",
 }
-"""The function behind each command that takes cells."""
+"""The function behind each command that takes strategies."""
 
 
 @pytest.mark.parametrize("verb", ["compare", "scale", "verify", "explain", "plan"])
-def test_cells_may_have_commas_between_them(unipar: Any, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
-    """Cells may be separated by commas, as numbers of ranks are, and the option may be repeated."""
+def test_strategies_may_have_commas_between_them(unipar: Any, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
+    """Strategies may be separated by commas, as numbers of ranks are, and the option may be repeated."""
     asked: list[Any] = []
 
     def met(_: Any, /, *words: Any, **named: Any) -> None:
-        asked.extend(words[0] if verb == "explain" else named["cells"])
+        asked.extend(words[0] if verb == "explain" else named["strategies"])
         raise ConfigError("far enough")
 
     monkeypatch.setattr(CALLED[verb], met)
     world = ["--world", "1,2"] if verb == "scale" else []
-    assert unipar(verb, "x.yaml", "--cell", "single, native/nothing,", "--cell", "deepspeed/*", *world).code == 2
+    assert (
+        unipar(verb, "x.yaml", "--strategy", "single, native/nothing,", "--strategy", "deepspeed/*", *world).code == 2
+    )
     assert asked == ["single", "native/nothing", "deepspeed/*"]
 
 
 def test_verify_of_a_backend(unipar: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`--backend` of verify names cells, as `--cell` does."""
+    """`--backend` of verify names strategies, as `--strategy` does."""
     asked: list[Any] = []
 
     def met(_: Any, /, **named: Any) -> None:
-        asked.extend(named["cells"])
+        asked.extend(named["strategies"])
         raise ConfigError("far enough")
 
     monkeypatch.setattr(CALLED["verify"], met)
@@ -379,14 +381,14 @@ def test_plan_ends_at_once(unipar: Any, monkeypatch: pytest.MonkeyPatch) -> None
 def test_explain(unipar: Any) -> None:
     """Plain text into a pipe, JSON when asked for."""
     assert "train.steps                    2" in unipar("explain", "x.yaml").out
-    told = json.loads(unipar("explain", "x.yaml", "--json", "--cell", "single").out)
-    assert [cell["cell"] for cell in told["cells"]] == ["single"]
+    told = json.loads(unipar("explain", "x.yaml", "--json", "--strategy", "single").out)
+    assert [strategy["strategy"] for strategy in told["strategies"]] == ["single"]
 
 
 def test_explain_another_backend(unipar: Any) -> None:
-    """`--backend` moves the whole run into that cell, as it does for run and check."""
+    """`--backend` moves the whole run into that strategy, as it does for run and check."""
     told = json.loads(unipar("explain", "x.yaml", "--json", "--backend", "native/parameters").out)
-    assert [cell["cell"] for cell in told["cells"]] == ["native/parameters"]
+    assert [strategy["strategy"] for strategy in told["strategies"]] == ["native/parameters"]
     values = {row["key"]: (row["value"], row["origin"]) for row in told["values"]}
     assert (values["backend"], values["parallel.shard"]) == (("native", "--backend"), ("parameters", "--backend"))
 

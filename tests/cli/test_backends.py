@@ -50,7 +50,7 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.mark.usefixtures("probed")
 def test_all_of_ours_are_installed() -> None:
-    """Set-up brings every backend: each has a version, cells and a line that installs it."""
+    """Set-up brings every backend: each has a version, strategies and a line that installs it."""
     rows = {row.name: row for row in backends.rows()}
     assert {name for name, row in rows.items() if row.installed} >= {
         "single",
@@ -61,7 +61,7 @@ def test_all_of_ours_are_installed() -> None:
     }
     assert rows["horovod"].version == "horovod 0.28.1"
     assert rows["horovod"].install == "unipar install horovod"
-    assert rows["native"].cells == [
+    assert rows["native"].strategies == [
         *("native/nothing", "native/optimizer", "native/gradients", "native/parameters", "native/nothing+dp")
     ]
     assert rows["native"].install == "it comes with unipar"
@@ -127,13 +127,13 @@ def test_plain_lines_in_a_pipe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     backends.list_backends()
     assert capsys.readouterr().out == (
         "backend  what\n"
-        "toy      library  toy 2.5\n"
-        "         cells    toy/nothing\n"
-        "         devices  cpu\n"
-        "         no fp64  it has none\n"
-        "lost     library  ImportError: no (install it again: x)\n"
-        "         cells    lost/nothing\n"
-        "         devices  cpu, cuda (emulated), xpu (never tried)\n"
+        "toy      library     toy 2.5\n"
+        "         strategies  toy/nothing\n"
+        "         devices     cpu\n"
+        "         no fp64     it has none\n"
+        "lost     library     ImportError: no (install it again: x)\n"
+        "         strategies  lost/nothing\n"
+        "         devices     cpu, cuda (emulated), xpu (never tried)\n"
     )
 
 

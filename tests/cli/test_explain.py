@@ -25,7 +25,7 @@ train:
   optimizer: {lr: 0.5}
   lr_scale: {rule: linear, at_batch: 4}
   clip: 1.0
-compare: {cells: ["native/*", deepspeed/gradients+library]}
+compare: {strategies: ["native/*", deepspeed/gradients+library]}
 """
 
 NET = """\
@@ -77,7 +77,7 @@ def test_every_value_has_an_origin(source: ConfigSource) -> None:
     assert found["train.optimizer.name"] == ("adamw", "default")
     assert found["batch.accumulate"] == (2, "derived: total / (micro x data) = 8 / (2 x 2)")
     assert found["out"] == ("runs/x", "derived: runs/ and the config's name")
-    assert found["cell"] == ("native/nothing", "derived: backend, parallel.shard and the backend's options")
+    assert found["strategy"] == ("native/nothing", "derived: backend, parallel.shard and the backend's options")
     assert found["full learning rate"] == (
         1.0,
         "derived: train.optimizer.lr x batch.total / at_batch = 0.5 x 8 / 4",
@@ -100,8 +100,8 @@ def test_no_key_is_left_out(source: ConfigSource) -> None:
         "train.parts eval.every eval.batches eval.check eval.stop log.every log.to log.memory launch.heartbeat",
         "launch.timeout launch.meet launch.grace launch.fork launch.deadline launch.restarts checkpoint resume",
         "options.native.find_unused options.native.bucket_mb options.native.wrapper options.native.vocabulary",
-        "options.native.attention options.native.proof options.native.static_graph options.native.hook compare.cells",
-        "options.native.powersgd_rank options.native.powersgd_start",
+        "options.native.attention options.native.proof options.native.static_graph options.native.hook",
+        "compare.strategies options.native.powersgd_rank options.native.powersgd_start",
         "compare.repeat compare.memory out machines train.schedule.timing",
     }
     assert keys == {key for line in leaves for key in line.split()}
@@ -154,15 +154,15 @@ def test_a_rate_by_the_root(source: ConfigSource) -> None:
     )
 
 
-def test_cells_that_are_asked_for(source: ConfigSource) -> None:
-    """The config's own cell, the named cells, or those it compares; each with its library's settings and dtypes."""
-    assert [t.cell for t in explain_config(source).cells] == ["native/nothing"]
-    assert [t.cell for t in explain_config(source, ["deepspeed/optimizer", "single"]).cells] == [
+def test_strategies_that_are_asked_for(source: ConfigSource) -> None:
+    """The config's strategy, those named, or those it compares; each with its library's settings and dtypes."""
+    assert [t.strategy for t in explain_config(source).strategies] == ["native/nothing"]
+    assert [t.strategy for t in explain_config(source, ["deepspeed/optimizer", "single"]).strategies] == [
         "deepspeed/optimizer",
         "single",
     ]
-    compared = explain_config(source, compare=True).cells
-    assert [t.cell for t in compared] == [
+    compared = explain_config(source, compare=True).strategies
+    assert [t.strategy for t in compared] == [
         "native/nothing",
         "native/optimizer",
         "native/gradients",
@@ -186,9 +186,9 @@ def test_cells_that_are_asked_for(source: ConfigSource) -> None:
     }
 
 
-def test_a_cell_that_cannot_run(source: ConfigSource) -> None:
+def test_a_strategy_that_cannot_run(source: ConfigSource) -> None:
     """The reason is shown in place of the library's settings."""
-    (told,) = explain_config(changed(source, "train.precision=fp64"), ["deepspeed/optimizer"]).cells
+    (told,) = explain_config(changed(source, "train.precision=fp64"), ["deepspeed/optimizer"]).strategies
     assert told.note.startswith(
         "deepspeed/optimizer: train.precision: fp64 is not available: ZeRO keeps its masters in fp32"
     )
@@ -197,9 +197,9 @@ def test_a_cell_that_cannot_run(source: ConfigSource) -> None:
 
 def test_a_rule_until_the_parameters_are_known(source: ConfigSource) -> None:
     """Scaled buckets depend on the model, which only --deep makes."""
-    (told,) = explain_config(source, ["deepspeed/gradients"]).cells
+    (told,) = explain_config(source, ["deepspeed/gradients"]).strategies
     assert told.told["zero_optimization"]["reduce_bucket_size"] == "parameters // 32 * 2, from 65,536 to 5e8"
-    (told,) = explain_config(source, ["deepspeed/gradients"], deep=True).cells
+    (told,) = explain_config(source, ["deepspeed/gradients"], deep=True).strategies
     assert told.told["zero_optimization"]["reduce_bucket_size"] == 65_536
 
 
@@ -258,7 +258,7 @@ def test_json(source: ConfigSource) -> None:
     told = json.loads(explain_config(source, deep=True).to_json())
     assert told["label"] == "x.yaml"
     assert {"key": "train.clip", "value": 1.0, "origin": "line 9"} in told["values"]
-    assert told["cells"][0]["told"]["DistributedDataParallel"]["bucket_cap_mb"] == 25
+    assert told["strategies"][0]["told"]["DistributedDataParallel"]["bucket_cap_mb"] == 25
 
 
 def test_a_terminal(source: ConfigSource, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,14 +271,14 @@ def test_a_terminal(source: ConfigSource, capsys: pytest.CaptureFixture[str], mo
 
 
 def test_check_says_what_would_run(source: ConfigSource) -> None:
-    """Cell, ranks, batch, task, cells to compare and folder, in a few lines."""
+    """Strategy, ranks, batch, task, strategies to compare and folder, in a few lines."""
     Path("x.yaml").write_text(CONFIG + "device: cpu\n", encoding="utf-8")
     use = f"{Path('net.py').resolve()}:Net"
     said = " ".join(check_config(changed(source)).split())
     assert said == (
-        "x.yaml: good cell native/nothing, 2 ranks on cpu batch total 8 = micro 2 x accumulate 2 x data 2 "
+        "x.yaml: good strategy native/nothing, 2 ranks on cpu batch total 8 = micro 2 x accumulate 2 x data 2 "
         f"task {use}, checked without importing it (--deep imports it) "
-        "compare 5 cells: native/*, deepspeed/gradients+library out runs/x"
+        "compare 5 strategies: native/*, deepspeed/gradients+library out runs/x"
     )
     assert f"task {use}, imported and created" in " ".join(check_config(changed(source), deep=True).split())
 
@@ -286,7 +286,7 @@ def test_check_says_what_would_run(source: ConfigSource) -> None:
 def test_check_without_a_task(source: ConfigSource) -> None:
     """A script may give it."""
     Path("x.yaml").write_text(CONFIG.partition("\n")[2], encoding="utf-8")
-    assert "task     not in this config; a script passes it to unipar.launch" in check_config(changed(source))
+    assert "task      not in this config; a script passes it to unipar.launch" in check_config(changed(source))
 
 
 @pytest.mark.parametrize(
@@ -304,9 +304,10 @@ def test_check_without_a_task(source: ConfigSource) -> None:
             "shard_over out, so that all ranks split one copy",
         ),
         (
-            "compare.cells=[horovod/optimizer]",
+            "compare.strategies=[horovod/optimizer]",
             ConfigError,
-            "x.yaml: compare.cells (--set): horovod/optimizer: there is no such cell; horovod has: horovod/nothing",
+            "x.yaml: compare.strategies (--set): horovod/optimizer: there is no such strategy; "
+            "horovod has: horovod/nothing",
         ),
         ("task.use=net.py:Nat", TaskError, "task.use: {folder}/net.py has no class Nat; did you mean Net?"),
         ("task.use=nat.py:Net", TaskError, "task.use: the file {folder}/nat.py does not exist"),
@@ -325,8 +326,8 @@ def test_check_sees_an_existing_run(source: ConfigSource) -> None:
     Path("runs/x").mkdir(parents=True)
     Path("runs/x/config.json").write_text('{"batch": {}, "train": {}}', "utf-8")
     Path("runs/x/launch.json").write_text('{"task": {}}', "utf-8")
-    assert check_config(source).splitlines()[-1] == "  out      runs/x-2"
-    assert check_config(source, overwrite=True).splitlines()[-1] == "  out      runs/x"
+    assert check_config(source).splitlines()[-1] == "  out       runs/x-2"
+    assert check_config(source, overwrite=True).splitlines()[-1] == "  out       runs/x"
     assert os.listdir("runs") == ["x"]
     (value,) = (v for v in explain_config(source).values if v.key == "out")
     assert (value.value, value.origin) == (
@@ -340,7 +341,7 @@ def test_check_sees_an_existing_run(source: ConfigSource) -> None:
 
 
 def mesh_of(found: Explanation) -> dict[str, tuple[Any, str]]:
-    return {v.key: (v.value, v.origin) for v in found.cells[0].axes}
+    return {v.key: (v.value, v.origin) for v in found.strategies[0].axes}
 
 
 def test_what_follows_from_the_axes_of_a_mesh(source: ConfigSource) -> None:
@@ -380,9 +381,9 @@ def test_a_mesh_in_a_pipe(source: ConfigSource) -> None:
     assert not any("DistributedDataParallel" in line for line in lines)
 
 
-def test_a_cell_whose_axes_do_not_divide_the_ranks(source: ConfigSource) -> None:
-    """The reason is in its table, and the other cells are shown."""
-    pipeline3, plain = explain_config(source, ["native/nothing+pipeline3", "native/nothing"]).cells
+def test_a_strategy_whose_axes_do_not_divide_the_ranks(source: ConfigSource) -> None:
+    """The reason is in its table, and the other strategies are shown."""
+    pipeline3, plain = explain_config(source, ["native/nothing+pipeline3", "native/nothing"]).strategies
     assert pipeline3.note == "native/nothing+pipeline3 needs a multiple of 3 ranks (pipeline 3), and there are 2"
     assert (plain.note, pipeline3.axes) == ("", ())
 
@@ -390,9 +391,9 @@ def test_a_cell_whose_axes_do_not_divide_the_ranks(source: ConfigSource) -> None
 def test_check_shows_the_mesh(source: ConfigSource) -> None:
     """Axes, and the bubble in words."""
     lines = check_config(changed(source, "parallel.pipeline=2", "batch.accumulate=2", "batch.micro=null")).splitlines()
-    assert lines[1].startswith("  cell     native/nothing+pipeline2, 4 ranks on cpu")
-    assert lines[2] == "  batch    total 8 = micro 2 x accumulate 2 x data 2"
+    assert lines[1].startswith("  strategy  native/nothing+pipeline2, 4 ranks on cpu")
+    assert lines[2] == "  batch     total 8 = micro 2 x accumulate 2 x data 2"
     assert lines[3] == (
-        "  mesh     data 2 x pipeline 2; a stage waits 33.3 % of a step, if all stages take equally long: "
+        "  mesh      data 2 x pipeline 2; a stage waits 33.3 % of a step, if all stages take equally long: "
         "(p - 1) / (m + p - 1) = 1 / 3, p = 2 stages, m = 2 microbatches"
     )

@@ -74,7 +74,7 @@ def test_runs(unipar: Any, folder: Path) -> None:
     (plain(folder / "runs/train-2") / "rank-0.jsonl").write_text("[]\n", "utf-8")
     listed = unipar("runs").out.splitlines()
     assert [line.split() for line in listed[:2]] == [
-        ["run", "cell", "ranks", "steps", "loss", "took", "size", "state"],
+        ["run", "strategy", "ranks", "steps", "loss", "took", "size", "state"],
         ["train", "native/nothing", "2", "12/12", "3.2500", "6.0", "s", "16", "KiB", "ended"],
     ]
     broken = "runs/train-2/rank-0.jsonl cannot be read as a rank's ledger: one of its lines is not an event"
@@ -117,10 +117,10 @@ def test_runs_have_their_speed(unipar: Any, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("width", "head"),
     [
-        (100, "run cell ranks steps loss speed MFU took size state"),
-        (84, "run cell ranks steps loss speed took size state"),
-        (80, "run cell ranks steps loss speed took state"),
-        (60, "run cell ranks steps loss took state"),
+        (100, "run strategy ranks steps loss speed MFU took size state"),
+        (84, "run strategy ranks steps loss speed took size state"),
+        (80, "run strategy ranks steps loss speed took state"),
+        (60, "run strategy ranks steps loss took state"),
     ],
 )
 def test_a_narrow_terminal_has_fewer_columns(
@@ -144,12 +144,12 @@ def test_runs_on_a_terminal(folder: Path, monkeypatch: pytest.MonkeyPatch, capsy
     (run / "rank-0.error.json").write_text(
         json.dumps({"time": 107.0, "kind": "KeyError", "message": "'labels'", "traceback": ""}), "utf-8"
     )
-    settled = {"cell": "deepspeed/gradients+library", "size": 2, "event": "start", "time": 100.0}
+    settled = {"strategy": "deepspeed/gradients+library", "size": 2, "event": "start", "time": 100.0}
     wrote(run, 0, [settled, {"event": "step", "time": 105.0, "step": 99_000, "of": 100_000, "loss": 3.25}])
     draw_runs(list_runs(folder / "runs"))
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     text = " ".join(" ".join(lines).split())
-    for part in ("run cell ranks steps loss took state", "99000/100000", "3.2500", "7.0 s", "failed"):
+    for part in ("run strategy ranks steps loss took state", "99000/100000", "3.2500", "7.0 s", "failed"):
         assert part in text
     assert lines[-1] == "a-long-name-of-a-run-2: rank 0 failed: KeyError: 'labels'"

@@ -40,7 +40,7 @@ def test_each_command_on_each(here: Path, unipar: Any, on: str, command: str) ->
     """The command is in what is printed, with its own options."""
     mpi, image = "mpi: {hosts: [localhost]}", "kubernetes: {image: a:1}"
     write_config(here, f"machines: {{per: 2, {mpi}, {image}}}\n")
-    options = ["--backend", "native/parameters"] if command == "run" else ["--cell", "horovod,native/nothing"]
+    options = ["--backend", "native/parameters"] if command == "run" else ["--strategy", "horovod,native/nothing"]
     told = unipar("submit", command, "x.yaml", "--on", on, "--print", *options)
     assert told.code == 0, told.err
     plain = told.out.replace("'", "").replace(",", "")
@@ -53,7 +53,7 @@ def test_each_command_on_each(here: Path, unipar: Any, on: str, command: str) ->
     [
         (["x.yaml", "y.yaml"], "write [COMMAND] FILE, with COMMAND one of run, compare, scale, verify: submit compare"),
         (["run", "x.yaml", "--world", "1,2"], "--world is not for run, which has --backend, --resume, --detach"),
-        (["compare", "x.yaml", "--backend", "horovod"], "--backend is not for compare, which has --cell, --detach"),
+        (["compare", "x.yaml", "--backend", "horovod"], "--backend is not for compare, which has --strategy, --detach"),
         (["scale", "x.yaml"], "scale needs --world, numbers of ranks: --world 8,16,32"),
     ],
 )
@@ -80,7 +80,7 @@ def test_scale_is_a_job_for_each_size(here: Path, unipar: Any) -> None:
     runs = [line for line in told.out.splitlines() if " -m unipar compare " in line]
     batch = "--set batch.total=4 --set batch.micro=null"
     for n, line in zip((1, 2, 4), runs, strict=True):
-        wanted = f"--set parallel.data={n} {batch} --cell native/nothing --out {here}/runs/x/worlds/world-{n}"
+        wanted = f"--set parallel.data={n} {batch} --strategy native/nothing --out {here}/runs/x/worlds/world-{n}"
         assert line.endswith(f"compare {here}/x.yaml {wanted}")
 
 

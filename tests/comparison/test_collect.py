@@ -21,7 +21,7 @@ pytestmark = pytest.mark.forked
 def compared(out: Path, ranks: int) -> None:
     """What the job on so many ranks runs."""
     changes: dict[str, Any] = {"parallel.data": ranks, "out": str(out / f"worlds/world-{ranks}"), "train.steps": 5}
-    compare({**CONFIG, "compare": {"memory": False}}, task=Tiny, cells=["native/nothing"], overrides=changes)
+    compare({**CONFIG, "compare": {"memory": False}}, task=Tiny, strategies=["native/nothing"], overrides=changes)
 
 
 def test_two_worlds(tmp_path: Path) -> None:
@@ -29,7 +29,7 @@ def test_two_worlds(tmp_path: Path) -> None:
     compared(tmp_path, 1)
     compared(tmp_path, 2)
     found = collect_worlds(tmp_path)
-    assert [(world.cell, world.ranks, world.samples, world.micro) for world in found.worlds] == [
+    assert [(world.strategy, world.ranks, world.samples, world.micro) for world in found.worlds] == [
         ("native/nothing", 1, 8, 8),
         ("native/nothing", 2, 8, 4),
     ]

@@ -1,4 +1,4 @@
-"""Cells that take turns: which, how many steps, and for real."""
+"""Strategies that take turns: which, how many steps, and for real."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tests.support.task_text import TASK
 from tests.support.tiny import CONFIG
 from tests.support.world import eventually
 from unipar import errors
-from unipar.backend import offered_cells as cells
+from unipar.backend import offered_strategies as strategies
 from unipar.comparison.compare import compare
 from unipar.comparison.request import TurnSchedule
 from unipar.comparison.training_rounds import rotate_order
-from unipar.config import Cell, Config
+from unipar.config import Config, Strategy
 from unipar.config.config_source import load_config_file
 from unipar.config.settled import SettledConfig
-from unipar.launcher.cell_selection import select_cells
+from unipar.launcher.strategy_selection import select_strategies
 from unipar.results.row import REUSED
 
 pytestmark = pytest.mark.forked
@@ -84,17 +84,17 @@ def test_epochs_cannot_be_cut_into_turns() -> None:
     )
 
 
-def test_each_round_begins_with_another_cell() -> None:
+def test_each_round_begins_with_another_strategy() -> None:
     """The order rotates; nobody left is nobody's turn."""
     assert [rotate_order("abc", i) for i in range(4)] == [list("abc"), list("bca"), list("cab"), list("abc")]
     assert rotate_order([], 1) == []
 
 
-# Which cells
+# Which strategies
 
 
 def chosen(*patterns: str, **changed: Any) -> Any:
-    return select_cells(SettledConfig.of(config(**changed), Cell("native"), 2, "cpu"), patterns)
+    return select_strategies(SettledConfig.of(config(**changed), Strategy("native"), 2, "cpu"), patterns)
 
 
 def test_single_is_always_first_and_runs_once() -> None:
@@ -102,16 +102,16 @@ def test_single_is_always_first_and_runs_once() -> None:
     assert list(chosen("native/nothing", "single")) == ["single", "native/nothing"]
 
 
-def test_cells_keep_the_order_in_which_they_are_named() -> None:
-    """A cell that a pattern names again is not there twice."""
+def test_strategies_keep_the_order_in_which_they_are_named() -> None:
+    """A strategy that a pattern names again is not there twice."""
     found = chosen("native/parameters", "native/*")
     assert list(found) == ["single", "native/parameters", "native/nothing", "native/optimizer", "native/gradients"]
 
 
-def test_a_cell_that_is_not_there_is_a_row() -> None:
+def test_a_strategy_that_is_not_there_is_a_row() -> None:
     """The others run all the same."""
     row, _ = chosen("native/nothing", "horovod/parameters")["horovod/parameters"]
-    assert (row.outcome, row.note) == ("refused", "there is no such cell; horovod has: horovod/nothing")
+    assert (row.outcome, row.note) == ("refused", "there is no such strategy; horovod has: horovod/nothing")
 
 
 def test_a_backend_that_nobody_offers_is_an_error() -> None:
@@ -121,7 +121,7 @@ def test_a_backend_that_nobody_offers_is_an_error() -> None:
 
 
 def test_one_process_never_offloads() -> None:
-    """The reference keeps on its device what cells offload."""
+    """The reference keeps on its device what strategies offload."""
     found = chosen("deepspeed/gradients", model={"offload": "optimizer"}, device="cuda")
     assert (found["single"][0].note, found["single"][1].config.model.offload) == ("without model.offload", "none")
     assert found["deepspeed/gradients"][1].config.model.offload == "optimizer"
@@ -173,7 +173,7 @@ def test_a_world_of_nobody(world: int) -> None:
 
 
 def test_what_an_engine_refuses_is_no_failure(tmp_path: Path) -> None:
-    """A split that the proof refuses is a row with its sentence, and the other cells decide the exit code."""
+    """A split that the proof refuses is a row with its sentence, and the other strategies decide the exit code."""
     config = {
         "task": {"use": "tests.support.unsplit:Unsummed", "args": {"where": "leave"}},
         "device": "cpu",
@@ -183,16 +183,18 @@ def test_what_an_engine_refuses_is_no_failure(tmp_path: Path) -> None:
         "compare": {"repeat": 1, "memory": False},
         "out": str(tmp_path / "out"),
     }
-    found = compare(config, cells=("native/nothing", "native/nothing+tensor2"))
+    found = compare(config, strategies=("native/nothing", "native/nothing+tensor2"))
     assert [row.outcome for row in found.rows] == ["ran", "ran", "refused"]
     assert found.rows[2].note.startswith("split as planned, the model is another: a loss of ")
     assert (found.code, found.finished) == (0, True)
 
 
-def test_cells_take_turns_and_agree(given: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """One cell agrees, one fails with its sentence, one is refused: each is a row, and compare.json holds all."""
+def test_strategies_take_turns_and_agree(
+    given: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One strategy agrees, one fails with its sentence, one is refused: each is a row, and compare.json holds all."""
     given["task"]["args"] = {"reach": True}
-    found = compare(given, cells=("native/nothing", "native/parameters", "horovod/gradients"))
+    found = compare(given, strategies=("native/nothing", "native/parameters", "horovod/gradients"))
     one, ddp, fsdp, none = found.rows
     assert [row.outcome for row in found.rows] == ["ran", "ran", "failed", "refused"]
     assert found.code == 1
@@ -203,10 +205,10 @@ def test_cells_take_turns_and_agree(given: dict[str, Any], tmp_path: Path, capfd
     assert len(one.peak_rss) == 1
     assert len(ddp.peak_rss) == 2
     assert "model.blocks" in fsdp.note
-    assert none.note == "there is no such cell; horovod has: horovod/nothing"
+    assert none.note == "there is no such strategy; horovod has: horovod/nothing"
     told = json.loads((tmp_path / "out/compare/compare.json").read_text("utf-8"))
-    assert [cell["cell"] for cell in told["cells"]] == [row.cell for row in found.rows]
-    assert told["cells"][1]["agreement"]["within"] is True
+    assert [strategy["strategy"] for strategy in told["strategies"]] == [row.strategy for row in found.rows]
+    assert told["strategies"][1]["agreement"]["within"] is True
     assert (told["finished"], told["ranks"]) == (False, 2)
     assert (tmp_path / "out/compare/native-nothing/rank-1.log").exists()
     assert found.note == f"page: {tmp_path}/out/compare/report.html"
@@ -215,7 +217,7 @@ def test_cells_take_turns_and_agree(given: dict[str, Any], tmp_path: Path, capfd
     assert "native/nothing agrees with one process" in (tmp_path / "out/compare/report.html").read_text("utf-8")
     again = load_config_file(tmp_path / "out/compare/asked/run.json")
     assert (again.config.train.steps, again.config.compare.repeat) == (8, 2)
-    assert cells.config_in_cell(again.config, Cell.parse("native/nothing")).parallel.data == 2
+    assert strategies.config_in_strategy(again.config, Strategy.parse("native/nothing")).parallel.data == 2
     said = [line[11:] for line in capfd.readouterr().err.splitlines()]
     order = [line.partition(" ")[0] for line in said if "round" in line]
     assert order == ["single", "native/nothing", "native/nothing", "single"]
@@ -225,14 +227,14 @@ def test_a_loop_that_ends_early_is_told_so(given: dict[str, Any]) -> None:
     """The task's own train(run) is what takes turns; what is wrong in `single` is wrong in all, so it ends there."""
     given["task"]["args"] = {"early": True}
     with pytest.raises(errors.TaskError, match=r"train\(run\) ended after 1 of 8 steps"):
-        compare(given, cells=("native/nothing",))
+        compare(given, strategies=("native/nothing",))
 
 
 def test_an_interrupt_ends_all_worlds_and_prints_the_table(given: dict[str, Any], tmp_path: Path, forks: Forks) -> None:
-    """Ctrl-C while cells wait for their turn: exit code 130, no process left, and the rows so far."""
+    """Ctrl-C while strategies wait for their turn: exit code 130, no process left, and the rows so far."""
     given["train"]["steps"] = 100_000
     (tmp_path / "x.yaml").write_text(json.dumps(given), encoding="utf-8")
-    command = ["-m", "unipar", "compare", str(tmp_path / "x.yaml"), "--cell", "native/nothing"]
+    command = ["-m", "unipar", "compare", str(tmp_path / "x.yaml"), "--strategy", "native/nothing"]
     with forks.begin(command, tmp_path, memory=True) as going:
         eventually(lambda: "single is warmed up" in going.stderr, "single does not begin")
         workers = {*_children(forks.plain.pid), *_children(forks.metered.pid)} - {going.pid}
@@ -261,10 +263,10 @@ SLOW = """
 def test_what_was_interrupted_goes_on_where_it_stopped(
     given: dict[str, Any], tmp_path: Path, sign: int, forks: Forks
 ) -> None:
-    """After Ctrl-C or a kill, the cell that had ended is reused with a note, and the other one runs."""
+    """After Ctrl-C or a kill, the strategy that had ended is reused with a note, and the other one runs."""
     (tmp_path / "task.py").write_text("import os, time\n" + TASK.partition("    def train")[0].rstrip() + SLOW, "utf-8")
     (tmp_path / "x.yaml").write_text(json.dumps(given), encoding="utf-8")
-    words = ["-m", "unipar", "compare", str(tmp_path / "x.yaml"), "--cell", "native/nothing"]
+    words = ["-m", "unipar", "compare", str(tmp_path / "x.yaml"), "--strategy", "native/nothing"]
     with forks.begin(words, tmp_path, {"SLOW": "1"}, memory=True) as going:
         eventually(lambda: "single has ended" in going.stderr, "single does not end")
         time.sleep(0.5)
@@ -272,14 +274,17 @@ def test_what_was_interrupted_goes_on_where_it_stopped(
         going.wait()
     file = tmp_path / "out/compare/compare.json"
     first = json.loads(file.read_text("utf-8"))
-    assert [(row["cell"], row["outcome"]) for row in first["cells"]] == [("single", "ran"), ("native/nothing", "waits")]
+    assert [(row["strategy"], row["outcome"]) for row in first["strategies"]] == [
+        ("single", "ran"),
+        ("native/nothing", "waits"),
+    ]
     again = forks.python([*words, "--details"], tmp_path, {"COLUMNS": "200"}, memory=True)
     assert again.returncode == 0, again.stderr
     assert "single starts" not in again.stderr
     told = json.loads(file.read_text("utf-8"))
-    assert (told["finished"], [row["outcome"] for row in told["cells"]]) == (True, ["ran", "ran"])
-    assert told["cells"][0]["seconds"] == first["cells"][0]["seconds"]
-    assert [(row["note"], row["reused"]) for row in told["cells"]] == [(REUSED, True), ("", False)]
+    assert (told["finished"], [row["outcome"] for row in told["strategies"]]) == (True, ["ran", "ran"])
+    assert told["strategies"][0]["seconds"] == first["strategies"][0]["seconds"]
+    assert [(row["note"], row["reused"]) for row in told["strategies"]] == [(REUSED, True), ("", False)]
     assert "native/nothing agrees with one process" in again.stdout
     assert f"single: {REUSED}\n" in again.stdout
     (tmp_path / "out/compare/single/rank-0.jsonl").stat()
@@ -299,7 +304,7 @@ TAKEN = """
 def test_figures_that_cannot_be_written_are_shown_all_the_same(given: dict[str, Any], tmp_path: Path) -> None:
     """The file's place was taken while it trained: the table is there, with a sentence and exit code 1."""
     (tmp_path / "task.py").write_text("import pathlib\n" + TASK.partition("    def train")[0].rstrip() + TAKEN, "utf-8")
-    found = compare(given, cells=("single",))
+    found = compare(given, strategies=("single",))
     (row,) = found.rows
     assert (row.outcome, len(row.losses), len(row.timed_seconds)) == ("ran", 8, 6)
     said = f"the results could not be written: {tmp_path}/out/compare/compare.json (Is a directory)"
@@ -308,9 +313,9 @@ def test_figures_that_cannot_be_written_are_shown_all_the_same(given: dict[str, 
 
 
 def test_worlds_of_several_sizes_are_a_comparison_each(given: dict[str, Any], tmp_path: Path) -> None:
-    """One rank and two, the same batches in both: samples/s and efficiency of each cell, a folder and a page."""
-    found = compare(given, cells=("native/parameters", "horovod/gradients"), world=[2, 1])
-    assert [(w.cell, w.ranks, w.samples, row.outcome) for w, row in zip(found.worlds, found.rows, strict=True)] == [
+    """One rank and two, the same batches in both: samples/s and efficiency of each strategy, a folder and a page."""
+    found = compare(given, strategies=("native/parameters", "horovod/gradients"), world=[2, 1])
+    assert [(w.strategy, w.ranks, w.samples, row.outcome) for w, row in zip(found.worlds, found.rows, strict=True)] == [
         *(("native/parameters", n, 8, "ran") for n in (1, 2)),
         *(("horovod/gradients", n, 8, "refused") for n in (1, 2)),
     ]
@@ -322,16 +327,19 @@ def test_worlds_of_several_sizes_are_a_comparison_each(given: dict[str, Any], tm
     assert sorted(path.name for path in out.glob("w*")) == ["world-1", "world-2", "worlds.csv", "worlds.json"]
     for n in (1, 2):
         one = json.loads((out / f"world-{n}/compare.json").read_text("utf-8"))
-        assert [len(row["peak_rss"]) for row in one["cells"]] == [1, n, 0]
+        assert [len(row["peak_rss"]) for row in one["strategies"]] == [1, n, 0]
         assert one["of"]["threads"] == found.threads
     assert "unipar compare · out" not in (text := (out / "report.html").read_text("utf-8"))
     assert "strong scaling, by ranks" in text
     assert f"unipar compare {out}/world-1/asked/" in text
-    assert f" --out {out.parent} --world 1,2 --cell native/parameters --cell horovod/gradients --overwrite<" in text
+    assert (
+        f" --out {out.parent} --world 1,2 --strategy native/parameters --strategy horovod/gradients --overwrite<"
+        in text
+    )
     assert (out / "worlds.csv").read_text("utf-8").splitlines()[2].startswith("native/parameters,2,strong,8,4,1,ran,")
     assert "weak" not in text
     assert "worlds of one size took turns; those of different sizes did not" in found.remarks()
-    again = compare(given, cells=("native/parameters", "horovod/gradients"), world="1,2")
+    again = compare(given, strategies=("native/parameters", "horovod/gradients"), world="1,2")
     assert again.rows == found.rows
 
 
@@ -350,7 +358,7 @@ def test_a_folder_of_somebody_else_is_no_place_for_worlds(given: dict[str, Any],
     with pytest.raises(errors.ConfigError, match=r"--world: 2 does not scale: give two sizes or more"):
         compare(given, world=[2])
     with pytest.raises(errors.Unsupported, match=r"single: it is one process, whatever the size of the world"):
-        compare(given, cells=("single",), world=[1, 2])
+        compare(given, strategies=("single",), world=[1, 2])
 
 
 def _children(pid: int) -> list[int]:
@@ -366,7 +374,7 @@ def test_compare_is_not_for_a_foreign_launcher(given: dict[str, Any], monkeypatc
     with pytest.raises(errors.WorldMismatch) as e:
         compare(given)
     assert str(e.value) == (
-        "compare starts a world for each cell, and this process is rank 1 of a world that torchrun started: "
+        "compare starts a world for each strategy, and this process is rank 1 of a world that torchrun started: "
         "run it without that launcher"
     )
 

@@ -1,4 +1,4 @@
-"""Cells of a comparison as they are planned: in the compared world, and on other numbers of ranks."""
+"""Strategies of a comparison as they are planned: in the compared world, and on other numbers of ranks."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 
 import unipar
 from unipar.comparison.make_forecast import OTHER_WORLDS, Forecaster, forecast_path, job_of, write_forecast
-from unipar.config import Cell
+from unipar.config import Strategy
 from unipar.config.config_source import load_given_config
 from unipar.config.settled import SettledConfig
 from unipar.distributed.place import Place
-from unipar.launcher.cell_selection import select_cells
+from unipar.launcher.strategy_selection import select_strategies
 from unipar.planning.peaks import PredictedPeak
-from unipar.results.forecast.records import CellForecast, Forecast
+from unipar.results.forecast.records import Forecast, StrategyForecast
 from unipar.task.reference import TaskRef
 from unipar.training.fake_run.task_traces import TaskTraces
 
@@ -32,11 +32,11 @@ CONFIG: dict[str, Any] = {
     "batch": {"total": 8},
     "train": {"steps": 10},
 }
-CELLS = ("native/nothing", "native/gradients", "native/nothing+tensor2", "horovod")
+STRATEGIES = ("native/nothing", "native/gradients", "native/nothing+tensor2", "horovod")
 
 
 def settled(**changed: Any) -> SettledConfig:
-    return SettledConfig.of(load_given_config(CONFIG | changed, None).config, Cell("native"), 2, "cpu")
+    return SettledConfig.of(load_given_config(CONFIG | changed, None).config, Strategy("native"), 2, "cpu")
 
 
 def asked(compared: SettledConfig, memory: int | None) -> Forecast:
@@ -53,8 +53,8 @@ def task_of(compared: SettledConfig) -> unipar.Task:
 def made(tmp_path_factory: pytest.TempPathFactory) -> Forecast:
     """The forecast as a worker writes it."""
     compared, run = settled(), tmp_path_factory.mktemp("run")
-    cells = [at for _, at in select_cells(compared, CELLS).values() if at is not None]
-    job = job_of(asked(compared, 136_000), compared, cells)
+    strategies = [at for _, at in select_strategies(compared, STRATEGIES).values() if at is not None]
+    job = job_of(asked(compared, 136_000), compared, strategies)
     launch = {
         "task": TaskRef.of(None, compared.config.task, {}).to_json(),
         "settled": compared.to_json(),
@@ -65,8 +65,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Forecast:
     return Forecast.model_validate_json(forecast_path(run).read_bytes())
 
 
-def cell_of(made: Forecast, name: str) -> CellForecast:
-    found = made.cell(name)
+def strategy_of(made: Forecast, name: str) -> StrategyForecast:
+    found = made.strategy(name)
     assert found is not None
     return found
 
@@ -77,31 +77,31 @@ def peaks_of(phases: tuple[PredictedPeak, ...]) -> dict[str, int]:
 
 def test_it_predicts_what_plan_does(made: Forecast) -> None:
     """The same peaks and payloads in the compared world, and the same peaks where the total batch is kept."""
-    plan = unipar.plan(CONFIG, cells=["native/nothing", "native/gradients", "horovod"], worlds=[1, 2, 8])
+    plan = unipar.plan(CONFIG, strategies=["native/nothing", "native/gradients", "horovod"], worlds=[1, 2, 8])
     for row in plan.rows:
-        cell = cell_of(made, row.cell)
-        assert {w.ranks: w.peak for w in cell.worlds}[row.ranks] == row.peak.peak
+        strategy = strategy_of(made, row.strategy)
+        assert {w.ranks: w.peak for w in strategy.worlds}[row.ranks] == row.peak.peak
         if row.ranks == 2:
-            assert {phase.name: phase.peak for phase in cell.phases} == peaks_of(row.phases)
-            sent = {axis: sum(kinds.values()) for axis, kinds in cell.sent.items()}
+            assert {phase.name: phase.peak for phase in strategy.phases} == peaks_of(row.phases)
+            sent = {axis: sum(kinds.values()) for axis, kinds in strategy.sent.items()}
             assert sent == {"data": row.sent_bytes}
 
 
 def test_worlds_and_batches(made: Forecast) -> None:
     """The total batch is kept where it can be divided, and then the share of each rank; one process has one world."""
-    batches = {world.ranks: (world.samples, world.micro) for world in cell_of(made, "native/gradients").worlds}
+    batches = {world.ranks: (world.samples, world.micro) for world in strategy_of(made, "native/gradients").worlds}
     assert tuple(batches) == OTHER_WORLDS == (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
     assert [batches[n] for n in (1, 2, 8, 16, 1024)] == [(8, 8), (8, 4), (8, 1), (64, 4), (4096, 4)]
-    (one,) = cell_of(made, "single").worlds
+    (one,) = strategy_of(made, "single").worlds
     assert (one.ranks, one.samples, one.micro) == (1, 8, 4)  # two microbatches, as it is compared
-    first, second, *_ = cell_of(made, "native/nothing+tensor2").worlds
+    first, second, *_ = strategy_of(made, "native/nothing+tensor2").worlds
     assert (first.peak, second.peak is None) == (None, False)
     assert first.refusal == "native/nothing+tensor2 needs a multiple of 2 ranks (tensor 2), and there are 1"
 
 
 def test_what_would_have_to_change(made: Forecast) -> None:
-    """The same sentences as plan's, for cells that do not fit in the compared world."""
-    assert {cell.cell: cell.ways for cell in made.cells} == {
+    """The same sentences as plan's, for strategies that do not fit in the compared world."""
+    assert {strategy.strategy: strategy.ways for strategy in made.strategies} == {
         "single": ("needs 24 KiB more, whatever the micro",),
         "native/nothing": ("needs 71 KiB more, whatever the micro",),
         "native/gradients": ("needs 41 KiB more, whatever the micro", "fits on 4 ranks"),
@@ -113,7 +113,7 @@ def test_what_would_have_to_change(made: Forecast) -> None:
 def test_total_batches_that_follow_from_others() -> None:
     """Of micro and accumulate: the compared world's total is kept on fewer ranks, and its share on more."""
     compared = settled(batch={"micro": 2, "accumulate": 2})
-    (_, (_, at)) = select_cells(compared, ("native/nothing",)).values()
+    (_, (_, at)) = select_strategies(compared, ("native/nothing",)).values()
     assert at is not None
     worlds = Forecaster(compared, task_of(compared), asked(compared, None)).forecast(at).worlds
     told = {world.ranks: (world.samples, world.micro) for world in worlds}
@@ -138,20 +138,22 @@ class Values(unipar.Task):
 """
 
 
-def test_a_cell_that_is_not_planned_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A loss that needs values is traced once for all cells; a defect of planning is told as one."""
+def test_a_strategy_that_is_not_planned_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loss that needs values is traced once for all strategies; a defect of planning is told as one."""
     (tmp_path / "values.py").write_text(VALUES, encoding="utf-8")
     compared = settled(task={"use": f"{tmp_path}/values.py:Values"})
-    (_, one), (_, at) = select_cells(compared, ("native/nothing",)).values()
+    (_, one), (_, at) = select_strategies(compared, ("native/nothing",)).values()
     assert one is not None
     assert at is not None
     traces = Mock(side_effect=TaskTraces)
     monkeypatch.setattr("unipar.training.fake_run.token_traces.TaskTraces", traces)
     forecaster = Forecaster(compared, task_of(compared), asked(compared, None))
-    cells = [forecaster.forecast(each) for each in (one, at)]
-    assert [cell.cell for cell in cells] == ["single", "native/nothing"]
-    assert cells[0].refusal == cells[1].refusal
-    assert cells[0].refusal.startswith("loss() needs the values of a tensor (aten._local_scalar_dense.default), and")
+    strategies = [forecaster.forecast(each) for each in (one, at)]
+    assert [strategy.strategy for strategy in strategies] == ["single", "native/nothing"]
+    assert strategies[0].refusal == strategies[1].refusal
+    assert strategies[0].refusal.startswith(
+        "loss() needs the values of a tensor (aten._local_scalar_dense.default), and"
+    )
     assert (forecaster.notes, traces.call_count) == ((), 1)
 
     def fail(*_: object) -> None:

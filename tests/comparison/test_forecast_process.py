@@ -9,7 +9,7 @@ import pytest
 
 from unipar.comparison import make_forecast as forecast
 from unipar.comparison.make_forecast import device_memory, make_forecast
-from unipar.config import Cell, Config
+from unipar.config import Config, Strategy
 from unipar.config.settled import SettledConfig
 from unipar.launcher.processes.starters import SharedForkServer
 from unipar.results.forecast.records import Forecast
@@ -33,7 +33,7 @@ class Mine(unipar.Task):
 
 def settled(device: str = "cpu", **changed: Any) -> SettledConfig:
     config = Config.model_validate({"batch": {"total": 8}, "device": device, "train": {"steps": 10}} | changed)
-    return SettledConfig.of(config, Cell("native"), 2, device)
+    return SettledConfig.of(config, Strategy("native"), 2, device)
 
 
 def made(tmp_path: Path, how: str, most_seconds: float) -> Forecast:
@@ -47,7 +47,7 @@ def test_planning_that_takes_long_is_ended(tmp_path: Path) -> None:
     """After a number of seconds; the comparison has all that was measured."""
     found = made(tmp_path, "hangs", 0.2)
     assert found.problem == "planning took more than 200 ms and was ended; try `unipar plan`"
-    assert (found.ranks, found.samples, found.share, found.cells) == (2, 8, 4, ())
+    assert (found.ranks, found.samples, found.share, found.strategies) == (2, 8, 4, ())
 
 
 def test_a_process_that_dies_is_a_sentence(tmp_path: Path) -> None:

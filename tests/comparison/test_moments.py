@@ -33,7 +33,7 @@ def test_bytes_saved_and_digits_lost(tmp_path: Path, optimizer: dict[str, Any], 
         "compare": {"repeat": 2},
         "out": str(tmp_path / "out"),
     }
-    found = compare(config, cells=("native/nothing",))
+    found = compare(config, strategies=("native/nothing",))
     assert found.code == 0
     said = re.fullmatch(
         rf"{optimizer['name']} beside adamw, in one process: optimizer states of (.+) instead of (.+); losses equal to "
@@ -46,4 +46,7 @@ def test_bytes_saved_and_digits_lost(tmp_path: Path, optimizer: dict[str, Any], 
     assert 1 <= int(said[3]) <= 5
     assert found.moments in found.remarks()
     assert json.loads((tmp_path / "out/compare/compare.json").read_text("utf-8"))["moments"] == found.moments
-    assert json.loads((tmp_path / "out/compare-adamw/compare.json").read_text("utf-8"))["cells"][0]["outcome"] == "ran"
+    assert (
+        json.loads((tmp_path / "out/compare-adamw/compare.json").read_text("utf-8"))["strategies"][0]["outcome"]
+        == "ran"
+    )

@@ -1,4 +1,4 @@
-"""`unipar plan`: cells on numbers of ranks, a limit, and refusals; as a table and as JSON."""
+"""`unipar plan`: strategies on numbers of ranks, a limit, and refusals; as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 import unipar
 from tests.support.short_text import short_text
-from unipar.backend.offered_cells import cell_of
+from unipar.backend.offered_strategies import strategy_of
 from unipar.cli.commands.config.plan import read_device, read_ranks, read_share, read_size
 from unipar.comparison.pick import write_picked_config
 from unipar.config import BatchSizes
@@ -30,15 +30,19 @@ CONFIG: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def planned() -> Any:
     return unipar.plan(
-        CONFIG, cells=["single", "native/*", "deepspeed/gradients"], worlds=[1, 2, 3], memory=200_000, headroom=0.01
+        CONFIG,
+        strategies=["single", "native/*", "deepspeed/gradients"],
+        worlds=[1, 2, 3],
+        memory=200_000,
+        headroom=0.01,
     )
 
 
-def test_each_cell_on_each_number_of_ranks(planned: Any) -> None:
+def test_each_strategy_on_each_number_of_ranks(planned: Any) -> None:
     """One process is planned once; a world that does not divide the batch is told, and the others are planned."""
-    rows = {(row.cell, row.ranks): row for row in planned.rows}
-    assert [ranks for cell, ranks in rows if cell == "single"] == [1]
-    assert [ranks for cell, ranks in rows if cell == "native/parameters"] == [1, 2, 3]
+    rows = {(row.strategy, row.ranks): row for row in planned.rows}
+    assert [ranks for strategy, ranks in rows if strategy == "single"] == [1]
+    assert [ranks for strategy, ranks in rows if strategy == "native/parameters"] == [1, 2, 3]
     assert rows["native/nothing", 3].refusal == (
         "batch.total (8) is not a multiple of micro x data (2 x 3 = 6); the nearest totals are 6 and 12"
     )
@@ -53,12 +57,12 @@ def test_each_cell_on_each_number_of_ranks(planned: Any) -> None:
 def test_the_largest_microbatch_that_fits(planned: Any) -> None:
     """Of those that divide a rank's share of the batch, which stays."""
     assert planned.limit == 198_000
-    rows = {(row.cell, row.ranks): row for row in planned.rows if not row.refusal}
+    rows = {(row.strategy, row.ranks): row for row in planned.rows if not row.refusal}
     one, two = rows["native/nothing", 1], rows["native/gradients", 2]
     assert (one.largest, two.largest) == (1, 2)
     assert one.needed > 198_000 > two.needed
     assert (one.late, two.late > 0) == (0, True)  # gloo may free what it sent after the training has gone on
-    more = unipar.plan(CONFIG, cells=["native/nothing"], worlds=[1], memory=200_000 + one.peak.peak)
+    more = unipar.plan(CONFIG, strategies=["native/nothing"], worlds=[1], memory=200_000 + one.peak.peak)
     assert more.rows[0].largest == 8
 
 
@@ -67,22 +71,24 @@ def test_tables_of_two_widths(planned: Any) -> None:
     answer, table, notes = (part.splitlines() for part in planned.table(150).split("\n\n"))
     assert answer[0].startswith("take, on 1 rank: ")
     assert table[0].split() == [
-        *("cell", "ranks", "micro", "peak", "in", "param", "grad", "optim", "comm", "activ", "temp", "sent"),
+        *("strategy", "ranks", "micro", "peak", "in", "param", "grad", "optim", "comm", "activ", "temp", "sent"),
         *("fits", "largest", "micro"),
     ]
     assert any(line.startswith("native/gradients") and " yes " in line for line in table)
     assert "parameters; planned in" in notes[0]
     assert notes[-1].startswith("fits: at most 195 KiB less 1%; largest micro:")
     narrow = planned.table(80).split("\n\n")[1].splitlines()
-    assert narrow[0].split() == ["cell", "ranks", "micro", "peak", "sent", "fits", "largest", "micro"]
+    assert narrow[0].split() == ["strategy", "ranks", "micro", "peak", "sent", "fits", "largest", "micro"]
     assert all(len(line) <= 80 for line in narrow)
-    assert [row.ways for row in planned.rows if row.cell == "native/nothing" and row.ranks == 1] == [("micro 1 fits",)]
+    assert [row.ways for row in planned.rows if row.strategy == "native/nothing" and row.ranks == 1] == [
+        ("micro 1 fits",)
+    ]
 
 
 def test_as_json(planned: Any) -> None:
     """All phases, each with its largest terms by name."""
     rows = json.loads(planned.as_json())["rows"]
-    (row,) = (row for row in rows if (row["cell"], row["ranks"]) == ("native/parameters", 2))
+    (row,) = (row for row in rows if (row["strategy"], row["ranks"]) == ("native/parameters", 2))
     assert [phase["phase"] for phase in row["phases"]] == ["built", "forward", "backward", "update", "steady"]
     assert all(sum(phase["held"].values()) == phase["peak"] for phase in row["phases"])
     assert row["phases"][1]["largest"][0]["category"] in ("activations", "communication")
@@ -142,12 +148,12 @@ def test_devices() -> None:
 
 @pytest.fixture(scope="module")
 def fast() -> Any:
-    return unipar.plan(CONFIG, cells=["single", "native/*"], worlds=[1, 2, 16], machine="l4")
+    return unipar.plan(CONFIG, strategies=["single", "native/*"], worlds=[1, 2, 16], machine="l4")
 
 
 def test_seconds_on_a_machine(fast: Any) -> None:
     """Counted operations at what an L4 reaches, for 43 % of 30.3 TFLOP/s; memory and the device are the machine's."""
-    rows = {(row.cell, row.ranks): row for row in fast.rows}
+    rows = {(row.strategy, row.ranks): row for row in fast.rows}
     assert (fast.device, fast.memory, fast.machine, fast.units) == ("cuda", 23034 * 2**20, "l4", "samples")
     one, two = rows["single", 1].speed, rows["native/nothing", 2].speed
     assert one.communication == 0.0
@@ -163,7 +169,7 @@ def test_seconds_on_a_machine(fast: Any) -> None:
 
 def test_what_a_process_on_cuda_holds_besides(fast: Any) -> None:
     """CUDA's context in every process, NCCL where there are several: terms of their own, counted in what fits."""
-    rows = {(row.cell, row.ranks): row for row in fast.rows if not row.refusal}
+    rows = {(row.strategy, row.ranks): row for row in fast.rows if not row.refusal}
     assert rows["single", 1].peak.held["runtime"] == 500 * 2**20
     assert rows["native/nothing", 2].peak.held["runtime"] == 700 * 2**20
     assert "runtime" in fast.table(200).split("\n\n")[1].splitlines()[0].split()
@@ -172,12 +178,12 @@ def test_what_a_process_on_cuda_holds_besides(fast: Any) -> None:
 
 def test_fp16_needs_what_bf16_mixed_needs() -> None:
     """Gradients are divided by the loss scale in place; on the CPU it cannot run."""
-    cells = ["native/nothing", "native/parameters", "deepspeed/gradients"]
+    strategies = ["native/nothing", "native/parameters", "deepspeed/gradients"]
     given = [CONFIG | {"train": {"steps": 1, "precision": precision}} for precision in ("fp16", "bf16-mixed")]
-    low, mixed = (unipar.plan(config, cells=cells, worlds=[2], machine="l4").rows for config in given)
+    low, mixed = (unipar.plan(config, strategies=strategies, worlds=[2], machine="l4").rows for config in given)
     assert [row.refusal for row in low] == ["", "", ""]
     assert [(row.peak.held, row.sent) for row in low] == [(row.peak.held, row.sent) for row in mixed]
-    (refused,) = unipar.plan(given[0], cells=["native/nothing"], worlds=[2]).rows
+    (refused,) = unipar.plan(given[0], strategies=["native/nothing"], worlds=[2]).rows
     assert refused.refusal == (
         "native/nothing: train.precision: fp16 needs CUDA, where it is fast; on the CPU use bf16-mixed or fp32"
     )
@@ -185,7 +191,7 @@ def test_fp16_needs_what_bf16_mixed_needs() -> None:
 
 def test_why_a_peak_is_as_high(planned: Any) -> None:
     """Its terms by category and block add up to it; each tensor is named if it is asked for."""
-    row = next(row for row in planned.rows if (row.cell, row.ranks) == ("native/parameters", 2))
+    row = next(row for row in planned.rows if (row.strategy, row.ranks) == ("native/parameters", 2))
     groups = group_terms(row.peak, planned.blocks)
     assert sum(group.size for each in groups.values() for group in each) == row.peak.peak
     assert {category: sum(group.size for group in each) for category, each in groups.items()} == {
@@ -200,26 +206,26 @@ def test_why_a_peak_is_as_high(planned: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cell", "ranks", "sentence"),
+    ("strategy", "ranks", "sentence"),
     [
         ("native/paramters", 2, "why native/paramters: the plan has no such row on 2 ranks; did you mean "
          "native/parameters? It has single, native/nothing,"),
         ("native/nothing", None, "why native/nothing: it is planned on 1, 2, 3 ranks; name one of them (--world 3)"),
     ],
 )  # fmt: skip
-def test_why_of_no_row(planned: Any, cell: str, ranks: int | None, sentence: str) -> None:
+def test_why_of_no_row(planned: Any, strategy: str, ranks: int | None, sentence: str) -> None:
     """Names what there is."""
     with pytest.raises(ConfigError) as caught:
-        planned.why(cell, ranks)
+        planned.why(strategy, ranks)
     assert str(caught.value).startswith(sentence)
 
 
 def test_what_would_have_to_change() -> None:
     """Where no microbatch fits: bytes that lack, what splits more, and more ranks."""
     found = unipar.plan(
-        CONFIG, cells=["single", "native/nothing", "native/gradients"], worlds=[1, 2], memory="128KiB", headroom=0
+        CONFIG, strategies=["single", "native/nothing", "native/gradients"], worlds=[1, 2], memory="128KiB", headroom=0
     )
-    assert {(row.cell, row.ranks): row.ways for row in found.rows} == {
+    assert {(row.strategy, row.ranks): row.ways for row in found.rows} == {
         ("single", 1): ("needs 29 KiB more, whatever the micro",),
         ("native/nothing", 1): ("needs 61 KiB more, whatever the micro",),
         ("native/nothing", 2): ("needs 76 KiB more, whatever the micro",),
@@ -239,47 +245,47 @@ train: {{steps: 1}}
 """
 
 
-def only(planned: Any, cell: str, *numbers: int, **changes: Any) -> Any:
+def only(planned: Any, strategy: str, *numbers: int, **changes: Any) -> Any:
     """Return the plan with these rows alone, and no limit."""
-    rows = tuple(row for row in planned.rows if row.cell == cell and row.ranks in numbers)
+    rows = tuple(row for row in planned.rows if row.strategy == strategy and row.ranks in numbers)
     return replace(planned, rows=rows, **{"memory": None, **changes})
 
 
 @pytest.mark.parametrize(
-    ("cell", "text"),
+    ("strategy", "text"),
     [
         ("native/parameters", TEXT),
         ("native/optimizer", TEXT + "backend: deepspeed # who\nparallel:\n  data: 1\n"),
         ("native/gradients", TEXT.replace("micro: 2", "accumulate: 1")),
     ],
 )
-def test_the_recommended_config_as_a_file(planned: Any, tmp_path: Path, cell: str, text: str) -> None:
-    """The user's text in that cell, comments and all, and loads; it replaces nothing without being told."""
+def test_the_recommended_config_as_a_file(planned: Any, tmp_path: Path, strategy: str, text: str) -> None:
+    """The user's text in that strategy, comments and all, and loads; it replaces nothing without being told."""
     (tmp_path / "mine.yaml").write_text(text, "utf-8")
     out, source = tmp_path / "picked.yaml", load_config_file(tmp_path / "mine.yaml")
-    write_picked_config(only(planned, cell, 2), source, out)
+    write_picked_config(only(planned, strategy, 2), source, out)
     made = load_config_file(out).config
-    assert str(cell_of(made)) == cell
+    assert str(strategy_of(made)) == strategy
     assert made.parallel.data == 2
     assert made.batch.settle(2) == BatchSizes(total=8, micro=2, accumulate=2, ranks=2)
     assert out.read_text("utf-8").startswith("# my run\ntask: {")
     assert "# of samples" in out.read_text("utf-8")
     with pytest.raises(OutExists) as caught:
-        write_picked_config(only(planned, cell, 2), source, out)
+        write_picked_config(only(planned, strategy, 2), source, out)
     assert str(caught.value) == f"--pick {out}: it already exists; name another file, or write over it (--overwrite)"
-    write_picked_config(only(planned, cell, 2), source, out, overwrite=True)
+    write_picked_config(only(planned, strategy, 2), source, out, overwrite=True)
 
 
 def test_options_of_a_variant(planned: Any, tmp_path: Path) -> None:
-    """They are set where the cell needs them, and have their default where it does not."""
+    """They are set where the strategy needs them, and have their default where it does not."""
     (tmp_path / "mine.yaml").write_text(TEXT + "options: {native: {wrapper: dp}}\n", "utf-8")
     source = load_config_file(tmp_path / "mine.yaml")
     library = only(planned, "native/gradients", 2)
-    library = replace(library, rows=(replace(library.rows[0], cell="deepspeed/gradients+library"),))
+    library = replace(library, rows=(replace(library.rows[0], strategy="deepspeed/gradients+library"),))
     write_picked_config(library, source, tmp_path / "library.yaml")
-    assert str(cell_of(load_config_file(tmp_path / "library.yaml").config)) == "deepspeed/gradients+library"
+    assert str(strategy_of(load_config_file(tmp_path / "library.yaml").config)) == "deepspeed/gradients+library"
     write_picked_config(only(planned, "native/nothing", 2), source, tmp_path / "plain.yaml")
-    assert str(cell_of(load_config_file(tmp_path / "plain.yaml").config)) == "native/nothing"
+    assert str(strategy_of(load_config_file(tmp_path / "plain.yaml").config)) == "native/nothing"
 
 
 def test_a_config_in_another_folder(planned: Any, tmp_path: Path) -> None:
@@ -299,7 +305,7 @@ def test_a_config_in_another_folder(planned: Any, tmp_path: Path) -> None:
     ("numbers", "changes", "sentence"),
     [
         ((1, 2), {}, "--pick writes one config, and the plan is for 1, 2 ranks: name one (--world N)"),
-        ((2,), {"exclude": ("native/nothing",)}, "--pick: on 2 ranks no cell can be planned here"),
+        ((2,), {"exclude": ("native/nothing",)}, "--pick: on 2 ranks no strategy can be planned here"),
         ((2,), {}, "--pick changes a config's file, and this config was not read from one: write it to a file"),
     ],
 )
@@ -326,5 +332,5 @@ def test_what_cannot_be_picked(
 def test_arguments_that_are_refused(more: dict[str, Any], sentence: str) -> None:
     """With the way out."""
     with pytest.raises(ConfigError) as caught:
-        unipar.plan(CONFIG, cells=["native/nothing"], **more)
+        unipar.plan(CONFIG, strategies=["native/nothing"], **more)
     assert str(caught.value).startswith(sentence)

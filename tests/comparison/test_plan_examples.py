@@ -26,9 +26,9 @@ def _apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
 
 
-def planned(name: str, sizes: dict[str, Any], cells: tuple[str, ...]) -> Any:
+def planned(name: str, sizes: dict[str, Any], strategies: tuple[str, ...]) -> Any:
     config = load_config_file(CONFIGS / f"{name}.yaml", overrides={"task.args": sizes}).config
-    return unipar.plan(config, cells=cells, worlds=[1, 2])
+    return unipar.plan(config, strategies=strategies, worlds=[1, 2])
 
 
 @pytest.mark.parametrize(
@@ -41,9 +41,9 @@ def planned(name: str, sizes: dict[str, Any], cells: tuple[str, ...]) -> Any:
 def test_examples_of_transformers_and_peft(
     name: str, sizes: dict[str, Any], parameters: int, kept: tuple[int, int]
 ) -> None:
-    """Every cell that splits no sample is planned; frozen weights stay in bf16, and have neither gradient nor state."""
+    """Every strategy that splits no sample is planned; frozen weights stay in bf16, without gradient or state."""
     plan = planned(name, sizes, PLAIN)
-    rows = {row.cell: row for row in plan.rows if not row.refusal}
+    rows = {row.strategy: row for row in plan.rows if not row.refusal}
     assert set(rows) == {*PLAIN}
     steady = rows["single"].phases[-1].held
     assert (plan.parameters, plan.allocated) == (parameters, 0)
@@ -56,4 +56,4 @@ def test_examples_of_transformers_and_peft(
 def test_examples_along_further_axes(name: str, sizes: dict[str, Any]) -> None:
     """Tensor, pipeline and context are planned too, on two ranks."""
     rows = [row for row in planned(name, sizes, SPLIT).rows if row.ranks == 2]
-    assert [(row.cell, row.refusal) for row in rows] == [(cell, "") for cell in SPLIT]
+    assert [(row.strategy, row.refusal) for row in rows] == [(strategy, "") for strategy in SPLIT]

@@ -44,18 +44,20 @@ def _config(name: str, batch: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _peaks(config: dict[str, Any], cells: list[str], worlds: list[int]) -> dict[tuple[str, int], list[tuple[str, int]]]:
-    planned = unipar.plan(config, cells=cells, worlds=worlds)
-    return {(row.cell, row.ranks): [(p.phase, p.peak) for p in row.phases] for row in planned.rows}
+def _peaks(
+    config: dict[str, Any], strategies: list[str], worlds: list[int]
+) -> dict[tuple[str, int], list[tuple[str, int]]]:
+    planned = unipar.plan(config, strategies=strategies, worlds=worlds)
+    return {(row.strategy, row.ranks): [(p.phase, p.peak) for p in row.phases] for row in planned.rows}
 
 
 @pytest.mark.parametrize("rows", ["padded", "packed"])
 def test_equal_samples_need_what_they_do_by_number(rows: str) -> None:
-    """24 tokens in samples of six are four samples, in every phase of each cell."""
-    cells, worlds = ["native/nothing", "native/parameters", "deepspeed/gradients"], [1, 2]
-    tokens = _peaks(_config("Equal", {"tokens": 96, "micro": 24, "rows": rows}), cells, worlds)
+    """24 tokens in samples of six are four samples, in every phase of each strategy."""
+    strategies, worlds = ["native/nothing", "native/parameters", "deepspeed/gradients"], [1, 2]
+    tokens = _peaks(_config("Equal", {"tokens": 96, "micro": 24, "rows": rows}), strategies, worlds)
     assert len(tokens) == 6
-    assert tokens == _peaks(_config("Equal", {"total": 16, "micro": 4}), cells, worlds)
+    assert tokens == _peaks(_config("Equal", {"total": 16, "micro": 4}), strategies, worlds)
 
 
 def test_the_larger_of_two_microbatches() -> None:
@@ -63,7 +65,7 @@ def test_the_larger_of_two_microbatches() -> None:
     (wide,) = _peaks(_config("OneLong", {"tokens": 40, "micro": 20}), ["native/nothing"], [1]).values()
     (narrow,) = _peaks(_config("OneLong", {"tokens": 40, "micro": 8}), ["native/nothing"], [1]).values()
     assert dict(wide)["forward"] > dict(narrow)["forward"]
-    plan = unipar.plan(_config("OneLong", {"tokens": 40, "micro": 20}), cells=["native/nothing"], worlds=[1, 2])
+    plan = unipar.plan(_config("OneLong", {"tokens": 40, "micro": 20}), strategies=["native/nothing"], worlds=[1, 2])
     assert [note for note in plan.notes if note.startswith("largest microbatches")] == [
         "largest microbatches with data 1: 2 x 8 tokens, the longest samples, and 10 x 2, the fullest of the first "
         "epoch; the plan takes what needs more",
@@ -77,11 +79,13 @@ def test_a_plan_within_a_limit_counts_tokens(tmp_path: Path) -> None:
     file = tmp_path / "tokens.yaml"
     batch = "{tokens: 96, accumulate: 1}"
     file.write_text(f"task: {{use: '{__file__}:Equal'}}\ndevice: cpu\nbatch: {batch}\ntrain: {{steps: 1}}\n")
-    whole = unipar.plan(str(file), cells=["native/nothing"], worlds=[1])
+    whole = unipar.plan(str(file), strategies=["native/nothing"], worlds=[1])
     assert whole.rows[0].micro == 96
-    least = unipar.plan(str(file), cells=["native/nothing"], worlds=[1], memory=10**9).rows[0]
+    least = unipar.plan(str(file), strategies=["native/nothing"], worlds=[1], memory=10**9).rows[0]
     assert least.largest == 96
-    short = unipar.plan(str(file), cells=["native/nothing"], worlds=[1], memory=whole.rows[0].needed, headroom=0.02)
+    short = unipar.plan(
+        str(file), strategies=["native/nothing"], worlds=[1], memory=whole.rows[0].needed, headroom=0.02
+    )
     largest = short.rows[0].largest
     assert largest is not None
     assert 6 <= largest < 96
@@ -97,7 +101,7 @@ def test_a_plan_within_a_limit_counts_tokens(tmp_path: Path) -> None:
 def test_seconds_are_those_of_a_mean_step() -> None:
     """Tokens a second on a machine count tokens without padding, of which the last batch of an epoch has fewer."""
     plan = unipar.plan(
-        _config("Equal", {"tokens": 90, "micro": 24}), cells=["native/nothing"], worlds=[2], machine="l4"
+        _config("Equal", {"tokens": 90, "micro": 24}), strategies=["native/nothing"], worlds=[2], machine="l4"
     )
     assert plan.units == "tokens"
     speed = plan.rows[0].speed
@@ -109,7 +113,7 @@ def test_seconds_are_those_of_a_mean_step() -> None:
 def test_a_sample_that_is_too_long() -> None:
     """A plan refuses it by its index, as a run does."""
     with pytest.raises(ConfigError) as e:
-        unipar.plan(_config("OneLong", {"tokens": 40, "micro": 20, "longest": 4}), cells=["single"])
+        unipar.plan(_config("OneLong", {"tokens": 40, "micro": 20, "longest": 4}), strategies=["single"])
     assert str(e.value) == (
         "batch.longest: 4: sample 7 of data() has 8 tokens, more than that; cut or leave out such samples in the "
         "dataset, or raise batch.longest to the longest one's 8"
@@ -117,7 +121,7 @@ def test_a_sample_that_is_too_long() -> None:
 
 
 def test_each_length_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numbers of ranks and cells share the steps of samples of one length."""
+    """Numbers of ranks and strategies share the steps of samples of one length."""
     made: list[TokenTraces] = []
     init = TokenTraces.__init__
 
@@ -126,6 +130,6 @@ def test_each_length_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
         made.append(self)
 
     monkeypatch.setattr(TokenTraces, "__init__", keep)
-    unipar.plan(_config("OneLong", {"tokens": 40, "micro": 20}), cells=["native/*"], worlds=[1, 2, 4])
+    unipar.plan(_config("OneLong", {"tokens": 40, "micro": 20}), strategies=["native/*"], worlds=[1, 2, 4])
     assert len(made) == 1
     assert made[0].lengths == [2, 8]

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from tests.support.cuda_accounts import account as on_cuda
-from tests.support.scalings import made, one_cell, timed, two_cells
+from tests.support.scalings import made, one_strategy, timed, two_strategies
 from tests.support.task_text import TASK
 from unipar import errors
 from unipar.comparison.request import parse_world_sizes
 from unipar.comparison.scale import scale, select_worlds
-from unipar.config import Cell, Config
-from unipar.results.row import CellResult
-from unipar.results.scaling import ScaledCell, Scaling
+from unipar.config import Config, Strategy
+from unipar.results.row import StrategyResult
+from unipar.results.scaling import ScaledStrategy, Scaling
 
 pytestmark = pytest.mark.forked
 
@@ -27,8 +27,8 @@ def config(**changed: Any) -> Config:
     return Config.model_validate({"batch": {"total": 8}, "device": "cpu", "train": {"steps": 14}} | changed)
 
 
-def planned(batch: dict[str, Any], sizes: list[int], *cells: str) -> list[ScaledCell]:
-    asked = [Cell.parse(cell) for cell in cells or ("native/nothing",)]
+def planned(batch: dict[str, Any], sizes: list[int], *strategies: str) -> list[ScaledStrategy]:
+    asked = [Strategy.parse(strategy) for strategy in strategies or ("native/nothing",)]
     return [world for world, _, _ in select_worlds(config(batch=batch), sizes, asked, "cpu")]
 
 
@@ -86,12 +86,12 @@ def test_strong_keeps_the_total_and_weak_the_share_of_a_rank(
 
 def test_the_config_of_a_world_is_what_its_plan_says() -> None:
     """Each settles to its own numbers."""
-    for world, row, at in select_worlds(config(), [1, 2, 4], [Cell("native", "parameters")], "cpu"):
+    for world, row, at in select_worlds(config(), [1, 2, 4], [Strategy("native", "parameters")], "cpu"):
         assert at is not None
         sizes = at.sizes
         assert (sizes.total, sizes.micro, sizes.accumulate) == (world.samples, world.micro, world.accumulate)
         assert (at.ranks, at.config.parallel.shard, row.outcome) == (world.ranks, "parameters", "waits")
-        assert row.cell == world.name
+        assert row.strategy == world.name
 
 
 def test_a_world_that_the_batch_does_not_fill() -> None:
@@ -107,17 +107,17 @@ def test_a_world_that_copies_do_not_fill() -> None:
     """Pairs of ranks cannot be made of one."""
     split = config(parallel={"data": 2, "shard": "parameters", "shard_over": 2})
     with pytest.raises(errors.ConfigError) as e:
-        list(select_worlds(split, [1, 2], [Cell("native", "parameters")], "cpu"))
+        list(select_worlds(split, [1, 2], [Strategy("native", "parameters")], "cpu"))
     assert str(e.value) == (
         "parallel.shard_over (2) does not divide the number of ranks (1): give a divisor of it, or leave "
         "shard_over out, so that all ranks split one copy"
     )
 
 
-def test_a_cell_that_is_one_process_is_one_row() -> None:
-    """Such a cell has no larger worlds; the others run."""
-    found = list(select_worlds(config(), [1, 2], [Cell("single"), Cell("native")], "cpu"))
-    assert [(world.cell, row.outcome) for world, row, _ in found] == [
+def test_a_strategy_that_is_one_process_is_one_row() -> None:
+    """Such a strategy has no larger worlds; the others run."""
+    found = list(select_worlds(config(), [1, 2], [Strategy("single"), Strategy("native")], "cpu"))
+    assert [(world.strategy, row.outcome) for world, row, _ in found] == [
         ("single", "refused"),
         *[("native/nothing", "waits")] * 3,
     ]
@@ -126,7 +126,7 @@ def test_a_cell_that_is_one_process_is_one_row() -> None:
 
 @pytest.fixture
 def found() -> Scaling:
-    return one_cell()
+    return one_strategy()
 
 
 def test_speed_up_and_efficiency(found: Scaling) -> None:
@@ -151,7 +151,7 @@ def test_the_table(found: Scaling) -> None:
         "  native/nothing on 2 ranks",
     ]
     assert found.tables(100)[0] == [
-        "cell            ranks  scaling         step ms  samples/s  speed-up  efficiency      RSS",
+        "strategy        ranks  scaling         step ms  samples/s  speed-up  efficiency      RSS",
         "native/nothing      1  both        80 [80..80]        100      1.00       100 %  100 MiB",
         "native/nothing      2  strong      50 [50..50]        160      1.60        80 %  100 MiB",
         "native/nothing      2  weak     100 [100..100]        160      1.60        80 %  100 MiB",
@@ -191,7 +191,7 @@ def test_what_ranks_share(found: Scaling, cores: int, threads: str, device: str,
 
 def test_memory_says_who_counted() -> None:
     """Without a compiler not every block is."""
-    watched = two_cells()
+    watched = two_strategies()
     said = watched.remarks()
     start = next(i for i, remark in enumerate(said) if remark.startswith("allocated here"))
     assert said[start : start + 2] == [
@@ -204,7 +204,7 @@ def test_memory_says_who_counted() -> None:
 
 def test_memory_has_three_columns_in_a_table_of_its_own() -> None:
     """The memory table fits into 80 columns with the longest name; the first table then has no RSS."""
-    main, _, memory = two_cells().tables(80)
+    main, _, memory = two_strategies().tables(80)
     assert main[0].split()[-1] == "efficiency"
     assert memory[:3] == [
         "memory             ranks  scaling  allocated  resident  on CUDA",
@@ -242,11 +242,11 @@ def test_losses_that_part_are_named() -> None:
 
 def test_a_world_that_failed_is_a_row(found: Scaling) -> None:
     """The others keep their figures; where the smallest failed, there is nothing to compare them to."""
-    late = [*found.rows[:2], CellResult(cell=found.rows[2].cell, outcome="failed", note="rank 1 died")]
+    late = [*found.rows[:2], StrategyResult(strategy=found.rows[2].strategy, outcome="failed", note="rank 1 died")]
     one = made(*zip(found.worlds, late, strict=True))
     assert one.tables(100)[0][3] == "native/nothing      2  weak     failed: rank 1 died"
     assert one.code == 1
-    early = [CellResult(cell=found.rows[0].cell, outcome="failed", note="no"), *found.rows[1:]]
+    early = [StrategyResult(strategy=found.rows[0].strategy, outcome="failed", note="no"), *found.rows[1:]]
     none = made(*zip(found.worlds, early, strict=True))
     assert [none.efficiency(world) for world in none.worlds] == [None, None, None]
     assert none.summary == "No strategy ran in two worlds, so there is nothing to compare"
@@ -276,7 +276,7 @@ def test_worlds_take_turns(given: dict[str, Any], tmp_path: Path, capfd: pytest.
     found = scale(given, worlds=[2, 1])
     assert [row.outcome for row in found.rows] == ["ran", "ran", "ran"]
     assert found.code == 0
-    assert found.cells == ["native/nothing"]
+    assert found.strategies == ["native/nothing"]
     assert [len(row.losses) for row in found.rows] == [8, 8, 8]
     assert [len(row.peak_rss) for row in found.rows] == [1, 2, 2]
     assert found.rows[1].losses == pytest.approx(found.rows[0].losses, abs=2e-6)
@@ -294,7 +294,7 @@ def test_worlds_take_turns(given: dict[str, Any], tmp_path: Path, capfd: pytest.
     ]
     assert found.note == f"page: {out}/report.html"
     told = json.loads((out / "scale.json").read_text("utf-8"))
-    assert [(w["cell"], w["ranks"], w["samples"]) for w in told["worlds"]] == [
+    assert [(w["strategy"], w["ranks"], w["samples"]) for w in told["worlds"]] == [
         ("native/nothing", 1, 8),
         ("native/nothing", 2, 8),
         ("native/nothing", 2, 16),
@@ -313,11 +313,11 @@ def test_worlds_take_turns(given: dict[str, Any], tmp_path: Path, capfd: pytest.
     assert [w["waiting"] is None for w in told["worlds"]] == [True, False, False]
     written = (out / "report.html").read_text("utf-8")
     (config,) = (out / "asked").iterdir()
-    said = f"unipar scale {config} --out {tmp_path}/out --world 1,2 --cell native/nothing --overwrite"
+    said = f"unipar scale {config} --out {tmp_path}/out --world 1,2 --strategy native/nothing --overwrite"
     assert f"<pre>{said}</pre>" in written
     assert "compare.repeat: 2\n" in written
     lines = [re.split("  +", line.strip())[1] for line in capfd.readouterr().err.splitlines() if "round 2" in line]
-    assert [line.partition(" round")[0] for line in lines] == [found.rows[i].cell for i in (1, 2, 0)]
+    assert [line.partition(" round")[0] for line in lines] == [found.rows[i].strategy for i in (1, 2, 0)]
     with pytest.raises(errors.OutExists) as e:
         scale(given, worlds=[2, 1])
     assert (

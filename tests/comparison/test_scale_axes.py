@@ -1,4 +1,4 @@
-"""Worlds of several sizes of cells with axes beside the data's."""
+"""Worlds of several sizes of strategies with axes beside the data's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.scalings import made
 from tests.support.task_text import TASK
 from unipar import errors
 from unipar.comparison.scale import scale, select_worlds
-from unipar.config import Cell, Config
+from unipar.config import Config, Strategy
 
 TOY = Path(__file__).parents[1] / "support" / "toy"
 
@@ -21,7 +21,7 @@ def config(**changed: Any) -> Config:
     return Config.model_validate({"batch": {"total": 8}, "device": "cpu", "train": {"steps": 14}} | changed)
 
 
-AXES_CELLS = ("toy/nothing", "toy/nothing+tensor2")
+AXES_STRATEGIES = ("toy/nothing", "toy/nothing+tensor2")
 
 
 @pytest.mark.parametrize(
@@ -37,14 +37,16 @@ def test_ranks_along_further_axes_share_their_samples(
     """Each world has as many ranks as asked for; its batch is cut for half as many, and totals are those of others."""
     monkeypatch.syspath_prepend(TOY)
     settings = config(batch=batch)
-    selected = list(select_worlds(settings, [2, 4], [Cell.parse(cell) for cell in AXES_CELLS], "cpu"))
-    worlds = {cell: [world for world, _, _ in selected if world.cell == cell] for cell in AXES_CELLS}
-    said = [f"{w.ranks} {w.table_head[-1]} {w.samples}: {w.micro} x {w.accumulate}" for w in worlds[AXES_CELLS[1]]]
+    selected = list(select_worlds(settings, [2, 4], [Strategy.parse(strategy) for strategy in AXES_STRATEGIES], "cpu"))
+    worlds = {
+        strategy: [world for world, _, _ in selected if world.strategy == strategy] for strategy in AXES_STRATEGIES
+    }
+    said = [f"{w.ranks} {w.table_head[-1]} {w.samples}: {w.micro} x {w.accumulate}" for w in worlds[AXES_STRATEGIES[1]]]
     assert said == plans
-    assert [w.samples for w in worlds[AXES_CELLS[0]]] == [w.samples for w in worlds[AXES_CELLS[1]]]
+    assert [w.samples for w in worlds[AXES_STRATEGIES[0]]] == [w.samples for w in worlds[AXES_STRATEGIES[1]]]
     for world, row, at in selected:
         assert at is not None
-        assert (at.ranks, str(at.cell), row.outcome) == (world.ranks, world.cell, "waits")
+        assert (at.ranks, str(at.strategy), row.outcome) == (world.ranks, world.strategy, "waits")
         sizes = at.sizes
         assert (sizes.total, sizes.micro, sizes.accumulate) == (world.samples, world.micro, world.accumulate)
         assert (at.config.parallel.data, at.config.parallel.ranks) == (sizes.ranks, world.ranks)
@@ -53,8 +55,8 @@ def test_ranks_along_further_axes_share_their_samples(
 def test_worlds_that_the_axes_do_not_divide(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are left out with a sentence; the smallest world that is divided is the reference for the others."""
     monkeypatch.syspath_prepend(TOY)
-    cell = Cell.parse("toy/nothing+tensor2")
-    selected = list(select_worlds(config(), [1, 2, 3, 4], [cell], "cpu"))
+    strategy = Strategy.parse("toy/nothing+tensor2")
+    selected = list(select_worlds(config(), [1, 2, 3, 4], [strategy], "cpu"))
     assert [(world.ranks, row.outcome) for world, row, _ in selected] == [
         (1, "refused"),
         (3, "refused"),
@@ -77,11 +79,11 @@ def test_worlds_that_the_axes_do_not_divide(monkeypatch: pytest.MonkeyPatch) -> 
     assert ["toy/nothing+tensor2", "4", "weak", "100", "[100..100]", "160", "1.60", "80", "%", "-"] in lines
 
 
-def test_cells_with_other_axes_may_have_other_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The share of a rank is told for each cell."""
+def test_strategies_with_other_axes_may_have_other_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The share of a rank is told for each strategy."""
     monkeypatch.syspath_prepend(TOY)
-    cells = [Cell.parse(cell) for cell in AXES_CELLS]
-    selected = list(select_worlds(config(), [2, 4], cells, "cpu"))
+    strategies = [Strategy.parse(strategy) for strategy in AXES_STRATEGIES]
+    selected = list(select_worlds(config(), [2, 4], strategies, "cpu"))
     assert made(*[(world, row) for world, row, _ in selected]).batches() == [
         "strong: 8 samples a step in every world of toy/nothing; weak: 4 for each rank",
         "strong: 8 samples a step in every world of toy/nothing+tensor2; weak: 8 for each rank, or group of ranks, "
@@ -96,7 +98,7 @@ def test_no_world_that_the_axes_divide(tmp_path: Path, monkeypatch: pytest.Monke
     given |= {"task": {"use": f"{tmp_path}/task.py:Sums"}, "out": str(tmp_path / "out")}
     monkeypatch.syspath_prepend(TOY)
     with pytest.raises(errors.Unsupported) as e:
-        scale(given, worlds=[1, 3], cells=["toy/nothing+pipeline2"])
+        scale(given, worlds=[1, 3], strategies=["toy/nothing+pipeline2"])
     assert not (tmp_path / "out").exists()
     assert e.value.reasons == (
         "toy/nothing+pipeline2 needs a multiple of 2 ranks (pipeline 2), and there are 1",

@@ -1,12 +1,12 @@
-"""Axes of the mesh beside the data's: in the names of cells, in the config, and in numbers of ranks."""
+"""Axes of the mesh beside the data's: in the names of strategies, in the config, and in numbers of ranks."""
 
 from __future__ import annotations
 
 import pytest
 
-from unipar.config import Cell, Config
-from unipar.config.sections.cell import Axes
+from unipar.config import Config, Strategy
 from unipar.config.sections.parallel import Parallel
+from unipar.config.sections.strategy import Axes
 from unipar.config.settled import SettledConfig
 from unipar.errors import ConfigError
 
@@ -24,20 +24,20 @@ from unipar.errors import ConfigError
         ("native/nothing+tensor1", "native/nothing", Axes()),
     ],
 )
-def test_a_cell_with_axes(text: str, name: str, axes: Axes) -> None:
+def test_a_strategy_with_axes(text: str, name: str, axes: Axes) -> None:
     """Words may come in any order and are written in one; a size of 1 is none."""
-    cell = Cell.parse(text)
-    assert cell.axes == axes
-    assert str(cell) == name
-    assert Cell.parse(name) == cell
-    assert cell.without_axes == Cell("native", cell.shard)
+    strategy = Strategy.parse(text)
+    assert strategy.axes == axes
+    assert str(strategy) == name
+    assert Strategy.parse(name) == strategy
+    assert strategy.without_axes == Strategy("native", strategy.shard)
 
 
 def test_a_variant_beside_axes() -> None:
     """The variant comes first."""
-    cell = Cell.parse("deepspeed/gradients+tensor2+library")
-    assert cell == Cell("deepspeed", "gradients", "library", Axes(tensor=2))
-    assert str(cell) == "deepspeed/gradients+library+tensor2"
+    strategy = Strategy.parse("deepspeed/gradients+tensor2+library")
+    assert strategy == Strategy("deepspeed", "gradients", "library", Axes(tensor=2))
+    assert str(strategy) == "deepspeed/gradients+library+tensor2"
 
 
 @pytest.mark.parametrize(
@@ -56,11 +56,11 @@ def test_a_variant_beside_axes() -> None:
         ),
     ],
 )
-def test_words_that_make_no_cell(text: str, why: str) -> None:
+def test_words_that_make_no_strategy(text: str, why: str) -> None:
     """Words without effect, and contradictions, are refused."""
     with pytest.raises(ConfigError) as e:
-        Cell.parse(text)
-    assert str(e.value) == f"{text!r} is not a cell: {why}"
+        Strategy.parse(text)
+    assert str(e.value) == f"{text!r} is not a strategy: {why}"
 
 
 def test_ranks_in_all() -> None:
@@ -96,6 +96,6 @@ def test_a_batch_is_divided_among_the_data_alone() -> None:
     config = Config.model_validate(
         {"batch": {"total": 24, "micro": 3}, "parallel": {"tensor": 2}, "train": {"steps": 1}}
     )
-    settled = SettledConfig.of(config, Cell("native", axes=config.parallel.axes), 4, "cpu")
+    settled = SettledConfig.of(config, Strategy("native", axes=config.parallel.axes), 4, "cpu")
     assert settled.config.parallel.data == 2
     assert (settled.sizes.ranks, settled.sizes.accumulate, settled.ranks) == (2, 4, 4)

@@ -1,4 +1,4 @@
-"""What a config means: arithmetic of the batch, cells, choices by name."""
+"""What a config means: arithmetic of the batch, strategies, choices by name."""
 
 from __future__ import annotations
 
@@ -8,11 +8,17 @@ import pytest
 from pydantic import ValidationError
 
 from unipar.backend import checks
-from unipar.backend.offered_cells import cell_of, config_in_cell, expand_cell_patterns, require_cell
-from unipar.config import BatchSizes, Cell, Config
+from unipar.backend.offered_strategies import (
+    config_in_strategy,
+    expand_strategy_patterns,
+    require_strategy,
+    strategy_of,
+)
+from unipar.config import BatchSizes, Config, Strategy
 from unipar.config.config_source import load_given_config
 from unipar.config.sections.batch import Batch
 from unipar.config.sections.optimizer import SGD, Adam, AdamW, Clip, LrScale
+from unipar.config.sections.parallel import Parallel
 from unipar.config.sections.schedule import Constant, Cosine, Linear
 from unipar.config.sections.train import Train
 from unipar.errors import BackendNotFound, ConfigError, Unsupported
@@ -107,42 +113,54 @@ def test_a_microbatch_that_is_not_found_yet_has_no_sizes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "cell", "shown"),
+    ("text", "strategy", "shown"),
     [
-        ("native", Cell("native"), "native/nothing"),
-        ("native/parameters", Cell("native", "parameters"), "native/parameters"),
-        ("deepspeed/gradients+library", Cell("deepspeed", "gradients", "library"), "deepspeed/gradients+library"),
-        ("x+dp", Cell("x", "nothing", "dp"), "x/nothing+dp"),
-        ("single", Cell("single"), "single"),
+        ("native", Strategy("native"), "native/nothing"),
+        ("native/parameters", Strategy("native", "parameters"), "native/parameters"),
+        ("deepspeed/gradients+library", Strategy("deepspeed", "gradients", "library"), "deepspeed/gradients+library"),
+        ("x+dp", Strategy("x", "nothing", "dp"), "x/nothing+dp"),
+        ("single", Strategy("single"), "single"),
     ],
 )
-def test_cells_are_spelled_one_way(text: str, cell: Cell, shown: str) -> None:
+def test_strategies_are_spelled_one_way(text: str, strategy: Strategy, shown: str) -> None:
     """Parsed and printed; a bare backend splits nothing."""
-    assert Cell.parse(text) == cell
-    assert str(cell) == shown
-    assert Cell.parse(shown) == cell
+    assert Strategy.parse(text) == strategy
+    assert str(strategy) == shown
+    assert Strategy.parse(shown) == strategy
 
 
-def test_a_cells_folder() -> None:
+def test_a_strategies_folder() -> None:
     """A slash would make two folders of it."""
-    assert Cell("deepspeed", "gradients", "library").slug == "deepspeed-gradients+library"
+    assert Strategy("deepspeed", "gradients", "library").slug == "deepspeed-gradients+library"
 
 
 @pytest.mark.parametrize("text", ["", "/nothing", "native/", "native/everything", "native/nothing+", "+x"])
-def test_what_is_no_cell(text: str) -> None:
+def test_what_is_no_strategy(text: str) -> None:
     """The sentence says how one is written."""
     with pytest.raises(ConfigError) as e:
-        Cell.parse(text)
+        Strategy.parse(text)
     assert str(e.value) == (
-        f"{text!r} is not a cell: write backend/shard or backend/shard+variant, where shard is one of nothing, "
+        f"{text!r} is not a strategy: write backend/shard or backend/shard+variant, where shard is one of nothing, "
         "optimizer, gradients, parameters (a bare backend means /nothing)"
     )
+
+
+@pytest.mark.parametrize(
+    ("word", "shard"),
+    [
+        *(("ddp", "nothing"), ("zero0", "nothing"), ("zero1", "optimizer"), ("zero2", "gradients")),
+        *(("zero3", "parameters"), ("fsdp", "parameters"), ("fsdp2", "parameters"), ("gradients", "gradients")),
+    ],
+)
+def test_words_for_a_shard(word: str, shard: str) -> None:
+    """The words that people have for a level of sharding are taken."""
+    assert Parallel.model_validate({"shard": word}).shard == shard
 
 
 def test_a_misspelt_shard() -> None:
     """The nearest one is named."""
     with pytest.raises(ConfigError) as e:
-        Cell.parse("native/nothin")
+        Strategy.parse("native/nothin")
     assert str(e.value).endswith("(a bare backend means /nothing); did you mean 'nothing'?")
 
 
@@ -152,20 +170,20 @@ def test_a_misspelt_shard() -> None:
         (
             "horovod/optimizer",
             Unsupported,
-            "horovod/optimizer: there is no such cell; horovod has: horovod/nothing",
+            "horovod/optimizer: there is no such strategy; horovod has: horovod/nothing",
         ),
         (
             "horovod/nothing+x",
             Unsupported,
-            "horovod/nothing+x: horovod has no variant 'x'; its cells: horovod/nothing",
+            "horovod/nothing+x: horovod has no variant 'x'; its strategies: horovod/nothing",
         ),
         ("natve", BackendNotFound, "no backend 'natve'; did you mean 'native'? known: "),
     ],
 )
-def test_cells_that_do_not_exist(text: str, error: type[Exception], sentence: str) -> None:
+def test_strategies_that_do_not_exist(text: str, error: type[Exception], sentence: str) -> None:
     """Refused with those that do."""
     with pytest.raises(error) as e:
-        require_cell(Cell.parse(text))
+        require_strategy(Strategy.parse(text))
     assert str(e.value).startswith(sentence)
 
 
@@ -234,23 +252,23 @@ def test_a_config_read_back_is_equal() -> None:
     assert Config.model_validate_json(made.model_dump_json()) == made
 
 
-def test_a_plain_cell_is_plain_and_a_variant_is_one() -> None:
-    """`registry.at` gives the cell that was asked for, whatever the config's options and backend say."""
+def test_a_plain_strategy_is_plain_and_a_variant_is_one() -> None:
+    """`registry.at` gives the strategy that was asked for, whatever the config's options and backend say."""
     library = config(options={"deepspeed": {"buckets": "library"}})
-    plain = config_in_cell(library, Cell.parse("deepspeed/gradients"))
-    assert cell_of(plain) == Cell("deepspeed", "gradients")
-    varied = config_in_cell(config(), Cell.parse("deepspeed/gradients+library"))
+    plain = config_in_strategy(library, Strategy.parse("deepspeed/gradients"))
+    assert strategy_of(plain) == Strategy("deepspeed", "gradients")
+    varied = config_in_strategy(config(), Strategy.parse("deepspeed/gradients+library"))
     assert varied.options == {"deepspeed": {"buckets": "library"}}
-    assert cell_of(varied) == Cell("deepspeed", "gradients", "library")
+    assert strategy_of(varied) == Strategy("deepspeed", "gradients", "library")
 
 
-def test_an_option_that_contradicts_the_cell() -> None:
+def test_an_option_that_contradicts_the_strategy() -> None:
     """The option is not overruled in silence."""
     scaled = config(options={"deepspeed": {"buckets": "scaled"}})
     with pytest.raises(ConfigError) as e:
-        config_in_cell(scaled, Cell.parse("deepspeed/gradients+library"))
+        config_in_strategy(scaled, Strategy.parse("deepspeed/gradients+library"))
     assert str(e.value) == (
-        "options.deepspeed.buckets: 'scaled' contradicts the cell deepspeed/gradients+library, "
+        "options.deepspeed.buckets: 'scaled' contradicts the strategy deepspeed/gradients+library, "
         "which sets it to 'library'"
     )
 
@@ -265,22 +283,24 @@ def test_an_option_that_contradicts_the_cell() -> None:
 )
 def test_one_process_trains_on_the_same_batches(batch: dict[str, Any], sizes: BatchSizes) -> None:
     """Two ranks' microbatches, one after another."""
-    one = config_in_cell(config(batch=batch, parallel={"data": 2}), Cell("single"))
+    one = config_in_strategy(config(batch=batch, parallel={"data": 2}), Strategy("single"))
     assert one.batch.settle(1) == sizes
     assert one.parallel.data == 1
 
 
 def test_expand() -> None:
-    """Stars stand for cells; each cell comes once, in the order asked for."""
-    cells = expand_cell_patterns(("native", "native/*", "deepspeed/gradients+library", "native/nothing"))
-    assert list(map(str, cells)) == [
+    """Stars stand for strategies; each strategy comes once, in the order asked for."""
+    strategies = expand_strategy_patterns(("native", "native/*", "deepspeed/gradients+library", "native/nothing"))
+    assert list(map(str, strategies)) == [
         "native/nothing",
         "native/optimizer",
         "native/gradients",
         "native/parameters",
         "deepspeed/gradients+library",
     ]
-    assert {"single", "horovod/nothing", "deepspeed/gradients+library"} <= set(map(str, expand_cell_patterns(("*",))))
+    assert {"single", "horovod/nothing", "deepspeed/gradients+library"} <= set(
+        map(str, expand_strategy_patterns(("*",)))
+    )
 
 
 @pytest.mark.parametrize(
@@ -297,7 +317,7 @@ def test_expand() -> None:
         ),
         (
             {"backend": "single", "parallel.data": 2},
-            "single: parallel.data: 2 contradicts the cell: single is one process",
+            "single: parallel.data: 2 contradicts the strategy: single is one process",
         ),
         (
             {"backend": "horovod", "parallel.shard": "optimizer", "train.precision": "bf16-master"},
@@ -309,7 +329,7 @@ def test_expand() -> None:
     ],
 )
 def test_refusals(changes: dict[str, Any], sentence: str) -> None:
-    """A cell that cannot run a config says every reason, with key, value and way out."""
+    """A strategy that cannot run a config says every reason, with key, value and way out."""
     with pytest.raises(Unsupported) as e:
         checks.check_can_run(config(**changes))
     assert str(e.value) == sentence

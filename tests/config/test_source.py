@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from unipar.backend.checks import given_source, in_cell, read_source
+from unipar.backend.checks import given_source, in_strategy, read_source
 from unipar.config import Config
 from unipar.config.config import Data
 from unipar.config.config_source import ConfigSource
@@ -166,7 +166,7 @@ def test_two_lengths_given_together_are_an_error(config: Reader) -> None:
         ),
         (
             "backend=native/parameters",
-            "x.yaml: backend (--set): 'native/parameters' is a cell; "
+            "x.yaml: backend (--set): 'native/parameters' is a strategy; "
             "write backend: native and parallel: {shard: parameters}",
         ),
         (
@@ -194,7 +194,7 @@ def test_changes_that_are_refused(config: Reader, change: str, sentence: str) ->
             "x.yaml: backend (line 11): no backend 'natve'; did you mean 'native'? known: ",
         ),
         (
-            "compare: {cells: [x]}\noptions2: 3\n",
+            "compare: {strategies: [x]}\noptions2: 3\n",
             "x.yaml: options2 (line 12): there is no such key; did you mean 'options'?",
         ),
         (
@@ -333,9 +333,9 @@ def test_written_for_the_ranks() -> None:
     assert back.data.model_fields_set == {"workers"}
 
 
-def test_in_another_cell(config: Reader) -> None:
+def test_in_another_strategy(config: Reader) -> None:
     """--backend and --out change the config and say that they did."""
-    source = in_cell(config(), "deepspeed/gradients").with_out("there")
+    source = in_strategy(config(), "deepspeed/gradients").with_out("there")
     assert (source.config.backend, source.config.parallel.shard) == ("deepspeed", "gradients")
     assert source.config.options == {"deepspeed": {"buckets": "library"}}  # which --backend does not name
     assert source.origins["parallel.shard"] == "--backend"
@@ -350,10 +350,10 @@ def test_our_configs(file: Path) -> None:
     assert Path(str(source.config.task.use).rpartition(":")[0]).is_file()
 
 
-def test_a_cell_whose_axes_do_not_divide_the_ranks(config: Reader) -> None:
-    """The config's ranks are kept in another cell, so the sentence says which number they need."""
+def test_a_strategy_whose_axes_do_not_divide_the_ranks(config: Reader) -> None:
+    """The config's ranks are kept in another strategy, so the sentence says which number they need."""
     with pytest.raises(ConfigError) as wrong:
-        in_cell(config(GOOD + "parallel: {data: 3}\n"), "native/nothing+tensor2")
+        in_strategy(config(GOOD + "parallel: {data: 3}\n"), "native/nothing+tensor2")
     assert str(wrong.value) == (
         "--backend: native/nothing+tensor2 needs a multiple of 2 ranks (tensor 2), and the config has 3: set "
         "parallel.data to 2, or to a multiple of it"

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from unipar.backend.offered_cells import config_in_cell
-from unipar.config import BatchSizes, Cell, Config
+from unipar.backend.offered_strategies import config_in_strategy
+from unipar.config import BatchSizes, Config, Strategy
 from unipar.config.sections.batch import Batch, TokenLimits
 from unipar.config.settled import SettledConfig
 from unipar.errors import ConfigError
@@ -101,13 +101,13 @@ def test_what_counts_samples_refuses_tokens() -> None:
 )
 def test_one_process_has_as_many_microbatches(batch: dict[str, Any], accumulate: int | None) -> None:
     """Those of two ranks, one after another; a limit of padded tokens stays."""
-    one = config_in_cell(_config(**batch), Cell("single"))
+    one = config_in_strategy(_config(**batch), Strategy("single"))
     assert (one.batch.tokens, one.batch.accumulate) == (60, accumulate)
     assert one.batch.on_other_ranks(1, 2).accumulate == batch.get("accumulate", 1 if accumulate else None)
 
 
 def test_sizes_are_read_back() -> None:
     """launch.json holds them for the ranks."""
-    settled = SettledConfig.of(_config(tokens=60, micro=8), Cell("native"), 2, "cpu")
+    settled = SettledConfig.of(_config(tokens=60, micro=8), Strategy("native"), 2, "cpu")
     again = SettledConfig.from_json(settled.config.model_dump_json(), settled.to_json())
     assert again.sizes == settled.sizes

@@ -167,7 +167,10 @@ def said(changes: dict[str, Any], where: dict[str, str] | None = None) -> str:
         ({"train/clip": {"max": 0}}, "train.clip.max: wanted a number above 0, got 0"),
         ({"model": {"blocks": 3}}, "model.blocks: wanted auto, none or a list, each text, got 3"),
         ({"model": {"blocks": ["a", 3]}}, "model.blocks.1: wanted text, got 3"),
-        ({"compare": {"cells": []}}, "compare.cells: wanted a list with at least one entry, each text, got []"),
+        (
+            {"compare": {"strategies": []}},
+            "compare.strategies: wanted a list with at least one entry, each text, got []",
+        ),
         ({"options": {"native": 3}}, "options.native: wanted a section, got 3"),
         # a word that is none of the choices
         (

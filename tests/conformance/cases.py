@@ -1,4 +1,4 @@
-"""The cases that every cell must pass, or be marked for: a task, a config, and what it is held against."""
+"""The cases that every strategy must pass, or be marked for: a task, a config, and what it is held against."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from tests.conformance.narrow import Adapted
 from tests.conformance.rates import Paced
 from tests.conformance.scores import Scored
 from tests.conformance.tolerances import BF16, CHAIN, FP32, FP64, GPT2, NARROW_MOMENTS, OWN_NORMS, Tolerance
-from unipar.backend.offered_cells import config_in_cell
-from unipar.config import Cell, Config, Precision
+from unipar.backend.offered_strategies import config_in_strategy
+from unipar.config import Config, Precision, Strategy
 from unipar.data.order import SampleOrder
 
 TOTAL, STEPS = 16, 6
@@ -67,11 +67,11 @@ class Case:
     error: str = ""
     """The NonFinite message that every rank must raise."""
 
-    cells: tuple[str, ...] = ("*",)
+    strategies: tuple[str, ...] = ("*",)
     """Where it is played, if not everywhere."""
 
     axes: bool = True
-    """Played in cells with axes of the mesh too: not if its loss counts its own calls, as there are more of them."""
+    """Played in strategies with axes of the mesh too: not if its loss counts its own calls, of which there are more."""
 
     @property
     def averaged(self) -> bool:
@@ -85,11 +85,13 @@ class Case:
     def through(self) -> bool:
         return self.name.startswith("several parts, one loss")
 
-    def on(self, cell: Cell) -> bool:
-        """Return whether it is played in this cell."""
-        return (self.axes or cell.axes.ranks == 1) and any(fnmatchcase(str(cell), pattern) for pattern in self.cells)
+    def on(self, strategy: Strategy) -> bool:
+        """Return whether it is played in this strategy."""
+        return (self.axes or strategy.axes.ranks == 1) and any(
+            fnmatchcase(str(strategy), pattern) for pattern in self.strategies
+        )
 
-    def config(self, cell: Cell, size: int) -> Config:
+    def config(self, strategy: Strategy, size: int) -> Config:
         accumulate = 1 if self.accumulate == 1 else self.accumulate
         batch = {"total": TOTAL, "micro": TOTAL // (accumulate * size)}
         # eps: single elements whose gradient is near zero are else moved by rounding noise, a lr at a time
@@ -103,10 +105,10 @@ class Case:
         made |= {"launch": {"heartbeat": 15.0, "timeout": 20.0}, "options": options} | dict(self.more)
         # 64 samples fill all batches, so that nothing is left out
         free = "ragged" in self.name or "tokens" in made["batch"] or self.task is tasks.Streamed
-        if cell.axes.pieces > 1 and not free:
+        if strategy.axes.pieces > 1 and not free:
             made["data"] = {"ragged": "drop"} | made.get("data", {})
-        made["parallel"] = {"data": size, "shard": cell.shard} | made.get("parallel", {})
-        return config_in_cell(Config.model_validate(made), cell)
+        made["parallel"] = {"data": size, "shard": strategy.shard} | made.get("parallel", {})
+        return config_in_strategy(Config.model_validate(made), strategy)
 
 
 def _poison() -> int:
@@ -149,7 +151,7 @@ _BLOCKS = (
     "accelerate/gradients",
     "accelerate/parameters",
 )
-_CELLS_WITH_COPIES = ("native/optimizer", "native/gradients", "native/parameters")
+_STRATEGIES_WITH_COPIES = ("native/optimizer", "native/gradients", "native/parameters")
 _FIND_UNUSED = {"native": {"find_unused": True}, "accelerate": {"find_unused": True}}
 
 
@@ -175,7 +177,7 @@ def _cases_of_several_parts() -> list[Case]:
             "several parts, every parameter split",
             Gan,
             sizes=(2,),
-            cells=("deepspeed/parameters",),
+            strategies=("deepspeed/parameters",),
             options={"deepspeed": {"persistence": 0}},
             **gan,
         ),
@@ -211,18 +213,19 @@ CASES = {
              train={"optimizer": {"name": "adam", "lr": 1e-2, "weight_decay": 0.1, "eps": 1e-6, "decay": "matrices"}}),
         Case("two groups", tasks.Grouped, train=_COSINE),
         Case("an optimizer of its own", tasks.Owning, train=_COSINE | {"optimizer": {"lr": 1e-3}}, hop=3, sizes=(2,)),
-        Case("muon", tasks.Plain, train=_COSINE | _MUON, hop=3, sizes=(1, 2), cells=_WHOLE),
-        Case("muon, fp64", tasks.Grouped, precision="fp64", tolerance=FP64, train=_MUON, sizes=(2,), cells=_WHOLE),
+        Case("muon", tasks.Plain, train=_COSINE | _MUON, hop=3, sizes=(1, 2), strategies=_WHOLE),
+        Case("muon, fp64", tasks.Grouped, precision="fp64", tolerance=FP64, train=_MUON, sizes=(2,), strategies=_WHOLE),
         Case("muon, bits", tasks.Plain, accumulate=1, sizes=(2,), train=_EXACT | {"optimizer": _MUON["optimizer"] | {
-             "fused": False, "foreach": False}}, cells=_WHOLE),
+             "fused": False, "foreach": False}}, strategies=_WHOLE),
         Case("muon, bf16-master", tasks.Grouped, precision="bf16-master", tolerance=BF16, train=_MUON, hop=3,
-             sizes=(2,), cells=_WHOLE),
-        Case("muon, copies", tasks.Grouped, more=_TWO_COPIES, train=_MUON, hop=3, sizes=(4,), cells=_CELLS_WITH_COPIES),
+             sizes=(2,), strategies=_WHOLE),
+        Case("muon, copies", tasks.Grouped, more=_TWO_COPIES, train=_MUON, hop=3, sizes=(4,),
+             strategies=_STRATEGIES_WITH_COPIES),
         Case("whole matrices of its own", WholeMatrices, train=_COSINE | {"optimizer": {"lr": 1e-3}}, hop=3, sizes=(2,),
-             cells=_WHOLE),
-        Case("moments of 8 bits", Wide, train=_COSINE | _EIGHT_BITS, hop=3, sizes=(1, 2), cells=_BLOCKS,
+             strategies=_WHOLE),
+        Case("moments of 8 bits", Wide, train=_COSINE | _EIGHT_BITS, hop=3, sizes=(1, 2), strategies=_BLOCKS,
              tolerance=NARROW_MOMENTS),
-        Case("moments of 8 bits, bits", Wide, accumulate=1, sizes=(2,), cells=_BLOCKS, tolerance=NARROW_MOMENTS,
+        Case("moments of 8 bits, bits", Wide, accumulate=1, sizes=(2,), strategies=_BLOCKS, tolerance=NARROW_MOMENTS,
              train=_EIGHT_BITS | {"clip": _EXACT["clip"]}),
         Case("moments in bf16", tasks.Grouped, train=_COSINE | _BF16_MOMENTS, hop=3, sizes=(1, 2),
              tolerance=NARROW_MOMENTS),
@@ -231,7 +234,7 @@ CASES = {
         Case("moments in bf16, bf16-master", tasks.Grouped, precision="bf16-master", tolerance=BF16, hop=3, sizes=(2,),
              train=_BF16_MOMENTS),
         Case("moments in bf16, copies", tasks.Grouped, more=_TWO_COPIES, train=_BF16_MOMENTS, hop=3, sizes=(4,),
-             tolerance=NARROW_MOMENTS, cells=_CELLS_WITH_COPIES),
+             tolerance=NARROW_MOMENTS, strategies=_STRATEGIES_WITH_COPIES),
         Case("frozen teacher", tasks.Distilled, more={"eval": {"every": 2}}),
         Case("narrow frozen weights", Adapted, hop=3, sizes=(2,)),
         Case("tied weights", lambda: tasks.Plain(tied=True)),
@@ -254,7 +257,7 @@ CASES = {
         Case("unused on one rank", tasks.OneRank, accumulate=1, options=_FIND_UNUSED, micro=True, sizes=(2,),
              apart=True, more={"launch": {"heartbeat": 6.0, "timeout": 8.0}}),  # elsewhere ranks wait in vain
         Case("scalar parameter", tasks.Scalar),
-        Case("one parameter", tasks.OneWeight, hop=3, sizes=(4,), cells=("native/*",)),
+        Case("one parameter", tasks.OneWeight, hop=3, sizes=(4,), strategies=("native/*",)),
         Case("batch norm", tasks.Normed, micro=True),
         Case("dropout", lambda: tasks.Plain(dropout=0.3), micro=True),
         Case("dropout, from eval mode", lambda: tasks.Pretrained(dropout=0.3), micro=True, hop=3, sizes=(2,),
@@ -289,14 +292,16 @@ CASES = {
         Case("model compiled", tasks.Plain, more=_compiled("model"), sizes=(2,)),
         Case("blocks recomputed and compiled", tasks.Plain, sizes=(2,),
              more={"model": {"recompute": "blocks", **_compiled("blocks")["model"]}}),
-        Case("local steps", tasks.Plain, train={"sync_every": 4}, sizes=(2,), cells=("native/nothing",), local=True),
+        Case("local steps", tasks.Plain, train={"sync_every": 4}, sizes=(2,),
+             strategies=("native/nothing",), local=True),
         Case("local steps, one at a time", tasks.Plain, train={"sync_every": 1, "clip": None, "optimizer": _SGD},
-             sizes=(2,), cells=("native/nothing",), tolerance=OWN_NORMS),
-        Case("two copies", tasks.Grouped, more=_TWO_COPIES, train=_COSINE, hop=3, sizes=(4,), cells=_CELLS_WITH_COPIES),
+             sizes=(2,), strategies=("native/nothing",), tolerance=OWN_NORMS),
+        Case("two copies", tasks.Grouped, more=_TWO_COPIES, train=_COSINE, hop=3, sizes=(4,),
+             strategies=_STRATEGIES_WITH_COPIES),
         Case("two copies, fp64 norm", tasks.Grouped, more=_TWO_COPIES | {"eval": {"every": 2}}, train=_EXACT,
-             sizes=(4,), cells=_CELLS_WITH_COPIES),
+             sizes=(4,), strategies=_STRATEGIES_WITH_COPIES),
         Case("two machines", tasks.Grouped, more=_BY_MACHINE, machines="abab", train=_COSINE, hop=3, sizes=(4,),
-             cells=_CELLS_WITH_COPIES),
+             strategies=_STRATEGIES_WITH_COPIES),
         Case("several losses", lambda: Apart(dropout=0.2), micro=True, sizes=(1, 2)),
         Case("contrastive", Pairs, more={"eval": {"every": 2}}),
         Case("contrastive, one tower", lambda: OneTower(dropout=0.2), micro=True, hop=3),
@@ -345,13 +350,13 @@ VARIANTS = (
 
 BITS = ("bits, one microbatch", "bits, four microbatches")
 
-MESH_CELLS = (
+MESH_STRATEGIES = (
     "native/nothing+pipeline2", "native/nothing+tensor2", "native/nothing+context2", "native/parameters+pipeline2",
     "native/parameters+tensor2", "native/nothing+tensor2+pipeline2+gpipe", "native/nothing+pipeline2+interleaved",
     "native/nothing+pipeline2+zerobubble", "deepspeed/nothing+tensor2", "deepspeed/gradients+tensor2",
     "deepspeed/parameters+tensor2", "native/nothing+tensor2+sequence",
 )  # fmt: skip
-"""Cells with axes of the mesh, whose sizes are open, that the suite plays."""
+"""Strategies with axes of the mesh, whose sizes are open, that the suite plays."""
 
 MESH_CASES = (
     "four microbatches", "two groups", "tied weights", "ragged last batch", "token weights, ragged", "unused",
@@ -369,20 +374,20 @@ SIZES_ONLY_VARIANT = "library"
 """A variant that only sets sizes."""
 
 THIN = ("native/parameters", "deepspeed/parameters", "horovod/nothing", "accelerate/gradients")
-"""Cells that `make test` plays in worlds of 1, too."""
+"""Strategies that `make test` plays in worlds of 1, too."""
 
 COMPILED = {
     "native/parameters": ("model compiled", "blocks recomputed and compiled"),
     "horovod/nothing": ("blocks compiled",),
 }
-"""Cells in which `make test` compiles, and what: a case takes as long as ten others, a whole model as twenty."""
+"""Strategies in which `make test` compiles, and what: a case takes as long as ten others, a whole model as twenty."""
 
 OURS = ("single", "native", "deepspeed", "horovod", "accelerate")
 
 
-def blocks_for(cell: Cell) -> int:
-    """Return how many blocks the models have in a cell: as many as its stages, and at least two."""
-    return max(2, cell.axes.stages)
+def blocks_for(strategy: Strategy) -> int:
+    """Return how many blocks the models have in a strategy: as many as its stages, and at least two."""
+    return max(2, strategy.axes.stages)
 
 
 def dtype_of(case: Case) -> torch.dtype:

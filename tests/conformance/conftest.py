@@ -1,4 +1,4 @@
-"""Worlds for the suite: one fork server, one world for each cell and size, in which all its cases are played."""
+"""Worlds for the suite: one fork server, one world for each strategy and size, in which all its cases are played."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.conformance.inside import combine_pieces
 from tests.conformance.plain import Result, train_by_hand
 from tests.support.forks import Forks
 from unipar import errors
-from unipar.config import Cell
+from unipar.config import Strategy
 from unipar.errors import UniparError
 from unipar.launcher.processes.group import WorkerGroup
 
@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass
 class CaseResult:
-    """What a case gave in a cell, the ranks put together."""
+    """What a case gave in a strategy, the ranks put together."""
 
     losses: list[float]
     norms: list[list[float]]
@@ -44,31 +44,31 @@ class CaseResult:
     """Names of averages that are not those of one process, which averages the weights of each step, bit for bit."""
 
 
-class CellRunner:
-    """Plays all cases of a cell at a size once, when the first of them is asked for."""
+class StrategyRunner:
+    """Plays all cases of a strategy at a size once, when the first of them is asked for."""
 
     def __init__(self, folder: Path, forks: Forks) -> None:
         self._folder, self._forks = folder, forks
-        self._done: dict[tuple[Cell, int, str], list[dict[str, Any]] | UniparError] = {}
+        self._done: dict[tuple[Strategy, int, str], list[dict[str, Any]] | UniparError] = {}
         self._plain: dict[tuple[str, int, int], Result] = {}
-        self.listens: dict[tuple[Cell, int], list[str]] = {}
-        self.left_in_shared_memory: dict[tuple[Cell, int], set[str]] = {}
-        self.wanted: dict[tuple[Cell, int], list[str]] = {}
+        self.listens: dict[tuple[Strategy, int], list[str]] = {}
+        self.left_in_shared_memory: dict[tuple[Strategy, int], set[str]] = {}
+        self.wanted: dict[tuple[Strategy, int], list[str]] = {}
 
-    def result(self, cell: Cell, size: int, name: str) -> CaseResult:
-        """The result, or the error that the cell answered with."""
-        if (cell, size, name) not in self._done:
+    def result(self, strategy: Strategy, size: int, name: str) -> CaseResult:
+        """The result, or the error that the strategy answered with."""
+        if (strategy, size, name) not in self._done:
             case = CASES[name]
-            shared = [n for n in self.wanted[cell, size] if not CASES[n].apart]
-            self._play(cell, size, [name] if case.apart else shared)
-        ranks = self._done[cell, size, name]
+            shared = [n for n in self.wanted[strategy, size] if not CASES[n].apart]
+            self._play(strategy, size, [name] if case.apart else shared)
+        ranks = self._done[strategy, size, name]
         if isinstance(ranks, UniparError):
             raise ranks
         for rank in ranks:
             if "error" in rank:
                 kind: Any = getattr(errors, rank["error"], None)
                 if kind is errors.Unsupported:
-                    raise errors.Unsupported(str(cell), [rank["message"]])
+                    raise errors.Unsupported(str(strategy), [rank["message"]])
                 raise kind(rank["message"]) if kind else AssertionError(f"{rank['error']}: {rank['message']}")
         whole = combine_pieces([p for rank in ranks for p in rank["pieces"]])
         return CaseResult(
@@ -81,10 +81,10 @@ class CellRunner:
             ranks[0]["unequal averages"],
         )
 
-    def _play(self, cell: Cell, size: int, names: list[str]) -> None:
-        run = self._folder / f"{cell.slug}-{size}"
+    def _play(self, strategy: Strategy, size: int, names: list[str]) -> None:
+        run = self._folder / f"{strategy.slug}-{size}"
         run.mkdir(parents=True)
-        told = {"cell": str(cell), "size": size, "cases": names}
+        told = {"strategy": str(strategy), "size": size, "cases": names}
         (run / "cases.json").write_text(json.dumps(told), "utf-8")
         environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
         entry = "tests.conformance.inside:run"
@@ -97,25 +97,25 @@ class CellRunner:
                 workers.wait()
         except UniparError as e:
             fault = e
-        self.left_in_shared_memory[cell, size] = _new_in_shared_memory(before)
+        self.left_in_shared_memory[strategy, size] = _new_in_shared_memory(before)
         if fault is None:
             said = [json.loads((run / f"listens-{rank}.json").read_text("utf-8")) for rank in range(size)]
-            self.listens[cell, size] = [address for rank in said for address in rank]
+            self.listens[strategy, size] = [address for rank in said for address in rank]
         for i, name in enumerate(names):
             files = [run / f"{i}-{rank}.pt" for rank in range(size)]
             if all(f.exists() for f in files):
-                self._done[cell, size, name] = [torch.load(f, weights_only=True) for f in files]
+                self._done[strategy, size, name] = [torch.load(f, weights_only=True) for f in files]
             else:  # this one ended the world; those after it have their own
                 assert fault is not None
-                self._done[cell, size, name] = fault
+                self._done[strategy, size, name] = fault
                 shutil.rmtree(run)
                 if rest := names[i + 1 :]:
-                    self._play(cell, size, rest)
+                    self._play(strategy, size, rest)
                 return
         shutil.rmtree(run)
 
     def plain(self, name: str, size: int, blocks: int) -> Result:
-        """One process, computed once for all cells whose models have so many blocks."""
+        """One process, computed once for all strategies whose models have so many blocks."""
         key = (name, size if CASES[name].micro else 1, blocks)
         if key not in self._plain:
             before = tasks.BLOCKS[0]
@@ -149,13 +149,13 @@ def _mapped_by_any() -> set[str]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out comparisons of a class of cells of which fewer than two are played."""
+    """Leave out comparisons of a class of strategies of which fewer than two are played."""
     played = {
-        (str(item.callspec.params["cell"]), item.callspec.params["case"])
+        (str(item.callspec.params["strategy"]), item.callspec.params["case"])
         for item in items
         if isinstance(item, pytest.Function)
         and hasattr(item, "callspec")
-        and {"cell", "size", "case"} <= item.callspec.params.keys()
+        and {"strategy", "size", "case"} <= item.callspec.params.keys()
         and item.callspec.params["size"] == 2
     }
     kept: list[pytest.Item] = []
@@ -164,7 +164,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         alone = False
         if isinstance(item, pytest.Function) and item.originalname == "test_bits":
             params: dict[str, Any] = item.callspec.params
-            alone = sum((cell, params["name"]) in played for cell in params["cells"]) < 2
+            alone = sum((strategy, params["name"]) in played for strategy in params["strategies"]) < 2
         (left if alone else kept).append(item)
     if left:
         config.hook.pytest_deselected(items=left)
@@ -172,12 +172,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session")
-def hall(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> CellRunner:
-    made = CellRunner(tmp_path_factory.mktemp("conformance"), forks)
+def hall(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> StrategyRunner:
+    made = StrategyRunner(tmp_path_factory.mktemp("conformance"), forks)
     for item in request.session.items:
         callspec = getattr(item, "callspec", None)
-        if callspec is not None and {"cell", "size", "case"} <= callspec.params.keys():
-            key = (callspec.params["cell"], callspec.params["size"])
+        if callspec is not None and {"strategy", "size", "case"} <= callspec.params.keys():
+            key = (callspec.params["strategy"], callspec.params["size"])
             names = made.wanted.setdefault(key, [])
             if callspec.params["case"] not in names:
                 names.append(callspec.params["case"])

@@ -21,7 +21,7 @@ from tests.conformance.cases import BITS, CASES, EVERYWHERE, Case, blocks_for
 from tests.conformance.generation import Generating
 from unipar.backend import Piece, Read, Region, registry
 from unipar.backend.checks import settle
-from unipar.config import Cell, Config
+from unipar.config import Config, Strategy
 from unipar.distributed.place import Place
 from unipar.distributed.world import World
 from unipar.distributed.world_machines import WorldMachines
@@ -35,18 +35,18 @@ from unipar.training.training_run import TrainingRun
 
 
 def run(place: Place, folder: Path, control: socket.socket | None) -> None:
-    """Plays the cases named in RUN/cases.json in the cell named there."""
+    """Plays the cases named in RUN/cases.json in the strategy named there."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     told = json.loads((folder / "cases.json").read_text("utf-8"))
-    cell, names = Cell.parse(told["cell"]), told["cases"]
-    tasks.BLOCKS[0] = blocks_for(cell)
-    first = CASES[names[0] if CASES[names[0]].apart else "one microbatch"].config(cell, told["size"])
-    world = registry.load_backend(cell.backend).join(first, place)
+    strategy, names = Strategy.parse(told["strategy"]), told["cases"]
+    tasks.BLOCKS[0] = blocks_for(strategy)
+    first = CASES[names[0] if CASES[names[0]].apart else "one microbatch"].config(strategy, told["size"])
+    world = registry.load_backend(strategy.backend).join(first, place)
     heartbeat = HeartbeatWriter(heartbeat_path(folder, place.rank))
     for name in names:
         began = time.perf_counter()
-        result = run_case_or_error(CASES[name], cell, world, folder, heartbeat)
+        result = run_case_or_error(CASES[name], strategy, world, folder, heartbeat)
         result["seconds"] = time.perf_counter() - began
         torch.save(result, folder / f"{names.index(name)}-{place.rank}.pt")
         world.barrier()
@@ -71,9 +71,11 @@ def _is_open(fd: str) -> bool:
     return os.path.islink(f"/proc/self/fd/{fd}")
 
 
-def run_case_or_error(case: Case, cell: Cell, world: World, folder: Path, heartbeat: HeartbeatWriter) -> dict[str, Any]:
+def run_case_or_error(
+    case: Case, strategy: Strategy, world: World, folder: Path, heartbeat: HeartbeatWriter
+) -> dict[str, Any]:
     try:
-        return _run_case(case, cell, world, folder, heartbeat)
+        return _run_case(case, strategy, world, folder, heartbeat)
     except UniparError as e:
         return {"error": type(e).__name__, "message": str(e)}
     except Exception as e:
@@ -82,14 +84,17 @@ def run_case_or_error(case: Case, cell: Cell, world: World, folder: Path, heartb
         return {"error": type(e).__name__, "message": "".join(traceback.format_exception(e))}
 
 
-def _run_case(case: Case, cell: Cell, world: World, folder: Path, heartbeat: HeartbeatWriter) -> dict[str, Any]:
-    config = case.config(cell, world.size)
-    settled, backend = settle(config, world.size), registry.find_backend(cell.backend)
+def _run_case(case: Case, strategy: Strategy, world: World, folder: Path, heartbeat: HeartbeatWriter) -> dict[str, Any]:
+    config = case.config(strategy, world.size)
+    settled, backend = settle(config, world.size), registry.find_backend(strategy.backend)
     machines = case.machines or "a" * world.size
     world.machines = WorldMachines.of_ranks(machines, machines, [""] * world.size)
     with Ledger(ledger_path(folder, world.rank)) as ledger:
         trackers = TrackerWriter((), folder, world.rank)
-        counts = case.name in (*BITS, *EVERYWHERE)  # every cell has a case in which operations are counted, as in runs
+        counts = case.name in (
+            *BITS,
+            *EVERYWHERE,
+        )  # every strategy has a case in which operations are counted, as in runs
         writes: dict[str, Any] = {"ledger": ledger, "heartbeat": heartbeat, "trackers": trackers, "counts": counts}
         made = build_run(settled, backend, case.task(), world, **writes)
         made.record(made.steps)

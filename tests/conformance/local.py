@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from tests.conformance.cases import Case
-from unipar.config import Cell
+from unipar.config import Strategy
 from unipar.data.order import SampleOrder, split_batch
 from unipar.utils.seeding import seed_all
 
 
 def train_locally_by_hand(case: Case, size: int) -> dict[str, Any]:
     """Each step's loss, and the parameters at the end; AdamW without fused, and no schedule."""
-    config = case.config(Cell("native"), size)
+    config = case.config(Strategy("native"), size)
     every, clip, wanted = config.train.sync_every, config.train.clipping, config.train.optimizer
     task: Any = case.task()
     seed_all(config.train.seed)

@@ -1,7 +1,7 @@
-"""What a cell does not do, and why: data, so that a stranger's backend brings its own.
+"""What a strategy does not do, and why: data, so that a stranger's backend brings its own.
 
-notimpl: unipar could, and does not yet. notyet: the library must first. never: contrary to what the cell is.
-Every mark is strict: a cell that does what its mark denies fails the suite.
+notimpl: unipar could, and does not yet. notyet: the library must first. never: contrary to what the strategy is.
+Every mark is strict: a strategy that does what its mark denies fails the suite.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal
 
-from unipar.config import Cell
+from unipar.config import Strategy
 
 
 @dataclass(frozen=True)
 class Mark:
     kind: Literal["notimpl", "notyet", "never"]
-    cells: Sequence[str]
-    """Cells or patterns: `deepspeed/*`."""
+    strategies: Sequence[str]
+    """Strategies or patterns: `deepspeed/*`."""
 
     cases: Sequence[str]
     """Cases or patterns."""
@@ -31,8 +31,8 @@ class Mark:
     reason: str
     sizes: Sequence[int] = field(default=(1, 2, 4))
 
-    def fits(self, cell: Cell, case: str, size: int) -> bool:
-        named = any(fnmatchcase(str(cell), pattern) for pattern in self.cells)
+    def fits(self, strategy: Strategy, case: str, size: int) -> bool:
+        named = any(fnmatchcase(str(strategy), pattern) for pattern in self.strategies)
         return named and any(fnmatchcase(case, pattern) for pattern in self.cases) and size in self.sizes
 
 

@@ -1,4 +1,4 @@
-"""One process, written out by hand: the loop that every cell must equal."""
+"""One process, written out by hand: the loop that every strategy must equal."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from tests.conformance.generation import Generating
 from tests.conformance.lengths import fill_batches
 from tests.conformance.matrix_task import MuonByHand, matrices_of
 from tests.conformance.scores import Scored
-from unipar.config import Cell, Config
+from unipar.config import Config, Strategy
 from unipar.data.dataset import SeededDataset
 from unipar.data.order import SampleOrder, shuffled_indices, split_batch
 from unipar.utils.seeding import mix_seed, seed_all
 
-ONE = Cell("native")
+ONE = Strategy("native")
 
 
 @dataclass

@@ -18,7 +18,7 @@ import unipar
 V, D, T = 29, 16, 8
 
 BLOCKS = [2]
-"""Number of blocks of the models: a cell with more stages needs more."""
+"""Number of blocks of the models: a strategy with more stages needs more."""
 
 
 class Batch(NamedTuple):
@@ -307,7 +307,7 @@ class Scalar(Plain):
 
 
 class Normed(Plain):
-    """BatchNorm: its statistics are those of a microbatch, in every cell."""
+    """BatchNorm: its statistics are those of a microbatch, in every strategy."""
 
     @override
     def model(self) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Every cell trains to the numbers of one process, or is marked with who, what it raises, and why."""
+"""Every strategy trains to the numbers of one process, or is marked with who, what it raises, and why."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from tests.conformance.cases import CASES, OURS, SIZES, Case, blocks_for
-from tests.conformance.conftest import CaseResult, CellRunner
+from tests.conformance.conftest import CaseResult, StrategyRunner
 from tests.conformance.generation import Generating
 from tests.conformance.local import train_locally_by_hand
 from tests.conformance.marks import FSDP2, MARKS
 from tests.conformance.plain import Result
 from tests.conformance.selection import libraries_of, select_cases
-from unipar.backend import offered_cells as backend_cells
+from unipar.backend import offered_strategies as backend_strategies
 from unipar.backend import registry
-from unipar.backend.offered_cells import is_single_process
-from unipar.config import Cell
+from unipar.backend.offered_strategies import is_single_process
+from unipar.config import Strategy
 from unipar.errors import NonFinite
 
 BITS = {
@@ -46,31 +46,31 @@ BITS = {
          "accelerate/parameters", "accelerate/gradients+zero", "accelerate/parameters+zero"],
     ],
 }  # fmt: skip
-"""Cells that add the same numbers in the same order: their results are equal to the last bit."""
+"""Strategies that add the same numbers in the same order: their results are equal to the last bit."""
 
 
 EIGHT_CASES = ("ragged last batch", "token weights, ragged", "tied weights", "dropout", "state out and in")
 """Cases that are played on eight ranks, once."""
 
 
-def test_agrees(hall: CellRunner, cell: Cell, size: int, case: str) -> None:
+def test_agrees(hall: StrategyRunner, strategy: Strategy, size: int, case: str) -> None:
     """Losses, norms, parameters and evaluations are those of one process, within the stated tolerance."""
     wanted = CASES[case]
     if wanted.error:
         with pytest.raises(NonFinite) as caught:
-            hall.result(cell, size, case)
-        leads = size - cell.axes.tensor * cell.axes.context  # the last share's rank that counts
+            hall.result(strategy, size, case)
+        leads = size - strategy.axes.tensor * strategy.axes.context  # the last share's rank that counts
         assert str(caught.value).startswith(f"{wanted.error}{leads}: ")
         return
     near = wanted.tolerance
     if wanted.local:
-        got, by_hand = hall.result(cell, size, case), train_locally_by_hand(wanted, size)
+        got, by_hand = hall.result(strategy, size, case), train_locally_by_hand(wanted, size)
         assert got.losses == pytest.approx(by_hand["losses"], abs=near.loss, rel=0)
         assert got.norms[0] != got.norms[1], "the ranks took one step together"
         assert near.params is not None
         assert all(torch.allclose(t, by_hand["params"][n], atol=near.params, rtol=0) for n, t in got.params.items())
         return
-    got, one = hall.result(cell, size, case), hall.plain(case, size, blocks_for(cell))
+    got, one = hall.result(strategy, size, case), hall.plain(case, size, blocks_for(strategy))
     assert got.losses == pytest.approx(one.losses, abs=near.loss, rel=0)
     assert list(got.parts) == list(reversed(one.parts))  # as model() names them; by hand, as they step
     for part, losses in one.parts.items():
@@ -95,7 +95,7 @@ def test_agrees(hall: CellRunner, cell: Cell, size: int, case: str) -> None:
 
 
 def _check_averages(wanted: Case, got: CaseResult, one: Result) -> None:
-    """Averages are those of one process over this cell's weights to the last bit, and near those of one process.
+    """Averages are those of one process over this strategy's weights to the last bit, and near those of one process.
 
     The weights themselves would not pass for their averages.
     """
@@ -119,30 +119,36 @@ def _distance(tensors: Mapping[str, torch.Tensor], others: Mapping[str, torch.Te
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", EIGHT_CASES)
-def test_agrees_on_eight_ranks(hall: CellRunner, case: str) -> None:
+def test_agrees_on_eight_ranks(hall: StrategyRunner, case: str) -> None:
     """Two shares of the data, two stages and two parts of each matrix, parameters split over the shares by FSDP2."""
-    cell = Cell.parse("native/parameters+tensor2+pipeline2")
-    hall.wanted.setdefault((cell, 8), list(EIGHT_CASES))
-    test_agrees(hall, cell, 8, case)
+    strategy = Strategy.parse("native/parameters+tensor2+pipeline2")
+    hall.wanted.setdefault((strategy, 8), list(EIGHT_CASES))
+    test_agrees(hall, strategy, 8, case)
 
 
-def test_closed_by_default(hall: CellRunner) -> None:
+def test_closed_by_default(hall: StrategyRunner) -> None:
     """Whatever a library opens in our worlds listens on loopback alone, and nothing is left in /dev/shm."""
-    for (cell, size), names in hall.wanted.items():
-        if (cell, size) not in hall.listens:
-            hall.result(cell, size, names[0])
-        elsewhere = [a for a in hall.listens[cell, size] if a != "0100007F"]  # 127.0.0.1
-        assert (str(cell), size, elsewhere) == (str(cell), size, [])
-        assert hall.listens[cell, size] or size == 1
-        assert (str(cell), size, hall.left_in_shared_memory[cell, size]) == (str(cell), size, set())
+    for (strategy, size), names in hall.wanted.items():
+        if (strategy, size) not in hall.listens:
+            hall.result(strategy, size, names[0])
+        elsewhere = [a for a in hall.listens[strategy, size] if a != "0100007F"]  # 127.0.0.1
+        assert (str(strategy), size, elsewhere) == (str(strategy), size, [])
+        assert hall.listens[strategy, size] or size == 1
+        assert (str(strategy), size, hall.left_in_shared_memory[strategy, size]) == (str(strategy), size, set())
 
 
-@pytest.mark.parametrize(("name", "cells"), [(n, cells) for n, classes in BITS.items() for cells in classes])
-def test_bits(hall: CellRunner, name: str, cells: list[str]) -> None:
-    """At world 2 in fp32, with the norm in fp64 and neither fused nor foreach, a class of cells has one result."""
-    there = [hall.result(Cell.parse(c), 2, name) for c in cells if name in hall.wanted.get((Cell.parse(c), 2), ())]
+@pytest.mark.parametrize(
+    ("name", "strategies"), [(n, strategies) for n, classes in BITS.items() for strategies in classes]
+)
+def test_bits(hall: StrategyRunner, name: str, strategies: list[str]) -> None:
+    """At world 2 in fp32, with the norm in fp64 and neither fused nor foreach, a class of strategies has one result."""
+    there = [
+        hall.result(Strategy.parse(c), 2, name)
+        for c in strategies
+        if name in hall.wanted.get((Strategy.parse(c), 2), ())
+    ]
     if len(there) < 2:
-        pytest.skip("fewer than two cells of this class are played")
+        pytest.skip("fewer than two strategies of this class are played")
     first, *others = there
     for other in others:
         assert other.losses == first.losses
@@ -156,34 +162,41 @@ def test_sizes_are_played() -> None:
 
 @pytest.mark.parametrize("library", OURS[1:])
 def test_what_make_test_plays_covers_all(library: str) -> None:
-    """In worlds of two each library plays each case that is its own, and each of its cells three or more."""
-    cells = [
-        cell for cell in backend_cells.cells_of_backend(registry.find_backend(library)) if not is_single_process(cell)
+    """In worlds of two each library plays each case that is its own, and each of its strategies three or more."""
+    strategies = [
+        strategy
+        for strategy in backend_strategies.strategies_of_backend(registry.find_backend(library))
+        if not is_single_process(strategy)
     ]
-    by_cell = {cell: {name for name in select_cases(cell, 2, whole=False) if 2 in CASES[name].sizes} for cell in cells}
-    assert min(map(len, by_cell.values())) >= 3
-    wanted = {name for name, case in CASES.items() if 2 in case.sizes and any(case.on(cell) for cell in cells)}
+    by_strategy = {
+        strategy: {name for name in select_cases(strategy, 2, whole=False) if 2 in CASES[name].sizes}
+        for strategy in strategies
+    }
+    assert min(map(len, by_strategy.values())) >= 3
+    wanted = {
+        name for name, case in CASES.items() if 2 in case.sizes and any(case.on(strategy) for strategy in strategies)
+    }
     others = {name for name in wanted if library not in libraries_of(name)}
-    marked = {name for mark in MARKS for name in others if any(mark.fits(cell, name, 2) for cell in cells)}
-    assert set[str]().union(*by_cell.values()) - marked == wanted - others
+    marked = {name for mark in MARKS for name in others if any(mark.fits(strategy, name, 2) for strategy in strategies)}
+    assert set[str]().union(*by_strategy.values()) - marked == wanted - others
 
 
 def test_every_case_is_played_under_some_library() -> None:
-    """Under native at least, or it is a variant, or it compiles, or it is for another library's cells alone."""
-    cells = [
-        cell
+    """Under native at least, or it is a variant, or it compiles, or it is for another library's strategies alone."""
+    strategies = [
+        strategy
         for library in OURS[1:]
-        for cell in backend_cells.cells_of_backend(registry.find_backend(library))
-        if not is_single_process(cell)
+        for strategy in backend_strategies.strategies_of_backend(registry.find_backend(library))
+        if not is_single_process(strategy)
     ]
-    played = {name for cell in cells for name in select_cases(cell, 2, whole=False)}
+    played = {name for strategy in strategies for name in select_cases(strategy, 2, whole=False)}
     assert {name for name, case in CASES.items() if 2 in case.sizes} - played == set[str]()
 
 
 def test_what_needs_four_ranks_is_played_once() -> None:
-    """Among native's cells, to which it belongs."""
-    native = backend_cells.cells_of_backend(registry.find_backend("native"))
-    played = [name for cell in native for name in select_cases(cell, 4, whole=False)]
+    """Among native's strategies, to which it belongs."""
+    native = backend_strategies.strategies_of_backend(registry.find_backend("native"))
+    played = [name for strategy in native for name in select_cases(strategy, 4, whole=False)]
     assert sorted(played) == [
         "moments in bf16, copies",
         "muon, copies",

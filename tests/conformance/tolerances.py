@@ -1,4 +1,4 @@
-"""How far a cell's numbers may be from those of one process."""
+"""How far a strategy's numbers may be from those of one process."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def test_a_first_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         "next:",
         "  unipar check train.yaml    # would it start?",
         "  unipar run train.yaml      # train",
-        "  unipar compare train.yaml  # the same training in every cell, as a table",
+        "  unipar compare train.yaml  # the same training in every strategy, as a table",
     ]
     assert "  # Others in this file: Other." in written.read_text("utf-8").splitlines()
     source = read_source(written)

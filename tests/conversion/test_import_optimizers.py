@@ -97,7 +97,7 @@ FLAT = "ZeRO joins parameters in flat tensors, where blocks of moments would rea
     ],
 )
 def test_states_of_8_bits(optim: str, keys: dict[str, Any], name: str, remark: str, tmp_path: Path) -> None:
-    """They are unipar's where the cell can hold them, and fp32 where not; either is told with what differs, or why."""
+    """They are unipar's where the strategy can hold them, and fp32 where not; what differs is told."""
     made = recipe(tmp_path, RECIPE, optim=optim, **keys)
     assert optimizer(made)["name"] == made.config.train.optimizer.name == name
     (told,) = (note for note in made.assumed if note.startswith("train.optimizer.name: "))

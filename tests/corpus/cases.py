@@ -24,8 +24,8 @@ class Case:
     check: str
     """Function of `unipar.verification.diagnosis` without which the case is not named."""
 
-    cell: str = "nothing"
-    """Cell that is verified, without the backend and the variant: what is sharded, and further axes."""
+    strategy: str = "nothing"
+    """Strategy that is verified, without the backend and the variant: what is sharded, and further axes."""
 
     task: str = "Texts"
     """Class of `tests.corpus.tasks`."""
@@ -189,7 +189,7 @@ CASES: dict[str, Case] = {
         "a norm taken per rank",
         "step 1",
         "faults._classify_norms",
-        cell="parameters",
+        strategy="parameters",
     ),
     "decay-everything": Case(
         "ServiceNow/Fast-LLM!545",
@@ -229,7 +229,7 @@ CASES: dict[str, Case] = {
         "an optimizer that uses a tensor's norm",
         "step 1, token.weight and 26 more",
         "faults._classify_whole_tensor_optimizer",
-        cell="optimizer",
+        strategy="optimizer",
         task="MuonTexts",
     ),
     "adam-is-adamw": Case(
@@ -248,7 +248,7 @@ CASES: dict[str, Case] = {
         "a bias added several times",
         "step 1, forward blocks.0.out (rank 0, microbatch 1), backward head (rank 0, microbatch 1)",
         "mesh_faults._wrong_sum",
-        cell="nothing+tensor2",
+        strategy="nothing+tensor2",
     ),
     "bias-gradient-divided": Case(
         "pytorch/torchtitan!4332",
@@ -257,7 +257,7 @@ CASES: dict[str, Case] = {
         "divided by the size of tensor",
         "step 1, token.weight and 26 more",
         "mesh_faults._wrong_gradients",
-        cell="nothing+tensor2",
+        strategy="nothing+tensor2",
     ),
     "norms-drift": Case(
         "bigscience-workshop/Megatron-DeepSpeed!274",
@@ -265,7 +265,7 @@ CASES: dict[str, Case] = {
         "copies that differ",
         "step 1",
         "mesh_faults._unequal_copies",
-        cell="nothing+tensor2",
+        strategy="nothing+tensor2",
     ),
     "norm-gradient-parts": Case(
         "NVIDIA/Megatron-LM#1446",
@@ -274,7 +274,7 @@ CASES: dict[str, Case] = {
         "a partial gradient that is not added up",
         "step 1, token.weight and 26 more",
         "mesh_faults._unequal_copies",
-        cell="nothing+tensor2+sequence",
+        strategy="nothing+tensor2+sequence",
     ),
     "generator-ahead": Case(
         "bigscience-workshop/Megatron-DeepSpeed!276",
@@ -283,7 +283,7 @@ CASES: dict[str, Case] = {
         "other dropout masks",
         "step 1",
         "mesh_faults.classify_masks",
-        cell="nothing+tensor2",
+        strategy="nothing+tensor2",
     ),
     "tied-apart": Case(
         "uw-syfi/piper#13",
@@ -291,7 +291,7 @@ CASES: dict[str, Case] = {
         "a tied gradient not summed",
         "step 1, token.weight and 26 more",
         "mesh_faults.classify_before_update",
-        cell="nothing+pipeline2",
+        strategy="nothing+pipeline2",
     ),
     "wiped": Case(
         "NVIDIA-NeMo/Automodel!3530",
@@ -300,6 +300,6 @@ CASES: dict[str, Case] = {
         "a microbatch left out",
         "step 1, token.weight and 26 more",
         "faults._classify_uneven_mix",
-        cell="nothing+pipeline2",
+        strategy="nothing+pipeline2",
     ),
 }

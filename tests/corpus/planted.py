@@ -53,7 +53,7 @@ FAULTS = (
     ),
     Planted(
         "--backend native/nothing drops parallel.tensor.",
-        "unipar/backend/offered_cells.py",
+        "unipar/backend/offered_strategies.py",
         "kept = config.parallel.model_copy(update=parallel)",
         'kept = config.parallel.model_copy(update={"tensor": 1, **parallel})',
         f"{CHECKS}::test_settings_are_obeyed",

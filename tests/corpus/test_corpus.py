@@ -28,7 +28,7 @@ def verified(
 
 @pytest.mark.parametrize("name", EACH)
 def test_an_error_of_others_is_named(verified: dict[str, Verified], name: str) -> None:
-    """The cell disagrees, and its finding names the kind of fault and where it begins."""
+    """The strategy disagrees, and its finding names the kind of fault and where it begins."""
     case, found = CASES[name], verified[name]
     assert found.verdict.outcome == "disagrees", found.verdict
     assert (found.finding.kind, place_of(found.finding)) == (case.kind, case.place), found.finding.says

@@ -14,7 +14,7 @@ ALWAYS = ("clip-per-group",)
 """Errors that are verified whenever tests run; the others are in the sweeps."""
 
 GRADIENTS = ("clip-per-group", "replicas-counted", "bias-gradient-divided", "tied-apart")
-"""Errors of norms and gradients, in cells of each kind."""
+"""Errors of norms and gradients, in strategies of each kind."""
 
 TEXTS = [name for name, case in CASES.items() if case.task == "Texts"]
 

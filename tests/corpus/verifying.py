@@ -55,9 +55,9 @@ class Verified:
         return self.verdict.finding
 
 
-def cell_of(name: str, case: Case) -> str:
-    """Return the cell of a case."""
-    shard, _, axes = case.cell.partition("+")
+def strategy_of(name: str, case: Case) -> str:
+    """Return the strategy of a case."""
+    shard, _, axes = case.strategy.partition("+")
     return f"corpus/{shard}+{name}{f'+{axes}' if axes else ''}"
 
 
@@ -86,8 +86,8 @@ def verify_task(
     forks: Forks, folder: Path, task: str, names: Sequence[str], device: str = "cpu", **args: Any
 ) -> dict[str, Verified]:
     """Verify cases on this task, whatever theirs is."""
-    healthy = list({cell_of("none", CASES[name]): None for name in names})
-    cells = {cell_of(name, CASES[name]): name for name in names}
+    healthy = list({strategy_of("none", CASES[name]): None for name in names})
+    strategies = {strategy_of(name, CASES[name]): name for name in names}
     config = {
         "task": {"use": f"tests.corpus.tasks:{task}", "args": args},
         "device": device,
@@ -102,12 +102,14 @@ def verify_task(
     classify = faults.classify_fault
 
     def keep(case: FaultCase) -> Fault | None:
-        diagnoses[str(case.settled.cell)] = partial(classify, case)
+        diagnoses[str(case.settled.strategy)] = partial(classify, case)
         return classify(case)
 
     def keep_masks(run: RunRecord, replay: RunRecord) -> Fault:
         again = partial(_classify_masks, run, replay)
-        diagnoses.update({cell: again for cell in cells if cell not in diagnoses})  # the others are not run with it
+        diagnoses.update(
+            {strategy: again for strategy in strategies if strategy not in diagnoses}
+        )  # the others are not run with it
         return again()
 
     path = [str(BACKEND), str(ROOT), os.environ.get("PYTHONPATH", "")]
@@ -119,12 +121,14 @@ def verify_task(
         patch.setattr(faults, "classify_fault", keep)
         patch.setattr(session, "classify_masks", keep_masks)
         registry.find_backend.cache_clear()
-        verdicts = unipar.verify(str(file), cells=[*healthy, *cells], steps=STEPS)
+        verdicts = unipar.verify(str(file), strategies=[*healthy, *strategies], steps=STEPS)
     registry.find_backend.cache_clear()
-    rows = {row.cell: row for row in verdicts.rows}
-    wrong = {cell: rows[cell] for cell in healthy if rows[cell].outcome != "agrees"}
+    rows = {row.strategy: row for row in verdicts.rows}
+    wrong = {strategy: rows[strategy] for strategy in healthy if rows[strategy].outcome != "agrees"}
     assert not wrong, wrong
-    return {name: Verified(rows[cell], diagnoses.get(cell, lambda: None)) for cell, name in cells.items()}
+    return {
+        name: Verified(rows[strategy], diagnoses.get(strategy, lambda: None)) for strategy, name in strategies.items()
+    }
 
 
 def _classify_masks(run: RunRecord, replay: RunRecord) -> Fault:

@@ -17,7 +17,7 @@ from tests.support.running import running
 from tests.support.streams import Counted, Noisy, Numbers, Sharded, Streamed
 from tests.support.world import PYTHONPATH_VARIABLE
 from unipar.cli.commands.config.explain import explain_config
-from unipar.config import Cell, Config
+from unipar.config import Config, Strategy
 from unipar.config.config_source import load_config_file, load_given_config
 from unipar.config.settled import SettledConfig
 from unipar.conversion.export import export_script
@@ -360,7 +360,7 @@ def test_explained(tmp_path: Path) -> None:
 def test_streams_that_verify_refuses(sections: dict[str, Any], sentence: str) -> None:
     """`verify` refuses streams that it cannot give to one process."""
     config = Config.model_validate({"batch": {"total": 4}} | sections)
-    settled = SettledConfig.of(config, Cell("single"), 1, "cpu")
+    settled = SettledConfig.of(config, Strategy("single"), 1, "cpu")
     with pytest.raises(ConfigError) as e:
         fix_stream_samples(Streamed(), settled, 3)
     assert str(e.value) == sentence

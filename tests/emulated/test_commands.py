@@ -104,7 +104,9 @@ def test_two_ranks_see_the_same_device(emulated: EmulatedDevice, tmp_path: Path)
 @pytest.mark.emulated
 def test_verify_where_a_count_starts_cuda(emulated: EmulatedDevice, tmp_path: Path) -> None:
     """Worlds of a verification on a device are new interpreters, as CUDA does not survive a fork."""
-    done = emulated.unipar(["verify", write_config(tmp_path), "--cells", "native/nothing", "--steps", "2"], "no-count")
+    done = emulated.unipar(
+        ["verify", write_config(tmp_path), "--strategies", "native/nothing", "--steps", "2"], "no-count"
+    )
     assert done.returncode == 0, done.stderr
     assert "native/nothing agrees with one process" in done.stdout
 
@@ -126,9 +128,9 @@ def test_resumed_on_the_other_device(first: str, emulated: EmulatedDevice, tmp_p
 
 @pytest.mark.emulated
 def test_verify(emulated: EmulatedDevice, tmp_path: Path) -> None:
-    """Cells agree with one process on the device, bit for bit with a replay."""
-    cells = {"cells": ["native/nothing", "native/parameters", "deepspeed/parameters"]}
-    done = emulated.unipar(["verify", write_config(tmp_path, compare=cells)])
+    """Strategies agree with one process on the device, bit for bit with a replay."""
+    strategies = {"strategies": ["native/nothing", "native/parameters", "deepspeed/parameters"]}
+    done = emulated.unipar(["verify", write_config(tmp_path, compare=strategies)])
     assert done.returncode == 0, done.stderr
     assert "all 3 strategies agree with one process over " in done.stdout
     assert done.stdout.count("agrees bit for bit") == 3
@@ -137,20 +139,24 @@ def test_verify(emulated: EmulatedDevice, tmp_path: Path) -> None:
 @pytest.mark.emulated
 def test_verify_goes_on_from_a_checkpoint(emulated: EmulatedDevice, tmp_path: Path) -> None:
     """Each library loads what native/nothing has saved from the device, and agrees with an uninterrupted process."""
-    cells = ["native/nothing", "native/parameters", "deepspeed/parameters"]
-    done = emulated.unipar(["verify", write_config(tmp_path, compare={"cells": cells}), "--resume"])
+    strategies = ["native/nothing", "native/parameters", "deepspeed/parameters"]
+    done = emulated.unipar(["verify", write_config(tmp_path, compare={"strategies": strategies}), "--resume"])
     assert done.returncode == 0, done.stdout + done.stderr
     verdicts = json.loads((tmp_path / "run/verify/verify.json").read_text("utf-8"))
-    assert [(row["cell"], row["outcome"]) for row in verdicts["cells"]] == [(cell, "agrees") for cell in cells]
-    assert verdicts["remarks"][0].startswith("every cell goes on from the state that native/nothing saved after step 3")
+    assert [(row["strategy"], row["outcome"]) for row in verdicts["strategies"]] == [
+        (strategy, "agrees") for strategy in strategies
+    ]
+    assert verdicts["remarks"][0].startswith(
+        "every strategy goes on from the state that native/nothing saved after step 3"
+    )
 
 
 @pytest.mark.emulated
 def test_compare(emulated: EmulatedDevice, tmp_path: Path) -> None:
     """The plan's peak is within 2 % of that which the allocator has counted, and no byte is without a name."""
-    cells = {"cells": ["native/nothing", "native/parameters", "deepspeed/parameters"], "repeat": 1}
+    strategies = {"strategies": ["native/nothing", "native/parameters", "deepspeed/parameters"], "repeat": 1}
     train = {**COMMAND_SETTINGS["train"], "steps": 13}
-    done = emulated.unipar(["compare", write_config(tmp_path, compare=cells, train=train), "--details"])
+    done = emulated.unipar(["compare", write_config(tmp_path, compare=strategies, train=train), "--details"])
     assert done.returncode == 0, done.stderr
-    within = done.stdout.partition("predicted peaks of 4 cells are within ")[2].partition(" %")[0]
+    within = done.stdout.partition("predicted peaks of 4 strategies are within ")[2].partition(" %")[0]
     assert float(within) < 2

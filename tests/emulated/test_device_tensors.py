@@ -125,13 +125,13 @@ def test_a_model_that_its_author_spreads(emulated: EmulatedDevice) -> None:
     run = emulated.run("""
 import torch
 from torch import nn
-from unipar.config import Cell
+from unipar.config import Strategy
 from unipar.model.create import devices_by_hand, refuse_devices_by_hand
 first = torch.device("cuda:0")
 model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="cuda:0"), nn.Linear(2, 2, device="cuda:1"))
 result = [[str(device) for device in devices_by_hand(model[:last], first)] for last in (2, 3)]
 try:
-    refuse_devices_by_hand(model, first, Cell.parse("native/nothing"))
+    refuse_devices_by_hand(model, first, Strategy.parse("native/nothing"))
 except Exception as e:
     result.append(str(e))
 """)

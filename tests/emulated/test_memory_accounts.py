@@ -26,25 +26,28 @@ ROW: dict[str, Any] = {
 def test_accounts_close_to_the_byte(precision: str, emulated: EmulatedDevice) -> None:
     """In each phase and on each rank the peak and the sum of its parts are the allocator's own peak."""
     checks = check_accounts(emulated, precision)
-    assert {t.cell for t in TRAININGS if precision in t.precisions and t.ranks == 2} <= checks.keys()
-    assert {cell: str(check) for cell, check in checks.items() if not check.is_good} == {}
+    assert {t.strategy for t in TRAININGS if precision in t.precisions and t.ranks == 2} <= checks.keys()
+    assert {strategy: str(check) for strategy, check in checks.items() if not check.is_good} == {}
 
 
 @pytest.mark.emulated
 def test_accounts_on_four_ranks(emulated: EmulatedDevice) -> None:
     """Parameters split by FSDP2 and over matrices."""
     checks = check_accounts(emulated, "fp32", ranks=4)
-    assert set(checks) == {"single", *(t.cell for t in TRAININGS if t.ranks == 4)}
-    assert {cell: str(check) for cell, check in checks.items() if not check.is_good} == {}
+    assert set(checks) == {"single", *(t.strategy for t in TRAININGS if t.ranks == 4)}
+    assert {strategy: str(check) for strategy, check in checks.items() if not check.is_good} == {}
 
 
 @pytest.mark.emulated
 def test_accounts_of_one_rank(emulated: EmulatedDevice) -> None:
     """A world of one keeps DDP's buckets, but not Accelerate's: it wraps no model of one process on a GPU."""
-    alone = [EmulatedTraining(cell, ranks=1) for cell in ("native/nothing", "accelerate/nothing", "deepspeed/nothing")]
+    alone = [
+        EmulatedTraining(strategy, ranks=1)
+        for strategy in ("native/nothing", "accelerate/nothing", "deepspeed/nothing")
+    ]
     checks = check_accounts(emulated, "fp32", alone, ranks=1)
-    assert list(checks) == ["single", *(training.cell for training in alone)]
-    assert {cell: str(check) for cell, check in checks.items() if not check.is_good} == {}
+    assert list(checks) == ["single", *(training.strategy for training in alone)]
+    assert {strategy: str(check) for strategy, check in checks.items() if not check.is_good} == {}
 
 
 def test_a_good_account() -> None:

@@ -67,7 +67,7 @@ def verify(emulated: EmulatedDevice, folder: Path, task: str, **changes: Any) ->
         **changes,
     }
     (folder / "x.yaml").write_text(json.dumps(settings), "utf-8")
-    words = ["verify", str(folder / "x.yaml"), "--cells", "native/parameters", "--details"]
+    words = ["verify", str(folder / "x.yaml"), "--strategies", "native/parameters", "--details"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NOTES", str(folder / "notes"))
         patch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
@@ -108,7 +108,7 @@ def test_an_operation_without_a_deterministic_kernel(emulated: EmulatedDevice, t
     assert set(names) <= found["one"].keys()
     repeats = [found["one"][name] for name in names]
     assert repeats[0] != repeats[1], "the emulator adds in another order each time"
-    assert (found["cells"][0]["outcome"], found["cells"][0]["bits"]) == ("agrees", "")
+    assert (found["strategies"][0]["outcome"], found["strategies"][0]["bits"]) == ("agrees", "")
     assert "bit for bit with a replay" not in said
     assert notes == {json.dumps([True, True, "highest", *[False] * 3, ":4096:8"])}
 

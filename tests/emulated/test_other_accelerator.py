@@ -118,8 +118,8 @@ def test_parameters_offloaded_to_the_host(npu: EmulatedDevice, losses_on_cpu: li
 
 def test_verify(npu: EmulatedDevice, tmp_path: Path) -> None:
     """Both strategies agree with one process on the device, bit for bit with a replay."""
-    cells = "native/nothing,native/parameters"
-    done = npu.unipar(["verify", write_config(tmp_path), "--cells", cells, "--steps", "2"])
+    strategies = "native/nothing,native/parameters"
+    done = npu.unipar(["verify", write_config(tmp_path), "--strategies", strategies, "--steps", "2"])
     assert done.returncode == 0, done.stderr
     assert "all 2 strategies agree with one process over 2 steps on 2 ranks" in done.stdout
     assert done.stdout.count("agrees bit for bit") == 2
@@ -140,12 +140,16 @@ def test_resumed_on_the_other_device(
 
 def test_account_of_the_memory(npu: EmulatedDevice, tmp_path: Path) -> None:
     """Peaks of the allocator's history are the allocator's own, and all that trains has a name."""
-    compared = {"cells": ["native/nothing", "native/parameters"], "repeat": 1}
+    compared = {"strategies": ["native/nothing", "native/parameters"], "repeat": 1}
     train = {**COMMAND_SETTINGS["train"], "steps": 13}
     done = npu.unipar(["compare", write_config(tmp_path, compare=compared, train=train), "--details"])
     assert done.returncode == 0, done.stderr
-    cells = json.loads((tmp_path / "run/compare/compare.json").read_text("utf-8"))["cells"]
-    accounts = [MemoryAccount.model_validate_json(json.dumps(account)) for cell in cells for account in cell["memory"]]
+    strategies = json.loads((tmp_path / "run/compare/compare.json").read_text("utf-8"))["strategies"]
+    accounts = [
+        MemoryAccount.model_validate_json(json.dumps(account))
+        for strategy in strategies
+        for account in strategy["memory"]
+    ]
     assert [(a.device, a.on and a.on.name, a.on and a.on.used) for a in accounts] == [("npu", "Ascend910B3", None)] * 5
     driver = "memory of npu's driver and of its collectives was not measured: NVML is CUDA's"
     pinned = "pinned host memory was not recorded: torch.npu does not count it"

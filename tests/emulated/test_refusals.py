@@ -13,17 +13,17 @@ pytestmark = pytest.mark.emulated
 
 CODE = """
 import json
-from unipar.backend import offered_cells as cells
+from unipar.backend import offered_strategies as strategies
 from unipar.backend.checks import check_can_run
 from unipar.backend.resources import check_device_count
-from unipar.config import Cell, Config
+from unipar.config import Strategy, Config
 from unipar.errors import UniparError
 result = {{}}
-for name, (cell, changes) in json.loads({cases!r}).items():
+for name, (strategy, changes) in json.loads({cases!r}).items():
     made = {{**json.loads({base!r}), **changes}}
     made.setdefault("parallel", {{}})["data"] = 2
     try:
-        config = cells.config_in_cell(Config.model_validate(made), Cell.parse(cell))
+        config = strategies.config_in_strategy(Config.model_validate(made), Strategy.parse(strategy))
         check_can_run(config)
         check_device_count(config, 2)
     except (UniparError, ValueError) as e:

@@ -58,8 +58,8 @@ STRATEGIES = {
 
 
 @cache
-def training_of(cell: str) -> EmulatedTraining:
-    (training,) = (training for training in TRAININGS if training.cell == cell)
+def training_of(strategy: str) -> EmulatedTraining:
+    (training,) = (training for training in TRAININGS if training.strategy == strategy)
     return training
 
 
@@ -69,13 +69,13 @@ def one(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return losses_of_one_process(forks, tmp_path_factory.mktemp("one"))
 
 
-@pytest.mark.parametrize("cell", STRATEGIES)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_trains_as_on_the_cpu(
-    cell: str, emulated: EmulatedDevice, forks: Forks, one: list[float], tmp_path: Path
+    strategy: str, emulated: EmulatedDevice, forks: Forks, one: list[float], tmp_path: Path
 ) -> None:
     """Losses are those of the CPU, no stream reads too early, and a step between two logged ones keeps its budget."""
-    near, waits = STRATEGIES[cell]
-    training = training_of(cell)
+    near, waits = STRATEGIES[strategy]
+    training = training_of(strategy)
     run = training.run(emulated, "fp32", tmp_path)
     assert judge(training, "fp32", run, one) == ""
     assert largest_difference(run.result, training.losses_on_cpu(forks, tmp_path)) <= near
@@ -93,7 +93,7 @@ UNFUSED = {
 
 IN_16_BITS = {
     "bf16-mixed": {},
-    "fp16": {cell: OVERFLOW for cell in STRATEGIES if "deepspeed" in cell or "zero" in cell},
+    "fp16": {strategy: OVERFLOW for strategy in STRATEGIES if "deepspeed" in strategy or "zero" in strategy},
     "bf16-master": {
         "deepspeed/nothing": UNFUSED,
         "deepspeed/optimizer": {"item in runtime/zero/stage_1_and_2.py": 1.0},
@@ -108,20 +108,20 @@ PLAYED = (("native/parameters", "bf16-mixed"), ("native/nothing", "fp16"))
 
 
 @pytest.mark.parametrize(
-    ("cell", "precision"),
+    ("strategy", "precision"),
     [
-        pytest.param(cell, precision, marks=() if (cell, precision) in PLAYED else pytest.mark.emulated)
-        for cell in STRATEGIES
-        for precision in training_of(cell).precisions[1:]
+        pytest.param(strategy, precision, marks=() if (strategy, precision) in PLAYED else pytest.mark.emulated)
+        for strategy in STRATEGIES
+        for precision in training_of(strategy).precisions[1:]
     ],
 )
-def test_in_16_bits(cell: str, precision: str, emulated: EmulatedDevice, one: list[float], tmp_path: Path) -> None:
+def test_in_16_bits(strategy: str, precision: str, emulated: EmulatedDevice, one: list[float], tmp_path: Path) -> None:
     """Losses are near those in fp32, and not the same; the budget is that of fp32 and what is known besides."""
-    training = training_of(cell)
+    training = training_of(strategy)
     run = training.run(emulated, precision, tmp_path)
     assert judge(training, precision, run, one) == ""
     assert largest_difference(run.result, one) > 1e-5
-    assert waits_of_a_step(training, run) == STRATEGIES[cell][1] | IN_16_BITS[precision].get(cell, {})
+    assert waits_of_a_step(training, run) == STRATEGIES[strategy][1] | IN_16_BITS[precision].get(strategy, {})
 
 
 def test_a_result_that_is_wrong() -> None:
@@ -164,10 +164,10 @@ def test_waits_are_counted_in_steps_between_two_logged_ones() -> None:
 
 
 @pytest.mark.emulated
-@pytest.mark.parametrize("cell", [t.cell for t in TRAININGS if t.cell not in STRATEGIES])
-def test_on_more_ranks(cell: str, emulated: EmulatedDevice, one: list[float], tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", [t.strategy for t in TRAININGS if t.strategy not in STRATEGIES])
+def test_on_more_ranks(strategy: str, emulated: EmulatedDevice, one: list[float], tmp_path: Path) -> None:
     """Strategies that need four ranks wait for no more than those that need two."""
-    training = training_of(cell)
+    training = training_of(strategy)
     run = training.run(emulated, "fp32", tmp_path)
     assert judge(training, "fp32", run, one) == ""
-    assert waits_of_a_step(training, run) == STRATEGIES[cell.removesuffix("+tensor2")][1]
+    assert waits_of_a_step(training, run) == STRATEGIES[strategy.removesuffix("+tensor2")][1]

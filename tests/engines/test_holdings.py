@@ -63,9 +63,9 @@ HOROVOD: list[tuple[str, str, int]] = [("horovod/nothing", "fp32", 1)]
 ROWS: list[tuple[str, str, int]] = [
     ("accelerate/optimizer+zero", "fp32", 1),  # it joins: all others but Horovod can be in its world
     *(
-        (cell, precision, 1)
-        for cell, precision in map(str.split, HELD)
-        if not cell.startswith(("accelerate/o", "horo"))
+        (strategy, precision, 1)
+        for strategy, precision in map(str.split, HELD)
+        if not strategy.startswith(("accelerate/o", "horo"))
     ),
     *MORE,
 ]
@@ -81,7 +81,7 @@ Ranks = list[dict[str, Any]]
 def played(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[tuple[str, str, int, int], Ranks]:
-    """What each rank of each world said, by cell, precision, microbatches and the world's size."""
+    """What each rank of each world said, by strategy, precision, microbatches and the world's size."""
     asked = {item.name.partition("[")[2] for item in request.session.items}
     in_one = [row for row in ROWS if row in (ROWS[0], *MORE) or f"{row[0]} {row[1]}-1]" in asked]
     horovod = [row for row in HOROVOD if f"{row[0]} {row[1]}-1]" in asked]
@@ -106,10 +106,10 @@ def played(
     return found
 
 
-def _of(played: dict[tuple[str, str, int, int], Ranks], cell: str, precision: str, micros: int, size: int) -> Ranks:
-    if (cell, precision, micros, size) not in played:
+def _of(played: dict[tuple[str, str, int, int], Ranks], strategy: str, precision: str, micros: int, size: int) -> Ranks:
+    if (strategy, precision, micros, size) not in played:
         pytest.skip("its library is not installed")
-    return played[cell, precision, micros, size]
+    return played[strategy, precision, micros, size]
 
 
 @pytest.mark.parametrize(
@@ -121,12 +121,12 @@ def _of(played: dict[tuple[str, str, int, int], Ranks], cell: str, precision: st
     ],
 )
 def test_bytes_a_parameter(played: Any, row: str, size: int) -> None:
-    """Parameters, masters, states and gradients of each cell, between backward and update and between two steps."""
-    cell, precision = row.split()
+    """Parameters, masters, states and gradients of each strategy, between backward and update and between two steps."""
+    strategy, precision = row.split()
     parameters, masters, optimizer, before, after = HELD[row][size - 1]
-    zero = cell.startswith("deepspeed/") or cell.endswith("+zero")
-    steps = 4 if zero and cell != "deepspeed/nothing" else 24  # one flat group, or six tensors
-    for rank, said in enumerate(_of(played, cell, precision, 1, size)):
+    zero = strategy.startswith("deepspeed/") or strategy.endswith("+zero")
+    steps = 4 if zero and strategy != "deepspeed/nothing" else 24  # one flat group, or six tensors
+    for rank, said in enumerate(_of(played, strategy, precision, 1, size)):
         states = optimizer * TRAINED + steps if optimizer > 0 else -optimizer * OWNED[rank] + 12
         partly = -before * PARTLY[rank]
         for phase, gradients in (("update", before * TRAINED if before > 0 else partly), ("rest", after * TRAINED)):

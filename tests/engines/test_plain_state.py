@@ -57,17 +57,17 @@ def play(folder: Path, steps: int, first: Callable[[], dict[str, Any]], **sectio
 SHARDS = [{}, {"backend": "native", "parallel": {"data": 1, "shard": "parameters"}}]
 
 
-@pytest.mark.parametrize("cell", SHARDS)
-def test_numbers_go_on(tmp_path: Path, cell: dict[str, Any]) -> None:
+@pytest.mark.parametrize("strategy", SHARDS)
+def test_numbers_go_on(tmp_path: Path, strategy: dict[str, Any]) -> None:
     """A resumed run has the losses of the unbroken one; the checkpoint tells each number's type."""
 
     def first() -> dict[str, Any]:
         return {"count": 0, "factor": 1.0, "late": False, "nothing": None, "seen": torch.zeros(())}
 
-    whole = play(tmp_path / "whole", 6, first, **cell)
-    play(tmp_path / "first", 3, first, checkpoint={}, **cell)
+    whole = play(tmp_path / "whole", 6, first, **strategy)
+    play(tmp_path / "first", 3, first, checkpoint={}, **strategy)
     path = tmp_path / "first" / "checkpoints" / "step-00000003"
-    assert play(tmp_path / "again", 6, first, resume=str(path), **cell) == whole[3:]
+    assert play(tmp_path / "again", 6, first, resume=str(path), **strategy) == whole[3:]
     tensors = inspect_checkpoint(path).manifest.tensors
     assert {kind: (t.dtype, t.shape) for (_, kind), t in tensors.items() if kind not in ("weight", "seen")} == {
         "int count": ("I64", ()), "float factor": ("F64", ()), "bool late": ("BOOL", ()), "none nothing": ("U8", ())

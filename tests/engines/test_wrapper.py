@@ -56,12 +56,12 @@ def test_and_the_way_out_of_it_works(tmp_path: Path) -> None:
         assert run.done == 3
 
 
-@pytest.mark.parametrize("cell", ["native/parameters", "deepspeed/nothing", "deepspeed/parameters"])
-def test_a_parameter_without_dimensions(cell: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["native/parameters", "deepspeed/nothing", "deepspeed/parameters"])
+def test_a_parameter_without_dimensions(strategy: str, tmp_path: Path) -> None:
     """Two libraries would die in their own words."""
-    backend, shard = cell.split("/")
+    backend, shard = strategy.split("/")
     assert _refused(tasks.Scalar(), tmp_path, backend=backend, parallel={"shard": shard}) == (
-        f"{cell} cannot hold the parameter 'scale', which has no dimensions: give it the shape (1,)"
+        f"{strategy} cannot hold the parameter 'scale', which has no dimensions: give it the shape (1,)"
     )
 
 

@@ -123,7 +123,7 @@ def test_in_the_foreground(here: Path) -> None:
     desk = Desk(here)
     done = desk.unipar("submit", "x.yaml")
     assert done.returncode == 0, done.stderr + done.stdout
-    assert "cell        native/nothing, 2 ranks" in done.stdout
+    assert "strategy    native/nothing, 2 ranks" in done.stdout
     assert Report.read(here / "runs/x").size == 2
     assert desk.jobs()[2:7] == ["run", "1", "x", "2", "ended"]
     number = desk.jobs()[1]

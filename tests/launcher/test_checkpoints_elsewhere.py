@@ -64,7 +64,7 @@ def download(place: Address, to: Path) -> None:
         (to / name).write_bytes(files.read(name, 0, size))
 
 
-def test_saved_to_s3_and_continued_by_another_cell(forks: Forks, store: ObjectStore, tmp_path: Path) -> None:
+def test_saved_to_s3_and_continued_by_another_strategy(forks: Forks, store: ObjectStore, tmp_path: Path) -> None:
     """Two ranks of DDP save over HTTP, two of DeepSpeed's ZeRO-3 go on: with the losses that they have from a disk.
 
     No file of the run holds the store's key.

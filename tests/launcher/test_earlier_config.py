@@ -37,9 +37,9 @@ def write(**changes: Any) -> None:
     FILE.write_text(json.dumps({**WRITTEN, **changes}), "utf-8")
 
 
-def command(*sets: str, cell: str | None = None, out: str | None = None) -> PreparedRun:
+def command(*sets: str, strategy: str | None = None, out: str | None = None) -> PreparedRun:
     """The run of `unipar run x.yaml` with these --set, --backend and --out."""
-    source = read_config_file(FILE, [*sets], cell, out, runs=True)
+    source = read_config_file(FILE, [*sets], strategy, out, runs=True)
     return PreparedRun.of(prepare(source), overwrite=False)
 
 
@@ -97,7 +97,7 @@ def test_what_was_edited_in_the_file_is_listed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "again", "cell", "listed"),
+    ("first", "again", "strategy", "listed"),
     [
         (("native/parameters", ()), (None, ()), "native/parameters", []),
         (("native/parameters", ()), (None, ("parallel.shard=nothing",)), "native/nothing", ["--set"]),
@@ -106,22 +106,22 @@ def test_what_was_edited_in_the_file_is_listed() -> None:
         ((None, ("parallel.shard=parameters",)), ("native/nothing", ()), "native/nothing", ["--backend"]),
     ],
 )
-def test_the_cell_of_the_earlier_command(first: Any, again: Any, cell: str, listed: list[str]) -> None:
-    """The earlier cell is kept, unless this command names another."""
+def test_the_strategy_of_the_earlier_command(first: Any, again: Any, strategy: str, listed: list[str]) -> None:
+    """The earlier strategy is kept, unless this command names another."""
     write()
-    begun(command(*first[1], cell=first[0]))
-    plan = command(RESUME, *again[1], cell=again[0])
-    assert str(plan.settled.cell) == cell
+    begun(command(*first[1], strategy=first[0]))
+    plan = command(RESUME, *again[1], strategy=again[0])
+    assert str(plan.settled.strategy) == strategy
     changes = begun(plan)["changes"]
     assert [(change["key"], change["origin"]) for change in changes] == [("parallel.shard", by) for by in listed]
 
 
-def test_an_edited_cell_is_that_of_the_file() -> None:
+def test_an_edited_strategy_is_that_of_the_file() -> None:
     """The file says another one since."""
     write()
-    begun(command(cell="native/parameters"))
+    begun(command(strategy="native/parameters"))
     write(parallel={"data": 2, "shard": "optimizer"})
-    assert str(command(RESUME).settled.cell) == "native/optimizer"
+    assert str(command(RESUME).settled.strategy) == "native/optimizer"
 
 
 def test_a_total_that_the_ranks_make() -> None:

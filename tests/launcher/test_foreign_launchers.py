@@ -19,7 +19,7 @@ from tests.support.world import eventually, is_running, parent_of
 from unipar.results.run_report import Report
 from unipar.run_folder.ledger import Ledger
 
-CELLS = [
+STRATEGIES = [
     pytest.param("torchrun", "native", marks=pytest.mark.sweep),
     pytest.param("torchrun", "deepspeed", marks=pytest.mark.sweep),
     pytest.param("accelerate launch", "accelerate", marks=pytest.mark.sweep),
@@ -52,7 +52,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> Report:
     return Report.read(folder / "runs/x")
 
 
-@pytest.mark.parametrize(("launcher", "backend"), CELLS)
+@pytest.mark.parametrize(("launcher", "backend"), STRATEGIES)
 def test_joins(launcher: str, backend: str, tmp_path: Path, alone: Report) -> None:
     """`LAUNCHER -m unipar run`: two ranks, the losses of a world of ours, nothing of ours left but the run."""
     (tmp_path / "x.yaml").write_text(CONFIG, encoding="utf-8")
@@ -72,7 +72,7 @@ def test_joins_ranks_that_torchrun_starts(tmp_path: Path, alone: Report, forks: 
 
 def _expect_joined(backend: str, folder: Path, alone: Report, stdout: str, stderr: str) -> None:
     report = Report.read(folder / "runs/x")
-    assert (report.cell, report.size, report.steps) == (f"{backend}/nothing", 2, 12)
+    assert (report.strategy, report.size, report.steps) == (f"{backend}/nothing", 2, 12)
     assert len(report.peak_rss) == 2
     assert [step for step, _ in report.losses] == [step for step, _ in alone.losses]
     assert [loss for _, loss in report.losses] == pytest.approx([loss for _, loss in alone.losses], rel=1e-6)

@@ -124,7 +124,7 @@ if __name__ == "__main__":
     depth, more = 64, {"train.steps": 2, "out": "out"}
     extra = parser.parse_args(["--width", "5"])
     print(unipar.launch(CONFIG, task=Wide, overrides=more, quiet=True).parameters)
-    extra = unipar.verify(CONFIG, task=Wide, overrides=more, steps=2, cells=["native/nothing"])
+    extra = unipar.verify(CONFIG, task=Wide, overrides=more, steps=2, strategies=["native/nothing"])
     print(extra.code, extra.rows[0].outcome)
     extra = torch.nn.ReLU()
     try:

@@ -30,7 +30,7 @@ from unipar.results.run_report import Report
 
 pytestmark = skip_because(reason_no_machines())
 
-CELLS = [
+STRATEGIES = [
     pytest.param("torchrun c10d", "native", (1, 1), marks=pytest.mark.sweep),
     ("torchrun static", "accelerate", (2, 1)),
     pytest.param("accelerate launch", "accelerate", (1, 1), marks=pytest.mark.sweep),
@@ -79,7 +79,7 @@ def expect_equal(run: Started) -> None:
     assert (report.size, report.steps, len(report.peak_rss)) == (size, 12, size)
 
 
-@pytest.mark.parametrize(("launcher", "backend", "ranks"), CELLS)
+@pytest.mark.parametrize(("launcher", "backend", "ranks"), STRATEGIES)
 def test_machines_that_share_nothing(
     launcher: str, backend: str, ranks: tuple[int, ...], job: Job, tmp_path: Path
 ) -> None:
@@ -107,7 +107,9 @@ def test_copies_on_machines_with_ranks_in_turn(job: Job, tmp_path: Path) -> None
         said = "".join(run.said_on(machine) for machine in job.machines)
     assert outcome.code == 0, outcome.said
     assert [loss for _, loss in outcome.losses] == pytest.approx(LOSSES_OF_COUNTED, rel=1e-6)
-    (row,) = unipar.plan(load_config_file(config, ["machines.per=4"]), cells=["native/parameters"], worlds=[8]).rows
+    (row,) = unipar.plan(
+        load_config_file(config, ["machines.per=4"]), strategies=["native/parameters"], worlds=[8]
+    ).rows
     found = sorted(re.findall(r"rank (\d) on (node\d): (\d+), (\d+) across", said))
     sent, across = str(row.sent_bytes), str(row.sent_across)
     assert found == [(str(rank), f"node{1 + rank % 2}", sent, across) for rank in range(8)]

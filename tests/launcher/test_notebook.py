@@ -50,7 +50,7 @@ def test_a_class_of_a_cell(kernel: Kernel) -> None:
     assert said.stderr == ""
     page = (folder_of(kernel) / "a/report.html").read_text("utf-8")
     assert said.page.startswith(f'<iframe srcdoc="{html.escape(page)}" ')
-    assert said.result.startswith("cell        native/nothing, 2 ranks")
+    assert said.result.startswith("strategy    native/nothing, 2 ranks")
     told = (folder_of(kernel) / "a/launch.json").read_text("utf-8")
     assert '"carried": "Mine: ' in told
 
@@ -131,10 +131,10 @@ def test_without_cloudpickle(kernel: Kernel) -> None:
 
 
 def test_compare_in_a_cell(forking: Kernel) -> None:
-    """Every cell's ranks are handed the class."""
+    """Every strategy's ranks are handed the class."""
     said = forking.run(
-        "found = unipar.compare(CONFIG, task=Mine, cells=['native/parameters'], overrides={'out': 'd', "
-        "'compare': {'repeat': 1, 'memory': False}})\nprint([(row.cell, row.outcome) for row in found.rows])\nfound"
+        "found = unipar.compare(CONFIG, task=Mine, strategies=['native/parameters'], overrides={'out': 'd', "
+        "'compare': {'repeat': 1, 'memory': False}})\nprint([(row.strategy, row.outcome) for row in found.rows])\nfound"
     )
     assert (said.error, said.stdout) == ("", "[('single', 'ran'), ('native/parameters', 'ran')]\n")
     assert_shown(said, folder_of(forking) / "d/compare/report.html", "\npage: d/compare/report.html")
@@ -143,7 +143,8 @@ def test_compare_in_a_cell(forking: Kernel) -> None:
 def test_verify_in_a_cell(forking: Kernel) -> None:
     """The verdicts are a table, and show their page."""
     said = forking.run(
-        "unipar.verify(CONFIG, task=Mine, cells=['native/parameters'], steps=2, overrides={'out': 'e'}, overwrite=True)"
+        "unipar.verify(CONFIG, task=Mine, strategies=['native/parameters'], steps=2, "
+        "overrides={'out': 'e'}, overwrite=True)"
     )
     assert (said.error, said.stdout) == ("", "")
     assert_shown(said, folder_of(forking) / "e/verify/report.html", "agrees with one process over 2 steps")

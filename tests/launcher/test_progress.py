@@ -36,10 +36,10 @@ def trained(run: Path, steps: int, every: int = 1, begin: int = 1) -> None:
     """Write the files that rank 0 writes in a run."""
     heartbeat = HeartbeatWriter(heartbeat_path(run, 0))
     with Ledger(ledger_path(run, 0)) as ledger:
-        ledger.note("start", rank=0, size=2, cell="native/nothing", pid=1, parameters=8912345)
+        ledger.note("start", rank=0, size=2, strategy="native/nothing", pid=1, parameters=8912345)
         if begin > 1:
             read = {"bytes": 4096, "seconds": 0.25, "passed": [], "told": []}
-            ledger.note("resumed", step=begin - 1, path="earlier/step-2", cell="single", size=1, **read)
+            ledger.note("resumed", step=begin - 1, path="earlier/step-2", strategy="single", size=1, **read)
         for step in range(begin, steps + 1):
             heartbeat.step = step
             heartbeat.set_phase("between")

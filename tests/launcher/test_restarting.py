@@ -104,7 +104,7 @@ def test_killed_ranks_start_again(forks: Forks, tmp_path: Path) -> None:
     assert [row["step"] for row in rows(run) if row["event"] == "step"] == list(range(1, 13))
     assert [(r["step"], r["attempt"]) for r in rows(run) if r["event"] == "continued"] == [(0, 2), (6, 3)]
     first, second = read_attempts(run)
-    assert (first.step, first.kind, first.ranks, first.cell) == (2, "WorkerFailed", 2, "native/nothing")
+    assert (first.step, first.kind, first.ranks, first.strategy) == (2, "WorkerFailed", 2, "native/nothing")
     assert (second.step, second.kind) == (8, "WorkerFailed")
     log = (run / "attempt-2/rank-1.log").resolve()
     assert log.exists()

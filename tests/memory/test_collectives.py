@@ -1,4 +1,4 @@
-"""What a step sends: bytes by collective, in every kind of cell, from torch's operators and from Horovod's timeline."""
+"""What a step sends: bytes by collective in every kind of strategy, by torch's operators and Horovod's timeline."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import torch
 
 from tests.support.comparisons import write_example_comparison
 from tests.support.forks import Forks
-from tests.support.watched_cells import compared
+from tests.support.watched_strategies import compared
 from unipar.backend import registry
 from unipar.backend.checks import settle
-from unipar.backend.offered_cells import config_in_cell
-from unipar.comparison.cell_world import CellWorld
+from unipar.backend.offered_strategies import config_in_strategy
 from unipar.comparison.library_traffic import with_library_traffic
-from unipar.config import Cell
+from unipar.comparison.strategy_world import StrategyWorld
+from unipar.config import Strategy
 from unipar.config.config_source import load_given_config
 from unipar.distributed.mesh import Mesh
 from unipar.memory.account import MemoryAccount, PhasePeak, read_account
@@ -29,7 +29,7 @@ from unipar.memory.sources.call_sites import CallSiteRecorder
 from unipar.report.data.comparison_data import ComparisonPageData
 from unipar.report.pages.comparison_page import render_comparison
 from unipar.results.comparison import Comparison
-from unipar.results.row import CellResult
+from unipar.results.row import StrategyResult
 from unipar.task.reference import TaskRef
 
 TASK = '''
@@ -168,21 +168,22 @@ def found(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> dict[str, A
     (folder / "tiny.py").write_text(TASK.replace("RECORDED", "1"), encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_EXTENSIONS_DIR", str(folder / "extensions"))
-        played = [cell for cell in SENT if not (NO_HOROVOD and cell == "horovod/nothing")]
-        cells = compared(folder, *played, forks=forks, task={"use": "tiny.py:Tiny"}, model={})
+        played = [strategy for strategy in SENT if not (NO_HOROVOD and strategy == "horovod/nothing")]
+        strategies = compared(folder, *played, forks=forks, task={"use": "tiny.py:Tiny"}, model={})
     if NO_HOROVOD:
-        return cells
+        return strategies
     (run,) = {file.parent for file in folder.rglob("horovod-nothing/rank-0.memory.json")}
-    return cells | {"on the page": [read_account(run, rank) for rank in (0, 1)]}
+    return strategies | {"on the page": [read_account(run, rank) for rank in (0, 1)]}
 
 
 @pytest.mark.parametrize(
-    "cell", [pytest.param(cell, marks=needs_horovod if cell == "horovod/nothing" else ()) for cell in SENT]
+    "strategy",
+    [pytest.param(strategy, marks=needs_horovod if strategy == "horovod/nothing" else ()) for strategy in SENT],
 )
-def test_bytes_by_collective(found: dict[str, Any], cell: str) -> None:
+def test_bytes_by_collective(found: dict[str, Any], strategy: str) -> None:
     """To the byte, on both ranks."""
-    assert [account["sent"] for account in found[cell]["memory"]] == [SENT[cell], SENT[cell]]
-    assert [account["sent_along"] for account in found[cell]["memory"]] == [{"data": SENT[cell]}] * 2
+    assert [account["sent"] for account in found[strategy]["memory"]] == [SENT[strategy], SENT[strategy]]
+    assert [account["sent_along"] for account in found[strategy]["memory"]] == [{"data": SENT[strategy]}] * 2
 
 
 @needs_horovod
@@ -194,7 +195,7 @@ def test_the_page_has_what_a_world_of_its_own_told(found: dict[str, Any]) -> Non
 @needs_horovod
 def test_the_method_is_stated(found: dict[str, Any]) -> None:
     """Horovod's collectives are its own, and only its timeline knows of them."""
-    by = {cell: found[cell]["memory"][1]["sent_by"] for cell in ("native/nothing", "horovod/nothing")}
+    by = {strategy: found[strategy]["memory"][1]["sent_by"] for strategy in ("native/nothing", "horovod/nothing")}
     assert by == {
         "native/nothing": "each call of torch.distributed's operators",
         "horovod/nothing": "each call of torch.distributed's operators, and Horovod's timeline",
@@ -212,10 +213,12 @@ def test_a_timeline_that_cannot_be_had_is_a_note(tmp_path: Path, task: dict[str,
     """The world of its own fails, with its sentence; what was known before is kept."""
     task = task | {"use": f"{tmp_path}/{task['use']}"}
     told = {"task": task, "parallel": {"data": 2}, "device": "cpu", "model": {"blocks": "none"}}
-    cell = Cell.parse("horovod/nothing")
-    config = config_in_cell(load_given_config(told | {"batch": {"total": 2}, "train": {"steps": 4}}, None).config, cell)
+    strategy = Strategy.parse("horovod/nothing")
+    config = config_in_strategy(
+        load_given_config(told | {"batch": {"total": 2}, "train": {"steps": 4}}, None).config, strategy
+    )
     (tmp_path / "tiny.py").write_text(TASK.replace("RECORDED", "1"), encoding="utf-8")
-    run = CellWorld(settle(config, 2), TaskRef.of(None, config.task, {}), tmp_path / "run")
+    run = StrategyWorld(settle(config, 2), TaskRef.of(None, config.task, {}), tmp_path / "run")
     before = [
         MemoryAccount(rank=r, method="m", device="cpu", base=1, phases=(), peaks=(), sent={"x": 3}) for r in (0, 1)
     ]
@@ -288,15 +291,17 @@ def sending(rank: int, along: dict[str, dict[str, int]]) -> MemoryAccount:
 
 
 def hybrid() -> Comparison:
-    """Cells of two ranks each, of which the last has two stages that send other things."""
+    """Strategies of two ranks each, of which the last has two stages that send other things."""
     plain = [sending(rank, {"data": {"all_reduce": 3 * 2**20}}) for rank in (0, 1)]
     stages = [
         sending(0, {"pipeline": {"send": 2**20}, "all ranks": {"all_reduce": 8}}),
         sending(1, {"pipeline": {"send": 2**19, "all_reduce": 2**18}, "all ranks": {"all_reduce": 8}}),
     ]
     rows = [
-        CellResult(cell=cell, outcome="ran", losses=[1.0], seconds=[[0.1]], memory=memory, peak_rss=[1] * len(memory))
-        for cell, memory in {
+        StrategyResult(
+            strategy=strategy, outcome="ran", losses=[1.0], seconds=[[0.1]], memory=memory, peak_rss=[1] * len(memory)
+        )
+        for strategy, memory in {
             "single": [sending(0, {})],
             "native/nothing": plain,
             "native/nothing+pipeline2": stages,
@@ -333,7 +338,7 @@ def test_a_peak_of_the_set_up_is_said_to_be_that() -> None:
 
 
 def test_without_axes_the_table_is_as_before() -> None:
-    """All that plain cells send goes along the data."""
+    """All that plain strategies send goes along the data."""
     plain = replace(hybrid(), rows=hybrid().rows[:2])
     assert not [line for line in plain.table(80).splitlines() if line.startswith("sent")]
 
@@ -361,7 +366,7 @@ def test_accounts_of_earlier_versions_have_no_axes(tmp_path: Path) -> None:
 
 
 def test_the_page_shows_it_with_the_method(tmp_path: Path) -> None:
-    """A column a collective, cells that one method saw together."""
+    """A column a collective, strategies that one method saw together."""
     text = render_comparison(ComparisonPageData.read(write_example_comparison(tmp_path / "run")))
     sent = text[text.index("What a step sends") :].partition("</section>")[0]
     assert '<th scope="col">all_reduce</th>' in sent

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 PLANTED = 5_000_000
 WEIGHTS = 4 * 512 * 512 * 4
 NORM = 2 * 512 * 4
-CELLS = ("native/nothing", "native/optimizer", "native/gradients", "native/parameters")
+STRATEGIES = ("native/nothing", "native/optimizer", "native/gradients", "native/parameters")
 KEPT: list[Tensor] = []
 
 
@@ -54,8 +54,8 @@ class Keeping(Tied):
         return super().loss(model, batch)
 
 
-def accounts(folder: Path, *cells: str, task: type[unipar.Task] = Tied, **more: Any) -> dict[str, MemoryAccount]:
-    """Of rank 0, by cell."""
+def accounts(folder: Path, *strategies: str, task: type[unipar.Task] = Tied, **more: Any) -> dict[str, MemoryAccount]:
+    """Of rank 0, by strategy."""
     made: dict[str, Any] = {
         "device": "cuda",
         "parallel": {"data": 1},
@@ -64,21 +64,21 @@ def accounts(folder: Path, *cells: str, task: type[unipar.Task] = Tied, **more: 
         "train": {"steps": 10, "optimizer": {"lr": 1e-3}},
         "out": str(folder / "out"),
     }
-    found = unipar.compare(made | more, task=task, cells=cells)
+    found = unipar.compare(made | more, task=task, strategies=strategies)
     assert found.unwatched == "" or found.unwatched.startswith("the host's memory was not recorded: ")
-    assert [row.outcome for row in found.rows] == ["ran"] * (1 + len(cells)), [row.note for row in found.rows]
-    return {row.cell: row.memory[0] for row in found.rows}
+    assert [row.outcome for row in found.rows] == ["ran"] * (1 + len(strategies)), [row.note for row in found.rows]
+    return {row.strategy: row.memory[0] for row in found.rows}
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, MemoryAccount]:
-    return accounts(tmp_path_factory.mktemp("memory"), *CELLS)
+    return accounts(tmp_path_factory.mktemp("memory"), *STRATEGIES)
 
 
-@pytest.mark.parametrize("cell", ["single", *CELLS])
-def test_parts_add_up_to_the_allocators_peak_in_every_phase(cell: str, found: dict[str, MemoryAccount]) -> None:
+@pytest.mark.parametrize("strategy", ["single", *STRATEGIES])
+def test_parts_add_up_to_the_allocators_peak_in_every_phase(strategy: str, found: dict[str, MemoryAccount]) -> None:
     """And but for a fiftieth every byte has a name; history and counters agree, else a note would say so."""
-    account = found[cell]
+    account = found[strategy]
     assert account.device == "cuda"
     assert [phase.name for phase in account.phases] == list(MEMORY_PHASES)
     assert not [note for note in account.notes if "differ" in note or "torch kept" in note]
@@ -92,10 +92,10 @@ def test_parts_add_up_to_the_allocators_peak_in_every_phase(cell: str, found: di
         assert account.base + phase.peak <= phase.active
 
 
-@pytest.mark.parametrize("cell", ["single", "native/nothing"])
-def test_known_tensors_are_exact(cell: str, found: dict[str, MemoryAccount]) -> None:
+@pytest.mark.parametrize("strategy", ["single", "native/nothing"])
+def test_known_tensors_are_exact(strategy: str, found: dict[str, MemoryAccount]) -> None:
     """A tied weight counts once; two moments for each parameter."""
-    told = next(phase.held for phase in found[cell].phases if phase.name == "update")
+    told = next(phase.held for phase in found[strategy].phases if phase.name == "update")
     assert told["parameters"] == WEIGHTS + NORM
     assert told["optimizer"] - 2 * (WEIGHTS + NORM) in range(1024)  # and the count of steps
 
@@ -107,8 +107,8 @@ def test_what_two_ranks_send_is_communication(tmp_path: Path) -> None:
         for phase in account.phases:
             assert sum(phase.held.values()) == phase.peak > 0
             assert abs(phase.unattributed) <= 0.02, (phase.name, phase.held)
-    steady = {cell: {p.name: p for p in account.phases}["steady"] for cell, account in found.items()}
-    whole, split = (steady[cell].held["optimizer"] for cell in ("native/nothing", "native/parameters"))
+    steady = {strategy: {p.name: p for p in account.phases}["steady"] for strategy, account in found.items()}
+    whole, split = (steady[strategy].held["optimizer"] for strategy in ("native/nothing", "native/parameters"))
     assert split == pytest.approx(whole / 2, rel=0.01)
 
 

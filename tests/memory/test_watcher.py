@@ -14,15 +14,15 @@ import pytest
 
 from tests.support.forks import Forks
 from tests.support.tiny import Tiny
-from tests.support.watched_cells import ROOT, compared
-from unipar.comparison.cell_world import MemoryNotRecorded
+from tests.support.watched_strategies import ROOT, compared
 from unipar.comparison.request import CompareRequest
+from unipar.comparison.strategy_world import MemoryNotRecorded
 from unipar.comparison.training_rounds import require_same_method
 from unipar.memory.account import CATEGORIES, MEMORY_PHASES, MemoryAccount, account_path, read_account
 from unipar.memory.sources import malloc_build
 from unipar.results.forecast.forecast_difference import forecast_differences
 from unipar.results.forecast.records import Forecast
-from unipar.results.row import CellResult, cell_result_from_json
+from unipar.results.row import StrategyResult, strategy_result_from_json
 
 PLANTED, LISTED = 5_000_000, 3_000_000
 
@@ -41,20 +41,20 @@ def held(row: Mapping[str, Any], phase: str, rank: int = 0) -> dict[str, int]:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> dict[str, Any]:
-    cells = ("native/nothing", "native/parameters", "faulty/nothing+hidden-buffer", "faulty/nothing+nameless")
-    return compared(tmp_path_factory.mktemp("memory"), *cells, forks=forks)
+    strategies = ("native/nothing", "native/parameters", "faulty/nothing+hidden-buffer", "faulty/nothing+nameless")
+    return compared(tmp_path_factory.mktemp("memory"), *strategies, forks=forks)
 
 
 def test_parts_add_up_to_the_peak_in_every_phase(found: dict[str, Any]) -> None:
     """On every rank, and but for a fiftieth every byte has a name."""
-    for cell in ("single", "native/nothing", "native/parameters"):
-        for account in found[cell]["memory"]:
+    for strategy in ("single", "native/nothing", "native/parameters"):
+        for account in found[strategy]["memory"]:
             assert [phase["name"] for phase in account["phases"]] == list(MEMORY_PHASES)
             for phase in account["phases"]:
                 assert sum(phase["held"].values()) == phase["peak"] > 0
                 assert set(phase["held"]) <= set(CATEGORIES)
                 rest = phase["held"].get("unattributed", 0)  # negative where something is counted twice
-                assert -0.001 * phase["peak"] <= rest <= 0.02 * phase["peak"], (cell, phase)
+                assert -0.001 * phase["peak"] <= rest <= 0.02 * phase["peak"], (strategy, phase)
 
 
 def test_the_curve_goes_through_a_whole_step(found: dict[str, Any]) -> None:
@@ -111,15 +111,15 @@ print(peaks, highest)
 
 def test_a_tied_weight_counts_once(found: dict[str, Any]) -> None:
     """Four matrices of a mebibyte, though five modules have one; two moments for each."""
-    for cell in ("single", "native/nothing"):
-        told = held(found[cell], "update")
+    for strategy in ("single", "native/nothing"):
+        told = held(found[strategy], "update")
         assert told["parameters"] == WEIGHTS + NORM
         assert told["optimizer"] - 2 * (WEIGHTS + NORM) in range(1024)  # and the count of steps
 
 
 def test_parameters_that_are_split_are_halved(found: dict[str, Any]) -> None:
     """Between two steps, on two ranks."""
-    whole, split = (held(found[cell], "steady") for cell in ("native/nothing", "native/parameters"))
+    whole, split = (held(found[strategy], "steady") for strategy in ("native/nothing", "native/parameters"))
     assert split["parameters"] == pytest.approx(whole["parameters"] / 2, rel=0.01)
     assert split["optimizer"] == pytest.approx(whole["optimizer"] / 2, rel=0.01)
 
@@ -142,7 +142,7 @@ def test_a_double_count_is_none(found: dict[str, Any]) -> None:
 
 
 def test_what_breaks_in_watching_is_a_note(found: dict[str, Any]) -> None:
-    """The cell trains on, is timed and agrees; it has no memory, and says why."""
+    """The strategy trains on, is timed and agrees; it has no memory, and says why."""
     row = found["faulty/nothing+nameless"]
     assert (row["outcome"], row["memory"]) == ("ran", [])
     assert row["note"] == "memory was not recorded: on rank 1, ArithmeticError: it cannot be said"
@@ -153,27 +153,31 @@ def test_what_breaks_in_watching_is_a_note(found: dict[str, Any]) -> None:
 
 
 def test_malloc_keeps_what_is_freed_while_steps_are_timed(found: dict[str, Any]) -> None:
-    """On every rank of every cell, one whose watching broke too. One process has two microbatches a step.
+    """On every rank of every strategy, one whose watching broke too. One process has two microbatches a step.
 
     The process that plans runs the loss on three microbatches, once all have ended.
     """
     assert sorted(found["mapped"]) == ["000", *["1111000000"] * 8, "11111111000000000000"]
 
 
-def test_cells_are_planned_after_they_ran(found: dict[str, Any]) -> None:
+def test_strategies_are_planned_after_they_ran(found: dict[str, Any]) -> None:
     """Payloads are equal, peaks near what was measured; a backend that plans nothing is one sentence."""
     told = Forecast.model_validate(found["forecast"], strict=False)
-    rows = [cell_result_from_json(found[name]) for name in ("single", "native/nothing", "native/parameters")]
-    compared_cells = forecast_differences(told, rows)
-    assert [(each.cell, each.same_payload) for each in compared_cells] == [(row.cell, True) for row in rows]
-    assert [abs(each.off) < 0.01 for each in compared_cells[:2]] == [True, True]
-    assert abs(compared_cells[2].off) < 0.15  # when FSDP2's copies in gloo are freed differs
+    rows = [strategy_result_from_json(found[name]) for name in ("single", "native/nothing", "native/parameters")]
+    compared_strategies = forecast_differences(told, rows)
+    assert [(each.strategy, each.same_payload) for each in compared_strategies] == [
+        (row.strategy, True) for row in rows
+    ]
+    assert [abs(each.off) < 0.01 for each in compared_strategies[:2]] == [True, True]
+    assert abs(compared_strategies[2].off) < 0.15  # when FSDP2's copies in gloo are freed differs
     assert (told.problem, told.ranks, told.samples, told.share, told.memory_from) == ("", 2, 8, 4, "machine")
     why = "faulty: its memory is not planned yet; `unipar compare` measures it"
     names = ("faulty/nothing+hidden-buffer", "faulty/nothing+nameless")
-    assert {cell.cell: cell.refusal for cell in told.cells if cell.refusal} == dict.fromkeys(names, why)
+    assert {strategy.strategy: strategy.refusal for strategy in told.strategies if strategy.refusal} == dict.fromkeys(
+        names, why
+    )
     said = " ".join(found["said"].split())
-    assert "plan: predicted peaks of 3 cells are within " in said
+    assert "plan: predicted peaks of 3 strategies are within " in said
     assert f"plan: {names[0]} and {names[1]} are not planned: {why}" in said
 
 
@@ -212,7 +216,7 @@ def test_what_is_offloaded_on_the_cpu_is_in_the_same_account(forks: Forks, tmp_p
 def test_the_tables_show_three_columns_and_every_category(found: dict[str, Any]) -> None:
     """Allocated, resident and predicted; then MiB by what they are for."""
     lines = found["said"].splitlines()
-    assert next(line for line in lines if line.startswith("cell ")).split()[-1] == "allocated"
+    assert next(line for line in lines if line.startswith("strategy ")).split()[-1] == "allocated"
     sizes = next(line for line in lines if line.startswith("memory  "))
     assert sizes.split(maxsplit=1)[1] == "fullest in  allocated  resident  on CUDA"
     parts = next(line for line in lines if line.startswith("MiB "))
@@ -231,7 +235,7 @@ def test_memory_can_be_left_out(forks: Forks, tmp_path: Path) -> None:
     """Then the table shows what the system counted, as it is."""
     found = compared(tmp_path, "native/nothing", forks=forks, compare={"memory": False})
     assert found["native/nothing"]["memory"] == []
-    header = next(line for line in found["said"].splitlines() if line.startswith("cell "))
+    header = next(line for line in found["said"].splitlines() if line.startswith("strategy "))
     assert header.split()[-1] == "RSS"
 
 
@@ -298,8 +302,8 @@ def test_memory_that_was_seen_in_two_ways_is_not_set_side_by_side() -> None:
         for way in ("meter", "profiler")
     }
     rows = [
-        CellResult(cell="single", outcome="waits", memory=[by["meter"]]),
-        CellResult(cell="native/nothing", outcome="waits"),
+        StrategyResult(strategy="single", outcome="waits", memory=[by["meter"]]),
+        StrategyResult(strategy="native/nothing", outcome="waits"),
     ]
     assert require_same_method([by["meter"]], rows) == [by["meter"]]
     with pytest.raises(MemoryNotRecorded) as e:

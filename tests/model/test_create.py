@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from typing_extensions import override
 
 from tests.support.running import Line, running
-from unipar.config import Cell, Config
+from unipar.config import Config, Strategy
 from unipar.distributed.world import World
 from unipar.errors import TaskError
 from unipar.model.create import create_parts, device_in_place, devices_by_hand, refuse_devices_by_hand
@@ -84,12 +84,12 @@ def test_where_its_tensors_stay() -> None:
     assert device_in_place(torch.empty(1), FIRST) == FIRST
 
 
-def test_other_cells_refuse_it() -> None:
+def test_other_strategies_refuse_it() -> None:
     """With the devices, and both ways out."""
     with FakeTensorMode():
         model = _Parts("cuda:0", "cuda:1")
     with pytest.raises(TaskError) as e:
-        refuse_devices_by_hand(model, FIRST, Cell.parse("native/parameters"))
+        refuse_devices_by_hand(model, FIRST, Strategy.parse("native/parameters"))
     assert str(e.value) == (
         "model() spreads its parameters over 2 devices (cuda:0, cuda:1), and native/parameters places them itself: "
         "set backend: single, which trains such a model as it is in one process; or take the devices out of model() "
@@ -147,7 +147,7 @@ def test_one_process_trains_it_where_it_is(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.gpu
 def test_on_a_cpu_and_a_gpu(tmp_path: Path) -> None:
-    """The first half stays on the CPU, the second on the GPU; other cells refuse it."""
+    """The first half stays on the CPU, the second on the GPU; other strategies refuse it."""
     plain = losses(_ByHand(), tmp_path / "plain")
     assert losses(_ByHand("cuda:0"), tmp_path / "by hand") == pytest.approx(plain, rel=1e-5)
     with pytest.raises(TaskError, match=r"over 2 devices \(cpu, cuda:0\), and native/nothing places them itself"):

@@ -16,10 +16,10 @@ ALL = 4 * 8_128
 """Bytes of all parameters."""
 
 
-def planned(cell: str, ema: dict[str, Any] | None, precision: str = "fp32") -> Any:
-    ranks = 1 if cell == "single" else 2
+def planned(strategy: str, ema: dict[str, Any] | None, precision: str = "fp32") -> Any:
+    ranks = 1 if strategy == "single" else 2
     train = {"steps": 1, "ema": ema, "precision": precision}
-    return unipar.plan({**CONFIG, "train": train}, cells=[cell], worlds=[ranks])
+    return unipar.plan({**CONFIG, "train": train}, strategies=[strategy], worlds=[ranks])
 
 
 def averages(plan: Any) -> list[int]:
@@ -29,7 +29,7 @@ def averages(plan: Any) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("cell", "size"),
+    ("strategy", "size"),
     [
         ("single", ALL),
         pytest.param("native/nothing", ALL, marks=pytest.mark.sweep),
@@ -43,9 +43,9 @@ def averages(plan: Any) -> list[int]:
         pytest.param("deepspeed/parameters", ALL // 2, marks=pytest.mark.sweep),
     ],
 )
-def test_each_rank_keeps_averages_of_what_it_updates(cell: str, size: int) -> None:
+def test_each_rank_keeps_averages_of_what_it_updates(strategy: str, size: int) -> None:
     """In fp32, from the set-up on, whatever the phase; none without `train.ema`."""
-    plan, without = planned(cell, {}), planned(cell, None)
+    plan, without = planned(strategy, {}), planned(strategy, None)
     assert averages(plan) == [size] * 4
     assert averages(without) == [0] * 4
     assert "ema" in plan.table(200).split("\n\n")[1].splitlines()[0].split()
@@ -53,12 +53,12 @@ def test_each_rank_keeps_averages_of_what_it_updates(cell: str, size: int) -> No
 
 
 @pytest.mark.parametrize(
-    "cell", ["native/parameters", pytest.param("deepspeed/nothing", marks=pytest.mark.sweep), "deepspeed/gradients"]
+    "strategy", ["native/parameters", pytest.param("deepspeed/nothing", marks=pytest.mark.sweep), "deepspeed/gradients"]
 )
-def test_averages_of_masters(cell: str) -> None:
+def test_averages_of_masters(strategy: str) -> None:
     """Under bf16-master they are as large as the fp32 masters."""
-    size = ALL if cell == "deepspeed/nothing" else ALL // 2
-    assert averages(planned(cell, {}, "bf16-master")) == [size] * 4
+    size = ALL if strategy == "deepspeed/nothing" else ALL // 2
+    assert averages(planned(strategy, {}, "bf16-master")) == [size] * 4
 
 
 MOMENTS = (Moment("forward", "begin"), Moment("update", "begin"), Moment("steady", "begin"))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from unipar.config.sections.cell import Axes
+from unipar.config.sections.strategy import Axes
 from unipar.errors import ConfigError
 from unipar.planning.machines.machine import PRESETS, Link, Machine, hops, load_machine
 

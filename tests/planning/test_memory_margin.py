@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 
 from unipar.backend import Category
-from unipar.planning.memory_margin import CellPeak, describe_no_difference, format_count, measure_margin
+from unipar.planning.memory_margin import StrategyPeak, describe_no_difference, format_count, measure_margin
 
 MIB = 2**20
 
 
-def peak(name: str, kept: float, more: float, fixed: float, noise: float = 0.0) -> CellPeak:
+def peak(name: str, kept: float, more: float, fixed: float, noise: float = 0.0) -> StrategyPeak:
     """Return a peak in MiB: of parameters and optimizer states, of activations, of libraries."""
     held: dict[Category, float]
     held = {"parameters": kept / 4, "optimizer": kept * 3 / 4, "activations": more, "library": fixed}
-    return CellPeak(name, {category: round(size * MIB) for category, size in held.items()}, round(noise * MIB))
+    return StrategyPeak(name, {category: round(size * MIB) for category, size in held.items()}, round(noise * MIB))
 
 
 # a GPT-2 of 72,000 parameters on two ranks, as `unipar compare` measured it
@@ -63,7 +63,7 @@ def test_strategies_that_are_larger_are_left_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cells", "parameters", "said"),
+    ("strategies", "parameters", "said"),
     [
         ([DDP, peak("b", 0.8, 1.0, 5.0)], 72_000, "nor would it at another size: they hold the same parameters and "),
         ([DDP, FSDP2], 0, "it would if the model were 13 times as large"),
@@ -71,9 +71,9 @@ def test_strategies_that_are_larger_are_left_out() -> None:
     ],
     ids=["not sharded", "size unknown", "taken again"],
 )
-def test_other_ends_of_the_sentence(cells: list[CellPeak], parameters: int, said: str) -> None:
+def test_other_ends_of_the_sentence(strategies: list[StrategyPeak], parameters: int, said: str) -> None:
     """Strategies that shard nothing, a model of unknown size, and a saving that other buffers use up."""
-    text = describe_no_difference(measure_margin(cells), "these strategies", parameters)
+    text = describe_no_difference(measure_margin(strategies), "these strategies", parameters)
     assert text.partition("; ")[2].startswith(said)
 
 

@@ -12,9 +12,9 @@ import pytest
 import unipar
 from tests.support.two_modules import MOMENTS, TIMELINE
 from tests.support.world import ROOT
-from unipar.backend import offered_cells as cells
+from unipar.backend import offered_strategies as strategies
 from unipar.backend import registry
-from unipar.config import Cell
+from unipar.config import Strategy
 from unipar.config.config_source import load_given_config
 from unipar.errors import Unsupported
 from unipar.planning.peaks import predict_offloaded
@@ -24,7 +24,7 @@ STEADY = len(MOMENTS) - 1
 
 
 def predict(
-    cell: str,
+    strategy: str,
     ranks: int,
     device: str = "cuda",
     precision: str = "fp32",
@@ -34,7 +34,7 @@ def predict(
 ) -> Prediction:
     given: dict[str, Any] = {"batch": {"total": 8}, "train": {"steps": 1, "precision": precision}, "device": device}
     given |= {"parallel": {"data": ranks}, "model": {"offload": offload}, "options": {"deepspeed": options}}
-    config = cells.config_in_cell(load_given_config(given).config, Cell.parse(cell))
+    config = strategies.config_in_strategy(load_given_config(given).config, Strategy.parse(strategy))
     return registry.find_backend(config.backend).predict(config, timeline, ranks, device=device)
 
 
@@ -48,7 +48,7 @@ def held(prediction: Prediction, place: Any) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("cell", "device", "host"),
+    ("strategy", "device", "host"),
     [
         # the optimizer's states of a half; of a master, its gradient, the parameters and the largest gradient 2**n
         (
@@ -63,13 +63,13 @@ def held(prediction: Prediction, place: Any) -> dict[str, int]:
         ),
     ],
 )
-def test_an_optimizer_on_the_host(cell: str, device: dict[str, int], host: dict[str, int]) -> None:
+def test_an_optimizer_on_the_host(strategy: str, device: dict[str, int], host: dict[str, int]) -> None:
     """On CUDA pinned memory is a power of two; on the CPU all of it is in the device's memory, and not rounded."""
-    on_gpu, on_cpu = (predict(cell, 2, where, offload_optimizer="cpu") for where in ("cuda", "cpu"))
+    on_gpu, on_cpu = (predict(strategy, 2, where, offload_optimizer="cpu") for where in ("cuda", "cpu"))
     assert (held(on_gpu, "device"), held(on_gpu, "host")) == (device, host)
     assert held(on_cpu, "host") == {}
     assert held(on_cpu, "device")["optimizer"] == host["optimizer"]
-    assert predict(cell, 2, offload="optimizer") == on_gpu
+    assert predict(strategy, 2, offload="optimizer") == on_gpu
 
 
 def test_parameters_on_the_host() -> None:
@@ -203,7 +203,7 @@ CONFIG: dict[str, Any] = {
 
 def test_a_row_with_offload() -> None:
     """The table has a column, JSON the largest tensors, and the explanation what lies on the host; no seconds."""
-    plan = unipar.plan(CONFIG, cells=["deepspeed/parameters"], worlds=[2], machine="l4")
+    plan = unipar.plan(CONFIG, strategies=["deepspeed/parameters"], worlds=[2], machine="l4")
     (row,) = plan.rows
     states = sum(term.size for term in row.offloaded[0].terms if term.category == "optimizer")
     assert states == 8 * plan.parameters // 2
@@ -227,7 +227,7 @@ def test_a_row_with_files(monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"deepspeed": {"offload_optimizer": "disk", "offload_to": "/nvme"}}
     wide = {**CONFIG["task"], "args": {**CONFIG["task"]["args"], "width": 256}}
     given = CONFIG | {"task": wide, "model": {}, "options": options}
-    plan = unipar.plan(given, cells=["deepspeed/parameters"], worlds=[2], device="cuda")
+    plan = unipar.plan(given, strategies=["deepspeed/parameters"], worlds=[2], device="cuda")
     (row,) = plan.rows
     assert (row.refusal, row.offloaded_to("disk")) == ("", 9_627_648)
     table = plan.table(160)

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from unipar.backend import offered_cells as cells
+from unipar.backend import offered_strategies as strategies
 from unipar.backend import registry
-from unipar.config import Cell
+from unipar.config import Strategy
 from unipar.config.config_source import load_given_config
 from unipar.errors import Unsupported
 from unipar.planning.activations import Activations, AllocatedBlock
@@ -51,10 +51,10 @@ TIMELINE = StepTimeline(
 """48 bytes in each of two parameters, and twice as much for the optimizer."""
 
 
-def peaks(cell: str, ranks: int, device: str = "cpu", **train: object) -> dict[str, tuple[int, dict[str, int]]]:
-    """Return the peak of each phase, and its bytes by category, of a cell on so many ranks."""
+def peaks(strategy: str, ranks: int, device: str = "cpu", **train: object) -> dict[str, tuple[int, dict[str, int]]]:
+    """Return the peak of each phase, and its bytes by category, of a strategy on so many ranks."""
     given = {"batch": {"total": 8}, "train": {"steps": 1, **train}, "parallel": {"data": ranks}}
-    config = cells.config_in_cell(load_given_config(given).config, Cell.parse(cell))
+    config = strategies.config_in_strategy(load_given_config(given).config, Strategy.parse(strategy))
     prediction = registry.find_backend(config.backend).predict(config, TIMELINE, ranks, device=device)
     found = predict_peaks(TIMELINE, prediction, ALLOCATED, 2)
     return {peak.phase: (peak.peak, {name: size for name, size in peak.held.items() if size}) for peak in found}
@@ -72,23 +72,23 @@ def test_one_process() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cell", "ranks", "forward", "backward"),
+    ("strategy", "ranks", "forward", "backward"),
     [
         ("native/nothing", 2, {"gradients": 96}, {"gradients": 96}),
         ("accelerate/nothing", 2, {"gradients": 96}, {"gradients": 96}),
         ("native/optimizer", 2, {"gradients": 96, "optimizer": 96}, {"gradients": 96, "optimizer": 96}),
     ],
 )
-def test_gradients_in_buckets(cell: str, ranks: int, forward: dict[str, int], backward: dict[str, int]) -> None:
+def test_gradients_in_buckets(strategy: str, ranks: int, forward: dict[str, int], backward: dict[str, int]) -> None:
     """They are views of what stays; each is computed beside it."""
     held = {"buffers": 7, "parameters": 96, "optimizer": 192, "activations": 200, "temporaries": 60}
-    found = peaks(cell, ranks)
+    found = peaks(strategy, ranks)
     assert found["forward"][1] == held | forward
     assert found["backward"][1] == held | backward
 
 
 @pytest.mark.parametrize(
-    ("cell", "ranks", "wanted"),
+    ("strategy", "ranks", "wanted"),
     [
         ("horovod/nothing", 1, []),
         ("horovod/nothing", 2, [Term("communication", "Horovod's fusion buffer", 2**20, 0)]),
@@ -96,27 +96,27 @@ def test_gradients_in_buckets(cell: str, ranks: int, forward: dict[str, int], ba
         ("deepspeed/nothing", 2, [Term("communication", "gradients, flat", 96, 20, 21)]),
     ],
 )
-def test_what_is_sent_is_copied(cell: str, ranks: int, wanted: list[Term]) -> None:
+def test_what_is_sent_is_copied(strategy: str, ranks: int, wanted: list[Term]) -> None:
     """Horovod has a buffer, of whole MiB; ZeRO 0 sums all gradients up when its backward is over."""
     given = {"batch": {"total": 8}, "train": {"steps": 1}, "parallel": {"data": ranks}}
-    config = cells.config_in_cell(load_given_config(given).config, Cell.parse(cell))
+    config = strategies.config_in_strategy(load_given_config(given).config, Strategy.parse(strategy))
     terms = registry.find_backend(config.backend).predict(config, TIMELINE, ranks, device="cpu").terms
     assert [term for term in terms if term.category == "communication"] == wanted
     assert peaks("single", 1)["steady"][1]["parameters"] == sum(t.size for t in terms if t.category == "parameters")
 
 
-@pytest.mark.parametrize("cell", ["native/parameters", "accelerate/parameters"])
+@pytest.mark.parametrize("strategy", ["native/parameters", "accelerate/parameters"])
 @pytest.mark.parametrize(
     ("device", "forward", "backward"),
     [("cpu", 64 + 64 + 64, 64 + 64 + 64), ("cuda", 64 + 64 + 64, 64 + 64 + 64)],
 )
-def test_sharded_parameters(cell: str, device: str, forward: int, backward: int) -> None:
+def test_sharded_parameters(strategy: str, device: str, forward: int, backward: int) -> None:
     """A rank has 2 of 3 rows, padded to 4; the collectives of gloo have a copy of what they send.
 
     Forward: the first block's gathered output is still there, beside the second's and a copy of it.
     Backward: what is reduced of the second block, the first's gathered output and what it is copied to.
     """
-    found = peaks(cell, 2, device)
+    found = peaks(strategy, 2, device)
     assert {name: found["forward"][1].get(name, 0) for name in ("parameters", "optimizer", "communication")} == {
         "parameters": 64,
         "optimizer": 128,
@@ -153,9 +153,9 @@ def test_what_has_no_closed_form() -> None:
 
 def test_several_microbatches() -> None:
     """Gradients are there from the first one on; all batches of the step are held."""
-    config = cells.config_in_cell(
+    config = strategies.config_in_strategy(
         load_given_config({"batch": {"total": 8}, "train": {"steps": 1}, "parallel": {"data": 2}}).config,
-        Cell.parse("native/parameters"),
+        Strategy.parse("native/parameters"),
     )
     later = replace(TIMELINE, microbatches=2)
     prediction = registry.find_backend("native").predict(config, later, 2, device="cpu")
@@ -174,9 +174,9 @@ def test_a_block_without_a_backward() -> None:
     )
     timeline = replace(TIMELINE, moments=tuple(m for _, m in without))
     assert timeline.at("backward", "finish", 0) == timeline.at("backward", "finish")
-    config = cells.config_in_cell(
+    config = strategies.config_in_strategy(
         load_given_config({"batch": {"total": 8}, "train": {"steps": 1}, "parallel": {"data": 2}}).config,
-        Cell.parse("native/gradients"),
+        Strategy.parse("native/gradients"),
     )
     prediction = registry.find_backend("native").predict(config, timeline, 2, device="cuda")
     held = {p.phase: p.held for p in predict_peaks(timeline, prediction, replace(ALLOCATED, moments=without), 2)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from unipar.config.sections.cell import PipelineSchedule
+from unipar.config.sections.strategy import PipelineSchedule
 from unipar.planning.activations import Activations, AllocatedBlock
 from unipar.planning.interleaved_peaks import PlannedPieces, StagePiece, predict_piece_peaks
 from unipar.prediction.timeline import Moment, PredictedParameter, Prediction, StepTimeline, Term

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from unipar.config.sections.cell import Axes, PipelineSchedule
+from unipar.config.sections.strategy import Axes, PipelineSchedule
 from unipar.planning.pipeline_order import (
     bubble,
     describe_bubble,

@@ -8,33 +8,33 @@ from typing import Any
 from unipar.backend import Category
 from unipar.planning.peaks import PredictedPeak
 from unipar.planning.plan_screen import format_plan_screen
-from unipar.planning.planned_cell import UNEVEN, PlannedCell, PlannedCells
+from unipar.planning.planned_strategy import UNEVEN, PlannedStrategies, PlannedStrategy
 
 MIB = 2**20
 HALF = "batch.total (32) is not a multiple of micro x data (8 x 8 = 64)"
 
 
-def planned(cell: str, name: str, kept: int, runtime: int = 0, **changed: Any) -> PlannedCell:
+def planned(strategy: str, name: str, kept: int, runtime: int = 0, **changed: Any) -> PlannedStrategy:
     """Return a row on two ranks, with MiB of optimizer states and of CUDA's context."""
     held: dict[Category, int] = {"optimizer": kept * MIB, "activations": MIB, "runtime": runtime * MIB}
     peak = PredictedPeak("backward", sum(held.values()), held, ())
-    return PlannedCell(cell, 2, 8, (peak,), library_name=name, **changed)
+    return PlannedStrategy(strategy, 2, 8, (peak,), library_name=name, **changed)
 
 
-def lines_of(*rows: PlannedCell, memory: int | None = None, device: str = "cpu", **changed: Any) -> list[str]:
-    plan = PlannedCells(rows, memory, 0.0, device, 1_000_000, 1.0, **changed)
+def lines_of(*rows: PlannedStrategy, memory: int | None = None, device: str = "cpu", **changed: Any) -> list[str]:
+    plan = PlannedStrategies(rows, memory, 0.0, device, 1_000_000, 1.0, **changed)
     return format_plan_screen(plan, 80, ["the same with --details"]).splitlines()
 
 
 def test_the_screen() -> None:
     """Several strategies that are refused for one reason are a row; columns of categories are in the details."""
-    refused = [PlannedCell(cell, 8, refusal=HALF) for cell in ("native/nothing", "native/parameters")]
+    refused = [PlannedStrategy(strategy, 8, refusal=HALF) for strategy in ("native/nothing", "native/parameters")]
     ddp = planned("native/nothing", "DDP", 8, largest=8)
     fsdp2 = planned("native/parameters", "FSDP2", 4, largest=16)
     assert lines_of(ddp, fsdp2, *refused, memory=20 * MIB) == [
         "take, on 2 ranks: native/nothing with micro 8: it fits (9.0 MiB of 20 MiB), and",
-        "  is the simplest of 2 cells that fit",
-        "take, on 8 ranks: no cell can be planned here",
+        "  is the simplest of 2 strategies that fit",
+        "take, on 8 ranks: no strategy can be planned here",
         "",
         "strategy           ranks  known as     peak  fits  largest micro",
         "native/nothing         2  DDP       9.0 MiB  yes               8",

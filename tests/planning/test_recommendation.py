@@ -1,4 +1,4 @@
-"""Which cell a plan recommends, and why, from rows written by hand."""
+"""Which strategy a plan recommends, and why, from rows written by hand."""
 
 from __future__ import annotations
 
@@ -8,24 +8,26 @@ from typing import Any
 import pytest
 
 from unipar.comparison.make_plan import simplicity
-from unipar.config import Cell
+from unipar.config import Strategy
 from unipar.planning.peaks import PredictedPeak
-from unipar.planning.planned_cell import PlannedCell
+from unipar.planning.planned_strategy import PlannedStrategy
 from unipar.planning.recommendation import recommend
 from unipar.planning.speed import StepSpeed
 
 
-def row(cell: str, peak: int, seconds: float | None = None, **more: Any) -> PlannedCell:
-    """Return a row of a cell with that peak, which takes so many seconds for 100 samples."""
+def row(strategy: str, peak: int, seconds: float | None = None, **more: Any) -> PlannedStrategy:
+    """Return a row of a strategy with that peak, which takes so many seconds for 100 samples."""
     speed = None if seconds is None else StepSpeed(seconds, 0.0, 0.0, 0.0, 0.0, 100.0, 0.4)
     phases = (PredictedPeak("backward", peak, {"activations": peak}, ()),)
-    order = simplicity(Cell.parse(cell))
-    return replace(PlannedCell(cell, 2, 8, phases, largest=8, largest_peak=peak, speed=speed, simplicity=order), **more)
+    order = simplicity(Strategy.parse(strategy))
+    return replace(
+        PlannedStrategy(strategy, 2, 8, phases, largest=8, largest_peak=peak, speed=speed, simplicity=order), **more
+    )
 
 
-def chosen(*rows: PlannedCell, limit: int | None = 900, exclude: tuple[str, ...] = ()) -> tuple[str, int, str]:
+def chosen(*rows: PlannedStrategy, limit: int | None = 900, exclude: tuple[str, ...] = ()) -> tuple[str, int, str]:
     (found,) = recommend(rows, limit, exclude=exclude)
-    return "" if found.row is None else found.row.cell, found.micro, found.why
+    return "" if found.row is None else found.row.strategy, found.micro, found.why
 
 
 FAST = row("native/parameters", 500, 1.0)
@@ -55,20 +57,20 @@ def test_then_simplest() -> None:
     )
     without = [replace(each, speed=None) for each in (LIKE, FAST, SLOW)]
     assert chosen(*without)[0] == "native/nothing"
-    assert chosen(*without)[2] == "it fits (800 B of 900 B), and is the simplest of 3 cells that fit"
-    assert chosen(*without, limit=None)[2] == "it is the simplest of 3 cells"
-    assert chosen(without[0], limit=None)[2] == "it is the only cell"
-    assert chosen(without[2])[2] == "it fits (800 B of 900 B), and is the only cell that does"
+    assert chosen(*without)[2] == "it fits (800 B of 900 B), and is the simplest of 3 strategies that fit"
+    assert chosen(*without, limit=None)[2] == "it is the simplest of 3 strategies"
+    assert chosen(without[0], limit=None)[2] == "it is the only strategy"
+    assert chosen(without[2])[2] == "it fits (800 B of 900 B), and is the only strategy that does"
 
 
 def test_what_the_user_excludes() -> None:
-    """An excluded cell is planned, and not recommended."""
+    """An excluded strategy is planned, and not recommended."""
     assert chosen(FAST, SLOW, exclude=("native/parameters",))[0] == "native/nothing"
-    assert chosen(FAST, exclude=("native/parameters",)) == ("", 0, "no cell can be planned here")
+    assert chosen(FAST, exclude=("native/parameters",)) == ("", 0, "no strategy can be planned here")
 
 
 def test_a_smaller_microbatch() -> None:
-    """A cell that fits only with one is judged by its speed with that one."""
+    """A strategy that fits only with one is judged by its speed with that one."""
     small = replace(FAST, phases=SLOW.phases, largest=2, largest_peak=300, largest_speed=SLOW.speed)
     assert chosen(small, limit=700) == ("native/parameters", 2, "it fits (300 B of 700 B): computing 100%")
 
@@ -85,8 +87,8 @@ def test_nothing_fits() -> None:
 
 def test_each_number_of_ranks() -> None:
     """Has a recommendation of its own."""
-    found = recommend([FAST, replace(SLOW, ranks=4), PlannedCell("horovod/nothing", 8, refusal="no")], None)
-    assert [(each.ranks, each.row and each.row.cell) for each in found] == [
+    found = recommend([FAST, replace(SLOW, ranks=4), PlannedStrategy("horovod/nothing", 8, refusal="no")], None)
+    assert [(each.ranks, each.row and each.row.strategy) for each in found] == [
         (2, "native/parameters"),
         (4, "native/nothing"),
         (8, None),
@@ -106,4 +108,4 @@ def test_each_number_of_ranks() -> None:
 )
 def test_order_of_simplicity(simple: str, less: str) -> None:
     """One process; what splits less, along fewer axes, without a variant; the default backend."""
-    assert simplicity(Cell.parse(simple)) < simplicity(Cell.parse(less))
+    assert simplicity(Strategy.parse(simple)) < simplicity(Strategy.parse(less))

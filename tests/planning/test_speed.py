@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from unipar.backend import offered_cells as cells
+from unipar.backend import offered_strategies as strategies
 from unipar.backend import registry
-from unipar.config import Cell
+from unipar.config import Strategy
 from unipar.config.config_source import load_given_config
-from unipar.config.sections.cell import Axes
+from unipar.config.sections.strategy import Axes
 from unipar.planning.machines.machine import Link, Machine, PeakRates
 from unipar.planning.speed import StepSpeed, StepWork, bytes_on_the_way, describe_speed, predict_speed, seconds_of
 from unipar.prediction.timeline import Payload
@@ -112,7 +112,7 @@ def test_a_pipeline_waits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cell", "more", "overlaps"),
+    ("strategy", "more", "overlaps"),
     [
         ("single", {}, {}),
         ("native/nothing", {}, {"all_reduce": "last backward"}),
@@ -128,8 +128,8 @@ def test_a_pipeline_waits() -> None:
         ("deepspeed/parameters", {"overlap": False}, {}),
     ],
 )  # fmt: skip
-def test_what_each_library_hides(cell: str, more: dict[str, Any], overlaps: dict[str, str]) -> None:
+def test_what_each_library_hides(strategy: str, more: dict[str, Any], overlaps: dict[str, str]) -> None:
     """As its engine is set up."""
     given = {"batch": {"total": 8}, "train": {"steps": 1}, "parallel": {"data": 2}, "options": {"deepspeed": more}}
-    config = cells.config_in_cell(load_given_config(given).config, Cell.parse(cell))
+    config = strategies.config_in_strategy(load_given_config(given).config, Strategy.parse(strategy))
     assert registry.find_backend(config.backend).overlaps(config) == overlaps

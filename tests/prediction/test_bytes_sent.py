@@ -1,4 +1,4 @@
-"""What a step sends in each cell, on a step written by hand: `benchmarks.plan` holds the same against real runs."""
+"""What a step sends in each strategy, on a step written by hand: `benchmarks.plan` holds the same against real runs."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from unipar.backend import offered_cells as cells
+from unipar.backend import offered_strategies as strategies
 from unipar.backend import registry
-from unipar.config import Cell
+from unipar.config import Strategy
 from unipar.config.config_source import load_given_config
 from unipar.prediction.bytes_sent import LIBRARY_BUCKETS, count_buckets
 from unipar.prediction.timeline import Moment, PredictedParameter, StepTimeline
@@ -36,27 +36,28 @@ TIMELINE = StepTimeline(
 """48 bytes in each of two blocks, and 20 outside of them; FSDP2 pads them to 64 and 24 on two ranks."""
 
 
-def sent(cell: str, ranks: int, timeline: StepTimeline = TIMELINE, **more: Any) -> set[tuple[str, int, int, int]]:
-    """Return collective, bytes, calls and ranks of what a cell sends."""
+def sent(strategy: str, ranks: int, timeline: StepTimeline = TIMELINE, **more: Any) -> set[tuple[str, int, int, int]]:
+    """Return collective, bytes, calls and ranks of what a strategy sends."""
     train = {"steps": 1, **more.pop("train", {})}
     parallel = {"data": ranks, **more.pop("parallel", {})}
     given = {"batch": {"total": 8}, "train": train, "parallel": parallel, **more}
-    config = cells.config_in_cell(load_given_config(given).config, Cell.parse(cell))
+    config = strategies.config_in_strategy(load_given_config(given).config, Strategy.parse(strategy))
     found = registry.find_backend(config.backend).predict(config, timeline, ranks, device="cpu").sent
     assert {payload.axis for payload in found} <= {"data"}
     return {(p.collective, p.size, p.calls, p.ranks) for p in found}
 
 
 @pytest.mark.parametrize(
-    "cell", ["single", "native/nothing", "native/optimizer", "native/parameters", "horovod", "accelerate/parameters"]
+    "strategy",
+    ["single", "native/nothing", "native/optimizer", "native/parameters", "horovod", "accelerate/parameters"],
 )
-def test_one_rank_sends_nothing(cell: str) -> None:
+def test_one_rank_sends_nothing(strategy: str) -> None:
     """There is no other."""
-    assert sent(cell, 1) == set()
+    assert sent(strategy, 1) == set()
 
 
 @pytest.mark.parametrize(
-    ("cell", "wanted"),
+    ("strategy", "wanted"),
     [
         ("native/nothing", {("all_reduce", 116, 1, 2)}),
         ("accelerate/nothing", {("all_reduce", 116, 1, 2)}),
@@ -68,13 +69,13 @@ def test_one_rank_sends_nothing(cell: str) -> None:
         ("horovod", {("all_reduce", 116, 1, 2)}),
     ],
 )
-def test_two_ranks(cell: str, wanted: set[tuple[str, int, int, int]]) -> None:
+def test_two_ranks(strategy: str, wanted: set[tuple[str, int, int, int]]) -> None:
     """Gradients once; FSDP2 gathers parameters, again in backward where they were freed, and sends their norms."""
-    assert sent(cell, 2) == wanted
+    assert sent(strategy, 2) == wanted
 
 
 @pytest.mark.parametrize(
-    ("cell", "more", "wanted"),
+    ("strategy", "more", "wanted"),
     [
         ("native/nothing", {}, {("all_reduce", 116, 1, 2)}),
         ("native/gradients", {}, {("all_gather", 304, 6, 2), ("reduce_scatter", 304, 6, 2), ("all_reduce", 12, 1, 2)}),
@@ -86,9 +87,9 @@ def test_two_ranks(cell: str, wanted: set[tuple[str, int, int, int]]) -> None:
         ),
     ],
 )
-def test_two_microbatches(cell: str, more: dict[str, Any], wanted: set[tuple[str, int, int, int]]) -> None:
+def test_two_microbatches(strategy: str, more: dict[str, Any], wanted: set[tuple[str, int, int, int]]) -> None:
     """DDP sums gradients up once a step, FSDP2 once a microbatch."""
-    assert sent(cell, 2, replace(TIMELINE, microbatches=2), **more) == wanted
+    assert sent(strategy, 2, replace(TIMELINE, microbatches=2), **more) == wanted
 
 
 def test_copies_of_shards() -> None:

@@ -20,9 +20,9 @@ FLAT = 8_128 // 2
 """Elements of the half of all parameters that a rank of ZeRO updates."""
 
 
-def planned(cell: str, **train: Any) -> Any:
-    ranks = 1 if cell == "single" else 2
-    (row,) = unipar.plan({**CONFIG, "train": {"steps": 1, **train}}, cells=[cell], worlds=[ranks]).rows
+def planned(strategy: str, **train: Any) -> Any:
+    ranks = 1 if strategy == "single" else 2
+    (row,) = unipar.plan({**CONFIG, "train": {"steps": 1, **train}}, strategies=[strategy], worlds=[ranks]).rows
     return row
 
 
@@ -36,7 +36,7 @@ def sent(row: Any) -> int:
 
 
 @pytest.mark.parametrize(
-    ("cell", "in_a_loop"),
+    ("strategy", "in_a_loop"),
     [
         ("single", 3 * 4 * LARGEST),
         pytest.param("native/nothing", 3 * 4 * LARGEST, marks=pytest.mark.sweep),
@@ -47,14 +47,14 @@ def sent(row: Any) -> int:
         ("deepspeed/parameters", 2 * 4 * FLAT + 4 * FLAT),
     ],
 )
-def test_the_optimizers_own_tensors(cell: str, in_a_loop: int) -> None:
+def test_the_optimizers_own_tensors(strategy: str, in_a_loop: int) -> None:
     """Adam's loop has two of the largest tensor, and one of that before; ZeRO's is flat, beside its gradients."""
-    assert held(planned(cell, optimizer={"fused": False})) == in_a_loop
-    assert held(planned(cell, optimizer={"fused": True})) < in_a_loop
+    assert held(planned(strategy, optimizer={"fused": False})) == in_a_loop
+    assert held(planned(strategy, optimizer={"fused": True})) < in_a_loop
 
 
 @pytest.mark.parametrize(
-    ("cell", "norm", "bytes_sent"),
+    ("strategy", "norm", "bytes_sent"),
     [
         pytest.param("single", 16 * EMBEDDING, 0, marks=pytest.mark.sweep),
         ("native/nothing", 16 * EMBEDDING, 0),
@@ -66,10 +66,10 @@ def test_the_optimizers_own_tensors(cell: str, in_a_loop: int) -> None:
         ("deepspeed/parameters", 4 * FLAT, 8),
     ],
 )
-def test_a_norm_in_fp64(cell: str, norm: int, bytes_sent: int) -> None:
+def test_a_norm_in_fp64(strategy: str, norm: int, bytes_sent: int) -> None:
     """A gradient in fp64 with its squares: of the largest that a rank has; parts are added up over the ranks."""
-    exact = planned(cell, clip={"max": 1.0, "norm": "fp64"})
+    exact = planned(strategy, clip={"max": 1.0, "norm": "fp64"})
     assert held(exact) == norm
-    without = planned(cell)
-    per_parameter = 4 * 24 if cell == "native/parameters" else 0
+    without = planned(strategy)
+    per_parameter = 4 * 24 if strategy == "native/parameters" else 0
     assert sent(exact) - sent(without) == bytes_sent - per_parameter

@@ -1,4 +1,4 @@
-"""Work of whole runs: the same count in every cell, and a rank that waits for a slower one."""
+"""Work of whole runs: the same count in every strategy, and a rank that waits for a slower one."""
 
 from __future__ import annotations
 

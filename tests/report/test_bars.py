@@ -43,15 +43,15 @@ def ends_of_names(drawn: str) -> float:
 
 def test_bars_of_like_lengths_are_whole(run: Path) -> None:
     """Without the outlier no bar is cut."""
-    told = ComparisonPageData.read(edit_example_comparison(run, lambda data: data["cells"][4].update(memory=[])))
-    assert choose_bar_scale(told, None) == (told.measured_cells[-1].peak, [])
+    told = ComparisonPageData.read(edit_example_comparison(run, lambda data: data["strategies"][4].update(memory=[])))
+    assert choose_bar_scale(told, None) == (told.measured_strategies[-1].peak, [])
     assert 'class="break"' not in draw_memory_bars(told, None, 920)
 
 
-def test_a_bridge_ends_where_the_other_cell_is(run: Path) -> None:
-    """The steps add up, from the first cell's peak to the second's."""
+def test_a_bridge_ends_where_the_other_strategy_is(run: Path) -> None:
+    """The steps add up, from the first strategy's peak to the second's."""
     told = ComparisonPageData.read(run)
-    one, two = told.cell("native/nothing"), told.cell("native/parameters")
+    one, two = told.strategy("native/nothing"), told.strategy("native/parameters")
     assert one is not None
     assert two is not None
     text = draw_bridge(one, two, 920)
@@ -62,9 +62,9 @@ def test_a_bridge_ends_where_the_other_cell_is(run: Path) -> None:
 
 
 def test_the_steps_of_a_bridge_join(run: Path) -> None:
-    """Each row begins where the previous one ended, down to the bar of the other cell."""
+    """Each row begins where the previous one ended, down to the bar of the other strategy."""
     told = ComparisonPageData.read(run)
-    one, two = told.cell("native/nothing"), told.cell("native/parameters")
+    one, two = told.strategy("native/nothing"), told.strategy("native/parameters")
     assert one is not None
     assert two is not None
     shapes = re.findall(r'<rect x="([\d.]+)" y="[\d.]+" width="([\d.]+)".*? class="(\S+)"', draw_bridge(one, two, 920))
@@ -87,8 +87,8 @@ def test_the_balance_of_an_outlier_is_cut(run: Path) -> None:
     assert f'aria-label="Each rank\'s peak{said}"'.replace("'", "&#x27;") in drawn
     assert drawn.count('class="break"') == 2
     dots = {
-        (cell, int(rank)): float(x)
-        for x, cell, rank in re.findall(r'<circle cx="([\d.]+)" [^>]*><title>([^,]+), rank (\d): ', drawn)
+        (strategy, int(rank)): float(x)
+        for x, strategy, rank in re.findall(r'<circle cx="([\d.]+)" [^>]*><title>([^,]+), rank (\d): ', drawn)
     }
     assert dots["deepspeed/gradients+library", 0] == 850
     per_byte = (dots["horovod/nothing", 0] - dots["horovod/nothing", 1]) / 0.02 / 182.4

@@ -21,14 +21,16 @@ def run(tmp_path: Path) -> Path:
     return write_example_comparison(tmp_path / "run")
 
 
-def test_a_cell_that_was_not_watched_has_no_memory_anywhere(run: Path) -> None:
-    """Accounts that a rank left in the cell's folder are in no figure, no sentence and no column."""
+def test_a_strategy_that_was_not_watched_has_no_memory_anywhere(run: Path) -> None:
+    """Accounts that a rank left in the strategy's folder are in no figure, no sentence and no column."""
     for rank in (0, 1):
         account("native/parameters", rank, 0.1).write(run / "compare/native-parameters")
     told = ComparisonPageData.read(
-        edit_example_comparison(run, lambda data: data["cells"][2].update(memory=[], note="memory was not recorded"))
+        edit_example_comparison(
+            run, lambda data: data["strategies"][2].update(memory=[], note="memory was not recorded")
+        )
     )
-    assert "native/parameters" not in [cell.cell for cell in told.measured_cells]
+    assert "native/parameters" not in [strategy.strategy for strategy in told.measured_strategies]
     text = render_comparison(told)
     assert "<h1>deepspeed/gradients is smallest" in text
     assert "<p>Not measured: native/parameters.</p>" in text
@@ -39,7 +41,7 @@ def test_a_cell_that_was_not_watched_has_no_memory_anywhere(run: Path) -> None:
 
 
 def test_the_figures_alone_have_all_that_was_measured(run: Path, tmp_path: Path) -> None:
-    """Memory is read from compare.json, even if the cell's folder is missing or its accounts are truncated."""
+    """Memory is read from compare.json, even if the strategy's folder is missing or its accounts are truncated."""
     (run / "compare/native-nothing/rank-1.memory.json").write_text('{"rank": 1', encoding="utf-8")
     whole = ComparisonPageData.read(run)
     assert whole.problems == ()
@@ -47,17 +49,17 @@ def test_the_figures_alone_have_all_that_was_measured(run: Path, tmp_path: Path)
     bare.mkdir()
     (run / "compare/compare.json").rename(bare / "compare.json")
     told = ComparisonPageData.read(bare)
-    assert [cell.memory for cell in told.cells] == [cell.memory for cell in whole.cells]
-    assert [len(cell.memory) for cell in told.cells] == [1, 2, 2, 2, 2, 2, 0]
+    assert [strategy.memory for strategy in told.strategies] == [strategy.memory for strategy in whole.strategies]
+    assert [len(strategy.memory) for strategy in told.strategies] == [1, 2, 2, 2, 2, 2, 0]
     sections = re.findall('<section id="([a-z]+)">', render_comparison(told))
     assert sections == [
-        *("memory", "cells", "bridge", "through", "balance", "planned", "losses", "pareto", "times", "sent", "how")
+        *("memory", "strategies", "bridge", "through", "balance", "planned", "losses", "pareto", "times", "sent", "how")
     ]
 
 
 def test_a_rank_without_an_account_is_a_rank_all_the_same(run: Path) -> None:
     """The prediction for CUDA includes 200 MiB for NCCL with several ranks, and none for one process."""
-    data = edit_example_comparison(run, lambda data: data["cells"][1]["memory"].pop())
+    data = edit_example_comparison(run, lambda data: data["strategies"][1]["memory"].pop())
     told = ComparisonPageData.read(data)
     text = render_comparison(told)
     assert [told.comparison.rank_count(row) for row in told.comparison.rows[:3]] == [1, 2, 2]
@@ -76,7 +78,7 @@ def test_the_ranks_are_known_before_any_has_started(run: Path) -> None:
 
     def stopped(data: dict[str, Any]) -> None:
         data["interrupted"] = True
-        data["cells"] = [{"cell": c["cell"], "outcome": "waits"} for c in data["cells"]]
+        data["strategies"] = [{"strategy": c["strategy"], "outcome": "waits"} for c in data["strategies"]]
 
     told = ComparisonPageData.read(edit_example_comparison(run, stopped))
     assert [told.comparison.rank_count(row) for row in told.comparison.rows[:2]] == [1, 2]
@@ -89,7 +91,7 @@ def test_the_ranks_are_known_before_any_has_started(run: Path) -> None:
 @pytest.mark.parametrize("phases", [[], None])
 def test_an_account_without_phases_is_a_sentence(run: Path, phases: list[Any] | None) -> None:
     """Accounts always have the phase in which the model was built, so one without phases is refused."""
-    edit_example_comparison(run, lambda data: data["cells"][1]["memory"][1].update(phases=phases))
+    edit_example_comparison(run, lambda data: data["strategies"][1]["memory"][1].update(phases=phases))
     with pytest.raises(ReportError) as e:
         write_page(run)
     why = "1 validation error for MemoryAccount" if phases is None else "native/nothing has an account without phases"
@@ -97,7 +99,7 @@ def test_an_account_without_phases_is_a_sentence(run: Path, phases: list[Any] | 
 
 
 def test_a_truncated_ledger_or_config_leaves_the_rest(run: Path) -> None:
-    """The number of parameters comes from the other cells; both files are named as problems."""
+    """The number of parameters comes from the other strategies; both files are named as problems."""
     (run / "compare/single/rank-0.jsonl").write_text('{"event": "sta', encoding="utf-8")
     (run / "compare/single/config.json").write_text("[1", encoding="utf-8")
     told = ComparisonPageData.read(run)
@@ -116,26 +118,26 @@ def test_a_foreign_ledger_or_config_is_a_sentence(run: Path) -> None:
         "native-parameters": ('{"event": "start"}\n', "KeyError: 'parameters'"),
         "deepspeed-gradients": ('{"event": "memory"}\n{"event": "start", "parameters": 9}\n', ""),
     }
-    for cell, (text, _) in why.items():
-        (run / f"compare/{cell}/rank-0.jsonl").write_text(text, encoding="utf-8")
+    for strategy, (text, _) in why.items():
+        (run / f"compare/{strategy}/rank-0.jsonl").write_text(text, encoding="utf-8")
     told = ComparisonPageData.read(run)
     said = [
-        f"{run}/compare/{cell}/rank-0.jsonl cannot be read as a rank's ledger ({reason}): it is left out"
-        for cell, (_, reason) in why.items()
+        f"{run}/compare/{strategy}/rank-0.jsonl cannot be read as a rank's ledger ({reason}): it is left out"
+        for strategy, (_, reason) in why.items()
         if reason
     ]
     config = (
         f"{run}/compare/single/config.json is not a config written by unipar: none of its keys is a key of a config"
     )
     assert told.problems == (said[0], f"{config}; it is left out", *said[1:])
-    assert [cell.parameters for cell in told.cells] == [0, 0, 0, 9, PARAMETER_COUNT, PARAMETER_COUNT, 0]
+    assert [strategy.parameters for strategy in told.strategies] == [0, 0, 0, 9, PARAMETER_COUNT, PARAMETER_COUNT, 0]
     assert f'<p class="worry">{config}; it is left out</p>' in render_comparison(told)
 
 
-def test_a_cell_that_failed_before_it_began_has_an_empty_ledger(run: Path) -> None:
-    """An empty ledger of a failed cell is not a problem."""
+def test_a_strategy_that_failed_before_it_began_has_an_empty_ledger(run: Path) -> None:
+    """An empty ledger of a failed strategy is not a problem."""
     (run / "compare/native-nothing/rank-0.jsonl").write_text("", encoding="utf-8")
-    edit_example_comparison(run, lambda data: data["cells"][1].update(outcome="failed", note="no"))
+    edit_example_comparison(run, lambda data: data["strategies"][1].update(outcome="failed", note="no"))
     assert ComparisonPageData.read(run).problems == ()
 
 
@@ -144,9 +146,14 @@ def test_a_cell_that_failed_before_it_began_has_an_empty_ledger(run: Path) -> No
     [
         ('{"name": "x"', "cannot be read: it is truncated or not JSON ("),
         ("[]", "is not a comparison: it holds no mapping"),
-        ("{}", "is not a comparison written by unipar: no key 'cells'"),
-        ('{"cells": []}', "is not a comparison written by unipar: no key 'name'"),
-        ('{"cells": 3}', "is not a comparison written by unipar: 'int' object is not iterable"),
+        ("{}", "is not a comparison written by unipar: no key 'strategies'"),
+        (
+            '{"cells": []}',
+            "was written before unipar 0.1.0, which calls cells strategies: read it with the version that wrote it, or "
+            "run the command again with --overwrite",
+        ),
+        ('{"strategies": []}', "is not a comparison written by unipar: no key 'name'"),
+        ('{"strategies": 3}', "is not a comparison written by unipar: 'int' object is not iterable"),
     ],
 )
 def test_a_foreign_comparison_is_a_sentence(run: Path, text: str, sentence: str) -> None:
@@ -161,20 +168,22 @@ def test_a_foreign_comparison_is_a_sentence(run: Path, text: str, sentence: str)
 
 
 def test_foreign_figures_are_a_sentence(run: Path) -> None:
-    """Losses that are words, losses of another number of steps, and an empty list of cells are errors."""
+    """Losses that are words, losses of another number of steps, and an empty list of strategies are errors."""
     file = run / "compare/compare.json"
-    edit_example_comparison(run, lambda data: data["cells"][2].update(losses=["a", "b"]))
+    edit_example_comparison(run, lambda data: data["strategies"][2].update(losses=["a", "b"]))
     with pytest.raises(ReportError, match="is not a comparison written by unipar: 2 validation errors for "):
         ComparisonPageData.read(run)
-    edit_example_comparison(run, lambda data: data["cells"][2].update(losses=[1.0]))
+    edit_example_comparison(run, lambda data: data["strategies"][2].update(losses=[1.0]))
     said = "is not a comparison written by unipar: native/parameters has 1 losses, single has 12"
     with pytest.raises(ReportError, match=re.escape(f"{file} {said}")):
         ComparisonPageData.read(run)
-    edit_example_comparison(run, lambda data: (data.update(samples="many"), data["cells"][2].update(losses=[1.0] * 12)))
+    edit_example_comparison(
+        run, lambda data: (data.update(samples="many"), data["strategies"][2].update(losses=[1.0] * 12))
+    )
     with pytest.raises(ReportError, match="1 validation error for Comparison"):
         ComparisonPageData.read(run)
-    edit_example_comparison(run, lambda data: data.update(samples=8, cells=[]))
-    with pytest.raises(ReportError, match="is not a comparison written by unipar: it has no cells"):
+    edit_example_comparison(run, lambda data: data.update(samples=8, strategies=[]))
+    with pytest.raises(ReportError, match="is not a comparison written by unipar: it has no strategies"):
         ComparisonPageData.read(run)
 
 

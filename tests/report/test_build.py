@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.comparisons import write_example_comparison
 from tests.support.run_folders import plain
-from tests.support.scalings import two_cells
+from tests.support.scalings import two_strategies
 from unipar.errors import ReportError
 from unipar.report.build import write_page, write_pages
 from unipar.run_folder.layout import PAGE_FILE_NAME
@@ -22,7 +22,7 @@ def run(tmp_path: Path) -> Path:
     run = write_example_comparison(plain(tmp_path / "run"))
     for folder, name in (("scale", "scale.json"), ("worlds", "worlds.json")):
         (run / folder).mkdir()
-        (run / folder / name).write_text(json.dumps(two_cells().to_json()), encoding="utf-8")
+        (run / folder / name).write_text(json.dumps(two_strategies().to_json()), encoding="utf-8")
     (run / "compare").rename(run / "worlds/world-2")
     write_example_comparison(tmp_path / "again")
     (tmp_path / "again/compare").rename(run / "compare")

@@ -38,7 +38,7 @@ def run(tmp_path: Path) -> Path:
 
 def marked(marks: TrainingMarks) -> Callable[[dict[str, Any]], object]:
     """Return an edit that gives the one process these marks."""
-    return lambda data: data["cells"][0].update(marks=marks.model_dump(mode="json"))
+    return lambda data: data["strategies"][0].update(marks=marks.model_dump(mode="json"))
 
 
 def altered(**told: Any) -> Callable[[dict[str, Any]], object]:
@@ -107,7 +107,7 @@ def test_ranks_and_devices_are_said(run: Path, tmp_path: Path) -> None:
 
     def elsewhere(data: dict[str, Any]) -> None:
         data["ranks"] = 1
-        for told in (told for cell in data["cells"][:-1] for told in cell["memory"]):
+        for told in (told for strategy in data["strategies"][:-1] for told in strategy["memory"]):
             told["device"] = "cuda"
 
     later = edit_example_comparison(write_example_comparison(tmp_path / "later"), elsewhere)
@@ -137,11 +137,12 @@ def test_memory_that_was_watched_in_two_ways_is_not_compared(run: Path, tmp_path
     assert text.index("Memory is not compared, it was measured") < text.index("less time a step") < text.index("<main>")
 
 
-def test_memory_of_one_cell_that_was_watched_in_another_way(run: Path, tmp_path: Path) -> None:
-    """Only that cell's memory is left out."""
+def test_memory_of_one_strategy_that_was_watched_in_another_way(run: Path, tmp_path: Path) -> None:
+    """Only that strategy's memory is left out."""
     metered = [account("native/nothing", rank, 0.5, MallocMeter.method).model_dump(mode="json") for rank in (0, 1)]
     later = edit_example_comparison(
-        write_example_comparison(tmp_path / "later", scale=0.5), lambda data: data["cells"][1].update(memory=metered)
+        write_example_comparison(tmp_path / "later", scale=0.5),
+        lambda data: data["strategies"][1].update(memory=metered),
     )
     before, now = ComparisonPageData.read(run), ComparisonPageData.read(later)
     (said,) = changes.describe_mismatches(before, now)
@@ -187,7 +188,7 @@ def test_two_runs_that_are_not_alike(tmp_path: Path) -> None:
     text = write_page(one, two).read_text("utf-8")
     head = text[: text.index("</header>")]
     assert "The two differ: parameters 8,926,848 before, 1,000 now; " in head
-    assert "cell native/nothing before, native/gradients now" in head
+    assert "strategy native/nothing before, native/gradients now" in head
     retold(task={"use": "gan.py:Gan"})
     with pytest.raises(errors.ReportError, match=r"and gan.py:Gan with 1,000 parameters\) and cannot be compared"):
         write_page(one, two)

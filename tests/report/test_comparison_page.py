@@ -34,7 +34,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_the_first_sentence(run: Path) -> None:
-    """The headline names the smallest and the fastest cell besides the one process, and the main category."""
+    """The headline names the smallest and the fastest strategy besides the one process, and the main category."""
     assert comparison_headline(ComparisonPageData.read(run)) == (
         "native/parameters is smallest: 97 MiB on its largest rank, 45 % less than native/nothing, mostly "
         "optimizer states (68 MiB to 34 MiB); native/nothing is fastest: 526 ms a step, but the difference from "
@@ -50,7 +50,7 @@ def test_a_number_stays_with_its_unit(run: Path) -> None:
 
 
 def test_the_first_sentence_without_memory(tmp_path: Path) -> None:
-    """The headline names the fastest cell only."""
+    """The headline names the fastest strategy only."""
     told = ComparisonPageData.read(write_example_comparison(tmp_path / "run", memory=False))
     assert (
         comparison_headline(told)
@@ -59,26 +59,30 @@ def test_the_first_sentence_without_memory(tmp_path: Path) -> None:
 
 
 def test_the_baseline_itself_may_be_smallest(run: Path) -> None:
-    """The baseline is then compared with the next cell; if no cell ran, the headline says so."""
+    """The baseline is then compared with the next strategy; if no strategy ran, the headline says so."""
 
     def only(data: dict[str, Any]) -> None:
-        data["cells"] = [c for c in data["cells"] if c["cell"] in ("single", "native/nothing", "horovod/nothing")]
-        data["cells"][2]["seconds"] = [[0.9]]
+        data["strategies"] = [
+            c for c in data["strategies"] if c["strategy"] in ("single", "native/nothing", "horovod/nothing")
+        ]
+        data["strategies"][2]["seconds"] = [[0.9]]
 
     assert comparison_headline(ComparisonPageData.read(edit_example_comparison(run, only))) == (
         "native/nothing is smallest: 178 MiB on its largest rank, 3 % less than horovod/nothing, mostly "
         "communication buffers (39 MiB to 34 MiB); native/nothing is fastest: 526 ms a step."
     )
-    nothing = edit_example_comparison(run, lambda data: [c.update(outcome="failed", memory=[]) for c in data["cells"]])
-    assert comparison_headline(ComparisonPageData.read(nothing)) == "No cell finished, so there is nothing to rank."
+    nothing = edit_example_comparison(
+        run, lambda data: [c.update(outcome="failed", memory=[]) for c in data["strategies"]]
+    )
+    assert comparison_headline(ComparisonPageData.read(nothing)) == "No strategy finished, so there is nothing to rank."
 
 
 def test_the_first_sentence_where_memory_tells_nothing(run: Path) -> None:
     """Libraries that weigh more than sharding saves; a strategy with buffers that are larger is named."""
 
     def heavy(data: dict[str, Any]) -> None:
-        for cell in data["cells"]:
-            for one in cell.get("memory", []):
+        for strategy in data["strategies"]:
+            for one in strategy.get("memory", []):
                 for phase in one["phases"]:
                     phase["held"]["library"] = phase["held"].get("library", 0) + 300 * MIB
                     phase["peak"] += 300 * MIB
@@ -143,7 +147,7 @@ def test_memory_is_told_in_three_columns(run: Path) -> None:
 
 
 def test_a_library_s_own_sizes_are_marked(run: Path) -> None:
-    """A cell with its library's sizes has a † in the first figure, and a footnote."""
+    """A strategy with its library's sizes has a † in the first figure, and a footnote."""
     text = render_comparison(ComparisonPageData.read(run))
     assert "deepspeed/gradients+library †</text>" in text
     assert (
@@ -163,9 +167,9 @@ def test_a_library_s_own_sizes_are_marked(run: Path) -> None:
     ],
 )
 def test_a_library_s_own_sizes_are_put_beside_what_was_measured(run: Path, gone: tuple[int, ...], said: str) -> None:
-    """The footnote compares with the cells that were measured."""
+    """The footnote compares with the strategies that were measured."""
     told = ComparisonPageData.read(
-        edit_example_comparison(run, lambda data: [data["cells"][i].update(memory=[]) for i in gone])
+        edit_example_comparison(run, lambda data: [data["strategies"][i].update(memory=[]) for i in gone])
     )
     text = render_comparison(told).replace("\N{NO-BREAK SPACE}", " ")
     assert f"† deepspeed/gradients+library runs with DeepSpeed&#x27;s own bucket sizes, its default{said}" in text
@@ -174,7 +178,7 @@ def test_a_library_s_own_sizes_are_put_beside_what_was_measured(run: Path, gone:
 def test_own_sizes_that_cost_nothing_are_told_without_a_reason(run: Path) -> None:
     """If no category grew, the footnote names none."""
     less = [account("native/parameters", rank).model_dump(mode="json") for rank in (0, 1)]
-    told = ComparisonPageData.read(edit_example_comparison(run, lambda data: data["cells"][4].update(memory=less)))
+    told = ComparisonPageData.read(edit_example_comparison(run, lambda data: data["strategies"][4].update(memory=less)))
     said = "its default: 97 MiB, 0.7 times deepspeed/gradients without them (144 MiB) and 0.5 times native/nothing "
     assert f"{said}(178 MiB).</p>" in render_comparison(told).replace("\N{NO-BREAK SPACE}", " ")
 
@@ -183,7 +187,7 @@ def test_gradients_that_nobody_named_are_not_set_beside_buffers(run: Path) -> No
     """The footnote leaves out gradients that are not known."""
 
     def unnamed(data: dict[str, Any]) -> None:
-        for held in (phase["held"] for told in data["cells"][1]["memory"] for phase in told["phases"]):
+        for held in (phase["held"] for told in data["strategies"][1]["memory"] for phase in told["phases"]):
             held["unattributed"] = held.pop("gradients")
 
     assert "612\N{NO-BREAK SPACE}MiB of it are communication buffers.</p>" in render_comparison(
@@ -208,7 +212,7 @@ def test_agreement_is_a_badge(run: Path) -> None:
     text = render_comparison(ComparisonPageData.read(run))
     assert '<p class="badge good"><b aria-hidden="true">✓</b> all 5 strategies agree with one process' in text
     assert 'class="cross"' not in text
-    far = edit_example_comparison(run, lambda data: data["cells"][1]["losses"].__setitem__(4, 9.0))
+    far = edit_example_comparison(run, lambda data: data["strategies"][1]["losses"].__setitem__(4, 9.0))
     text = render_comparison(ComparisonPageData.read(far))
     assert '<p class="badge bad"><b aria-hidden="true">✗</b> DISAGREES: native/nothing by' in text
     assert text.count('class="cross"') == 2 * 2
@@ -221,30 +225,32 @@ def test_what_others_wrote_is_only_text(run: Path) -> None:
     assert "<cannot>" not in text
 
 
-def test_a_cell_that_is_not_alike_is_in_no_figure(run: Path) -> None:
-    """The cell has only a row with its sentence, even if it was measured."""
+def test_a_strategy_that_is_not_alike_is_in_no_figure(run: Path) -> None:
+    """The strategy has only a row with its sentence, even if it was measured."""
     why = "step 1 trains on other samples than in single"
     told = ComparisonPageData.read(
-        edit_example_comparison(run, lambda data: data["cells"][2].update(outcome="unlike", note=why))
+        edit_example_comparison(run, lambda data: data["strategies"][2].update(outcome="unlike", note=why))
     )
-    assert "native/parameters" not in [cell.cell for cell in (*told.measured_cells, *told.timed_cells)]
+    assert "native/parameters" not in [
+        strategy.strategy for strategy in (*told.measured_strategies, *told.timed_strategies)
+    ]
     assert f'<td class="text" colspan="7">trained differently: {why}</td>' in render_comparison(told)
     assert comparison_headline(told).startswith("deepspeed/gradients is smallest")
 
 
 def test_what_a_step_does_has_a_section(run: Path) -> None:
-    """Figures and the reasons of graph breaks, each explained once; a cell without figures has no row."""
+    """Figures and the reasons of graph breaks, each explained once; a strategy without figures has no row."""
     compiled = CompiledWork(graphs=2, breaks={"print": 2})
     work = [RankWork(flops=8e9, waits=((share, 1.0),), compiled=compiled) for share in (0.05, 0.1)]
 
     def add(data: dict[str, Any]) -> None:
-        for cell in data["cells"][1:3]:
-            cell["work"] = [one.model_dump(mode="json") for one in work]
-        data["cells"][2]["outcome"] = "failed"
+        for strategy in data["strategies"][1:3]:
+            strategy["work"] = [one.model_dump(mode="json") for one in work]
+        data["strategies"][2]["outcome"] = "failed"
 
     text = render_comparison(ComparisonPageData.read(edit_example_comparison(run, add)))
     section = text.partition('<section id="work">')[2].partition("</section>")[0]
-    name = ComparisonPageData.read(run).cells[1].cell
+    name = ComparisonPageData.read(run).strategies[1].strategy
     assert re.findall(rf'<th scope="row" class="text">{name}</th>.*<td>5.0 %</td><td>2</td><td>0</td></tr>', section)
     assert '<th scope="row" class="text">graph break</th><td>2</td><td class="text">print</td>' in section
     assert text.count("graph break, 2 times: print") == 0
@@ -262,7 +268,7 @@ def test_a_comparison_without_memory_has_a_page(tmp_path: Path) -> None:
     text = render_comparison(ComparisonPageData.read(run))
     assert "Memory was not measured in this comparison" in text
     assert "Measured on a machine that was not recorded." in text
-    shown = ["memory", "cells", "planned", "losses", "times", "configs", "how"]
+    shown = ["memory", "strategies", "planned", "losses", "times", "configs", "how"]
     assert re.findall('<section id="([a-z]+)">', text) == shown
     assert "<td>–</td><td>~640 MiB</td><td>–</td>" in text
 
@@ -290,11 +296,13 @@ def test_what_is_counted_depends_on_who_counts(methods: tuple[str, ...], said: s
 
 
 def test_the_config_and_the_command_to_repeat_it(run: Path) -> None:
-    """The page has all keys of the config, the keys that differ in a cell, and the command."""
+    """The page has all keys of the config, the keys that differ in a strategy, and the command."""
     text = render_comparison(ComparisonPageData.read(run))
     assert "train.steps: 12\ntrain.optimizer.fused: false</pre>" in text
     assert '<th scope="row" class="text">horovod/nothing</th><td class="text">backend</td>' in text
-    assert f"unipar compare {run}/compare/asked/quickstart.json --out {run} --cell native/nothing --cell" in text
+    assert (
+        f"unipar compare {run}/compare/asked/quickstart.json --out {run} --strategy native/nothing --strategy" in text
+    )
 
 
 def test_the_page_lies_where_it_is_wanted(run: Path, tmp_path: Path) -> None:
@@ -328,8 +336,8 @@ def test_two_comparisons_over_one_another(run: Path, tmp_path: Path) -> None:
     assert 'class="point before"' in text
 
 
-def test_what_a_cell_held_till_it_failed_is_no_change(run: Path, tmp_path: Path) -> None:
-    """A cell that failed in either comparison is in no change."""
+def test_what_a_strategy_held_till_it_failed_is_no_change(run: Path, tmp_path: Path) -> None:
+    """A strategy that failed in either comparison is in no change."""
     later = write_example_comparison(tmp_path / "later", scale=0.9)
     before, now = ComparisonPageData.read(run), ComparisonPageData.read(later)
     assert (
@@ -337,7 +345,7 @@ def test_what_a_cell_held_till_it_failed_is_no_change(run: Path, tmp_path: Path)
         in changes.describe_largest_change(before, now)
     )
     for told, peaks in ((later, ("704 MiB", "-")), (run, ("-", "-"))):
-        edit_example_comparison(told, lambda data: data["cells"][4].update(outcome="failed", note="no"))
+        edit_example_comparison(told, lambda data: data["strategies"][4].update(outcome="failed", note="no"))
         before, now = ComparisonPageData.read(run), ComparisonPageData.read(later)
         assert "deepspeed/gradients+library" not in changes.describe_largest_change(before, now)
         assert changes.change_rows(before, now)[4][:4] == ["deepspeed/gradients+library", *peaks, "-"]
@@ -368,8 +376,8 @@ def test_each_part_has_a_row_of_differences(run: Path) -> None:
     """Each part of a task is compared with the same part of one process."""
 
     def split(data: dict[str, Any]) -> None:
-        data["cells"][0]["parts"] = {"maker": [1.0, 2.0], "critic": [3.0]}
-        data["cells"][1]["parts"] = {"maker": [1.0, 2.5], "critic": [3.0]}
+        data["strategies"][0]["parts"] = {"maker": [1.0, 2.0], "critic": [3.0]}
+        data["strategies"][1]["parts"] = {"maker": [1.0, 2.5], "critic": [3.0]}
 
     told = ComparisonPageData.read(edit_example_comparison(run, split))
     assert loss_differences(told)[:2] == [("native/nothing, maker", [0.0, 0.25]), ("native/nothing, critic", [0.0])]

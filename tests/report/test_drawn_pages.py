@@ -18,9 +18,9 @@ import pytest
 from tests.support.comparisons import example_with_points, write_example_comparison
 from tests.support.programs import needs_programs, reason_no_programs, skip_because
 from tests.support.run_folders import plain
-from tests.support.scalings import two_cells
+from tests.support.scalings import two_strategies
 from tests.support.verifications import disagreeing_verdicts
-from unipar.config.sections.cell import Axes
+from unipar.config.sections.strategy import Axes
 from unipar.report.charts.svg import fit_name
 from unipar.report.data.comparison_data import ComparisonPageData
 from unipar.report.data.pipeline_data import PipelineFacts
@@ -160,15 +160,17 @@ def test_everything_can_be_read(
 @pytest.mark.parametrize("kind", ["scaling", "sizes", "run", "verification", "pipeline"])
 def test_the_other_pages_can_be_read(tmp_path: Path, width: int, flags: tuple[str, ...], kind: str) -> None:
     """Pages of a scaling, of comparisons by size, of two runs, and of a verification can be read."""
-    strong = [(w, row) for w, row in zip(two_cells().worlds, two_cells().rows, strict=True) if "strong" in w.kinds]
+    strong = [
+        (w, row) for w, row in zip(two_strategies().worlds, two_strategies().rows, strict=True) if "strong" in w.kinds
+    ]
     alone = [(replace(w, kinds=("strong",)), row) for w, row in strong]
-    sizes = replace(two_cells(), verb="compare", worlds=tuple(w for w, _ in alone))
-    sizes = replace(sizes, rows=[replace(row, cell=w.name) for w, row in alone])
+    sizes = replace(two_strategies(), verb="compare", worlds=tuple(w for w, _ in alone))
+    sizes = replace(sizes, rows=[replace(row, strategy=w.name) for w, row in alone])
     before, now = (RunPageData.read(plain(tmp_path / name) / "rank-0.jsonl") for name in ("before", "now"))
     verified = VerificationPageData(folder=tmp_path, verdicts=disagreeing_verdicts(), config={"backend": "native"})
     pipelines = [(p, PipelineFacts(Axes(pipeline=p), m)) for p, m in ((2, 3), (2, 8), (4, 16), (8, 128))]
     whole = {
-        "scaling": lambda: scaled(two_cells(), tmp_path),
+        "scaling": lambda: scaled(two_strategies(), tmp_path),
         "sizes": lambda: scaled(sizes, tmp_path),
         "run": lambda: of_run(now, before),
         "verification": lambda: render_verification(verified),
@@ -191,10 +193,10 @@ def test_the_other_pages_can_be_read(tmp_path: Path, width: int, flags: tuple[st
     ],
     ids=["light-1280", "dark-390", "light-390", "dark-1280"],
 )
-def test_labels_of_many_cells_can_be_read(
+def test_labels_of_many_strategies_can_be_read(
     told: ComparisonPageData, tmp_path: Path, width: int, flags: tuple[str, ...]
 ) -> None:
-    """As a browser draws them, labels of 4, 12 and 25 cells touch neither another, nor a point, nor a leader."""
+    """As a browser draws them, labels of 4, 12 and 25 strategies touch neither another, nor a point, nor a leader."""
     figures: list[str] = []
     for count in (4, 12, 25):
         points = [(100.0 + i % 5 * 3 + i, 30.0 + i % 7) for i in range(count)]
@@ -209,7 +211,7 @@ LONGEST_NAME = "native/parameters+tensor2+pipeline2+context2+sequence+interleave
 
 @needs_browser
 @pytest.mark.parametrize("width", [390, pytest.param(1280, marks=pytest.mark.sweep)])
-def test_long_names_of_cells_can_be_read(tmp_path: Path, width: int) -> None:
+def test_long_names_of_strategies_can_be_read(tmp_path: Path, width: int) -> None:
     """With all axes of a mesh a name is wider than a phone: figures shorten it, and text breaks it."""
     folder = write_example_comparison(tmp_path / "run")
     (file,) = folder.rglob("compare.json")

@@ -40,11 +40,11 @@ def plain(text: str) -> str:
 
 
 def test_predicted_beside_measured(run: Path) -> None:
-    """A sentence, a row for each cell that was compared, and why another one is not planned."""
+    """A sentence, a row for each strategy that was compared, and why another one is not planned."""
     text = plain(forecast_section(read(run)))
     assert (
-        "<p>Predicted peaks of 6 cells are within 3.50 % of the measured ones (farthest: native/parameters); bytes "
-        "sent are equal.</p>"
+        "<p>Predicted peaks of 6 strategies are within 3.50 % of the measured ones (farthest: native/parameters); "
+        "bytes sent are equal.</p>"
     ) in text
     assert (
         '<th scope="row" class="text">native/parameters</th><td>94 MiB</td><td class="text">backward</td>'
@@ -52,11 +52,11 @@ def test_predicted_beside_measured(run: Path) -> None:
     ) in text
     assert "<li>accelerate/nothing is not planned: model.offload: cpu is not planned yet.</li>" in text
     assert "<li>Activations do not grow evenly with the microbatch: other sizes are estimates.</li>" in text
-    assert "<li>Planned after all cells had ended, in 1.5 s of CPU time.</li>" in text
+    assert "<li>Planned after all strategies had ended, in 1.5 s of CPU time.</li>" in text
     assert "deepspeed/gradients+library holds 697 MiB" in text
 
 
-def test_a_pair_of_bars_a_cell(run: Path) -> None:
+def test_a_pair_of_bars_a_strategy(run: Path) -> None:
     """Both add up to their peaks, on one scale; the measured one has no runtime; small differences have no sign."""
     page = read(run)
     found = forecast_differences(forecast_of(page), page.comparison.rows)
@@ -84,11 +84,11 @@ def test_a_pair_of_bars_a_cell(run: Path) -> None:
 def test_other_bytes_than_predicted(run: Path) -> None:
     """They are listed by axis and collective."""
     page = read(run)
-    sent = page.cells[1].memory[0].sent_along["data"]["all_reduce"]
+    sent = page.strategies[1].memory[0].sent_along["data"]["all_reduce"]
 
     def change(data: dict[str, Any]) -> None:
-        data["forecast"]["cells"][1]["sent"]["data"]["all_reduce"] = sent - 4
-        data["forecast"]["cells"][2]["sent"] = {}
+        data["forecast"]["strategies"][1]["sent"]["data"]["all_reduce"] = sent - 4
+        data["forecast"]["strategies"][2]["sent"] = {}
 
     text = forecast_section(ComparisonPageData.read(edit_example_comparison(run, change)))
     said = "native/nothing sends something else than predicted: data all_reduce 35,707,388 bytes for 35,707,392."
@@ -99,7 +99,7 @@ def test_other_bytes_than_predicted(run: Path) -> None:
 @pytest.mark.parametrize(
     ("forecast", "sentence"),
     [
-        (None, "Nothing was predicted for this comparison: cells are planned once they have ended, unless"),
+        (None, "Nothing was predicted for this comparison: strategies are planned once they have ended, unless"),
         ({"problem": "planning was interrupted"}, "There are no predictions: planning was interrupted."),
     ],
 )
@@ -115,22 +115,24 @@ def test_without_accounts_it_says_so(run: Path) -> None:
 
     def change(data: dict[str, Any]) -> None:
         data["unwatched"] = "memory was not recorded: train.steps: 5 leaves no step for it besides the timed ones"
-        for cell in data["cells"]:
-            cell["memory"] = []
+        for strategy in data["strategies"]:
+            strategy["memory"] = []
 
     text = plain(forecast_section(ComparisonPageData.read(edit_example_comparison(run, change))))
     assert "There is nothing to compare with: memory was not recorded: train.steps: 5 leaves no step" in text
     assert '<th scope="row" class="text">native/nothing</th><td>173 MiB</td><td class="text">update</td>' in text
 
 
-def test_cells_that_coincide_share_a_line(run: Path) -> None:
-    """Within a per cent on every number of ranks; a cell of one process is a circle."""
+def test_strategies_that_coincide_share_a_line(run: Path) -> None:
+    """Within a per cent on every number of ranks; a strategy of one process is a circle."""
     page = read(run)
     told = forecast_of(page)
-    twin = told.cells[1].model_copy(update={"cell": "accelerate/parameters"})
-    told = told.model_copy(update={"cells": (*told.cells, twin)})
+    twin = told.strategies[1].model_copy(update={"strategy": "accelerate/parameters"})
+    told = told.model_copy(update={"strategies": (*told.strategies, twin)})
     lines = forecast_lines(told)
-    assert [line.cells for line in lines if len(line.cells) > 1] == [("native/nothing", "accelerate/parameters")]
+    assert [line.strategies for line in lines if len(line.strategies) > 1] == [
+        ("native/nothing", "accelerate/parameters")
+    ]
     assert (lines[1].label(40), lines[1].label(20)) == (
         "native/nothing, accelerate/parameters",
         "native/nothing and 1 more",
@@ -146,7 +148,7 @@ def test_cells_that_coincide_share_a_line(run: Path) -> None:
 
 
 def test_what_is_said_of_the_limit(run: Path) -> None:
-    """The batch of each world, where the line is from, where which cell fits, and what would have to change."""
+    """The batch of each world, where the line is from, where which strategy fits, and what would have to change."""
     text = plain(forecast_worlds_section(read(run)))
     for line in (
         "The total batch of 8 samples is kept where it can be divided. It cannot on 16 to 1,024 ranks: there each rank "
@@ -158,7 +160,7 @@ def test_what_is_said_of_the_limit(run: Path) -> None:
         "native/nothing, 173 MiB: needs 22414296 bytes more, whatever the micro; native/parameters fits.",
     ):
         assert f"<li>{line}</li>" in text
-    assert "In the compared world these cells need more than 152 MiB a rank:" in text
+    assert "In the compared world these strategies need more than 152 MiB a rank:" in text
     assert '">limit: 152 MiB</text>' in text
 
 
@@ -166,10 +168,10 @@ def test_fits_between_two_numbers_of_ranks(run: Path) -> None:
     """Padding may make the largest worlds larger again; where no point is, the reason is told."""
 
     def change(data: dict[str, Any]) -> None:
-        worlds = data["forecast"]["cells"][2]["worlds"]
+        worlds = data["forecast"]["strategies"][2]["worlds"]
         worlds[0] = {"ranks": 1, "refusal": "it needs two ranks"}
         worlds[-1]["peak"] = 2**30
-        data["forecast"]["cells"][3]["worlds"][5]["peak"] = 2**30
+        data["forecast"]["strategies"][3]["worlds"][5]["peak"] = 2**30
 
     text = forecast_worlds_section(ComparisonPageData.read(edit_example_comparison(run, change)))
     assert "Below it on 2 to 512 ranks only: native/parameters." in text
@@ -190,12 +192,12 @@ def test_fits_between_two_numbers_of_ranks(run: Path) -> None:
     ],
 )
 def test_limits_from_elsewhere(run: Path, changed: dict[str, Any], sentence: str) -> None:
-    """One far above all peaks is drawn above the scale, and every cell fits."""
+    """One far above all peaks is drawn above the scale, and every strategy fits."""
     text = plain(forecast_worlds_section(read(run, **changed)))
     assert sentence in text
     assert (
         ("not to scale" in text)
-        == ("Every cell fits below it on every number of ranks." in text)
+        == ("Every strategy fits below it on every number of ranks." in text)
         == (changed["memory"] is not None)
     )
 

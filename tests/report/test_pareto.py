@@ -169,13 +169,13 @@ def test_on_a_phone_numbers_stand_for_names(run: Path) -> None:
 
 
 def test_the_front_holds_what_no_other_beats() -> None:
-    """A cell is on the front if no other has both less memory and more speed."""
+    """A strategy is on the front if no other has both less memory and more speed."""
     assert pareto_front({"a": (10, 5), "b": (20, 4), "c": (20, 9), "d": (30, 9), "e": (5, 1)}) == ["e", "a", "c"]
 
 
 def test_one_process_is_a_point_and_not_on_the_front(run: Path) -> None:
     """One process is drawn as a point, and never on the front."""
-    one = edit_example_comparison(run, lambda data: data["cells"][0].update(seconds=[[0.001] * 3] * 3))
+    one = edit_example_comparison(run, lambda data: data["strategies"][0].update(seconds=[[0.001] * 3] * 3))
     drawn = re.findall(
         r'class="(point[^"]*)"[^>]*><title>([^:]+):', draw_pareto(ComparisonPageData.read(one), None, 900)
     )
@@ -183,6 +183,6 @@ def test_one_process_is_a_point_and_not_on_the_front(run: Path) -> None:
     assert [name for kind, name in drawn if kind == "point best"] == [
         *("native/parameters", "deepspeed/gradients", "native/nothing")
     ]
-    assert "Filled: no other cell beats it in both. single, one process, is not ranked." in render_comparison(
+    assert "Filled: no other strategy beats it in both. single, one process, is not ranked." in render_comparison(
         ComparisonPageData.read(one)
     )

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.comparisons import write_example_comparison
 from tests.support.run_folders import plain
-from unipar.config.sections.cell import Axes
+from unipar.config.sections.strategy import Axes
 from unipar.report.charts.pipeline_chart import draw_pipeline, drawn_microbatches
 from unipar.report.data.comparison_data import ComparisonPageData
 from unipar.report.data.pipeline_data import PipelineFacts, read_pipeline
@@ -37,7 +37,7 @@ def test_a_pipeline_is_read_from_a_config() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cell", "config"),
+    ("strategy", "config"),
     [
         ("native/nothing", CONFIG),
         ("native/nothing+tensor2", CONFIG),
@@ -48,9 +48,9 @@ def test_a_pipeline_is_read_from_a_config() -> None:
         ("native/nothing+pipelines", CONFIG),
     ],
 )
-def test_without_a_pipeline_or_a_config_there_is_none(cell: str, config: dict[str, Any]) -> None:
-    """Other cells, and folders whose config is gone or was changed by hand."""
-    assert read_pipeline(cell, config) is None
+def test_without_a_pipeline_or_a_config_there_is_none(strategy: str, config: dict[str, Any]) -> None:
+    """Other strategies, and folders whose config is gone or was changed by hand."""
+    assert read_pipeline(strategy, config) is None
 
 
 @pytest.mark.parametrize("width", [390, 920])
@@ -84,7 +84,7 @@ def test_a_long_step_is_shortened() -> None:
     assert "(p - 1) / (m + p - 1) = 3 / 259, p = 4 stages, m = 256 microbatches." in text
 
 
-def test_cells_with_the_same_schedule_share_a_figure() -> None:
+def test_strategies_with_the_same_schedule_share_a_figure() -> None:
     """One heading for both, and the order of each stage as a table."""
     facts = PipelineFacts(Axes(pipeline=2), 2)
     text = pipeline_section([("a/nothing+pipeline2", facts), ("a/nothing", None), ("a/parameters+pipeline2", facts)])
@@ -172,7 +172,7 @@ def test_the_page_of_a_run_has_it(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in ledger.read_text("utf-8").splitlines()]
     for row in lines:
         if row["event"] == "start":
-            row["cell"] = "native/nothing+pipeline2"
+            row["strategy"] = "native/nothing+pipeline2"
     ledger.write_text("".join(json.dumps(row) + "\n" for row in lines), encoding="utf-8")
     text = render_run(RunPageData.read(ledger))
     assert "1f1b: a stage waits 20.0" in text

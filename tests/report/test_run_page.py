@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.comparisons import account, write_example_comparison
 from tests.support.run_folders import EVENTS, MACHINE, plain, wrote
-from tests.support.scalings import two_cells
+from tests.support.scalings import two_strategies
 from tests.support.tiny import CONFIG, Tiny
 from unipar import launch
 from unipar.errors import ReportError
@@ -189,7 +189,7 @@ def test_a_real_run(tmp_path: Path) -> None:
 
 def test_a_scaling_has_its_page_again(tmp_path: Path) -> None:
     """The page of a scaling is written again from its file."""
-    found = two_cells()
+    found = two_strategies()
     (tmp_path / "scale").mkdir()
     file = tmp_path / "scale/scale.json"
     file.write_text(json.dumps(found.to_json()), encoding="utf-8")
@@ -240,7 +240,7 @@ def test_a_ledger_that_cannot_be_read_moves_no_other_rank(run: Path) -> None:
         ('{"worlds": [', "cannot be read: it is truncated or not JSON ("),
         ("[]", "is not a scaling: it holds no mapping"),
         ("{}", "is not a scaling written by unipar: no key 'worlds'"),
-        ('{"worlds": [{}]}', "is not a scaling written by unipar: no key 'cell'"),
+        ('{"worlds": [{}]}', "is not a scaling written by unipar: no key 'strategy'"),
         ('{"worlds": 3}', "is not a scaling written by unipar: 'int' object is not iterable"),
     ],
 )
@@ -256,7 +256,7 @@ def test_a_foreign_scaling_is_a_sentence(tmp_path: Path, text: str, sentence: st
 
 def test_figures_of_another_kind_are_a_sentence(tmp_path: Path) -> None:
     """Times that are words, and an empty list of worlds, are errors."""
-    data = two_cells().to_json()
+    data = two_strategies().to_json()
     data["worlds"][0]["seconds"] = [["soon"]]
     file = tmp_path / "scale.json"
     file.write_text(json.dumps(data), encoding="utf-8")
@@ -303,7 +303,7 @@ def test_unlike_kinds_are_not_laid_over_one_another(run: Path, tmp_path: Path) -
     assert str(e.value) == (
         f"{comparison} holds a comparison and {run} a run: only two of the same kind can be compared"
     )
-    (tmp_path / "scale.json").write_text(json.dumps(two_cells().to_json()), encoding="utf-8")
+    (tmp_path / "scale.json").write_text(json.dumps(two_strategies().to_json()), encoding="utf-8")
     with pytest.raises(ReportError) as e:
         write_page(tmp_path, tmp_path)
     assert str(e.value) == (
@@ -342,7 +342,7 @@ def test_a_run_that_went_on(run: Path) -> None:
     """Each attempt is a line of the table and a mark on the curve, each checkpoint a tick."""
     earlier = {
         "config.json": {},
-        "launch.json": {"settled": {"cell": "deepspeed/parameters"}, "ranks": 4},
+        "launch.json": {"settled": {"strategy": "deepspeed/parameters"}, "ranks": 4},
         "ended": {"step": 7, "kind": "Stopped", "message": "stopped by SIGINT after step 7; what was logged is in x"},
     }
     (run / "attempts.jsonl").write_text(json.dumps(earlier) + "\n", "utf-8")
@@ -358,7 +358,7 @@ def test_a_run_that_went_on(run: Path) -> None:
     rows = re.findall(
         r'<tr><th scope="row" class="text">(\d)</th>(.*?)</tr>', text.partition("Attempts of this run")[2]
     )
-    told = [[number, *re.findall(r"<td[^>]*>(.*?)</td>", cells)] for number, cells in rows[:2]]
+    told = [[number, *re.findall(r"<td[^>]*>(.*?)</td>", strategies)] for number, strategies in rows[:2]]
     assert told == [
         ["1", "deepspeed/parameters", "4", "1", "7", "stopped by SIGINT after step 7"],
         ["2", "native/nothing", "2", "7", "12", "–"],

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.scalings import made, one_cell, timed, two_cells, with_work, worlds_with_work
+from tests.support.scalings import made, one_strategy, timed, two_strategies, with_work, worlds_with_work
 from unipar.report.build import try_write_page, write_html
 from unipar.report.pages.scaling_page import render_scaling
 from unipar.results.scaling import Scaling
@@ -15,12 +15,12 @@ from unipar.results.scaling import Scaling
 
 @pytest.fixture
 def found() -> Scaling:
-    return one_cell()
+    return one_strategy()
 
 
 def test_the_page_says_first_how_near_the_ideal_is(tmp_path: Path) -> None:
-    """The headline names the best cell first; figures have an ideal line, and memory if it was measured."""
-    watched = two_cells()
+    """The headline names the best strategy first; figures have an ideal line, and memory if it was measured."""
+    watched = two_strategies()
     assert watched.summary == (
         "Part of the ideal speed: strong scaling: 89 % for native/parameters on 2 ranks, 80 % for native/nothing on "
         "2 ranks; "
@@ -45,7 +45,7 @@ def test_the_page_without_memory(found: Scaling, tmp_path: Path) -> None:
 
 def test_the_page_has_memory_in_three_columns(tmp_path: Path) -> None:
     """Each world has three memory columns; their meaning and the assumptions are on the page."""
-    told = render_scaling(two_cells(), tmp_path)
+    told = render_scaling(two_strategies(), tmp_path)
     heads = ("allocated here", "resident here", "on CUDA (predicted)")
     assert "".join(f'<th scope="col">{head}</th>' for head in heads) in told
     assert "<td>97 MiB</td><td>104 MiB</td><td>798 MiB</td></tr>" in told
@@ -81,20 +81,20 @@ def test_a_rank_that_a_world_lacks_is_a_dash(tmp_path: Path) -> None:
 
 def test_the_page_has_the_config_and_a_command(tmp_path: Path) -> None:
     """The page has the given config (of comparisons by size, the smallest world's) and the command."""
-    told = render_scaling(two_cells(), tmp_path)
+    told = render_scaling(two_strategies(), tmp_path)
     assert "To repeat it" not in told
     for verb, folder, where in (("scale", "scale", "asked"), ("compare", "worlds", "world-1/asked")):
         asked = tmp_path / folder / where
         asked.mkdir(parents=True)
         (asked / "x.json").write_text('{"batch": {"total": 8}, "train": {"steps": 14}}', encoding="utf-8")
-        told = render_scaling(replace(two_cells(), verb=verb), tmp_path / folder)
+        told = render_scaling(replace(two_strategies(), verb=verb), tmp_path / folder)
         assert "<pre class='keys'>batch.total: 8\ntrain.steps: 14</pre>" in told
         assert (
-            f"<pre>unipar {verb} {asked}/x.json --out {tmp_path} --world 1,2 --cell native/nothing "
-            "--cell native/parameters --overwrite</pre>"
+            f"<pre>unipar {verb} {asked}/x.json --out {tmp_path} --world 1,2 --strategy native/nothing "
+            "--strategy native/parameters --overwrite</pre>"
         ) in told
     (asked / "x.json").write_text('{"batch', encoding="utf-8")
-    told = render_scaling(replace(two_cells(), verb="compare"), tmp_path / "worlds")
+    told = render_scaling(replace(two_strategies(), verb="compare"), tmp_path / "worlds")
     assert f'<p class="worry">{asked}/x.json cannot be read: it is truncated' in told
 
 

@@ -30,7 +30,7 @@ def page_of(verdicts: Verdicts) -> VerificationPageData:
 
 
 def test_the_first_sentence_is_the_verdict() -> None:
-    """The headline is the first line below the table of `verify`; then which cells are bit for bit, and the machine."""
+    """The headline is the first line below the table of `verify`; then what is bit for bit, and the machine."""
     text = render_verification(page_of(agreeing_verdicts()))
     assert "<h1>All 3 strategies agree with one process over 12 steps on 2 ranks.</h1>" in text
     assert (
@@ -42,7 +42,7 @@ def test_the_first_sentence_is_the_verdict() -> None:
     assert "<li>dropout is set to 0 for this verification: dropout</li>" in text
 
 
-def test_the_headline_counts_cells_that_cannot_run() -> None:
+def test_the_headline_counts_strategies_that_cannot_run() -> None:
     """With the reason, as the table's first line does."""
     verdicts = agreeing_verdicts()
     rows = [replace(row, alone=False) for row in verdicts.rows]
@@ -65,7 +65,7 @@ def test_a_training_that_depends_on_the_cut_is_told_first() -> None:
 
 
 def test_faults_are_named_with_their_place() -> None:
-    """Each cell that disagrees has its kind, step, module and parameter; one that failed has its whole error."""
+    """Each strategy that disagrees has its kind, step, module and parameter; one that failed has its whole error."""
     text = render_verification(page_of(disagreeing_verdicts()))
     assert "<h1>2 of 5 strategies disagree with one process over 12 steps on 2 ranks; 1 failed.</h1>" in text
     for line in (
@@ -79,8 +79,8 @@ def test_faults_are_named_with_their_place() -> None:
     assert '<b aria-hidden="true">✗</b> horovod/nothing: disagrees: unknown kind of fault</p>' in text
 
 
-def test_each_cell_is_a_row() -> None:
-    """The table has digits, share and the order of the replay, or the reason why a cell did not run, escaped."""
+def test_each_strategy_is_a_row() -> None:
+    """The table has digits, share and the order of the replay, or the reason why a strategy did not run, escaped."""
     text = render_verification(page_of(agreeing_verdicts()))
     assert (
         '<tr><th scope="row" class="text">native/nothing</th><td class="text">agrees</td><td>7 digits</td>'
@@ -113,9 +113,9 @@ def test_bars_end_at_their_share_of_the_limit(width: int) -> None:
 
 
 def test_lines_join_differences_by_step() -> None:
-    """Cells with the same differences share a line; equal numbers are at the bottom, those beyond above the limit."""
+    """Strategies with the same differences share a line; equal numbers are at the bottom, others above the limit."""
     page = page_of(disagreeing_verdicts())
-    assert [[row.cell for row in rows] for rows, _ in page.step_shares("loss")] == [
+    assert [[row.strategy for row in rows] for rows, _ in page.step_shares("loss")] == [
         ["native/nothing", "native/optimizer"],
         ["deepspeed/gradients"],
         ["deepspeed/parameters"],
@@ -173,7 +173,7 @@ def test_a_file_of_an_earlier_version_has_a_page(tmp_path: Path) -> None:
     data = replace(cut_dependent_verdicts(), remarks=[]).to_json()
     for key in ("base", "versions", "machine", "cut_dependence", "fp64_error", "strict", "summary"):
         data.pop(key, None)
-    for row in data["cells"]:
+    for row in data["strategies"]:
         del row["shares"]
     folder = tmp_path / "run/verify"
     folder.mkdir(parents=True)
@@ -207,8 +207,8 @@ def test_its_page_is_linked_and_can_be_repeated(tmp_path: Path) -> None:
     assert '<a href="../report.html">the run</a>' in text
     assert "train.steps: 12" in text
     assert (
-        f"<pre>unipar verify {run}/verify/asked/digits.json --out {run} --world 2 --steps 12 --cell native/nothing "
-        "--cell native/optimizer --cell deepspeed/gradients --cell native/nothing+dp --overwrite</pre>"
+        f"<pre>unipar verify {run}/verify/asked/digits.json --out {run} --world 2 --steps 12 --strategy native/nothing "
+        "--strategy native/optimizer --strategy deepspeed/gradients --strategy native/nothing+dp --overwrite</pre>"
     ) in text
     with pytest.raises(ReportError, match="each hold a verification, and two verifications cannot be compared"):
         write_page(run / "verify", run / "verify")
@@ -217,11 +217,11 @@ def test_its_page_is_linked_and_can_be_repeated(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ('{"cells"', "cannot be read: it is truncated or not JSON"),
+        ('{"strategies"', "cannot be read: it is truncated or not JSON"),
         ("[]", "is not a verification: it holds no mapping"),
-        ("{}", "is not a verification written by unipar: no key 'cells'"),
+        ("{}", "is not a verification written by unipar: no key 'strategies'"),
         (
-            '{"cells": [{"outcome": "agrees"}]}',
+            '{"strategies": [{"outcome": "agrees"}]}',
             "is not a verification written by unipar: 6 validation errors for Verdicts",
         ),
     ],

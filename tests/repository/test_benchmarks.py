@@ -12,12 +12,12 @@ import torch
 from benchmarks.checkpoint_write import Arms, measure_arms
 from benchmarks.memory import result_row, select_rows
 from benchmarks.mesh_time import compare_parameters, measure_way
-from benchmarks.overhead import CELLS
+from benchmarks.overhead import STRATEGIES
 from benchmarks.peers import PEERS, Peer, format_row, measure_pairs
 from benchmarks.peers_inside import TRAININGS
 from benchmarks.timing import interleaved, interval, time_ratio
 from tests.support.world import PYTHONPATH_VARIABLE
-from unipar.backend import offered_cells as cells
+from unipar.backend import offered_strategies as strategies
 from unipar.launcher.processes.group import WorkerGroup
 from unipar.memory.account import PhasePeak
 
@@ -54,7 +54,7 @@ def test_a_ratio_stops_when_its_interval_is_narrow_or_time_is_up() -> None:
 
 
 def test_rows_of_the_memory_table_are_what_was_asked_for() -> None:
-    """By model, precision, ranks and cell; a cell that refuses a precision has none."""
+    """By model, precision, ranks and strategy; a strategy that refuses a precision has none."""
     rows = [
         name for name, _ in select_rows(["50M", "bf16-mixed", "bf16-master", "2", "native/nothing", "native/optimizer"])
     ]
@@ -83,10 +83,10 @@ def test_a_row_of_the_memory_table_tells_what_is_named_twice(
     assert result_row(("x",), [phase]) == (shown, shown[-1] == "")
 
 
-def test_every_cell_has_a_loop_by_hand() -> None:
-    """Left out: what is another cell with other settings, and one process without a library."""
-    left = {str(cell) for cell in cells.expand_cell_patterns(("*",))} - set(CELLS)
-    assert {cell for cell in left if not cell.endswith("+library")} == {"native/nothing+dp", "single"}
+def test_every_strategy_has_a_loop_by_hand() -> None:
+    """Left out: what is another strategy with other settings, and one process without a library."""
+    left = {str(strategy) for strategy in strategies.expand_strategy_patterns(("*",))} - set(STRATEGIES)
+    assert {strategy for strategy in left if not strategy.endswith("+library")} == {"native/nothing+dp", "single"}
 
 
 @pytest.mark.parametrize(
@@ -111,14 +111,14 @@ def test_every_cell_has_a_loop_by_hand() -> None:
 @pytest.mark.usefixtures("forked")
 def test_like_is_held_against_like(models: dict[str, str], tmp_path: Path) -> None:
     """Both loops wrap the model in the same way, and their losses are the same bits."""
-    (tmp_path / "cells").write_text(" ".join(models), "utf-8")
+    (tmp_path / "strategies").write_text(" ".join(models), "utf-8")
     with WorkerGroup(tmp_path, 1, "tests.support.loops_inside:run", environment=PYTHONPATH_VARIABLE) as workers:
         workers.wait()
-    for cell, said in json.loads((tmp_path / "said.json").read_text("utf-8")).items():
+    for strategy, said in json.loads((tmp_path / "said.json").read_text("utf-8")).items():
         ours, theirs = said["losses"]
         assert ours == theirs
         assert ours[3] < ours[0]
-        assert said["models"] == [models[cell], models[cell]]
+        assert said["models"] == [models[strategy], models[strategy]]
 
 
 def test_every_peer_has_a_training_and_a_limit() -> None:
@@ -132,7 +132,7 @@ def test_every_peer_has_a_training_and_a_limit() -> None:
 def test_a_row_of_peers_tells_whether_the_limit_is_met() -> None:
     """Of three ratios 0.8, 0.9 and 1.2 the median is 0.9."""
     ours = [{"seconds": s, "cpu": 1.0} for s in (0.8, 0.9, 1.2)]
-    row = {"cell": "native/nothing", "bar": 0.92, "unipar": ours, "peer": [{"seconds": 1.0, "cpu": 2.0}] * 3}
+    row = {"strategy": "native/nothing", "bar": 0.92, "unipar": ours, "peer": [{"seconds": 1.0, "cpu": 2.0}] * 3}
     shown = ("DDP", "native/nothing", "900", "1000", "0.900 [0.800..1.200]", "0.92 met", "0.500")
     assert format_row("DDP", row) == shown
     assert format_row("DDP", row | {"bar": 0.89})[5] == "0.89 MISSED"

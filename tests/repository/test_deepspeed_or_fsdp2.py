@@ -20,7 +20,7 @@ PROOF = "## Do they train the same?"
     "until", [PROOF, pytest.param("## What differs", marks=pytest.mark.sweep)], ids=["the import", "whole"]
 )
 def test_the_page(until: str, tmp_path: Path, forks: Forks) -> None:
-    """What is shown is printed, numbers apart; the config is ZeRO-2 with the file's buckets, and all cells agree."""
+    """What is shown is printed, numbers apart; the config is ZeRO-2 with the file's buckets; all strategies agree."""
     shutil.copy(ROOT / "examples/char_gpt.py", tmp_path / "train.py")
     page, _, _ = PAGE.partition(until)
     done: list[str] = []

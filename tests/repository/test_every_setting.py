@@ -25,8 +25,8 @@ from tests.support.every_setting import (
     outcomes,
     play,
 )
-from unipar.backend.checks import check_cell, given_source
-from unipar.backend.offered_cells import cell_of
+from unipar.backend.checks import check_strategy, given_source
+from unipar.backend.offered_strategies import strategy_of
 from unipar.cli.commands.config.explain import explain_config
 from unipar.errors import UniparError
 
@@ -75,7 +75,7 @@ def test_explain_shows_where_a_setting_comes_from(tmp_path: Path, key: str) -> N
     """The value and its source, which go round among keys."""
     setting, (source, read) = SETTINGS[key], [*SOURCES.items()][KEYS.index(key) % len(SOURCES)]
     values = {k: v for k, v in {**BASE, **setting.beside}.items() if k not in setting.without}
-    values |= {"backend": setting.cell.partition("/")[0]} if key != "backend" else {}
+    values |= {"backend": setting.strategy.partition("/")[0]} if key != "backend" else {}
     rows = {row.key: row for row in explain_config(read(values, key, setting.value, tmp_path)).values}
     wanted = {"file": "line 1", "--set": "--set", "overrides": "overrides", "script": "given"}
     shown = [row.origin for name, row in rows.items() if name == key or name.startswith(f"{key}.")]
@@ -110,7 +110,7 @@ def test_a_library_is_told_what_a_setting_says(key: str) -> None:
     """The settings that the backend gives its library differ from those without the key."""
     setting, told = SETTINGS[key], list[Any]()
     for more in ({}, {key: setting.value}):
-        source = given_source(nested({**BASE, **setting.beside, **more, "backend": setting.cell.partition("/")[0]}))
+        source = given_source(nested({**BASE, **setting.beside, **more, "backend": setting.strategy.partition("/")[0]}))
         told.append(source.backend.native_config(source.config, 100_000))
     assert told[0] != told[1]
 
@@ -123,7 +123,7 @@ def test_a_launchers_variable_is_refused_in_every_strategy(key: str, monkeypatch
         monkeypatch.setenv(name, value)
     for strategy, source in configs.items():
         with pytest.raises(UniparError) as refused:
-            check_cell(source.config, source.backend, source.cell)
+            check_strategy(source.config, source.backend, source.strategy)
         assert re.search("accelerate launch was told|Accelerate's variables here say", str(refused.value)), strategy
 
 
@@ -143,5 +143,5 @@ def test_tests_that_entries_name_exist() -> None:
 
 def test_strategies_are_complete() -> None:
     """Each strategy that is tried is one that its keys select."""
-    chosen = [str(cell_of(given_source(nested({**BASE, **of_strategy(s)})).config)) for s in STRATEGIES]
+    chosen = [str(strategy_of(given_source(nested({**BASE, **of_strategy(s)})).config)) for s in STRATEGIES]
     assert chosen == list(STRATEGIES)

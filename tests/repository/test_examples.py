@@ -75,7 +75,7 @@ def test_the_digits_are_told_apart_by_the_script_itself(tmp_path: Path, forks: F
     """`python examples/digits.py` trains on two ranks and prints what came of it."""
     done = forks.python([str(ROOT / "examples" / "digits.py")], tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "cell        native/nothing, 2 ranks" in done.stdout
+    assert "strategy    native/nothing, 2 ranks" in done.stdout
     report = unipar.Report.read(tmp_path / "runs" / "digits")
     assert report.steps == 192  # 8 epochs of 24 batches, the last of 28 images
     assert [step for step, _ in report.evals] == [48, 96, 144, 192]

@@ -16,7 +16,7 @@ def test_what_is_verified() -> None:
 
 
 def test_the_table_of_the_page() -> None:
-    """A cell a line, an example a column; a refusal is a number, explained once below."""
+    """A strategy a line, an example a column; a refusal is a number, explained once below."""
     rows = [
         Row("one", "native/nothing", True, False, "7 digits, 0.24 of allowed; bit for bit the replay"),
         Row("one", "native/nothing+dp", False, True, "refused: device: cpu"),
@@ -25,7 +25,7 @@ def test_the_table_of_the_page() -> None:
         Row("two", "horovod/nothing", False, False, "FAILED: it hung"),
     ]
     assert examples_table(rows).splitlines() == [
-        "| cell | one | two |",
+        "| strategy | one | two |",
         "|---|---|---|",
         "| `native/nothing` | 7 digits, replay | same bits |",
         "| `native/nothing+dp` | (1) | (1) |",

@@ -323,10 +323,10 @@ def test_no_torch_in_a_process_that_checks() -> None:
     """What the rule above promises, seen in a process: descriptions of all backends, and neither torch nor numpy."""
     code = """
 import sys
-from unipar.backend.offered_cells import cells_of_backend
+from unipar.backend.offered_strategies import strategies_of_backend
 from unipar.backend.registry import backend_names, find_backend
 import unipar.config.config_source
-assert all(cells_of_backend(find_backend(name)) for name in backend_names())
+assert all(strategies_of_backend(find_backend(name)) for name in backend_names())
 print(sorted({"torch", "numpy", "rich", "deepspeed", "horovod", "accelerate"} & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)

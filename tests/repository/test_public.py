@@ -13,7 +13,7 @@ import unipar
 NAMES = {
     "BackendNotFound",
     "BackendNotInstalled",
-    "Cell",
+    "Strategy",
     "CheckpointError",
     "Config",
     "ConfigError",

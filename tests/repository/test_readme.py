@@ -33,7 +33,7 @@ def test_the_example_trains(tmp_path: Path, forks: Forks) -> None:
     words = ["-m", "unipar", "run", "train.yaml", "--set", "train.steps=3", "--set", "train.schedule.warmup=1"]
     done = forks.python(words, tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "cell        native/parameters, 2 ranks\n" in done.stdout
+    assert "strategy    native/parameters, 2 ranks\n" in done.stdout
 
 
 @pytest.mark.parametrize("command", sorted(set(re.findall(r"^\$ unipar (\w+)", README, re.MULTILINE))))

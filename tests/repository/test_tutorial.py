@@ -30,7 +30,7 @@ def shortened(page: str) -> str:
 
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.sweep)], ids=["short", "whole"])
 def test_the_tutorial(whole: bool, tmp_path: Path, forks: Forks) -> None:
-    """What is shown is printed, numbers apart; the runs of every cell print the same losses, and all cells agree."""
+    """What is shown is printed, numbers apart; every strategy's run prints the same losses, and all agree."""
     runs: list[dict[str, str]] = []
     page = PAGE.partition(NEXT)[0]
     for shown, printed in played(page if whole else shortened(page), tmp_path, forks):

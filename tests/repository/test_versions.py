@@ -175,7 +175,7 @@ def test_a_row_and_its_remarks() -> None:
         "torch 2.11.0+cu130, Python 3.11.2: skipped 1: no GPU",
         "torch 2.15.0+cu130, Python 3.11.2: skipped 1: no GPU",
         "allocated at the peak, torch 2.15.0+cu130, Python 3.11.2 against torch 2.11.0+cu130, Python 3.11.2: "
-        "2 cells, largest difference +2.0 % (single; 3 % is allowed)",
+        "2 strategies, largest difference +2.0 % (single; 3 % is allowed)",
     ]
 
 

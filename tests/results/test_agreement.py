@@ -55,7 +55,7 @@ def test_a_loss_beside_one_of_zero_has_no_digits() -> None:
 )
 def test_a_loss_in_bf16_has_the_room_of_its_last_digits(precision: str, off: float, within: bool) -> None:
     """With bf16 parameters the loss is bf16 too, and one process in fp32 does not round it."""
-    other = replace(ONE, cell="native/parameters", losses=[x * (1 + off) for x in ONE.losses])
+    other = replace(ONE, strategy="native/parameters", losses=[x * (1 + off) for x in ONE.losses])
     assert (compared(ONE, other, precision=precision).disagreeing_rows == []) is within
 
 

@@ -1,4 +1,4 @@
-"""Tables and verdicts of compared cells, and the files that hold them."""
+"""Tables and verdicts of compared strategies, and the files that hold them."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from unipar.results.comparison import Comparison
 from unipar.results.loss_agreement import measure_agreement
 from unipar.results.row import (
     OLDER_REUSED,
-    CellResult,
-    cell_result_from_json,
-    cell_result_to_json,
+    StrategyResult,
+    strategy_result_from_json,
+    strategy_result_to_json,
 )
-from unipar.results.scaling import ScaledCell, Scaling
+from unipar.results.scaling import ScaledStrategy, Scaling
 
 
-def scaled(row: CellResult, **changed: Any) -> Scaling:
+def scaled(row: StrategyResult, **changed: Any) -> Scaling:
     told: dict[str, Any] = {"name": "x", "out": "o", "precision": "fp32", "warmup": 2, "cores": 2, "threads": "1"}
-    world = ScaledCell(cell="native/nothing", ranks=1, kinds=("strong",), samples=8, micro=8, accumulate=1)
-    return Scaling(rows=[replace(row, cell=world.name)], worlds=(world,), device="cpu", **(told | changed))
+    world = ScaledStrategy(strategy="native/nothing", ranks=1, kinds=("strong",), samples=8, micro=8, accumulate=1)
+    return Scaling(rows=[replace(row, strategy=world.name)], worlds=(world,), device="cpu", **(told | changed))
 
 
 NEAR = ran("native/parameters", [4.0, 3.5000007, 3.0], 15.0)
@@ -40,19 +40,21 @@ NEAR = ran("native/parameters", [4.0, 3.5000007, 3.0], 15.0)
 
 def test_the_table_fits_eighty_columns() -> None:
     """The answer, figures in their columns, a refusal as a sentence in its row, then what the columns mean."""
-    refused = CellResult(cell="accelerate/parameters", outcome="refused", note="its FSDP2 is not there yet; " * 3)
-    gone = CellResult(
-        cell="horovod/nothing",
+    refused = StrategyResult(
+        strategy="accelerate/parameters", outcome="refused", note="its FSDP2 is not there yet; " * 3
+    )
+    gone = StrategyResult(
+        strategy="horovod/nothing",
         outcome="absent",
         note="backend 'horovod' needs horovod, not installed here: unipar install horovod",
     )
-    long = replace(NEAR, cell="deepspeed/gradients+library")
+    long = replace(NEAR, strategy="deepspeed/gradients+library")
     text = compared(ONE, SAME, long, refused, gone).table()
     assert text.splitlines() == [
         "all 2 strategies agree with one process to 6 digits or more, over 3 steps",
         "loss of one process: 4.0000 at step 1, 3.0000 at step 3",
         "",
-        "cell                         loss           step ms     x  samples/s      RSS",
+        "strategy                     loss           step ms     x  samples/s      RSS",
         "single                       reference  20 [20..25]  2.00        400  600 MiB",
         "native/nothing               same bits  10 [10..12]  1.00        800  600 MiB",
         "deepspeed/gradients+library  6 digits   15 [15..19]  1.50        533  600 MiB",
@@ -68,9 +70,9 @@ def test_the_table_fits_eighty_columns() -> None:
 
 def test_a_table_that_would_be_too_wide_leaves_x_out() -> None:
     """Steps of seconds have longer figures."""
-    slow = replace(SAME, cell="deepspeed/gradients+library", seconds=[[1.2, 1.5, 1.6]])
+    slow = replace(SAME, strategy="deepspeed/gradients+library", seconds=[[1.2, 1.5, 1.6]])
     lines = compared(replace(ONE, seconds=[[1.1]]), slow).table().splitlines()
-    assert lines[3].split() == ["cell", "loss", "step", "ms", "samples/s", "RSS"]
+    assert lines[3].split() == ["strategy", "loss", "step", "ms", "samples/s", "RSS"]
     assert not any(line.startswith("x:") for line in lines)
     assert max(map(len, lines)) <= 80
 
@@ -78,7 +80,7 @@ def test_a_table_that_would_be_too_wide_leaves_x_out() -> None:
 def test_a_remark_belongs_to_a_column_by_its_field() -> None:
     """A note that begins like a column's name is shown where the table has not that column."""
     said = "RSS: this is what somebody wrote"
-    slow = replace(SAME, cell="deepspeed/gradients+library", seconds=[[1.2, 1.5, 1.6]])
+    slow = replace(SAME, strategy="deepspeed/gradients+library", seconds=[[1.2, 1.5, 1.6]])
     found = compared(replace(ONE, seconds=[[1.1]]), slow, note="x: " + said)
     lines = found.table().splitlines()
     assert "x" not in lines[3].split()
@@ -87,7 +89,7 @@ def test_a_remark_belongs_to_a_column_by_its_field() -> None:
 
 
 def test_a_disagreement_is_said_and_is_a_failure() -> None:
-    """Which cell, which step, both losses and what was allowed."""
+    """Which strategy, which step, both losses and what was allowed."""
     found = compared(ONE, SAME, FAR)
     assert found.code == 1
     assert (
@@ -98,7 +100,7 @@ def test_a_disagreement_is_said_and_is_a_failure() -> None:
 
 
 def test_frozen_weights_of_few_bits_have_the_tolerance_of_bf16() -> None:
-    """As `single` computes; a cell that multiplies in bf16 by itself gets none of it."""
+    """As `single` computes; a strategy that multiplies in bf16 by itself gets none of it."""
     near = replace(SAME, losses=[4.0, 3.5, 3.01])
     for computed, allowed in ((("bfloat16", "float32"), 5e-3), (("float32", "float32 under autocast"), 2e-6)):
         mine, other = marks(computed=computed), marks(computed=("bfloat16",))
@@ -114,7 +116,7 @@ def test_parts_are_held_one_by_one() -> None:
     """Two parts that are off by the same amount in opposite directions are found, though the sum is equal."""
     one = replace(ONE, parts={"a": [1.0, 2.0], "b": [2.0]})
     found = compared(
-        one, replace(SAME, parts={"a": [1.0, 2.00001], "b": [1.9]}), replace(SAME, cell="x", parts=one.parts)
+        one, replace(SAME, parts={"a": [1.0, 2.00001], "b": [1.9]}), replace(SAME, strategy="x", parts=one.parts)
     )
     assert found.code == 1
     assert (
@@ -128,14 +130,22 @@ def test_parts_are_held_one_by_one() -> None:
     ("rows", "code"),
     [
         ([ONE, SAME], 0),
-        ([ONE, SAME, CellResult(cell="b", outcome="refused"), CellResult(cell="c", outcome="absent")], 0),
-        ([ONE, SAME, CellResult(cell="b", outcome="failed")], 1),
-        ([ONE, CellResult(cell="b", outcome="refused")], 1),
-        ([CellResult(cell="single", outcome="failed"), SAME], 1),
+        (
+            [
+                ONE,
+                SAME,
+                StrategyResult(strategy="b", outcome="refused"),
+                StrategyResult(strategy="c", outcome="absent"),
+            ],
+            0,
+        ),
+        ([ONE, SAME, StrategyResult(strategy="b", outcome="failed")], 1),
+        ([ONE, StrategyResult(strategy="b", outcome="refused")], 1),
+        ([StrategyResult(strategy="single", outcome="failed"), SAME], 1),
     ],
 )
-def test_refusals_are_an_answer_and_failures_are_not(rows: list[CellResult], code: int) -> None:
-    """At least one cell has to have been held to the one process."""
+def test_refusals_are_an_answer_and_failures_are_not(rows: list[StrategyResult], code: int) -> None:
+    """At least one strategy has to have been held to the one process."""
     assert compared(*rows).code == code
 
 
@@ -152,7 +162,7 @@ def test_an_interrupted_comparison_shows_what_it_has() -> None:
 
 OF = {
     "config": "a",
-    "cells": ["single", "native/nothing"],
+    "strategies": ["single", "native/nothing"],
     "task": "b",
     "versions": {"torch": "2"},
     "machine": "c",
@@ -170,10 +180,10 @@ def test_a_finished_comparison_is_read_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize("note", [OLDER_REUSED, f"in fp32; {OLDER_REUSED}", "in fp32", ""])
 def test_an_older_file_says_in_its_note_that_a_row_was_reused(note: str) -> None:
     """Older files have no field for that; in newer ones the note decides nothing."""
-    told = cell_result_to_json(replace(ONE, note=note, reused=False))
-    assert cell_result_from_json(told).reused is False
+    told = strategy_result_to_json(replace(ONE, note=note, reused=False))
+    assert strategy_result_from_json(told).reused is False
     del told["reused"]
-    assert cell_result_from_json(told).reused is (OLDER_REUSED in note)
+    assert strategy_result_from_json(told).reused is (OLDER_REUSED in note)
 
 
 @pytest.mark.parametrize("text", ['{"of": {"ce', '{"of": {}}', "[]"])
@@ -192,9 +202,11 @@ def test_a_truncated_comparison_is_replaced_only_when_asked(tmp_path: Path, text
 
 
 def test_a_comparison_of_which_nothing_is_whole_runs_anew(tmp_path: Path) -> None:
-    """A failed cell may run today, also with other versions of its library."""
+    """A failed strategy may run today, also with other versions of its library."""
     store.write_comparison(
-        tmp_path, OF, compared(replace(ONE, outcome="waits"), CellResult(cell="native/nothing", outcome="failed"))
+        tmp_path,
+        OF,
+        compared(replace(ONE, outcome="waits"), StrategyResult(strategy="native/nothing", outcome="failed")),
     )
     (tmp_path / "native-nothing").mkdir()
     assert store.reuse_or_clear(tmp_path, OF | {"versions": {"torch": "3"}}, overwrite=False) is None
@@ -202,8 +214,8 @@ def test_a_comparison_of_which_nothing_is_whole_runs_anew(tmp_path: Path) -> Non
 
 
 def test_what_is_whole_is_kept(tmp_path: Path) -> None:
-    """The other cells' folders go; a library that was installed since is no other comparison."""
-    found = compared(ONE, CellResult(cell="native/nothing", outcome="failed", note="rank 1 died"))
+    """The other strategies' folders go; a library that was installed since is no other comparison."""
+    found = compared(ONE, StrategyResult(strategy="native/nothing", outcome="failed", note="rank 1 died"))
     store.write_comparison(tmp_path, OF, found)
     for name in ("single", "native-nothing"):
         (tmp_path / name).mkdir()
@@ -219,7 +231,7 @@ def test_what_is_whole_is_kept(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("key", ["config", "cells", "task", "weights", "threads", "versions", "machine", "memory"])
+@pytest.mark.parametrize("key", ["config", "strategies", "task", "weights", "threads", "versions", "machine", "memory"])
 def test_another_comparison_is_not_overwritten_unasked(tmp_path: Path, key: str) -> None:
     """The message says in what it differs; --overwrite clears it away."""
     store.write_comparison(tmp_path, OF, compared(ONE, SAME))
@@ -235,7 +247,7 @@ def test_another_comparison_is_not_overwritten_unasked(tmp_path: Path, key: str)
 
 @pytest.mark.parametrize("finished", [True, False])
 def test_memory_that_was_watched_otherwise_is_not_set_beside_this(tmp_path: Path, finished: bool) -> None:
-    """A compiler came between two goes: what the cells of the first hold is counted in another way."""
+    """A compiler came between two goes: what the strategies of the first hold is counted in another way."""
     left = SAME if finished else replace(SAME, outcome="failed")
     store.write_comparison(tmp_path, OF | {"memory": "of torch's own tensors"}, compared(ONE, left))
     with pytest.raises(errors.OutExists) as e:
@@ -275,33 +287,35 @@ def _no_versions(data: dict[str, Any]) -> None:
     del data["of"]["versions"]
 
 
-def _no_cells(data: dict[str, Any]) -> None:
-    data["cells"] = []
+def _no_strategies(data: dict[str, Any]) -> None:
+    data["strategies"] = []
 
 
 def _fewer_losses(data: dict[str, Any]) -> None:
-    data["cells"][1]["losses"] = [1.0]
+    data["strategies"][1]["losses"] = [1.0]
 
 
 def _no_losses(data: dict[str, Any]) -> None:
-    for cell in data["cells"]:
-        cell["losses"] = []
+    for strategy in data["strategies"]:
+        strategy["losses"] = []
 
 
 def _words_for_seconds(data: dict[str, Any]) -> None:
-    data["cells"][1]["seconds"] = [["a"]]
+    data["strategies"][1]["seconds"] = [["a"]]
 
 
 def _no_seconds(data: dict[str, Any]) -> None:
-    data["cells"][1]["seconds"] = []
+    data["strategies"][1]["seconds"] = []
 
 
 def _no_time(data: dict[str, Any]) -> None:
-    data["cells"][1]["seconds"] = [[0.0]]
+    data["strategies"][1]["seconds"] = [[0.0]]
 
 
 @pytest.mark.parametrize(
-    "spoil", [_no_cells, _fewer_losses, _no_losses, _words_for_seconds, _no_seconds, _no_time], ids=lambda f: f.__name__
+    "spoil",
+    [_no_strategies, _fewer_losses, _no_losses, _words_for_seconds, _no_seconds, _no_time],
+    ids=lambda f: f.__name__,
 )
 def test_a_file_of_somebody_else_is_no_earlier_comparison(
     tmp_path: Path, spoil: Callable[[dict[str, Any]], None]
@@ -345,11 +359,11 @@ def test_what_cannot_be_written_leaves_what_was_there(tmp_path: Path) -> None:
 def test_the_failure_of_what_others_are_held_to_is_said() -> None:
     """In a table of several sizes it has no row of its own."""
     rows = [
-        CellResult(cell="single", outcome="failed", note="rank 0 was killed\nits log"),
-        CellResult(cell="x", outcome="ran"),
+        StrategyResult(strategy="single", outcome="failed", note="rank 0 was killed\nits log"),
+        StrategyResult(strategy="x", outcome="ran"),
     ]
     assert describe_comparison_errors(compared(*rows)) == [
-        "single, the reference for the other cells, failed: rank 0 was killed"
+        "single, the reference for the other strategies, failed: rank 0 was killed"
     ]
     assert describe_comparison_errors(compared(ONE, SAME)) == []
 

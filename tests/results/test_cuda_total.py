@@ -66,7 +66,8 @@ def paged(folder: Path, **more: int | None) -> str:
     """The page of a comparison whose every rank is that one."""
     memory = [account(host=HOST, **more).model_dump(mode="json")]
     run = edit_example_comparison(
-        write_example_comparison(folder / "run"), lambda data: [c.update(memory=memory) for c in data["cells"][:-1]]
+        write_example_comparison(folder / "run"),
+        lambda data: [c.update(memory=memory) for c in data["strategies"][:-1]],
     )
     return re.sub(r"<[^>]*>", " ", render_comparison(ComparisonPageData.read(run))).replace("\N{NO-BREAK SPACE}", " ")
 

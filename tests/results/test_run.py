@@ -22,7 +22,7 @@ def run(tmp_path: Path) -> Path:
 def test_everything_comes_from_the_ledgers(run: Path) -> None:
     """Each kind of event ends up in the field that is named for it."""
     report = Report.read(run)
-    assert (report.out, report.cell, report.size, report.parameters) == (run, "native/nothing", 2, 8_926_848)
+    assert (report.out, report.strategy, report.size, report.parameters) == (run, "native/nothing", 2, 8_926_848)
     assert (report.steps, report.seconds, report.stopped) == (12, 6.0, None)
     assert report.losses == [(1, 4.5), (10, 3.25)]
     assert report.norms == [(1, 2.0)]
@@ -37,7 +37,7 @@ def test_a_report_prints_as_a_few_lines(run: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(run.parent)  # the text is as wide as a terminal, whatever the folder's path
     text = str(Report.read(Path(run.name))).replace(run.name, "RUN")
     assert text == (
-        "cell        native/nothing, 2 ranks\n"
+        "strategy    native/nothing, 2 ranks\n"
         "parameters  8,926,848\n"
         "steps       12\n"
         "time        6.0 s from the first event to the last\n"
@@ -93,15 +93,15 @@ def test_a_folder_without_a_run_is_an_error_that_names_it(tmp_path: Path) -> Non
 
 
 def test_a_short_row_is_a_sentence_that_wraps(tmp_path: Path) -> None:
-    """The last cell of a row that ends early takes the rest of the line, and no line is wider than asked."""
+    """The last strategy of a row that ends early takes the rest of the line, and no line is wider than asked."""
     text = format_table(
-        ("cell", "ms", "rate"),
+        ("strategy", "ms", "rate"),
         [("single", "212", "38"), ("horovod/nothing", "not installed: one two three four five six seven eight")],
         right=(1, 2),
         width=44,
     )
     assert text.splitlines() == [
-        "cell              ms  rate",
+        "strategy          ms  rate",
         "single           212    38",
         "horovod/nothing  not installed: one two",
         "                 three four five six seven",

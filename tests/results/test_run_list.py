@@ -52,7 +52,7 @@ def test_a_run_that_ended(tmp_path: Path) -> None:
     (tmp_path / "x/rank-0.log").write_bytes(b"x" * 100_000)
     entry = only(tmp_path)
     assert (entry.name, entry.folder, entry.kind) == ("x", f"{tmp_path}/x", "run")
-    assert (entry.cell, entry.ranks, entry.steps, entry.of, entry.loss) == ("native/nothing", 2, 12, 12, 3.25)
+    assert (entry.strategy, entry.ranks, entry.steps, entry.of, entry.loss) == ("native/nothing", 2, 12, 12, 3.25)
     assert (entry.state, entry.why, entry.started, entry.seconds) == ("ended", "", 100.0, 6.0)
     assert entry.size == sum(file.stat().st_blocks * 512 for file in (tmp_path / "x").iterdir()) >= 100_000
 
@@ -182,12 +182,12 @@ def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
     (run / "config.json").touch()
     with lock_folder(run):
         entry = only(tmp_path)
-    assert (entry.state, entry.cell, entry.ranks, entry.steps, entry.loss) == ("running", "", None, 0, None)
-    settled = {"cell": "deepspeed/optimizer", "sizes": {"ranks": 4}}
+    assert (entry.state, entry.strategy, entry.ranks, entry.steps, entry.loss) == ("running", "", None, 0, None)
+    settled = {"strategy": "deepspeed/optimizer", "sizes": {"ranks": 4}}
     (run / "config.json").write_text('{"batch": {}, "train": {"steps": 7}}', "utf-8")
     (run / "launch.json").write_text(json.dumps({"task": {}, "settled": settled}), "utf-8")
     entry = only(tmp_path)
-    assert (entry.state, entry.cell, entry.ranks, entry.steps, entry.of) == ("died", "deepspeed/optimizer", 4, 0, 7)
+    assert (entry.state, entry.strategy, entry.ranks, entry.steps, entry.of) == ("died", "deepspeed/optimizer", 4, 0, 7)
 
 
 def test_a_long_ledger(tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_a_long_ledger(tmp_path: Path) -> None:
     with (run / "rank-0.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"event": "step", "step": 11, "lo')
     entry = only(tmp_path)
-    assert (entry.cell, entry.steps, entry.loss) == ("native/nothing", 10, 3.25)
+    assert (entry.strategy, entry.steps, entry.loss) == ("native/nothing", 10, 3.25)
 
 
 @pytest.mark.parametrize(
@@ -227,11 +227,11 @@ def test_other_results(tmp_path: Path) -> None:
     plain(tmp_path / "x")
     write_example_comparison(tmp_path / "x")
     (tmp_path / "x/verify").mkdir()
-    cells = [{"cell": "native/nothing", "outcome": "agrees", "losses": [1.0] * 10}]
-    cells += [{"cell": "horovod/nothing", "outcome": "disagrees", "losses": [1.0] * 10}]
-    verified = {"ranks": 2, "interrupted": False, "stopped": "", "cells": cells}
+    strategies = [{"strategy": "native/nothing", "outcome": "agrees", "losses": [1.0] * 10}]
+    strategies += [{"strategy": "horovod/nothing", "outcome": "disagrees", "losses": [1.0] * 10}]
+    verified = {"ranks": 2, "interrupted": False, "stopped": "", "strategies": strategies}
     (tmp_path / "x/verify/verify.json").write_text(json.dumps(verified), "utf-8")
-    worlds = [{"cell": "native/nothing", "ranks": n, "outcome": "waits", "losses": []} for n in (1, 2)]
+    worlds = [{"strategy": "native/nothing", "ranks": n, "outcome": "waits", "losses": []} for n in (1, 2)]
     (tmp_path / "x/scale").mkdir()
     (tmp_path / "x/scale/scale.json").write_text(json.dumps({"worlds": worlds}), "utf-8")
     (tmp_path / "deep/er").mkdir(parents=True)
@@ -248,9 +248,13 @@ def test_other_results(tmp_path: Path) -> None:
         "deep/er/y": ("run", "ended"),
     }
     compared, verification, scaled = found["x/compare"], found["x/verify"], found["x/scale"]
-    assert (compared.cell, compared.ranks, compared.loss, compared.seconds) == ("7 cells", 2, None, None)
-    assert (verification.cell, verification.steps, verification.why) == ("2 cells", 10, "horovod/nothing disagreed")
-    assert (scaled.cell, scaled.ranks) == ("1 cell", 2)
+    assert (compared.strategy, compared.ranks, compared.loss, compared.seconds) == ("7 strategies", 2, None, None)
+    assert (verification.strategy, verification.steps, verification.why) == (
+        "2 strategies",
+        10,
+        "horovod/nothing disagreed",
+    )
+    assert (scaled.strategy, scaled.ranks) == ("1 strategy", 2)
     assert scaled.why == "2 of 2 did not run; the same command goes on"
     assert found["x"].size == sum(file.stat().st_blocks * 512 for file in (tmp_path / "x").glob("*.json*"))
     with lock_folder(tmp_path / "x/scale"):
@@ -275,11 +279,16 @@ def test_no_folder(tmp_path: Path) -> None:
 
 
 def test_a_run_that_went_on(tmp_path: Path) -> None:
-    """Cell and ranks are those of its last attempt; how many there were is said; a deadline is named."""
-    run = plain(tmp_path / "x", settled={"cell": "deepspeed/parameters"}, ranks=4)
+    """Strategy and ranks are those of its last attempt; how many there were is said; a deadline is named."""
+    run = plain(tmp_path / "x", settled={"strategy": "deepspeed/parameters"}, ranks=4)
     (run / "attempts.jsonl").write_text(json.dumps({"config.json": {}, "launch.json": {}}) + "\n", "utf-8")
     entry = only(tmp_path)
-    assert (entry.cell, entry.ranks, entry.state, entry.why) == ("deepspeed/parameters", 4, "ended", "in 2 attempts")
+    assert (entry.strategy, entry.ranks, entry.state, entry.why) == (
+        "deepspeed/parameters",
+        4,
+        "ended",
+        "in 2 attempts",
+    )
     wrote(run, 0, [*UNFINISHED, {"event": "stopped", "time": 105.0, "step": 11, "why": "launch.deadline"}])
     entry = only(tmp_path)
     assert (entry.state, entry.why) == ("stopped", "stopped by launch.deadline after step 11")

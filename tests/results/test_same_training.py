@@ -1,4 +1,4 @@
-"""Cells that train differently are not compared: initial values, samples and precision, as their ranks record them."""
+"""Strategies that train differently are not compared: initial values, samples and precision, as ranks record them."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def test_a_rank_that_wrote_nothing_is_a_sentence(tmp_path: Path) -> None:
 # For real
 
 
-def compared(forks: Forks, folder: Path, *cells: str, plant: str = "", precision: str = "fp32") -> dict[str, Any]:
+def compared(forks: Forks, folder: Path, *strategies: str, plant: str = "", precision: str = "fp32") -> dict[str, Any]:
     (folder / "task.py").write_text(TASK, encoding="utf-8")
     told = {
         "task": {"use": "task.py:Sums", "args": {"plant": plant}},
@@ -201,29 +201,29 @@ def compared(forks: Forks, folder: Path, *cells: str, plant: str = "", precision
         "parallel": {"data": 2},
         "batch": {"total": 8},
         "train": {"steps": 6, "precision": precision},
-        "compare": {"cells": cells, "repeat": 2, "memory": False},
+        "compare": {"strategies": strategies, "repeat": 2, "memory": False},
         "out": str(folder / "out"),
     }
     (folder / "x.yaml").write_text(json.dumps(told), encoding="utf-8")
     path = os.pathsep.join([str(ROOT / "tests" / "support" / "faulty"), str(ROOT)])
     done = forks.unipar(["compare", str(folder / "x.yaml")], {"PYTHONPATH": path, "COLUMNS": "400"})
     data = json.loads((folder / "out/compare/compare.json").read_text("utf-8"))
-    return {"code": done.returncode, "said": done.stdout, **{row["cell"]: row for row in data["cells"]}}
+    return {"code": done.returncode, "said": done.stdout, **{row["strategy"]: row for row in data["strategies"]}}
 
 
 def test_an_engine_that_begins_otherwise_is_not_ranked(forks: Forks, tmp_path: Path) -> None:
-    """One of its parameters; the other cells are compared, of the same values in whichever way they are split."""
-    cells = ("native/optimizer", "native/parameters", "faulty/nothing+other-start", "faulty/nothing+same-samples")
-    found = compared(forks, tmp_path, *cells)
+    """One of its parameters; the other strategies are compared, of the same values in whichever way they are split."""
+    strategies = ("native/optimizer", "native/parameters", "faulty/nothing+other-start", "faulty/nothing+same-samples")
+    found = compared(forks, tmp_path, *strategies)
     assert found["code"] == 1
     row = found["faulty/nothing+other-start"]
     assert (row["outcome"], row["losses"], row["seconds"]) == ("unlike", [], [])
     assert row["note"] == ("2.bias starts with other values than in single: model() must depend on train.seed only")
     assert f"faulty/nothing+other-start   trained differently: {row['note']}\n" in found["said"]
     assert found["faulty/nothing+same-samples"]["note"] == "step 1 trains on other samples than in single"
-    for cell in ("native/optimizer", "native/parameters"):
-        assert found[cell]["outcome"] == "ran"
-        assert found[cell]["marks"] == found["single"]["marks"]
+    for strategy in ("native/optimizer", "native/parameters"):
+        assert found[strategy]["outcome"] == "ran"
+        assert found[strategy]["marks"] == found["single"]["marks"]
     assert [count for count, _ in found["single"]["marks"]["samples"]] == [8] * 6
     assert len(found["single"]["marks"]["batches"]) == 2
 
@@ -243,7 +243,7 @@ def test_an_engine_that_begins_otherwise_is_not_ranked(forks: Forks, tmp_path: P
         ),
     ],
 )
-def test_a_task_that_does_something_else_in_a_cell(forks: Forks, tmp_path: Path, plant: str, said: str) -> None:
+def test_a_task_that_does_something_else_in_a_strategy(forks: Forks, tmp_path: Path, plant: str, said: str) -> None:
     """Other contents behind the same numbers; another precision."""
     row = compared(forks, tmp_path, "native/nothing", plant=plant)["native/nothing"]
     assert (row["outcome"], row["note"]) == ("unlike", said)
@@ -251,9 +251,12 @@ def test_a_task_that_does_something_else_in_a_cell(forks: Forks, tmp_path: Path,
 
 def test_what_is_frozen_may_be_kept_in_any_precision(forks: Forks, tmp_path: Path) -> None:
     """Nobody moves it: DeepSpeed keeps it in bf16, where FSDP2 keeps what it gathers from in fp32."""
-    cells = ("native/parameters", "deepspeed/optimizer")
-    found = compared(forks, tmp_path, *cells, plant="frozen", precision="bf16-master")
-    assert [found[cell]["outcome"] for cell in ("single", *cells)] == ["ran"] * 3, found["said"]
-    assert [found[cell]["marks"]["computed"] for cell in ("single", *cells)] == [["float32"], *[["bfloat16"]] * 2]
+    strategies = ("native/parameters", "deepspeed/optimizer")
+    found = compared(forks, tmp_path, *strategies, plant="frozen", precision="bf16-master")
+    assert [found[strategy]["outcome"] for strategy in ("single", *strategies)] == ["ran"] * 3, found["said"]
+    assert [found[strategy]["marks"]["computed"] for strategy in ("single", *strategies)] == [
+        ["float32"],
+        *[["bfloat16"]] * 2,
+    ]
     assert found["single"]["marks"]["values"].keys() == {"0.weight", "0.bias", "2.weight", "2.bias"}
-    assert len({str(found[cell]["marks"]["values"]) for cell in cells}) == 1
+    assert len({str(found[strategy]["marks"]["values"]) for strategy in strategies}) == 1

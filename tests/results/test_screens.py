@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.support.compared_rows import FAR, ONE, SAME, compared, ran
-from tests.support.scalings import made, one_cell, timed
+from tests.support.scalings import made, one_strategy, timed
 from tests.support.verifications import cut_dependent_verdicts, disagreeing_verdicts
 from unipar.results.comparison import Comparison
-from unipar.results.row import CellResult
+from unipar.results.row import StrategyResult
 from unipar.results.verdicts import Verdict, Verdicts
 
 NAMES = {
@@ -22,8 +22,8 @@ ANSWER = (
     "states (68 MiB to 34 MiB); native/nothing is fastest: 200 ms a step, but the difference from horovod/nothing is "
     "within noise."
 )
-REFUSED = CellResult(cell="accelerate/parameters", outcome="refused", note="its FSDP2 is not there yet; " * 3)
-FAILED = CellResult(cell="horovod/nothing", outcome="failed", note="rank 1 died\nits log")
+REFUSED = StrategyResult(strategy="accelerate/parameters", outcome="refused", note="its FSDP2 is not there yet; " * 3)
+FAILED = StrategyResult(strategy="horovod/nothing", outcome="failed", note="rank 1 died\nits log")
 
 
 def test_compare() -> None:
@@ -46,10 +46,12 @@ def test_compare() -> None:
 
 def test_ten_strategies_fit_in_twenty_four_lines() -> None:
     """With the longest names, a long answer, three commands and the page."""
-    cells = [ran(f"native/{i}", [4.0, 3.5, 3.0]) for i in range(8)]
+    strategies = [ran(f"native/{i}", [4.0, 3.5, 3.0]) for i in range(8)]
     long = ran("deepspeed/gradients+library", [4.0, 3.5, 3.0])
     names = NAMES | {"native/0": "ZeroRedundancyOptimizer"}
-    found = compared(ONE, *cells, long, answer=ANSWER, note="page: runs/x/compare/report.html", library_names=names)
+    found = compared(
+        ONE, *strategies, long, answer=ANSWER, note="page: runs/x/compare/report.html", library_names=names
+    )
     steps = ["unipar verify x.yaml", "unipar scale x.yaml --world 1,2", "unipar compare x.yaml --details"]
     lines = found.screen(80, steps).splitlines()
     assert len(lines) <= 24
@@ -79,9 +81,9 @@ def test_compare_says_what_changes_the_answer() -> None:
 
 def test_many_failures_are_a_line() -> None:
     """Fourteen strategies, of which four failed: the others' rows, and a line that says where to read on."""
-    cells = [ran(f"native/{i}", [4.0, 3.5, 3.0]) for i in range(10)]
-    failed = [replace(FAILED, cell=f"horovod/{i}") for i in range(4)]
-    lines = compared(ONE, *cells, *failed).screen().splitlines()
+    strategies = [ran(f"native/{i}", [4.0, 3.5, 3.0]) for i in range(10)]
+    failed = [replace(FAILED, strategy=f"horovod/{i}") for i in range(4)]
+    lines = compared(ONE, *strategies, *failed).screen().splitlines()
     assert sum(line.startswith("native/") for line in lines) == 10
     assert lines[0].endswith("over 3 steps; 4 failed:")
     assert lines[-2:] == [
@@ -92,7 +94,7 @@ def test_many_failures_are_a_line() -> None:
 
 def test_scale() -> None:
     """Parts of the ideal speed, what the ranks share, and the table."""
-    found = replace(one_cell(), note="page: x", library_names=NAMES)
+    found = replace(one_strategy(), note="page: x", library_names=NAMES)
     assert found.screen(80, ["unipar plan x.yaml --world 8,64"]).splitlines() == [
         "Part of the ideal speed: strong scaling: 80 % for native/nothing on 2 ranks;",
         "  weak scaling: 80 % for native/nothing on 2 ranks; the losses of strong scaling",
@@ -123,19 +125,19 @@ def test_scale_that_disagrees() -> None:
 def test_verify() -> None:
     """The verdict, a row for each strategy, and the page; what the columns mean is in the details."""
     rows = [
-        Verdict(cell="native/nothing", outcome="agrees", digits=7, share=0.2, bits="shares"),
-        Verdict(cell="horovod/nothing", outcome="refused", note="no such cell"),
+        Verdict(strategy="native/nothing", outcome="agrees", digits=7, share=0.2, bits="shares"),
+        Verdict(strategy="horovod/nothing", outcome="refused", note="no such strategy"),
     ]
     found = Verdicts(
         name="x", out="o", precision="fp32", ranks=2, steps=10, rows=rows, note="page: x", library_names=NAMES
     )
     assert found.screen(80, ["unipar compare x.yaml"]).splitlines() == [
         "1 of 2 strategies agrees with one process over 10 steps on 2 ranks; 1 cannot run",
-        "  this model: horovod/nothing (no such cell)",
+        "  this model: horovod/nothing (no such strategy)",
         "",
         "strategy         known as  agreement  of allowed  verdict",
         "native/nothing   DDP       7 digits         0.20  agrees bit for bit",
-        "horovod/nothing  refused: no such cell",
+        "horovod/nothing  refused: no such strategy",
         "",
         "next: unipar compare x.yaml",
         "page: x",
@@ -168,7 +170,7 @@ def test_results_print_as_their_screen() -> None:
     found = compared(ONE, SAME, library_names=NAMES)
     assert str(found) == found.screen()
     assert str(disagreeing_verdicts()) == disagreeing_verdicts().screen()
-    scaled = replace(one_cell(), library_names=NAMES)
+    scaled = replace(one_strategy(), library_names=NAMES)
     verified = replace(disagreeing_verdicts(), library_names=NAMES)
     assert [key for one in (found, scaled, verified) for key in one.to_json() if key == "library_names"] == []
     assert Comparison.from_json(found.to_json()).library_names == {}

@@ -9,7 +9,7 @@ from unipar.memory.account import MemoryAccount, PhasePeak
 from unipar.report.data.comparison_data import ComparisonPageData
 from unipar.report.pages.comparison_page import render_comparison
 from unipar.results.comparison import Comparison
-from unipar.results.row import CellResult
+from unipar.results.row import StrategyResult
 
 COUNTED = "between machines: those of them in calls whose ranks are on several machines, with the whole tensor as well"
 
@@ -32,10 +32,10 @@ def sending(rank: int, across: int) -> MemoryAccount:
 
 
 def compared(*across: int) -> Comparison:
-    """One cell, whose ranks send so much between machines."""
+    """One strategy, whose ranks send so much between machines."""
     memory = [sending(rank, size) for rank, size in enumerate(across)]
-    row = CellResult(
-        cell="native/nothing", outcome="ran", losses=[1.0], seconds=[[0.1]], memory=memory, peak_rss=[1, 1]
+    row = StrategyResult(
+        strategy="native/nothing", outcome="ran", losses=[1.0], seconds=[[0.1]], memory=memory, peak_rss=[1, 1]
     )
     machines = 2 if any(across) else 1
     return Comparison(name="x", out="x", precision="fp32", warmup=1, samples=8, ranks=2, machines=machines, rows=[row])

@@ -14,13 +14,13 @@ from tests.support.scalings import timed
 from unipar.comparison import store
 from unipar.memory.account import MemoryAccount, PhasePeak, ResidentMemory
 from unipar.profiling.work import RankWork
-from unipar.results.forecast.records import CellForecast, Forecast, ForecastPhase
+from unipar.results.forecast.records import Forecast, ForecastPhase, StrategyForecast
 from unipar.results.memory_tables import describe_peak_ranges
-from unipar.results.row import CellOutcome, CellResult
+from unipar.results.row import StrategyOutcome, StrategyResult
 from unipar.results.spreadsheet import COMPARISON_COLUMNS, format_comparison_csv, format_scaling_csv
 
 
-def test_a_row_a_cell(tmp_path: Path) -> None:
+def test_a_row_a_strategy(tmp_path: Path) -> None:
     """Beside compare.json: what is not known is empty, and a note with a comma stays out."""
     phase = PhasePeak(name="backward", peak=3_000_000, held={"parameters": 1_000_000, "activations": 2_000_000})
     account = MemoryAccount(
@@ -35,15 +35,15 @@ def test_a_row_a_cell(tmp_path: Path) -> None:
         sent_by="records",
     )
     planned = ForecastPhase(name="backward", peak=2_500_000, held={"parameters": 1_000_000, "activations": 1_500_000})
-    cell = CellForecast(cell="native/nothing", phases=(planned,), sent={"data": {"all_reduce": 700}})
+    strategy = StrategyForecast(strategy="native/nothing", phases=(planned,), sent={"data": {"all_reduce": 700}})
     ddp = replace(SAME, memory=[account, account])
-    found = compared(ONE, ddp, FAR, CellResult(cell="horovod/nothing", outcome="absent", note="not here, so"))
-    found = replace(found, forecast=Forecast(cells=(cell,)))
+    found = compared(ONE, ddp, FAR, StrategyResult(strategy="horovod/nothing", outcome="absent", note="not here, so"))
+    found = replace(found, forecast=Forecast(strategies=(strategy,)))
     store.write_comparison(tmp_path, {}, found)
     text = (tmp_path / "compare.csv").read_text("utf-8")
     assert text == format_comparison_csv(found)
     assert text.splitlines() == [
-        "cell,outcome,digits,within,median_step_s,samples_per_s,allocated,resident,predicted_on_cuda,"
+        "strategy,outcome,digits,within,median_step_s,samples_per_s,allocated,resident,predicted_on_cuda,"
         "measured_on_cuda,reserved,host,parameters,masters,gradients,optimizer,averages,communication,buffers,activations,"
         "temporaries,library,runtime,unattributed,weight_per_s,step_flops,flops_per_s,mfu,waits_least,waits_most,graph_breaks,recompiles,"
         "planned_peak,measured_peak,planned_sent,measured_sent",
@@ -56,8 +56,8 @@ def test_a_row_a_cell(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("outcome", "known"), [("failed", False), ("unlike", False), ("waits", True), ("ran", True)])
-def test_what_a_cell_held_till_it_failed_is_not_in_the_sheet(outcome: CellOutcome, *, known: bool) -> None:
-    """A failed cell has no memory in the CSV; one whose memory was recorded completely has, even if not timed."""
+def test_what_a_strategy_held_till_it_failed_is_not_in_the_sheet(outcome: StrategyOutcome, *, known: bool) -> None:
+    """A failed strategy has no memory in the CSV; one whose memory was recorded completely has, even if not timed."""
     accounts = [comparisons.account("native/nothing", rank) for rank in (0, 1)]
     lines = format_comparison_csv(compared(ONE, replace(SAME, outcome=outcome, memory=accounts))).splitlines()
     held = dict(zip(lines[0].split(","), lines[2].split(","), strict=True))
@@ -75,7 +75,7 @@ def test_a_row_a_world() -> None:
     small, large = timed("native/nothing", 1, 0.08, "strong", "weak"), timed("native/nothing", 2, 0.05, "strong")
     full = large[0], replace(large[1], memory=[comparisons.account("native/nothing", 0)] * 2, work=work)
     assert format_scaling_csv(scaling(small, full, lost)).splitlines() == [
-        "cell,ranks,scaling,samples,micro,accumulate,outcome,digits,within,median_step_s,samples_per_s,speed_up,"
+        "strategy,ranks,scaling,samples,micro,accumulate,outcome,digits,within,median_step_s,samples_per_s,speed_up,"
         "efficiency,allocated,resident,predicted_on_cuda,measured_on_cuda,reserved,host,parameters,masters,gradients,"
         "optimizer,averages,communication,buffers,activations,temporaries,library,runtime,unattributed,weight_per_s,step_flops,"
         "flops_per_s,mfu,waits_least,waits_most,graph_breaks,recompiles",
@@ -91,7 +91,7 @@ def test_peaks_that_differ_from_step_to_step() -> None:
     steady = comparisons.account("native/nothing", 0)
     moved = steady.model_copy(update={"peaks": (100 * 2**20, 120 * 2**20, 110 * 2**20)})
     assert describe_peak_ranges([("a", [steady]), ("b", [moved])]) == [
-        "peaks of the recorded steps: b 100 MiB to 120 MiB; equal in the other cells"
+        "peaks of the recorded steps: b 100 MiB to 120 MiB; equal in the other strategies"
     ]
     assert describe_peak_ranges([("a", [steady])]) == []
     assert describe_peak_ranges([("a", [steady.model_copy(update={"peaks": (1,)})]), ("b", [moved])]) == [

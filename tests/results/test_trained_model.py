@@ -75,10 +75,10 @@ class Half(Line):
         return made
 
 
-@pytest.mark.parametrize("cell", ["native/nothing", "native/parameters"])
-def test_whole_or_sharded(tmp_path: Path, cell: str) -> None:
+@pytest.mark.parametrize("strategy", ["native/nothing", "native/parameters"])
+def test_whole_or_sharded(tmp_path: Path, strategy: str) -> None:
     """The weights are those that a loop by hand trains, whether ranks saved them whole or in shards."""
-    backend, shard = cell.split("/")
+    backend, shard = strategy.split("/")
     more = {"backend": backend, "parallel.shard": shard, "out": str(tmp_path / "run")}
     report = unipar.launch(CONFIG, task=Half, overrides=more, quiet=True)
     drawn = torch.get_rng_state()

@@ -15,7 +15,8 @@ CUT = CutDependence(kind="sum", off=0.5, micro=None, way_out="return the mean")
 def verdicts(*outcomes: VerdictOutcome) -> Verdicts:
     reason = {"refused": "train.sync_every: 2 is not available here; use another"}
     rows = [
-        Verdict(cell=f"native/{i}", outcome=outcome, note=reason.get(outcome, "")) for i, outcome in enumerate(outcomes)
+        Verdict(strategy=f"native/{i}", outcome=outcome, note=reason.get(outcome, ""))
+        for i, outcome in enumerate(outcomes)
     ]
     return Verdicts(name="x", out="runs/x", precision="fp32", ranks=2, steps=10, rows=rows)
 
@@ -53,15 +54,15 @@ def verdicts(*outcomes: VerdictOutcome) -> Verdicts:
     ],
 )
 def test_summary(outcomes: tuple[VerdictOutcome, ...], summary: str, code: int) -> None:
-    """The first line below the table counts the cells, and the exit code is 0 only if all that ran agree."""
+    """The first line below the table counts the strategies, and the exit code is 0 only if all that ran agree."""
     found = verdicts(*outcomes)
     assert (found.summary, found.code) == (summary, code)
     assert found.remark_lines()[0] == summary
 
 
 @pytest.mark.parametrize("outcome", ["refused", "absent"])
-def test_a_cell_that_was_named_and_cannot_run(outcome: VerdictOutcome) -> None:
-    """The exit code is that of Unsupported, 3, unless a cell disagrees; it stays 0 for one that a pattern gave."""
+def test_a_strategy_that_was_named_and_cannot_run(outcome: VerdictOutcome) -> None:
+    """The exit code is that of Unsupported, 3, unless a strategy disagrees; it stays 0 for one that a pattern gave."""
     found = verdicts("agrees", outcome)
     agrees, missing = found.rows
     assert found.code == 0

@@ -5,16 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from unipar.results.comparison import Comparison
-from unipar.results.row import CellResult
+from unipar.results.row import StrategyResult
 from unipar.results.same_training import TrainingMarks
 
 
-def ran(cell: str, losses: list[float], ms: float = 10.0) -> CellResult:
+def ran(strategy: str, losses: list[float], ms: float = 10.0) -> StrategyResult:
     seconds = [[ms / 1e3, ms / 1e3], [ms / 1e3, 2 * ms / 1e3]]
-    return CellResult(cell=cell, outcome="ran", losses=losses, seconds=seconds, peak_rss=[500 * 2**20, 600 * 2**20])
+    return StrategyResult(
+        strategy=strategy, outcome="ran", losses=losses, seconds=seconds, peak_rss=[500 * 2**20, 600 * 2**20]
+    )
 
 
-def compared(*rows: CellResult, **changed: Any) -> Comparison:
+def compared(*rows: StrategyResult, **changed: Any) -> Comparison:
     told: dict[str, Any] = {"name": "x", "out": "o", "precision": "fp32", "samples": 8, "ranks": 2, "warmup": 2}
     return Comparison(rows=list(rows), **(told | changed))
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from tests.support.forecasts import example_forecast
 from unipar.backend import Category
-from unipar.config import Cell
+from unipar.config import Strategy
 from unipar.memory.account import MemoryAccount, NamedBlock, PhaseName, PhasePeak, ResidentMemory
 from unipar.memory.sources.profiler import ProfilerSource
-from unipar.report.data.comparison_data import CellPageData, ComparisonPageData
+from unipar.report.data.comparison_data import ComparisonPageData, StrategyPageData
 
 PARAMETER_COUNT = 8_926_848
 """Parameters; memory is told in bytes for each."""
@@ -22,7 +22,7 @@ PARAMETER_COUNT = 8_926_848
 SHARDS = ("nothing", "optimizer", "gradients", "parameters")
 BytesPerParameter = dict[Category, float]
 
-MEMORY_BY_CELL: dict[str, tuple[PhaseName, BytesPerParameter]] = {
+MEMORY_BY_STRATEGY: dict[str, tuple[PhaseName, BytesPerParameter]] = {
     "single": ("update", {"parameters": 4, "gradients": 4, "optimizer": 8, "temporaries": 0.571, "runtime": 0.282}),
     "native/nothing": (
         "update",
@@ -79,9 +79,9 @@ MILLISECONDS = {
 FRACTION: dict[PhaseName, float] = {"built": 0.6, "forward": 0.8, "backward": 0.93, "update": 0.9, "steady": 0.75}
 
 
-def account(cell: str, rank: int, scale: float = 1.0, method: str = ProfilerSource.method) -> MemoryAccount:
+def account(strategy: str, rank: int, scale: float = 1.0, method: str = ProfilerSource.method) -> MemoryAccount:
     """The second rank holds a little less."""
-    at, held = MEMORY_BY_CELL[cell]
+    at, held = MEMORY_BY_STRATEGY[strategy]
     share = scale * PARAMETER_COUNT * (1 - 0.02 * rank)
     sizes: dict[Category, int] = {category: round(b * share) for category, b in held.items()}
     peak = sum(sizes.values())
@@ -103,19 +103,19 @@ def account(cell: str, rank: int, scale: float = 1.0, method: str = ProfilerSour
         curve=tuple(curve),
         marks=((0.0, "forward"), (0.36, "backward"), (0.82, "update")),
         resident=ResidentMemory(base=320 * 2**20, peak=320 * 2**20 + round(peak * 1.07), own=rest),
-        sent=sent_by_collective(cell),
-        sent_along={"data": sent_by_collective(cell)} if sent_by_collective(cell) else {},
-        sent_by="" if cell == "single" else "records of a profiler",
+        sent=sent_by_collective(strategy),
+        sent_along={"data": sent_by_collective(strategy)} if sent_by_collective(strategy) else {},
+        sent_by="" if strategy == "single" else "records of a profiler",
         saved=(round(2 * PARAMETER_COUNT), round(1.9 * PARAMETER_COUNT)),
-        notes=("a note of the one who measured",) if cell == "native/parameters" else (),
+        notes=("a note of the one who measured",) if strategy == "native/parameters" else (),
     )
 
 
-def sent_by_collective(cell: str) -> dict[str, int]:
+def sent_by_collective(strategy: str) -> dict[str, int]:
     """Bytes of a step by collective."""
-    if cell == "single":
+    if strategy == "single":
         return {}
-    return {"all_reduce": 4 * PARAMETER_COUNT} if "nothing" in cell else {"reduce_scatter": 2 * PARAMETER_COUNT}
+    return {"all_reduce": 4 * PARAMETER_COUNT} if "nothing" in strategy else {"reduce_scatter": 2 * PARAMETER_COUNT}
 
 
 def _curve_bytes(at: float, rest: int, by: dict[PhaseName, int]) -> float:
@@ -126,29 +126,29 @@ def _curve_bytes(at: float, rest: int, by: dict[PhaseName, int]) -> float:
     return by["update"] if at < 0.97 else rest
 
 
-def losses(cell: str, steps: int) -> list[float]:
-    """The cells differ in the last digits, by their names."""
-    off = 0.0 if cell == "single" else (len(cell) % 5) * 6e-8
+def losses(strategy: str, steps: int) -> list[float]:
+    """The strategies differ in the last digits, by their names."""
+    off = 0.0 if strategy == "single" else (len(strategy) % 5) * 6e-8
     return [4.5 * math.exp(-i / 12) + 1.2 + off * (i % 3) for i in range(steps)]
 
 
 def row(
-    cell: str, quicker: float = 1.0, scale: float = 0.0, method: str = ProfilerSource.method, steps: int = 12
+    strategy: str, quicker: float = 1.0, scale: float = 0.0, method: str = ProfilerSource.method, steps: int = 12
 ) -> dict[str, Any]:
     """With memory where there is a scale for it."""
-    ms = MILLISECONDS[cell] * quicker / 1e3
+    ms = MILLISECONDS[strategy] * quicker / 1e3
     seconds = [[ms * (1 + 0.04 * ((3 * i + j) % 5 - 2)) for i in range(3)] for j in range(3)]
-    ranks = 1 if cell == "single" else 2
+    ranks = 1 if strategy == "single" else 2
     return {
-        "cell": cell,
+        "strategy": strategy,
         "outcome": "ran",
         "note": "",
-        "losses": losses(cell, steps),
+        "losses": losses(strategy, steps),
         "parts": {},
         "seconds": seconds,
         "peak_rss": [640 * 2**20] * ranks,
         "started": 4.0,
-        "memory": [account(cell, r, scale, method).model_dump(mode="json") for r in range(ranks)] if scale else [],
+        "memory": [account(strategy, r, scale, method).model_dump(mode="json") for r in range(ranks)] if scale else [],
     }
 
 
@@ -164,19 +164,23 @@ def write_example_comparison(
     use: str = "/x/char_gpt.py:CharGPT",
     planned: bool = False,
 ) -> Path:
-    """A run folder with six cells and one that was refused."""
+    """A run folder with six strategies and one that was refused."""
     folder = run / "compare"
-    for cell in MEMORY_BY_CELL:
-        at = folder / Cell.parse(cell).slug
+    for strategy in MEMORY_BY_STRATEGY:
+        at = folder / Strategy.parse(strategy).slug
         at.mkdir(parents=True)
-        told = {"backend": cell.partition("/")[0], "train": {"steps": 12, "optimizer": {"fused": fused}}}
+        told = {"backend": strategy.partition("/")[0], "train": {"steps": 12, "optimizer": {"fused": fused}}}
         (at / "config.json").write_text(json.dumps(told), encoding="utf-8")
         start = {"event": "start", "time": 0.0, "parameters": parameters}
         (at / "rank-0.jsonl").write_text(json.dumps(start) + "\n", "utf-8")
     asked = {"task": {"use": use}, "backend": "native", "train": {"steps": 12, "optimizer": {"fused": fused}}}
     (folder / "asked").mkdir()
     (folder / "asked/quickstart.json").write_text(json.dumps(asked), encoding="utf-8")
-    refused = {"cell": "accelerate/parameters", "outcome": "refused", "note": "train.precision: fp64 <cannot> be had"}
+    refused = {
+        "strategy": "accelerate/parameters",
+        "outcome": "refused",
+        "note": "train.precision: fp64 <cannot> be had",
+    }
     data = {
         "of": {
             "versions": {"python": "3.11.7", "torch": "2.13.0"},
@@ -190,27 +194,31 @@ def write_example_comparison(
         "warmup": 2,
         "note": "",
         "interrupted": False,
-        "cells": [*(row(cell, quicker, scale * memory, method) for cell in MEMORY_BY_CELL), refused],
+        "strategies": [*(row(strategy, quicker, scale * memory, method) for strategy in MEMORY_BY_STRATEGY), refused],
     }
     if planned:
-        held = {cell: (at, account(cell, 0, scale).peak.held) for cell, (at, _) in MEMORY_BY_CELL.items()}
-        sent = {cell: sent_by_collective(cell) for cell in MEMORY_BY_CELL}
+        held = {
+            strategy: (at, account(strategy, 0, scale).peak.held) for strategy, (at, _) in MEMORY_BY_STRATEGY.items()
+        }
+        sent = {strategy: sent_by_collective(strategy) for strategy in MEMORY_BY_STRATEGY}
         data["forecast"] = example_forecast(held, sent)
     (folder / "compare.json").write_text(json.dumps(data), encoding="utf-8")
     return run
 
 
 def example_with_points(page: ComparisonPageData, points: Sequence[tuple[float, float]]) -> ComparisonPageData:
-    """The same page with one cell for each point: its peak in MiB, and its samples a second."""
+    """The same page with one strategy for each point: its peak in MiB, and its samples a second."""
     backends = ("native", "deepspeed", "accelerate", "horovod", "a_plugin")
-    cells: list[CellPageData] = []
+    strategies: list[StrategyPageData] = []
     for i, (size, rate) in enumerate(points):
         name = f"{backends[i % 5]}/{SHARDS[i // 5 % 4]}" + (f"+variant{i // 20}" if i >= 20 else "")
         step = PhasePeak(name="update", peak=round(size * 2**20), held={"parameters": round(size * 2**20)})
         known = account("native/nothing", 0).model_copy(update={"phases": (step,)})
-        result = replace(page.cells[1].row, cell=name, seconds=[[page.comparison.samples / rate]], memory=[known])
-        cells.append(replace(page.cells[1], row=result, memory=[known]))
-    return replace(page, cells=tuple(cells))
+        result = replace(
+            page.strategies[1].row, strategy=name, seconds=[[page.comparison.samples / rate]], memory=[known]
+        )
+        strategies.append(replace(page.strategies[1], row=result, memory=[known]))
+    return replace(page, strategies=tuple(strategies))
 
 
 def edit_example_comparison(run: Path, change: Callable[[dict[str, Any]], object]) -> Path:

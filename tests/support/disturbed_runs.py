@@ -1,4 +1,4 @@
-"""Runs to which something happens while they train: `python -m tests.support.disturbed_runs FOLDER CELL FAULT SEED`.
+"""Runs to which something happens: `python -m tests.support.disturbed_runs FOLDER STRATEGY FAULT SEED`.
 
 It prints, as JSON, the exit code, the seconds from the fault to the end, the last lines, and what is wrong.
 """
@@ -35,7 +35,7 @@ NAN_AT = 6
 class Disturbed:
     """Result of one run."""
 
-    cell: str
+    strategy: str
     fault: str
     code: int = 0
     seconds: float = 0.0
@@ -68,7 +68,7 @@ class _Run:
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)  # of a stopped rank that outlives the run
-        eventually(lambda: not any(map(is_running, pids)), f"{played.cell}: ranks outlive {played.fault}", END)
+        eventually(lambda: not any(map(is_running, pids)), f"{played.strategy}: ranks outlive {played.fault}", END)
         played.said = "\n".join(self.said.splitlines()[-6:])
 
     def last_step(self) -> int:
@@ -132,7 +132,7 @@ def _cut_the_network(run: _Run, played: Disturbed, draw: random.Random) -> None:
 def _not_a_number(run: _Run, played: Disturbed, draw: random.Random) -> None:
     """Let rank 1's loss be no number at one step: all stop, and nothing behind it is published."""
     run.ends(played, time.monotonic())
-    split = "+" in played.cell  # then rank 0 speaks for the loss of both, and rank 1's gradients tell
+    split = "+" in played.strategy  # then rank 0 speaks for the loss of both, and rank 1's gradients tell
     wanted = "a gradient was not finite" if split else f"is not finite at step {NAN_AT}, first on rank 1"
     _expect(played, wanted in " ".join(played.said.split()), f"not told: {played.said}")
     _expect(played, played.code == 1, f"the exit code is {played.code}, not 1")
@@ -154,8 +154,8 @@ FAULTS: Mapping[str, Callable[[_Run, Disturbed, random.Random], None]] = {
 }
 
 
-def _config_for(fault: str, cell: str) -> dict[str, Any]:
-    config = endless_config(cell)
+def _config_for(fault: str, strategy: str) -> dict[str, Any]:
+    config = endless_config(strategy)
     if fault in ("SIGTERM or SIGUSR1", "a second SIGTERM"):
         config |= {"data": {"workers": 1}}
     if fault in ("SIGSTOP of a rank", "network cut"):
@@ -167,13 +167,13 @@ def _config_for(fault: str, cell: str) -> dict[str, Any]:
     return config
 
 
-def disturb(folder: Path, cell: str, fault: str, seed: int) -> Disturbed:
-    """Start a run of a cell, let a fault happen, and return how it ended."""
-    played = Disturbed(cell, fault)
-    run = _Run(folder, _config_for(fault, cell))
+def disturb(folder: Path, strategy: str, fault: str, seed: int) -> Disturbed:
+    """Start a run of a strategy, let a fault happen, and return how it ended."""
+    played = Disturbed(strategy, fault)
+    run = _Run(folder, _config_for(fault, strategy))
     try:
         wait_until_trained(run.process, run.folder, run.run)
-        FAULTS[fault](run, played, random.Random(f"{cell} {fault} {seed}"))
+        FAULTS[fault](run, played, random.Random(f"{strategy} {fault} {seed}"))
     finally:
         if run.process.poll() is None:
             run.process.kill()
@@ -183,10 +183,10 @@ def disturb(folder: Path, cell: str, fault: str, seed: int) -> Disturbed:
 
 def main() -> None:
     """Print the result as JSON."""
-    folder, cell, fault, seed = sys.argv[1:]
+    folder, strategy, fault, seed = sys.argv[1:]
     if fault == "network cut":
         enter_private_network()
-    print(json.dumps(vars(disturb(Path(folder), cell, fault, int(seed)))))
+    print(json.dumps(vars(disturb(Path(folder), strategy, fault, int(seed)))))
 
 
 if __name__ == "__main__":

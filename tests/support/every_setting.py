@@ -21,16 +21,16 @@ import unipar
 from unipar.backend import registry
 from unipar.backend.checks import (
     CheckedSource,
-    check_cell,
     check_run_settings,
+    check_strategy,
     given_source,
-    in_cell,
+    in_strategy,
     read_source,
     with_earlier_changes,
 )
-from unipar.backend.offered_cells import cells_of_backend
-from unipar.config import Cell, Config
-from unipar.config.sections.cell import AXES, Axes
+from unipar.backend.offered_strategies import strategies_of_backend
+from unipar.config import Config, Strategy
+from unipar.config.sections.strategy import AXES, Axes
 from unipar.config.settled import SettledConfig
 from unipar.config.validation_errors import list_known_keys
 from unipar.distributed.place import Place
@@ -56,9 +56,9 @@ class Setting:
     """Whether the run that it is held against is that of BASE, as what is beside the value means nothing without it."""
 
     shows: str = ""
-    """Fact of a run of one process that differs, see `play`; or `library`: what the library of `cell` is told."""
+    """Fact of a run of one process that differs, see `play`; or `library`: what the library of `strategy` is told."""
 
-    cell: str = "single"
+    strategy: str = "single"
     test: str = ""
     """Test that shows the effect where a run of one process cannot: file::name."""
 
@@ -95,18 +95,18 @@ SETTINGS: Mapping[str, Setting] = {
     "task.args": Setting(value={"width": 3}, test="tests/task/test_task.py::test_look_refuses"),
     "backend": Setting(value="native", test="tests/backend/test_checks.py::test_settings_are_obeyed"),
     "device": Setting(value="cuda", test="tests/backend/test_resources.py::test_what_auto_computes_on"),
-    "parallel.data": Setting(value=2, cell="native", test="tests/backend/test_checks.py::test_settings_are_obeyed"),
-    "parallel.shard": Setting(value="parameters", cell="native", shows="library"),
-    "parallel.shard_over": Setting(value=2, beside=_SHARDED, cell="native", shows="library"),
-    "parallel.tensor": Setting(value=2, cell="native", shows="library"),
-    "parallel.pipeline": Setting(value=2, cell="native", shows="library"),
-    "parallel.context": Setting(value=2, cell="native", shows="library"),
+    "parallel.data": Setting(value=2, strategy="native", test="tests/backend/test_checks.py::test_settings_are_obeyed"),
+    "parallel.shard": Setting(value="parameters", strategy="native", shows="library"),
+    "parallel.shard_over": Setting(value=2, beside=_SHARDED, strategy="native", shows="library"),
+    "parallel.tensor": Setting(value=2, strategy="native", shows="library"),
+    "parallel.pipeline": Setting(value=2, strategy="native", shows="library"),
+    "parallel.context": Setting(value=2, strategy="native", shows="library"),
     "parallel.sequence": Setting(
-        value=True, beside={"parallel.tensor": 2}, cell="native",
+        value=True, beside={"parallel.tensor": 2}, strategy="native",
         test="tests/backends/test_sequence_parallel.py::test_parts_of_a_sequence_compute_the_whole",
     ),
     "parallel.schedule": Setting(
-        value="gpipe", beside=_PIPELINE, cell="native",
+        value="gpipe", beside=_PIPELINE, strategy="native",
         test="tests/backends/test_torch_schedules.py::test_what_they_run",
     ),
     "batch.total": Setting(value=8, shows="batches"),
@@ -138,7 +138,7 @@ SETTINGS: Mapping[str, Setting] = {
     "model.sync_batchnorm": Setting(
         value=True, beside={"device": "cuda"}, test="tests/backends/test_gpu.py::test_sync_batchnorm"),
     "model.offload": Setting(value="parameters", beside={"device": "cuda", "parallel.shard": "parameters"},
-                             cell="native", shows="library"),
+                             strategy="native", shows="library"),
     "data.workers": Setting(value=1, shows="workers"),
     "data.shuffle": Setting(value=False, shows="batches"),
     "data.ragged": Setting(value="drop", beside={"train.steps": None, "train.epochs": 1}, shows="batches"),
@@ -198,7 +198,7 @@ SETTINGS: Mapping[str, Setting] = {
     "train.clip.norm": Setting(
         value="fp64", beside={"train.clip.max": 0.01}, test="tests/conformance/test_conformance.py::test_agrees"),
     "train.parts": Setting(value={"model": {"clip": 0.01}}, test="tests/conformance/test_conformance.py::test_agrees"),
-    "train.sync_every": Setting(value=2, cell="native", shows="library"),
+    "train.sync_every": Setting(value=2, strategy="native", shows="library"),
     "train.ema.decay": Setting(value=0.5, beside=_EVALUATING, shows="evaluations"),
     "train.ema.every": Setting(value=2, beside={**_EVALUATING, "train.ema.decay": 0.5}, shows="evaluations"),
     "train.ema.warmup": Setting(value=3, beside={**_EVALUATING, "train.ema.decay": 0.5}, shows="evaluations"),
@@ -249,61 +249,61 @@ SETTINGS: Mapping[str, Setting] = {
     "machines.folder": Setting(value="own", test=_SUBMITTED),
     "machines.interface": Setting(value="lo", test="tests/distributed/test_meeting.py::test_interfaces"),
     "machines.before": Setting(value=["module load x"], test=_SUBMITTED),
-    "compare.cells": Setting(value=["native/nothing"], test=_COMPARED),
+    "compare.strategies": Setting(value=["native/nothing"], test=_COMPARED),
     "compare.repeat": Setting(value=2, test=_COMPARED),
     "compare.memory": Setting(value=False, test=_COMPARED),
-    "out": Setting(value="there", test="tests/config/test_source.py::test_in_another_cell"),
-    "options.accelerate.find_unused": Setting(value=True, cell="accelerate", shows="library"),
+    "out": Setting(value="there", test="tests/config/test_source.py::test_in_another_strategy"),
+    "options.accelerate.find_unused": Setting(value=True, strategy="accelerate", shows="library"),
     "options.accelerate.through": Setting(
-        value="deepspeed", beside={"parallel.shard": "gradients"}, cell="accelerate", shows="library"),
+        value="deepspeed", beside={"parallel.shard": "gradients"}, strategy="accelerate", shows="library"),
     "options.deepspeed.buckets": Setting(
-        value="library", beside={"parallel.shard": "gradients"}, cell="deepspeed", shows="library"),
+        value="library", beside={"parallel.shard": "gradients"}, strategy="deepspeed", shows="library"),
     "options.deepspeed.reduce": Setting(
-        value=100, beside={"parallel.shard": "gradients"}, cell="deepspeed", shows="library"),
+        value=100, beside={"parallel.shard": "gradients"}, strategy="deepspeed", shows="library"),
     "options.deepspeed.gather": Setting(
-        value=100, beside={"parallel.shard": "gradients"}, cell="deepspeed", shows="library"),
+        value=100, beside={"parallel.shard": "gradients"}, strategy="deepspeed", shows="library"),
     "options.deepspeed.prefetch": Setting(
-        value=100, beside={"parallel.shard": "parameters"}, cell="deepspeed", shows="library"),
+        value=100, beside={"parallel.shard": "parameters"}, strategy="deepspeed", shows="library"),
     "options.deepspeed.persistence": Setting(
-        value=100, beside={"parallel.shard": "parameters"}, cell="deepspeed", shows="library"),
+        value=100, beside={"parallel.shard": "parameters"}, strategy="deepspeed", shows="library"),
     "options.deepspeed.live": Setting(
-        value=100, beside={"parallel.shard": "parameters"}, cell="deepspeed", shows="library"),
+        value=100, beside={"parallel.shard": "parameters"}, strategy="deepspeed", shows="library"),
     "options.deepspeed.reuse": Setting(
-        value=100, beside={"parallel.shard": "parameters"}, cell="deepspeed", shows="library"),
+        value=100, beside={"parallel.shard": "parameters"}, strategy="deepspeed", shows="library"),
     "options.deepspeed.overlap": Setting(
-        value=True, beside={"parallel.shard": "gradients", "device": "cuda"}, cell="deepspeed", shows="library"),
+        value=True, beside={"parallel.shard": "gradients", "device": "cuda"}, strategy="deepspeed", shows="library"),
     "options.deepspeed.contiguous": Setting(
-        value=False, beside={"parallel.shard": "gradients"}, cell="deepspeed", shows="library"),
+        value=False, beside={"parallel.shard": "gradients"}, strategy="deepspeed", shows="library"),
     "options.deepspeed.offload_optimizer": Setting(
-        value="cpu", beside={"parallel.shard": "gradients"}, cell="deepspeed", shows="library"),
+        value="cpu", beside={"parallel.shard": "gradients"}, strategy="deepspeed", shows="library"),
     "options.deepspeed.offload_parameters": Setting(
-        value="cpu", beside={"parallel.shard": "parameters", "device": "cuda"}, cell="deepspeed", shows="library"),
+        value="cpu", beside={"parallel.shard": "parameters", "device": "cuda"}, strategy="deepspeed", shows="library"),
     "options.deepspeed.offload_to": Setting(
-        value="/tmp", test="tests/backends/test_deepspeed.py", cell="deepspeed"),
+        value="/tmp", test="tests/backends/test_deepspeed.py", strategy="deepspeed"),
     "options.deepspeed.cpu_adam": Setting(
-        value="torch", test="tests/backends/test_deepspeed.py::test_its_cpu_adam_agrees", cell="deepspeed",
+        value="torch", test="tests/backends/test_deepspeed.py::test_its_cpu_adam_agrees", strategy="deepspeed",
         beside={"parallel.shard": "gradients", "options.deepspeed.offload_optimizer": "cpu"}),
-    "options.horovod.buckets": Setting(value="library", cell="horovod", shows="library"),
-    "options.horovod.fusion_mb": Setting(value=3, cell="horovod", shows="library"),
-    "options.horovod.compression": Setting(value="fp16", cell="horovod", shows="library"),
-    "options.horovod.op": Setting(value="adasum", cell="horovod", test="tests/backends/test_horovod.py"),
-    "options.horovod.cycle_ms": Setting(value=2.0, cell="horovod", shows="library"),
-    "options.horovod.process_sets": Setting(value=[[0]], cell="horovod", shows="library"),
-    "options.native.find_unused": Setting(value=True, cell="native", shows="library"),
-    "options.native.bucket_mb": Setting(value=3, cell="native", shows="library"),
-    "options.native.static_graph": Setting(value=True, cell="native", shows="library"),
-    "options.native.hook": Setting(value="fp16", cell="native", shows="library"),
+    "options.horovod.buckets": Setting(value="library", strategy="horovod", shows="library"),
+    "options.horovod.fusion_mb": Setting(value=3, strategy="horovod", shows="library"),
+    "options.horovod.compression": Setting(value="fp16", strategy="horovod", shows="library"),
+    "options.horovod.op": Setting(value="adasum", strategy="horovod", test="tests/backends/test_horovod.py"),
+    "options.horovod.cycle_ms": Setting(value=2.0, strategy="horovod", shows="library"),
+    "options.horovod.process_sets": Setting(value=[[0]], strategy="horovod", shows="library"),
+    "options.native.find_unused": Setting(value=True, strategy="native", shows="library"),
+    "options.native.bucket_mb": Setting(value=3, strategy="native", shows="library"),
+    "options.native.static_graph": Setting(value=True, strategy="native", shows="library"),
+    "options.native.hook": Setting(value="fp16", strategy="native", shows="library"),
     "options.native.powersgd_rank": Setting(
-        value=2, beside={"options.native.hook": "powersgd"}, cell="native", shows="library"),
+        value=2, beside={"options.native.hook": "powersgd"}, strategy="native", shows="library"),
     "options.native.powersgd_start": Setting(
-        value=10, beside={"options.native.hook": "powersgd"}, cell="native", shows="library"),
-    "options.native.wrapper": Setting(value="dp", cell="native", shows="library"),
+        value=10, beside={"options.native.hook": "powersgd"}, strategy="native", shows="library"),
+    "options.native.wrapper": Setting(value="dp", strategy="native", shows="library"),
     "options.native.vocabulary": Setting(
-        value="split", beside={"parallel.tensor": 2}, cell="native",
+        value="split", beside={"parallel.tensor": 2}, strategy="native",
         test="tests/backends/test_vocabulary.py"),
     "options.native.attention": Setting(
-        value="ring", beside={"parallel.context": 2}, cell="native", shows="library"),
-    "options.native.proof": Setting(value="off", beside={"parallel.tensor": 2}, cell="native", shows="library"),
+        value="ring", beside={"parallel.context": 2}, strategy="native", shows="library"),
+    "options.native.proof": Setting(value="off", beside={"parallel.tensor": 2}, strategy="native", shows="library"),
 }  # fmt: skip
 
 
@@ -392,7 +392,7 @@ def play(values: Values, folder: Path) -> dict[str, Any]:
     batches: list[Any] = []
     try:
         source = given_source(nested({**values, "backend": "single"}))
-        settled = SettledConfig.of(source.config, source.cell, 1, "cpu")
+        settled = SettledConfig.of(source.config, source.strategy, 1, "cpu")
         with open_run(settled, source.backend, task, place, folder) as run:
             run.on_batches(lambda read: batches.append([[list(key) for key in plan.keys] for _, plan in read]))
             facts["optimizer"] = [run.parts["model"].optimizer, _plain_groups(run.engine)]
@@ -429,24 +429,28 @@ def _plain_groups(engine: Any) -> list[dict[str, Any]]:
 
 STRATEGIES = (
     "single",
-    *(str(cell) for name in ("native", "deepspeed") for cell in cells_of_backend(registry.find_backend(name))[:4]),
+    *(
+        str(strategy)
+        for name in ("native", "deepspeed")
+        for strategy in strategies_of_backend(registry.find_backend(name))[:4]
+    ),
     "horovod/nothing",
-    *(str(cell) for cell in cells_of_backend(registry.find_backend("accelerate"))[:3]),
+    *(str(strategy) for strategy in strategies_of_backend(registry.find_backend("accelerate"))[:3]),
     "accelerate/gradients+zero",
     "native/nothing+tensor2",
     "native/nothing+pipeline2",
 )
 
 
-def of_strategy(strategy: str) -> dict[str, Any]:
+def of_strategy(name: str) -> dict[str, Any]:
     """Return the keys that select a strategy."""
-    cell = Cell.parse(strategy)
-    can = registry.find_backend(cell.backend).capabilities
-    keys: dict[str, Any] = {"backend": cell.backend, "parallel.shard": cell.shard}
-    keys["parallel.data"] = 1 if cell.axes.ranks > 1 or can.alone else 2
-    keys |= {f"parallel.{name}": size for name, size in cell.axes.sizes.items()}
-    variant = can.variants[cell.variant].options if cell.variant else {}
-    return keys | {f"options.{cell.backend}.{name}": value for name, value in variant.items()}
+    strategy = Strategy.parse(name)
+    can = registry.find_backend(strategy.backend).capabilities
+    keys: dict[str, Any] = {"backend": strategy.backend, "parallel.shard": strategy.shard}
+    keys["parallel.data"] = 1 if strategy.axes.ranks > 1 or can.alone else 2
+    keys |= {f"parallel.{name}": size for name, size in strategy.axes.sizes.items()}
+    variant = can.variants[strategy.variant].options if strategy.variant else {}
+    return keys | {f"options.{strategy.backend}.{name}": value for name, value in variant.items()}
 
 
 def from_file(values: Values, key: str, value: Any, folder: Path) -> CheckedSource:
@@ -474,8 +478,8 @@ def from_flag(values: Values, key: str, value: Any, folder: Path) -> CheckedSour
     chosen = {**values, key: value}
     axes = Axes(**{name: chosen.get(f"parallel.{name}", 1) for name in AXES})
     file = {k: v for k, v in values.items() if k not in (key, "backend")}
-    return in_cell(
-        read_source(_written(file, folder)), str(Cell(chosen["backend"], chosen["parallel.shard"], axes=axes))
+    return in_strategy(
+        read_source(_written(file, folder)), str(Strategy(chosen["backend"], chosen["parallel.shard"], axes=axes))
     )
 
 
@@ -540,7 +544,7 @@ def _outcome(
 ) -> str:
     try:
         source = read(values, key, value, folder)
-        check_cell(source.config, source.backend, source.cell, source.places)
+        check_strategy(source.config, source.backend, source.strategy, source.places)
         check_run_settings(source)
     except UniparError as e:
         return str(e)

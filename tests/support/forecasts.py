@@ -13,14 +13,14 @@ LESS = 0.99
 
 
 def example_forecast(
-    cells: Mapping[str, tuple[str, Mapping[Category, int]]], sent: Mapping[str, Mapping[str, int]], **changed: Any
+    strategies: Mapping[str, tuple[str, Mapping[Category, int]]], sent: Mapping[str, Mapping[str, int]], **changed: Any
 ) -> dict[str, Any]:
-    """The forecast of these cells by phase and measured bytes: a little less of each category; one is refused.
+    """The forecast of these strategies by phase and measured bytes: a little less of each category; one is refused.
 
     What is split shrinks with the number of ranks, down to half; the batch of 8 samples can be divided up to 8.
     """
-    planned = [_cell(name, phase, held, sent[name]) for name, (phase, held) in cells.items()]
-    refused = {"cell": "accelerate/nothing", "refusal": "model.offload: cpu is not planned yet"}
+    planned = [_strategy(name, phase, held, sent[name]) for name, (phase, held) in strategies.items()]
+    refused = {"strategy": "accelerate/nothing", "refusal": "model.offload: cpu is not planned yet"}
     return {
         "device": "cpu",
         "ranks": 2,
@@ -29,14 +29,14 @@ def example_forecast(
         "memory": 160 * 2**20,
         "memory_from": "batch.memory",
         "headroom": 0.05,
-        "cells": [*planned, refused],
+        "strategies": [*planned, refused],
         "notes": ["activations do not grow evenly with the microbatch: other sizes are estimates"],
         "seconds": 1.5,
         **changed,
     }
 
 
-def _cell(name: str, phase: str, measured: Mapping[Category, int], sent: Mapping[str, int]) -> dict[str, Any]:
+def _strategy(name: str, phase: str, measured: Mapping[Category, int], sent: Mapping[str, int]) -> dict[str, Any]:
     held = {c: round(size * LESS) for c, size in measured.items() if c not in (*NOT_PLANNED, "unattributed")}
     peak = sum(held.values())
     ranks = [1] if name == "single" else [2**i for i in range(11)]
@@ -44,7 +44,7 @@ def _cell(name: str, phase: str, measured: Mapping[Category, int], sent: Mapping
     worlds = [{"ranks": n, "peak": round(peak * (1 + split * (1 / n - 0.5) / 1.5)), **_batch(n)} for n in ranks]
     lacks = max(worlds[0 if name == "single" else 1]["peak"] - 152 * 2**20, 0)
     return {
-        "cell": name,
+        "strategy": name,
         "phases": [{"name": phase, "peak": peak, "held": held}],
         "sent": {"data": dict(sent)} if sent else {},
         "worlds": worlds,

@@ -1,4 +1,4 @@
-"""Inside a world: fp16 in one cell after another, on the CPU, where `check` would refuse it; one step overflows."""
+"""Inside a world: fp16 in one strategy after another, on the CPU, where `check` would refuse it; one step overflows."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from typing_extensions import override
 
 from tests.conformance import tasks
 from unipar.backend import checks, registry
-from unipar.backend import offered_cells as cells
+from unipar.backend import offered_strategies as strategies
 from unipar.backend.checks import settle
-from unipar.config import Cell, Config
+from unipar.config import Config, Strategy
 from unipar.distributed.place import Place
 from unipar.distributed.world import World
 from unipar.run_folder.heartbeat import HeartbeatWriter
@@ -35,7 +35,7 @@ ENTRY = "tests.support.half_inside:run"
 
 @dataclass(frozen=True)
 class Row:
-    cell: str
+    strategy: str
     train: dict[str, Any] = field(default_factory=dict[str, Any])
     options: dict[str, Any] = field(default_factory=dict[str, Any])
 
@@ -45,7 +45,7 @@ class Row:
         made: dict[str, Any] = {"device": "cpu", "batch": {"total": 16, "micro": 4}, "train": train | self.train}
         made |= {"parallel": {"data": ranks}, "log": {"every": 1}, "options": self.options}
         made |= {"launch": {"heartbeat": 15.0, "timeout": 20.0}}
-        return cells.config_in_cell(Config.model_validate(made), Cell.parse(self.cell))
+        return strategies.config_in_strategy(Config.model_validate(made), Strategy.parse(self.strategy))
 
 
 class Overflowing(tasks.Grouped):
@@ -83,7 +83,7 @@ def _train_row(config: Config, world: World, folder: Path, heartbeat: HeartbeatW
     task = Overflowing(world, settled.sizes.accumulate)
     trackers = TrackerWriter((), folder, world.rank)
     with Ledger(ledger_path(folder, world.rank)) as ledger:
-        backend = registry.find_backend(settled.cell.backend)
+        backend = registry.find_backend(settled.strategy.backend)
         made = build_run(settled, backend, task, world, ledger=ledger, heartbeat=heartbeat, trackers=trackers)
         made.record(made.steps)
         engine: Any = made.engine

@@ -1,4 +1,4 @@
-"""Inside a world: what each cell's engine holds at the marks of its fourth step, in bytes by category."""
+"""Inside a world: what each strategy's engine holds at the marks of its fourth step, in bytes by category."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from typing_extensions import override
 
 import unipar
 from unipar.backend import Engine, Holding, Micro, Part, checks, registry
-from unipar.backend import offered_cells as cells
-from unipar.config import Cell, Config
+from unipar.backend import offered_strategies as strategies
+from unipar.config import Config, Strategy
 from unipar.distributed.place import Place
 from unipar.distributed.world import World
 from unipar.memory.account import CATEGORIES
@@ -79,12 +79,12 @@ class Task(unipar.Task):
         return F.cross_entropy(model(batch).flatten(0, 1).float(), batch.roll(1, 1).flatten())
 
 
-def config_of(cell: str, precision: str, size: int) -> Config:
-    parsed = Cell.parse("single" if cell == REPLAY else cell)
+def config_of(strategy: str, precision: str, size: int) -> Config:
+    parsed = Strategy.parse("single" if strategy == REPLAY else strategy)
     made: dict[str, Any] = {"device": "cpu", "batch": {"total": 2 * size, "micro": 2}, "log": {"every": 2}}
     made["parallel"] = {"data": size, "shard": parsed.shard}
     made["train"] = {"steps": STEPS, "precision": precision, "optimizer": {"name": "adamw", "lr": 1e-3}}
-    return cells.config_in_cell(Config.model_validate(made), parsed)
+    return strategies.config_in_strategy(Config.model_validate(made), parsed)
 
 
 def engine_of(config: Config, world: World, build: EngineFactory) -> Engine:
@@ -138,10 +138,12 @@ def run(place: Place, folder: Path, control: socket.socket | None) -> None:
     first = config_of(rows[0][0], rows[0][1], place.size)
     world = registry.load_backend(first.backend).join(first, place)
     results: list[dict[str, Any]] = []
-    for cell, precision, micros in rows:
-        config = config_of(cell, precision, place.size)
+    for strategy, precision, micros in rows:
+        config = config_of(strategy, precision, place.size)
         build = (
-            replay.replay_builder(2, "shares", apart=False) if cell == REPLAY else checks.check_can_run(config).build
+            replay.replay_builder(2, "shares", apart=False)
+            if strategy == REPLAY
+            else checks.check_can_run(config).build
         )
         result = train_and_record(config, world, build, micros, ask=True)
         results.append(result | {"unasked": train_and_record(config, world, build, micros, ask=False)["losses"]})

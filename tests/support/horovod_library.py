@@ -15,8 +15,8 @@ import torch
 
 from tests.support import library_shapes
 from unipar.backend import Micro, Part, registry
-from unipar.backend import offered_cells as cells
-from unipar.config import Cell, Config
+from unipar.backend import offered_strategies as strategies
+from unipar.config import Config, Strategy
 from unipar.config.config_source import load_given_config
 from unipar.distributed.place import Place
 from unipar.model.parameter_groups import OptimizerFactory, parameter_groups
@@ -34,7 +34,7 @@ def config_of(seed: int, ranks: int, microbatches: int, options: dict[str, Any])
         "train": {"steps": 3},
         "options": {"horovod": options},
     }
-    return cells.config_in_cell(load_given_config(given).config, Cell.parse("horovod/nothing"))
+    return strategies.config_in_strategy(load_given_config(given).config, Strategy.parse("horovod/nothing"))
 
 
 def run(place: Place, folder: Path, control: socket.socket | None) -> None:

@@ -23,10 +23,10 @@ from unipar.training.setup import open_run
 
 
 def run(place: Place, folder: Path, control: socket.socket | None) -> None:
-    """For each cell both loops' losses, and what the one by hand trains."""
+    """For each strategy both loops' losses, and what the one by hand trains."""
     said: dict[str, Any] = {}
-    for cell in (folder / "cells").read_text("utf-8").split():
-        config = config_of(cell, place.size)
+    for strategy in (folder / "strategies").read_text("utf-8").split():
+        config = config_of(strategy, place.size)
         assert config.task is not None
         small = config.task.model_copy(update={"args": {"layers": 2, "width": 16, "heads": 2, "context": 16}})
         config = config.model_copy(update={"task": small})
@@ -40,14 +40,14 @@ def run(place: Place, folder: Path, control: socket.socket | None) -> None:
             to[1].append(model)
             return found
 
-        own = folder / cell.replace("/", "-")
+        own = folder / strategy.replace("/", "-")
         own.mkdir()
         settled = settle(config, place.size)
-        with open_run(settled, registry.find_backend(settled.cell.backend), task, place, own) as live:
+        with open_run(settled, registry.find_backend(settled.strategy.backend), task, place, own) as live:
             share = next(live.batches())
             torch.manual_seed(0)
             fresh: Any = task.model()
-            hand = by_hand(cell, fresh, loss, share[0], config)
+            hand = by_hand(strategy, fresh, loss, share[0], config)
             for _ in range(4):
                 hand()
             ours: list[float] = []
@@ -57,7 +57,7 @@ def run(place: Place, folder: Path, control: socket.socket | None) -> None:
                 ours.append(float(found))
                 live.seek(before)
             wrapped = vars(live.engine).get("wrapped") or vars(live.engine)["engine"]
-            said[cell] = {"losses": [ours, theirs], "models": [kind(wrapped), kind(models[-1])]}
+            said[strategy] = {"losses": [ours, theirs], "models": [kind(wrapped), kind(models[-1])]}
     (folder / "said.json").write_text(json.dumps(said), encoding="utf-8")
 
 

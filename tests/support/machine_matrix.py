@@ -1,6 +1,6 @@
 """Every launcher with every backend over machines that share nothing but a wire: `make machines` prints a table.
 
-With --shared the run folder is one that all machines write to. A cell is equal if the report in rank 0's folder has
+With --shared the run folder is one that all machines write to. A strategy is equal if the report in rank 0's folder has
 the losses of the same ranks on one machine, and every other machine's folder has them, too. --faults prints another
 table: what becomes of a run to which something happens.
 """
@@ -53,7 +53,7 @@ def _ranks(chosen: argparse.Namespace) -> list[int]:
 
 
 def _play(chosen: argparse.Namespace, launchers: Sequence[str], backends: Sequence[str], folder: Path) -> bool:
-    """Start every cell, one after the other, on the same machines; print the table."""
+    """Start every strategy, one after the other, on the same machines; print the table."""
     ranks, err = _ranks(chosen), Console(stderr=True)
     size = sum(ranks)
     by = run_command([sys.executable, "-m", "unipar", "run", "x.yaml", *size_arguments(size)], folder / "by")
@@ -90,7 +90,7 @@ def _run(job: Job, launcher: str, backend: str, folder: Path, shared: Path | Non
 
 
 def main() -> int:
-    """Print a table; return 1 if a cell is not equal."""
+    """Print a table; return 1 if a strategy is not equal."""
     chosen = _parse()
     if why := reason_no_machines():
         sys.exit(f"no machines: {why}")

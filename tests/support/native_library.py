@@ -19,9 +19,9 @@ import torch.distributed as dist
 from tests.support import library_shapes
 from tests.support.pretended_ranks import Mark, PretendedRanks, SeenSpan, StepSpans
 from unipar.backend import Engine, Micro, Part, registry
-from unipar.backend import offered_cells as cells
+from unipar.backend import offered_strategies as strategies
 from unipar.backend.torch_libraries import uses_ddp
-from unipar.config import Cell, Config
+from unipar.config import Config, Strategy
 from unipar.config.config_source import load_given_config
 from unipar.distributed.place import Place
 from unipar.distributed.world import World
@@ -44,7 +44,7 @@ class Case:
     """One model on one number of ranks."""
 
     seed: int
-    cell: str
+    strategy: str
     ranks: int
     microbatches: int = 1
     precision: str = "fp32"
@@ -77,7 +77,7 @@ class Case:
             },
             "options": {"native": self.options or {}},
         }
-        return cells.config_in_cell(load_given_config(given).config, Cell.parse(self.cell))
+        return strategies.config_in_strategy(load_given_config(given).config, Strategy.parse(self.strategy))
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def compare(case: Case) -> Iterator[str]:
     device = "cpu" if case.staged else "cuda"
     prediction = registry.find_backend("native").predict(case.config, timeline, case.ranks, device=device)
     owners, rank = None, 0
-    if case.cell == "native/optimizer" and uses_ddp(case.config):
+    if case.strategy == "native/optimizer" and uses_ddp(case.config):
         owners = [sorted(p.name for p in share) for share in shares_of_ranks(timeline, case.ranks)]
         rank = fullest_rank(timeline, case.ranks)
     found = _train(case, timeline.blocks, rank)

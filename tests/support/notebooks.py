@@ -1,4 +1,4 @@
-"""A real Jupyter kernel, which runs cells as a notebook does."""
+"""A real Jupyter kernel, which runs strategies as a notebook does."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-CELL = """
+STRATEGY = """
 import threading, torch, unipar
 from torch import nn
 
@@ -38,7 +38,7 @@ CONFIG = {
 
 @dataclass
 class Said:
-    """What a cell wrote and showed, and the error that it ended with."""
+    """What a strategy wrote and showed, and the error that it ended with."""
 
     stdout: str = ""
     stderr: str = ""
@@ -57,7 +57,7 @@ class Said:
 
 
 class Kernel:
-    """Runs cells, one after another."""
+    """Runs strategies, one after another."""
 
     def __init__(self, manager: Any, client: Any) -> None:
         self.manager, self.client = manager, client
@@ -111,7 +111,7 @@ def kernel_in(folder: Path, environment: Mapping[str, str], pass_fds: Sequence[i
         client.start_channels()
         client.wait_for_ready(timeout=60)
         made = Kernel(manager, client)
-        assert made.run(CELL).error == ""
+        assert made.run(STRATEGY).error == ""
         assert made.run(f"import os; os.chdir({str(folder)!r})").error == ""
         yield made
     finally:

@@ -1,4 +1,4 @@
-"""Inside a world of one machine: cells train as if its ranks were on several, and count what they send in a step."""
+"""Inside a world of one machine: strategies train as if its ranks were on several, and count what a step sends."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import torch
 
 from tests.conformance import tasks
 from tests.support.world import PYTHONPATH_VARIABLE
-from unipar.backend import offered_cells as cells
+from unipar.backend import offered_strategies as strategies
 from unipar.backend import registry
 from unipar.backend.checks import settle
-from unipar.config import Cell, Config
+from unipar.config import Config, Strategy
 from unipar.distributed.place import Place
 from unipar.distributed.world import World
 from unipar.distributed.world_machines import WorldMachines
@@ -36,9 +36,9 @@ STEPS, COUNTED = 6, 5
 
 @dataclass(frozen=True)
 class Placed:
-    """A cell whose ranks are on these machines: `abab` are four ranks on two machines, in turn."""
+    """A strategy whose ranks are on these machines: `abab` are four ranks on two machines, in turn."""
 
-    cell: str
+    strategy: str
     machines: str
     parallel: dict[str, Any] = field(default_factory=dict[str, Any])
     train: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -47,9 +47,9 @@ class Placed:
     def config(self) -> Config:
         optimizer = {"name": "adamw", "lr": 1e-2, "weight_decay": 0.1, "eps": 1e-6}
         train = {"steps": STEPS, "optimizer": optimizer, "clip": 0.3} | self.train
-        axes = Cell.parse(self.cell).axes
+        axes = Strategy.parse(self.strategy).axes
         data = len(self.machines) // axes.ranks
-        parallel = {"data": data, **axes.sizes, **self.parallel, "shard": Cell.parse(self.cell).shard}
+        parallel = {"data": data, **axes.sizes, **self.parallel, "shard": Strategy.parse(self.strategy).shard}
         made: dict[str, Any] = {
             "device": "cpu",
             "batch": {"total": 16, "micro": 2},
@@ -57,7 +57,7 @@ class Placed:
             "log": {"every": STEPS},
         }
         made |= {"parallel": parallel, "launch": {"heartbeat": 15.0, "timeout": 20.0}}
-        return cells.config_in_cell(Config.model_validate(made), Cell.parse(self.cell))
+        return strategies.config_in_strategy(Config.model_validate(made), Strategy.parse(self.strategy))
 
 
 def train_placed(jobs: Sequence[Placed], run: Path) -> list[list[dict[str, Any]]]:
@@ -90,7 +90,7 @@ def run(place: Place, folder: Path, control: socket.socket | None) -> None:
 
 def _train(job: Placed, world: World, folder: Path, heartbeat: HeartbeatWriter) -> dict[str, Any]:
     settled = settle(job.config, world.size)
-    backend = registry.find_backend(settled.cell.backend)
+    backend = registry.find_backend(settled.strategy.backend)
     traffic: Traffic = Counter()
     with Ledger(ledger_path(folder, world.rank)) as ledger:
         trackers = TrackerWriter((), folder, world.rank)

@@ -12,7 +12,7 @@ EVENTS: list[dict[str, Any]] = [
         "time": 100.0,
         "rank": 0,
         "size": 2,
-        "cell": "native/nothing",
+        "strategy": "native/nothing",
         "pid": 7,
         "parameters": 8_926_848,
     },

@@ -51,7 +51,7 @@ def running(task: unipar.Task, folder: Path, **sections: Any) -> Generator[Train
     place = Place(rank=0, size=1, local_rank=0, local_size=1, launcher="unipar")
     try:
         settled = settle(Config.model_validate(made), 1)
-        with open_run(settled, registry.find_backend(settled.cell.backend), task, place, folder) as run:
+        with open_run(settled, registry.find_backend(settled.strategy.backend), task, place, folder) as run:
             yield run
     finally:
         assert not torch.distributed.is_initialized(), "a run left its world behind"

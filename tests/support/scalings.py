@@ -7,20 +7,24 @@ from typing import Any
 
 from tests.support.comparisons import account
 from unipar.profiling.work import RankWork
-from unipar.results.row import CellResult
-from unipar.results.scaling import ScaledCell, Scaling, ScalingKind
+from unipar.results.row import StrategyResult
+from unipar.results.scaling import ScaledStrategy, Scaling, ScalingKind
 
 # What the figures say
 
 
-def timed(cell: str, ranks: int, seconds: float, *kinds: ScalingKind, off: float = 0.0, memory: bool = False) -> Any:
+def timed(
+    strategy: str, ranks: int, seconds: float, *kinds: ScalingKind, off: float = 0.0, memory: bool = False
+) -> Any:
     samples = 8 * ranks if kinds == ("weak",) else 8
     share = samples // ranks
-    world = ScaledCell(cell=cell, ranks=ranks, kinds=kinds, samples=samples, micro=share, accumulate=1)
-    held = [account(cell, rank) for rank in range(ranks)] if memory else []
+    world = ScaledStrategy(strategy=strategy, ranks=ranks, kinds=kinds, samples=samples, micro=share, accumulate=1)
+    held = [account(strategy, rank) for rank in range(ranks)] if memory else []
     losses = [1.0 + off, 0.5]
     turns, rss = [[seconds, seconds], [seconds]], [2**20 * 100] * ranks
-    return world, CellResult(cell=world.name, outcome="ran", losses=losses, seconds=turns, peak_rss=rss, memory=held)
+    return world, StrategyResult(
+        strategy=world.name, outcome="ran", losses=losses, seconds=turns, peak_rss=rss, memory=held
+    )
 
 
 def made(*found: Any, **changed: Any) -> Scaling:
@@ -39,7 +43,7 @@ def made(*found: Any, **changed: Any) -> Scaling:
     return Scaling(**told | changed, worlds=worlds, rows=list(rows))
 
 
-def one_cell() -> Scaling:
+def one_strategy() -> Scaling:
     """Alone, on two ranks, both ways."""
     return made(
         timed("native/nothing", 1, 0.080, "strong", "weak"),
@@ -69,7 +73,7 @@ def worlds_with_work(device: str = "", **changed: Any) -> Scaling:
     )
 
 
-def two_cells() -> Scaling:
+def two_strategies() -> Scaling:
     """On one rank and on two, with memory."""
     return made(
         timed("native/nothing", 1, 0.080, "strong", "weak", memory=True),

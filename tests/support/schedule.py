@@ -11,7 +11,7 @@ from xdist.scheduler.loadfile import LoadFileScheduling
 
 COUNTED = (
     "tests/comparison/test_compare.py",
-    "tests/comparison/test_failed_cells.py",
+    "tests/comparison/test_failed_strategies.py",
     "tests/comparison/test_store.py",
     "tests/launcher/micro_batch/test_trials.py",
     "tests/memory/test_collectives.py",

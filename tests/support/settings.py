@@ -1,4 +1,4 @@
-"""Options of backends, each played in a cell: one world for many, held against one process."""
+"""Options of backends, each played in a strategy: one world for many, held against one process."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from tests.conformance import tasks
 from tests.conformance.cases import Case
 from tests.conformance.inside import run_case_or_error
 from unipar.backend import registry
-from unipar.config import Cell, Config
+from unipar.config import Config, Strategy
 from unipar.distributed.place import Place
 from unipar.run_folder.heartbeat import HeartbeatWriter
 from unipar.run_folder.layout import heartbeat_path
@@ -72,7 +72,7 @@ TASKS = {"grouped": tasks.Grouped, "in sets": InSets}
 
 def case_of(row: dict[str, object]) -> Case:
     """A model with two groups, two microbatches; `row` says what is special."""
-    given = {key: value for key, value in row.items() if key not in ("cell", "name", "task")}
+    given = {key: value for key, value in row.items() if key not in ("strategy", "name", "task")}
     return Case(str(row["name"]), TASKS[str(row.get("task", "grouped"))], **given)  # pyright: ignore[reportArgumentType]
 
 
@@ -81,13 +81,13 @@ def run(place: Place, folder: Path, control: socket.socket | None) -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     rows = json.loads((folder / "rows.json").read_text("utf-8"))
-    first: Config = case_of(rows[0]).config(Cell.parse(rows[0]["cell"]), place.size)
+    first: Config = case_of(rows[0]).config(Strategy.parse(rows[0]["strategy"]), place.size)
     world = registry.load_backend(first.backend).join(first, place)
     heartbeat = HeartbeatWriter(heartbeat_path(folder, place.rank))
     for i, row in enumerate(rows):
-        case, cell = case_of(row), Cell.parse(row["cell"])
+        case, strategy = case_of(row), Strategy.parse(row["strategy"])
         with record_whole_elements() as most:
-            result = run_case_or_error(case, cell, world, folder, heartbeat)
+            result = run_case_or_error(case, strategy, world, folder, heartbeat)
         torch.save(result | {"most": most}, folder / f"{i}-{place.rank}.pt")
         world.barrier()
     world.close()

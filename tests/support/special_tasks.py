@@ -1,4 +1,4 @@
-"""Tasks that `verify` must say something about, besides whether the cells agree."""
+"""Tasks that `verify` must say something about, besides whether the strategies agree."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Balanced(tasks.Plain):
 
 
 class Drawing(tasks.Plain):
-    """A loss that draws random numbers, which no cell draws in another way."""
+    """A loss that draws random numbers, which no strategy draws in another way."""
 
     @override
     def loss(self, model: Any, batch: tasks.Batch) -> Tensor:

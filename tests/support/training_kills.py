@@ -1,4 +1,4 @@
-"""Runs that are killed and go on: `python -m tests.support.training_kills FOLDER CELL KILLS SEED [s3]` tells how.
+"""Runs that are killed and go on: `python -m tests.support.training_kills FOLDER STRATEGY KILLS SEED [s3]` tells how.
 
 `unipar run --resume` trains and saves every few steps. A rank, the parent or all of them are killed by SIGKILL at a
 random moment; every published checkpoint must then verify, the last one that the ledger names must be there, and the
@@ -27,19 +27,19 @@ from tests.support.object_store import object_store
 from tests.support.world import PYTHONPATH_VARIABLE, ROOT, eventually, is_running
 from unipar.checkpoint.protocol.verifying import find_checkpoints, verify_checkpoint
 from unipar.checkpoint.storage.remote import RemoteFolder
-from unipar.config import Cell
+from unipar.config import Strategy
 from unipar.errors import CheckpointError
 from unipar.run_folder.layout import checkpoint_folder
 from unipar.utils.address import Address, Location
 
-CELLS = (
+STRATEGIES = (
     "native/parameters",
     "native/nothing+tensor2",
     "deepspeed/gradients",
     "horovod/nothing",
     "accelerate/parameters",
 )
-"""One cell of each library, and one that is split over tensor."""
+"""One strategy of each library, and one that is split over tensor."""
 
 VICTIMS = ("a rank", "the parent", "all")
 EVERY = 4
@@ -56,9 +56,9 @@ _SIZE = {"layers": 2, "width": 16, "heads": 2, "context": 8}
 
 @dataclass
 class Played:
-    """Result of the kills of one cell."""
+    """Result of the kills of one strategy."""
 
-    cell: str
+    strategy: str
     kills: Counter[str] = field(default_factory=Counter[str])
     published: int = 0
     """Checkpoints that were verified after kills."""
@@ -74,14 +74,14 @@ class Played:
     seconds: float = 0.0
 
 
-def play(folder: Path, cell: str, kills: int, seed: int, to: str | None = None) -> Played:
-    """Kill so many runs of a cell, one after the other, each of which goes on from the last.
+def play(folder: Path, strategy: str, kills: int, seed: int, to: str | None = None) -> Played:
+    """Kill so many runs of a strategy, one after the other, each of which goes on from the last.
 
     `to`: address of a folder for the checkpoints, instead of the run's own.
     """
-    draw, played, began = random.Random(f"{cell} {seed}"), Played(cell), time.monotonic()
+    draw, played, began = random.Random(f"{strategy} {seed}"), Played(strategy), time.monotonic()
     folder.mkdir(parents=True)
-    config = endless_config(cell, to)
+    config = endless_config(strategy, to)
     (folder / "killed.json").write_text(json.dumps(config), "utf-8")
     run = folder / "runs" / "killed"
     for _ in range(kills):
@@ -104,9 +104,9 @@ def play(folder: Path, cell: str, kills: int, seed: int, to: str | None = None) 
     return played
 
 
-def endless_config(cell: str, to: str | None = None) -> dict[str, Any]:
+def endless_config(strategy: str, to: str | None = None) -> dict[str, Any]:
     """Return the config of a run on two ranks that saves every few steps and does not end by itself."""
-    parsed = Cell.parse(cell)
+    parsed = Strategy.parse(strategy)
     axes = {key: size for key, size in parsed.axes.sizes.items() if size > 1}
     return {
         "task": {"use": f"{ROOT}/examples/char_gpt.py:CharGPT", "args": _SIZE},
@@ -161,7 +161,7 @@ def _kill_once(folder: Path, run: Path, to: str | None, draw: random.Random, pla
     for pid in {"a rank": [draw.choice(ranks)], "the parent": [process.pid], "all": [process.pid, *ranks]}[victim]:
         os.kill(pid, signal.SIGKILL)
     process.wait(START)
-    outlive = f"{played.cell}: ranks outlive a kill of {victim} by {END:g} s"
+    outlive = f"{played.strategy}: ranks outlive a kill of {victim} by {END:g} s"
     eventually(lambda: not any(map(is_running, ranks)), outlive, END)
 
 
@@ -203,10 +203,10 @@ def has_trained(run: Path, before: int) -> bool:
 
 def main() -> None:
     """Print the result as JSON."""
-    folder, cell, kills, seed, *more = sys.argv[1:]
+    folder, strategy, kills, seed, *more = sys.argv[1:]
     with object_store() if more == ["s3"] else nullcontext() as store:
         to = None if store is None else f"{store.address}/killed"
-        print(json.dumps(vars(play(Path(folder), cell, int(kills), int(seed), to))))
+        print(json.dumps(vars(play(Path(folder), strategy, int(kills), int(seed), to))))
 
 
 if __name__ == "__main__":

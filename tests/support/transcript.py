@@ -35,7 +35,7 @@ def masked(text: str, masks: Sequence[str] = MEASURED) -> list[str]:
 
 
 def numberless(text: str) -> list[str]:
-    """Return the lines without measures, numbers and the sentence on which cell is best, which are a machine's own."""
+    """Return the lines without measures, numbers and the sentence on the best strategy, which are a machine's own."""
     text = re.sub(r"(agrees? with one process to [^;\n]*);.*?\.\n\n", r"\1\n\n", text, flags=re.DOTALL)
     return masked(text, (*MEASURED, r"-?\d[\d.,]*e[+-]\d+", NUMBER))
 

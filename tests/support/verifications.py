@@ -23,7 +23,7 @@ def verified(
     forks: Forks,
     folder: Path,
     task: str,
-    cells: Sequence[str],
+    strategies: Sequence[str],
     *,
     steps: int,
     backend: str,
@@ -41,16 +41,16 @@ def verified(
     }
     (folder / "c.yaml").write_text(json.dumps(config), "utf-8")
     path = os.pathsep.join([str(ROOT / "tests" / "support" / backend), str(ROOT)])
-    words = [word for cell in cells for word in ("--cells", cell)]
+    words = [word for strategy in strategies for word in ("--strategies", strategy)]
     done = forks.unipar(["verify", str(folder / "c.yaml"), "--steps", str(steps), *words, *more], {"PYTHONPATH": path})
     file = folder / "out" / "verify" / "verify.json"
     assert file.exists(), done.stdout + done.stderr
     return done, json.loads(file.read_text("utf-8"))
 
 
-def _cell(cell: str, off: float, share: float, bits: str = "shares") -> Verdict:
+def _strategy(strategy: str, off: float, share: float, bits: str = "shares") -> Verdict:
     return Verdict(
-        cell=cell,
+        strategy=strategy,
         outcome="agrees",
         digits=7,
         bits=bits,
@@ -63,7 +63,7 @@ def _cell(cell: str, off: float, share: float, bits: str = "shares") -> Verdict:
 
 
 def agreeing_verdicts() -> Verdicts:
-    """Three cells that agree, and one that is refused."""
+    """Three strategies that agree, and one that is refused."""
     return Verdicts(
         name="digits",
         out="runs/digits/verify",
@@ -71,10 +71,10 @@ def agreeing_verdicts() -> Verdicts:
         ranks=2,
         steps=STEPS,
         rows=[
-            _cell("native/nothing", 2e-7, 0.2),
-            _cell("native/optimizer", 2e-7, 0.2),
-            _cell("deepspeed/gradients", 4e-7, 0.4, ""),
-            Verdict(cell="native/nothing+dp", outcome="refused", note="device: cpu is <not> available", alone=True),
+            _strategy("native/nothing", 2e-7, 0.2),
+            _strategy("native/optimizer", 2e-7, 0.2),
+            _strategy("deepspeed/gradients", 4e-7, 0.4, ""),
+            Verdict(strategy="native/nothing+dp", outcome="refused", note="device: cpu is <not> available", alone=True),
         ],
         one={
             "one process, fp64": {"loss": [v + 1e-8 for v in LOSSES], "norm": NORMS},
@@ -90,7 +90,7 @@ def agreeing_verdicts() -> Verdicts:
 
 
 def disagreeing_verdicts() -> Verdicts:
-    """Beside the agreeing cells one with a fault, one with losses that are not numbers, and one that failed."""
+    """Beside the agreeing strategies one with a fault, one with losses that are not numbers, and one that failed."""
     now = agreeing_verdicts()
     fault = Finding(
         step=3,
@@ -102,7 +102,7 @@ def disagreeing_verdicts() -> Verdicts:
         backward="first, on rank 1, microbatch 1",
     )
     doubled = replace(
-        _cell("deepspeed/parameters", 1e-3, 812.5),
+        _strategy("deepspeed/parameters", 1e-3, 812.5),
         outcome="disagrees",
         digits=2,
         bits="",
@@ -110,19 +110,21 @@ def disagreeing_verdicts() -> Verdicts:
         finding=fault,
     )
     broken = replace(
-        _cell("horovod/nothing", 0.0, math.inf),
+        _strategy("horovod/nothing", 0.0, math.inf),
         outcome="disagrees",
         bits="",
         worst="loss at step 9 is missing or not a number",
         shares={"samples": 0.0, "loss": math.inf, "norm": 0.0},
         losses=[*LOSSES[:8], *[math.nan] * 4],
     )
-    failed = Verdict(cell="accelerate/nothing", outcome="failed", note="rank 1 died of SIGKILL\nits log is rank-1.log")
+    failed = Verdict(
+        strategy="accelerate/nothing", outcome="failed", note="rank 1 died of SIGKILL\nits log is rank-1.log"
+    )
     return replace(now, rows=[*now.rows, doubled, broken, failed])
 
 
 def cut_dependent_verdicts() -> Verdicts:
-    """All cells agree, and the loss is a sum; they were compared with a replay that cuts as they do."""
+    """All strategies agree, and the loss is a sum; they were compared with a replay that cuts as they do."""
     now = agreeing_verdicts()
     replay = "a replay, share by share, as configured"
     cut = CutDependence(kind="sum", off=1.9, micro=None, way_out="return the mean over the batch")

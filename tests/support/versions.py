@@ -44,7 +44,7 @@ from unipar.utils.text import count_of, format_duration
 
 TESTS = (
     "tests/backends",  # what each library is given, and does
-    "tests/conformance",  # every cell against one process, in worlds of one and two
+    "tests/conformance",  # every strategy against one process, in worlds of one and two
     "tests/engines",  # what each engine holds, to the byte; forward, clip, state
     "tests/memory",  # allocator, profiler, call sites inside torch
     "tests/model",  # meta tensors, recomputation, compilation, optimizers
@@ -68,7 +68,7 @@ CONFIG = "configs/quickstart.yaml"
 """The config of which `verify` and `compare` are run."""
 
 MEMORY_LIMIT = 0.03
-"""Largest difference of a cell's peak from that under the first version, as a share."""
+"""Largest difference of a strategy's peak from that under the first version, as a share."""
 
 LONGEST_LIST = 20
 
@@ -102,10 +102,10 @@ class VersionResult:
 
     tests: SuiteCounts = field(default_factory=SuiteCounts)
     verified: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Outcome of `verify` by cell, without cells that were refused or whose library is absent."""
+    """Outcome of `verify` by strategy, without strategies that were refused or whose library is absent."""
 
     unnamed: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Reason why a cell's memory does not hold, by cell that ran; empty where it holds."""
+    """Reason why a strategy's memory does not hold, by strategy that ran; empty where it holds."""
 
     peaks: Mapping[str, int] = field(default_factory=dict[str, int])
     seconds: dict[str, float] = field(default_factory=dict[str, float])
@@ -139,7 +139,7 @@ def read_tests(file: Path, code: int) -> SuiteCounts:
         elif skip is not None and skip.get("type") == "pytest.skip":
             counts.skipped += 1
             counts.reasons[skip.get("message") or "without a reason"] += 1
-        else:  # an expected failure is a statement about a cell, and holds
+        else:  # an expected failure is a statement about a strategy, and holds
             counts.passed += 1
     if code and not counts.failed:
         counts.failed.append(f"pytest itself: exit {code}")
@@ -147,13 +147,13 @@ def read_tests(file: Path, code: int) -> SuiteCounts:
 
 
 def read_verdicts(file: Path) -> dict[str, str]:
-    """Return the outcome of each cell that verify ran."""
-    rows: list[dict[str, Any]] = json.loads(file.read_text("utf-8"))["cells"] if file.exists() else []
-    return {row["cell"]: row["outcome"] for row in rows if row["outcome"] not in ("refused", "absent")}
+    """Return the outcome of each strategy that verify ran."""
+    rows: list[dict[str, Any]] = json.loads(file.read_text("utf-8"))["strategies"] if file.exists() else []
+    return {row["strategy"]: row["outcome"] for row in rows if row["outcome"] not in ("refused", "absent")}
 
 
 def read_memory(file: Path) -> tuple[dict[str, str], dict[str, int]]:
-    """Return, for each cell that ran, why its memory does not hold, or ""; and its peak on the largest rank."""
+    """Return, for each strategy that ran, why its memory does not hold, or ""; and its peak on the largest rank."""
     if not file.exists():
         return {}, {}
     compared = Comparison.from_json(json.loads(file.read_text("utf-8")))
@@ -163,17 +163,17 @@ def read_memory(file: Path) -> tuple[dict[str, str], dict[str, int]]:
         if row.outcome == "absent":
             continue
         if row.outcome != "ran" or not row.memory:
-            problems[row.cell] = row.note or compared.unwatched or "no memory was recorded"
+            problems[row.strategy] = row.note or compared.unwatched or "no memory was recorded"
             continue
         shown, good = result_row((), list(largest_account(row.memory).phases))
-        problems[row.cell] = "" if good else f"{shown[-1]}: {shown[-2]}"
-        peaks[row.cell] = largest_peak_bytes(row.memory)
+        problems[row.strategy] = "" if good else f"{shown[-1]}: {shown[-2]}"
+        peaks[row.strategy] = largest_peak_bytes(row.memory)
     return problems, peaks
 
 
 def memory_differences(first: Mapping[str, int], other: Mapping[str, int]) -> dict[str, float]:
-    """Return by how much peaks differ from the first version's, as shares, in the cells that ran under both."""
-    return {cell: other[cell] / first[cell] - 1 for cell in first if cell in other}
+    """Return by how much peaks differ from the first version's, as shares, in the strategies that ran under both."""
+    return {strategy: other[strategy] / first[strategy] - 1 for strategy in first if strategy in other}
 
 
 def try_version(folder: Path, torch: str, python: str, workers: int, tests: Sequence[str]) -> VersionResult:
@@ -236,19 +236,19 @@ def remarks_on(results: Sequence[VersionResult]) -> Iterator[str]:
         yield from (f"{one.label}: failed: {name}" for name in one.tests.failed[:LONGEST_LIST])
         if (more := len(one.tests.failed) - LONGEST_LIST) > 0:
             yield f"{one.label}: failed: {count_of(more, 'more test')}"
-        for what, by_cell in (("verify", one.verified), ("memory", one.unnamed)):
-            bad = {cell: text for cell, text in by_cell.items() if text not in ("", "agrees")}
-            yield from (f"{one.label}: {what}: {cell}: {text}" for cell, text in bad.items())
+        for what, by_strategy in (("verify", one.verified), ("memory", one.unnamed)):
+            bad = {strategy: text for strategy, text in by_strategy.items() if text not in ("", "agrees")}
+            yield from (f"{one.label}: {what}: {strategy}: {text}" for strategy, text in bad.items())
         yield from (f"{one.label}: {stage} ended with {code}" for stage, code in one.codes.items() if code)
         yield from (f"{one.label}: skipped {n}: {reason}" for reason, n in one.tests.reasons.most_common())
     tried = [one for one in results if one.peaks]
     for one in tried[1:]:
         apart = memory_differences(tried[0].peaks, one.peaks)
         if apart:
-            cell = max(apart, key=lambda c: abs(apart[c]))
+            strategy = max(apart, key=lambda c: abs(apart[c]))
             yield (
-                f"allocated at the peak, {one.label} against {tried[0].label}: {count_of(len(apart), 'cell')}, "
-                f"largest difference {100 * apart[cell]:+.1f} % ({cell}; "
+                f"allocated at the peak, {one.label} against {tried[0].label}: {count_of(len(apart), 'strategy')}, "
+                f"largest difference {100 * apart[strategy]:+.1f} % ({strategy}; "
                 f"{100 * MEMORY_LIMIT:.0f} % is allowed)"
             )
 

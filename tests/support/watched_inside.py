@@ -18,7 +18,7 @@ from tests.conformance import tasks
 from tests.conformance.cases import Case
 from tests.conformance.inside import run_case_or_error
 from unipar.backend import registry
-from unipar.config import Cell
+from unipar.config import Strategy
 from unipar.distributed.place import Place
 from unipar.run_folder.heartbeat import HeartbeatWriter
 from unipar.run_folder.layout import heartbeat_path
@@ -120,19 +120,19 @@ class Watched(tasks.Plain):
 
 
 def run(place: Place, folder: Path, control: socket.socket | None) -> None:
-    """Plays the faults of RUN/faults.json in the cells that are named there."""
+    """Plays the faults of RUN/faults.json in the strategies that are named there."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     rows: list[tuple[str, str]] = json.loads((folder / "faults.json").read_text("utf-8"))
     heartbeat = HeartbeatWriter(heartbeat_path(folder, place.rank))
     world, told = None, list[str]()
     for name, fault in rows:
-        cell = Cell.parse(name)
+        strategy = Strategy.parse(name)
         sgd = {"name": "sgd", "lr": 0.1, "momentum": 0.9, "fused": False, "foreach": False}
         case = Case(fault, lambda fault=fault: Watched(fault), train={"optimizer": sgd, "watch": {"every": 3}})
         if world is None:
-            world = registry.load_backend(cell.backend).join(case.config(cell, place.size), place)
-        told.append(run_case_or_error(case, cell, world, folder, heartbeat).get("message", ""))
+            world = registry.load_backend(strategy.backend).join(case.config(strategy, place.size), place)
+        told.append(run_case_or_error(case, strategy, world, folder, heartbeat).get("message", ""))
         world.barrier()
     assert world is not None
     (folder / f"told-{place.rank}.json").write_text(json.dumps(told), "utf-8")

@@ -22,8 +22,8 @@ from typing_extensions import override
 from tests.support import zero_shapes
 from tests.support.pretended_disk import bytes_in_files, lowered_limits, settings_of_limits
 from unipar.backend import Holding, registry
-from unipar.backend import offered_cells as cells
-from unipar.config import Cell, Config
+from unipar.backend import offered_strategies as strategies
+from unipar.config import Config, Strategy
 from unipar.config.config_source import load_given_config
 from unipar.distributed.place import Place
 from unipar.errors import Unsupported
@@ -35,7 +35,7 @@ class Case:
     """One model on one number of ranks."""
 
     seed: int
-    cell: str
+    strategy: str
     ranks: int
     precision: str = "fp32"
     microbatches: int = 1
@@ -62,7 +62,7 @@ class Case:
             "train": {"steps": 3, "precision": self.precision, "optimizer": {"decay": self.decay}},
             "options": {"deepspeed": self.options or {}},
         }
-        return cells.config_in_cell(load_given_config(given).config, Cell.parse(self.cell))
+        return strategies.config_in_strategy(load_given_config(given).config, Strategy.parse(self.strategy))
 
 
 def run(place: Place, folder: Path, control: socket.socket | None) -> None:

@@ -167,4 +167,4 @@ def test_a_plan_tells_what_it_assumes() -> None:
     """Among its notes."""
     task = {"use": f"{__file__}:Masked"}
     config: dict[str, Any] = {"task": task, "device": "cpu", "batch": {"total": 8}, "train": {"steps": 1}}
-    assert unipar.plan(config, cells=["single"], worlds=[1]).notes == traced(Masked()).assumed
+    assert unipar.plan(config, strategies=["single"], worlds=[1]).notes == traced(Masked()).assumed

@@ -13,11 +13,11 @@ from torch import Tensor
 
 import unipar
 from tests.support.world import ROOT
-from unipar.backend.offered_cells import config_in_cell
+from unipar.backend.offered_strategies import config_in_strategy
 from unipar.checkpoint.exporting.writing import ExportWish, export_checkpoint
 from unipar.checkpoint.protocol.verifying import inspect_checkpoint
 from unipar.checkpoint.saved_state import SavedState
-from unipar.config import Cell, Config
+from unipar.config import Config, Strategy
 from unipar.config.sections.train import Ema
 
 pytestmark = pytest.mark.forked
@@ -26,8 +26,8 @@ GPT = {"use": f"{ROOT}/examples/char_gpt.py:CharGPT", "args": {"layers": 2, "wid
 DECAY, WARMUP = 0.9, 2
 
 
-def train(cell: str, ranks: int, steps: int, out: Path, start: Path | None, **changes: Any) -> Path:
-    """Return the checkpoint after so many steps in a cell, begun anew or from a checkpoint."""
+def train(strategy: str, ranks: int, steps: int, out: Path, start: Path | None, **changes: Any) -> Path:
+    """Return the checkpoint after so many steps in a strategy, begun anew or from a checkpoint."""
     made = Config.model_validate(
         {
             "task": GPT,
@@ -44,7 +44,7 @@ def train(cell: str, ranks: int, steps: int, out: Path, start: Path | None, **ch
             "resume": None if start is None else str(start),
         }
     )
-    config = config_in_cell(made, Cell.parse(cell)).changed(changes)
+    config = config_in_strategy(made, Strategy.parse(strategy)).changed(changes)
     unipar.launch(config, quiet=True)
     return out / "checkpoints" / f"step-{steps:08d}"
 
@@ -80,16 +80,16 @@ def moved(before: dict[str, Tensor], weights: dict[str, Tensor], update: int) ->
         ),
     ],
 )  # fmt: skip
-def test_each_cell_goes_on_from_what_another_has_saved(chain: Sequence[tuple[str, int]], tmp_path: Path) -> None:
+def test_each_strategy_goes_on_from_what_another_has_saved(chain: Sequence[tuple[str, int]], tmp_path: Path) -> None:
     """One step in each: its averages have the bits that follow from those saved before, in any world."""
     start: Path | None = None
-    for step, (cell, ranks) in enumerate(chain, 1):
-        path = train(cell, ranks, step, tmp_path / str(step), start)
+    for step, (strategy, ranks) in enumerate(chain, 1):
+        path = train(strategy, ranks, step, tmp_path / str(step), start)
         weights, averages = tensors(path, "weight"), tensors(path, "average")
         assert averages.keys() == weights.keys()
         if start is not None:
             expected = moved(tensors(start, "average"), weights, step)
-            assert [n for n, t in averages.items() if not torch.equal(t, expected[n])] == [], cell
+            assert [n for n, t in averages.items() if not torch.equal(t, expected[n])] == [], strategy
         assert not any(torch.equal(t, weights[n]) for n, t in averages.items())
         start = path
     assert start is not None

@@ -141,8 +141,8 @@ def test_a_plan_for_gpus_tells_whose_code_it_is(tmp_path: Path) -> None:
         "model": {"compile": {"what": "blocks", "backend": "aot_eager"}},
     }
     line = "model.compile: buffers are those of the code that torch's compiler writes for the CPU"
-    assert line in unipar.plan(config, cells=["single"], device="cuda").notes
-    assert line not in unipar.plan(config, cells=["single"], device="cpu").notes
+    assert line in unipar.plan(config, strategies=["single"], device="cuda").notes
+    assert line not in unipar.plan(config, strategies=["single"], device="cpu").notes
 
 
 def test_a_compiler_that_does_not_exist(tmp_path: Path) -> None:
@@ -164,15 +164,15 @@ def test_a_model_that_is_compiled_at_each_step(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_libraries_that_divide_what_is_compiled(tmp_path: Path) -> None:
-    """FSDP2 breaks up a model that is compiled as one, and ZeRO 3 each block; the other cells are planned."""
+    """FSDP2 breaks up a model that is compiled as one, and ZeRO 3 each block; the other strategies are planned."""
     (tmp_path / "one.py").write_text(TASK.format(blocks=2), "utf-8")
     config: dict[str, Any] = {"task": {"use": f"{tmp_path}/one.py:Small"}, "batch": {"total": 8}, "device": "cpu"}
-    cells = ["native/nothing", "native/parameters", "deepspeed/gradients", "deepspeed/parameters"]
+    strategies = ["native/nothing", "native/parameters", "deepspeed/gradients", "deepspeed/parameters"]
     refused: list[dict[str, str]] = []
     for what in ("model", "blocks"):
         model = {"compile": {"what": what, "backend": "aot_eager"}}
-        planned = unipar.plan({**config, "model": model, "train": {"steps": 1}}, cells=cells, worlds=[2])
-        refused.append({row.cell: row.refusal for row in planned.rows if row.refusal})
+        planned = unipar.plan({**config, "model": model, "train": {"steps": 1}}, strategies=strategies, worlds=[2])
+        refused.append({row.strategy: row.refusal for row in planned.rows if row.refusal})
     zero = (
         "deepspeed/parameters: model.compile under ZeRO 3, which divides what is compiled, is not planned yet; "
         "`unipar compare` measures it"

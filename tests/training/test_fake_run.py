@@ -217,7 +217,7 @@ def test_operations_of_a_step(once: TracedTask, again: TracedTask) -> None:
     more = again.activations
     assert more.flops[1] - more.recomputed[1] == each
     assert more.recomputed[1] > 0.5 * each / 3
-    assert once.activations.operators > 100
+    assert 60 < once.activations.operators < 100  # kernels, not views or questions to tensors
 
 
 @pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])

@@ -123,7 +123,7 @@ def test_a_real_limit_in_the_forward(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("way", "cell", "where"),
+    ("way", "strategy", "where"),
     [
         ("backward", "deepspeed/parameters", "in the backward of step 2"),
         ("python", "horovod/nothing", "in the forward of step 2"),
@@ -132,23 +132,23 @@ def test_a_real_limit_in_the_forward(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.usefixtures("forked")
-def test_too_much_is_asked_for(tmp_path: Path, way: str, cell: str, where: str) -> None:
+def test_too_much_is_asked_for(tmp_path: Path, way: str, strategy: str, where: str) -> None:
     """Under each backend, in another phase of each: by torch, or as Python says it."""
-    backend, _, shard = cell.partition("/")
+    backend, _, shard = strategy.partition("/")
     said = sentence(tmp_path, way, backend=backend, parallel={"data": 2, "shard": shard})
     rank, _, rest = said.partition(" ran out of memory ")
     assert rank in ("rank 0", "rank 1")
     assert rest.startswith(where)
     neither = {
-        "backward": "; by an estimate neither a smaller batch.micro nor a cell that splits more would have fitted",
-        "update": "; by an estimate no cell that splits more would have fitted",
+        "backward": "; by an estimate neither a smaller batch.micro nor a strategy that splits more would have fitted",
+        "update": "; by an estimate no strategy that splits more would have fitted",
     }
     wanted = {
         "backward": ": 131072 GiB more were requested, about SIZE were available; the largest part was ",
         "update": ": 131072 GiB more were requested, about SIZE were available; the largest part was ",
         "built": (
             ": 131072 GiB more were requested, about SIZE were available; "
-            "no other cell or batch size needs less: the whole model is built before it is split"
+            "no other strategy or batch size needs less: the whole model is built before it is split"
         ),
         "python": "; the largest part was ",
     }[way]
@@ -275,7 +275,7 @@ def test_a_model_that_is_tried_before_it_is_split(total: int, way: str) -> None:
     )
 
 
-def test_a_cell_with_the_same_axes_is_named_first() -> None:
+def test_a_strategy_with_the_same_axes_is_named_first() -> None:
     """Two stages on four ranks: sharding each stage over its two ranks of the data is the smallest change."""
     config = given(parallel={"data": 2, "pipeline": 2})
     size = ModelSize(MIB, blocks=4, in_blocks=MIB, matrices=MIB)
@@ -297,15 +297,15 @@ def test_the_largest_microbatch_that_fits() -> None:
     ) == said.format(4)
     assert suggest_what_fits(
         config, config.batch.settle(2), ModelSize(1), "forward", moving=120 * MIB, lack=111 * MIB
-    ) == ("by an estimate neither a smaller batch.micro nor a cell that splits more would have fitted")
+    ) == ("by an estimate neither a smaller batch.micro nor a strategy that splits more would have fitted")
 
 
 @pytest.mark.parametrize(
     ("micro", "phase", "said"),
     [
         (2, "waiting", "by an estimate batch.micro: 1 instead of 2 needs less"),
-        (1, "waiting", "no cell here splits more, and batch.micro is 1 already"),
-        (2, "update", "no cell here splits more"),
+        (1, "waiting", "no strategy here splits more, and batch.micro is 1 already"),
+        (2, "update", "no strategy here splits more"),
     ],
 )
 def test_nothing_is_said_to_fit_where_nobody_knows_the_lack(micro: int, phase: str, said: str) -> None:
@@ -314,7 +314,7 @@ def test_nothing_is_said_to_fit_where_nobody_knows_the_lack(micro: int, phase: s
     assert suggest_what_fits(config, config.batch.settle(2), ModelSize(MIB), phase) == said
 
 
-def test_the_cell_that_splits_least_and_fits() -> None:
+def test_the_strategy_that_splits_least_and_fits() -> None:
     """In the update the microbatch is no way out. A MiB of parameters keeps 16 MiB, or split 12, 10 and 8."""
     told = "by an estimate native/{} (parameters, gradients and optimizer {} MiB a rank, here 16 MiB) would have fitted"
     config = given()

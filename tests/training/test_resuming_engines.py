@@ -13,8 +13,8 @@ import unipar
 from tests.support.ledgers import step_losses
 from tests.support.running import Line, running
 from tests.support.world import ROOT
-from unipar.backend.offered_cells import config_in_cell
-from unipar.config import Cell, Config
+from unipar.backend.offered_strategies import config_in_strategy
+from unipar.config import Config, Strategy
 from unipar.config.sections.train import Ema
 
 pytestmark = pytest.mark.forked
@@ -35,7 +35,7 @@ def saved_hashes(folder: Path, step: int) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("cell", "ranks", "more"),
+    ("strategy", "ranks", "more"),
     [
         pytest.param("deepspeed/gradients", 2, MASTERS, id="masters of ZeRO-2"),
         pytest.param("native/parameters", 2, MASTERS, marks=SWEEP, id="masters of FSDP2"),
@@ -55,7 +55,7 @@ def saved_hashes(folder: Path, step: int) -> dict[str, str]:
         pytest.param("native/nothing+pipeline2", 2, {"task": STREAM}, marks=SWEEP, id="a stream, stages"),
     ],
 )
-def test_it_goes_on_to_the_same_bits(cell: str, ranks: int, more: dict[str, Any], tmp_path: Path) -> None:
+def test_it_goes_on_to_the_same_bits(strategy: str, ranks: int, more: dict[str, Any], tmp_path: Path) -> None:
     """Losses of the second half, and all tensors at the end: weights, masters, moments."""
     made = Config.model_validate(
         {
@@ -68,7 +68,7 @@ def test_it_goes_on_to_the_same_bits(cell: str, ranks: int, more: dict[str, Any]
             "log": {"every": 1},
         }
     )
-    config = config_in_cell(made.changed(more), Cell.parse(cell))
+    config = config_in_strategy(made.changed(more), Strategy.parse(strategy))
     whole, rest = tmp_path / "whole", tmp_path / "rest"
     unipar.launch(config.changed({"out": str(whole)}), quiet=True)
     start = str(whole / "checkpoints" / f"step-{HALF:08d}")

@@ -45,7 +45,7 @@ def test_what_a_step_gives(tmp_path: Path) -> None:
         assert run.position == Position(step=3, epoch=1, batch=0)
     rows = list(Ledger.read(ledger_path(tmp_path, 0)))
     assert [row["event"] for row in rows] == ["start", "step", "step", "end"]
-    assert (rows[0]["cell"], rows[0]["parameters"], rows[1]["step"], rows[1]["samples"]) == ("single", 1, 1, 4)
+    assert (rows[0]["strategy"], rows[0]["parameters"], rows[1]["step"], rows[1]["samples"]) == ("single", 1, 1, 4)
     assert rows[2]["samples"] == 2  # ten samples in batches of four: the third holds two
     assert rows[3]["steps"] == 3
 

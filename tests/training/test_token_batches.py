@@ -15,8 +15,8 @@ from tests.conformance.lengths import Counted
 from tests.support.ledgers import step_losses
 from tests.support.running import Line, running
 from tests.support.world import ROOT
-from unipar.backend.offered_cells import config_in_cell
-from unipar.config import Cell, Config
+from unipar.backend.offered_strategies import config_in_strategy
+from unipar.config import Config, Strategy
 from unipar.errors import CheckpointError, ConfigError, OutOfMemory, TaskError
 from unipar.run_folder.layout import ledger_path
 from unipar.run_folder.ledger import Ledger
@@ -223,7 +223,7 @@ def test_a_lack_of_memory_shows_before_the_first_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "cell",
+    "strategy",
     [
         "deepspeed/parameters",
         pytest.param("native/parameters", marks=pytest.mark.sweep),
@@ -233,12 +233,14 @@ def test_a_lack_of_memory_shows_before_the_first_step(tmp_path: Path) -> None:
         pytest.param("native/nothing+tensor2", marks=pytest.mark.sweep),
     ],
 )
-def test_a_model_that_is_thrown_away_leaves_nothing(tmp_path: Path, cell: str) -> None:
+def test_a_model_that_is_thrown_away_leaves_nothing(tmp_path: Path, strategy: str) -> None:
     """In each library a run has the same losses with and without one before it."""
     losses: list[Any] = []
     for tries in (False, True):
         out = tmp_path / str(tries)
-        config = config_in_cell(_config(out, 2, BATCH | {"try_largest": tries}, checkpoint=None), Cell.parse(cell))
+        config = config_in_strategy(
+            _config(out, 2, BATCH | {"try_largest": tries}, checkpoint=None), Strategy.parse(strategy)
+        )
         unipar.launch(config, quiet=True)
         losses.append(step_losses(out))
     assert losses[0] == losses[1]

@@ -1,4 +1,4 @@
-"""Tables in plain text: long names of cells go on in further lines where the table is too wide."""
+"""Tables in plain text: long names of strategies go on in further lines where the table is too wide."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from unipar.utils.table import format_table_rows
 
-HEADER = ("cell", "loss", "step ms")
+HEADER = ("strategy", "loss", "step ms")
 LONG = "native/parameters+pipeline2+tensor2+context2+sequence+gpipe"
 
 
@@ -17,7 +17,7 @@ def lines(*rows: tuple[str, ...], width: int, fold: bool = True) -> list[str]:
 def test_a_long_name_goes_on_below() -> None:
     """A name breaks before a plus, figures stay on its first line, and columns are aligned below one another."""
     assert lines(("native/nothing", "7 digits", "200"), (LONG, "6 digits", "1000"), width=50) == [
-        "cell                          loss      step ms",
+        "strategy                      loss      step ms",
         "native/nothing                7 digits      200",
         "native/parameters+pipeline2   6 digits     1000",
         "  +tensor2+context2+sequence",

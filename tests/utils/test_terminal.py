@@ -61,7 +61,7 @@ class _Table:
     rows: Sequence[_Row] = (_Row(),)
 
     def blocks(self, width: int) -> list[list[str]]:
-        return [[f"cell, in {width} columns"], ["native/nothing  failed"]]
+        return [[f"strategy, in {width} columns"], ["native/nothing  failed"]]
 
 
 def test_a_board_elsewhere_is_lines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,6 +80,6 @@ def test_a_board_on_a_terminal_is_a_table(monkeypatch: pytest.MonkeyPatch) -> No
     with LiveTable() as board:
         board.show(_Table(), "starts")
         drawn = screen.getvalue()
-    assert ESCAPE.sub("", drawn).endswith("cell, in 80 columns\nnative/nothing  failed\n\n100 ms  starts")
+    assert ESCAPE.sub("", drawn).endswith("strategy, in 80 columns\nnative/nothing  failed\n\n100 ms  starts")
     assert "\x1b[31mnative/nothing  failed" in drawn
     assert screen.getvalue().rstrip("\r").endswith("\x1b[2K")

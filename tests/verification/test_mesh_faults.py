@@ -131,16 +131,16 @@ def faults(planted: Mapping[str, Any]) -> list[Any]:
     return [pytest.param(f, marks=[] if f in AT_ONCE else [pytest.mark.sweep]) for f in planted]
 
 
-def rows_of_cells(forks: Forks, folder: Path, cells: list[str], **args: Any) -> dict[str, Any]:
-    """Verify a small GPT over three steps; return the verdicts by cell."""
-    _, said = verified(forks, folder, "tests.support.stacked:Stacked", cells, steps=3, backend="faulty", **args)
-    return {row["cell"]: row for row in said["cells"]}
+def rows_of_strategies(forks: Forks, folder: Path, strategies: list[str], **args: Any) -> dict[str, Any]:
+    """Verify a small GPT over three steps; return the verdicts by strategy."""
+    _, said = verified(forks, folder, "tests.support.stacked:Stacked", strategies, steps=3, backend="faulty", **args)
+    return {row["strategy"]: row for row in said["strategies"]}
 
 
 def planted(request: pytest.FixtureRequest, folder: Path, forks: Forks, axis: str, **args: Any) -> dict[str, Any]:
-    """Verify a cell without a fault, and one with each fault of this axis that the collected tests ask for."""
+    """Verify a strategy without a fault, and one with each fault of this axis that the collected tests ask for."""
     asked = [i.callspec.params["fault"] for i in request.session.items if f"_{axis}[" in i.name]  # type: ignore[attr-defined]
-    return rows_of_cells(
+    return rows_of_strategies(
         forks, folder, [f"faulty/nothing+{fault}+{axis}2" for fault in ("healthy-mesh", *asked)], **args
     )
 
@@ -200,8 +200,8 @@ def test_right_parts_agree(parts: dict[str, Any]) -> None:
 def positions(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> dict[str, Any]:
     """Verdicts on sequences that the ranks of tensor split; tied weights, dropout."""
     folder = tmp_path_factory.mktemp("positions")
-    cells = [f"faulty/nothing+{fault}+tensor2+sequence" for fault in ("healthy-mesh", *POSITIONS)]
-    return rows_of_cells(forks, folder, cells, tied=True, dropout=0.2)
+    strategies = [f"faulty/nothing+{fault}+tensor2+sequence" for fault in ("healthy-mesh", *POSITIONS)]
+    return rows_of_strategies(forks, folder, strategies, tied=True, dropout=0.2)
 
 
 @pytest.mark.sweep
@@ -226,7 +226,7 @@ def test_a_fault_of_context(sequences: dict[str, Any], fault: str) -> None:
 @pytest.mark.sweep
 def test_a_skip_across_a_cut(tmp_path: Path, forks: Forks) -> None:
     """In an engine that cuts there without a proof it is named; the native one cuts where the skip does not cross."""
-    rows = rows_of_cells(
+    rows = rows_of_strategies(
         forks, tmp_path, ["faulty/nothing+skip-across-cut+pipeline2", "native/nothing+pipeline2"], skip=True
     )
     finding = rows["faulty/nothing+skip-across-cut+pipeline2"]["finding"]

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from tests.conformance import tasks
 from tests.support import special_tasks
-from unipar.config import Cell, Config
+from unipar.config import Config, Strategy
 from unipar.config.settled import SettledConfig
 from unipar.distributed.world import World
 from unipar.launcher.in_process import SINGLE_PLACE
@@ -34,7 +34,7 @@ def probed(task: Task) -> dict[str, Any]:
     """Return the facts about a task, on a microbatch of eight samples."""
     config = {"task": {"use": "x:X"}, "device": "cpu", "train": {"steps": 1, "precision": "fp64"}}
     settled = SettledConfig.of(
-        Config.model_validate({**config, "batch": {"total": 8}, "parallel": {"data": 1}}), Cell("single"), 1, "cpu"
+        Config.model_validate({**config, "batch": {"total": 8}, "parallel": {"data": 1}}), Strategy("single"), 1, "cpu"
     )
     return probe_task(task, settled, World(SINGLE_PLACE, torch.device("cpu"), None)) | {"quiet": [], "stream": False}
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.forks import Forks
-from unipar.config import Cell, Config
+from unipar.config import Config, Strategy
 from unipar.config.settled import SettledConfig
 from unipar.verification.worker.jobs import Job, RunKey
 
@@ -82,8 +82,8 @@ def planted(
     """Verify all faults at once that are not left to the sweeps, or all that the collected tests ask for; and none."""
     asked = {item.name for item in request.session.items}
     faults = [f for f in NAMED if f not in LATER or f"test_a_planted_fault_is_found_and_named[{f}]" in asked]
-    cells = ["faulty/nothing", "faulty/nothing+dies", *(f"faulty/nothing+{fault}" for fault in faults)]
-    words = [word for cell in cells for word in ("--cells", cell)]
+    strategies = ["faulty/nothing", "faulty/nothing+dies", *(f"faulty/nothing+{fault}" for fault in faults)]
+    words = [word for strategy in strategies for word in ("--strategies", strategy)]
     return proved(forks, tmp_path_factory.mktemp("planted"), CONFIG, "--steps", "6", *words)
 
 
@@ -106,21 +106,21 @@ def planted(
         ),
         (RunKey("shares", step=3), "a replay up to step 3"),
         (RunKey("shares", step=3, precision="fp64"), "a replay up to step 3, fp64"),
-        (RunKey("cell", "native/nothing"), "native/nothing"),
-        (RunKey("cell", "native/nothing", bitwise=True), "native/nothing, bitwise"),
+        (RunKey("strategy", "native/nothing"), "native/nothing"),
+        (RunKey("strategy", "native/nothing", bitwise=True), "native/nothing, bitwise"),
     ],
 )
 def test_a_run_is_known_by_its_key(key: RunKey, text: str) -> None:
     """The text of a key names its run; a job survives the way through the file of its world."""
     config = Config.model_validate({"batch": {"total": 4}, "train": {"steps": 1}})
-    job = Job(key=key, kind="run", settled=SettledConfig.of(config, Cell("native"), 2, "cpu"), steps=2)
+    job = Job(key=key, kind="run", settled=SettledConfig.of(config, Strategy("native"), 2, "cpu"), steps=2)
     told = json.loads(json.dumps(job.to_json()))
     assert (str(key), told["name"]) == (text, text)
     assert Job.from_json(told) == job
 
 
-def row_of(said: dict[str, Any], cell: str) -> dict[str, Any]:
-    return next(row for row in said["cells"] if row["cell"] == cell)
+def row_of(said: dict[str, Any], strategy: str) -> dict[str, Any]:
+    return next(row for row in said["strategies"] if row["strategy"] == strategy)
 
 
 @pytest.mark.parametrize("fault", [pytest.param(f, marks=[pytest.mark.sweep] * (f in LATER)) for f in NAMED])
@@ -139,8 +139,8 @@ def test_the_same_engine_without_a_fault_agrees(planted: tuple[Any, dict[str, An
     assert planted[0].stderr.count("faulty/nothing agrees") == 1
 
 
-def test_a_cell_that_dies_is_a_row(planted: tuple[Any, dict[str, Any]]) -> None:
-    """The other cells go on, and the log named in the row exists."""
+def test_a_strategy_that_dies_is_a_row(planted: tuple[Any, dict[str, Any]]) -> None:
+    """The other strategies go on, and the log named in the row exists."""
     row = row_of(planted[1], "faulty/nothing+dies")
     assert row["outcome"] == "failed"
     assert row["note"].startswith("rank 1 ended with exit code 3, without an error of its own")
@@ -165,8 +165,8 @@ def test_two_factors_are_told_apart(planted: tuple[Any, dict[str, Any]]) -> None
     assert ranks.endswith("0.5 times that of one process; with 1 microbatch instead of 2 it stays the same (0.5)")
     micros = row_of(planted[1], "faulty/nothing+divided-twice")["finding"]["says"]
     assert micros.endswith("0.5 times that of one process; with 1 microbatch instead of 2 it changes with them (1)")
-    cells = ("faulty/nothing+averaging-twice", "faulty/nothing+divided-twice")
-    assert [row_of(planted[1], cell)["finding"]["candidates"] for cell in cells] == [[], []]
+    strategies = ("faulty/nothing+averaging-twice", "faulty/nothing+divided-twice")
+    assert [row_of(planted[1], strategy)["finding"]["candidates"] for strategy in strategies] == [[], []]
 
 
 RMSPROP = "optimizer: {name: rmsprop, lr: 1.0e-3, weight_decay: 0.1"
@@ -182,8 +182,8 @@ def test_rmsprop(more: str, told: dict[str, str], tmp_path: Path, forks: Forks) 
     """Its state tells gradients where it is centered; otherwise kinds come from norms, and others have no name."""
     config = CONFIG.replace(next(line for line in CONFIG.splitlines() if "optimizer" in line).strip(), RMSPROP + more)
     faults = NAMED_BY_NORM | told
-    words = [word for fault in faults for word in ("--cells", f"faulty/nothing+{fault}")]
-    _, said = proved(forks, tmp_path, config, "--steps", "5", "--cells", "faulty/nothing", *words)
+    words = [word for fault in faults for word in ("--strategies", f"faulty/nothing+{fault}")]
+    _, said = proved(forks, tmp_path, config, "--steps", "5", "--strategies", "faulty/nothing", *words)
     kinds = {fault: row_of(said, f"faulty/nothing+{fault}")["finding"]["kind"] for fault in faults}
     assert kinds == faults
     assert row_of(said, "faulty/nothing")["bits"] == "shares"

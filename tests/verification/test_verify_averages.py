@@ -18,8 +18,8 @@ def test_averages_of_other_values_are_found_and_named(forks: Forks, tmp_path: Pa
     done, said = verified(
         forks, tmp_path, "tests.conformance.tasks:Plain", FAULTY, steps=6, backend="faulty", more=AVERAGED
     )
-    rows = {row["cell"]: row for row in said["cells"]}
-    assert [rows[cell]["outcome"] for cell in FAULTY] == ["agrees", "disagrees"]
+    rows = {row["strategy"]: row for row in said["strategies"]}
+    assert [rows[strategy]["outcome"] for strategy in FAULTY] == ["agrees", "disagrees"]
     assert rows[FAULTY[0]]["bits"] == "shares"
     found = rows[FAULTY[1]]["finding"]
     assert found["kind"] == "averages of other values"
@@ -34,13 +34,15 @@ MORE = (
 )
 
 
-@pytest.mark.parametrize("cells", [REAL, pytest.param(REAL + MORE, marks=pytest.mark.sweep)], ids=["two", "all"])
+@pytest.mark.parametrize("strategies", [REAL, pytest.param(REAL + MORE, marks=pytest.mark.sweep)], ids=["two", "all"])
 @pytest.mark.parametrize("more", [pytest.param([], marks=pytest.mark.sweep), ["--resume"]], ids=["whole", "resumed"])
-def test_every_library_agrees(forks: Forks, tmp_path: Path, cells: tuple[str, ...], more: list[str]) -> None:
-    """Also from a checkpoint of another cell on."""
+def test_every_library_agrees(forks: Forks, tmp_path: Path, strategies: tuple[str, ...], more: list[str]) -> None:
+    """Also from a checkpoint of another strategy on."""
     done, said = verified(
-        forks, tmp_path, "tests.support.stacked:Stacked", cells, steps=4, backend="toy", more=AVERAGED + more
+        forks, tmp_path, "tests.support.stacked:Stacked", strategies, steps=4, backend="toy", more=AVERAGED + more
     )
-    assert [(row["cell"], row["outcome"]) for row in said["cells"]] == [(cell, "agrees") for cell in cells]
-    assert "average" in said["cells"][0]["shares"]
+    assert [(row["strategy"], row["outcome"]) for row in said["strategies"]] == [
+        (strategy, "agrees") for strategy in strategies
+    ]
+    assert "average" in said["strategies"][0]["shares"]
     assert done.returncode == 0

@@ -68,14 +68,14 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 def test_verify(config: dict[str, Any], tmp_path: Path) -> None:
     """The stream is read before a run is built; a second call might write what another world reads."""
-    found = verify(config, cells=["native/nothing", "native/gradients"], world=2, steps=3)
+    found = verify(config, strategies=["native/nothing", "native/gradients"], world=2, steps=3)
     assert [(row.outcome, row.finding) for row in found.rows] == [("agrees", None)] * 2
     assert (tmp_path / "numbers-calls").read_text("utf-8") == "called\n"
 
 
 def test_plan(config: dict[str, Any]) -> None:
     """A plan reads samples of the data, too."""
-    (row,) = unipar.plan(config, cells=["native/nothing"], worlds=[2]).rows
+    (row,) = unipar.plan(config, strategies=["native/nothing"], worlds=[2]).rows
     assert row.refusal == ""
 
 
@@ -83,7 +83,7 @@ def test_an_error_of_prepare(config: dict[str, Any], tmp_path: Path) -> None:
     """The error says that it is from there, with file and line."""
     config["task"]["args"]["folder"] = str(tmp_path / "none")
     with pytest.raises(TaskError) as e:
-        unipar.plan(config, cells=["native/nothing"], worlds=[2])
+        unipar.plan(config, strategies=["native/nothing"], worlds=[2])
     assert str(e.value) == (
         f"prepare() raised FileNotFoundError: [Errno 2] No such file or directory: '{tmp_path}/none/numbers' "
         f"({tmp_path}/written.py, line 25)"

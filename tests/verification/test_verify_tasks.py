@@ -39,7 +39,7 @@ def prove(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Verd
         task: type[unipar.Task],
         *,
         world: int = 2,
-        cells: tuple[str, ...] = ONLY,
+        strategies: tuple[str, ...] = ONLY,
         overrides: dict[str, Any] | None = None,
         **args: Any,
     ) -> Verdicts:
@@ -51,13 +51,13 @@ def prove(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Verd
             "out": str(tmp_path / "out"),
             "task": {"use": f"{task.__module__}:{task.__name__}", "args": args},
         }
-        return verify(config, cells=cells, world=world, steps=5, overrides=overrides)
+        return verify(config, strategies=strategies, world=world, steps=5, overrides=overrides)
 
     return proved
 
 
 def agreed(found: Verdicts) -> None:
-    assert [(row.cell, row.outcome, row.finding) for row in found.rows] == [(c, "agrees", None) for c in ONLY]
+    assert [(row.strategy, row.outcome, row.finding) for row in found.rows] == [(c, "agrees", None) for c in ONLY]
     assert found.code == 0
 
 
@@ -73,7 +73,7 @@ def agreed(found: Verdicts) -> None:
 def test_a_healthy_engine_is_given_no_name(
     prove: Callable[..., Verdicts], task: type[unipar.Task], args: dict[str, Any]
 ) -> None:
-    """Both cells are bit-for-bit equal to a replay; native/parameters reduces each microbatch."""
+    """Both strategies are bit-for-bit equal to a replay; native/parameters reduces each microbatch."""
     found = prove(task, **args)
     agreed(found)
     assert [row.bits for row in found.rows] == ["shares", "micros"]
@@ -89,12 +89,12 @@ def test_four_ranks(prove: Callable[..., Verdicts]) -> None:
 
 
 def test_batch_norm_and_dropout_are_named(prove: Callable[..., Verdicts]) -> None:
-    """Cells are compared with one process that splits batches as they do."""
+    """Strategies are compared with one process that splits batches as they do."""
     found = prove(tasks.Normed)
     agreed(found)
     (said,) = found.remarks
     assert said.startswith("BatchNorm without sync takes the statistics of a microbatch on one rank (norm): the loss ")
-    assert said.endswith("so cells are compared with one that splits them as they do")
+    assert said.endswith("so strategies are compared with one that splits them as they do")
     assert found.summary == (
         "all 2 strategies agree with one process over 5 steps on 2 ranks, and the training depends on how a batch is "
         "cut, so another number of ranks trains another model unless batch.micro stays 4"
@@ -126,7 +126,7 @@ def test_a_sum_is_named_and_strict_fails(tmp_path: Path, forks: Forks) -> None:
     config: dict[str, Any] = {"device": "cpu", "batch": {"total": 16}, "train": {"steps": 5}, "out": str(tmp_path)}
     config["task"] = {"use": "tests.support.special_tasks:Summed"}
     (tmp_path / "c.yaml").write_text(json.dumps(config), "utf-8")
-    words = ["verify", str(tmp_path / "c.yaml"), "--steps", "2", "--cells", ONLY[0], "--world", "2", "--strict"]
+    words = ["verify", str(tmp_path / "c.yaml"), "--steps", "2", "--strategies", ONLY[0], "--world", "2", "--strict"]
     done = forks.unipar(words, {**PYTHONPATH_VARIABLE, "COLUMNS": "300"})
     assert done.returncode == 1, done.stderr
     lines = done.stdout.splitlines()
@@ -144,10 +144,10 @@ def test_a_sum_is_named_and_strict_fails(tmp_path: Path, forks: Forks) -> None:
     assert "so another number of ranks trains another model" in (tmp_path / "verify" / "report.html").read_text("utf-8")
 
 
-def test_cells_that_were_named_are_known(prove: Callable[..., Verdicts]) -> None:
-    """A cell by its name was asked for, one by a pattern was not; the headline has the reason why neither runs."""
-    found = prove(tasks.Plain, cells=("horovod/*", "deepspeed/nothing"), overrides={"train.sync_every": 2})
-    assert [(row.cell, row.outcome, row.named) for row in found.rows] == [
+def test_strategies_that_were_named_are_known(prove: Callable[..., Verdicts]) -> None:
+    """A strategy by its name was asked for, one by a pattern was not; the headline has the reason why neither runs."""
+    found = prove(tasks.Plain, strategies=("horovod/*", "deepspeed/nothing"), overrides={"train.sync_every": 2})
+    assert [(row.strategy, row.outcome, row.named) for row in found.rows] == [
         ("horovod/nothing", "refused", False),
         ("deepspeed/nothing", "refused", True),
     ]
@@ -159,7 +159,7 @@ def test_cells_that_were_named_are_known(prove: Callable[..., Verdicts]) -> None
 
 def test_a_loss_that_depends_on_the_rank_is_named(prove: Callable[..., Verdicts]) -> None:
     """The modules agree and the loss does not: a fault of its own, also for a model that cannot run in fp64."""
-    found = prove(special_tasks.RankScaled, cells=ONLY[:1])
+    found = prove(special_tasks.RankScaled, strategies=ONLY[:1])
     finding = found.rows[0].finding
     assert finding is not None
     assert (finding.kind, finding.step, finding.forward) == ("a loss that depends on the rank", 1, "")
@@ -176,7 +176,7 @@ def test_a_loss_that_depends_on_the_rank_is_named(prove: Callable[..., Verdicts]
 @pytest.mark.sweep
 def test_a_loss_that_depends_on_the_number_of_ranks_is_named(prove: Callable[..., Verdicts]) -> None:
     """A loss that every rank divides by the number of ranks is not taken for a gradient that is averaged twice."""
-    found = prove(special_tasks.WorldScaled, cells=ONLY[:1])
+    found = prove(special_tasks.WorldScaled, strategies=ONLY[:1])
     finding = found.rows[0].finding
     assert finding is not None
     assert (finding.kind, finding.step) == ("a loss that depends on the number of ranks", 1)
@@ -212,12 +212,12 @@ def test_a_size_of_microbatches_that_fails_is_left_out(prove: Callable[..., Verd
 def test_an_error_of_the_task_stays_an_error(prove: Callable[..., Verdicts]) -> None:
     """A loss that fails in fp64 and in the config's precision is not a model that cannot run in fp64."""
     with pytest.raises(errors.WorkerFailed, match="LookupError: no such word"):
-        prove(special_tasks.Broken, cells=ONLY[:1])
+        prove(special_tasks.Broken, strategies=ONLY[:1])
 
 
 @pytest.mark.sweep
 def test_an_optimizer_of_the_tasks_own(prove: Callable[..., Verdicts]) -> None:
-    """An optimizer of the task that works element by element agrees in every cell."""
+    """An optimizer of the task that works element by element agrees in every strategy."""
     found = prove(tasks.Owning)
     agreed(found)
     assert found.remarks == []
@@ -226,25 +226,25 @@ def test_an_optimizer_of_the_tasks_own(prove: Callable[..., Verdicts]) -> None:
 @pytest.mark.sweep
 def test_an_optimizer_that_uses_a_tensors_norm_is_named(prove: Callable[..., Verdicts]) -> None:
     """Such an optimizer disagrees on flat parts of tensors, and agrees on whole tensors."""
-    found = prove(special_tasks.ByNorm, cells=("native/nothing", "native/optimizer", "deepspeed/optimizer"))
+    found = prove(special_tasks.ByNorm, strategies=("native/nothing", "native/optimizer", "deepspeed/optimizer"))
     assert [row.outcome for row in found.rows] == ["agrees", "agrees", "disagrees"]
     finding = found.rows[2].finding
     assert finding is not None
     assert (finding.kind, finding.step) == ("an optimizer that uses a tensor's norm", 1)
     assert finding.says == (
         f"step 1 changes {finding.parameter} differently, although losses and norms are the same: the task's optimizer "
-        "uses whole tensors, and this cell keeps them in parts; use shard: nothing, or an optimizer that works element "
-        "by element"
+        "uses whole tensors, and this strategy keeps them in parts; use shard: nothing, or an optimizer that works "
+        "element by element"
     )
     assert found.remarks == [
-        "the task's optimizer uses whole tensors (a step on a tensor differs from a step on its halves): cells that "
-        "keep a tensor in parts cannot give the same numbers as one process"
+        "the task's optimizer uses whole tensors (a step on a tensor differs from a step on its halves): strategies "
+        "that keep a tensor in parts cannot give the same numbers as one process"
     ]
 
 
 @pytest.mark.sweep
 def test_a_loss_that_draws_is_named(prove: Callable[..., Verdicts]) -> None:
-    """Every cell draws the same numbers as the replay, and a remark says that the loss draws."""
+    """Every strategy draws the same numbers as the replay, and a remark says that the loss draws."""
     found = prove(special_tasks.Drawing)
     agreed(found)
     assert found.remarks[0].startswith("the loss draws random numbers; one process that splits batches in ")
@@ -257,7 +257,7 @@ def test_a_stream(prove: Callable[..., Verdicts]) -> None:
     agreed(found)
     assert [row.bits for row in found.rows] == ["shares", "micros"]
     assert found.remarks == [
-        "data() returns a stream: its first samples were read once and kept, and every cell takes its samples from "
+        "data() returns a stream: its first samples were read once and kept, and every strategy takes its samples from "
         "these; how ranks and workers read the stream itself is not compared"
     ]
 
@@ -281,7 +281,7 @@ def test_data_that_is_random_per_read_is_named(prove: Callable[..., Verdicts]) -
 def test_several_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GAN: each part's steps are compared in the order in which the task's loop takes them."""
     monkeypatch.setenv("PYTHONPATH", PYTHONPATH_VARIABLE["PYTHONPATH"])
-    found = verify(ROOT / "configs" / "gan.yaml", task=Gan, cells=ONLY, steps=4, overrides={"out": str(tmp_path)})
+    found = verify(ROOT / "configs" / "gan.yaml", task=Gan, strategies=ONLY, steps=4, overrides={"out": str(tmp_path)})
     agreed(found)
     assert len(found.rows[0].losses) == 6  # the generator takes every second one
     assert found.remarks[0].startswith("the parts (generator, critic) have losses of their own")
@@ -296,13 +296,13 @@ def test_what_lies_in_the_folder_is_kept(tmp_path: Path) -> None:
     (tmp_path / "verify").mkdir()
     (tmp_path / "verify" / "verify.json").write_text("{}", "utf-8")
     with pytest.raises(errors.OutExists) as e:
-        verify(config, task=tasks.Plain, cells=ONLY)
+        verify(config, task=tasks.Plain, strategies=ONLY)
     assert str(e.value) == (
         f"{tmp_path}/verify holds an earlier verification: give --overwrite to replace it, or name another folder (out)"
     )
     (tmp_path / "verify" / "notes.txt").write_text("mine", "utf-8")
     with pytest.raises(errors.OutExists) as e:
-        verify(config, task=tasks.Plain, cells=ONLY, overwrite=True)
+        verify(config, task=tasks.Plain, strategies=ONLY, overwrite=True)
     assert str(e.value) == (
         f"{tmp_path}/verify holds notes.txt, which does not belong to verify: "
         "move it away, or name another folder (out)"
@@ -325,7 +325,7 @@ def test_ctrl_c(tmp_path: Path, forks: Forks) -> None:
     config: dict[str, Any] = {"device": "cpu", "batch": {"total": 16, "micro": 4}, "train": {"steps": 400}}
     config |= {"out": str(tmp_path), "task": {"use": "tests.conformance.tasks:Plain"}}
     (tmp_path / "c.yaml").write_text(json.dumps(config), "utf-8")
-    words = ["-m", "unipar", "verify", str(tmp_path / "c.yaml"), "--steps", "300", "--cells", ONLY[0]]
+    words = ["-m", "unipar", "verify", str(tmp_path / "c.yaml"), "--steps", "300", "--strategies", ONLY[0]]
     with forks.begin(words, ROOT, PYTHONPATH_VARIABLE) as going:
         eventually(lambda: "task probe" in going.stderr, "the task is not probed")
         time.sleep(0.5)

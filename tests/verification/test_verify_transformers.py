@@ -13,7 +13,7 @@ from unipar.verification.verify import verify
 
 pytestmark = pytest.mark.forked
 
-CELLS = ("native/nothing", "native/parameters")
+STRATEGIES = ("native/nothing", "native/parameters")
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def prove(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Verd
     monkeypatch.setenv("PYTHONPATH", PYTHONPATH_VARIABLE["PYTHONPATH"])
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
-    def proved(name: str, cells: Sequence[str] = CELLS) -> Verdicts:
+    def proved(name: str, strategies: Sequence[str] = STRATEGIES) -> Verdicts:
         config = {
             "device": "cpu",
             "batch": {"total": 8, "micro": 2},
@@ -30,7 +30,7 @@ def prove(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Verd
             "out": str(tmp_path),
             "task": {"use": name if ":" in name else f"tests.support.transformer_models:{name}"},
         }
-        return verify(config, cells=cells, world=2, steps=3)
+        return verify(config, strategies=strategies, world=2, steps=3)
 
     return proved
 
@@ -57,7 +57,7 @@ def test_a_gradient_that_is_mostly_rounding(prove: Callable[..., Verdicts]) -> N
 
 @pytest.mark.sweep
 def test_gpt2(prove: Callable[[str], Verdicts]) -> None:
-    """Both cells are bit-for-bit equal to a replay, and nothing but dropout is remarked."""
+    """Both strategies are bit-for-bit equal to a replay, and nothing but dropout is remarked."""
     found = prove("Gpt2")
     assert [(row.outcome, row.bits) for row in found.rows] == [("agrees", "shares"), ("agrees", "micros")]
     assert found.summary == "all 2 strategies agree with one process over 3 steps on 2 ranks"
@@ -67,7 +67,7 @@ def test_gpt2(prove: Callable[[str], Verdicts]) -> None:
 
 @pytest.mark.sweep
 def test_mixtral(prove: Callable[[str], Verdicts]) -> None:
-    """Its kernel takes no fp64: the spread comes from runs in fp32, a line says so, and the cells are verified."""
+    """Its kernel takes no fp64: the spread comes from runs in fp32, a line says so, and the strategies are verified."""
     found = prove("Mixtral")
     assert [(row.outcome, row.bits) for row in found.rows] == [("agrees", "shares"), ("agrees", "micros")]
     assert found.code == 0

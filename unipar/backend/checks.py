@@ -12,18 +12,20 @@ from pydantic import ValidationError
 
 from unipar.backend import registry, resources
 from unipar.backend.description import Backend
-from unipar.backend.offered_cells import (
-    cell_of,
-    cells_of_backend,
+from unipar.backend.offered_strategies import (
     check_offers,
-    config_in_cell,
-    config_with_cell,
+    config_in_strategy,
+    config_with_strategy,
     is_single_process,
-    named_cell,
+    is_strategy_name,
+    named_strategy,
+    read_strategy,
     refuse_axes,
+    strategies_of_backend,
+    strategy_of,
 )
 from unipar.backend.registry import backend_names, find_backend, why_not_installed
-from unipar.config import SHARDS, Cell, Config, Precision, Section, Shard
+from unipar.config import SHARDS, Config, Precision, Section, Shard, Strategy
 from unipar.config.config_source import (
     INTERVALS,
     KEPT_ORIGIN,
@@ -45,17 +47,17 @@ from unipar.utils.text import did_you_mean, show_value, yaml_word
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedSource(ConfigSource):
-    """Config as given, with all names checked, and the backend and the cell that it selects."""
+    """Config as given, with all names checked, and the backend and the strategy that it selects."""
 
     backend: Backend
     """Description of the backend; its library may not be installed."""
 
-    cell: Cell
+    strategy: Strategy
 
     @property
     def alone(self) -> bool:
-        """True if the cell is one process, whatever the config says about ranks."""
-        return is_single_process(self.cell, self.backend)
+        """True if the strategy is one process, whatever the config says about ranks."""
+        return is_single_process(self.strategy, self.backend)
 
 
 def read_source(file: Path, sets: Sequence[str] = (), overrides: Mapping[str, Any] | None = None) -> CheckedSource:
@@ -97,8 +99,8 @@ def _name_sentences(data: Mapping[str, Any], places: KeyOrigins) -> Iterator[str
 def _name_mistakes(data: Mapping[str, Any], places: KeyOrigins) -> Iterator[tuple[type[UniparError], str]]:
     """Yield each wrong name in a config as the error's type and a sentence; what is no name at all is left out."""
     backend, to, options = data.get("backend"), _section(data, "log").get("to"), _section(data, "options")
-    if isinstance(backend, str) and "/" in backend:
-        yield ConfigError, f"backend{_place(places, 'backend')}: {_refuse_cell(backend)}"
+    if isinstance(backend, str) and is_strategy_name(backend):
+        yield ConfigError, f"backend{_place(places, 'backend')}: {_refuse_strategy(backend)}"
     elif isinstance(backend, str):
         yield from _unknown_backend(backend, "backend", places)
     names: list[Any] = list(to) if isinstance(to, list | tuple) else []
@@ -161,12 +163,12 @@ def _place(places: KeyOrigins, key: str) -> str:
     return f" ({places[key]})" if key in places else ""
 
 
-def _refuse_cell(backend: str) -> str:
+def _refuse_strategy(backend: str) -> str:
     try:
-        cell = Cell.parse(backend)
+        strategy = read_strategy(backend)
     except ConfigError as e:
         return str(e)
-    return f"{backend!r} is a cell; write backend: {cell.backend} and parallel: {{shard: {cell.shard}}}"
+    return f"{backend!r} is a strategy; write backend: {strategy.backend} and parallel: {{shard: {strategy.shard}}}"
 
 
 def _unknown_backend(name: str, key: str, places: KeyOrigins) -> Iterator[tuple[type[UniparError], str]]:
@@ -176,17 +178,17 @@ def _unknown_backend(name: str, key: str, places: KeyOrigins) -> Iterator[tuple[
         yield BackendNotFound, f"{key}{_place(places, key)}: {e}"
 
 
-CELL: Final = "--backend"
-"""Key of a change that moves a config to another cell."""
+STRATEGY: Final = "--backend"
+"""Key of a change that moves a config to another strategy."""
 
 
-def in_cell(source: ConfigSource, text: str, origin: str = CELL) -> CheckedSource:
-    """Return the same run in the cell that `origin` names, on as many ranks; keys that it does not name stay.
+def in_strategy(source: ConfigSource, text: str, origin: str = STRATEGY) -> CheckedSource:
+    """Return the same run in the strategy that `origin` names, on as many ranks; keys that it does not name stay.
 
     Raise ConfigError if another argument of the command, or an override, says otherwise.
     """
     config, places = source.config, source.origins
-    cell, named = named_cell(config, text)
+    strategy, named = named_strategy(config, text)
     for key, value in named.items():
         if (said := places.get(key)) in OVERRIDES and (other := _value_of(config, key)) != value:
             raise ConfigError(
@@ -195,20 +197,20 @@ def in_cell(source: ConfigSource, text: str, origin: str = CELL) -> CheckedSourc
             )
     of_data = places.get("parallel.data")
     keep_data = (of_data in OVERRIDES or of_data == origin == KEPT_ORIGIN) and "parallel.data" not in named
-    ranks, least = config.parallel.ranks, cell.axes.ranks
+    ranks, least = config.parallel.ranks, strategy.axes.ranks
     if isinstance(ranks, int) and ranks % least and not keep_data:
         raise ConfigError(
-            f"{origin}: {cell} needs a multiple of {least} ranks ({cell.axes}), and the config has {ranks}: set "
-            f"parallel.data to {least}, or to a multiple of it"
+            f"{origin}: {strategy} needs a multiple of {least} ranks ({strategy.axes}), and the config has {ranks}: "
+            f"set parallel.data to {least}, or to a multiple of it"
         )
     origins = {**places, **dict.fromkeys(named, origin)}
     moved = replace(
         source,
-        config=config_with_cell(config, cell, keep_data=keep_data),
+        config=config_with_strategy(config, strategy, keep_data=keep_data),
         origins=origins,
-        changes=(*source.changes, (CELL, text, origin)),
+        changes=(*source.changes, (STRATEGY, text, origin)),
     )
-    return _checked(moved, registry.find_backend(cell.backend))
+    return _checked(moved, registry.find_backend(strategy.backend))
 
 
 def _value_of(config: Config, key: str) -> Any:
@@ -222,27 +224,27 @@ def _value_of(config: Config, key: str) -> Any:
 def settle(config: Config, ranks: int) -> SettledConfig:
     """Check and settle a config that was made in code; raise with every reason why it cannot run."""
     backend = registry.find_backend(config.backend)
-    cell = cell_of(config, backend)
-    return _settled(config, backend, cell, ranks, resources.choose_device(config)[0])
+    strategy = strategy_of(config, backend)
+    return _settled(config, backend, strategy, ranks, resources.choose_device(config)[0])
 
 
-def settled_in(settled: SettledConfig, cell: Cell) -> SettledConfig:
-    """Return a settled config in another cell; raise with every reason why it cannot run there."""
-    backend = registry.find_backend(cell.backend)
-    config = config_in_cell(settled.config, cell)
-    return _settled(config, backend, cell, settled.ranks, settled.device)
+def settled_in(settled: SettledConfig, strategy: Strategy) -> SettledConfig:
+    """Return a settled config in another strategy; raise with every reason why it cannot run there."""
+    backend = registry.find_backend(strategy.backend)
+    config = config_in_strategy(settled.config, strategy)
+    return _settled(config, backend, strategy, settled.ranks, settled.device)
 
 
-def _settled(config: Config, backend: Backend, cell: Cell, ranks: int, device: str) -> SettledConfig:
-    check_cell(config, backend, cell)
-    ranks = 1 if is_single_process(cell, backend) else ranks
-    return SettledConfig.of(config, cell, ranks, device)
+def _settled(config: Config, backend: Backend, strategy: Strategy, ranks: int, device: str) -> SettledConfig:
+    check_strategy(config, backend, strategy)
+    ranks = 1 if is_single_process(strategy, backend) else ranks
+    return SettledConfig.of(config, strategy, ranks, device)
 
 
 def _checked(source: ConfigSource, backend: Backend) -> CheckedSource:
-    cell = cell_of(source.config, backend)
+    strategy = strategy_of(source.config, backend)
     given = {field.name: getattr(source, field.name) for field in fields(ConfigSource)}
-    return CheckedSource(**given, backend=backend, cell=cell)
+    return CheckedSource(**given, backend=backend, strategy=strategy)
 
 
 def check_can_run(config: Config) -> Backend:
@@ -251,14 +253,14 @@ def check_can_run(config: Config) -> Backend:
     Starts no process and imports no library.
     """
     backend = find_backend(config.backend)
-    check_cell(config, backend, cell_of(config, backend))
+    check_strategy(config, backend, strategy_of(config, backend))
     if isinstance(ranks := config.parallel.ranks, int):
-        SettledConfig.of(config, cell_of(config, backend), ranks, "cpu")
+        SettledConfig.of(config, strategy_of(config, backend), ranks, "cpu")
     return backend
 
 
-def check_cell(config: Config, backend: Backend, cell: Cell, places: KeyOrigins | None = None) -> None:
-    """Raise with every reason why `config` cannot run in its cell of this backend. Imports no library.
+def check_strategy(config: Config, backend: Backend, strategy: Strategy, places: KeyOrigins | None = None) -> None:
+    """Raise with every reason why `config` cannot run in its strategy of this backend. Imports no library.
 
     `places`: origins of keys, which the reasons then name.
     """
@@ -269,13 +271,13 @@ def check_cell(config: Config, backend: Backend, cell: Cell, places: KeyOrigins 
             f"{key}.name: adamw-8bit needs torchao, not installed here: pip install 'unipar[torchao]'"
         )
     places = places or {}
-    reasons = [_with_place(reason, places) for reason in list_refusals(backend, config, cell)]
+    reasons = [_with_place(reason, places) for reason in list_refusals(backend, config, strategy)]
     if reasons:
-        plain = Cell(backend.name, config.parallel.shard, axes=cell.axes)
-        title = str(cell if cell.without_axes in cells_of_backend(backend) else plain)
+        plain = Strategy(backend.name, config.parallel.shard, axes=strategy.axes)
+        title = str(strategy if strategy.without_axes in strategies_of_backend(backend) else plain)
         chosen = [places[key] for key in ("backend", "parallel.shard") if places.get(key, "").startswith("--")]
         raise Unsupported(title + (f" ({' and '.join(dict.fromkeys(chosen))})" if chosen else ""), reasons)
-    check_offers(backend, cell)
+    check_offers(backend, strategy)
 
 
 def _with_place(reason: str, places: KeyOrigins) -> str:
@@ -284,11 +286,11 @@ def _with_place(reason: str, places: KeyOrigins) -> str:
     return f"{key}{_place(places, key)}:{rest}" if colon and key in places else reason
 
 
-def list_refusals(backend: Backend, config: Config, cell: Cell) -> Iterator[str]:
-    """Yield each reason why a backend cannot run a config whose cell is `cell`."""
+def list_refusals(backend: Backend, config: Config, strategy: Strategy) -> Iterator[str]:
+    """Yield each reason why a backend cannot run a config whose strategy is `strategy`."""
     can = backend.capabilities
     shard, precision = config.parallel.shard, config.train.precision
-    if shard not in can.shards and cell.variant is None:
+    if shard not in can.shards and strategy.variant is None:
         yield f"parallel.shard: {shard} is not available; {backend.name} has {', '.join(_describe_shards(backend))}"
     keys: tuple[tuple[Shard | None, Precision], ...] = ((None, precision), (shard, precision))
     for key in keys:
@@ -297,13 +299,15 @@ def list_refusals(backend: Backend, config: Config, cell: Cell) -> Iterator[str]
     kind = config.device.partition(":")[0]
     if kind != "auto" and kind not in can.devices:
         yield f"device: {config.device} is not supported; {backend.name} runs on {', '.join(can.devices)}"
-    if is_single_process(cell, backend) and config.parallel.data not in (1, "auto"):
-        yield f"parallel.data: {config.parallel.data} contradicts the cell: {cell} is one process"
+    if is_single_process(strategy, backend) and config.parallel.data not in (1, "auto"):
+        yield f"parallel.data: {config.parallel.data} contradicts the strategy: {strategy} is one process"
     for key, value in _optional_keys_in_use(config).items():
         if value is not None and shard not in can.also.get(key, ()):
-            have = [str(Cell(n, s)) for n in backend_names() for s in find_backend(n).capabilities.also.get(key, ())]
+            have = [
+                str(Strategy(n, s)) for n in backend_names() for s in find_backend(n).capabilities.also.get(key, ())
+            ]
             yield f"{key}: {value} is not available here, only in {', '.join(have)}"
-    yield from refuse_axes(backend, cell)
+    yield from refuse_axes(backend, strategy)
     if (key := config.train.whole_matrices) is not None:
         yield from _refuse_whole_matrices(config, key)
     if (key := config.train.moments_in_blocks) is not None:
@@ -355,7 +359,8 @@ def _idle_settings(source: CheckedSource, launcher: str) -> Iterator[str]:
     for key, origin in explicit.items():
         if origin in OVERRIDES and key.count(".") == 2 and key.startswith("options.") and key.split(".")[1] not in used:
             yield (
-                f"{key} ({origin}) has no effect: {source.cell} uses options.{' and options.'.join(used)}; leave it out"
+                f"{key} ({origin}) has no effect: {source.strategy} uses options.{' and options.'.join(used)}; "
+                "leave it out"
             )
 
 

@@ -33,7 +33,7 @@ class NoOptions(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """Second way of running a cell, selected by options of the backend."""
+    """Second way of running a strategy, selected by options of the backend."""
 
     options: Mapping[str, object]
     shards: tuple[Shard, ...]
@@ -50,6 +50,9 @@ class Capabilities:
     """Abilities of a backend, as data: printed by `unipar backends`, enforced by `check`."""
 
     shards: tuple[Shard, ...]
+    short_names: Mapping[str, Shard] = field(default_factory=dict[str, Any])
+    """Names that PyTorch's users have for strategies, and that are taken for them: fsdp2 for native/parameters."""
+
     variants: Mapping[str, Variant] = field(default_factory=dict[str, Variant])
     devices: tuple[str, ...] = ("cpu", "cuda")
     """Device types for which its library has code."""
@@ -120,11 +123,11 @@ class Backend(ABC):
         yield from ()
 
     def used_options(self, config: Config) -> tuple[str, ...]:
-        """Return the names of the sections of `options` that the config's cell uses."""
+        """Return the names of the sections of `options` that the config's strategy uses."""
         return (self.name,)
 
     def idle_options(self, config: Config) -> Iterator[tuple[str, str]]:
-        """Yield each key of `options` that the config sets and that has no effect in its cell, with the reason."""
+        """Yield each key of `options` that the config sets and that has no effect in its strategy, with the reason."""
         yield from ()
 
     def launch_refusals(self, config: Config) -> Iterator[str]:

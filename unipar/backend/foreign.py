@@ -35,7 +35,7 @@ class Answers:
 
     by_key: Mapping[str, Answer]
     precision: str | None = None
-    """`bf16` or `fp16`, if `--args` say so; the cell decides what it means."""
+    """`bf16` or `fp16`, if `--args` say so; the strategy decides what it means."""
 
     precision_why: str = ""
 

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 import torch
 import torch.distributed as dist
 
-from unipar.backend.offered_cells import cell_of
+from unipar.backend.offered_strategies import strategy_of
 from unipar.backend.resources import choose_device
 from unipar.config import Config
 from unipar.distributed.accelerators import ACCELERATORS
@@ -30,7 +30,8 @@ def device_of_rank(config: Config, place: Place) -> torch.device:
         return select_device(kind, place.local_rank)
     except DeviceUnusable as e:
         raise Unsupported(
-            str(cell_of(config)), [f"device: {kind}: torch cannot use it on rank {place.rank}: {e}; set device: cpu"]
+            str(strategy_of(config)),
+            [f"device: {kind}: torch cannot use it on rank {place.rank}: {e}; set device: cpu"],
         ) from None
 
 
@@ -40,7 +41,7 @@ def require_package_of_device(config: Config, library: str) -> None:
     package = ACCELERATORS[kind].package if kind in ACCELERATORS else ""
     if package and find_spec(package) is None:
         raise Unsupported(
-            str(cell_of(config)),
+            str(strategy_of(config)),
             [
                 f"device: {kind}: {library} finds such a device by the package {package}, which is not installed; "
                 "install it, set device: cpu, or choose backend: native"

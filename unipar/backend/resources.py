@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from unipar.backend import offered_cells as cells
+from unipar.backend import offered_strategies as strategies
 from unipar.backend import registry
-from unipar.config import Cell, Config
+from unipar.config import Config, Strategy
 from unipar.distributed import accelerators
 from unipar.distributed.accelerators import ACCELERATORS, VisibleDevices
 from unipar.distributed.launchers import place_from_environment
@@ -27,15 +27,15 @@ class RankCount:
 def count_ranks(config: Config, place: Place | None = None) -> RankCount:
     """Return the ranks of a run: from the config, else from the launcher's world, else one for each visible GPU."""
     backend = registry.find_backend(config.backend)
-    cell = cells.cell_of(config, backend)
-    return ranks_in(cell, config, place, alone=cells.is_single_process(cell, backend))
+    strategy = strategies.strategy_of(config, backend)
+    return ranks_in(strategy, config, place, alone=strategies.is_single_process(strategy, backend))
 
 
-def ranks_in(cell: Cell, config: Config, place: Place | None, *, alone: bool) -> RankCount:
-    """Return the ranks of a run in a known cell; `alone` if the cell is always one process."""
-    ranks, axes = config.parallel.ranks, cell.axes
+def ranks_in(strategy: Strategy, config: Config, place: Place | None, *, alone: bool) -> RankCount:
+    """Return the ranks of a run in a known strategy; `alone` if the strategy is always one process."""
+    ranks, axes = config.parallel.ranks, strategy.axes
     if alone:
-        return RankCount(1, f"{cell} is one process")
+        return RankCount(1, f"{strategy} is one process")
     if place is not None:
         if ranks not in ("auto", place.size):
             raise WorldMismatch(
@@ -131,4 +131,4 @@ def _too_few_devices(config: Config, kind: str, what: str, way: str) -> Unsuppor
     variable = ACCELERATORS[kind].choice
     choice = os.environ.get(variable) if variable else None
     limit = f" ({variable}={choice})" if choice is not None else ""
-    return Unsupported(str(cells.cell_of(config)), [f"{what}{limit}; {way}"])
+    return Unsupported(str(strategies.strategy_of(config)), [f"{what}{limit}; {way}"])

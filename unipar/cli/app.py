@@ -19,10 +19,10 @@ from unipar.utils.tracebacks import user_place_of
 HELP = """One PyTorch training loop under many backends, from one config.
 
     \b
-    unipar compare configs/quickstart.yaml     the same training in every cell, as a table
+    unipar compare configs/quickstart.yaml     the same training in every strategy, as a table
     unipar check configs/char_gpt.yaml         would it start? answered without torch
     unipar explain configs/char_gpt.yaml       every value, and where it came from
-    unipar verify configs/char_gpt.yaml        do all cells give the numbers of one process?
+    unipar verify configs/char_gpt.yaml        do all strategies give the numbers of one process?
     unipar plan configs/char_gpt.yaml          what will fit, before anything runs
     unipar run configs/char_gpt.yaml           train
     unipar submit train.yaml --on slurm        the same on several machines

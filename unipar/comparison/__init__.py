@@ -1,1 +1,1 @@
-"""`compare` and `scale`: the same training in several cells, whose processes take turns."""
+"""`compare` and `scale`: the same training in several strategies, whose processes take turns."""

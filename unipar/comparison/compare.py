@@ -1,4 +1,4 @@
-"""`compare`: train the same in several cells, in turns; a comparison for each of several world sizes."""
+"""`compare`: train the same in several strategies, in turns; a comparison for each of several world sizes."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any, overload
 
 from unipar.backend import resources
 from unipar.backend.installed import installed_versions, machine_summary
-from unipar.backend.offered_cells import ONE
+from unipar.backend.offered_strategies import ONE
 from unipar.comparison import store
-from unipar.comparison.cell_world import CellWorld
 from unipar.comparison.make_forecast import make_forecast
 from unipar.comparison.request import CompareRequest, batch_with_fixed_total, parse_world_sizes, threads_per_rank
+from unipar.comparison.strategy_world import StrategyWorld
 from unipar.comparison.training_rounds import TurnRunner
-from unipar.config import Cell, Config
+from unipar.config import Config, Strategy
 from unipar.config.config_source import Given
 from unipar.config.sections.optimizer import AdamW, AdamW8bitSettings, AdamWBf16Settings, Optimizer
 from unipar.config.settled import SettledConfig
 from unipar.errors import ConfigError, Unsupported
-from unipar.launcher.cell_selection import library_name, select_cells
 from unipar.launcher.processes.signals import sigterm_as_interrupt
+from unipar.launcher.strategy_selection import library_name, select_strategies
 from unipar.report.build import try_write_page, write_html
 from unipar.report.data.comparison_data import ComparisonPageData
 from unipar.report.data.headline import comparison_headline
@@ -32,8 +32,8 @@ from unipar.report.pages import scaling_page as scaling
 from unipar.results.comparison import Comparison
 from unipar.results.live_table import LiveTable
 from unipar.results.loss_agreement import measure_agreement
-from unipar.results.row import REUSED, CellResult
-from unipar.results.scaling import ScaledCell, Scaling
+from unipar.results.row import REUSED, StrategyResult
+from unipar.results.scaling import ScaledStrategy, Scaling
 from unipar.run_folder.folder import check_folder_content, explain_write_errors, lock_folder
 from unipar.run_folder.layout import PAGE_FILE_NAME
 from unipar.task import Task
@@ -48,7 +48,7 @@ def compare(
     config: Given,
     *,
     task: type[Task] | None = None,
-    cells: Sequence[str] = (),
+    strategies: Sequence[str] = (),
     world: int | None = None,
     overrides: Mapping[str, Any] | None = None,
     overwrite: bool = False,
@@ -61,7 +61,7 @@ def compare(
     *,
     world: Sequence[int] | str,
     task: type[Task] | None = None,
-    cells: Sequence[str] = (),
+    strategies: Sequence[str] = (),
     overrides: Mapping[str, Any] | None = None,
     overwrite: bool = False,
 ) -> Scaling: ...
@@ -71,12 +71,12 @@ def compare(
     config: Given,
     *,
     task: type[Task] | None = None,
-    cells: Sequence[str] = (),
+    strategies: Sequence[str] = (),
     world: int | Sequence[int] | str | None = None,
     overrides: Mapping[str, Any] | None = None,
     overwrite: bool = False,
 ) -> Comparison | Scaling:
-    """Train what `config` says in every cell, in turns; `cells` replaces its `compare.cells`.
+    """Train what `config` says in every strategy, in turns; `strategies` replaces its `compare.strategies`.
 
     `world`: the number of ranks; several numbers make a comparison for each, and the result is a Scaling.
     Progress goes to stderr; the result prints as a table.
@@ -84,37 +84,37 @@ def compare(
     if isinstance(world, int) and world < 1:
         raise ConfigError(f"--world: {world}: wanted a whole number above 0, or several: 1,2,4")
     sizes = parse_world_sizes(world) if isinstance(world, Sequence) else []
-    asked = CompareRequest.of(config, overrides, task, "compare starts a world for each cell")
-    tried = ("single", *(tuple(cells) or asked.source.config.compare.cells))
+    asked = CompareRequest.of(config, overrides, task, "compare starts a world for each strategy")
+    tried = ("single", *(tuple(strategies) or asked.source.config.compare.strategies))
     if sizes:
         asked = asked.settle_micro(tried, sizes)
         with asked.on_machines(sizes[-1]) as asked:
-            return _compare_by_world_size(asked, sizes, cells, overwrite=overwrite)
+            return _compare_by_world_size(asked, sizes, strategies, overwrite=overwrite)
     wanted = world or asked.source.config.parallel.ranks
     ranks = wanted if isinstance(wanted, int) else asked.prepared.ranks().number
     by = "parallel.data" if world is None else "--world"
     asked = asked.settle_micro(tried, [ranks])
     with asked.on_machines(ranks) as asked:
-        return compare_cells(asked, ranks, cells, asked.source.out / "compare", overwrite=overwrite, by=by)
+        return compare_strategies(asked, ranks, strategies, asked.source.out / "compare", overwrite=overwrite, by=by)
 
 
-def compare_cells(
+def compare_strategies(
     asked: CompareRequest,
     ranks: int,
-    cells: Sequence[str],
+    strategies: Sequence[str],
     folder: Path,
     *,
     overwrite: bool,
     widest: int = 0,
     by: str = "parallel.data",
 ) -> Comparison:
-    """Compare cells on this many ranks; reuse the results of an earlier run of the same comparison.
+    """Compare strategies on this many ranks; reuse the results of an earlier run of the same comparison.
 
     `widest`: ranks of the largest world, for the threads of each rank; `by`: the key that errors name.
     """
     settled = asked.prepared.settled(ranks, asked.ranks_here(ranks), asked=by)
     config = settled.config
-    selected = select_cells(settled, tuple(cells) or config.compare.cells)
+    selected = select_strategies(settled, tuple(strategies) or config.compare.strategies)
     each = threads_per_rank(asked.ranks_here(max(ranks, widest)))
     of = store.comparison_identity(config, list(selected), asked.ref, each, asked.unwatched)
     first = Comparison(
@@ -133,18 +133,20 @@ def compare_cells(
     with lock_folder(folder):
         earlier = store.reuse_or_clear(folder, of, overwrite=overwrite)
         if earlier is not None:
-            whole = {row.cell: row for row in earlier.rows if row.outcome == "ran"}
-            more = any(row.outcome == "waits" and row.cell not in whole for row in first.rows)
+            whole = {row.strategy: row for row in earlier.rows if row.outcome == "ran"}
+            more = any(row.outcome == "waits" and row.strategy not in whole for row in first.rows)
             if not more and not earlier.interrupted:
                 note = f"from {folder / store.COMPARE_JSON}; --overwrite runs it again"
                 return _write_page(folder, replace(earlier, note=note, library_names=first.library_names))
-            kept_rows = {cell: _reused(row) if more else row for cell, row in whole.items()}
-            first = replace(first, rows=[kept_rows.get(row.cell, row) for row in first.rows])
+            kept_rows = {strategy: _reused(row) if more else row for strategy, row in whole.items()}
+            first = replace(first, rows=[kept_rows.get(row.strategy, row) for row in first.rows])
         server = asked.fork_server()
         runs = {
-            row.cell: CellWorld(at, asked.ref, folder / at.cell.slug, asked.meter_environment, server, asked.micro)
+            row.strategy: StrategyWorld(
+                at, asked.ref, folder / at.strategy.slug, asked.meter_environment, server, asked.micro
+            )
             for row in first.rows
-            if row.outcome == "waits" and (at := selected[row.cell][1]) is not None
+            if row.outcome == "waits" and (at := selected[row.strategy][1]) is not None
         }
         with explain_write_errors(folder):
             store.write_comparison(folder, of, first)
@@ -155,9 +157,9 @@ def compare_cells(
 
         with sigterm_as_interrupt(), LiveTable() as board, server:
             now = TurnRunner(first, board, runs, each, keep, server).run_turns(asked.turns)
-            ran = [at for row in now.rows if row.outcome == "ran" and (at := selected[row.cell][1]) is not None]
+            ran = [at for row in now.rows if row.outcome == "ran" and (at := selected[row.strategy][1]) is not None]
             if ran and config.compare.memory and not now.interrupted:
-                board.show(now, f"{count_of(len(ran), 'cell')} to be planned")
+                board.show(now, f"{count_of(len(ran), 'strategy')} to be planned")
                 now = replace(
                     now, forecast=make_forecast(settled, ran, asked.ref, server, each, per=asked.ranks_here(ranks))
                 )
@@ -167,11 +169,11 @@ def compare_cells(
         return replace(now, unkept=why) if why else _write_page(folder, now)
 
 
-def _describe_moments(asked: CompareRequest, ranks: int, row: CellResult, folder: Path) -> str:
+def _describe_moments(asked: CompareRequest, ranks: int, row: StrategyResult, folder: Path) -> str:
     """Return what narrow moments save in one process, and how many digits they cost: it runs again with AdamW."""
     with_full = replace(asked.source, config=asked.source.config.changed(_full_moments(asked.source.config)))
     plain = replace(asked, prepared=replace(asked.prepared, source=with_full))
-    found = compare_cells(plain, ranks, [str(ONE)], folder.with_name(f"{folder.name}-adamw"), overwrite=True)
+    found = compare_strategies(plain, ranks, [str(ONE)], folder.with_name(f"{folder.name}-adamw"), overwrite=True)
     said = f"{asked.source.config.train.narrow_moments} beside adamw, in one process: "
     if found.reference is None:
         return f"{said}no figures, as adamw's run {found.rows[0].outcome}: {found.rows[0].note.splitlines()[0]}"
@@ -181,7 +183,7 @@ def _describe_moments(asked: CompareRequest, ranks: int, row: CellResult, folder
     return f"{said}{saved}losses equal to {agrees} over {count_of(len(row.losses), 'step')}"
 
 
-def _optimizer_bytes(row: CellResult) -> int:
+def _optimizer_bytes(row: StrategyResult) -> int:
     """Return what the fullest rank keeps of optimizer states between two steps; 0 if memory was not recorded."""
     kept = [phase.held.get("optimizer", 0) for one in row.memory for phase in one.phases if phase.name == "steady"]
     return max(kept, default=0)
@@ -202,7 +204,7 @@ def _full_moments(config: Config) -> dict[str, Any]:
 
 
 def _compare_by_world_size(
-    asked: CompareRequest, ranks: Sequence[int], cells: Sequence[str], *, overwrite: bool
+    asked: CompareRequest, ranks: Sequence[int], strategies: Sequence[str], *, overwrite: bool
 ) -> Scaling:
     """Run a comparison for each size of world, one after another, all with the same total batch."""
     prepared, out = asked.prepared, asked.source.out / "worlds"
@@ -210,8 +212,10 @@ def _compare_by_world_size(
     settings = asked.source.config
     settings = settings.changed({"batch": batch_with_fixed_total(settings.batch, ranks[0])})
     asked = replace(asked, prepared=replace(prepared, source=replace(asked.source, config=settings)))
-    settled = {n: SettledConfig.of(settings, asked.source.cell, n, prepared.device) for n in ranks}
-    selected = {n: select_cells(one, tuple(cells) or settings.compare.cells) for n, one in settled.items()}
+    settled = {n: SettledConfig.of(settings, asked.source.strategy, n, prepared.device) for n in ranks}
+    selected = {
+        n: select_strategies(one, tuple(strategies) or settings.compare.strategies) for n, one in settled.items()
+    }
     if list(selected[ranks[0]]) == [str(ONE)]:
         raise Unsupported(str(ONE), ["it is one process, whatever the size of the world"])
     found: dict[int, Comparison] = {}
@@ -219,21 +223,25 @@ def _compare_by_world_size(
         check_folder_content(out, "compare", (WORLDS_JSON, WORLDS_CSV, PAGE_FILE_NAME))
         for n in ranks:
             folder = out / f"world-{n}"
-            found[n] = compare_cells(asked, n, cells, folder, overwrite=overwrite, widest=ranks[-1], by="--world")
+            found[n] = compare_strategies(
+                asked, n, strategies, folder, overwrite=overwrite, widest=ranks[-1], by="--world"
+            )
             if found[n].interrupted:
                 break
-        rows = [{row.cell: row for row in one.rows[1:]} for one in found.values()]
-        worlds: list[ScaledCell] = []
-        results: list[CellResult] = []
-        for cell in rows[0]:
+        rows = [{row.strategy: row for row in one.rows[1:]} for one in found.values()]
+        worlds: list[ScaledStrategy] = []
+        results: list[StrategyResult] = []
+        for strategy in rows[0]:
             for i, n in enumerate(ranks):
-                at = selected[n][cell][1]
+                at = selected[n][strategy][1]
                 cut = (at or settled[n]).sizes
                 batch = {"samples": cut.total, "micro": cut.micro, "accumulate": cut.accumulate}
                 where = asked.machines_of(n)
-                worlds.append(ScaledCell(cell=cell, ranks=n, kinds=("strong",), machines=where, **batch))
-                row = rows[i].get(cell) if i < len(rows) else None
-                results.append(replace(row or CellResult(cell=cell, outcome="waits"), cell=worlds[-1].name))
+                worlds.append(ScaledStrategy(strategy=strategy, ranks=n, kinds=("strong",), machines=where, **batch))
+                row = rows[i].get(strategy) if i < len(rows) else None
+                results.append(
+                    replace(row or StrategyResult(strategy=strategy, outcome="waits"), strategy=worlds[-1].name)
+                )
         now = Scaling(
             verb="compare",
             name=asked.source.name,
@@ -255,7 +263,7 @@ def _compare_by_world_size(
             wrong=tuple(
                 f"{count_of(n, 'rank')}: {said}" for n, one in found.items() for said in describe_comparison_errors(one)
             ),
-            versions=installed_versions(Cell.parse(cell).backend for cell in rows[0]),
+            versions=installed_versions(Strategy.parse(strategy).backend for strategy in rows[0]),
             machine=machine_summary(),
         ).mark_different_training()
         why = store.write_or_explain(out, lambda: store.write_scaling(out, WORLDS_JSON, WORLDS_CSV, now))
@@ -270,12 +278,12 @@ def describe_comparison_errors(one: Comparison) -> list[str]:
     """Return the errors of a comparison for a table that has no row for `single`."""
     first = one.rows[0]
     if first.outcome == "failed":
-        return [f"single, the reference for the other cells, failed: {first.note.splitlines()[0]}"]
+        return [f"single, the reference for the other strategies, failed: {first.note.splitlines()[0]}"]
     return one.verdict() if one.disagreeing_rows else []
 
 
-def _reused(row: CellResult) -> CellResult:
-    """Return the row of a cell that does not run again, with a note that says so."""
+def _reused(row: StrategyResult) -> StrategyResult:
+    """Return the row of a strategy that does not run again, with a note that says so."""
     return row if row.reused else replace(row, reused=True, note="; ".join(filter(None, [row.note, REUSED])))
 
 
@@ -299,7 +307,7 @@ def suggest_next_commands(result: Comparison | Scaling, file: Path) -> list[str]
     if result.interrupted:
         return [f"unipar compare {name}   # the same again goes on where it stopped"]
     if isinstance(result, Comparison) and (wrong := result.disagreeing_rows):
-        return [f"unipar verify {name} --cell {wrong[0].cell}   # what differs first, and the kind of fault"]
+        return [f"unipar verify {name} --strategy {wrong[0].strategy}   # what differs first, and the kind of fault"]
     if result.code:
         return [f"unipar compare {name} --details   # runs what failed again"]
     if isinstance(result, Scaling):

@@ -1,4 +1,4 @@
-"""Workers of one cell in a comparison: they train when it is their turn, and wait blocked in between."""
+"""Workers of one strategy in a comparison: they train when it is their turn, and wait blocked in between."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from unipar.backend import registry
 from unipar.backend.joining import device_of_rank
-from unipar.comparison.cell_world import rank_results_path
+from unipar.comparison.strategy_world import rank_results_path
 from unipar.comparison.witness import MarksRecorder
 from unipar.config.settled import read_settled
 from unipar.distributed.device import synchronize
@@ -37,7 +37,7 @@ def train_in_turns(place: Place, run: Path, control: socket.socket | None) -> No
     settled = read_settled(run)
     launch = json.loads((run / "launch.json").read_text("utf-8"))
     task = TaskRef.from_json(launch["task"]).load()
-    backend = registry.find_backend(settled.cell.backend)
+    backend = registry.find_backend(settled.strategy.backend)
     watching = (
         MemoryRecorder(backend, choose_event_sources(device_of_rank(settled.on_device, place)))
         if launch["watch"]

@@ -8,7 +8,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Final
 
-from unipar.comparison.cell_world import CellWorld
+from unipar.comparison.strategy_world import StrategyWorld
 from unipar.errors import Stopped, UniparError
 from unipar.memory.account import MemoryAccount
 
@@ -16,12 +16,12 @@ _FIELDS: Final = ("sent", "sent_along", "sent_across", "sent_by")
 """Fields of an account on what a step sends."""
 
 
-def has_library_traffic(run: CellWorld) -> bool:
-    """Return whether the cell's library may send data that torch.distributed does not see."""
+def has_library_traffic(run: StrategyWorld) -> bool:
+    """Return whether the strategy's library may send data that torch.distributed does not see."""
     return run.size > 1 and bool(run.backend.capabilities.recording)
 
 
-def with_library_traffic(run: CellWorld, accounts: Sequence[MemoryAccount], threads: str) -> list[MemoryAccount]:
+def with_library_traffic(run: StrategyWorld, accounts: Sequence[MemoryAccount], threads: str) -> list[MemoryAccount]:
     """Return the accounts with the communication of the library's own records, or with a note if there are none."""
     capabilities = run.backend.capabilities
     try:

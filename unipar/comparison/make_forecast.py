@@ -1,4 +1,4 @@
-"""`make_forecast`: planning of a comparison's cells, in a process of its own, which can end nothing but itself."""
+"""`make_forecast`: planning of a comparison's strategies, in a process of its own, which can end nothing but itself."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Final
 from pydantic import ValidationError
 
 from unipar.backend import Category, registry
-from unipar.backend.offered_cells import is_single_process
-from unipar.comparison.make_plan import CellPlanner, PlanLimits, PlannedDevice, import_what_traces
+from unipar.backend.offered_strategies import is_single_process
+from unipar.comparison.make_plan import PlanLimits, PlannedDevice, StrategyPlanner, import_what_traces
 from unipar.config import BatchSizes, Config
 from unipar.config.sections.batch import Batch
 from unipar.config.settled import SettledConfig
@@ -25,7 +25,7 @@ from unipar.distributed.place import Place
 from unipar.errors import ConfigError, Stopped, UniparError
 from unipar.launcher.processes.group import WorkerGroup
 from unipar.launcher.processes.starters import SharedForkServer
-from unipar.results.forecast.records import CellForecast, Forecast, ForecastPhase, ForecastWorld, MemorySource
+from unipar.results.forecast.records import Forecast, ForecastPhase, ForecastWorld, MemorySource, StrategyForecast
 from unipar.run_folder import folder
 from unipar.run_folder.layout import read_launch_file
 from unipar.task.reference import TaskRef
@@ -35,7 +35,7 @@ from unipar.utils.text import format_duration
 
 if TYPE_CHECKING:
     from unipar.planning.peaks import PredictedPeak
-    from unipar.planning.planned_cell import PlannedCell
+    from unipar.planning.planned_strategy import PlannedStrategy
     from unipar.task import Task
     from unipar.training.fake_run.task_traces import PredictedStep, TaskTraces
     from unipar.training.fake_run.token_traces import TokenTraces
@@ -47,12 +47,12 @@ MOST_SECONDS: Final = 120.0
 _SECONDS_BETWEEN_LOOKS = 0.1
 
 OTHER_WORLDS: Final = tuple(2**i for i in range(11))
-"""Numbers of ranks for which each cell is planned besides the compared one."""
+"""Numbers of ranks for which each strategy is planned besides the compared one."""
 
 
 def make_forecast(
     compared: SettledConfig,
-    cells: Sequence[SettledConfig],
+    strategies: Sequence[SettledConfig],
     ref: TaskRef,
     server: SharedForkServer,
     threads: str,
@@ -60,7 +60,7 @@ def make_forecast(
     *,
     per: int | None = None,
 ) -> Forecast:
-    """Return the predictions for these cells; if there are none, a forecast that says why. No error is raised.
+    """Return the predictions for these strategies; if there are none, a forecast that says why. No error is raised.
 
     `per`: ranks of a machine, of several; None: all ranks of the compared world are on this one.
     """
@@ -78,7 +78,7 @@ def make_forecast(
     )
     try:
         with tempfile.TemporaryDirectory(prefix="unipar-plan-") as place:
-            return _in_process(asked, compared, cells, ref, server, threads, Path(place) / "run", most_seconds)
+            return _in_process(asked, compared, strategies, ref, server, threads, Path(place) / "run", most_seconds)
     except (KeyboardInterrupt, Stopped):
         why = "planning was interrupted"
     except (UniparError, ValidationError, OSError) as e:
@@ -89,14 +89,14 @@ def make_forecast(
 def _in_process(
     asked: Forecast,
     compared: SettledConfig,
-    cells: Sequence[SettledConfig],
+    strategies: Sequence[SettledConfig],
     ref: TaskRef,
     server: SharedForkServer,
     threads: str,
     run: Path,
     most_seconds: float,
 ) -> Forecast:
-    launch = {"task": ref.to_json(), "settled": compared.to_json(), "forecast": job_of(asked, compared, cells)}
+    launch = {"task": ref.to_json(), "settled": compared.to_json(), "forecast": job_of(asked, compared, strategies)}
     texts = compared.config.json_for_ranks(), json.dumps(launch)
     began = time.monotonic()
     with (
@@ -107,7 +107,7 @@ def _in_process(
             FORECAST_ENTRY,
             environment={"OMP_NUM_THREADS": threads},
             pickled_task=ref.pickled_task,
-            starter=server.starter_of(registry.find_backend(cells[0].cell.backend)),
+            starter=server.starter_of(registry.find_backend(strategies[0].strategy.backend)),
         ) as workers,
     ):
         while not workers.poll(_SECONDS_BETWEEN_LOOKS):
@@ -131,12 +131,12 @@ def device_memory(compared: SettledConfig) -> tuple[int | None, MemorySource]:
         return None, ""
 
 
-def job_of(asked: Forecast, compared: SettledConfig, cells: Sequence[SettledConfig]) -> Mapping[str, Any]:
+def job_of(asked: Forecast, compared: SettledConfig, strategies: Sequence[SettledConfig]) -> Mapping[str, Any]:
     """Return the job of `write_forecast`, as launch.json holds it."""
     return {
         "asked": asked.model_dump(mode="json"),
         "config": compared.config.json_for_ranks(),
-        "cells": [{"config": at.config.json_for_ranks(), "settled": at.to_json()} for at in cells],
+        "strategies": [{"config": at.config.json_for_ranks(), "settled": at.to_json()} for at in strategies],
     }
 
 
@@ -146,61 +146,63 @@ def forecast_path(run: Path) -> Path:
 
 
 def write_forecast(place: Place, run: Path, control: socket.socket | None) -> None:
-    """Plan the cells that launch.json names, and write the forecast; a worker's entry."""
+    """Plan the strategies that launch.json names, and write the forecast; a worker's entry."""
     from unipar.training.task_facts import prepare_task
 
     launch = read_launch_file(run)
     job = launch["forecast"]
     compared = SettledConfig.from_json(job["config"], launch["settled"])
-    cells = [SettledConfig.from_json(each["config"], each["settled"]) for each in job["cells"]]
+    strategies = [SettledConfig.from_json(each["config"], each["settled"]) for each in job["strategies"]]
     import_what_traces()
     began = time.process_time()
     asked = Forecast.model_validate(job["asked"], strict=False)
     task = TaskRef.from_json(launch["task"]).load()
     prepare_task(task)
     forecaster = Forecaster(compared, task, asked)
-    planned = tuple(forecaster.forecast(cell) for cell in cells)
-    changes = {"cells": planned, "notes": forecaster.notes, "seconds": time.process_time() - began}
+    planned = tuple(forecaster.forecast(strategy) for strategy in strategies)
+    changes = {"strategies": planned, "notes": forecaster.notes, "seconds": time.process_time() - began}
     write_file_atomically(forecast_path(run), asked.model_copy(update=changes).model_dump_json())
 
 
 @dataclass(frozen=True)
 class Forecaster:
-    """A comparison's task on tensors without memory, and the worlds for which cells are planned."""
+    """A comparison's task on tensors without memory, and the worlds for which strategies are planned."""
 
     compared: SettledConfig
-    """Config of the comparison in its own cell."""
+    """Config of the comparison in its own strategy."""
 
     task: Task
     asked: Forecast
-    """The forecast without its cells: device, world and limit."""
+    """The forecast without its strategies: device, world and limit."""
 
     _traces: dict[str, TaskTraces | TokenTraces | UniparError] = field(
         default_factory=dict[str, "TaskTraces | TokenTraces | UniparError"]
     )
     """Traces by precision, or why there are none."""
 
-    def forecast(self, at: SettledConfig) -> CellForecast:
-        """Return the predictions for a cell, or why there are none."""
-        name = str(at.cell)
+    def forecast(self, at: SettledConfig) -> StrategyForecast:
+        """Return the predictions for a strategy, or why there are none."""
+        name = str(at.strategy)
         try:
             return self._forecast(name, at)
         except UniparError as e:
-            return CellForecast(cell=name, refusal=_in_one_line(e))
+            return StrategyForecast(strategy=name, refusal=_in_one_line(e))
         except Exception as e:  # a defect of planning is no failure of the comparison
-            return CellForecast(cell=name, refusal=f"planning it failed ({type(e).__name__}: {_in_one_line(e)})")
+            return StrategyForecast(
+                strategy=name, refusal=f"planning it failed ({type(e).__name__}: {_in_one_line(e)})"
+            )
 
-    def _forecast(self, name: str, at: SettledConfig) -> CellForecast:
+    def _forecast(self, name: str, at: SettledConfig) -> StrategyForecast:
         planner = self._planner(at.config)
-        row = planner.row(at.cell, at.config, at.ranks, at.sizes)
+        row = planner.row(at.strategy, at.config, at.ranks, at.sizes)
         sent: dict[str, dict[str, int]] = {}
         for payload in row.sent:
             of = sent.setdefault(payload.axis, {})
             of[payload.collective] = of.get(payload.collective, 0) + payload.size
         across = sum(payload.across for payload in row.sent)
         here = _world_of(row.peak, row.late, at.ranks, at.sizes)
-        return CellForecast(
-            cell=name,
+        return StrategyForecast(
+            strategy=name,
             phases=tuple(_phases(row)),
             sent=sent,
             sent_across=across,
@@ -215,7 +217,7 @@ class Forecaster:
         for traces in self._traces.values():
             if isinstance(traces, UniparError):
                 continue
-            planner = CellPlanner(self.compared.config, traces, self._device, self._limits, None, self.asked.per)
+            planner = StrategyPlanner(self.compared.config, traces, self._device, self._limits, None, self.asked.per)
             found |= dict.fromkeys(planner.notes(()))
         return tuple(found)
 
@@ -227,8 +229,8 @@ class Forecaster:
     def _limits(self) -> PlanLimits:
         return PlanLimits(self.asked.memory, self.asked.headroom)
 
-    def _planner(self, config: Config) -> CellPlanner:
-        """Return the planner of cells with a config's precision, which `single` may have for itself."""
+    def _planner(self, config: Config) -> StrategyPlanner:
+        """Return the planner of strategies with a config's precision, which `single` may have for itself."""
         from unipar.training.fake_run.token_traces import traces_of
 
         precision = config.train.precision
@@ -241,11 +243,11 @@ class Forecaster:
         if isinstance(traces, UniparError):
             raise traces
         base = self.compared.config.changed({"train.precision": precision})
-        return CellPlanner(base, traces, self._device, self._limits, None, self.asked.per)
+        return StrategyPlanner(base, traces, self._device, self._limits, None, self.asked.per)
 
-    def _other_worlds(self, planner: CellPlanner, at: SettledConfig) -> Iterator[ForecastWorld]:
-        """Yield a cell's peak on other numbers of ranks; nothing for a cell of one process."""
-        if is_single_process(at.cell):
+    def _other_worlds(self, planner: StrategyPlanner, at: SettledConfig) -> Iterator[ForecastWorld]:
+        """Yield a strategy's peak on other numbers of ranks; nothing for a strategy of one process."""
+        if is_single_process(at.strategy):
             return
         for ranks in OTHER_WORLDS:
             if ranks == at.ranks:
@@ -255,11 +257,11 @@ class Forecaster:
             except UniparError as e:
                 yield ForecastWorld(ranks=ranks, refusal=_in_one_line(e))
 
-    def _world(self, planner: CellPlanner, at: SettledConfig, ranks: int) -> ForecastWorld:
+    def _world(self, planner: StrategyPlanner, at: SettledConfig, ranks: int) -> ForecastWorld:
         for batch in self._batches:
             scaled = replace(planner, config=planner.config.model_copy(update={"batch": batch}))
             try:
-                moved, sizes = scaled.settle(at.cell, ranks)
+                moved, sizes = scaled.settle(at.strategy, ranks)
             except ConfigError:
                 if batch is self._batches[-1]:
                     raise
@@ -279,7 +281,7 @@ class Forecaster:
         return kept, Batch(micro=sizes.micro, accumulate=sizes.accumulate)
 
 
-def _phases(row: PlannedCell) -> Iterator[ForecastPhase]:
+def _phases(row: PlannedStrategy) -> Iterator[ForecastPhase]:
     """Yield the peak of each phase without what a process holds beside its tensors, which accounts do not have."""
     for phase in row.phases:
         held: dict[Category, int] = {k: v for k, v in phase.held.items() if k != "runtime" and v}

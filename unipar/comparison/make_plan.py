@@ -1,4 +1,4 @@
-"""`plan`: memory and speed of each cell on each number of ranks, predicted before a process starts."""
+"""`plan`: memory and speed of each strategy on each number of ranks, predicted before a process starts."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
 from unipar.backend import checks, registry, resources
-from unipar.backend import offered_cells as backend_cells
-from unipar.config import SHARDS, BatchSizes, Cell, Config
+from unipar.backend import offered_strategies as backend_strategies
+from unipar.config import SHARDS, BatchSizes, Config, Strategy
 from unipar.config.config_source import Given, load_given_config
-from unipar.config.sections.cell import AXES
 from unipar.config.sections.parallel import Parallel
+from unipar.config.sections.strategy import AXES
 from unipar.errors import ConfigError, UniparError
 from unipar.utils.text import format_size, parse_bytes
 
 if TYPE_CHECKING:
     from unipar.planning.machines.machine import Machine
     from unipar.planning.plan import Plan
-    from unipar.planning.planned_cell import PlannedCell
+    from unipar.planning.planned_strategy import PlannedStrategy
     from unipar.planning.speed import StepSpeed
     from unipar.prediction.timeline import Term
     from unipar.training.fake_run.task_traces import PredictedStep, TaskTraces
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 PlannedDevice = Literal["cpu", "cuda"]
 
 MOST_RANKS: Final = 1024
-"""Largest world in which a cell that does not fit is tried."""
+"""Largest world in which a strategy that does not fit is tried."""
 
 
 def plan(
     config: Given,
     *,
-    cells: Sequence[str] = (),
+    strategies: Sequence[str] = (),
     worlds: Sequence[int] = (),
     memory: int | str | None = None,
     headroom: float = 0.05,
@@ -49,12 +49,12 @@ def plan(
     pick: str | Path | None = None,
     overwrite: bool = False,
 ) -> Plan:
-    """Return what each cell needs on each number of ranks, and which of them to take.
+    """Return what each strategy needs on each number of ranks, and which of them to take.
 
-    The task's model and loss run on tensors without memory. Cells are those of compare.cells unless they are given,
-    and worlds the config's number of ranks. `memory` is what a rank has, in bytes or in words (80GiB); unless it is
-    given, that of the machine. `machine`: a preset's name (h100-sxm) or a file, for seconds and rates. `exclude`: cells
-    that are not to be recommended. `pick`: file to which the recommended config is written.
+    The task's model and loss run on tensors without memory. Strategies are those of compare.strategies unless they are
+    given, and worlds the config's number of ranks. `memory` is what a rank has, in bytes or in words (80GiB); unless it
+    is given, that of the machine. `machine`: a preset's name (h100-sxm) or a file, for seconds and rates. `exclude`:
+    strategies that are not to be recommended. `pick`: file to which the recommended config is written.
     """
     from unipar.planning.machines.machine import load_machine
     from unipar.planning.plan import Plan
@@ -64,17 +64,17 @@ def plan(
     memory = config.batch.memory if memory is None else memory
     if config.batch.is_auto:  # rows are of the smallest microbatch, and tell the largest that fits
         config = config.changed({"batch.micro": 1})
-    wanted = backend_cells.expand_cell_patterns(tuple(cells or config.compare.cells))
-    excluded = tuple(str(cell) for cell in backend_cells.expand_cell_patterns(tuple(exclude)))
+    wanted = backend_strategies.expand_strategy_patterns(tuple(strategies or config.compare.strategies))
+    excluded = tuple(str(strategy) for strategy in backend_strategies.expand_strategy_patterns(tuple(exclude)))
     if isinstance(machine, str):
         machine = load_machine(machine)
     device = _device(config, device, machine)
     limits = PlanLimits(_memory(memory, machine), _share(headroom))
     import_what_traces()
     began = time.process_time()
-    planner = CellPlanner.trace(config.model_copy(update={"device": device}), device, limits, machine)
+    planner = StrategyPlanner.trace(config.model_copy(update={"device": device}), device, limits, machine)
     numbers = tuple(worlds) or (resources.count_ranks(config).number,)
-    rows = [row for cell in wanted for ranks in numbers for row in planner.rows(cell, ranks)]
+    rows = [row for strategy in wanted for ranks in numbers for row in planner.rows(strategy, ranks)]
     made = Plan(
         tuple(rows),
         limits.memory,
@@ -142,14 +142,14 @@ class PlanLimits:
 
     @property
     def bytes(self) -> int | None:
-        from unipar.planning.planned_cell import usable_bytes
+        from unipar.planning.planned_strategy import usable_bytes
 
         return usable_bytes(self.memory, self.headroom)
 
 
 @dataclass(frozen=True)
 class _Forecast:
-    """Memory and speed of one cell on a number of ranks, with one size of microbatches."""
+    """Memory and speed of one strategy on a number of ranks, with one size of microbatches."""
 
     memory: PredictedStep
     speed: StepSpeed | None
@@ -163,17 +163,17 @@ class _Forecast:
         return self.memory.needed
 
 
-def predict_cell(config: Config, cell: Cell, ranks: int, device: PlannedDevice) -> PredictedStep:
-    """Return what a cell needs, for a config that is in it; raise Unsupported if it is not planned."""
+def predict_strategy(config: Config, strategy: Strategy, ranks: int, device: PlannedDevice) -> PredictedStep:
+    """Return what a strategy needs, for a config that is in it; raise Unsupported if it is not planned."""
     from unipar.training.fake_run.token_traces import traces_of
 
-    sizes = config.batch.settle(ranks // cell.axes.ranks)
+    sizes = config.batch.settle(ranks // strategy.axes.ranks)
     return traces_of(config, sizes.micro).predict(config, ranks, sizes, device=device, per=ranks)
 
 
 @dataclass(frozen=True)
-class CellPlanner:
-    """A traced task, and what its cells are planned for."""
+class StrategyPlanner:
+    """A traced task, and what its strategies are planned for."""
 
     config: Config
     traces: TaskTraces | TokenTraces
@@ -189,34 +189,36 @@ class CellPlanner:
         return self.traces.whole
 
     @classmethod
-    def trace(cls, config: Config, device: PlannedDevice, limits: PlanLimits, machine: Machine | None) -> CellPlanner:
+    def trace(
+        cls, config: Config, device: PlannedDevice, limits: PlanLimits, machine: Machine | None
+    ) -> StrategyPlanner:
         from unipar.training.fake_run.token_traces import traces_of
 
         micro = config.batch.micro
         traces = traces_of(config, micro if isinstance(micro, int) else config.batch.settle(1).micro)
         return cls(config, traces, device, limits, machine)
 
-    def rows(self, cell: Cell, ranks: int) -> Iterator[PlannedCell]:
-        """Yield the row of a cell on so many ranks; none for a cell of one process on several."""
-        from unipar.planning.planned_cell import PlannedCell
+    def rows(self, strategy: Strategy, ranks: int) -> Iterator[PlannedStrategy]:
+        """Yield the row of a strategy on so many ranks; none for a strategy of one process on several."""
+        from unipar.planning.planned_strategy import PlannedStrategy
 
-        if backend_cells.is_single_process(cell) and ranks > 1:
+        if backend_strategies.is_single_process(strategy) and ranks > 1:
             return
         try:
-            moved, sizes = self.settle(cell, ranks)
-            yield self.row(cell, moved, ranks, sizes)
+            moved, sizes = self.settle(strategy, ranks)
+            yield self.row(strategy, moved, ranks, sizes)
         except UniparError as e:
-            yield PlannedCell(str(cell), ranks, refusal=str(e).replace("\n", " "))
+            yield PlannedStrategy(str(strategy), ranks, refusal=str(e).replace("\n", " "))
 
-    def row(self, cell: Cell, moved: Config, ranks: int, sizes: BatchSizes) -> PlannedCell:
-        """Return the row of a cell whose config is settled; raise Unsupported if it is not planned."""
-        from unipar.planning.planned_cell import PlannedCell
+    def row(self, strategy: Strategy, moved: Config, ranks: int, sizes: BatchSizes) -> PlannedStrategy:
+        """Return the row of a strategy whose config is settled; raise Unsupported if it is not planned."""
+        from unipar.planning.planned_strategy import PlannedStrategy
 
         now = self.predict(moved, ranks, sizes)
         limit = self.limits.bytes
         fitting = None if limit is None else self._largest(moved, ranks, sizes, limit)
-        row = PlannedCell(
-            str(cell),
+        row = PlannedStrategy(
+            str(strategy),
             ranks,
             self.traces.micro_of(sizes),
             now.memory.phases,
@@ -224,8 +226,8 @@ class CellPlanner:
             offloaded=now.memory.offloaded,
             sent=now.memory.sent,
             speed=now.speed,
-            simplicity=simplicity(cell),
-            library_name=registry.find_backend(cell.backend).library_name(moved),
+            simplicity=simplicity(strategy),
+            library_name=registry.find_backend(strategy.backend).library_name(moved),
         )
         if fitting is not None:
             micro, found = fitting
@@ -233,12 +235,12 @@ class CellPlanner:
         if limit is not None and now.needed > limit:
             least = self._least(moved, ranks, sizes) if fitting is None else None
             row = replace(row, least=least)
-            row = replace(row, ways=tuple(self._ways(row, cell, limit)))
+            row = replace(row, ways=tuple(self._ways(row, strategy, limit)))
         return row
 
-    def notes(self, rows: Sequence[PlannedCell]) -> Iterator[str]:
+    def notes(self, rows: Sequence[PlannedStrategy]) -> Iterator[str]:
         """Yield what a reader should know of the numbers."""
-        from unipar.planning.planned_cell import UNEVEN
+        from unipar.planning.planned_strategy import UNEVEN
 
         yield from self.traced.assumed
         yield from self.traces.describe()
@@ -252,24 +254,24 @@ class CellPlanner:
         if self.machine.peak(precision) is None:
             yield f"no seconds: {self.machine.name} has no known peak for train.precision: {precision}"
             return
-        if away := [row.cell for row in rows if row.offloaded]:
+        if away := [row.strategy for row in rows if row.offloaded]:
             yield (
                 f"no seconds for {', '.join(dict.fromkeys(away))}: the host updates what is offloaded to it, and a "
                 "machine's file says nothing of its speed; `unipar compare` measures it"
             )
-        if silent := [row.cell for row in rows if not row.refusal and not row.offloaded and row.speed is None]:
+        if silent := [row.strategy for row in rows if not row.refusal and not row.offloaded and row.speed is None]:
             names = ", ".join(dict.fromkeys(silent))
             yield f"no seconds for {names}: the bytes that they send are not planned yet; `unipar compare` measures it"
 
-    def settle(self, cell: Cell, ranks: int) -> tuple[Config, BatchSizes]:
-        """Return the config in a cell on so many ranks, and its batch; raise an error if they do not fit."""
-        backend = registry.find_backend(cell.backend)
-        moved = backend_cells.config_in_cell(config_on_ranks(self.config, ranks), cell)
-        checks.check_cell(moved, backend, cell)
-        return moved, moved.batch.settle(ranks // cell.axes.ranks or 1)
+    def settle(self, strategy: Strategy, ranks: int) -> tuple[Config, BatchSizes]:
+        """Return the config in a strategy on so many ranks, and its batch; raise an error if they do not fit."""
+        backend = registry.find_backend(strategy.backend)
+        moved = backend_strategies.config_in_strategy(config_on_ranks(self.config, ranks), strategy)
+        checks.check_strategy(moved, backend, strategy)
+        return moved, moved.batch.settle(ranks // strategy.axes.ranks or 1)
 
     def predict(self, config: Config, ranks: int, sizes: BatchSizes) -> _Forecast:
-        """Return the memory and the speed of a config in its cell."""
+        """Return the memory and the speed of a config in its strategy."""
         per, runtime = self._ranks_of_machine(ranks), self._runtime(ranks)
         memory = self.traces.predict(config, ranks, sizes, device=self.device, runtime=runtime, per=per)
         speed = None
@@ -341,62 +343,64 @@ class CellPlanner:
         micros = self.traces.possible_micros(sizes)
         return min(self._needed(config, ranks, sizes.with_micro(micro)) for micro in {micros[0], micros[-1]})
 
-    def _ways(self, row: PlannedCell, cell: Cell, limit: int) -> Iterator[str]:
+    def _ways(self, row: PlannedStrategy, strategy: Strategy, limit: int) -> Iterator[str]:
         """Yield what would have to change for a row to fit."""
         if row.largest is not None:
             yield f"micro {row.largest} fits"
             return
         lack = format_size((row.least or row.needed) - limit)
         yield f"needs {lack} more, whatever the micro"
-        backend = registry.find_backend(cell.backend)
-        for shard in SHARDS[SHARDS.index(cell.shard) + 1 :]:
-            other = replace(cell, shard=shard)
-            if other.without_axes in backend_cells.cells_of_backend(backend) and self._fits_somehow(other, row.ranks):
+        backend = registry.find_backend(strategy.backend)
+        for shard in SHARDS[SHARDS.index(strategy.shard) + 1 :]:
+            other = replace(strategy, shard=shard)
+            if other.without_axes in backend_strategies.strategies_of_backend(backend) and self._fits_somehow(
+                other, row.ranks
+            ):
                 yield f"{other} fits"
                 break
-        if cell.shard != "nothing" and not backend_cells.is_single_process(cell, backend):
+        if strategy.shard != "nothing" and not backend_strategies.is_single_process(strategy, backend):
             worlds = [row.ranks << doubled for doubled in range(1, MOST_RANKS.bit_length())]
-            worlds = [ranks for ranks in worlds if ranks <= MOST_RANKS and self._can_run(cell, ranks)]
-            place = bisect_left(worlds, True, key=lambda ranks: self._fits_somehow(cell, ranks))
+            worlds = [ranks for ranks in worlds if ranks <= MOST_RANKS and self._can_run(strategy, ranks)]
+            place = bisect_left(worlds, True, key=lambda ranks: self._fits_somehow(strategy, ranks))
             if place < len(worlds):
                 yield f"fits on {worlds[place]} ranks"
 
-    def _can_run(self, cell: Cell, ranks: int) -> bool:
+    def _can_run(self, strategy: Strategy, ranks: int) -> bool:
         try:
-            self.settle(cell, ranks)
+            self.settle(strategy, ranks)
         except UniparError:
             return False
         return True
 
-    def _fits_somehow(self, cell: Cell, ranks: int) -> bool:
-        """Return whether a cell fits with some microbatch."""
+    def _fits_somehow(self, strategy: Strategy, ranks: int) -> bool:
+        """Return whether a strategy fits with some microbatch."""
         limit = self.limits.bytes
         assert limit is not None
         try:
-            moved, sizes = self.settle(cell, ranks)
+            moved, sizes = self.settle(strategy, ranks)
             return self._least(moved, ranks, sizes) <= limit
         except UniparError:
             return False
 
 
 def config_on_ranks(config: Config, ranks: int) -> Config:
-    """Return a config with so many ranks of the data and no other axes: a cell brings its own."""
+    """Return a config with so many ranks of the data and no other axes: a strategy brings its own."""
     axes = dict.fromkeys(AXES, 1)
     parallel = Parallel(data=ranks, shard=config.parallel.shard, shard_over=config.parallel.shard_over, **axes)
     return config.model_copy(update={"parallel": parallel})
 
 
-def simplicity(cell: Cell) -> tuple[int, ...]:
-    """Return a cell's place in the order of simplicity: smaller is simpler.
+def simplicity(strategy: Strategy) -> tuple[int, ...]:
+    """Return a strategy's place in the order of simplicity: smaller is simpler.
 
     One process; then what splits less, along fewer axes, without a variant; then the default backend before others.
     """
-    backend = registry.find_backend(cell.backend)
+    backend = registry.find_backend(strategy.backend)
     names = sorted(registry.backend_names(), key=lambda name: name != Config.model_fields["backend"].default)
     return (
-        0 if backend_cells.is_single_process(cell, backend) and cell.variant is None else 1,
-        SHARDS.index(cell.shard),
-        len(cell.axes.sizes),
-        int(cell.variant is not None),
-        names.index(cell.backend),
+        0 if backend_strategies.is_single_process(strategy, backend) and strategy.variant is None else 1,
+        SHARDS.index(strategy.shard),
+        len(strategy.axes.sizes),
+        int(strategy.variant is not None),
+        names.index(strategy.backend),
     )

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unipar.backend import offered_cells as cells
+from unipar.backend import offered_strategies as strategies
 from unipar.backend import registry
-from unipar.config import Cell, Config
+from unipar.config import Config, Strategy
 from unipar.config.config_file import read_config_text
 from unipar.config.config_source import SHORTENED, ConfigSource, load_config_file
-from unipar.config.sections.cell import AXES
+from unipar.config.sections.strategy import AXES
 from unipar.config.yaml_edit import CannotEdit, change_keys
 from unipar.errors import ConfigError, OutExists
 from unipar.utils.files import whole
@@ -25,7 +25,7 @@ _CHANGED = ("backend", "parallel", "batch", "options")
 
 def write_picked_config(plan: Plan, source: ConfigSource, out: Path, *, overwrite: bool = False) -> None:
     """Write the config that the plan recommends to `out`, as a whole or not at all; never follow a symbolic link."""
-    cell, ranks, micro, kept = _picked(plan)
+    strategy, ranks, micro, kept = _picked(plan)
     if out.is_symlink():
         raise OutExists(f"--pick {out}: it is a link; name the file itself")
     if out.exists() and (out.is_dir() or not overwrite):
@@ -34,14 +34,14 @@ def write_picked_config(plan: Plan, source: ConfigSource, out: Path, *, overwrit
     file = Path(source.label)
     if not file.is_file():
         raise ConfigError("--pick changes a config's file, and this config was not read from one: write it to a file")
-    wanted = config_to_pick(source.config, cell, ranks, micro, kept=kept)
+    wanted = config_to_pick(source.config, strategy, ranks, micro, kept=kept)
     changes = dict(_changes(source, wanted, out.resolve().parent))
     try:
         text = change_keys(read_config_text(file), changes)
         with whole(out) as partial:
             partial.write_text(text, encoding="utf-8")
             partial.chmod(0o644)
-            _check(load_config_file(partial).config, wanted, cell)
+            _check(load_config_file(partial).config, wanted, strategy)
     except CannotEdit as e:
         raise ConfigError(
             f"--pick: {e} cannot be changed in {file} alone (an alias, or not a mapping); set it yourself: "
@@ -51,24 +51,24 @@ def write_picked_config(plan: Plan, source: ConfigSource, out: Path, *, overwrit
         raise ConfigError(f"--pick {out}: it cannot be written ({e.strerror}); name another file") from None
 
 
-def _picked(plan: Plan) -> tuple[Cell, int, int, bool]:
-    """Return the recommended cell, ranks and microbatch, and whether that is the configured one."""
+def _picked(plan: Plan) -> tuple[Strategy, int, int, bool]:
+    """Return the recommended strategy, ranks and microbatch, and whether that is the configured one."""
     found = plan.recommendations
     if len(found) != 1:
         numbers = ", ".join(str(each.ranks) for each in found)
         raise ConfigError(f"--pick writes one config, and the plan is for {numbers} ranks: name one (--world N)")
     if (row := found[0].row) is None:
         raise ConfigError(f"--pick: on {found[0].ranks} ranks {found[0].why}")
-    return Cell.parse(row.cell), row.ranks, found[0].micro, found[0].micro == row.micro
+    return Strategy.parse(row.strategy), row.ranks, found[0].micro, found[0].micro == row.micro
 
 
-def config_to_pick(config: Config, cell: Cell, ranks: int, micro: int, *, kept: bool) -> Config:
-    """Return the config in a cell on so many ranks, with microbatches of so many samples and its total batch.
+def config_to_pick(config: Config, strategy: Strategy, ranks: int, micro: int, *, kept: bool) -> Config:
+    """Return the config in a strategy on so many ranks, with microbatches of so many samples and its total batch.
 
     `kept`: whether that is the configured microbatch, which under `batch.tokens` may follow from lengths of samples.
     """
     parallel = config.parallel.changed({"data": ranks, **dict.fromkeys(AXES, 1)})
-    moved = cells.config_in_cell(config.model_copy(update={"parallel": parallel}), cell)
+    moved = strategies.config_in_strategy(config.model_copy(update={"parallel": parallel}), strategy)
     assert isinstance(moved.parallel.data, int)
     sizes = moved.batch.settle(moved.parallel.data)
     given = config.batch
@@ -134,9 +134,9 @@ def _value_at(config: Config, key: str) -> Any:
     return value
 
 
-def _check(written: Config, wanted: Config, cell: Cell) -> None:
+def _check(written: Config, wanted: Config, strategy: Strategy) -> None:
     """Raise CannotEdit unless the written config is the wanted one."""
     found, meant = (config.model_dump(exclude={"options"}) for config in (written, wanted))
     differing = [name for name, value in meant.items() if found[name] != value]
-    if differing or cells.cell_of(written) != cell:
+    if differing or strategies.strategy_of(written) != strategy:
         raise CannotEdit(", ".join(differing) or "backend")

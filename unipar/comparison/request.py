@@ -9,16 +9,16 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from unipar.backend.checks import CheckedSource
-from unipar.comparison.cell_world import TURNS_MODULE
+from unipar.comparison.strategy_world import TURNS_MODULE
 from unipar.config import BatchSizes, Config
 from unipar.config.config_source import Given
 from unipar.config.sections.batch import Batch
 from unipar.errors import ConfigError
-from unipar.launcher.cell_selection import settle_one_micro
 from unipar.launcher.micro_batch.choice import ChosenMicro
 from unipar.launcher.preparation.prepare import Prepared, prepare
 from unipar.launcher.processes.starters import SharedForkServer, may_fork
 from unipar.launcher.remote.across import StarterOnMachines, starter_on_machines
+from unipar.launcher.strategy_selection import settle_one_micro
 from unipar.memory.account import PASSES_BY_IMPORTANCE, PASSES_IN_ORDER
 from unipar.memory.sources.malloc_build import (
     METER_ENVIRONMENT,
@@ -78,7 +78,7 @@ class CompareRequest:
     """Reason why memory is not recorded, or not completely."""
 
     micro: ChosenMicro | None = None
-    """Microbatch of all cells, if it was found by trial."""
+    """Microbatch of all strategies, if it was found by trial."""
 
     machines: StarterOnMachines | None = None
     """Starter of workers on several machines; None: all are on this one."""
@@ -89,12 +89,12 @@ class CompareRequest:
         return self.prepared.source
 
     def settle_micro(self, patterns: Sequence[str], worlds: Sequence[int]) -> Self:
-        """Return the same with one microbatch for all these cells and numbers of ranks, if its config says auto."""
+        """Return the same with one microbatch for all strategies and numbers of ranks, if its config says auto."""
         prepared, micro = settle_one_micro(self.prepared, patterns, worlds)
         return replace(self, prepared=prepared, micro=micro)
 
     def fork_server(self) -> SharedForkServer:
-        """Return the process from which all cells' workers are forked, not started; it counts memory if they do."""
+        """Return the process from which the workers of all strategies are forked; it counts memory if they do."""
         use = may_fork(self.source.config, self.prepared.device)
         use = use and self.machines is None
         return SharedForkServer([TURNS_MODULE], self.meter_environment, use=use, starter=self.machines)

@@ -1,4 +1,4 @@
-"""`scale`: the same cells in worlds of several sizes, all alive at once and training in turns."""
+"""`scale`: the same strategies in worlds of several sizes, all alive at once and training in turns."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ from typing import Any
 
 from unipar.backend import resources
 from unipar.backend.installed import installed_versions, machine_summary
-from unipar.backend.offered_cells import config_in_cell, count_data_ranks, expand_cell_patterns, is_single_process
+from unipar.backend.offered_strategies import (
+    config_in_strategy,
+    count_data_ranks,
+    expand_strategy_patterns,
+    is_single_process,
+)
 from unipar.comparison import store
-from unipar.comparison.cell_world import CellWorld
 from unipar.comparison.request import (
     CompareRequest,
     batch_with_fixed_total,
@@ -19,20 +23,21 @@ from unipar.comparison.request import (
     parse_world_sizes,
     threads_per_rank,
 )
+from unipar.comparison.strategy_world import StrategyWorld
 from unipar.comparison.training_rounds import TurnRunner
-from unipar.config import Cell, Config
+from unipar.config import Config, Strategy
 from unipar.config.config_source import Given
 from unipar.config.sections.batch import Batch
 from unipar.config.settled import SettledConfig
 from unipar.errors import ConfigError, Unsupported
-from unipar.launcher.cell_selection import library_name, result_of_check
 from unipar.launcher.processes.signals import sigterm_as_interrupt
+from unipar.launcher.strategy_selection import library_name, result_of_check
 from unipar.report.build import try_write_page, write_html
 from unipar.report.pages.scaling_page import render_scaling
 from unipar.results.live_table import LiveTable
 from unipar.results.result_files import ORIGINAL_CONFIG_FOLDER
-from unipar.results.row import CellResult
-from unipar.results.scaling import SCALING_KINDS, ScaledCell, Scaling, ScalingKind
+from unipar.results.row import StrategyResult
+from unipar.results.scaling import SCALING_KINDS, ScaledStrategy, Scaling, ScalingKind
 from unipar.run_folder import folder
 from unipar.run_folder.layout import PAGE_FILE_NAME
 from unipar.task import Task
@@ -45,30 +50,32 @@ def scale(
     *,
     worlds: Sequence[int] | str,
     task: type[Task] | None = None,
-    cells: Sequence[str] = (),
+    strategies: Sequence[str] = (),
     overrides: Mapping[str, Any] | None = None,
     overwrite: bool = False,
 ) -> Scaling:
-    """Train what `config` says in worlds of these sizes, in turns; `cells` replaces its own cell.
+    """Train what `config` says in worlds of these sizes, in turns; `strategies` replaces its own strategy.
 
     Progress goes to stderr; the Scaling prints as a table.
     """
     sizes = parse_world_sizes(worlds)
     asked = CompareRequest.of(config, overrides, task, "scale starts a world for each size")
-    asked = asked.settle_micro(tuple(cells) or (str(asked.source.cell),), sizes)
+    asked = asked.settle_micro(tuple(strategies) or (str(asked.source.strategy),), sizes)
     with asked.on_machines(sizes[-1]) as asked:
-        return _scale_worlds(asked, sizes, cells, overwrite=overwrite)
+        return _scale_worlds(asked, sizes, strategies, overwrite=overwrite)
 
 
-def _scale_worlds(asked: CompareRequest, sizes: Sequence[int], cells: Sequence[str], *, overwrite: bool) -> Scaling:
+def _scale_worlds(
+    asked: CompareRequest, sizes: Sequence[int], strategies: Sequence[str], *, overwrite: bool
+) -> Scaling:
     source, settings = asked.source, asked.source.config
     prepared = asked.prepared
     resources.check_device_count(prepared.computed, sizes[-1], asked.ranks_here(sizes[-1]), asked="--world")
-    wanted = expand_cell_patterns(tuple(cells)) if cells else [source.cell]
+    wanted = expand_strategy_patterns(tuple(strategies)) if strategies else [source.strategy]
     selected = list(select_worlds(settings, sizes, wanted, prepared.device))
     waiting = [(world, at) for world, row, at in selected if row.outcome == "waits" and at is not None]
     if not waiting:
-        raise Unsupported(selected[0][0].cell, list(dict.fromkeys(row.note for _, row, _ in selected)))
+        raise Unsupported(selected[0][0].strategy, list(dict.fromkeys(row.note for _, row, _ in selected)))
     out, each = source.out / "scale", threads_per_rank(asked.ranks_here(max(world.ranks for world, _ in waiting)))
     first = Scaling(
         name=source.name,
@@ -77,14 +84,14 @@ def _scale_worlds(asked: CompareRequest, sizes: Sequence[int], cells: Sequence[s
         unit=settings.batch.unit,
         worlds=tuple(replace(world, machines=asked.machines_of(world.ranks)) for world, _, _ in selected),
         rows=[row for _, row, _ in selected],
-        library_names={world.cell: library_name(at) for world, _, at in selected if at is not None},
+        library_names={world.strategy: library_name(at) for world, _, at in selected if at is not None},
         cores=len(os.sched_getaffinity(0)),
         threads=each,
         device=prepared.device,
         warmup=asked.turns.warmup,
         held=settings.train.sync_every is None,
         unwatched=asked.unwatched,
-        versions=installed_versions(cell.backend for cell in wanted),
+        versions=installed_versions(strategy.backend for strategy in wanted),
         machine=machine_summary(),
     )
     with folder.lock_folder(out):
@@ -99,7 +106,7 @@ def _scale_worlds(asked: CompareRequest, sizes: Sequence[int], cells: Sequence[s
             store.write_original_config(out, source.name, settings)
         server = asked.fork_server()
         runs = {
-            world.name: CellWorld(
+            world.name: StrategyWorld(
                 at, asked.ref, out / _world_folder_name(world), asked.meter_environment, server, asked.micro
             )
             for world, at in waiting
@@ -117,73 +124,75 @@ def _scale_worlds(asked: CompareRequest, sizes: Sequence[int], cells: Sequence[s
         )
 
 
-def _world_folder_name(world: ScaledCell) -> str:
+def _world_folder_name(world: ScaledStrategy) -> str:
     return "world-" + world.name.replace("/", "-").replace(" ", "-")
 
 
 def select_worlds(
-    config: Config, sizes: Sequence[int], cells: Iterable[Cell], device: str
-) -> Generator[tuple[ScaledCell, CellResult, SettledConfig | None]]:
-    """Yield each world with its row and config, the smallest of each cell first.
+    config: Config, sizes: Sequence[int], strategies: Iterable[Strategy], device: str
+) -> Generator[tuple[ScaledStrategy, StrategyResult, SettledConfig | None]]:
+    """Yield each world with its row and config, the smallest of each strategy first.
 
-    A world that cannot run has the reason in its row, and None instead of a config: sizes that the cell's axes do not
-    divide among them.
+    A world that cannot run has the reason in its row, and None instead of a config: sizes that the strategy's axes do
+    not divide among them.
     """
-    for cell in cells:
-        if is_single_process(cell):
-            world = _left_out(cell, sizes[0])
+    for strategy in strategies:
+        if is_single_process(strategy):
+            world = _left_out(strategy, sizes[0])
             note = "it is one process, whatever the size of the world"
-            yield world, CellResult(cell=world.name, outcome="refused", note=note), None
+            yield world, StrategyResult(strategy=world.name, outcome="refused", note=note), None
             continue
         divisible: list[int] = []
         for ranks in sizes:
             try:
-                count_data_ranks(ranks, cell)
+                count_data_ranks(ranks, strategy)
                 divisible.append(ranks)
             except ConfigError as e:
-                world = _left_out(cell, ranks)
-                yield world, CellResult(cell=world.name, outcome="refused", note=str(e)), None
-        for world, batch in _worlds_of_cell(_batch_of_cell(config, sizes[0], cell), divisible, cell):
-            row, at = _check_world(config, batch, world, cell, device)
-            yield world, replace(row, cell=world.name), at
+                world = _left_out(strategy, ranks)
+                yield world, StrategyResult(strategy=world.name, outcome="refused", note=str(e)), None
+        for world, batch in _worlds_of_strategy(_batch_of_strategy(config, sizes[0], strategy), divisible, strategy):
+            row, at = _check_world(config, batch, world, strategy, device)
+            yield world, replace(row, strategy=world.name), at
             if row.outcome != "waits" and world.ranks == divisible[0]:
                 break  # without the smallest world the larger ones have nothing to be compared with
 
 
 def _check_world(
-    config: Config, batch: Batch, world: ScaledCell, cell: Cell, device: str
-) -> tuple[CellResult, SettledConfig | None]:
+    config: Config, batch: Batch, world: ScaledStrategy, strategy: Strategy, device: str
+) -> tuple[StrategyResult, SettledConfig | None]:
     """Return the row of a world and its config, or a row with the reason and None if it cannot run."""
     try:
-        moved = config_in_cell(config.changed({"batch": batch, "parallel.data": "auto"}), cell)
-    except ConfigError as e:  # an option contradicts this cell
-        return CellResult(cell=world.name, outcome="refused", note=str(e)), None
-    return result_of_check(SettledConfig.of(moved, cell, world.ranks, device), cell)
+        moved = config_in_strategy(config.changed({"batch": batch, "parallel.data": "auto"}), strategy)
+    except ConfigError as e:  # an option contradicts this strategy
+        return StrategyResult(strategy=world.name, outcome="refused", note=str(e)), None
+    return result_of_check(SettledConfig.of(moved, strategy, world.ranks, device), strategy)
 
 
-def _left_out(cell: Cell, ranks: int) -> ScaledCell:
-    return ScaledCell(cell=str(cell), ranks=ranks, kinds=SCALING_KINDS, samples=0, micro=0, accumulate=0)
+def _left_out(strategy: Strategy, ranks: int) -> ScaledStrategy:
+    return ScaledStrategy(strategy=str(strategy), ranks=ranks, kinds=SCALING_KINDS, samples=0, micro=0, accumulate=0)
 
 
-def _batch_of_cell(config: Config, smallest: int, cell: Cell) -> Batch:
-    """Return the batch for a cell; one whose axes differ from the config's has the config's total, not its share."""
+def _batch_of_strategy(config: Config, smallest: int, strategy: Strategy) -> Batch:
+    """Return the batch for a strategy; one with other axes than the config has its total, not its share."""
     batch, axes = config.batch, config.parallel.axes.ranks
-    if batch.size is not None or cell.axes.ranks == axes:
+    if batch.size is not None or strategy.axes.ranks == axes:
         return batch
     return Batch(total=batch.settle(max(1, smallest // axes)).total, micro=batch.micro)
 
 
-def _worlds_of_cell(batch: Batch, sizes: Sequence[int], cell: Cell) -> Generator[tuple[ScaledCell, Batch]]:
+def _worlds_of_strategy(
+    batch: Batch, sizes: Sequence[int], strategy: Strategy
+) -> Generator[tuple[ScaledStrategy, Batch]]:
     """Yield the smallest world; then for each size one with the same total batch, and one with the same share.
 
     A share is what each rank of the data trains on: ranks along further axes train on the same samples.
     """
     for i, ranks in enumerate(sizes):
-        data, smallest = (count_data_ranks(n, cell) for n in (ranks, sizes[0]))
+        data, smallest = (count_data_ranks(n, strategy) for n in (ranks, sizes[0]))
         least, same = batch.settle(smallest), batch_with_fixed_total(batch, smallest)
         grows = batch_with_share(batch, least, data)
         plans: list[tuple[tuple[ScalingKind, ...], Batch]] = [(("strong",), same), (("weak",), grows)]
         for kinds, cut_as in plans if i else [(SCALING_KINDS, same)]:
             cut = cut_as.settle(data)
             sizes_of_batch = {"samples": cut.total, "micro": cut.micro, "accumulate": cut.accumulate}
-            yield ScaledCell(cell=str(cell), ranks=ranks, kinds=kinds, **sizes_of_batch), cut_as
+            yield ScaledStrategy(strategy=str(strategy), ranks=ranks, kinds=kinds, **sizes_of_batch), cut_as

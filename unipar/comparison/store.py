@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from unipar.backend.installed import installed_versions, machine_summary
-from unipar.config import Cell, Config
+from unipar.config import Config, Strategy
 from unipar.errors import ConfigError, OutExists, ReportError
 from unipar.results.comparison import Comparison
 from unipar.results.result_files import nested_mapping, original_config_path, parse_comparison, read_mapping
@@ -24,7 +24,7 @@ COMPARE_JSON = "compare.json"
 COMPARE_CSV = "compare.csv"
 
 
-_REQUEST_KEYS = ("config", "cells", "task", "weights", "threads")
+_REQUEST_KEYS = ("config", "strategies", "task", "weights", "threads")
 _MACHINE_KEYS = ("versions", "machine", "memory")
 
 _OLDER_WORDS = {
@@ -40,17 +40,17 @@ _OLDER_WORDS = {
 
 
 def comparison_identity(
-    config: Config, cells: Sequence[str], ref: TaskRef, threads: str, unwatched: str
+    config: Config, strategies: Sequence[str], ref: TaskRef, threads: str, unwatched: str
 ) -> dict[str, Any]:
     """Return everything that must be equal to reuse an earlier result; `unwatched`: what memory is not recorded."""
     text = config.model_dump_json(exclude={"out"})
     return {
         "config": hashlib.sha256(text.encode()).hexdigest(),
-        "cells": list(cells),
+        "strategies": list(strategies),
         "task": _hash_task(ref),
         "weights": _stamp_weights(config),
         "threads": threads,
-        "versions": installed_versions(Cell.parse(cell).backend for cell in cells),
+        "versions": installed_versions(Strategy.parse(strategy).backend for strategy in strategies),
         "machine": machine_summary(),
         "memory": unwatched,
     }
@@ -78,9 +78,9 @@ def _stamp_weights(config: Config) -> list[int] | None:
 
 
 def reuse_or_clear(folder: Path, of: dict[str, Any], *, overwrite: bool) -> Comparison | None:
-    """Return an earlier run of the same comparison, and remove the folders of cells that did not run to their end.
+    """Return an earlier run of the same comparison, and remove the folders of strategies that did not run to their end.
 
-    Return None and remove its files if no cell can be reused; raise OutExists if the folder holds something else.
+    Return None and remove its files if no strategy can be reused; raise OutExists if the folder holds something else.
     """
     file = folder / COMPARE_JSON
     if not file.exists():
@@ -90,7 +90,7 @@ def reuse_or_clear(folder: Path, of: dict[str, Any], *, overwrite: bool) -> Comp
     try:
         data = read_mapping(file, "comparison")
         old = nested_mapping(data, "of")
-        cells = [Cell.parse(cell).slug for cell in old["cells"]]
+        strategies = [Strategy.parse(strategy).slug for strategy in old["strategies"]]
         found = parse_comparison(file, data)
     except (ReportError, ConfigError, LookupError, TypeError):
         if not overwrite:
@@ -99,7 +99,7 @@ def reuse_or_clear(folder: Path, of: dict[str, Any], *, overwrite: bool) -> Comp
             ) from None
         _remove_result_files(folder)
         return None
-    whole = [] if overwrite else [row.cell for row in found.rows if row.outcome == "ran"]
+    whole = [] if overwrite else [row.strategy for row in found.rows if row.outcome == "ran"]
     if not overwrite:
         differ = [key for key in _REQUEST_KEYS if old.get(key) != of.get(key)]
         differ += [key for key in _MACHINE_KEYS if whole and not _still_holds(old.get(key), of[key])]
@@ -108,7 +108,7 @@ def reuse_or_clear(folder: Path, of: dict[str, Any], *, overwrite: bool) -> Comp
                 f"{folder} holds another comparison (other {', '.join(differ)}): "
                 "give --overwrite to replace it, or another out"
             )
-    for slug in {*cells} - {Cell.parse(cell).slug for cell in whole}:
+    for slug in {*strategies} - {Strategy.parse(strategy).slug for strategy in whole}:
         shutil.rmtree(folder / slug, ignore_errors=True)
     if whole:
         return found
@@ -131,7 +131,7 @@ def _remove_result_files(folder: Path) -> None:
 
 
 def write_comparison(folder: Path, of: dict[str, Any], now: Comparison) -> None:
-    """Write all figures as JSON, and one row for each cell as CSV."""
+    """Write all figures as JSON, and one row for each strategy as CSV."""
     folder.mkdir(parents=True, exist_ok=True)
     data = {"of": of, "finished": now.finished, **now.to_json()}
     write_file_atomically(folder / COMPARE_JSON, json.dumps(data, indent=2) + "\n")

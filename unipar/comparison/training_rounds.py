@@ -1,4 +1,4 @@
-"""Rounds of a comparison: cells train in turns, and their results are collected."""
+"""Rounds of a comparison: strategies train in turns, and their results are collected."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
-from unipar.comparison.cell_world import CellWorld, MemoryNotRecorded
 from unipar.comparison.library_traffic import has_library_traffic, with_library_traffic
 from unipar.comparison.request import NO_MEMORY_NOTE, TurnSchedule
+from unipar.comparison.strategy_world import MemoryNotRecorded, StrategyWorld
 from unipar.errors import ConfigError, Stopped, TaskError, UniparError, Unsupported
 from unipar.launcher.processes.starters import SharedForkServer
 from unipar.memory.account import MemoryAccount
 from unipar.results.comparison import TurnResults
 from unipar.results.live_table import LiveTable
-from unipar.results.row import CellResult, format_spread
+from unipar.results.row import StrategyResult, format_spread
 from unipar.utils.text import format_duration
 
 ResultsT = TypeVar("ResultsT", bound=TurnResults)
@@ -29,7 +29,7 @@ class TurnRunner(Generic[ResultsT]):
         self,
         now: ResultsT,
         board: LiveTable,
-        runs: Mapping[str, CellWorld],
+        runs: Mapping[str, StrategyWorld],
         threads: str,
         keep: Callable[[ResultsT], object],
         server: SharedForkServer,
@@ -46,7 +46,7 @@ class TurnRunner(Generic[ResultsT]):
             keep,
         )
         self._fork_server = server
-        self._notes = {row.cell: row.note for row in now.rows}
+        self._notes = {row.strategy: row.note for row in now.rows}
 
     def run_turns(self, turns: TurnSchedule) -> ResultsT:
         """Start all worlds, train them in turns, end them, and return the results; an interrupt is noted in them."""
@@ -119,8 +119,8 @@ class TurnRunner(Generic[ResultsT]):
                 self._drop_if_different(name)
             self._keep(self.results)
 
-    def _accounts(self, name: str, run: CellWorld) -> list[MemoryAccount]:
-        """Return the cell's memory accounts; if the recording failed, none, and note why: the cell goes on."""
+    def _accounts(self, name: str, run: StrategyWorld) -> list[MemoryAccount]:
+        """Return the strategy's memory accounts; if the recording failed, none, and note why: the strategy goes on."""
         try:
             return require_same_method(run.accounts(), self.results.rows)
         except MemoryNotRecorded as e:
@@ -134,11 +134,11 @@ class TurnRunner(Generic[ResultsT]):
             self._say(name, f"trained differently: {why}", outcome="unlike", note=why)
 
     @contextmanager
-    def _drop_on_error(self, name: str) -> Generator[CellWorld]:
-        """Context manager: an error in the body ends this cell only.
+    def _drop_on_error(self, name: str) -> Generator[StrategyWorld]:
+        """Context manager: an error in the body ends this strategy only.
 
-        An error of the task or the config in the first cell is raised, as all other cells would fail too. In another
-        cell, before its engine is built, an error of the task is the engine's refusal.
+        An error of the task or the config in the first strategy is raised, as all other strategies would fail too. In
+        another strategy, before its engine is built, an error of the task is the engine's refusal.
         """
         run = self._active_worlds[name]
         try:
@@ -146,7 +146,7 @@ class TurnRunner(Generic[ResultsT]):
         except Stopped:
             raise
         except (UniparError, OSError) as e:
-            if name == self.results.rows[0].cell and isinstance(e, TaskError | ConfigError):
+            if name == self.results.rows[0].strategy and isinstance(e, TaskError | ConfigError):
                 raise
             del self._active_worlds[name]
             run.close()
@@ -157,19 +157,19 @@ class TurnRunner(Generic[ResultsT]):
             left = {"at": run.failed_phase(e), "memory": self._row(name).memory or run.accounts_so_far()}
             self._say(name, f"has failed: {str(e).splitlines()[0]}", outcome="failed", note=str(e), **left)
 
-    def _row(self, name: str) -> CellResult:
-        return next(row for row in self.results.rows if row.cell == name)
+    def _row(self, name: str) -> StrategyResult:
+        return next(row for row in self.results.rows if row.strategy == name)
 
     def _say(self, name: str, line: str, **changed: Any) -> None:
-        rows = [replace(row, **changed) if row.cell == name else row for row in self.results.rows]
+        rows = [replace(row, **changed) if row.strategy == name else row for row in self.results.rows]
         self.results = replace(self.results, rows=rows)
         self._board.show(self.results, f"{name} {line}")
 
 
-def require_same_method(found: list[MemoryAccount], rows: Iterable[CellResult]) -> list[MemoryAccount]:
+def require_same_method(found: list[MemoryAccount], rows: Iterable[StrategyResult]) -> list[MemoryAccount]:
     """Return the accounts; raise MemoryNotRecorded if they were recorded by another method than those of the rows."""
     own = f"on rank {found[0].rank}", found[0].method
-    where, method = next(((f"in {row.cell}", theirs.method) for row in rows for theirs in row.memory), own)
+    where, method = next(((f"in {row.strategy}", theirs.method) for row in rows for theirs in row.memory), own)
     for account in found:
         if account.method != method:
             ways = f"in another way ({account.method}) than {where} ({method})"
@@ -178,6 +178,6 @@ def require_same_method(found: list[MemoryAccount], rows: Iterable[CellResult]) 
 
 
 def rotate_order(things: Sequence[Any], by: int) -> list[Any]:
-    """Return the cells with another one first in each round."""
+    """Return the strategies with another one first in each round."""
     at = by % len(things) if things else 0
     return [*things[at:], *things[:at]]

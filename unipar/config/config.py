@@ -138,15 +138,15 @@ class Launch(Section):
 class Compare(Section):
     """Config section `compare`."""
 
-    cells: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = ("*",)
-    """Cells to compare: names, `backend/*` for all of one backend, `*` for all. `single` always runs."""
+    strategies: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = ("*",)
+    """Strategies to compare: names, `backend/*` for all of one backend, `*` for all. `single` always runs."""
 
     repeat: PositiveInt = 3
-    """Timed rounds; the cells take turns in each."""
+    """Timed rounds; the strategies take turns in each."""
 
     memory: bool = True
     """Whether memory is recorded in some steps before the timed ones (what each rank allocates, and for what), and
-    predicted when all cells have ended."""
+    predicted when all strategies have ended."""
 
 
 class Config(Section):

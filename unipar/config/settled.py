@@ -1,4 +1,4 @@
-"""`SettledConfig`: a config whose cell, batch sizes, number of ranks and device are decided."""
+"""`SettledConfig`: a config whose strategy, batch sizes, number of ranks and device are decided."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from unipar.config.config import Config
 from unipar.config.sections.batch import BatchSizes
-from unipar.config.sections.cell import Cell
+from unipar.config.sections.strategy import Strategy
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class SettledConfig:
     config: Config
     """Config, with `parallel.data` as a number."""
 
-    cell: Cell
+    strategy: Strategy
     sizes: BatchSizes
     """Sizes of the batch in this number of ranks."""
 
@@ -28,12 +28,12 @@ class SettledConfig:
     """Device: `cpu`, `cuda`, `cuda:N` ...; `config.device` may still be auto."""
 
     @classmethod
-    def of(cls, config: Config, cell: Cell, ranks: int, device: str) -> Self:
+    def of(cls, config: Config, strategy: Strategy, ranks: int, device: str) -> Self:
         """Return the config settled for a number of ranks; raise ConfigError if they or the batch do not fit."""
         config.parallel.settle(ranks)
         data = ranks // config.parallel.axes.ranks
         sizes = config.batch.settle(data)
-        return cls(config.changed({"parallel.data": data}), cell, sizes, device)
+        return cls(config.changed({"parallel.data": data}), strategy, sizes, device)
 
     @property
     def on_device(self) -> Config:
@@ -43,21 +43,21 @@ class SettledConfig:
     @property
     def ranks(self) -> int:
         """Number of ranks in all."""
-        return self.sizes.ranks * self.cell.axes.ranks
+        return self.sizes.ranks * self.strategy.axes.ranks
 
     def changed(self, changes: Mapping[str, Any]) -> Self:
-        """Return a copy with other values under dotted keys, in the same cell; the batch is settled again."""
-        return self.of(self.config.changed(changes), self.cell, self.ranks, self.device)
+        """Return a copy with other values under dotted keys, in the same strategy; the batch is settled again."""
+        return self.of(self.config.changed(changes), self.strategy, self.ranks, self.device)
 
     def to_json(self) -> dict[str, Any]:
-        """Return cell, sizes and device for launch.json; the config itself is in config.json."""
-        return {"cell": str(self.cell), "sizes": asdict(self.sizes), "device": self.device}
+        """Return strategy, sizes and device for launch.json; the config itself is in config.json."""
+        return {"strategy": str(self.strategy), "sizes": asdict(self.sizes), "device": self.device}
 
     @classmethod
     def from_json(cls, config: str, data: Mapping[str, Any]) -> Self:
         """Return a settled config from the JSON text of its config and from the data of `to_json`."""
         sizes = BatchSizes.from_json(data["sizes"])
-        return cls(Config.model_validate_json(config), Cell.parse(data["cell"]), sizes, data["device"])
+        return cls(Config.model_validate_json(config), Strategy.parse(data["strategy"]), sizes, data["device"])
 
 
 def read_settled(run: Path) -> SettledConfig:

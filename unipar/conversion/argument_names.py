@@ -99,7 +99,7 @@ EIGHT_BIT_OPTIMIZERS: Mapping[str, str] = {
     "adamw_torch_8bit": "by torchao too, with blocks that are the same in every world: in 8 bits are weights whose "
     "rows are blocks of 256",
 }
-"""AdamW with states of 8 bits, which is unipar's adamw-8bit where the cell can hold it; and what differs then."""
+"""AdamW with states of 8 bits, which is unipar's adamw-8bit where the strategy can hold it; and what differs then."""
 
 AXOLOTL_NAMES = {
     "micro_batch_size": "per_device_train_batch_size",

@@ -16,8 +16,8 @@ from pydantic import BaseModel
 from typing_extensions import override
 
 from unipar.backend import Backend, checks, registry, resources
-from unipar.backend.checks import in_cell
-from unipar.config import Cell, Config
+from unipar.backend.checks import in_strategy
+from unipar.config import Config, Strategy
 from unipar.errors import BackendNotFound, ConfigError, OutExists, TaskError, Unsupported
 from unipar.task.reference import TaskRef
 from unipar.task.task import LOSS_ACROSS, TASK_FUNCTIONS
@@ -87,9 +87,9 @@ def export_script(source: ConfigSource, to: str, out: Path | None = None, *, ove
             f"a script in which ranks share the work ({axes}) reads batches of a fixed number of samples"
         )
     same = source.config.backend == backend.name
-    source = checked = checks.check_names(source) if same else in_cell(source, backend.name, "--to")
+    source = checked = checks.check_names(source) if same else in_strategy(source, backend.name, "--to")
     checks.check_can_run(source.config)
-    _refuse_unsupported_keys(source.config, checked.cell, backend.exported_axes)
+    _refuse_unsupported_keys(source.config, checked.strategy, backend.exported_axes)
     folder = out or Path(f"{source.name}-{to}")
     _check_out_folder(folder, overwrite=overwrite)
     outline, files = _make_outline(source)
@@ -101,7 +101,7 @@ def export_script(source: ConfigSource, to: str, out: Path | None = None, *, ove
     return ExportResult(folder, _shell_command(script, ""), tuple(sorted(files)), left_out)
 
 
-def _refuse_unsupported_keys(config: Config, cell: Cell, axes: tuple[str, ...] = ()) -> None:
+def _refuse_unsupported_keys(config: Config, strategy: Strategy, axes: tuple[str, ...] = ()) -> None:
     """Raise Unsupported with a reason for each key that differs from its default and that a script cannot carry.
 
     `axes` are the keys of `parallel` that the script of this backend carries.
@@ -124,7 +124,7 @@ def _refuse_unsupported_keys(config: Config, cell: Cell, axes: tuple[str, ...] =
     elif ":" in config.device:
         reasons.append(f"device: {config.device}, one GPU for several ranks, exists in unipar only; say device: cuda")
     if reasons:
-        raise Unsupported(str(cell), reasons)
+        raise Unsupported(str(strategy), reasons)
 
 
 def _unsupported_keys(section: BaseModel, fields: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -70,7 +70,7 @@ def first_config_text(script: Path, found: list[FoundTask], out: Path) -> str:
         *([f"  # Others in this file: {others}."] if others else []),
         *(args if task.needed else []),
         "",
-        "# The library that trains: `unipar backends` lists all, and --backend CELL takes another one for one call.",
+        "# The library that trains: `unipar backends` lists all; --backend STRATEGY takes another one for one call.",
         "backend: native",
         "parallel:",
         "  data: auto        # ranks on different data: one per GPU, or those that a launcher started",

@@ -199,7 +199,7 @@ def _state(
         "config": plain,
         "data": _position(config, wish.source, step),
         "steps": None,
-        "cell": "",
+        "strategy": "",
         "ranks": None,
         "parts": {
             name: {
@@ -219,12 +219,12 @@ def _state(
 
 def _position(config: Config, source: Path, step: int) -> dict[str, Any]:
     """Return the place in the data after so many steps of this config's batches, read from the beginning."""
-    from unipar.backend.offered_cells import cell_of, is_single_process
+    from unipar.backend.offered_strategies import is_single_process, strategy_of
     from unipar.backend.registry import find_backend
     from unipar.training.task_facts import gather_task_facts
 
     backend, batch, ranks = find_backend(config.backend), config.batch, config.parallel.data
-    if is_single_process(cell_of(config, backend), backend):
+    if is_single_process(strategy_of(config, backend), backend):
         ranks = 1
     if batch.tokens is not None and step:
         raise CheckpointError(

@@ -95,14 +95,14 @@ def import_library_config(
         raise import_error(reading)
     tree = _nest_keys(reading)
     source = given_source(tree)
-    reasons = list(checks.list_refusals(source.backend, source.config, source.cell))
+    reasons = list(checks.list_refusals(source.backend, source.config, source.strategy))
     if reasons and not reading.answered("device") and "device" not in reading.config:
         reading.put("device", "cuda", "the file is for GPUs, and this machine has none")
         on_gpu = given_source(_nest_keys(reading))
-        if not list(checks.list_refusals(on_gpu.backend, on_gpu.config, on_gpu.cell)):
+        if not list(checks.list_refusals(on_gpu.backend, on_gpu.config, on_gpu.strategy)):
             tree, source, reasons = _nest_keys(reading), on_gpu, []
     if reasons:
-        raise Unsupported(str(source.cell), reasons)
+        raise Unsupported(str(source.strategy), reasons)
     if _add_eight_bits(reading, arguments, source):
         tree = _nest_keys(reading)
         source = given_source(tree)
@@ -160,7 +160,7 @@ def _add_refused_arguments(reading: ForeignConfigReader, arguments: TrainingArgu
 
 
 def _add_eight_bits(reading: ForeignConfigReader, arguments: TrainingArguments, source: CheckedSource) -> bool:
-    """Return whether AdamW was put into 8 bits, as the arguments ask and where the cell can hold it; tell either."""
+    """Return whether AdamW was put into 8 bits, as the arguments ask, where the strategy can; tell either."""
     word = arguments.eight_bits
     if not word or reading.answered(_NAME) or reading.notes.get(_NAME) != arguments.place("optim"):
         return False  # --set or the library's own config says which optimizer it is
@@ -173,12 +173,12 @@ def _add_eight_bits(reading: ForeignConfigReader, arguments: TrainingArguments, 
 
 
 def _why_no_eight_bits(reading: ForeignConfigReader, source: CheckedSource) -> str | None:
-    """Return why the cell cannot hold moments of 8 bits, or what `--set` gives AdamW besides; None if nothing does."""
+    """Return why the strategy has no moments of 8 bits, or what `--set` gives AdamW besides; None without a reason."""
     try:
         tried = given_source(_nest_keys(replace(reading, config={**reading.config, _NAME: "adamw-8bit"})))
     except ConfigError as e:
         return str(e)
-    refused = next(checks.list_refusals(source.backend, tried.config, source.cell), None)
+    refused = next(checks.list_refusals(source.backend, tried.config, source.strategy), None)
     if refused is None:
         return None
     return refused.removeprefix(f"{_NAME}: adamw-8bit is not available").lstrip(": ").partition(";")[0]

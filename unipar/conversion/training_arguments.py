@@ -70,7 +70,7 @@ class TrainingArguments:
     """Arguments that have the Trainer's default and are not told."""
 
     eight_bits: str = ""
-    """Optimizer with states of 8 bits that is asked for; "": none. The cell decides whether it can be unipar's own."""
+    """Optimizer with states of 8 bits that is asked for; "": none. The strategy decides whether it is unipar's."""
 
     def place(self, name: str) -> str:
         """Return an argument as messages name it."""

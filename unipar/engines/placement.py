@@ -141,7 +141,7 @@ def broadcast_model(root: nn.Module, device: torch.device) -> None:
     place_tensors(root, lambda p: broadcast_tensor(p, device), device)
 
 
-def refuse_shared_parameters(part: Part, cell: str) -> None:
+def refuse_shared_parameters(part: Part, strategy: str) -> None:
     """Raise TaskError if two blocks share a parameter: a library that splits block by block would split it twice."""
     owners: dict[int, str] = {}
     for block in part.blocks:
@@ -149,15 +149,15 @@ def refuse_shared_parameters(part: Part, cell: str) -> None:
             first = owners.setdefault(id(p), block)
             if first != block:
                 raise TaskError(
-                    f"{cell} splits each block by itself, and {block!r} shares its {name!r} with {first!r}: "
+                    f"{strategy} splits each block by itself, and {block!r} shares its {name!r} with {first!r}: "
                     "set model.blocks: none, or name blocks that share nothing"
                 )
 
 
-def refuse_scalar_parameters(module: nn.Module, cell: str) -> None:
+def refuse_scalar_parameters(module: nn.Module, strategy: str) -> None:
     """Raise TaskError if a parameter has no dimensions: some libraries cannot split it."""
     scalars = [name for name, p in module.named_parameters() if p.ndim == 0]
     if scalars:
         raise TaskError(
-            f"{cell} cannot hold the parameter {scalars[0]!r}, which has no dimensions: give it the shape (1,)"
+            f"{strategy} cannot hold the parameter {scalars[0]!r}, which has no dimensions: give it the shape (1,)"
         )

@@ -17,8 +17,8 @@ from typing import Any
 
 from unipar.backend import checks
 from unipar.backend.checks import CheckedSource
-from unipar.backend.offered_cells import check_offers
-from unipar.config import Cell, Config
+from unipar.backend.offered_strategies import check_offers
+from unipar.config import Config, Strategy
 from unipar.config.job_system import JobSystem, NewJob, SubmittedJob, find_job_system, job_system_names
 from unipar.config.sections.machines import Machines
 from unipar.config.settled import SettledConfig
@@ -197,18 +197,18 @@ def settle_machines(config: Config, *, counts_gpus: bool = False) -> tuple[int, 
 
 def _check_config(source: CheckedSource, ranks: int) -> None:
     """Raise with each reason why the config cannot run on so many ranks; libraries may be missing on this machine."""
-    config, cell, backend = source.config, source.cell, source.backend
+    config, strategy, backend = source.config, source.strategy, source.backend
     if source.alone and ranks > 1:
-        raise ConfigError(f"backend: {cell} is one process, and machines asks for {count_of(ranks, 'rank')}")
-    if reasons := list(checks.list_refusals(backend, config, cell)):
-        raise Unsupported(str(Cell(backend.name, config.parallel.shard, axes=cell.axes)), reasons)
-    check_offers(backend, cell)
+        raise ConfigError(f"backend: {strategy} is one process, and machines asks for {count_of(ranks, 'rank')}")
+    if reasons := list(checks.list_refusals(backend, config, strategy)):
+        raise Unsupported(str(Strategy(backend.name, config.parallel.shard, axes=strategy.axes)), reasons)
+    check_offers(backend, strategy)
     if config.batch.is_auto:
         raise ConfigError(
             "batch.micro: auto is found by trials in processes that unipar starts, not under a job system; "
             "`unipar plan FILE --memory SIZE` tells what to expect"
         )
-    SettledConfig.of(config, cell, ranks, "cpu" if config.device == "cpu" else "cuda")
+    SettledConfig.of(config, strategy, ranks, "cpu" if config.device == "cpu" else "cuda")
     TaskRef.of(None, config.task, {}).check_code()
 
 

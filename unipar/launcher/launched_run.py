@@ -248,7 +248,7 @@ def _join_as_worker(
         raise TaskError("join() was called a second time in one script; a script joins one run")
     context.has_joined = True
     settled = read_settled(context.run)
-    backend = registry.find_backend(settled.cell.backend)
+    backend = registry.find_backend(settled.strategy.backend)
     made = make_task(task, functions, settled.config, None)
     folder, rank = context.run, context.place.rank
     launched = read_launch_file(folder)

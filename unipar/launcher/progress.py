@@ -174,7 +174,7 @@ class Progress:
         if self._awaited:
             return
         if row["event"] == "start":
-            self._say_progress(f"{row['cell']}, {count_of(row['size'], 'rank')}, {row['parameters']:,} parameters")
+            self._say_progress(f"{row['strategy']}, {count_of(row['size'], 'rank')}, {row['parameters']:,} parameters")
         elif row["event"] == "weights":
             self.say(f"weights: {describe_loaded_weights(row)}")
         elif row["event"] == "work":

@@ -36,7 +36,7 @@ def train_task(place: Place, run: Path, control: socket.socket | None) -> None:
     from unipar.training.setup import open_run
 
     settled = read_settled(run)
-    backend = registry.find_backend(settled.cell.backend)
+    backend = registry.find_backend(settled.strategy.backend)
     task = TaskRef.from_json(json.loads((run / "launch.json").read_text("utf-8"))["task"]).load()
     if place.rank == 0:
         # after the import of the task: the parent has already printed what the user's file prints at its top level

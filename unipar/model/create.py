@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from unipar.backend.precision import parameter_dtype
-from unipar.config import Cell, Config
+from unipar.config import Config, Strategy
 from unipar.distributed.world import World
 from unipar.errors import ConfigError, TaskError
 from unipar.utils.seeding import seed_all
@@ -147,12 +147,12 @@ def device_in_place(tensor: Tensor, device: torch.device) -> torch.device:
     return device if tensor.device.type == "cpu" else tensor.device
 
 
-def refuse_devices_by_hand(module: nn.Module, device: torch.device, cell: Cell) -> None:
+def refuse_devices_by_hand(module: nn.Module, device: torch.device, strategy: Strategy) -> None:
     """Raise TaskError if the model's author has spread it over devices: only one process trains it as it is."""
     if devices := devices_by_hand(module, device):
         names = ", ".join(map(str, devices))
         raise TaskError(
-            f"model() spreads its parameters over {len(devices)} devices ({names}), and {cell} places them itself: "
+            f"model() spreads its parameters over {len(devices)} devices ({names}), and {strategy} places them itself: "
             f"set backend: single, which trains such a model as it is in one process; or take the devices out of "
             f"model() and its forward, and set parallel.pipeline: {len(devices)}, which cuts any model into stages"
         )

@@ -1,4 +1,4 @@
-"""Estimate of the bytes that a rank keeps, and advice on a micro-batch or cell that would fit."""
+"""Estimate of the bytes that a rank keeps, and advice on a micro-batch or strategy that would fit."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from math import ceil
 from typing import Final
 
 from unipar.backend import Category, checks, registry
-from unipar.backend import offered_cells as cells
-from unipar.config import SHARDS, BatchSizes, Cell, Config, Shard
-from unipar.config.sections.cell import Axes
+from unipar.backend import offered_strategies as strategies
+from unipar.config import SHARDS, BatchSizes, Config, Shard, Strategy
 from unipar.config.sections.optimizer import SGD, RMSprop
+from unipar.config.sections.strategy import Axes
 from unipar.errors import UniparError
 from unipar.utils.text import format_size
 
@@ -104,7 +104,7 @@ def suggest_what_fits(
     moving: int | None = None,
     lack: int | None = None,
 ) -> str:
-    """Return a sentence on what would have fitted: a smaller micro-batch, another cell, or why neither.
+    """Return a sentence on what would have fitted: a smaller micro-batch, another strategy, or why neither.
 
     `moving` is the number of bytes that grows with the microbatch, `lack` the number that was missing. If they are
     unknown, the sentence names what needs less memory, without the claim that it fits.
@@ -114,19 +114,21 @@ def suggest_what_fits(
             f"batch.micro: {sizes.micro} is what can be less" if sizes.micro > 1 else "batch.micro is 1 already"
         )
     if not model.parameters:
-        return "no other cell or batch size needs less: the whole model is built before it is split"
+        return "no other strategy or batch size needs less: the whole model is built before it is split"
     ways = [
         *_smaller_microbatch(sizes.micro, phase, moving, lack),
-        *_cell_that_keeps_less(config, sizes.ranks * config.parallel.axes.ranks, model, lack),
+        *_strategy_that_keeps_less(config, sizes.ranks * config.parallel.axes.ranks, model, lack),
     ]
     if ways:
         return f"by an estimate {' or '.join(ways)} " + ("needs less" if lack is None else "would have fitted")
     if lack is None:
-        return "no cell here splits more" + ("" if phase in _PHASES_BEFORE_BATCH else ", and batch.micro is 1 already")
+        return "no strategy here splits more" + (
+            "" if phase in _PHASES_BEFORE_BATCH else ", and batch.micro is 1 already"
+        )
     tried = (
-        "no cell that splits more"
+        "no strategy that splits more"
         if phase in _PHASES_BEFORE_BATCH
-        else "neither a smaller batch.micro nor a cell that splits more"
+        else "neither a smaller batch.micro nor a strategy that splits more"
     )
     return f"by an estimate {tried} would have fitted"
 
@@ -141,30 +143,32 @@ def _smaller_microbatch(now: int, phase: str, moving: int | None, lack: int | No
             return
 
 
-def _cell_that_keeps_less(config: Config, ranks: int, model: ModelSize, lack: int | None) -> Iterator[str]:
-    """Yield the cell that splits least and saves `lack` bytes, if there is one; the config's backend is tried first.
+def _strategy_that_keeps_less(config: Config, ranks: int, model: ModelSize, lack: int | None) -> Iterator[str]:
+    """Yield the strategy that splits least and saves `lack` bytes, if one does; the config's backend comes first.
 
-    Cells have the config's axes, or none.
+    Strategies have the config's axes, or none.
     """
     here = sum(estimate_kept_bytes(config, ranks, model).values())
     more = SHARDS[SHARDS.index(config.parallel.shard) + 1 :]
     axes = config.parallel.axes
     for backend in sorted(registry.backend_names(), key=lambda name: name != config.backend):
-        for cell in (Cell(backend, shard, axes=some) for some in dict.fromkeys((axes, Axes())) for shard in more):
-            if (at := _moved(config, cell)) is None:
+        for strategy in (
+            Strategy(backend, shard, axes=some) for some in dict.fromkeys((axes, Axes())) for shard in more
+        ):
+            if (at := _moved(config, strategy)) is None:
                 continue
             there = sum(estimate_kept_bytes(at, ranks, model).values())
             if here - there >= (lack or 1):
                 less, now = format_size(there), format_size(here)
                 where = "a rank" if axes.ranks == 1 else "on the largest rank"
-                yield f"{cell} (parameters, gradients and optimizer {less} {where}, here {now})"
+                yield f"{strategy} (parameters, gradients and optimizer {less} {where}, here {now})"
                 return
 
 
-def _moved(config: Config, cell: Cell) -> Config | None:
-    """Return the config in another cell, or None if it cannot run there."""
+def _moved(config: Config, strategy: Strategy) -> Config | None:
+    """Return the config in another strategy, or None if it cannot run there."""
     try:
-        at = cells.config_in_cell(config, cell)
+        at = strategies.config_in_strategy(config, strategy)
         checks.check_can_run(at)
     except UniparError:
         return None

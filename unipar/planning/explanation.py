@@ -9,7 +9,7 @@ from typing import Final
 from unipar.backend import Category
 from unipar.errors import ConfigError
 from unipar.planning.peaks import PredictedPeak
-from unipar.planning.planned_cell import PlannedCell, PlannedCells
+from unipar.planning.planned_strategy import PlannedStrategies, PlannedStrategy
 from unipar.prediction.timeline import Term
 from unipar.utils.text import closest, count_of, format_size
 
@@ -57,14 +57,14 @@ def block_of(name: str, blocks: Sequence[str]) -> str:
     return max(inside, key=len, default=OUTSIDE)
 
 
-def explain_row(plan: PlannedCells, cell: str, ranks: int | None, *, every: bool = False) -> str:
-    """Return the peak of a cell's row in words; raise ConfigError if the plan has no such row."""
-    row = _find_row(plan, cell, ranks)
+def explain_row(plan: PlannedStrategies, strategy: str, ranks: int | None, *, every: bool = False) -> str:
+    """Return the peak of a strategy's row in words; raise ConfigError if the plan has no such row."""
+    row = _find_row(plan, strategy, ranks)
     if row.refusal:
-        return f"{row.cell} on {count_of(row.ranks, 'rank')}: {row.refusal}"
+        return f"{row.strategy} on {count_of(row.ranks, 'rank')}: {row.refusal}"
     peak = row.peak
     lines = [
-        f"{row.cell} on {count_of(row.ranks, 'rank')}, micro {row.micro}: {format_size(peak.peak)} in {peak.phase}",
+        f"{row.strategy} on {count_of(row.ranks, 'rank')}, micro {row.micro}: {format_size(peak.peak)} in {peak.phase}",
         "phases: " + ", ".join(f"{phase.phase} {format_size(phase.peak)}" for phase in row.phases),
         "",
     ]
@@ -107,15 +107,17 @@ def _in_short(group: TermGroup, *, every: bool) -> str:
     return f": {', '.join(names)}" + (f" and {rest} more" if rest else "")
 
 
-def _find_row(plan: PlannedCells, cell: str, ranks: int | None) -> PlannedCell:
-    rows = [row for row in plan.rows if row.cell == cell and ranks in (None, row.ranks)]
+def _find_row(plan: PlannedStrategies, strategy: str, ranks: int | None) -> PlannedStrategy:
+    rows = [row for row in plan.rows if row.strategy == strategy and ranks in (None, row.ranks)]
     if not rows:
-        planned = list(dict.fromkeys(row.cell for row in plan.rows))
-        near = closest(cell, planned)
+        planned = list(dict.fromkeys(row.strategy for row in plan.rows))
+        near = closest(strategy, planned)
         where = "" if ranks is None else f" on {count_of(ranks, 'rank')}"
-        way = f"did you mean {near}? " if near and near != cell else ""
-        raise ConfigError(f"why {cell}: the plan has no such row{where}; {way}It has {', '.join(planned)}")
+        way = f"did you mean {near}? " if near and near != strategy else ""
+        raise ConfigError(f"why {strategy}: the plan has no such row{where}; {way}It has {', '.join(planned)}")
     if len(rows) > 1:
         numbers = ", ".join(str(row.ranks) for row in rows)
-        raise ConfigError(f"why {cell}: it is planned on {numbers} ranks; name one of them (--world {rows[-1].ranks})")
+        raise ConfigError(
+            f"why {strategy}: it is planned on {numbers} ranks; name one of them (--world {rows[-1].ranks})"
+        )
     return rows[0]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from unipar.config.sections.cell import PipelineSchedule
+from unipar.config.sections.strategy import PipelineSchedule
 from unipar.planning.activations import Activations
 from unipar.planning.peaks import PredictedPeak, built_peak, peaks_between
 from unipar.planning.pipeline_order import TurnWay, order_of_rank

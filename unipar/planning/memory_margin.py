@@ -18,7 +18,7 @@ _KEPT: Final[tuple[Category, ...]] = ("parameters", "masters", "optimizer", "ave
 
 
 @dataclass(frozen=True)
-class CellPeak:
+class StrategyPeak:
     """Peak of one strategy's fullest rank, by category, measured or predicted."""
 
     name: str
@@ -81,21 +81,21 @@ class MemoryMargin:
         return self.margin / self.shared_out if self.shared_out > 0 else None
 
 
-def measure_margin(cells: Sequence[CellPeak]) -> MemoryMargin:
+def measure_margin(strategies: Sequence[StrategyPeak]) -> MemoryMargin:
     """Return which of these strategies are as small as the smallest, within the margin."""
-    by_size = sorted(cells, key=lambda cell: cell.trained)
+    by_size = sorted(strategies, key=lambda strategy: strategy.trained)
     alike = by_size[:1]
-    for cell in by_size[1:]:
-        group = [*alike, cell]
-        if cell.trained - by_size[0].trained > min(c.fixed for c in group) + max(c.noise for c in group):
+    for strategy in by_size[1:]:
+        group = [*alike, strategy]
+        if strategy.trained - by_size[0].trained > min(c.fixed for c in group) + max(c.noise for c in group):
             break
         alike = group
-    fixed, kept = [cell.fixed for cell in alike], [cell.kept for cell in alike]
+    fixed, kept = [strategy.fixed for strategy in alike], [strategy.kept for strategy in alike]
     return MemoryMargin(
-        tuple(cell.name for cell in alike),
+        tuple(strategy.name for strategy in alike),
         alike[-1].trained - alike[0].trained,
         (min(fixed), max(fixed)),
-        max(cell.noise for cell in alike),
+        max(strategy.noise for strategy in alike),
         max(kept) - min(kept),
     )
 

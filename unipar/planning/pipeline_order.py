@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from unipar.config.sections.cell import Axes, PipelineSchedule
+from unipar.config.sections.strategy import Axes, PipelineSchedule
 
 TurnWay = Literal["forward", "backward", "inputs", "weights"]
 """Turn of a stage with a microbatch; inputs, weights: the halves of a backward, for what it got and for its own."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from unipar.config.sections.cell import PipelineSchedule
+from unipar.config.sections.strategy import PipelineSchedule
 from unipar.planning.activations import Activations
 from unipar.planning.peaks import PredictedPeak, built_peak, predict_peaks
 from unipar.planning.pipeline_order import microbatch_order

@@ -1,4 +1,4 @@
-"""`Plan`: predicted memory and speed of cells on numbers of ranks, with a recommendation; as a table and as JSON."""
+"""`Plan`: predicted memory and speed of strategies by number of ranks, with a recommendation; a table and JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from unipar.planning.explanation import explain_row
 from unipar.planning.peaks import OffloadedBytes, PredictedPeak
 from unipar.planning.plan_screen import format_plan_screen
 from unipar.planning.plan_table import format_plan
-from unipar.planning.planned_cell import PlannedCell, PlannedCells
+from unipar.planning.planned_strategy import PlannedStrategies, PlannedStrategy
 from unipar.planning.recommendation import Recommendation, recommend
 from unipar.planning.speed import StepSpeed
 
@@ -19,12 +19,12 @@ _TERMS_IN_JSON = 5
 
 
 @final
-class Plan(PlannedCells):
-    """Predicted memory and speed of cells, with a recommendation for each number of ranks."""
+class Plan(PlannedStrategies):
+    """Predicted memory and speed of strategies, with a recommendation for each number of ranks."""
 
     @property
     def recommendations(self) -> list[Recommendation]:
-        """The cell to take on each number of ranks."""
+        """The strategy to take on each number of ranks."""
         return recommend(self.rows, self.limit, exclude=self.exclude)
 
     def screen(self, width: int = 80, next_steps: Sequence[str] = ()) -> str:
@@ -35,9 +35,9 @@ class Plan(PlannedCells):
         """Return all of the plan as text: what `--details` prints."""
         return format_plan(self, width)
 
-    def why(self, cell: str, ranks: int | None = None, *, every: bool = False) -> str:
-        """Return the terms of a cell's peak as text; all of them if `every`."""
-        return explain_row(self, cell, ranks, every=every)
+    def why(self, strategy: str, ranks: int | None = None, *, every: bool = False) -> str:
+        """Return the terms of a strategy's peak as text; all of them if `every`."""
+        return explain_row(self, strategy, ranks, every=every)
 
     def as_json(self) -> str:
         """Return the plan as JSON, each peak with its largest terms."""
@@ -53,7 +53,7 @@ class Plan(PlannedCells):
         chosen = [
             {
                 "ranks": each.ranks,
-                "cell": None if each.row is None else each.row.cell,
+                "strategy": None if each.row is None else each.row.strategy,
                 "micro": each.micro or None,
                 "why": each.why,
             }
@@ -63,9 +63,9 @@ class Plan(PlannedCells):
         return json.dumps({**named, "notes": self.notes, "recommended": chosen, "rows": rows}, indent=1)
 
 
-def _row_as_json(row: PlannedCell) -> dict[str, Any]:
+def _row_as_json(row: PlannedStrategy) -> dict[str, Any]:
     return {
-        "cell": row.cell,
+        "strategy": row.strategy,
         "ranks": row.ranks,
         "refusal": row.refusal,
         "micro": row.micro,

@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Final
 
-from unipar.planning.memory_margin import CellPeak, describe_no_difference, measure_margin
+from unipar.planning.memory_margin import StrategyPeak, describe_no_difference, measure_margin
 from unipar.planning.plan_table import (
     describe_recommendations,
     merge_refusals,
     plan_columns,
     ways_to_fit,
 )
-from unipar.planning.planned_cell import UNEVEN, PlannedCell, PlannedCells
+from unipar.planning.planned_strategy import UNEVEN, PlannedStrategies, PlannedStrategy
 from unipar.planning.recommendation import recommend
 from unipar.utils.screen import Reason, Screen
 
@@ -24,7 +24,7 @@ _IN_DETAILS_ONLY: Final = (
 """Columns that the screen leaves to the details."""
 
 
-def format_plan_screen(plan: PlannedCells, width: int, next_steps: Sequence[str] = ()) -> str:
+def format_plan_screen(plan: PlannedStrategies, width: int, next_steps: Sequence[str] = ()) -> str:
     """Return what to take on each number of ranks, the table, and the next steps."""
     answer, *further = describe_recommendations(plan, shares=False)
     columns = [column for column in plan_columns(plan) if column.head not in _IN_DETAILS_ONLY]
@@ -34,14 +34,14 @@ def format_plan_screen(plan: PlannedCells, width: int, next_steps: Sequence[str]
         columns=[replace(columns[0], head="strategy"), *columns[1:]],
         rows=[*(row for row in plan.rows if not row.refusal), *merge_refusals(plan, "strategies")],
         reason=lambda row: (
-            Reason(kind="refused", text=row.refusal.removeprefix(f"{row.cell}: ")) if row.refusal else None
+            Reason(kind="refused", text=row.refusal.removeprefix(f"{row.strategy}: ")) if row.refusal else None
         ),
         leading=2,
         next_steps=next_steps,
     ).format(width)
 
 
-def _limits(plan: PlannedCells) -> Iterator[str]:
+def _limits(plan: PlannedStrategies) -> Iterator[str]:
     """Yield what limits the answer: figures that are estimates or missing, and peaks that are the runtime's."""
     planned = [row for row in plan.rows if not row.refusal]
     nowhere = {each.ranks for each in recommend(plan.rows, plan.limit, exclude=plan.exclude) if each.row is None}
@@ -54,12 +54,12 @@ def _limits(plan: PlannedCells) -> Iterator[str]:
         yield from _no_difference(plan, planned)
 
 
-def _no_difference(plan: PlannedCells, planned: Sequence[PlannedCell]) -> Iterator[str]:
+def _no_difference(plan: PlannedStrategies, planned: Sequence[PlannedStrategy]) -> Iterator[str]:
     """Yield that memory does not tell the strategies of the largest world apart, if what they hold is the runtime's."""
     most = max((row.ranks for row in planned), default=0)
     rows = [row for row in planned if row.ranks == most]
     if len(rows) > 1:
-        margin = measure_margin([CellPeak(row.cell, row.peak.held) for row in rows])
+        margin = measure_margin([StrategyPeak(row.strategy, row.peak.held) for row in rows])
         if len(margin.alike) == len(rows) and margin.margin:
             where = f"these strategies on {most} rank{'s' * (most != 1)}"
             yield describe_no_difference(margin, where, plan.parameters)

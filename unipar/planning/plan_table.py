@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Final
 
 from unipar.backend import Category
-from unipar.planning.planned_cell import PlannedCell, PlannedCells
+from unipar.planning.planned_strategy import PlannedStrategies, PlannedStrategy
 from unipar.planning.recommendation import recommend
 from unipar.planning.speed import StepSpeed
 from unipar.prediction.timeline import MemoryPlace
@@ -36,12 +36,12 @@ _OUTSIDE_MEANS: Final[dict[MemoryPlace, str]] = {
 """Explanation of the column of each place other than the device."""
 
 LIBRARY_NAME: Final = "known as"
-"""Head of the column with what a cell's library calls it; the screen has it, all of the plan as text has not."""
+"""Head of the column with what a strategy's library calls it; the screen has it, all of the plan as text has not."""
 
 _MOST_WAYS = 3
 
 
-def format_plan(plan: PlannedCells, width: int) -> str:
+def format_plan(plan: PlannedStrategies, width: int) -> str:
     """Return the plan as text, of lines of at most so many characters where that is possible."""
     columns = [column for column in plan_columns(plan) if column.head != LIBRARY_NAME]
     table = _table(plan, columns, width)
@@ -58,23 +58,23 @@ def _wrap(texts: Iterable[str], width: int) -> str:
     return "\n".join(line for text in texts for line in textwrap.wrap(text, width, subsequent_indent="  "))
 
 
-def plan_columns(plan: PlannedCells) -> list[Column[PlannedCell]]:
+def plan_columns(plan: PlannedStrategies) -> list[Column[PlannedStrategy]]:
     """Return the columns of the table; those in which no row has anything are left out."""
     planned = [row for row in plan.rows if not row.refusal]
     on_gpus = plan.device != "cpu"
     weighs = "; weight: what the task's weight counts, such as tokens" if plan.units == "weight" else ""
 
-    def size_of(categories: Sequence[Category]) -> Callable[[PlannedCell], str]:
+    def size_of(categories: Sequence[Category]) -> Callable[[PlannedStrategy], str]:
         return lambda row: _size_or_dash(sum(row.peak.held.get(category, 0) for category in categories))
 
-    def size_in(place: MemoryPlace) -> Callable[[PlannedCell], str]:
+    def size_in(place: MemoryPlace) -> Callable[[PlannedStrategy], str]:
         return lambda row: _size_or_dash(row.offloaded_to(place))
 
-    def of_speed(shown: Callable[[StepSpeed], str]) -> Callable[[PlannedCell], str]:
+    def of_speed(shown: Callable[[StepSpeed], str]) -> Callable[[PlannedStrategy], str]:
         return lambda row: "-" if row.speed is None else shown(row.speed)
 
-    columns: list[Column[PlannedCell]] = [
-        Column(head="cell", text=lambda row: row.cell, right=False),
+    columns: list[Column[PlannedStrategy]] = [
+        Column(head="strategy", text=lambda row: row.strategy, right=False),
         Column(head="ranks", text=lambda row: str(row.ranks or "all")),
         Column(head=LIBRARY_NAME, text=lambda row: row.library_name, right=False, shortened=True, dropped=8),
         Column(head="micro", text=lambda row: str(row.micro), dropped=5),
@@ -130,43 +130,43 @@ def _size_or_dash(size: int) -> str:
     return format_size(size) if size else "-"
 
 
-def _table(plan: PlannedCells, columns: Sequence[Column[PlannedCell]], width: int) -> str:
+def _table(plan: PlannedStrategies, columns: Sequence[Column[PlannedStrategy]], width: int) -> str:
     right = [place for place, column in enumerate(columns) if column.right]
     planned = [[column.text(row) for column in columns] for row in plan.rows if not row.refusal]
-    refused = [(row.cell, str(row.ranks or "all"), row.refusal) for row in merge_refusals(plan, "cells")]
+    refused = [(row.strategy, str(row.ranks or "all"), row.refusal) for row in merge_refusals(plan, "strategies")]
     return format_table([column.head for column in columns], [*planned, *refused], right=right, width=width)
 
 
-def merge_refusals(plan: PlannedCells, what: str) -> Iterator[PlannedCell]:
-    """Yield refused rows; a reason that several cells have is one row at the end, one on all ranks has 0 ranks.
+def merge_refusals(plan: PlannedStrategies, what: str) -> Iterator[PlannedStrategy]:
+    """Yield refused rows; a reason that several strategies have is one row at the end, one on all ranks has 0 ranks.
 
-    `what`: plural noun for cells.
+    `what`: plural noun for strategies.
     """
-    cells_refused: dict[tuple[int, str], list[str]] = {}
+    strategies_refused: dict[tuple[int, str], list[str]] = {}
     refusals_of: dict[str, list[str]] = {}
     for row in plan.rows:
-        refusals_of.setdefault(row.cell, []).append(row.refusal)
+        refusals_of.setdefault(row.strategy, []).append(row.refusal)
         if row.refusal:
-            cells_refused.setdefault((row.ranks, row.refusal), []).append(row.cell)
-    everywhere = {cell for cell, each in refusals_of.items() if len(each) > 1 and set(each) == {each[0]}}
+            strategies_refused.setdefault((row.ranks, row.refusal), []).append(row.strategy)
+    everywhere = {strategy for strategy, each in refusals_of.items() if len(each) > 1 and set(each) == {each[0]}}
     shown: set[str] = set()
     for row in plan.rows:
-        if row.refusal and len(cells_refused[row.ranks, row.refusal]) == 1 and row.cell not in shown:
-            yield replace(row, ranks=0) if row.cell in everywhere else row
-            shown |= {row.cell} & everywhere
-    for (ranks, refusal), cells in cells_refused.items():
-        if len(cells) > 1:
-            full = len(cells) == sum(row.ranks == ranks for row in plan.rows)
-            yield PlannedCell(f"{'all' if full else 'other'} {len(cells)} {what}", ranks, refusal=refusal)
+        if row.refusal and len(strategies_refused[row.ranks, row.refusal]) == 1 and row.strategy not in shown:
+            yield replace(row, ranks=0) if row.strategy in everywhere else row
+            shown |= {row.strategy} & everywhere
+    for (ranks, refusal), strategies in strategies_refused.items():
+        if len(strategies) > 1:
+            full = len(strategies) == sum(row.ranks == ranks for row in plan.rows)
+            yield PlannedStrategy(f"{'all' if full else 'other'} {len(strategies)} {what}", ranks, refusal=refusal)
 
 
-def ways_to_fit(plan: PlannedCells) -> Iterator[str]:
+def ways_to_fit(plan: PlannedStrategies) -> Iterator[str]:
     """Yield what would have to change for rows of which no microbatch fits; the others' is in the table."""
     for row in (row for row in plan.rows if row.ways and row.largest is None):
-        yield f"{row.cell} on {row.ranks}: {'; '.join(row.ways[:_MOST_WAYS])}"
+        yield f"{row.strategy} on {row.ranks}: {'; '.join(row.ways[:_MOST_WAYS])}"
 
 
-def describe_recommendations(plan: PlannedCells, *, shares: bool = True) -> Iterator[str]:
+def describe_recommendations(plan: PlannedStrategies, *, shares: bool = True) -> Iterator[str]:
     """Yield what to take on each number of ranks; `shares`: with the shares of a step."""
     for each in recommend(plan.rows, plan.limit, exclude=plan.exclude):
         ranks = f"{each.ranks} rank{'s' * (each.ranks != 1)}"
@@ -174,10 +174,10 @@ def describe_recommendations(plan: PlannedCells, *, shares: bool = True) -> Iter
             yield f"take, on {ranks}: {each.why}"
         else:
             why = each.why if shares else each.reason
-            yield f"take, on {ranks}: {each.row.cell} with micro {each.micro}: {why}"
+            yield f"take, on {ranks}: {each.row.strategy} with micro {each.micro}: {why}"
 
 
-def _explanations(plan: PlannedCells, columns: Sequence[Column[PlannedCell]]) -> Iterator[str]:
+def _explanations(plan: PlannedStrategies, columns: Sequence[Column[PlannedStrategy]]) -> Iterator[str]:
     took = (
         f"; model() needed their values: {format_size(plan.allocated)}"
         if plan.allocated

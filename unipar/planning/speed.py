@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from unipar.config import Precision
-from unipar.config.sections.cell import Axes
+from unipar.config.sections.strategy import Axes
 from unipar.planning.machines.machine import Machine, hops
 from unipar.planning.pipeline_order import bubble
 from unipar.prediction.timeline import OverlapWindow, Payload

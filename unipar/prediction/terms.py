@@ -109,10 +109,10 @@ def pinned_bytes(size: int) -> int:
     return 1 << (size - 1).bit_length() if size else 0
 
 
-def refuse_unplanned(cell: str, config: Config, *more: str, planned: Collection[str] = ()) -> None:
+def refuse_unplanned(strategy: str, config: Config, *more: str, planned: Collection[str] = ()) -> None:
     """Raise Unsupported for settings that hardly any closed forms cover, but for those `planned`, and for `more`."""
     if unplanned := [*(what for what in _unplanned_settings(config) if what not in planned), *more]:
-        raise Unsupported(cell, [not_planned_yet(what) for what in unplanned])
+        raise Unsupported(strategy, [not_planned_yet(what) for what in unplanned])
 
 
 def not_planned_yet(what: str) -> str:

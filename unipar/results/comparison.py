@@ -1,4 +1,4 @@
-"""`Comparison`: results of all cells, verdict, table."""
+"""`Comparison`: results of all strategies, verdict, table."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ from unipar.results.memory_tables import (
 )
 from unipar.results.row import (
     OUTCOME_PREFIXES,
-    CellResult,
-    cell_result_from_json,
-    cell_result_to_json,
+    StrategyResult,
     format_spread,
     library_name_column,
     row_reason,
+    strategy_result_from_json,
+    strategy_result_to_json,
 )
 from unipar.results.same_training import TrainingMarks, describe_training_difference, judged_precision
-from unipar.results.step_work.figures import CellWork, StepFigures, flops_of_step, step_figures
+from unipar.results.step_work.figures import StepFigures, StrategyWork, flops_of_step, step_figures
 from unipar.results.step_work.work_table import describe_work_columns, format_work_table
 from unipar.run_folder.layout import PAGE_FILE_NAME
 from unipar.utils.notebook import ShownAsPage
@@ -62,7 +62,7 @@ class TurnResults(ShownAsPage):
     warmup: int
     """Steps before the timed ones."""
 
-    rows: list[CellResult]
+    rows: list[StrategyResult]
     unit: str = "samples"
     """Unit in which the batch is counted: samples or tokens."""
 
@@ -75,10 +75,10 @@ class TurnResults(ShownAsPage):
     """Reason why the results could not be written to their folder."""
 
     library_names: Mapping[str, str] = field(default_factory=dict[str, str])
-    """What each cell's library calls it, by cell; not stored."""
+    """What each strategy's library calls it, by strategy; not stored."""
 
     @abstractmethod
-    def samples_of(self, row: CellResult) -> int:
+    def samples_of(self, row: StrategyResult) -> int:
         """Return the samples in one optimizer step of a row."""
 
     @property
@@ -87,23 +87,23 @@ class TurnResults(ShownAsPage):
         return judged_precision(self.precision, self.rows[0].marks if self.rows else None)
 
     @property
-    def work_by_samples(self) -> dict[int, list[CellWork]]:
+    def work_by_samples(self) -> dict[int, list[StrategyWork]]:
         """Name of each row and the work of its ranks, by the samples in a step, on which its operations depend."""
-        found: dict[int, list[CellWork]] = {}
+        found: dict[int, list[StrategyWork]] = {}
         for row in self.rows:
-            found.setdefault(self.samples_of(row), []).append((row.cell, row.work))
+            found.setdefault(self.samples_of(row), []).append((row.strategy, row.work))
         return found
 
-    def step_flops(self, row: CellResult) -> float | None:
+    def step_flops(self, row: StrategyResult) -> float | None:
         """Return the operations of one step of a row, or None if no row with as many samples has counted them."""
         if self.unit == "tokens":  # padding differs between worlds
-            return flops_of_step([(row.cell, row.work)])
+            return flops_of_step([(row.strategy, row.work)])
         return flops_of_step(self.work_by_samples[self.samples_of(row)])
 
     def step_figures(self) -> dict[str, StepFigures]:
         """Return what a step of each row does, by the row's name."""
         return {
-            row.cell: step_figures(
+            row.strategy: step_figures(
                 row.work, row.timed_seconds if row.outcome == "ran" else [], self.step_flops(row), self.precision
             )
             for row in self.rows
@@ -119,7 +119,7 @@ class TurnResults(ShownAsPage):
         return f"the peak of all devices in {self.precision}, {', '.join(each)} each"
 
     @abstractmethod
-    def training_difference(self, row: CellResult) -> str:
+    def training_difference(self, row: StrategyResult) -> str:
         """Return why this row did not train the same as the others, or "" if no difference is known."""
 
     @property
@@ -214,11 +214,11 @@ class TurnResults(ShownAsPage):
 
     def row_notes(self) -> list[str]:
         """Return the notes of rows that ran, each with the row's name."""
-        return [f"{row.cell}: {row.note}" for row in self.rows if row.outcome == "ran" and row.note]
+        return [f"{row.strategy}: {row.note}" for row in self.rows if row.outcome == "ran" and row.note]
 
-    def marks_of_others(self, row: CellResult) -> dict[str, TrainingMarks]:
+    def marks_of_others(self, row: StrategyResult) -> dict[str, TrainingMarks]:
         """Return the training marks of the other rows, by name."""
-        others = ((r.cell, r.marks) for r in self.rows if r is not row and r.outcome in ("ran", "waits"))
+        others = ((r.strategy, r.marks) for r in self.rows if r is not row and r.outcome in ("ran", "waits"))
         return {name: marks for name, marks in others if marks is not None}
 
 
@@ -228,46 +228,46 @@ _FIELDS_NOT_STORED = ("rows", "answer", "unkept", "forecast", "library_names")
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison(TurnResults):
-    """Results of all cells of one comparison; `single`, the reference, is the first row."""
+    """Results of all strategies of one comparison; `single`, the reference, is the first row."""
 
     samples: int
     """Samples in one optimizer step; tokens at most, if `unit` says so."""
 
     ranks: int
-    """Ranks of every cell except `single`; 0 if an older file does not say."""
+    """Ranks of every strategy except `single`; 0 if an older file does not say."""
 
     machines: int = 1
-    """Machines on which the ranks of every cell except `single` are."""
+    """Machines on which the ranks of every strategy except `single` are."""
 
     moments: str = ""
     """Sentence on moments of 8 or 16 bits beside those of AdamW: bytes and digits; empty with another optimizer."""
 
     answer: str = ""
-    """Sentence on the smallest and the fastest cell, and why; the page's first sentence, not stored."""
+    """Sentence on the smallest and the fastest strategy, and why; the page's first sentence, not stored."""
 
     forecast: Forecast | None = None
-    """What planning predicted for the cells that ran; None in files of earlier versions, and until they have ended."""
+    """Prediction for the strategies that ran; None in files of earlier versions, and until they have ended."""
 
     @property
-    def reference(self) -> CellResult | None:
+    def reference(self) -> StrategyResult | None:
         """Row of `single` if it ran."""
         row = self.rows[0]
         return row if row.outcome == "ran" else None
 
     @override
-    def samples_of(self, row: CellResult) -> int:
+    def samples_of(self, row: StrategyResult) -> int:
         return self.samples
 
     @override
-    def training_difference(self, row: CellResult) -> str:
+    def training_difference(self, row: StrategyResult) -> str:
         return describe_training_difference(row.marks, self.marks_of_others(row)) if row.marks is not None else ""
 
-    def rate(self, row: CellResult) -> float | None:
+    def rate(self, row: StrategyResult) -> float | None:
         """Return samples, or tokens, per second in the median step; None if that is not known."""
         if not row.timed_seconds:
             return None
         if self.unit == "tokens":  # of which each step has another number
-            return self.step_figures()[row.cell].tokens_per_second
+            return self.step_figures()[row.strategy].tokens_per_second
         return self.samples / median(row.timed_seconds)
 
     def describe_batch(self) -> str:
@@ -280,16 +280,16 @@ class Comparison(TurnResults):
         where = f" on {count_of(self.machines, 'machine')}" if self.machines > 1 else ""
         return f"{count_of(self.ranks, 'rank')}{where}"
 
-    def rank_count(self, row: CellResult) -> int:
-        """Return how many ranks the row's cell has, whether or not all of them left results."""
+    def rank_count(self, row: StrategyResult) -> int:
+        """Return how many ranks the row's strategy has, whether or not all of them left results."""
         return len(row.peak_rss) or (1 if row is self.rows[0] else self.ranks)
 
     @property
-    def baseline(self) -> CellResult | None:
+    def baseline(self) -> StrategyResult | None:
         """First row after `single` with step times; column x is in proportion to it."""
         return next((row for row in self.rows[1:] if row.timed_seconds and row.outcome in ("ran", "waits")), None)
 
-    def agreement(self, row: CellResult) -> Agreement | None:
+    def agreement(self, row: StrategyResult) -> Agreement | None:
         """Return the agreement of a row's losses with those of `single`, or None if one of them did not run."""
         if self.reference is None or row is self.reference or row.outcome != "ran":
             return None
@@ -304,14 +304,14 @@ class Comparison(TurnResults):
         return min(parts, key=lambda a: (a.within, math.inf if a.digits is None else a.digits))
 
     @property
-    def disagreeing_rows(self) -> list[CellResult]:
+    def disagreeing_rows(self) -> list[StrategyResult]:
         """Rows whose losses are beyond the tolerance."""
         agreements = [(row, self.agreement(row)) for row in self.rows]
         return [row for row, found in agreements if found is not None and not found.within]
 
     @property
     def finished(self) -> bool:
-        """Whether every cell ran or was refused, so that another run has nothing to add."""
+        """Whether every strategy ran or was refused, so that another run has nothing to add."""
         return not self.interrupted and all(row.outcome in ("ran", "refused") for row in self.rows)
 
     @property
@@ -324,9 +324,9 @@ class Comparison(TurnResults):
         answer, *wrong = self.verdict()
         if not self.disagreeing_rows:
             wrong = []
-        failed = [row.cell for row in self.rows if row.outcome in ("failed", "unlike")]
+        failed = [row.strategy for row in self.rows if row.outcome in ("failed", "unlike")]
         answer += f"; {len(failed)} failed: {first_few(failed)}" if failed else ""
-        reused = [row.cell for row in self.rows if row.reused]
+        reused = [row.strategy for row in self.rows if row.reused]
         limits = [
             self.unkept,
             *wrong,
@@ -344,10 +344,10 @@ class Comparison(TurnResults):
             last=[self.note],
         ).format(width)
 
-    def _screen_columns(self) -> list[Column[CellResult]]:
+    def _screen_columns(self) -> list[Column[StrategyResult]]:
         return [
-            Column(head="strategy", text=lambda row: row.cell, right=False),
-            library_name_column(self.library_names, CellResult, dropped=1),
+            Column(head="strategy", text=lambda row: row.strategy, right=False),
+            library_name_column(self.library_names, StrategyResult, dropped=1),
             Column(
                 head="step", text=lambda row: format_duration(median(row.timed_seconds)) if row.timed_seconds else ""
             ),
@@ -356,13 +356,13 @@ class Comparison(TurnResults):
             Column(head="agreement", text=self._agreement_text, right=False),
         ]
 
-    def _agreement_text(self, row: CellResult) -> str:
+    def _agreement_text(self, row: StrategyResult) -> str:
         if row is self.reference:
             return "reference"
         found = self.agreement(row)
         return f"{found or '-'}{'' if found is None or found.within else '!'}"
 
-    def _rate_text(self, row: CellResult) -> str:
+    def _rate_text(self, row: StrategyResult) -> str:
         rate = self.rate(row)
         return "-" if rate is None else f"{rate:.{1 if rate < 100 else 0}f}"
 
@@ -372,10 +372,10 @@ class Comparison(TurnResults):
 
     @override
     def tables(self, width: int) -> list[list[str]]:
-        work = [((cell,), one) for cell, one in self.step_figures().items()]
+        work = [((strategy,), one) for strategy, one in self.step_figures().items()]
         known = [row for row in self.rows if row.memory and row.outcome != "unlike"]
-        cells = [(row.name_until_failure, self.rank_count(row), row.memory) for row in known]
-        memory = [*format_memory_tables(cells, width), *format_sent_table(cells, width)] if cells else []
+        strategies = [(row.name_until_failure, self.rank_count(row), row.memory) for row in known]
+        memory = [*format_memory_tables(strategies, width), *format_sent_table(strategies, width)] if strategies else []
         main = [line for block in self.blocks(width) for line in block]
         return [main, format_work_table(("work",), work, width), memory]
 
@@ -383,20 +383,20 @@ class Comparison(TurnResults):
     def blocks(self, width: int) -> list[list[str]]:
         """Return the lines of the header, then of each row; without column x if they would be too wide."""
         last = "allocated" if self._has_memory else "RSS"
-        rows = [("cell", "loss", "step ms", "x", f"{self.unit}/s", last), *map(self._shown, self.rows)]
+        rows = [("strategy", "loss", "step ms", "x", f"{self.unit}/s", last), *map(self._shown, self.rows)]
         blocks = format_table_rows(rows[0], rows[1:], right=(2, 3, 4, 5), width=width)
         if max(len(line) for block in blocks for line in block) <= width:
             return blocks
         narrow = [row[:3] + row[4:] for row in rows]
         return format_table_rows(narrow[0], narrow[1:], right=(2, 3, 4), width=width, fold=True)
 
-    def _shown(self, row: CellResult) -> tuple[str, ...]:
+    def _shown(self, row: StrategyResult) -> tuple[str, ...]:
         if not row.timed_seconds or row.outcome not in ("ran", "waits"):
-            return row.cell, OUTCOME_PREFIXES[row.outcome] + (row.note or "waits")
+            return row.strategy, OUTCOME_PREFIXES[row.outcome] + (row.note or "waits")
         middle = median(row.timed_seconds)
         factor = f"{middle / median(self.baseline.timed_seconds):.2f}" if self.baseline is not None else "-"
         return (
-            row.cell,
+            row.strategy,
             self._agreement_text(row),
             format_spread(row.timed_seconds),
             factor,
@@ -408,7 +408,7 @@ class Comparison(TurnResults):
     def _has_memory(self) -> bool:
         return any(row.memory for row in self.rows)
 
-    def _memory_text(self, row: CellResult) -> str:
+    def _memory_text(self, row: StrategyResult) -> str:
         if self._has_memory:
             return format_size(largest_peak_bytes(row.memory)) if row.memory else "-"
         return format_size(max(row.peak_rss)) if row.peak_rss else "-"
@@ -417,7 +417,7 @@ class Comparison(TurnResults):
     def remarks_by_table(self) -> list[list[Remark]]:
         main = table_remarks(*self.row_notes(), *self.timing())
         if self.baseline is not None:
-            main.append(Remark(column="x", text=f"x: step time in proportion to {self.baseline.cell}"))
+            main.append(Remark(column="x", text=f"x: step time in proportion to {self.baseline.strategy}"))
         if not self._has_memory:
             main += [RSS] if any(row.outcome == "ran" for row in self.rows) else []
             return [main, self.work_remarks(), []]
@@ -430,7 +430,7 @@ class Comparison(TurnResults):
 
     @property
     def _rows_with_memory(self) -> list[tuple[str, list[MemoryAccount]]]:
-        return [(row.cell, row.memory) for row in self.rows if row.memory]
+        return [(row.strategy, row.memory) for row in self.rows if row.memory]
 
     @override
     def closing_remarks(self) -> list[Remark]:
@@ -449,7 +449,7 @@ class Comparison(TurnResults):
             return ["no verdict: no strategy except single ran"]
         steps, allowed = len(self.reference.losses), loss_tolerance(self.judged_as)
         wrong = [
-            f"DISAGREES: {row.cell} by {found.off:.1e} at step {found.step}{found.part_suffix}: "
+            f"DISAGREES: {row.strategy} by {found.off:.1e} at step {found.step}{found.part_suffix}: "
             f"{_loss_furthest_off(row, found):.8g} instead of {_loss_furthest_off(self.reference, found):.8g}; "
             f"allowed in {self.judged_as}: {allowed:g}"
             for row, found in judged
@@ -459,30 +459,30 @@ class Comparison(TurnResults):
             return wrong
         least = min((found.digits for _, found in judged if found.digits is not None), default=None)
         how = "bit for bit" if least is None else f"to {least} digits or more"
-        cells = f"all {len(judged)} strategies agree" if len(judged) > 1 else f"{judged[0][0].cell} agrees"
+        strategies = f"all {len(judged)} strategies agree" if len(judged) > 1 else f"{judged[0][0].strategy} agrees"
         first, last = self.reference.losses[0], self.reference.losses[-1]
         where = f", on {self.describe_ranks()}" if self.machines > 1 else ""
         return [
-            f"{cells} with one process {how}, over {count_of(steps, 'step')}{where}",
+            f"{strategies} with one process {how}, over {count_of(steps, 'step')}{where}",
             f"loss of one process: {first:.4f} at step 1, {last:.4f} at step {steps}",
         ]
 
     def to_json(self) -> dict[str, Any]:
-        """Return every figure, and the agreement of each cell for readers of the file."""
+        """Return every figure, and the agreement of each strategy for readers of the file."""
         data = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _FIELDS_NOT_STORED}
         forecast = None if self.forecast is None else self.forecast.model_dump(mode="json")
-        return {**data, "cells": [self._row_json(row) for row in self.rows], "forecast": forecast}
+        return {**data, "strategies": [self._row_json(row) for row in self.rows], "forecast": forecast}
 
-    def _row_json(self, row: CellResult) -> dict[str, Any]:
+    def _row_json(self, row: StrategyResult) -> dict[str, Any]:
         found = self.agreement(row)
-        return cell_result_to_json(row) | {
+        return strategy_result_to_json(row) | {
             "agreement": None if found is None else {"says": str(found), **asdict(found)}
         }
 
     @classmethod
     def from_json(cls, data: dict[str, Any], **changed: Any) -> Self:
         """Return the comparison of a file's mapping, with some fields `changed`."""
-        rows = [cell_result_from_json(cell) for cell in data["cells"]]
+        rows = [strategy_result_from_json(strategy) for strategy in data["strategies"]]
         ranks = max((len(row.peak_rss) for row in rows), default=0)
         data = {"unwatched": "", "moments": "", "machines": 1, "unit": "samples", "ranks": ranks, **data}
         stored = {f.name: data[f.name] for f in fields(cls) if f.name not in _FIELDS_NOT_STORED}
@@ -491,6 +491,6 @@ class Comparison(TurnResults):
         return cls(**{**stored, **changed}, rows=rows, forecast=forecast)
 
 
-def _loss_furthest_off(row: CellResult, found: Agreement) -> float:
+def _loss_furthest_off(row: StrategyResult, found: Agreement) -> float:
     """Return the row's loss in the step with the largest difference."""
     return (row.parts[found.part] if found.part else row.losses)[found.step - 1]

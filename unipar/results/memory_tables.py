@@ -1,4 +1,4 @@
-"""Memory of cells as text tables: by category, at the peak of the largest rank."""
+"""Memory of strategies as text tables: by category, at the peak of the largest rank."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from unipar.backend import Category
-from unipar.config import Cell
+from unipar.config import Strategy
 from unipar.memory.account import SENT_AXES, MemoryAccount, PhasePeak
 from unipar.memory.sources.malloc_build import METER_ENVIRONMENT
 from unipar.planning.cuda_total import total_on_cuda
@@ -24,7 +24,7 @@ _CATEGORIES_BY_COLUMN: Final[dict[str, tuple[Category, ...]]] = {
     "rest": ("buffers", "library", "runtime"),
     "?": ("unattributed",),
 }
-"""Categories in each column of the table; `ema` is left out where no cell has averages."""
+"""Categories in each column of the table; `ema` is left out where no strategy has averages."""
 
 _COUNTING_NOTES: Final = {
     "malloc": "every block counted",
@@ -64,25 +64,27 @@ def highest_phase_peak(phases: Sequence[PhasePeak]) -> int:
     return max((phase.peak for phase in phases), default=0)
 
 
-def describe_peak_ranges(cells: Iterable[tuple[str, Sequence[MemoryAccount]]]) -> list[str]:
-    """Return the lowest and the highest peak of the recorded steps, for cells in which they differ."""
-    all_peaks = [(cell, peaks) for cell, accounts in cells if len(peaks := largest_account(accounts).peaks) > 1]
-    ranges = [(cell, format_size(min(peaks)), format_size(max(peaks))) for cell, peaks in all_peaks]
-    texts = [f"{cell} {low} to {high}" for cell, low, high in ranges if low != high]
-    rest = "; equal in the other cells" if len(texts) < len(ranges) else ""
+def describe_peak_ranges(strategies: Iterable[tuple[str, Sequence[MemoryAccount]]]) -> list[str]:
+    """Return the lowest and the highest peak of the recorded steps, for strategies in which they differ."""
+    all_peaks = [
+        (strategy, peaks) for strategy, accounts in strategies if len(peaks := largest_account(accounts).peaks) > 1
+    ]
+    ranges = [(strategy, format_size(min(peaks)), format_size(max(peaks))) for strategy, peaks in all_peaks]
+    texts = [f"{strategy} {low} to {high}" for strategy, low, high in ranges if low != high]
+    rest = "; equal in the other strategies" if len(texts) < len(ranges) else ""
     return [f"peaks of the recorded steps: {', '.join(texts)}{rest}"] if texts else []
 
 
-def describe_setup_peaks(cells: Iterable[tuple[str, Sequence[MemoryAccount]]]) -> list[str]:
-    """Return what cells with further axes need in their steps, if their peak is of the set-up."""
+def describe_setup_peaks(strategies: Iterable[tuple[str, Sequence[MemoryAccount]]]) -> list[str]:
+    """Return what strategies with further axes need in their steps, if their peak is of the set-up."""
     lines: list[str] = []
-    for cell, accounts in cells:
+    for strategy, accounts in strategies:
         first, peak = largest_account(accounts), largest_account(accounts).peak
         later = [phase.peak for account in accounts for phase in account.phases if phase.name != "built"]
-        if "+" in cell and Cell.parse(cell).axes.ranks > 1 and peak.name == "built" and later:
+        if "+" in strategy and Strategy.parse(strategy).axes.ranks > 1 and peak.name == "built" and later:
             lines.append(
-                f"{cell}: its peak is of the set-up, in which rank {first.rank} tries the whole model; in the steps "
-                f"the largest rank holds {format_size(max(later))}"
+                f"{strategy}: its peak is of the set-up, in which rank {first.rank} tries the whole model; in the "
+                f"steps the largest rank holds {format_size(max(later))}"
             )
     return lines
 
@@ -99,34 +101,37 @@ def bytes_on_this_machine(accounts: Sequence[MemoryAccount]) -> int | None:
     return largest_resident_bytes(accounts) if reserved is None else reserved
 
 
-def format_memory_tables(cells: Sequence[tuple[str, int, Sequence[MemoryAccount]]], width: int) -> list[str]:
-    """Return the lines of two tables: total memory of each cell, counted in several ways, and memory by category.
+def format_memory_tables(strategies: Sequence[tuple[str, int, Sequence[MemoryAccount]]], width: int) -> list[str]:
+    """Return the lines of two tables: total memory of each strategy, counted in several ways, and memory by category.
 
-    `cells`: name, number of ranks and accounts of each.
+    `strategies`: name, number of ranks and accounts of each.
     """
     header: tuple[str, ...] = ("memory", "fullest in", "allocated", "resident", "on CUDA")
-    rows = [_host_memory_row(*cell) for cell in cells]
-    if any(a.on is not None for *_, accounts in cells for a in accounts):
+    rows = [_host_memory_row(*strategy) for strategy in strategies]
+    if any(a.on is not None for *_, accounts in strategies for a in accounts):
         header = ("memory", "fullest in", "allocated", "reserved", "gaps", "on CUDA", "host")
-        rows = [_cuda_memory_row(*cell) for cell in cells]
+        rows = [_cuda_memory_row(*strategy) for strategy in strategies]
     lines = [
         line
         for block in format_table_rows(header, rows, right=range(2, len(header)), width=width, fold=True)
         for line in block
     ]
-    averages = any("averages" in largest_account(accounts).peak.held for *_, accounts in cells)
+    averages = any("averages" in largest_account(accounts).peak.held for *_, accounts in strategies)
     columns = {name: group for name, group in _CATEGORIES_BY_COLUMN.items() if name != "ema" or averages}
-    parts = [("MiB", *columns), *(_category_row(cell, accounts, columns.values()) for cell, _, accounts in cells)]
+    parts = [
+        ("MiB", *columns),
+        *(_category_row(strategy, accounts, columns.values()) for strategy, _, accounts in strategies),
+    ]
     right = range(1, len(columns) + 1)
     by_category = format_table_rows(parts[0], parts[1:], right=right, width=width, fold=True)
     return [*lines, "", *(line for block in by_category for line in block)]
 
 
-def _host_memory_row(cell: str, ranks: int, accounts: Sequence[MemoryAccount]) -> tuple[str, ...]:
+def _host_memory_row(strategy: str, ranks: int, accounts: Sequence[MemoryAccount]) -> tuple[str, ...]:
     account = largest_account(accounts)
     resides = largest_resident_bytes(accounts)
     return (
-        cell,
+        strategy,
         account.peak.name,
         format_size(account.peak.peak),
         _size_or_dash(resides),
@@ -134,13 +139,13 @@ def _host_memory_row(cell: str, ranks: int, accounts: Sequence[MemoryAccount]) -
     )
 
 
-def _cuda_memory_row(cell: str, ranks: int, accounts: Sequence[MemoryAccount]) -> tuple[str, ...]:
+def _cuda_memory_row(strategy: str, ranks: int, accounts: Sequence[MemoryAccount]) -> tuple[str, ...]:
     account = largest_account(accounts)
     peak = account.peak
     took = format_size(total_on_cuda(account, ranks).total)
     gaps = account.gaps(peak)
     return (
-        cell,
+        strategy,
         peak.name,
         format_size(peak.peak),
         _size_or_dash(account.reserved),
@@ -155,11 +160,11 @@ def _size_or_dash(number: int | None) -> str:
 
 
 def _category_row(
-    cell: str, accounts: Sequence[MemoryAccount], columns: Iterable[tuple[Category, ...]]
+    strategy: str, accounts: Sequence[MemoryAccount], columns: Iterable[tuple[Category, ...]]
 ) -> tuple[str, ...]:
     held = largest_account(accounts).peak.held
     sums = (sum(size for category, size in held.items() if category in group) for group in columns)
-    return (cell, *(format_mib(total) if total else "-" for total in sums))
+    return (strategy, *(format_mib(total) if total else "-" for total in sums))
 
 
 def format_mib(number: int) -> str:
@@ -180,23 +185,23 @@ def bytes_along(account: MemoryAccount, axis: str) -> int:
     return sum(account.sent_along.get(axis, {}).values())
 
 
-def format_sent_table(cells: Sequence[tuple[str, int, Sequence[MemoryAccount]]], width: int) -> list[str]:
+def format_sent_table(strategies: Sequence[tuple[str, int, Sequence[MemoryAccount]]], width: int) -> list[str]:
     """Return the lines of a table of bytes sent by axis and between machines; nothing where there is only the data's.
 
-    `cells`: name, number of ranks and accounts of each.
+    `strategies`: name, number of ranks and accounts of each.
     """
-    known = [account for *_, accounts in cells for account in accounts]
+    known = [account for *_, accounts in strategies for account in accounts]
     axes, across = sent_axes(known), sends_across(known)
     if across:
         axes = axes or ["data"]
     if not axes:
         return []
     rows: list[tuple[str, ...]] = []
-    for cell, ranks, accounts in cells:
+    for strategy, ranks, accounts in strategies:
         if ranks > 1:
             most = [max(bytes_along(account, axis) for account in accounts) for axis in axes]
             most += [max(account.sent_across for account in accounts)] * across
-            rows.append((cell, *(format_size(size) if size else "-" for size in most)))
+            rows.append((strategy, *(format_size(size) if size else "-" for size in most)))
     columns = ("sent", *axes, *(("between machines",) if across else ()))
     blocks = format_table_rows(columns, rows, right=range(1, len(columns)), width=width, fold=True)
     return ["", *(line for block in blocks for line in block)]

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from unipar.errors import ReportError
 from unipar.results.comparison import Comparison
-from unipar.results.row import CellResult
+from unipar.results.row import StrategyResult
 from unipar.results.verdicts import Verdicts
 
 ResultKind = Literal["comparison", "scaling", "run", "verification"]
@@ -72,6 +72,12 @@ def read_mapping(file: Path, what: str) -> dict[str, Any]:
         raise ReportError(f"{file} cannot be read: {why}") from None
     if not isinstance(data, dict):
         raise ReportError(f"{file} is not a {what}: it holds no mapping")
+    worlds = data.get("worlds")
+    if "cells" in data or (isinstance(worlds, list) and any("cell" in world for world in worlds)):
+        raise ReportError(
+            f"{file} was written before unipar 0.1.0, which calls cells strategies: read it with the version that "
+            "wrote it, or run the command again with --overwrite"
+        )
     return data
 
 
@@ -84,12 +90,12 @@ def parse_comparison(file: Path, data: dict[str, Any]) -> Comparison:
         why = f"no key {e}" if isinstance(e, LookupError) else str(e).partition("\n")[0]
         raise ReportError(f"{file} is not a comparison written by unipar: {why}") from None
     if not result.rows:
-        raise ReportError(f"{file} is not a comparison written by unipar: it has no cells")
+        raise ReportError(f"{file} is not a comparison written by unipar: it has no strategies")
     one = result.reference
     for row in result.rows:
         why = _missing_results(row) if row.outcome == "ran" else ""
         if not why and one is not None and row.outcome == "ran" and len(row.losses) != len(one.losses):
-            why = f"{row.cell} has {len(row.losses)} losses, {one.cell} has {len(one.losses)}"
+            why = f"{row.strategy} has {len(row.losses)} losses, {one.strategy} has {len(one.losses)}"
         if why:
             raise ReportError(f"{file} is not a comparison written by unipar: {why}")
     return result
@@ -105,11 +111,15 @@ def parse_verdicts(file: Path, data: dict[str, Any]) -> Verdicts:
     return now
 
 
-def _missing_results(row: CellResult) -> str:
+def _missing_results(row: StrategyResult) -> str:
     """Return which results are missing in a row that ran, or ""."""
     if not row.losses:
-        return f"{row.cell} ran and has no losses"
-    return "" if row.timed_seconds and min(row.timed_seconds) > 0 else f"{row.cell} ran and has steps that took no time"
+        return f"{row.strategy} ran and has no losses"
+    return (
+        ""
+        if row.timed_seconds and min(row.timed_seconds) > 0
+        else f"{row.strategy} ran and has steps that took no time"
+    )
 
 
 def nested_mapping(of: Mapping[str, Any], key: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`CellResult`: results of one cell of a comparison, to and from JSON."""
+"""`StrategyResult`: results of one strategy of a comparison, to and from JSON."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from unipar.profiling.work import RankWork
 from unipar.results.same_training import TrainingMarks
 from unipar.utils.screen import Column, Reason
 
-CellOutcome = Literal["waits", "ran", "refused", "absent", "failed", "unlike"]
-"""Outcome of a cell; absent: its library is not installed here; unlike: it trained something else than the others."""
+StrategyOutcome = Literal["waits", "ran", "refused", "absent", "failed", "unlike"]
+"""Outcome of a strategy; absent: its library is not installed; unlike: it trained something else than others."""
 
 
-REUSED = "reused from an earlier run, and not timed in turns with the cells that ran later"
+REUSED = "reused from an earlier run, and not timed in turns with the strategies that ran later"
 """Note of a row that was reused."""
 
-OLDER_REUSED = "kept from an earlier go, and not timed in turns with the cells that ran later"
+OLDER_REUSED = "kept from an earlier go, and not timed in turns with the strategies that ran later"
 """Note of a reused row in older files, which have no field `reused`."""
 
 
@@ -45,13 +45,13 @@ OUTCOME_NAMES: Final = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class CellResult:
-    """Results of one cell."""
+class StrategyResult:
+    """Results of one strategy."""
 
-    cell: str
-    outcome: CellOutcome
+    strategy: str
+    outcome: StrategyOutcome
     note: str = ""
-    """Reason why the cell did not run, or remark on how it ran."""
+    """Reason why the strategy did not run, or remark on how it ran."""
 
     losses: list[float] = field(default_factory=list[float])
     """Losses of the global batch, step by step, with the warm-up."""
@@ -69,24 +69,24 @@ class CellResult:
     """Memory account of each rank."""
 
     work: list[RankWork] = field(default_factory=list[RankWork])
-    """Work in the steps of each rank; empty in files of earlier versions, and until the cell has ended."""
+    """Work in the steps of each rank; empty in files of earlier versions, and until the strategy has ended."""
 
     marks: TrainingMarks | None = None
-    """Marks of what the cell trained: only cells with the same training are ranked."""
+    """Marks of what the strategy trained: only strategies with the same training are ranked."""
 
     started: float = 0.0
     """Seconds from the start of the first process until all ranks were ready."""
 
     at: str = ""
-    """Phase in which the cell failed, by the failing rank's last heartbeat: "in the backward of step 7"."""
+    """Phase in which the strategy failed, by the failing rank's last heartbeat: "in the backward of step 7"."""
 
     reused: bool = False
     """Whether the row is from an earlier run of the same comparison, and was not timed in turns with the others."""
 
     @property
     def name_until_failure(self) -> str:
-        """Name of the cell in memory tables; figures of a failed one are from the time before it failed."""
-        return f"{self.cell}, until it failed" if self.outcome == "failed" else self.cell
+        """Name of the strategy in memory tables; figures of a failed one are from the time before it failed."""
+        return f"{self.strategy}, until it failed" if self.outcome == "failed" else self.strategy
 
     @property
     def timed_seconds(self) -> list[float]:
@@ -94,7 +94,7 @@ class CellResult:
         return list(chain.from_iterable(self.seconds))
 
 
-def row_reason(row: CellResult) -> Reason | None:
+def row_reason(row: StrategyResult) -> Reason | None:
     """Return why a row has no figures to show, or None if it has some."""
     if row.outcome == "ran" or (row.outcome == "waits" and row.timed_seconds):
         return None
@@ -106,7 +106,7 @@ def outcome_reason(outcome: str, note: str) -> Reason:
     return Reason(kind=OUTCOME_NAMES[outcome], text=OUTCOME_PREFIXES[outcome] + (note or "waits"))
 
 
-def cell_result_to_json(row: CellResult) -> dict[str, Any]:
+def strategy_result_to_json(row: StrategyResult) -> dict[str, Any]:
     """Return a row as a mapping for JSON."""
     memory = [account.model_dump(mode="json") for account in row.memory]
     marks = None if row.marks is None else row.marks.model_dump(mode="json")
@@ -114,15 +114,15 @@ def cell_result_to_json(row: CellResult) -> dict[str, Any]:
     return asdict(replace(row, memory=[], marks=None, work=[])) | {"memory": memory, "marks": marks, "work": work}
 
 
-def cell_result_from_json(data: Mapping[str, Any]) -> CellResult:
+def strategy_result_from_json(data: Mapping[str, Any]) -> StrategyResult:
     """Return the row of a mapping from JSON; raise TypeError if its memory has no phases."""
-    known = {f.name: data[f.name] for f in fields(CellResult) if f.name in data and f.name not in _OWN_CLASSES}
+    known = {f.name: data[f.name] for f in fields(StrategyResult) if f.name in data and f.name not in _OWN_CLASSES}
     memory = [MemoryAccount.model_validate(account, strict=False) for account in data.get("memory", [])]
     if not all(account.phases for account in memory):
-        raise TypeError(f"{known['cell']} has an account without phases")
+        raise TypeError(f"{known['strategy']} has an account without phases")
     marks = data.get("marks")
     known.setdefault("reused", OLDER_REUSED in known.get("note", ""))
-    return CellResult(
+    return StrategyResult(
         **known,
         memory=memory,
         marks=None if marks is None else TrainingMarks.model_validate(marks, strict=False),
@@ -142,18 +142,18 @@ def format_spread(seconds: list[float]) -> str:
     return "{:.{p}f} [{:.{p}f}..{:.{p}f}]".format(middle * 1e3, low * 1e3, high * 1e3, p=places)
 
 
-class RowOfCell(Protocol):
-    """Row of a table with the cell that it is about."""
+class RowOfStrategy(Protocol):
+    """Row of a table with the strategy that it is about."""
 
     @property
-    def cell(self) -> str: ...
+    def strategy(self) -> str: ...
 
 
-RowOfCellT = TypeVar("RowOfCellT", bound=RowOfCell)
+RowOfStrategyT = TypeVar("RowOfStrategyT", bound=RowOfStrategy)
 
 
-def library_name_column(names: Mapping[str, str], row: type[RowOfCellT], *, dropped: int) -> Column[RowOfCellT]:
-    """Return the column with what each cell's library calls it, for rows of this type."""
+def library_name_column(names: Mapping[str, str], row: type[RowOfStrategyT], *, dropped: int) -> Column[RowOfStrategyT]:
+    """Return the column with what each strategy's library calls it, for rows of this type."""
     return Column(
-        head="known as", text=lambda row: names.get(row.cell, ""), right=False, shortened=True, dropped=dropped
+        head="known as", text=lambda row: names.get(row.strategy, ""), right=False, shortened=True, dropped=dropped
     )

@@ -54,12 +54,12 @@ class RunEntry:
 
     folder: str
     kind: EntryKind
-    cell: str = ""
-    """Name of the cell, or number of cells; "" if it is not known."""
+    strategy: str = ""
+    """Name of the strategy, or number of strategies; "" if it is not known."""
 
     ranks: int | None = None
     steps: int | None = None
-    """Optimizer steps done; of a comparison, in each cell."""
+    """Optimizer steps done; of a comparison, in each strategy."""
 
     of: int | None = None
     """Optimizer steps in all; None if they are counted in epochs and the data has not been read yet."""
@@ -184,13 +184,13 @@ def _read_run(run: Path, entry: RunEntry) -> RunEntry:
     head, tail = _first_and_last_events(ledger_path(run, 0))
     start = next((row for row in head if row["event"] == "start"), {})
     if "ranks" in launch:  # of this attempt; the ledger begins with the first one
-        start = {"cell": settled.get("cell"), "size": launch["ranks"]}
+        start = {"strategy": settled.get("strategy"), "size": launch["ranks"]}
     step = next((row for row in reversed(tail) if row["event"] == "step"), {})
     started = min([(run / "launch.json").stat().st_mtime] if launch else [entry.started], default=entry.started)
     started = min([started, *(row["time"] for row in head[:1])])
     entry = replace(
         entry,
-        cell=str(start.get("cell") or settled.get("cell") or ""),
+        strategy=str(start.get("strategy") or settled.get("strategy") or ""),
         ranks=start.get("size") or nested_mapping(settled, "sizes").get("ranks"),
         of=step.get("of") or nested_mapping(config, "train").get("steps"),
         loss=step.get("loss"),
@@ -305,12 +305,12 @@ def _read_other(at: Path, kind: EntryKind, entry: RunEntry) -> RunEntry:
     file = at / RESULT_OF_COMMAND[at.name][0]
     running = _locked(at)
     data = read_mapping(file, kind) if file.exists() else {}
-    rows: list[Mapping[str, Any]] = data.get("worlds" if kind == "scaling" else "cells", [])
-    names = dict.fromkeys(str(row["cell"]) for row in rows)
+    rows: list[Mapping[str, Any]] = data.get("worlds" if kind == "scaling" else "strategies", [])
+    names = dict.fromkeys(str(row["strategy"]) for row in rows)
     sizes = [int(row["ranks"]) for row in rows if row.get("ranks")] or [int(data.get("ranks") or 0)]
     entry = replace(
         entry,
-        cell=count_of(len(names), "cell") if rows else "",
+        strategy=count_of(len(names), "strategy") if rows else "",
         ranks=max(sizes) or max((len(row.get("peak_rss", ())) for row in rows), default=0) or None,
         steps=max((len(row.get("losses", ())) for row in rows), default=0) or None,
     )
@@ -322,7 +322,7 @@ def _state_of_rows(data: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], k
     """Return the state of a comparison, a scaling or a verification by its rows, and a sentence on it."""
     by: dict[str, list[str]] = {}
     for row in rows:
-        by.setdefault(str(row["outcome"]), []).append(str(row["cell"]))
+        by.setdefault(str(row["outcome"]), []).append(str(row["strategy"]))
     again = "" if kind == "verification" else "; the same command goes on"
     if waits := by.get("waits"):
         left = f"{len(waits)} of {len(rows)} did not run{again}"
@@ -330,7 +330,7 @@ def _state_of_rows(data: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], k
     if data.get("interrupted"):
         return "stopped", f"it was interrupted{again}"
     for outcome, verb in (("failed", "failed"), ("disagrees", "disagreed"), ("unlike", "trained something else")):
-        if cells := by.get(outcome):
-            return "failed", f"{first_few(cells)} {verb}"
+        if strategies := by.get(outcome):
+            return "failed", f"{first_few(strategies)} {verb}"
     stopped = str(data.get("stopped") or "")
     return ("failed", stopped) if stopped else ("ended", "")

@@ -45,8 +45,8 @@ class Report(ShownAsPage):
     out: Path
     """The run folder."""
 
-    cell: str
-    """Name of the cell: backend and what is sharded."""
+    strategy: str
+    """Name of the strategy: backend and what is sharded."""
 
     size: int
     """Number of ranks."""
@@ -121,7 +121,7 @@ class Report(ShownAsPage):
         steps = [int(row["step"]) for row in steps_logged]
         return cls(
             out=run,
-            cell=str(start.get("cell", "")),
+            strategy=str(start.get("strategy", "")),
             size=int(start.get("size", len(ranks))),
             parameters=int(start.get("parameters", 0)),
             steps=max([0, *steps, *stops, *ends]),
@@ -189,7 +189,7 @@ class Report(ShownAsPage):
     def table(self, width: int = 80) -> str:
         """Return the run in a few lines of text."""
         ranks = "one process" if self.size == 1 else f"{self.size} ranks"
-        rows = [("cell", f"{self.cell}, {ranks}"), ("parameters", f"{self.parameters:,}")]
+        rows = [("strategy", f"{self.strategy}, {ranks}"), ("parameters", f"{self.parameters:,}")]
         how = f", stopped by {self.stopped_by} after step {self.stopped}" if self.stopped is not None else ""
         rows.append(("steps", f"{self.steps}{how}"))
         rows.append(("time", f"{format_duration(self.seconds)} from the first event to the last"))

@@ -1,4 +1,4 @@
-"""Check that two cells trained the same: initial values, samples and precision, as their ranks recorded them."""
+"""Check that two strategies trained the same: initial values, samples and precision, as their ranks recorded them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def rank_marks_path(run: Path, rank: int) -> Path:
 
 
 class TrainingMarks(Section):
-    """Marks of what all ranks of a cell trained; equal for the same training, however it is split over ranks."""
+    """Marks of what all ranks of a strategy trained; equal for the same training, however it is split over ranks."""
 
     values: dict[str, str]
     """Hash of each parameter's initial values."""
@@ -98,7 +98,7 @@ def _distinct_words(words: Iterable[list[str]]) -> tuple[str, ...]:
 def judged_precision(precision: Precision, of_one: TrainingMarks | None) -> Precision:
     """Return the precision whose tolerance losses have: the config's, or bf16-mixed if frozen weights have fewer bits.
 
-    The marks are those of one process: a cell that computes in fewer bits by itself trains something else.
+    The marks are those of one process: a strategy that computes in fewer bits by itself trains something else.
     """
     narrow = of_one is not None and any(word.startswith(("bfloat16", "float16")) for word in of_one.computed)
     return "bf16-mixed" if narrow and precision in ("fp32", "fp64") else precision
@@ -107,7 +107,7 @@ def judged_precision(precision: Precision, of_one: TrainingMarks | None) -> Prec
 def describe_training_difference(
     mine: TrainingMarks, others: Mapping[str, TrainingMarks], *, one_total: bool = True
 ) -> str:
-    """Return why a cell did not train the same as the others, or ""; `one_total`: all have the same total batch."""
+    """Return why a strategy did not train the same as the others, or ""; `one_total`: all have the same total batch."""
     same_readers = ((name, m) for name, m in others.items() if m.readers == mine.readers)
     same_batch = next(((name, m) for name, m in same_readers if one_total or m.total == mine.total), None)
     same_precision = next(((name, m) for name, m in others.items() if m.precision == mine.precision), None)

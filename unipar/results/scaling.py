@@ -1,4 +1,4 @@
-"""`Scaling`: results of cells in worlds of several sizes, with speed-up and efficiency."""
+"""`Scaling`: results of strategies in worlds of several sizes, with speed-up and efficiency."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import override
 
-from unipar.config import Cell
+from unipar.config import Strategy
 from unipar.errors import ReportError
 from unipar.memory.account import MemoryAccount
 from unipar.planning.cuda_total import total_on_cuda
@@ -26,12 +26,12 @@ from unipar.results.memory_tables import (
 )
 from unipar.results.row import (
     OUTCOME_PREFIXES,
-    CellResult,
-    cell_result_from_json,
-    cell_result_to_json,
+    StrategyResult,
     format_spread,
     library_name_column,
     row_reason,
+    strategy_result_from_json,
+    strategy_result_to_json,
 )
 from unipar.results.same_training import describe_training_difference
 from unipar.results.step_work.figures import StepFigures
@@ -51,10 +51,10 @@ _FIELDS_STORED_ELSEWHERE = ("worlds", "rows", "unkept", "library_names")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScaledCell:
-    """One cell in a world of one size."""
+class ScaledStrategy:
+    """One strategy in a world of one size."""
 
-    cell: str
+    strategy: str
     ranks: int
     kinds: tuple[ScalingKind, ...]
     """Kinds of scaling that the world is part of; the smallest world is part of both."""
@@ -70,25 +70,25 @@ class ScaledCell:
     @property
     def name(self) -> str:
         """Name of the world's row and folder: `native/nothing x2 strong`."""
-        return f"{self.cell} x{self.ranks}" + (f" {self.kinds[0]}" if len(self.kinds) == 1 else "")
+        return f"{self.strategy} x{self.ranks}" + (f" {self.kinds[0]}" if len(self.kinds) == 1 else "")
 
     @property
     def share(self) -> int:
         """Samples, or tokens, of a rank of the data in one step."""
-        return self.samples * Cell.parse(self.cell).axes.ranks // self.ranks
+        return self.samples * Strategy.parse(self.strategy).axes.ranks // self.ranks
 
     @property
     def table_head(self) -> tuple[str, str, str]:
         """First three columns of the world's row in a table."""
         where = f" on {self.machines}" if self.machines > 1 else ""
-        return self.cell, f"{self.ranks}{where}", " ".join(self.kinds) if len(self.kinds) == 1 else "both"
+        return self.strategy, f"{self.ranks}{where}", " ".join(self.kinds) if len(self.kinds) == 1 else "both"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling(TurnResults):
-    """Results of all worlds; the smallest world of each cell comes first and is the reference for its others."""
+    """Results of all worlds; the smallest world of each strategy comes first and is the reference for its others."""
 
-    worlds: tuple[ScaledCell, ...]
+    worlds: tuple[ScaledStrategy, ...]
     """Worlds, in the order of their rows, which have their names."""
 
     cores: int
@@ -110,17 +110,17 @@ class Scaling(TurnResults):
     versions: dict[str, str] = field(default_factory=dict[str, str])
     machine: dict[str, Any] = field(default_factory=dict[str, Any])
 
-    def row(self, world: ScaledCell) -> CellResult:
+    def row(self, world: ScaledStrategy) -> StrategyResult:
         """Return the row of a world."""
-        return next(row for row in self.rows if row.cell == world.name)
+        return next(row for row in self.rows if row.strategy == world.name)
 
     @override
-    def samples_of(self, row: CellResult) -> int:
-        return next(world.samples for world in self.worlds if world.name == row.cell)
+    def samples_of(self, row: StrategyResult) -> int:
+        return next(world.samples for world in self.worlds if world.name == row.strategy)
 
-    def timed_worlds(self, cell: str, kind: ScalingKind) -> list[ScaledCell]:
-        """Return the worlds of one cell that were timed, the smallest first."""
-        return [w for w in self.worlds if w.cell == cell and kind in w.kinds and self.rate(w) is not None]
+    def timed_worlds(self, strategy: str, kind: ScalingKind) -> list[ScaledStrategy]:
+        """Return the worlds of one strategy that were timed, the smallest first."""
+        return [w for w in self.worlds if w.strategy == strategy and kind in w.kinds and self.rate(w) is not None]
 
     @property
     def kinds(self) -> list[ScalingKind]:
@@ -128,36 +128,36 @@ class Scaling(TurnResults):
         return [kind for kind in SCALING_KINDS if any(kind in world.kinds for world in self.worlds)]
 
     @property
-    def cells(self) -> list[str]:
-        """Names of all cells, in the order of their worlds."""
-        return list(dict.fromkeys(world.cell for world in self.worlds))
+    def strategies(self) -> list[str]:
+        """Names of all strategies, in the order of their worlds."""
+        return list(dict.fromkeys(world.strategy for world in self.worlds))
 
-    def base(self, world: ScaledCell) -> ScaledCell:
-        """Return the smallest world of the same cell that is not refused."""
-        worlds = [w for w in self.worlds if w.cell == world.cell]
+    def base(self, world: ScaledStrategy) -> ScaledStrategy:
+        """Return the smallest world of the same strategy that is not refused."""
+        worlds = [w for w in self.worlds if w.strategy == world.strategy]
         return next((w for w in worlds if self.row(w).outcome not in ("refused", "absent")), worlds[0])
 
-    def rate(self, world: ScaledCell) -> float | None:
+    def rate(self, world: ScaledStrategy) -> float | None:
         """Return samples, or tokens, per second in the median step, or None if the world has no step times."""
         row = self.row(world)
         if not row.timed_seconds or row.outcome not in ("ran", "waits"):
             return None
         if self.unit == "tokens":  # of which each step has another number
-            return self.step_figures()[row.cell].tokens_per_second
+            return self.step_figures()[row.strategy].tokens_per_second
         return world.samples / median(row.timed_seconds)
 
-    def speed_up(self, world: ScaledCell) -> float | None:
+    def speed_up(self, world: ScaledStrategy) -> float | None:
         """Return samples, or tokens, per second, divided by those of the smallest world."""
         rate, base = self.rate(world), self.rate(self.base(world))
         return None if rate is None or base is None else rate / base
 
-    def efficiency(self, world: ScaledCell) -> float | None:
+    def efficiency(self, world: ScaledStrategy) -> float | None:
         """Return the speed-up, divided by the ideal one, in which twice the ranks are twice as fast."""
         faster = self.speed_up(world)
         return None if faster is None else faster * self.base(world).ranks / world.ranks
 
     @override
-    def training_difference(self, row: CellResult) -> str:
+    def training_difference(self, row: StrategyResult) -> str:
         """Return why the row trained something else, or ""; in weak scaling batches differ in size."""
         return (
             describe_training_difference(row.marks, self.marks_of_others(row), one_total=False)
@@ -167,7 +167,7 @@ class Scaling(TurnResults):
 
     def mark_different_training(self) -> Self:
         """Return the result in which worlds that trained something else than those before have no figures."""
-        rows: list[CellResult] = []
+        rows: list[StrategyResult] = []
         for i, row in enumerate(self.rows):
             why = (
                 replace(self, worlds=self.worlds[: i + 1], rows=[*rows, row]).training_difference(row)
@@ -177,12 +177,12 @@ class Scaling(TurnResults):
             rows.append(replace(row, outcome="unlike", note=why) if why else row)
         return replace(self, rows=rows)
 
-    def memory(self, world: ScaledCell) -> int | None:
+    def memory(self, world: ScaledStrategy) -> int | None:
         """Return the peak of the largest rank's allocated memory, or None if the world has no figures."""
         row = self.row(world)
         return largest_peak_bytes(row.memory) if row.memory and row.outcome in ("ran", "waits") else None
 
-    def agreement(self, world: ScaledCell) -> Agreement | None:
+    def agreement(self, world: ScaledStrategy) -> Agreement | None:
         """Return the agreement of the world's losses with the smallest world's, or None if these need not be equal."""
         row, base = self.row(world), self.row(self.base(world))
         if not self.held or world.kinds != ("strong",) or row is base or {row.outcome, base.outcome} != {"ran"}:
@@ -190,7 +190,7 @@ class Scaling(TurnResults):
         return measure_agreement(row.losses, base.losses, loss_tolerance(self.judged_as))
 
     @property
-    def agreements(self) -> list[tuple[ScaledCell, Agreement]]:
+    def agreements(self) -> list[tuple[ScaledStrategy, Agreement]]:
         """Worlds whose losses must equal the smallest world's, with their agreement."""
         return [(world, found) for world in self.worlds if (found := self.agreement(world)) is not None]
 
@@ -220,24 +220,24 @@ class Scaling(TurnResults):
             last=[self.note],
         ).format(width)
 
-    def _screen_columns(self) -> list[Column[ScaledCell]]:
-        def percent(world: ScaledCell) -> str:
+    def _screen_columns(self) -> list[Column[ScaledStrategy]]:
+        def percent(world: ScaledStrategy) -> str:
             share = self.efficiency(world)
             return NO_FIGURE if share is None else format_percent(share)
 
-        def factor(world: ScaledCell) -> str:
+        def factor(world: ScaledStrategy) -> str:
             faster = self.speed_up(world)
             return NO_FIGURE if faster is None else f"{faster:.2f}"
 
-        def peak(world: ScaledCell) -> str:
+        def peak(world: ScaledStrategy) -> str:
             size = self.memory(world)
             return "" if size is None else format_size(size)
 
-        def agrees(world: ScaledCell) -> str:
+        def agrees(world: ScaledStrategy) -> str:
             found = self.agreement(world)
             return "" if found is None else f"{found}{'' if found.within else '!'}"
 
-        def step(world: ScaledCell) -> str:
+        def step(world: ScaledStrategy) -> str:
             seconds = self.row(world).timed_seconds
             return format_duration(median(seconds)) if seconds else ""
 
@@ -245,7 +245,7 @@ class Scaling(TurnResults):
             Column(head="strategy", text=lambda world: world.table_head[0], right=False),
             Column(head="ranks", text=lambda world: world.table_head[1]),
             Column(head="scaling", text=lambda world: world.table_head[2], right=False),
-            library_name_column(self.library_names, ScaledCell, dropped=3),
+            library_name_column(self.library_names, ScaledStrategy, dropped=3),
             Column(head="step", text=step),
             Column(head=f"{self.unit}/s", text=self._rate_text),
             Column(head="speed-up", text=factor, dropped=1),
@@ -254,14 +254,14 @@ class Scaling(TurnResults):
             Column(head="agreement", text=agrees, right=False, dropped=2),
         ]
 
-    def _rate_text(self, world: ScaledCell) -> str:
+    def _rate_text(self, world: ScaledStrategy) -> str:
         rate = self.rate(world)
         return NO_FIGURE if rate is None else f"{rate:.{1 if rate < 100 else 0}f}"
 
     @override
     def blocks(self, width: int) -> list[list[str]]:
         """Return the lines of the header, then of each world; if too wide, without the middle half and RSS."""
-        header = ("cell", "ranks", "scaling", "step ms", f"{self.unit}/s", "speed-up", "efficiency")
+        header = ("strategy", "ranks", "scaling", "step ms", f"{self.unit}/s", "speed-up", "efficiency")
         last = () if any(row.memory for row in self.rows) else ("RSS",)
         blocks: list[list[str]] = []
         for narrow, more, fold in ((False, last, False), (True, last, False), (True, (), True)):
@@ -297,7 +297,7 @@ class Scaling(TurnResults):
         blocks = format_table_rows(header, rows, right=(1, 3, 4, 5), width=width, fold=True)
         return [line for lines in blocks for line in lines]
 
-    def _shown(self, world: ScaledCell, *, narrow: bool, rss: bool) -> tuple[str, ...]:
+    def _shown(self, world: ScaledStrategy, *, narrow: bool, rss: bool) -> tuple[str, ...]:
         row, rate, at = self.row(world), self.rate(world), world.table_head
         if rate is None:
             return *at, OUTCOME_PREFIXES[row.outcome] + (row.note or "waits")
@@ -332,17 +332,17 @@ class Scaling(TurnResults):
         return table_remarks(self.unwatched, self.unkept, self.note)
 
     def batches(self) -> list[str]:
-        """Return how many samples a step has, in sentences; cells with other axes may have another share."""
-        cells_of: dict[tuple[int, int], list[str]] = {}
-        for cell in self.cells:
-            smallest = self.base(next(world for world in self.worlds if world.cell == cell))
+        """Return how many samples a step has, in sentences; strategies with other axes may have another share."""
+        strategies_of: dict[tuple[int, int], list[str]] = {}
+        for strategy in self.strategies:
+            smallest = self.base(next(world for world in self.worlds if world.strategy == strategy))
             if smallest.samples:
                 share = smallest.micro * smallest.accumulate if self.unit == "samples" else smallest.share
-                cells_of.setdefault((smallest.samples, share), []).append(cell)
+                strategies_of.setdefault((smallest.samples, share), []).append(strategy)
         lines: list[str] = []
-        for (samples, share), cells in cells_of.items():
-            of = f" of {', '.join(cells)}" if len(cells_of) > 1 else ""
-            axes = any(Cell.parse(cell).axes.ranks > 1 for cell in cells)
+        for (samples, share), strategies in strategies_of.items():
+            of = f" of {', '.join(strategies)}" if len(strategies_of) > 1 else ""
+            axes = any(Strategy.parse(strategy).axes.ranks > 1 for strategy in strategies)
             ranks = "each rank, or group of ranks, with samples of its own" if axes else "each rank"
             weak = f"; weak: {share} for {ranks}" if "weak" in self.kinds else ""
             size = count_of(samples, "sample") if self.unit == "samples" else f"at most {samples} tokens"
@@ -362,20 +362,20 @@ class Scaling(TurnResults):
             return f"{what}; whether ranks share cores is not known"
         free = self.cores // int(self.threads)
         if not free:
-            return f"{what}: even one rank has more threads than there are cores, which limits every cell"
+            return f"{what}: even one rank has more threads than there are cores, which limits every strategy"
         if all(world.ranks <= free for world in self.worlds):
             return f"{what}; ranks share its memory and caches, but no cores"
-        return f"{what}; in worlds of more than {count_of(free, 'rank')} they share cores, which limits every cell"
+        return f"{what}; in worlds of more than {count_of(free, 'rank')} they share cores, which limits every strategy"
 
     @property
     def summary(self) -> str:
-        """Efficiency in the largest world of each cell, best cell first, as a sentence without its full stop."""
+        """Efficiency in the largest world of each strategy, the best first, as a sentence without its full stop."""
         parts: list[str] = []
         for kind in self.kinds:
-            last = [worlds[-1] for cell in self.cells if len(worlds := self.timed_worlds(cell, kind)) > 1]
+            last = [worlds[-1] for strategy in self.strategies if len(worlds := self.timed_worlds(strategy, kind)) > 1]
             by = {world: share for world in last if (share := self.efficiency(world)) is not None}
             best = sorted(by, key=lambda world: -by[world])
-            shares = [f"{format_percent(by[w])} for {w.cell} on {count_of(w.ranks, 'rank')}" for w in best]
+            shares = [f"{format_percent(by[w])} for {w.strategy} on {count_of(w.ranks, 'rank')}" for w in best]
             parts += [f"{kind} scaling: {first_few(shares)}"] if shares else []
         if not parts:
             return "No strategy ran in two worlds, so there is nothing to compare"
@@ -423,15 +423,17 @@ class Scaling(TurnResults):
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         """Return the result in a file's mapping, without checks."""
         entries: list[dict[str, Any]] = data["worlds"]
-        worlds = tuple(_scaled_cell_from_json(world) for world in entries)
-        rows = [cell_result_from_json(world | {"cell": at.name}) for at, world in zip(worlds, entries, strict=True)]
+        worlds = tuple(_scaled_strategy_from_json(world) for world in entries)
+        rows = [
+            strategy_result_from_json(world | {"strategy": at.name}) for at, world in zip(worlds, entries, strict=True)
+        ]
         known = {f.name: data[f.name] for f in fields(cls) if f.name in data and f.name not in _FIELDS_STORED_ELSEWHERE}
         return cls(**known, worlds=worlds, rows=rows)
 
-    def _world_json(self, world: ScaledCell, figures: StepFigures) -> dict[str, Any]:
+    def _world_json(self, world: ScaledStrategy, figures: StepFigures) -> dict[str, Any]:
         row, found = self.row(world), self.agreement(world)
         return {
-            **cell_result_to_json(row),
+            **strategy_result_to_json(row),
             **asdict(world),
             "samples_per_second": self.rate(world) if self.unit == "samples" else None,
             "tokens_per_second": figures.tokens_per_second,
@@ -454,11 +456,11 @@ def _other_memory_columns(accounts: Sequence[MemoryAccount], ranks: int) -> tupl
     )
 
 
-def _scaled_cell_from_json(data: Mapping[str, Any]) -> ScaledCell:
+def _scaled_strategy_from_json(data: Mapping[str, Any]) -> ScaledStrategy:
     data = {"machines": 1, **data}
-    values: dict[str, Any] = {f.name: data[f.name] for f in fields(ScaledCell)}
+    values: dict[str, Any] = {f.name: data[f.name] for f in fields(ScaledStrategy)}
     values["kinds"] = tuple(values["kinds"])
-    return ScaledCell(**values)
+    return ScaledStrategy(**values)
 
 
 def format_percent(share: float) -> str:

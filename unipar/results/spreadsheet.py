@@ -1,4 +1,4 @@
-"""CSV files of results, in bytes and seconds: compare.csv has a row a cell, scale.csv and worlds.csv a row a world."""
+"""CSV files of results in bytes and seconds: compare.csv by strategy, scale.csv and worlds.csv by world."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from unipar.results.comparison import Comparison
 from unipar.results.forecast.forecast_difference import ForecastDifference, forecast_differences
 from unipar.results.loss_agreement import Agreement
 from unipar.results.memory_tables import largest_account, largest_host_bytes, largest_resident_bytes
-from unipar.results.row import CellResult
+from unipar.results.row import StrategyResult
 from unipar.results.scaling import Scaling
 from unipar.results.step_work.figures import StepFigures
 
@@ -43,7 +43,7 @@ FORECAST_COLUMNS: Final = ("planned_peak", "measured_peak", "planned_sent", "mea
 """Predicted and measured bytes of the fullest rank; measured without what libraries and Python hold for themselves."""
 
 COMPARISON_COLUMNS: Final = (
-    "cell",
+    "strategy",
     "outcome",
     *AGREEMENT_COLUMNS,
     *TIME_COLUMNS,
@@ -54,7 +54,7 @@ COMPARISON_COLUMNS: Final = (
 WORLD_COLUMNS: Final = ("ranks", "scaling", "samples", "micro", "accumulate")
 SPEED_UP_COLUMNS: Final = ("speed_up", "efficiency")
 SCALING_COLUMNS: Final = (
-    "cell",
+    "strategy",
     *WORLD_COLUMNS,
     "outcome",
     *AGREEMENT_COLUMNS,
@@ -68,18 +68,18 @@ SCALING_COLUMNS: Final = (
 def format_comparison_csv(found: Comparison) -> str:
     """Return a comparison as CSV; unknown figures are empty, and `digits` is `all` if losses are equal to the bit."""
     figures = found.step_figures()
-    planned = {each.cell: each for each in forecast_differences(found.forecast, found.rows)}
+    planned = {each.strategy: each for each in forecast_differences(found.forecast, found.rows)}
     return _to_csv(
         COMPARISON_COLUMNS,
         (
             [
-                row.cell,
+                row.strategy,
                 row.outcome,
-                *_agreement_cells(found.agreement(row)),
-                *_time_cells(found, row),
-                *_memory_cells(row, found.rank_count(row)),
-                *_work_cells(found.step_flops(row), figures[row.cell]),
-                *_forecast_cells(planned.get(row.cell)),
+                *_agreement_strategies(found.agreement(row)),
+                *_time_strategies(found, row),
+                *_memory_strategies(row, found.rank_count(row)),
+                *_work_strategies(found.step_flops(row), figures[row.strategy]),
+                *_forecast_strategies(planned.get(row.strategy)),
             ]
             for row in found.rows
         ),
@@ -102,10 +102,10 @@ def _scaling_rows(found: Scaling) -> Iterator[list[object]]:
         gains = [*step, found.speed_up(world), found.efficiency(world)]
         sizes = [world.samples, world.micro, world.accumulate] if world.samples else ["", "", ""]
         cut = [world.ranks, world.table_head[-1], *sizes]
-        agrees = _agreement_cells(found.agreement(world))
+        agrees = _agreement_strategies(found.agreement(world))
         figures = ["" if v is None else f"{v:.6g}" for v in gains]
-        done = _work_cells(found.step_flops(row), work[world.name])
-        yield [world.cell, *cut, row.outcome, *agrees, *figures, *_memory_cells(row, world.ranks), *done]
+        done = _work_strategies(found.step_flops(row), work[world.name])
+        yield [world.strategy, *cut, row.outcome, *agrees, *figures, *_memory_strategies(row, world.ranks), *done]
 
 
 def _to_csv(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -116,27 +116,27 @@ def _to_csv(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return text.getvalue()
 
 
-def _forecast_cells(found: ForecastDifference | None) -> list[object]:
+def _forecast_strategies(found: ForecastDifference | None) -> list[object]:
     if found is None:
         return [""] * len(FORECAST_COLUMNS)
     sent = found.measured_bytes_sent
     return [found.planned.peak.peak, found.measured.high, found.planned_bytes_sent, "" if sent is None else sent]
 
 
-def _agreement_cells(agreement: Agreement | None) -> list[str]:
+def _agreement_strategies(agreement: Agreement | None) -> list[str]:
     if agreement is None:
         return ["", ""]
     return ["all" if agreement.digits is None else str(agreement.digits), "yes" if agreement.within else "no"]
 
 
-def _time_cells(found: Comparison, row: CellResult) -> list[str]:
+def _time_strategies(found: Comparison, row: StrategyResult) -> list[str]:
     if not row.timed_seconds or row.outcome != "ran":
         return ["", ""]
     middle = median(row.timed_seconds)
     return [f"{middle:.6g}", f"{found.samples / middle:.6g}" if found.unit == "samples" else ""]
 
 
-def _work_cells(flops: float | None, one: StepFigures) -> list[str]:
+def _work_strategies(flops: float | None, one: StepFigures) -> list[str]:
     if one == StepFigures():
         return [""] * len(WORK_COLUMNS)
     known = (one.tokens_per_second, flops, one.flops_per_second, one.mfu, one.waiting, one.most_waiting)
@@ -144,8 +144,8 @@ def _work_cells(flops: float | None, one: StepFigures) -> list[str]:
     return ["" if v is None else f"{v:.6g}" for v in (*known, *(compiled or (None, None)))]
 
 
-def _memory_cells(row: CellResult, ranks: int) -> list[str]:
-    """Return the memory of the largest rank, whose categories add up to `allocated`; empty for a failed cell."""
+def _memory_strategies(row: StrategyResult, ranks: int) -> list[str]:
+    """Return the memory of the largest rank, whose categories add up to `allocated`; empty for a failed strategy."""
     if not row.memory or row.outcome in ("failed", "unlike"):
         return [""] * len(MEMORY_COLUMNS)
     account = largest_account(row.memory)

@@ -1,4 +1,4 @@
-"""`Verdicts`: results of `verify`, with a verdict for each cell, and their table."""
+"""`Verdicts`: results of `verify`, with a verdict for each strategy, and their table."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from unipar.utils.text import count_of, first_few
 VerdictOutcome = Literal["waits", "agrees", "disagrees", "refused", "absent", "failed"]
 
 ONE_PROCESS_RUN_NAME: Final = "one process"
-"""Name of the run with which cells are compared; files of earlier versions do not name it."""
+"""Name of the run with which strategies are compared; files of earlier versions do not name it."""
 
 CUT_ALIKE_RUN_NAME: Final = "a replay, share by share, as configured"
 """Name of the run that takes its place if the numbers depend on how a batch is cut."""
@@ -36,12 +36,12 @@ _FIELDS_NOT_STORED: Final = ("rows", "cut_dependence", "note", "library_names")
 """Fields that verify.json holds under another name or in another form, or not at all."""
 
 LONGEST_REASON: Final = 100
-"""Characters of the reason why a cell did not run that the sentence on all cells shows."""
+"""Characters of the reason why a strategy did not run that the sentence on all strategies shows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Diagnosis of a cell that disagrees with one process: the first difference, and the kind of fault."""
+    """Diagnosis of a strategy that disagrees with one process: the first difference, and the kind of fault."""
 
     step: int
     what: str
@@ -69,7 +69,7 @@ class Finding:
     """First module in the backward that is given another gradient, with rank and microbatch; empty if none is."""
 
     traced: bool = True
-    """Whether modules were compared; false for a cell that differs with dropout only."""
+    """Whether modules were compared; false for a strategy that differs with dropout only."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,13 +100,13 @@ class CutDependence:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Verdict on one cell."""
+    """Verdict on one strategy."""
 
-    cell: str
+    strategy: str
     outcome: VerdictOutcome
     note: str = ""
     digits: int | None = None
-    """Leading digits of the loss that equal one process's in every step; None: all bits do, or the cell did not run."""
+    """Leading digits of the loss that equal one process's in every step; None: all bits do, or it did not run."""
 
     bits: str = ""
     """Order in which a one-process replay gives the same bits, `shares` or `micros`; empty if neither does."""
@@ -124,26 +124,26 @@ class Verdict:
     losses: list[float] = field(default_factory=list[float])
     norms: list[float] = field(default_factory=list[float])
     base: str = ""
-    """Run of one process with which the cell is compared; "" if it is the one of the whole verification."""
+    """Run of one process with which the strategy is compared; "" if it is the one of the whole verification."""
 
     allowed: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
     """Allowed difference of a loss and of a norm, by step; {} if it is that of the whole verification."""
 
     named: bool = False
-    """Whether the cell was asked for by name, not by a pattern such as `*`."""
+    """Whether the strategy was asked for by name, not by a pattern such as `*`."""
 
     alone: bool = False
-    """Whether the cell is one process and a pattern gave it: verify cannot compare it, and it is not counted."""
+    """Whether the strategy is one process and a pattern gave it: verify cannot compare it, and it is not counted."""
 
     @property
     def short_reason(self) -> str:
-        """Beginning of the reason why the cell did not run, for a sentence on several cells."""
+        """Beginning of the reason why the strategy did not run, for a sentence on several strategies."""
         return textwrap.shorten(re.split(r"; |\n", self.note, maxsplit=1)[0], LONGEST_REASON, placeholder=" ...")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdicts(ShownAsPage):
-    """Verdicts on all cells, and the runs of one process with which they were compared."""
+    """Verdicts on all strategies, and the runs of one process with which they were compared."""
 
     name: str
     out: str
@@ -152,13 +152,13 @@ class Verdicts(ShownAsPage):
     steps: int
     rows: list[Verdict]
     machines: int = 1
-    """Machines on which the ranks of every cell are."""
+    """Machines on which the ranks of every strategy are."""
 
     one: dict[str, dict[str, list[float]]] = field(default_factory=dict[str, dict[str, list[float]]])
     """Losses and norms of one process, by run."""
 
     base: str = ""
-    """Run of one process with which the cells are compared; "" in files of earlier versions."""
+    """Run of one process with which the strategies are compared; "" in files of earlier versions."""
 
     allowed: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
     """Allowed difference of a loss and of a norm, by step."""
@@ -182,7 +182,7 @@ class Verdicts(ShownAsPage):
     """Whether a training that depends on how a batch is cut counts as a failure."""
 
     stopped: str = ""
-    """Reason why there is no verdict on any cell."""
+    """Reason why there is no verdict on any strategy."""
 
     interrupted: bool = False
     versions: dict[str, str] = field(default_factory=dict[str, str])
@@ -192,25 +192,25 @@ class Verdicts(ShownAsPage):
     """Last line of the table: the path of the page, or why there is none; not stored."""
 
     library_names: Mapping[str, str] = field(default_factory=dict[str, str])
-    """What each cell's library calls it, by cell; not stored."""
+    """What each strategy's library calls it, by strategy; not stored."""
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Self:
         """Return the verdicts in a file's mapping; raise LookupError or ValueError if unipar cannot have written it."""
-        rows = [_restore_infinities(row) for row in data["cells"]]
+        rows = [_restore_infinities(row) for row in data["strategies"]]
         return TypeAdapter(cls).validate_python({**data, "rows": rows})
 
     def base_of(self, row: Verdict) -> dict[str, list[float]]:
-        """Return losses and norms of the run with which a cell is compared; {} if it is not known."""
+        """Return losses and norms of the run with which a strategy is compared; {} if it is not known."""
         return self.one.get(row.base, {}) if row.base else self.base_run
 
     def allowed_for(self, row: Verdict) -> dict[str, list[float]]:
-        """Return the allowed difference of a cell's loss and norm, by step."""
+        """Return the allowed difference of a strategy's loss and norm, by step."""
         return row.allowed or self.allowed
 
     @property
     def base_run(self) -> dict[str, list[float]]:
-        """Losses and norms of the run with which the cells are compared; {} if it is not known."""
+        """Losses and norms of the run with which the strategies are compared; {} if it is not known."""
         names = [self.base] if self.base else [CUT_ALIKE_RUN_NAME, ONE_PROCESS_RUN_NAME]
         return next((self.one[name] for name in names if name in self.one), {})
 
@@ -228,12 +228,12 @@ class Verdicts(ShownAsPage):
 
     @property
     def _without_verdict(self) -> list[Verdict]:
-        """Cells that cannot run here."""
+        """Strategies that cannot run here."""
         return [row for row in self.rows if row.outcome in ("refused", "absent") and not row.alone]
 
     @property
     def summary(self) -> str:
-        """Verdict on all cells in one sentence: the first line below the table."""
+        """Verdict on all strategies in one sentence: the first line below the table."""
         ran = [row for row in self.rows if row.outcome in ("agrees", "disagrees")]
         differing = [row for row in ran if row.outcome == "disagrees"]
         if self.stopped:
@@ -247,25 +247,25 @@ class Verdicts(ShownAsPage):
             return f"no verdict: no strategy ran{failed}{missing}"
         if differing:
             several = f"{len(differing)} of {len(ran)} strategies disagree{'s' * (len(differing) == 1)}"
-            each = several if len(ran) > 1 else f"{ran[0].cell} disagrees"
+            each = several if len(ran) > 1 else f"{ran[0].strategy} disagrees"
         elif missing:
             each = f"{len(ran)} of {len(ran) + failures + len(self._without_verdict)} strategies"
             each += " agrees" if len(ran) == 1 else " agree"
         else:
-            each = f"all {len(ran)} strategies agree" if len(ran) > 1 else f"{ran[0].cell} agrees"
+            each = f"all {len(ran)} strategies agree" if len(ran) > 1 else f"{ran[0].strategy} agrees"
         line = f"{each} with one process over {count_of(self.steps, 'step')} on {count_of(self.ranks, 'rank')}"
         line += f" of {count_of(self.machines, 'machine')}" if self.machines > 1 else ""
         cut = "" if self.cut_dependence is None else f", {self.cut_dependence.consequence}"
         return f"{line}{cut}{failed}{missing}"
 
     def _missing(self) -> str:
-        """Return how many cells cannot run here, and why, as the end of a sentence; "" if all ran."""
+        """Return how many strategies cannot run here, and why, as the end of a sentence; "" if all ran."""
         refused = [row for row in self._without_verdict if row.outcome == "refused"]
-        absent = [row.cell for row in self._without_verdict if row.outcome == "absent"]
+        absent = [row.strategy for row in self._without_verdict if row.outcome == "absent"]
         by_reason: dict[str, list[str]] = {}
         for row in refused:
-            by_reason.setdefault(row.short_reason, []).append(row.cell)
-        reasons = first_few([f"{first_few(cells)} ({reason})" for reason, cells in by_reason.items()])
+            by_reason.setdefault(row.short_reason, []).append(row.strategy)
+        reasons = first_few([f"{first_few(strategies)} ({reason})" for reason, strategies in by_reason.items()])
         line = f"; {len(refused)} cannot run this model: {reasons}" if refused else ""
         return line + (f"; {len(absent)} not installed: {first_few(absent)}" if absent else "")
 
@@ -285,7 +285,7 @@ class Verdicts(ShownAsPage):
             answer=self.summary,
             warnings=[*self.cut_lines(), *faults],
             columns=[
-                Column(head="strategy", text=lambda row: row.cell, right=False),
+                Column(head="strategy", text=lambda row: row.strategy, right=False),
                 library_name_column(self.library_names, Verdict, dropped=1),
                 Column(head="agreement", text=_digits_text, right=False),
                 Column(head="of allowed", text=lambda row: format_share(row.share)),
@@ -313,18 +313,18 @@ class Verdicts(ShownAsPage):
     def blocks(self, width: int) -> list[list[str]]:
         """Return the lines of the header, then of each row."""
         return format_table_rows(
-            ("cell", "loss", "of allowed", "verdict"), [self._shown(r) for r in self.rows], right=(2,), width=width
+            ("strategy", "loss", "of allowed", "verdict"), [self._shown(r) for r in self.rows], right=(2,), width=width
         )
 
     def _shown(self, row: Verdict) -> tuple[str, ...]:
         if row.outcome not in ("agrees", "disagrees"):
-            return row.cell, OUTCOME_PREFIXES[row.outcome] + (row.note or "waits")
+            return row.strategy, OUTCOME_PREFIXES[row.outcome] + (row.note or "waits")
         exact = row.outcome == "agrees" and row.bits
         verdict = "agrees; bit-for-bit equal to the replay" if exact else _verdict_text(row)
-        return row.cell, _digits_text(row), format_share(row.share), verdict
+        return row.strategy, _digits_text(row), format_share(row.share), verdict
 
     def answer_lines(self) -> list[str]:
-        """Return the verdict in sentences: on all cells, then on each that disagrees or has a note."""
+        """Return the verdict in sentences: on all strategies, then on each that disagrees or has a note."""
         if self.stopped:
             return [self.summary]
         faults = [line for row in self.rows for line in describe_verdict(row)]
@@ -356,7 +356,7 @@ class Verdicts(ShownAsPage):
         return [*lines, "  with --strict, this alone makes the exit code 1"] if self.strict else lines
 
     def bitwise_lines(self) -> list[str]:
-        """Return a line on the cells that equal a replay bit for bit, if all that ran agree and any does."""
+        """Return a line on the strategies that equal a replay bit for bit, if all that ran agree and any does."""
         ran = [row for row in self.rows if row.outcome in ("agrees", "disagrees")]
         exact = sum(bool(row.bits) for row in ran)
         if self.interrupted or not exact or any(row.outcome == "disagrees" for row in ran):
@@ -368,8 +368,8 @@ class Verdicts(ShownAsPage):
         """Return every figure as a mapping for JSON."""
         data = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _FIELDS_NOT_STORED}
         cut = None if self.cut_dependence is None else asdict(self.cut_dependence)
-        cells = [_replace_infinities(asdict(row)) for row in self.rows]
-        return {**data, "cut_dependence": cut, "summary": self.summary, "code": self.code, "cells": cells}
+        strategies = [_replace_infinities(asdict(row)) for row in self.rows]
+        return {**data, "cut_dependence": cut, "summary": self.summary, "code": self.code, "strategies": strategies}
 
 
 def _replace_infinities(row: dict[str, Any]) -> dict[str, Any]:
@@ -413,13 +413,13 @@ def format_share(share: float | None) -> str:
 
 
 def describe_verdict(row: Verdict) -> list[str]:
-    """Return sentences on a cell that disagrees or has a note."""
+    """Return sentences on a strategy that disagrees or has a note."""
     if row.outcome == "agrees" and row.note:
-        return [f"{row.cell}: {row.note}"]
+        return [f"{row.strategy}: {row.note}"]
     if row.outcome != "disagrees":
         return []
     found = row.finding
-    lines = [f"{row.cell} DISAGREES: {row.worst}"]
+    lines = [f"{row.strategy} DISAGREES: {row.worst}"]
     if found is None:
         return lines
     lines.append(f"  kind: {found.kind or 'unknown'}{': ' if found.says else ''}{found.says}")

@@ -20,7 +20,7 @@ def describe_checkpoint_event(row: Mapping[str, Any]) -> Iterator[str]:
     if row["event"] == "resumed":
         for passed in row["passed"]:
             yield f"passed over: {passed}"
-        before = f"{row['cell']}, {count_of(row['size'], 'rank')}"
+        before = f"{row['strategy']}, {count_of(row['size'], 'rank')}"
         read = f"rank 0 read {format_size(row['bytes'])} in {format_duration(row['seconds'])}"
         yield f"goes on after step {row['step']} from {_shown(row)}, saved by {before}; {read}"
         for told in row["told"]:

@@ -39,9 +39,9 @@ class Attempt:
         )
 
     @property
-    def cell(self) -> str:
-        """Cell that trained."""
-        return str(self.launch.get("settled", {}).get("cell", ""))
+    def strategy(self) -> str:
+        """Strategy that trained."""
+        return str(self.launch.get("settled", {}).get("strategy", ""))
 
     @property
     def ranks(self) -> int:

@@ -152,7 +152,7 @@ def restore_run(live: TrainingRun, chosen: ChosenCheckpoint) -> None:
         seconds=time.monotonic() - began,
         passed=list(chosen.passed),
         told=[*map(str, chosen.told), *begin_anew.values(), *_other_code(live, state)],
-        cell=state["cell"],
+        strategy=state["strategy"],
         size=state["ranks"],
     )
 

@@ -48,7 +48,7 @@ class RunCheckpoints:
         *,
         into: Location | None = None,
     ) -> None:
-        """`launched`: contents of the run's launch.json, for the versions and the cell that the state names.
+        """`launched`: contents of the run's launch.json, for the versions and the strategy that the state names.
 
         `into`: folder of the checkpoints, if it is not the one that the settings name.
         """
@@ -243,7 +243,7 @@ class RunCheckpoints:
             "git": self._git,
             "code_sha256": self._code,
             "time": time.time(),
-            "cell": str(self._launched.get("settled", {}).get("cell", "")),
+            "strategy": str(self._launched.get("settled", {}).get("strategy", "")),
             "ranks": live.size,
             "config": config,
             "config_sha256": hashlib.sha256(text.encode()).hexdigest(),

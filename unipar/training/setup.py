@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from unipar.backend import Backend, Engine, Part
 from unipar.backend.file_values import RestoredValues, set_file_values
-from unipar.backend.offered_cells import ONE
+from unipar.backend.offered_strategies import ONE
 from unipar.config import Config
 from unipar.config.settled import SettledConfig
 from unipar.distributed.device import device_name, forget_peaks, has_own_memory, release_unused_memory
@@ -71,8 +71,8 @@ def open_run(
 ) -> Generator[TrainingRun]:
     """Context manager: a run that is ready to train; if the body succeeds, the world is closed on exit.
 
-    `backend` is that of the settled cell. `met` is called when the ranks have met, before anything is built; `at_end`
-    when this rank's ledger is complete.
+    `backend` is that of the settled strategy. `met` is called when the ranks have met, before anything is built;
+    `at_end` when this rank's ledger is complete.
     """
     config = settled.config
     heartbeat = HeartbeatWriter(heartbeat_path(run, place.rank))
@@ -272,8 +272,8 @@ def build_run(
     modules, loaded, files = _create_model(task, config, world, resumes=resumes, may_be_empty=may_be_empty)
     whole = combine_parts(modules)
     modes = enter_training_mode(whole, keep=task.keep_modes).describe()
-    if settled.cell != ONE:
-        refuse_devices_by_hand(whole, world.device, settled.cell)
+    if settled.strategy != ONE:
+        refuse_devices_by_hand(whole, world.device, settled.strategy)
     parameters = sum(p.numel() for p in whole.parameters())
     in_blocks: Counter[str] = Counter()
     own_optimizer = task.optimizer if task.defines("optimizer") else None
@@ -309,7 +309,7 @@ def build_run(
     if len(parts) > 1:
         for part in parts.values():  # some libraries fix in the first forward which parameters take gradients
             part.engine.evaluate(_compute_nothing, None)
-    process = {"rank": world.rank, "size": world.size, "cell": str(settled.cell), "pid": os.getpid()}
+    process = {"rank": world.rank, "size": world.size, "strategy": str(settled.strategy), "pid": os.getpid()}
     ledger.note("start", **process, parameters=parameters, **in_blocks, resident=base)
     if modes and world.rank == 0:
         ledger.note("training mode", said=modes)

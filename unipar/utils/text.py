@@ -99,8 +99,10 @@ def format_rate(rate: float) -> str:
 
 
 def count_of(count: int, what: str) -> str:
-    """Return a count with its noun: 1 step, 2 steps."""
-    return f"{count} {what}{'s' * (count != 1)}"
+    """Return a count with its noun: 1 step, 2 steps, 2 strategies."""
+    if count == 1:
+        return f"1 {what}"
+    return f"{count} {what.removesuffix('y')}ies" if what.endswith("gy") else f"{count} {what}s"
 
 
 def first_few(names: Sequence[str], count: int | None = None, most: int = 3) -> str:

@@ -1,1 +1,1 @@
-"""`verify`: runs of every cell compared with one process, and a diagnosis where they differ."""
+"""`verify`: runs of every strategy compared with one process, and a diagnosis where they differ."""

@@ -1,4 +1,4 @@
-"""Remarks of a verification on the task: what its numbers depend on besides the cell."""
+"""Remarks of a verification on the task: what its numbers depend on besides the strategy."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def describe_task(facts: Mapping[str, Any]) -> list[str]:
         )
     if facts["stream"]:
         remarks.append(
-            "data() returns a stream: its first samples were read once and kept, and every cell takes its samples from "
-            "these; how ranks and workers read the stream itself is not compared"
+            "data() returns a stream: its first samples were read once and kept, and every strategy takes its samples "
+            "from these; how ranks and workers read the stream itself is not compared"
         )
     if len(facts["parts"]) > 1:
         remarks.append(
@@ -44,8 +44,8 @@ def describe_task(facts: Mapping[str, Any]) -> list[str]:
         )
     if facts["optimizer"]:
         remarks.append(
-            "the task's optimizer uses whole tensors (a step on a tensor differs from a step on its halves): cells "
-            "that keep a tensor in parts cannot give the same numbers as one process"
+            "the task's optimizer uses whole tensors (a step on a tensor differs from a step on its halves): "
+            "strategies that keep a tensor in parts cannot give the same numbers as one process"
         )
     if not facts["readable"]:
         remarks.append("no tensors were found in the batches, so it is not compared which samples are used")

@@ -1,4 +1,4 @@
-"""Runs that a verification needs: one process in several ways, then every cell in two."""
+"""Runs that a verification needs: one process in several ways, then every strategy in two."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from unipar.backend.offered_cells import ONE, config_in_cell
+from unipar.backend.offered_strategies import ONE, config_in_strategy
 from unipar.config import Config, Precision
-from unipar.config.sections.cell import Axes
 from unipar.config.sections.optimizer import Clip
+from unipar.config.sections.strategy import Axes
 from unipar.config.settled import SettledConfig
 from unipar.utils.address import Location
 from unipar.verification.numbers import REPEATS, DeviceNumbers
@@ -21,14 +21,13 @@ TASK_PROBE_NAME, FP64_RUN_NAME, FP32_RUN_NAME, BASE_RUN_NAME = (
     RunKey("one process", precision="fp32"),
     RunKey("one process"),
 )
-"""Runs of one process: the probe of the task, a run in fp64 (or else in fp32), and the run that cells are compared
-with."""
+"""Runs of one process: the probe of the task, a run in fp64 (or fp32), and that which strategies are compared with."""
 
 
 IN_PARTS = 5
 """Replays that add up matrix products in parts, for each axis along which ranks do so.
 
-With the run that cells are compared with there are six that round each sample in another way. If all draw from one
+With the run that strategies are compared with there are six that round each sample in another way. If all draw from one
 normal distribution, a seventh is off from that run by more than four times their spread in 1 of 4,300 cases; with one
 replay it would be in 1 of 7.
 """
@@ -36,14 +35,14 @@ replay it would be in 1 of 7.
 
 @dataclass(frozen=True)
 class ReplayKeys:
-    """Keys of the replays that split a batch into as many shares as some cells do."""
+    """Keys of the replays that split a batch into as many shares as some strategies do."""
 
     shares: int | None = None
-    """Number of shares; None: the largest number of any cell."""
+    """Number of shares; None: the largest number of any strategy."""
 
     @property
     def bitwise_shares(self) -> RunKey:
-        """Key of the replay in bitwise arithmetic, share by share, which cells may equal bit for bit."""
+        """Key of the replay in bitwise arithmetic, share by share, which strategies may equal bit for bit."""
         return RunKey("shares", bitwise=True, shares=self.shares)
 
     @property
@@ -89,14 +88,14 @@ class RunPlan:
 
     settled: SettledConfig
     steps: int
-    cells: Mapping[str, SettledConfig]
-    """Config of each cell, by name."""
+    strategies: Mapping[str, SettledConfig]
+    """Config of each strategy, by name."""
 
     halfway: int | None = None
-    """Step after which cells go on from a state that was saved; None: each cell runs by itself."""
+    """Step after which strategies go on from a state that was saved; None: each strategy runs by itself."""
 
     checkpoint: Location | None = None
-    """Checkpoint from which they go on; None: one cell makes it."""
+    """Checkpoint from which they go on; None: one strategy makes it."""
 
     numbers: DeviceNumbers | None = None
     """Settings that decide the last digits on the device; None on the CPU."""
@@ -106,13 +105,13 @@ class RunPlan:
 
     @property
     def config(self) -> Config:
-        """Config of the cells."""
+        """Config of the strategies."""
         return self.settled.config
 
     @property
     def share_counts(self) -> list[int]:
-        """Numbers of shares into which cells split a batch, the largest first: ranks along other axes share one."""
-        return sorted({settled.sizes.ranks for settled in self.cells.values()}, reverse=True)
+        """Numbers of shares into which strategies split a batch, largest first: ranks along other axes share one."""
+        return sorted({settled.sizes.ranks for settled in self.strategies.values()}, reverse=True)
 
     def replays(self, shares: int) -> ReplayKeys:
         """Return the keys of the replays with so many shares."""
@@ -149,7 +148,7 @@ class RunPlan:
 
     def one_process_config(self, precision: Precision | None = None) -> SettledConfig:
         """Return the config of one process without a wrapper, which takes the same microbatches one after another."""
-        config = config_in_cell(self.config, ONE).changed({"train.precision": precision or self.precision})
+        config = config_in_strategy(self.config, ONE).changed({"train.precision": precision or self.precision})
         return SettledConfig.of(config, ONE, 1, self.settled.device)
 
     def kernel_search(self) -> Job:
@@ -177,8 +176,8 @@ class RunPlan:
             by_shares.append(self.replay_job(keys.bitwise_shares, exactly))
             if shares > 1:  # both orders are the same for one share
                 by_micros.append(self.replay_job(keys.bitwise_micros, exactly))
-        for settled in self.cells.values():
-            for key in self.replays(settled.sizes.ranks).in_parts(settled.cell.axes):
+        for settled in self.strategies.values():
+            for key in self.replays(settled.sizes.ranks).in_parts(settled.strategy.axes):
                 in_parts[key] = self.replay_job(key, one)
         return [
             [
@@ -197,8 +196,8 @@ class RunPlan:
     def further_reference_jobs(self, *, cut_matters: bool) -> list[list[Job]]:
         """Return further jobs of one process, as two lists that can run side by side.
 
-        If the task's numbers depend on how a batch is split: replays that split it as cells do. If the model cannot
-        run in fp64: a replay from perturbed weights, and an fp32 run if the config's precision is a coarser one.
+        If the task's numbers depend on how a batch is split: replays that split it as strategies do. If the model
+        cannot run in fp64: a replay from perturbed weights, and an fp32 run if the config's precision is a coarser one.
         """
         as_configured, exactly = self.one_process_config(), self.one_process_config(self.exact_precision)
         first: list[Job] = []
@@ -226,50 +225,52 @@ class RunPlan:
         exact = RunKey("shares", step=step, precision=self.exact_precision, perturbed=not self.fp64, shares=number)
         return RunKey("shares", step=step, shares=number), exact
 
-    def cell_jobs(self) -> list[Job]:
-        """Return two jobs per cell: as configured, and in the arithmetic that a replay can repeat bit for bit.
+    def strategy_jobs(self) -> list[Job]:
+        """Return two jobs per strategy: as configured, and in the arithmetic that a replay can repeat bit for bit.
 
         The latter is left out where no run repeats another bit for bit.
         """
         repeats_bits = self.numbers is None or self.numbers.repeats_bits
         jobs: list[Job] = []
-        for name, settled in self.cells.items():
-            jobs.append(self._run(RunKey("cell", name), settled))
+        for name, settled in self.strategies.items():
+            jobs.append(self._run(RunKey("strategy", name), settled))
             if repeats_bits:
-                jobs.append(self._run(RunKey("cell", name, bitwise=True), with_bitwise_arithmetic(settled)))
+                jobs.append(self._run(RunKey("strategy", name, bitwise=True), with_bitwise_arithmetic(settled)))
         return jobs
 
     @property
     def saver(self) -> str:
-        """Name of the cell that saves: the config's own, if it is among those that run."""
-        own = str(self.settled.cell)
-        return own if own in self.cells else next(iter(self.cells))
+        """Name of the strategy that saves: the config's own, if it is among those that run."""
+        own = str(self.settled.strategy)
+        return own if own in self.strategies else next(iter(self.strategies))
 
     def saving_job(self, folder: Path) -> Job:
-        """Return the job that runs the first half in one cell and saves its state."""
+        """Return the job that runs the first half in one strategy and saves its state."""
         assert self.halfway is not None
-        key = RunKey("cell", self.saver, half="first")
-        return replace(self._run(key, self.cells[self.saver]), steps=self.halfway, saves_in=str(folder))
+        key = RunKey("strategy", self.saver, half="first")
+        return replace(self._run(key, self.strategies[self.saver]), steps=self.halfway, saves_in=str(folder))
 
     def resuming_jobs(self, checkpoint: Location) -> list[Job]:
-        """Return a job for each cell that goes on from the state that was saved."""
+        """Return a job for each strategy that goes on from the state that was saved."""
         return [
-            replace(self._run(RunKey("cell", name, half="second"), settled), resumes=str(checkpoint))
-            for name, settled in self.cells.items()
+            replace(self._run(RunKey("strategy", name, half="second"), settled), resumes=str(checkpoint))
+            for name, settled in self.strategies.items()
         ]
 
-    def dropout_jobs(self, cells: Sequence[str]) -> tuple[list[Job], list[Job]]:
-        """Return the jobs that run cells with dropout: the replays, and the cells."""
+    def dropout_jobs(self, strategies: Sequence[str]) -> tuple[list[Job], list[Job]]:
+        """Return the jobs that run strategies with dropout: the replays, and the strategies."""
         one, exactly = self.one_process_config(), self.one_process_config(self.exact_precision)
-        keys = {key: None for name in cells for key in self.dropout_replays(self.cells[name])}
+        keys = {key: None for name in strategies for key in self.dropout_replays(self.strategies[name])}
         replays = [self.replay_job(key, exactly if key.precision else one) for key in keys]
-        return replays, [self._run(RunKey("cell", name, dropout=True), self.cells[name]) for name in cells]
+        return replays, [
+            self._run(RunKey("strategy", name, dropout=True), self.strategies[name]) for name in strategies
+        ]
 
-    def dropout_replays(self, cell: SettledConfig) -> list[RunKey]:
+    def dropout_replays(self, strategy: SettledConfig) -> list[RunKey]:
         """Return the keys of the replays with dropout: as configured, in the finest precision, and in parts."""
-        shares = cell.sizes.ranks
+        shares = strategy.sizes.ranks
         keys = self.replays(shares)
-        every = [keys.configured_shares, self.exact_shares(shares), *keys.in_parts(cell.cell.axes)]
+        every = [keys.configured_shares, self.exact_shares(shares), *keys.in_parts(strategy.strategy.axes)]
         return list(dict.fromkeys(replace(key, dropout=True) for key in every))
 
     def replay_job(self, key: RunKey, settled: SettledConfig, *, apart: bool = False) -> Job:

@@ -1,4 +1,4 @@
-"""Second look at cells that disagree: rerun the first bad step, compare modules, and classify the fault."""
+"""Second look at strategies that disagree: rerun the first bad step, compare modules, and classify the fault."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class SecondLook:
             limit = tolerance.norms[step - 1] / max(tolerance.base.norms[step - 1][0], 1e-300)
             settled = self._settled_of(key)
             shares = settled.sizes.ranks
-            differences = find_module_differences(run, own, exact, shares, settled.cell.axes)
+            differences = find_module_differences(run, own, exact, shares, settled.strategy.axes)
             case = FaultCase(
                 run,
                 tolerance.base,
@@ -73,11 +73,11 @@ class SecondLook:
         yield from self._resolve_factors(cases)
 
     def _settled_of(self, key: RunKey) -> SettledConfig:
-        settled = self._runs.cells[key.cell]
+        settled = self._runs.strategies[key.strategy]
         return with_bitwise_arithmetic(settled) if key.bitwise else settled
 
     def _shares_of(self, key: RunKey) -> int:
-        return self._runs.cells[key.cell].sizes.ranks
+        return self._runs.strategies[key.strategy].sizes.ranks
 
     def _replays(self, wanted: set[tuple[int, int]]) -> dict[tuple[int, int], tuple[RunRecord, RunRecord]]:
         """Return two replays for each number of shares and step, up to that step: as configured, and in fp64."""

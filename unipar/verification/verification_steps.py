@@ -1,4 +1,4 @@
-"""Steps of a verification: references first, then every cell, then a second look at those that disagree."""
+"""Steps of a verification: references first, then every strategy, then a second look at those that disagree."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from unipar.checkpoint.format.names import step_folder_name
-from unipar.config.sections.cell import Axes
+from unipar.config.sections.strategy import Axes
 from unipar.config.settled import SettledConfig
 from unipar.errors import Stopped, UniparError, Unsupported
 from unipar.results.loss_agreement import measure_agreement
@@ -35,7 +35,7 @@ RANDOM_DATA_TEXT = (
 """Reason why no verdict is possible on data that differs at each read."""
 
 CHECKPOINTS = "checkpoints"
-"""Folder, beside those of the worlds, for the state that one cell saves."""
+"""Folder, beside those of the worlds, for the state that one strategy saves."""
 
 ShowProgress = Callable[[Verdicts, str], None]
 """Function that shows the verdicts so far and one line of progress."""
@@ -61,9 +61,9 @@ class VerificationSession:
             self._set_numbers()
             self.run_references()
             if not self.verdicts.stopped and self._runs.halfway is not None:
-                self._resumed_cells(self._runs.halfway)
+                self._resumed_strategies(self._runs.halfway)
             elif not self.verdicts.stopped:
-                self._cells()
+                self._strategies()
                 self._dropout()
                 self._second_look()
         except (KeyboardInterrupt, Stopped):
@@ -95,7 +95,7 @@ class VerificationSession:
         self._show(self.verdicts, f"{key}: done")
 
     def run_references(self) -> None:
-        """Run what cells are compared with."""
+        """Run what strategies are compared with."""
         self._worlds.run_jobs(self._runs.reference_jobs(), self._take_reference, side_by_side=2)
         if not self._task_facts["again"]:
             rows = [replace(row, note="was not run") if row.outcome == "waits" else row for row in self.verdicts.rows]
@@ -117,7 +117,7 @@ class VerificationSession:
 
     def _take_reference(self, key: RunKey, result: JobResult) -> None:
         if isinstance(result, UniparError):
-            raise result  # without the references there is no verdict on any cell
+            raise result  # without the references there is no verdict on any strategy
         if key == TASK_PROBE_NAME:
             self._task_facts = result[0]
         elif "unable" in result[0]:
@@ -149,8 +149,8 @@ class VerificationSession:
         off = max(abs(a - b) for r in [one, *self._other_cuts] for a, b in zip(r.losses, alike, strict=True))
         why, *others = self.verdicts.remarks[::-1]
         why += (
-            f"; one process that splits batches in another way is off by up to {off:.1e}, so cells are compared with "
-            "one that splits them as they do"
+            f"; one process that splits batches in another way is off by up to {off:.1e}, so strategies are compared "
+            "with one that splits them as they do"
         )
         self.verdicts = replace(self.verdicts, remarks=[*others[::-1], why])
         if kind := kind_of_cut_dependence(self._task_facts):
@@ -174,8 +174,8 @@ class VerificationSession:
     def _measure_tolerances(self) -> None:
         first = self._runs.share_counts[0]
         tolerance = self._tolerance(first, Axes())
-        for settled in self._runs.cells.values():
-            self._tolerance(settled.sizes.ranks, settled.cell.axes)
+        for settled in self._runs.strategies.values():
+            self._tolerance(settled.sizes.ranks, settled.strategy.axes)
         one = {str(key): {"loss": r.losses, "norm": [n[0] for n in r.norms]} for key, r in self._records.items()}
         noise = sorted(tolerance.noise)
         remarks = list(self.verdicts.remarks)
@@ -190,11 +190,11 @@ class VerificationSession:
         self.verdicts = replace(self.verdicts, one=one, base=str(base), allowed=allowed, remarks=remarks)
 
     def _base_run(self, shares: int) -> RunKey:
-        """Return the key of the run with which cells are compared that split a batch into so many shares."""
+        """Return the key of the run with which strategies are compared that split a batch into so many shares."""
         return self._runs.replays(shares).configured_shares if self._cut_matters else BASE_RUN_NAME
 
     def _tolerance(self, shares: int, axes: Axes) -> Tolerance:
-        """Return the tolerance of cells with so many shares and these axes, measured when it is first asked for."""
+        """Return the tolerance of strategies with so many shares and these axes, measured at the first call."""
         if (shares, axes) in self._tolerances:
             return self._tolerances[shares, axes]
         records, keys = self._records, self._runs.replays(shares)
@@ -219,17 +219,17 @@ class VerificationSession:
         return measured
 
     def _tolerance_of(self, key: RunKey) -> Tolerance:
-        """Return the tolerance of a run of a cell."""
-        settled = self._runs.cells[key.cell]
-        return self._tolerance(settled.sizes.ranks, settled.cell.axes)
+        """Return the tolerance of a run of a strategy."""
+        settled = self._runs.strategies[key.strategy]
+        return self._tolerance(settled.sizes.ranks, settled.strategy.axes)
 
-    # Cells
+    # Strategies
 
-    def _cells(self) -> None:
-        self._worlds.run_jobs(group_jobs_by_library(self._runs.cell_jobs()), self._take_cell_result)
+    def _strategies(self) -> None:
+        self._worlds.run_jobs(group_jobs_by_library(self._runs.strategy_jobs()), self._take_strategy_result)
 
-    def _resumed_cells(self, halfway: int) -> None:
-        """Have every cell go on from a checkpoint: the one that was given, or one that a cell saves halfway."""
+    def _resumed_strategies(self, halfway: int) -> None:
+        """Have every strategy go on from a checkpoint: the one that was given, or one that a strategy saves halfway."""
         path, source = self._runs.checkpoint, f"the state in {self._runs.checkpoint}, of step {halfway}"
         if path is None:
             folder = self._worlds.folder / CHECKPOINTS
@@ -237,15 +237,16 @@ class VerificationSession:
             path = folder / step_folder_name(halfway)
             source = f"the state that {self._runs.saver} saved after step {halfway}"
         said = (
-            f"every cell goes on from {source}, and is compared from there on with one process that was not interrupted"
+            f"every strategy goes on from {source}, and is compared from there on with one process that was not "
+            "interrupted"
         )
         self.verdicts = replace(self.verdicts, remarks=[said, *self.verdicts.remarks])
         self.go_on_from(path)
 
     def go_on_from(self, checkpoint: Location) -> None:
-        """Have every cell go on from a checkpoint, and judge it; the references must have run."""
+        """Have every strategy go on from a checkpoint, and judge it; the references must have run."""
         jobs = self._runs.resuming_jobs(checkpoint)
-        self._worlds.run_jobs(group_jobs_by_library(jobs), self._take_cell_result)
+        self._worlds.run_jobs(group_jobs_by_library(jobs), self._take_strategy_result)
 
     def _take_first_half(self, key: RunKey, result: JobResult) -> None:
         if isinstance(result, UniparError):
@@ -258,7 +259,7 @@ class VerificationSession:
             self.verdicts = replace(self.verdicts, remarks=[*self.verdicts.remarks, said])
         self._show(self.verdicts, f"{key}: done")
 
-    def _take_cell_result(self, key: RunKey, result: JobResult) -> None:
+    def _take_strategy_result(self, key: RunKey, result: JobResult) -> None:
         row = self._verdict(key)
         if isinstance(result, UniparError):
             if row.outcome not in ("refused", "failed"):
@@ -268,7 +269,7 @@ class VerificationSession:
             note = f"after it was loaded, {first_few(unequal)} is not what the checkpoint holds"
             self._replace_row(replace(row, outcome="disagrees", worst=note, note=note), f"disagrees: {note}")
             return
-        record, shares = combine_ranks(result), self._runs.cells[key.cell].sizes.ranks
+        record, shares = combine_ranks(result), self._runs.strategies[key.strategy].sizes.ranks
         replays = self._runs.replays(shares)
         if key.half:
             base = self._records[self._base_run(shares)]
@@ -293,11 +294,11 @@ class VerificationSession:
             self._disagreements[key] = judgement
 
     def _verdict(self, key: RunKey) -> Verdict:
-        """Return the verdict so far on the cell of a run."""
-        return next(row for row in self.verdicts.rows if row.cell == key.cell)
+        """Return the verdict so far on the strategy of a run."""
+        return next(row for row in self.verdicts.rows if row.strategy == key.strategy)
 
     def _row(self, key: RunKey, record: RunRecord, judgement: Judgement) -> Verdict:
-        tolerance, shares = self._tolerance_of(key), self._runs.cells[key.cell].sizes.ranks
+        tolerance, shares = self._tolerance_of(key), self._runs.strategies[key.strategy].sizes.ranks
         near = measure_agreement(record.losses, tolerance.base.losses, 1.0)
         base, allowed = str(self._base_run(shares)), allowed_by_quantity(tolerance)
         return replace(
@@ -314,7 +315,7 @@ class VerificationSession:
         )
 
     def _note_error(self, row: Verdict, error: UniparError, when: str = "") -> None:
-        """Note why a cell has no result: Unsupported is its engine's refusal, any other error a failure."""
+        """Note why a strategy has no result: Unsupported is its engine's refusal, any other error a failure."""
         refused = isinstance(error, Unsupported)
         outcome, said = ("refused", "; ".join(error.reasons)) if refused else ("failed", str(error))
         note = f"{when}{said}"
@@ -322,21 +323,21 @@ class VerificationSession:
 
     def _replace_row(self, row: Verdict, line: str) -> None:
         self.verdicts = replace(
-            self.verdicts, rows=[row if old.cell == row.cell else old for old in self.verdicts.rows]
+            self.verdicts, rows=[row if old.strategy == row.strategy else old for old in self.verdicts.rows]
         )
-        self._show(self.verdicts, f"{row.cell} {line}")
+        self._show(self.verdicts, f"{row.strategy} {line}")
 
     def _dropout(self) -> None:
-        """Run cells whose ranks share the work once more with dropout: its masks must be those of one process."""
-        agreeing = [row.cell for row in self.verdicts.rows if row.outcome == "agrees"]
-        cells = [name for name in agreeing if self._runs.cells[name].cell.axes.ranks > 1]
-        if not (cells and self._task_facts["quiet"]):
+        """Run strategies whose ranks share the work once more with dropout: its masks must be those of one process."""
+        agreeing = [row.strategy for row in self.verdicts.rows if row.outcome == "agrees"]
+        strategies = [name for name in agreeing if self._runs.strategies[name].strategy.axes.ranks > 1]
+        if not (strategies and self._task_facts["quiet"]):
             return
-        replays, runs = self._runs.dropout_jobs(cells)
+        replays, runs = self._runs.dropout_jobs(strategies)
         self._worlds.run_jobs([replays], self._take_reference)
         self._worlds.run_jobs(group_jobs_by_library(runs), self._take_dropout_result)
         was = next(remark for remark in self.verdicts.remarks if remark.startswith(DROPOUT_REMARK))
-        now = f"{was}; cells whose ranks share the work on the same samples were run once more with it"
+        now = f"{was}; strategies whose ranks share the work on the same samples were run once more with it"
         remarks = [now if remark == was else remark for remark in self.verdicts.remarks]
         self.verdicts = replace(self.verdicts, remarks=remarks)
 
@@ -352,7 +353,7 @@ class VerificationSession:
         if isinstance(result, UniparError):
             self._note_error(row, result, "with dropout: ")
             return
-        record, settled = combine_ranks(result), self._runs.cells[key.cell]
+        record, settled = combine_ranks(result), self._runs.strategies[key.strategy]
         replay, exact, *others = [self._records[k] for k in self._dropout_keys(settled)]
         own = measure_tolerance(replay, [exact, *others], exact, settled.config.train.precision, [replay, exact])
         judgement = judge(record, widen(own, self._tolerance_of(key)), replay)
@@ -364,7 +365,7 @@ class VerificationSession:
             row = replace(row, outcome="disagrees", worst=worst, share=judgement.worst.share, finding=finding, bits="")
         self._replace_row(row, f"with dropout {row.outcome}")
 
-    # Cells that disagree
+    # Strategies that disagree
 
     def _second_look(self) -> None:
         looks = second_look.SecondLook(

@@ -1,4 +1,4 @@
-"""`unipar verify`: check that every cell gives the numbers of one process on a task, and find where it differs."""
+"""`unipar verify`: check that every strategy gives the numbers of one process on a task, and find where it differs."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Any
 
 from unipar.backend import checks, registry
 from unipar.backend.installed import installed_versions, machine_summary
-from unipar.backend.offered_cells import ONE, is_single_process
+from unipar.backend.offered_strategies import ONE, is_single_process, read_strategy
 from unipar.checkpoint.protocol.verifying import inspect_checkpoint
-from unipar.config import Cell
+from unipar.config import Strategy
 from unipar.config.config import Eval
 from unipar.config.config_source import Given
 from unipar.config.settled import SettledConfig
 from unipar.errors import ConfigError
-from unipar.launcher.cell_selection import SelectedCells, library_name, select_cells, settle_one_micro
 from unipar.launcher.micro_batch.choice import PREFIX, ChosenMicro
 from unipar.launcher.preparation.prepare import Prepared, prepare
 from unipar.launcher.processes.signals import sigterm_as_interrupt
 from unipar.launcher.remote.across import StarterOnMachines, starter_on_machines
+from unipar.launcher.strategy_selection import SelectedStrategies, library_name, select_strategies, settle_one_micro
 from unipar.report.build import try_write_page, write_page
 from unipar.results.live_table import LiveTable
 from unipar.results.result_files import ORIGINAL_CONFIG_FOLDER, VERIFY_JSON, original_config_path
-from unipar.results.row import CellResult
+from unipar.results.row import StrategyResult
 from unipar.results.verdicts import Verdict, Verdicts
 from unipar.run_folder import folder
 from unipar.run_folder.layout import PAGE_FILE_NAME
@@ -45,7 +45,7 @@ def verify(
     config: Given,
     *,
     task: type[Task] | None = None,
-    cells: Sequence[str] = (),
+    strategies: Sequence[str] = (),
     world: int | None = None,
     steps: int | None = None,
     overrides: Mapping[str, Any] | None = None,
@@ -53,20 +53,22 @@ def verify(
     strict: bool = False,
     resume: bool | str | Location = False,
 ) -> Verdicts:
-    """Train some steps of `config` in one process and in every cell, and compare the numbers.
+    """Train some steps of `config` in one process and in every strategy, and compare the numbers.
 
-    `cells` replaces the config's `compare.cells`, `world` its `parallel.data` (2 if that is not set), `steps` the
-    default of 10. With `strict`, a training that depends on how a batch is cut has the exit code 1. With `resume` one
-    cell runs the first half and saves, or it is the path of a checkpoint, and every cell goes on from there. Progress
-    goes to stderr; the returned Verdicts print as a table.
+    `strategies` replaces the config's `compare.strategies`, `world` its `parallel.data` (2 if that is not set), `steps`
+    the default of 10. With `strict`, a training that depends on how a batch is cut has the exit code 1. With `resume`
+    one strategy runs the first half and saves, or it is the path of a checkpoint, and every strategy goes on from
+    there. Progress goes to stderr; the returned Verdicts print as a table.
     """
     prepared = prepare(config, task, overrides, starts="verify starts a world for each library")
     number = _count_ranks(prepared, world)
-    prepared, micro = settle_one_micro(prepared, ("single", *(cells or prepared.source.config.compare.cells)), [number])
+    prepared, micro = settle_one_micro(
+        prepared, ("single", *(strategies or prepared.source.config.compare.strategies)), [number]
+    )
     with starter_on_machines(prepared.source.config, prepared.place) as machines:
         local = machines.spread(number) if machines is not None else None
         settled = prepared.settled(number, local).changed({"eval": Eval(), "log.to": ()})
-        asked = _VerifyRequest(prepared, settled, tuple(cells), steps, resume, machines)
+        asked = _VerifyRequest(prepared, settled, tuple(strategies), steps, resume, machines)
         return _verify(asked, micro, strict=strict, overwrite=overwrite)
 
 
@@ -76,19 +78,25 @@ class _VerifyRequest:
 
     prepared: Prepared
     settled: SettledConfig
-    cells: tuple[str, ...]
+    strategies: tuple[str, ...]
     steps: int | None
     resume: bool | str | Location
     machines: StarterOnMachines | None
 
 
 def _verify(asked: _VerifyRequest, micro: ChosenMicro | None, *, strict: bool, overwrite: bool) -> Verdicts:
-    prepared, settled, cells, steps, resume = asked.prepared, asked.settled, asked.cells, asked.steps, asked.resume
+    prepared, settled, strategies, steps, resume = (
+        asked.prepared,
+        asked.settled,
+        asked.strategies,
+        asked.steps,
+        asked.resume,
+    )
     assert prepared.ref is not None
     source = prepared.source
     train = settled.config.train
-    patterns = tuple(cells) or settled.config.compare.cells
-    selected = select_multi_rank_cells(settled, patterns)
+    patterns = tuple(strategies) or settled.config.compare.strategies
+    selected = select_multi_rank_strategies(settled, patterns)
     checkpoint = None if isinstance(resume, bool) else inspect_checkpoint(parse_location(str(resume)))
     begin = checkpoint.manifest.step if checkpoint is not None else 0
     wanted = steps or begin + DEFAULT_STEPS
@@ -108,7 +116,7 @@ def _verify(asked: _VerifyRequest, micro: ChosenMicro | None, *, strict: bool, o
         machines=asked.machines.machines_of(settled.ranks) if asked.machines is not None else 1,
         steps=wanted,
         strict=strict,
-        versions=installed_versions(Cell.parse(cell).backend for cell in selected),
+        versions=installed_versions(Strategy.parse(strategy).backend for strategy in selected),
         machine=machine_summary(),
         remarks=[] if micro is None else [f"{PREFIX}: {micro.micro}, {micro.says}"],
         rows=[_initial_row(row, patterns) for row, _ in selected.values()],
@@ -129,27 +137,27 @@ def _verify(asked: _VerifyRequest, micro: ChosenMicro | None, *, strict: bool, o
         return replace(now, note=try_write_page(lambda: write_page(out)))
 
 
-def select_multi_rank_cells(settled: SettledConfig, patterns: Iterable[str]) -> SelectedCells:
-    """Return the cells that compare would select, without the reference; those of one process are refused."""
-    selected = select_cells(settled, patterns)
+def select_multi_rank_strategies(settled: SettledConfig, patterns: Iterable[str]) -> SelectedStrategies:
+    """Return the strategies that compare would select, without the reference; those of one process are refused."""
+    selected = select_strategies(settled, patterns)
     del selected[str(ONE)]
     for name, (row, at) in selected.items():
-        if row.outcome == "waits" and is_single_process(Cell.parse(name)):
+        if row.outcome == "waits" and is_single_process(Strategy.parse(name)):
             note = "it is one process, and verify compares several ranks with one process; `unipar compare` runs it"
             selected[name] = replace(row, outcome="refused", note=note), at
     return selected
 
 
-def _initial_row(row: CellResult, patterns: Sequence[str]) -> Verdict:
-    """Return the verdict on a cell before anything runs; it may have been named, or a pattern such as `*` gave it."""
+def _initial_row(row: StrategyResult, patterns: Sequence[str]) -> Verdict:
+    """Return the verdict on a strategy before anything runs; it was named, or a pattern such as `*` gave it."""
     outcome: Any = row.outcome if row.outcome in ("waits", "refused", "absent") else "failed"
-    named = row.cell in {name for p in patterns if not p.endswith("*") for name in (p, str(Cell.parse(p)))}
-    alone = not named and is_single_process(Cell.parse(row.cell))
-    return Verdict(cell=row.cell, outcome=outcome, note=row.note, named=named, alone=alone)
+    named = row.strategy in {name for p in patterns if not p.endswith("*") for name in (p, str(read_strategy(p)))}
+    alone = not named and is_single_process(Strategy.parse(row.strategy))
+    return Verdict(strategy=row.strategy, outcome=outcome, note=row.note, named=named, alone=alone)
 
 
 def _count_ranks(prepared: Prepared, world: int | None) -> int:
-    """Return the number of ranks of every cell."""
+    """Return the number of ranks of every strategy."""
     configured = prepared.source.config.parallel.ranks
     number = world or (configured if isinstance(configured, int) else max(2, prepared.ranks().number))
     if number < 2:
@@ -176,10 +184,10 @@ def _run_session(
     settled, machines = asked.settled, asked.machines
     runs = RunPlan(settled, first.steps, configs, halfway, checkpoint, numbers_on(settled.device))
     one = runs.one_process_config()
-    checks.check_cell(one.config, registry.find_backend(one.cell.backend), one.cell)
+    checks.check_strategy(one.config, registry.find_backend(one.strategy.backend), one.strategy)
     # the same in one process, because sums depend on the number of threads
     threads = cores_per_rank(first.ranks if machines is None else machines.per or first.ranks)
-    backends = {one.cell.backend, *(at.cell.backend for at in configs.values())}
+    backends = {one.strategy.backend, *(at.strategy.backend for at in configs.values())}
     with sigterm_as_interrupt(), LiveTable() as board:
         board.show(first, "starts")
         with open_world_pool(Path(first.out), ref, backends, threads, settled.device, machines) as pool:

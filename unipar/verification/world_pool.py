@@ -103,7 +103,7 @@ class WorldPool:
         settled = jobs[0].settled
         group = WorkerGroup.of(
             settled,
-            registry.find_backend(settled.cell.backend),
+            registry.find_backend(settled.strategy.backend),
             folder,
             JOBS_ENTRY,
             {

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unipar.backend import Holding
-from unipar.config.sections.cell import Axes
+from unipar.config.sections.strategy import Axes
 from unipar.distributed.device import generator_state
 from unipar.distributed.world import World
 from unipar_mesh.pipeline.stage import Arrival

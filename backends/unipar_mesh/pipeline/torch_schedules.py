@@ -16,7 +16,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B,
 from typing_extensions import override
 
 from unipar.backend import Fn, Holding, LossFn, Mark, Micro
-from unipar.config.sections.cell import Axes
+from unipar.config.sections.strategy import Axes
 from unipar.distributed.device import generator_state
 from unipar.distributed.world import World
 from unipar.engines.batch_transfer import map_tensors

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from unipar.backend import Fn, Part
-from unipar.config.sections.cell import Axes
+from unipar.config.sections.strategy import Axes
 from unipar.distributed.mesh import Mesh, MeshGroups
 from unipar.engines.batch_transfer import map_tensors
 from unipar_mesh.look_at_model import CutTrial, check_block_order, kind_of_block

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Final, Literal
 
-from unipar.backend import offered_cells as cells
+from unipar.backend import offered_strategies as strategies
 from unipar.config import Config
 from unipar.distributed.mesh import Mesh
 from unipar.memory.recording.bytes_sent_recorder import axis_of_ranks
@@ -41,7 +41,7 @@ def predict_mesh(
     """
     parallel, axes = config.parallel, config.parallel.axes
     compiled = ["model.compile beside other axes"] if config.model.compiling is not None else []
-    refuse_unplanned(str(cells.cell_of(config)), config, *compiled, planned=[f"parallel ({axes})"])
+    refuse_unplanned(str(strategies.strategy_of(config)), config, *compiled, planned=[f"parallel ({axes})"])
     fp64, mesh = clips_in_fp64(config), Mesh.of(0, ranks, **axes.sizes)
     shards = _ranks_of_a_copy(config, mesh)
     alike = [mesh.rank_at(data=d, context=c) for d in range(mesh.sizes["data"]) for c in range(mesh.sizes["context"])]

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from unipar.backend import Fn, Part
 from unipar.config import Config
-from unipar.config.sections.cell import Axes
+from unipar.config.sections.strategy import Axes
 from unipar.distributed.mesh import Mesh, MeshGroups, fake_groups
 from unipar.engines.placement import direct_parameters
 from unipar.prediction.rank_part import RankPart

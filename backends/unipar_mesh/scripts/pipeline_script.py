@@ -16,7 +16,7 @@ from unipar.backend.export import (
     shared_flags,
     shared_values,
 )
-from unipar.backend.offered_cells import cell_of
+from unipar.backend.offered_strategies import strategy_of
 from unipar.errors import Unsupported
 from unipar_mesh.pipeline.balance import cuts_at
 from unipar_mesh.scripts.script_parts import Pieces, pieces_of_script
@@ -27,7 +27,7 @@ def pipeline_script(outline: Outline) -> str:
     """Return the text of train.py; raise Unsupported with a reason for each thing that it cannot carry."""
     parallel = outline.config.parallel
     if reasons := [*_reasons(outline)]:
-        raise Unsupported(str(cell_of(outline.config)), reasons)
+        raise Unsupported(str(strategy_of(outline.config)), reasons)
     pieces = pieces_of_script(outline) if parallel.tensor > 1 or parallel.context > 1 else Pieces()
     context = pieces.flags["context"]
     torch_class = _TORCH_CLASSES.get(parallel.schedule)

@@ -15,7 +15,7 @@ from unipar.backend.export import (
     render_template,
     uses_math,
 )
-from unipar.backend.offered_cells import cell_of
+from unipar.backend.offered_strategies import strategy_of
 from unipar.errors import Unsupported
 from unipar_mesh.look_at_model import kind_of_block
 from unipar_mesh.options import options_of
@@ -112,7 +112,7 @@ def pieces_of_script(outline: Outline) -> Pieces:
             dropped = [*table.dropouts, *(() if parts is None else parts.masks)]
             reasons += [_dropped_twice(blocks[0], name) for name in dropped[:1]]
     if reasons:
-        raise Unsupported(str(cell_of(outline.config)), reasons)
+        raise Unsupported(str(strategy_of(outline.config)), reasons)
     attends = any(table.attention_dropout for _, table, _ in tables)
     attends = attends or (sequence is not None and sequence.attention_dropout)
     tensor, context = bool(tables), sequence is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from unipar.backend.export import Outline, constant_tuple, fill_template, format_call, optimizer_code
-from unipar.backend.offered_cells import cell_of
+from unipar.backend.offered_strategies import strategy_of
 from unipar.errors import Unsupported
 from unipar_mesh.options import options_of
 from unipar_mesh.scripts.script_parts import pieces_of_script
@@ -15,7 +15,7 @@ def split_script(outline: Outline) -> str:
     """Return the text of train.py; raise Unsupported with a reason for each thing that it cannot carry."""
     parallel = outline.config.parallel
     if reasons := [*refused_axes(outline)]:
-        raise Unsupported(str(cell_of(outline.config)), reasons)
+        raise Unsupported(str(strategy_of(outline.config)), reasons)
     pieces = pieces_of_script(outline)
     tensor, context = pieces.flags["tensor"], pieces.flags["context"]
     seats = ["sequences"] * context + ['mesh["tensor"].get_local_rank()'] * tensor

@@ -33,16 +33,16 @@ from unipar.model.state_names import state_names
 
 pytestmark = [pytest.mark.forked, pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")]
 
-CELLS = ["native/parameters", "deepspeed/parameters"]
+STRATEGIES = ["native/parameters", "deepspeed/parameters"]
 STEPS = 3
 
 
-def trained(forks: Forks, folder: Path, task: str, cell: str) -> CheckpointContents:
+def trained(forks: Forks, folder: Path, task: str, strategy: str) -> CheckpointContents:
     """Return the last checkpoint of a run of 2 ranks."""
     config = {
         "task": {"use": str(ROOT / "tests/support" / task)},
-        "backend": cell.partition("/")[0],
-        "parallel": {"data": 2, "shard": cell.partition("/")[2]},
+        "backend": strategy.partition("/")[0],
+        "parallel": {"data": 2, "shard": strategy.partition("/")[2]},
         "device": "cpu",
         "batch": {"total": 4},
         "train": {"steps": STEPS, "optimizer": {"name": "adamw", "lr": 0.05}},
@@ -124,10 +124,10 @@ def with_values_of(model: Any, contents: CheckpointContents) -> Any:
     return model
 
 
-@pytest.mark.parametrize("cell", [CELLS[0], pytest.param(CELLS[1], marks=pytest.mark.sweep)])
-def test_transformers_loads_an_exported_model(forks: Forks, tmp_path: Path, cell: str) -> None:
+@pytest.mark.parametrize("strategy", [STRATEGIES[0], pytest.param(STRATEGIES[1], marks=pytest.mark.sweep)])
+def test_transformers_loads_an_exported_model(forks: Forks, tmp_path: Path, strategy: str) -> None:
     """Several files with an index, tied embeddings under one name: the same logits, no key missing or unexpected."""
-    contents = trained(forks, tmp_path, "transformer_models.py:Gpt2", cell)
+    contents = trained(forks, tmp_path, "transformer_models.py:Gpt2", strategy)
     done = export_checkpoint(contents, tmp_path / "hf", ExportWish(to="hf", size="20KB"))
     assert done.config == "with config.json"
     assert len(list((tmp_path / "hf").iterdir())) > 2
@@ -142,10 +142,10 @@ def test_transformers_loads_an_exported_model(forks: Forks, tmp_path: Path, cell
     assert not torch.allclose(before, after)
 
 
-@pytest.mark.parametrize("cell", [pytest.param(CELLS[0], marks=pytest.mark.sweep), CELLS[1]])
-def test_peft_loads_an_exported_adapter(forks: Forks, tmp_path: Path, cell: str) -> None:
+@pytest.mark.parametrize("strategy", [pytest.param(STRATEGIES[0], marks=pytest.mark.sweep), STRATEGIES[1]])
+def test_peft_loads_an_exported_adapter(forks: Forks, tmp_path: Path, strategy: str) -> None:
     """Only what was trained, under the names that peft expects; the same logits over a base model of its own."""
-    contents = trained(forks, tmp_path, "lora_task.py:Lora", cell)
+    contents = trained(forks, tmp_path, "lora_task.py:Lora", strategy)
     made = lora_model()
     before = logits(made)
     done = export_checkpoint(contents, tmp_path / "adapter", ExportWish(to="peft"))

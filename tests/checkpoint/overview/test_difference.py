@@ -27,7 +27,7 @@ def test_two_layouts_of_one_state_are_equal(tmp_path: Path) -> None:
 def test_what_differs_is_told(tmp_path: Path) -> None:
     """Largest difference and share of elements, NaN beside NaN as equal; shapes; names; keys of the state."""
 
-    def save(name: str, *values: float, shape: tuple[int, ...], extra: str, cell: str) -> None:
+    def save(name: str, *values: float, shape: tuple[int, ...], extra: str, strategy: str) -> None:
         def pieces(_rank: int, _step: int) -> Sequence[PieceToSave]:
             return [
                 PieceToSave("w", "weight", "F32", (4,), Region(0, 4), floats(*values)),
@@ -35,10 +35,10 @@ def test_what_differs_is_told(tmp_path: Path) -> None:
                 PieceToSave(extra, "weight", "F32", (1,), Region(0, 1), floats(1)),
             ]
 
-        save_on_ranks(tmp_path / name, 1, disks=[Disk()], pieces=pieces, state={"cell": cell, "time": 0})
+        save_on_ranks(tmp_path / name, 1, disks=[Disk()], pieces=pieces, state={"strategy": strategy, "time": 0})
 
-    save("a", 1, math.nan, 3, 4, shape=(4,), extra="old", cell="native")
-    save("b", 1, math.nan, 3.5, 4, shape=(2, 2), extra="new", cell="single")
+    save("a", 1, math.nan, 3, 4, shape=(4,), extra="old", strategy="native")
+    save("b", 1, math.nan, 3.5, 4, shape=(2, 2), extra="new", strategy="single")
     a, b = (inspect_checkpoint(tmp_path / name / "step-00000001") for name in "ab")
     difference = compare_checkpoints(a, b)
     assert difference.any
@@ -55,7 +55,7 @@ def test_what_differs_is_told(tmp_path: Path) -> None:
         "",
         "only in a: old (weight)",
         "only in b: new (weight)",
-        "state.json: cell: 'native' in a, 'single' in b",
+        "state.json: strategy: 'native' in a, 'single' in b",
         "0 tensors equal, 2 tensors differ",
     ]
 

@@ -10,7 +10,7 @@ from unipar.checkpoint.protocol.verifying import inspect_checkpoint
 
 STATE = {
     "steps": 10,
-    "cell": "native/optimizer",
+    "strategy": "native/optimizer",
     "ranks": 2,
     "unipar": {"unipar": "0.1.0", "torch": "2.13.0"},
     "git": "abc",

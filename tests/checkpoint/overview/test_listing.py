@@ -14,14 +14,20 @@ from unipar.utils.text import format_age
 
 def test_whole_and_broken_ones_are_listed(tmp_path: Path) -> None:
     """Newest first; what the state tells, which are best, and of a broken one the fault."""
-    state = {"time": 1000.0, "cell": "native/parameters", "ranks": 2, "metrics": {"loss": 0.25, "bad": None}}
+    state = {"time": 1000.0, "strategy": "native/parameters", "ranks": 2, "metrics": {"loss": 0.25, "bad": None}}
     save_on_ranks(tmp_path / "checkpoints", 1, state=state)
     save_on_ranks(tmp_path / "checkpoints", 3, state={**state, "best": [[1, 0.25]]})
     save_on_ranks(tmp_path / "checkpoints", 2)
     file = tmp_path / "checkpoints/step-00000002/shards/rank-00001.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     three, two, one = list_checkpoints(tmp_path)
-    assert (three.step, three.whole, three.cell, three.ranks, three.best) == (3, True, "native/parameters", 2, False)
+    assert (three.step, three.whole, three.strategy, three.ranks, three.best) == (
+        3,
+        True,
+        "native/parameters",
+        2,
+        False,
+    )
     assert (one.step, one.best, one.metrics) == (1, True, {"loss": 0.25, "bad": None})
     assert not two.whole
     assert two.why == f"{file}: {file.stat().st_size:,} bytes; manifest.json says {file.stat().st_size + 1:,}"

@@ -26,7 +26,7 @@ result = {{
 
 @pytest.mark.parametrize("task", sorted({case.task for case in CASES.values()}))
 def test_errors_of_others_are_named(task: str, emulated: EmulatedDevice, tmp_path: Path) -> None:
-    """Each cell disagrees, by the same kind of fault in the same place; the same engines without an error agree.
+    """Each strategy disagrees, by the same kind of fault in the same place; the same engines without an error agree.
 
     How many more parameters differ depends on how kernels round.
     """

@@ -14,7 +14,7 @@ from unipar.run_folder.layout import read_launch_file
 
 PLANNED = """
 import unipar
-(row,) = unipar.plan({config!r}, cells=[{cell!r}], worlds=[2]).rows
+(row,) = unipar.plan({config!r}, strategies=[{strategy!r}], worlds=[2]).rows
 result = max(phase.peak - phase.held["runtime"] for phase in row.phases)
 """
 """The planned peak without CUDA's context and NCCL's buffers, which an emulated device has not."""
@@ -47,14 +47,14 @@ def test_out_of_memory_during_set_up(emulated: EmulatedDevice, tmp_path: Path) -
 
 @pytest.mark.emulated
 @pytest.mark.parametrize(
-    "cell", ["native/nothing", "native/parameters", "deepspeed/parameters", "accelerate/gradients"]
+    "strategy", ["native/nothing", "native/parameters", "deepspeed/parameters", "accelerate/gradients"]
 )
-def test_a_run_needs_what_the_plan_says(cell: str, emulated: EmulatedDevice, tmp_path: Path) -> None:
+def test_a_run_needs_what_the_plan_says(strategy: str, emulated: EmulatedDevice, tmp_path: Path) -> None:
     """It ends in 5 % more memory than the planned peak, and runs out of memory in 5 % less."""
-    backend, shard = cell.split("/")
+    backend, shard = strategy.split("/")
     task = {**COMMAND_SETTINGS["task"], "args": {"layers": 4, "width": 128, "heads": 2, "context": 32}}
     config = write_config(tmp_path, task=task, backend=backend, parallel={"data": 2, "shard": shard})
-    planned = emulated.run(PLANNED.format(config=config, cell=cell)).result
+    planned = emulated.run(PLANNED.format(config=config, strategy=strategy)).result
     done = emulated.unipar(["run", config], memory=int(1.05 * planned))
     assert done.returncode == 0, done.stderr
     done = emulated.unipar(["run", config, "--overwrite"], memory=int(0.95 * planned))

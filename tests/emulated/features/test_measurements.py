@@ -49,15 +49,15 @@ result = [found.device, found.ranks, found.memory, sorted(found.within.shares), 
 def test_accounts_where_nvml_is_silent(emulated: EmulatedDevice, tmp_path: Path) -> None:
     """Memory beside the allocator is not known, and its reason is a note."""
     del emulated  # it is built, or the test is skipped
-    compared = {"cells": ["native/nothing"], "repeat": 1}
+    compared = {"strategies": ["native/nothing"], "repeat": 1}
     config = write_config(tmp_path, compare=compared, train={**COMMAND_SETTINGS["train"], "steps": 13})
     words = [sys.executable, "-m", "unipar", "compare", config]  # in forks torch's count would start CUDA
     environment = {**os.environ, **emulated_environment("no-nvml")}
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
-    cells = json.loads((tmp_path / "run/compare/compare.json").read_text("utf-8"))["cells"]
+    strategies = json.loads((tmp_path / "run/compare/compare.json").read_text("utf-8"))["strategies"]
     said = "memory of CUDA and NCCL was not measured: NVML failed: NVML Shared Library Not Found"
-    assert [(account["on"]["used"], account["notes"]) for cell in cells for account in cell["memory"]] == (
+    assert [(account["on"]["used"], account["notes"]) for strategy in strategies for account in strategy["memory"]] == (
         [(None, [said])] * 3
     )
 
@@ -79,7 +79,7 @@ result = [found, why.replace(str(os.getpid()), "N")]
 
 def test_an_allocator_that_keeps_no_history(emulated: EmulatedDevice, tmp_path: Path) -> None:
     """cudaMallocAsync: a comparison says that memory was not recorded, and by which variable."""
-    config = write_config(tmp_path, compare={"cells": ["native/nothing"], "repeat": 1})
+    config = write_config(tmp_path, compare={"strategies": ["native/nothing"], "repeat": 1})
     variables = {"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}
     done = emulated.unipar(["compare", config, "--details"], variables=variables)
     assert done.returncode == 0, done.stderr
@@ -90,15 +90,15 @@ def test_an_allocator_that_keeps_no_history(emulated: EmulatedDevice, tmp_path: 
 
 def test_accounts_without_a_meter(emulated: EmulatedDevice, tmp_path: Path) -> None:
     """Where the meter of the host's memory cannot be stored, the device's account stands alone, and says so."""
-    compared = {"cells": ["native/nothing"], "repeat": 1}
+    compared = {"strategies": ["native/nothing"], "repeat": 1}
     config = write_config(tmp_path, compare=compared, train={**COMMAND_SETTINGS["train"], "steps": 13})
     done = emulated.unipar(["compare", config, "--details"], variables={"XDG_CACHE_HOME": "/proc/nowhere"})
     assert done.returncode == 0, done.stderr
     assert "the host's memory was not recorded: it cannot be stored in the user's cache" in " ".join(
         done.stdout.split()
     )
-    cells = json.loads((tmp_path / "run/compare/compare.json").read_text("utf-8"))["cells"]
-    assert [(account["device"], account["host"]) for cell in cells for account in cell["memory"]] == [
+    strategies = json.loads((tmp_path / "run/compare/compare.json").read_text("utf-8"))["strategies"]
+    assert [(account["device"], account["host"]) for strategy in strategies for account in strategy["memory"]] == [
         ("cuda", None)
     ] * 3
 

@@ -26,7 +26,7 @@ TRAIN: dict[str, Any] = {
 }
 
 
-def train(emulated: EmulatedDevice, folder: Path, cell: str, log_every: int, **more: Any) -> EmulatedRun:
+def train(emulated: EmulatedDevice, folder: Path, strategy: str, log_every: int, **more: Any) -> EmulatedRun:
     """Train in two ranks, with overflows."""
     overflows = more.pop("overflows", OVERFLOWS)
     settings = {
@@ -42,7 +42,7 @@ def train(emulated: EmulatedDevice, folder: Path, cell: str, log_every: int, **m
         "checkpoint": {"every": STEPS // 2},
         "out": str(folder / "run"),
     }
-    return emulated.run(CODE.format(settings=json.dumps(settings), cell=cell), devices=2)
+    return emulated.run(CODE.format(settings=json.dumps(settings), strategy=strategy), devices=2)
 
 
 def state_of(folder: Path, step: int = STEPS) -> tuple[dict[str, bytes], dict[str, Any], list[int]]:
@@ -64,7 +64,7 @@ NONE: set[str] = set()
 
 
 @pytest.mark.parametrize(
-    ("cell", "more", "waits"),
+    ("strategy", "more", "waits"),
     [
         ("native/nothing", {"ema": {"decay": 0.9, "warmup": 2}}, NONE),
         pytest.param("native/parameters", {}, NONE, marks=pytest.mark.emulated),
@@ -91,12 +91,12 @@ NONE: set[str] = set()
     ],
 )
 def test_skipped_steps_between_two_logged_ones(
-    cell: str, more: dict[str, Any], waits: set[str], emulated: EmulatedDevice, tmp_path: Path
+    strategy: str, more: dict[str, Any], waits: set[str], emulated: EmulatedDevice, tmp_path: Path
 ) -> None:
     """Weights, averages, rates and counts are those of a run whose host looks after every step, to the last bit."""
     often, seldom = tmp_path / "often", tmp_path / "seldom"
-    looked = train(emulated, often, cell, 1, **more)
-    run = train(emulated, seldom, cell, STEPS, **more)
+    looked = train(emulated, often, strategy, 1, **more)
+    run = train(emulated, seldom, strategy, STEPS, **more)
     assert run.result, run.stderr
     assert run.result[-1] == looked.result[-1]
     shards, counts, noted = state_of(seldom)

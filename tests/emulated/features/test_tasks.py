@@ -56,13 +56,13 @@ def test_pinned_memory_of_offloaded_parameters(emulated: EmulatedDevice, tmp_pat
     config = write_config(
         tmp_path,
         model={"offload": "parameters"},
-        compare={"cells": ["native/parameters"], "repeat": 1},
+        compare={"strategies": ["native/parameters"], "repeat": 1},
         train={**COMMAND_SETTINGS["train"], "steps": 13},
     )
     done = emulated.unipar(["compare", config])
     assert done.returncode == 0, done.stderr
-    cells = json.loads((tmp_path / "run/compare/compare.json").read_text("utf-8"))["cells"]
-    offloaded = [MemoryAccount.model_validate_json(json.dumps(account)) for account in cells[-1]["memory"]]
+    strategies = json.loads((tmp_path / "run/compare/compare.json").read_text("utf-8"))["strategies"]
+    offloaded = [MemoryAccount.model_validate_json(json.dumps(account)) for account in strategies[-1]["memory"]]
     assert len(offloaded) == 2
     for account in offloaded:
         held = {phase.name: phase.held for phase in account.pinned}

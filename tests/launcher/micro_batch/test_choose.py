@@ -9,10 +9,10 @@ import pytest
 
 from tests.support.tiny import CONFIG, Tiny
 from unipar.errors import OutOfMemory
-from unipar.launcher.cell_selection import settle_one_micro
 from unipar.launcher.micro_batch import choose
 from unipar.launcher.micro_batch.choice import MicroTrial
 from unipar.launcher.preparation.prepare import Prepared, prepare
+from unipar.launcher.strategy_selection import settle_one_micro
 
 MEMORY = {"total": 16, "micro": "auto", "memory": 1000, "headroom": 0}
 
@@ -63,8 +63,8 @@ def settle(
 DDP, FSDP = "native/nothing on 2 ranks", "native/parameters on 2 ranks"
 
 
-def test_the_smallest_of_all_cells(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A cell that comes later may need a smaller one, and those before it are asked again."""
+def test_the_smallest_of_all_strategies(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A strategy that comes later may need a smaller one, and those before it are asked again."""
     prepared, tried = settle(monkeypatch, {DDP: 4, FSDP: 2}, {DDP: {1: 300, 2: 500, 4: 900, 8: 1700}})
     assert prepared.source.config.batch.micro == 2
     assert tried == [(DDP, 4), (FSDP, 4), (FSDP, 2), (DDP, 2)]
@@ -84,8 +84,8 @@ def test_sizes_that_are_possible_in_all_worlds(monkeypatch: pytest.MonkeyPatch) 
     assert tried[-1] == ("native/parameters on 4 ranks", 4)
 
 
-def test_a_cell_in_which_nothing_fits(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Such a cell has no part in the choice, if another one has."""
+def test_a_strategy_in_which_nothing_fits(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Such a strategy has no part in the choice, if another one has."""
     prepared, _ = settle(monkeypatch, {DDP: 0, FSDP: 8}, {})
     assert prepared.source.config.batch.micro == 8
     assert f"batch.micro: auto: nothing fits in {DDP}, which has no part in the choice" in capsys.readouterr().err

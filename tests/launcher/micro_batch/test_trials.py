@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import unipar
-from benchmarks.micro_batch import CELLS, search_by_auto, search_by_hand, world_of
+from benchmarks.micro_batch import STRATEGIES, search_by_auto, search_by_hand, world_of
 from tests.support.wide import Wide
 from unipar.errors import OutOfMemory
 from unipar.launcher.micro_batch.trials import TrialCode
@@ -63,9 +63,9 @@ def test_nothing_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("limit", [32, 64])
-@pytest.mark.parametrize("cell", CELLS)
-def test_auto_picks_what_a_search_by_hand_finds(cell: str, limit: int) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_auto_picks_what_a_search_by_hand_finds(strategy: str, limit: int) -> None:
     """Under every backend."""
-    world = world_of(cell)
+    world = world_of(strategy)
     code = TrialCode(TaskRef.of(None, world.settled.config.task, {}))
     assert search_by_auto(world, code, limit * MIB)[0] == search_by_hand(world, code, limit * MIB)[0]

@@ -278,7 +278,7 @@ def _interrupted(workers: WorkerGroup, run: Path, sign: str, *signals: signal.Si
 
 @BOTH_WAYS
 def test_workers_outlive_the_thread_that_started_them(workers: Make, tmp_path: Path) -> None:
-    """The kernel's parent-death signal follows threads; a notebook's cell may be one."""
+    """The kernel's parent-death signal follows threads; a notebook's strategy may be one."""
     started = workers("sleeps")
     thread = threading.Thread(target=started.__enter__)
     thread.start()

@@ -174,7 +174,7 @@ def test_a_rank_that_the_kernel_kills_left_an_account(tmp_path: Path, kernel_cou
 def test_kill_9_of_a_small_model(
     tmp_path: Path, kernel_counts: Callable[..., None], counts: tuple[int | None, int | None], why: str
 ) -> None:
-    """Memory is not blamed without a reason, and no cell is named that needs less."""
+    """Memory is not blamed without a reason, and no strategy is named that needs less."""
     kernel_counts(*counts)
     with pytest.raises(WorkerFailed) as e:
         unipar.launch(config_of(tmp_path), quiet=True)
@@ -269,7 +269,7 @@ def small_cgroup() -> Generator[Path]:
         made.rmdir()
 
 
-@pytest.mark.sweep  # tests/comparison/test_failed_cells.py has such a kill always
+@pytest.mark.sweep  # tests/comparison/test_failed_strategies.py has such a kill always
 def test_the_kernel_really_kills_a_rank(tmp_path: Path, small_cgroup: Path) -> None:
     """A model of 650 parameters whose loss eats all memory of the cgroup: only the kernel's count gives the reason."""
     (tmp_path / "eater.py").write_text(EATER, encoding="utf-8")

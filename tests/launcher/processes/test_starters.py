@@ -56,12 +56,12 @@ def test_a_library_that_cannot_be_there(library: Any) -> None:
         assert server.why_separate(threaded) == (
             began + "RuntimeError: 2 threads; a module that starts threads must be imported in the workers"
         )
-        assert server.summary == "libraries are imported, once for all cells: torch, fine_library"
+        assert server.summary == "libraries are imported, once for all strategies: torch, fine_library"
     assert not is_running(forks.pid)
 
 
 def test_a_server_that_was_killed_is_started_again(library: Any) -> None:
-    """Cells whose turn comes later need not fail with it."""
+    """Strategies whose turn comes later need not fail with it."""
     fine = library("fine_library")
     with SharedForkServer(["unipar.errors"], {"ANY": "thing"}) as server:
         server.start([fine])

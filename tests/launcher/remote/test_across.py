@@ -63,24 +63,24 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Generator[Commands]:
 
 def test_compare(commands: Commands) -> None:
     """Two ranks on each machine, with the losses of one process."""
-    said, _ = commands.run("compare", "--world", "4", "--cells", "native/nothing,deepspeed/nothing")
+    said, _ = commands.run("compare", "--world", "4", "--strategies", "native/nothing,deepspeed/nothing")
     assert "all 2 strategies agree with one process" in said
     assert "on 4 ranks on 2 machines" in said
     made = commands.result("compare")
     assert (made["ranks"], made["machines"]) == (4, 2)
-    assert [row["cell"] for row in made["cells"]] == ["single", "native/nothing", "deepspeed/nothing"]
+    assert [row["strategy"] for row in made["strategies"]] == ["single", "native/nothing", "deepspeed/nothing"]
 
 
 def test_scale(commands: Commands) -> None:
     """A world on one machine, and two over both: one with the same batch, one with the same share of a rank."""
-    said, _ = commands.run("scale", "--world", "1,2", "--cells", "native/nothing")
+    said, _ = commands.run("scale", "--world", "1,2", "--strategies", "native/nothing")
     assert "2 machines (ranks on machines), each: " in said
     worlds = [(world["ranks"], world["machines"]) for world in commands.result("scale")["worlds"]]
     assert worlds == [(1, 1), (2, 2), (2, 2)]
 
 
 def test_verify(commands: Commands) -> None:
-    """Each cell has the numbers of one process."""
-    said, _ = commands.run("verify", "--world", "2", "--cells", "native/nothing,native/parameters")
+    """Each strategy has the numbers of one process."""
+    said, _ = commands.run("verify", "--world", "2", "--strategies", "native/nothing,native/parameters")
     assert "all 2 strategies agree with one process" in said
     assert " on 2 ranks of 2 machines" in said

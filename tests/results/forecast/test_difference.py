@@ -19,7 +19,7 @@ from unipar.results.forecast.forecast_difference import (
     measured_step,
     summarise_differences,
 )
-from unipar.results.forecast.records import CellForecast, Forecast, ForecastPhase, ForecastWorld
+from unipar.results.forecast.records import Forecast, ForecastPhase, ForecastWorld, StrategyForecast
 from unipar.results.result_files import parse_comparison
 
 SETUP = PhasePeak(name="built", peak=9_000, held={"parameters": 9_000})
@@ -36,9 +36,9 @@ def account(rank: int = 0, **changed: Any) -> MemoryAccount:
     return MemoryAccount(rank=rank, **(more | told | changed))
 
 
-def planned(peak: int, sent: dict[str, dict[str, int]] = SENT, cell: str = "native/nothing") -> CellForecast:
-    return CellForecast(
-        cell=cell, phases=(ForecastPhase(name="backward", peak=peak, held={"parameters": peak}),), sent=sent
+def planned(peak: int, sent: dict[str, dict[str, int]] = SENT, strategy: str = "native/nothing") -> StrategyForecast:
+    return StrategyForecast(
+        strategy=strategy, phases=(ForecastPhase(name="backward", peak=peak, held={"parameters": peak}),), sent=sent
     )
 
 
@@ -71,7 +71,7 @@ def test_a_workspace_of_a_library_does_not_choose_the_moment() -> None:
 def test_the_distance_is_that_from_the_range(peak: int, off: float) -> None:
     """A peak between the lowest and the highest recorded step is right."""
     row = replace(SAME, memory=[account(), account(1)])
-    (found,) = forecast_differences(Forecast(cells=(planned(peak),)), [row])
+    (found,) = forecast_differences(Forecast(strategies=(planned(peak),)), [row])
     assert found.off == pytest.approx(off)
 
 
@@ -91,7 +91,7 @@ def test_payloads_are_compared_to_the_byte(
 ) -> None:
     """By axis and collective; nothing is said of what was not planned or not recorded."""
     row = replace(SAME, memory=[account(**changed), account(1, **changed)])
-    (found,) = forecast_differences(Forecast(cells=(planned(1_600, told),)), [row])
+    (found,) = forecast_differences(Forecast(strategies=(planned(1_600, told),)), [row])
     assert (found.same_payload, list(found.differing_payloads())) == (same, differing)
 
 
@@ -99,39 +99,42 @@ def test_payloads_are_compared_to_the_byte(
 def test_bytes_between_machines_are_compared(across: int, same: bool) -> None:
     """Those of the rank that has most of them."""
     row = replace(SAME, memory=[account(), account(1, sent_across=100)])
-    cell = planned(1_600).model_copy(update={"sent_across": across})
-    (found,) = forecast_differences(Forecast(cells=(cell,)), [row])
+    strategy = planned(1_600).model_copy(update={"sent_across": across})
+    (found,) = forecast_differences(Forecast(strategies=(strategy,)), [row])
     assert found.same_payload is same
     assert list(found.differing_payloads()) == ([] if same else [("between machines", 0, 100)])
 
 
-def test_which_cells_are_compared() -> None:
+def test_which_strategies_are_compared() -> None:
     """Those that ran, and were planned and measured."""
     alone, full = [account(sent_along={})], [account(), account(1)]
     rows = [
         replace(ONE, memory=alone),
         replace(SAME, memory=full),
-        replace(SAME, cell="a", memory=[]),
-        replace(SAME, cell="b", memory=full, outcome="failed"),
-        replace(SAME, cell="c", memory=full),
+        replace(SAME, strategy="a", memory=[]),
+        replace(SAME, strategy="b", memory=full, outcome="failed"),
+        replace(SAME, strategy="c", memory=full),
     ]
-    cells = [planned(1_600, {}, "single"), *(planned(1_680, cell=name) for name in ("native/nothing", "a", "b"))]
+    strategies = [
+        planned(1_600, {}, "single"),
+        *(planned(1_680, strategy=name) for name in ("native/nothing", "a", "b")),
+    ]
     why = "it is not planned yet"
-    told = Forecast(cells=(*cells, *(CellForecast(cell=name, refusal=why) for name in "cde")))
+    told = Forecast(strategies=(*strategies, *(StrategyForecast(strategy=name, refusal=why) for name in "cde")))
     found = forecast_differences(told, rows)
-    assert [each.cell for each in found] == ["single", "native/nothing"]
+    assert [each.strategy for each in found] == ["single", "native/nothing"]
     assert summarise_differences(found) == (
-        "predicted peaks of 2 cells are within 5.00 % of the measured ones (farthest: native/nothing); bytes sent are "
-        "equal"
+        "predicted peaks of 2 strategies are within 5.00 % of the measured ones (farthest: native/nothing); bytes sent "
+        "are equal"
     )
     assert describe_forecast(told, rows)[1:] == ["plan: c, d and e are not planned: it is not planned yet"]
     assert forecast_differences(None, rows) == []
 
 
 def test_sentences_below_the_table() -> None:
-    """Why nothing was planned; which cells send something else; nothing for an older file."""
+    """Why nothing was planned; which strategies send something else; nothing for an older file."""
     other = replace(SAME, memory=[account(), account(1)])
-    told = Forecast(cells=(planned(1_600, {"data": {"all_reduce": 300}}),))
+    told = Forecast(strategies=(planned(1_600, {"data": {"all_reduce": 300}}),))
     assert describe_forecast(told, [other]) == [
         "plan: predicted peaks of native/nothing are within 0.00 % of the measured ones; other bytes are sent than "
         "predicted in native/nothing"
@@ -150,8 +153,8 @@ def test_sentences_below_the_table() -> None:
 def test_files_keep_it(tmp_path: Path) -> None:
     """All of it is in compare.json; a file of an earlier version has none."""
     world = ForecastWorld(ranks=4, samples=8, micro=2, peak=900, phase="backward")
-    cell = planned(1_600).model_copy(update={"worlds": (world,), "ways": ("micro 1 fits",)})
-    told = Forecast(device="cuda", ranks=2, samples=8, share=4, memory=2_000, memory_from="GPU", cells=(cell,))
+    strategy = planned(1_600).model_copy(update={"worlds": (world,), "ways": ("micro 1 fits",)})
+    told = Forecast(device="cuda", ranks=2, samples=8, share=4, memory=2_000, memory_from="GPU", strategies=(strategy,))
     store.write_comparison(tmp_path, {}, compared(ONE, SAME, forecast=told))
     file = tmp_path / "compare.json"
     data = json.loads(file.read_text("utf-8"))

@@ -1,4 +1,4 @@
-"""What a step of a cell does, from what its ranks recorded, and its table."""
+"""What a step of a strategy does, from what its ranks recorded, and its table."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import pytest
 from tests.support.compared_rows import ONE, SAME, compared
 from unipar.profiling.work import CompiledWork, RankWork
 from unipar.results.comparison import Comparison
-from unipar.results.row import CellResult, cell_result_from_json, cell_result_to_json
+from unipar.results.row import StrategyResult, strategy_result_from_json, strategy_result_to_json
 from unipar.results.step_work.figures import StepFigures, flops_of_step, step_figures
 
 
-def with_work(row: CellResult, *work: RankWork) -> CellResult:
-    return cell_result_from_json(cell_result_to_json(row) | {"work": [one.model_dump(mode="json") for one in work]})
+def with_work(row: StrategyResult, *work: RankWork) -> StrategyResult:
+    return strategy_result_from_json(
+        strategy_result_to_json(row) | {"work": [one.model_dump(mode="json") for one in work]}
+    )
 
 
 def test_figures_of_two_ranks() -> None:
@@ -65,14 +67,14 @@ def test_the_table_of_work() -> None:
 
 def test_older_files_have_no_work() -> None:
     """A row without the key is read, and the table is not there."""
-    data = cell_result_to_json(SAME)
+    data = strategy_result_to_json(SAME)
     del data["work"]
-    assert cell_result_from_json(data) == SAME
+    assert strategy_result_from_json(data) == SAME
     assert "work " not in compared(ONE, SAME).table()
 
 
 def test_counts_that_differ_are_told() -> None:
-    """All cells do the same, so that another count is an error of the counting."""
+    """All strategies do the same, so that another count is an error of the counting."""
     found = compared(with_work(ONE, RankWork(flops=8e9)), with_work(SAME, RankWork(flops=9e9), RankWork(flops=9e9)))
     assert "the operations of a step were counted otherwise in native/nothing 9e+09; shown with 8e+09" in " ".join(
         found.remarks()

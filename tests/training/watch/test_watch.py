@@ -14,7 +14,7 @@ from unipar.launcher.processes.group import WorkerGroup
 
 pytestmark = pytest.mark.forked
 
-WAY_OUT = "`unipar verify` on this config compares the cell with one process and names the place"
+WAY_OUT = "`unipar verify` on this config compares the strategy with one process and names the place"
 FOUND = {
     "none": "",
     "weights": "rank 1: embed.weight has other values here than on rank 0, and both should hold the same: gradients "
@@ -52,10 +52,10 @@ WORLDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("cell", WORLDS)
-def test_faults_are_found(cell: str, tmp_path: Path, forks: Forks) -> None:
+@pytest.mark.parametrize("strategy", WORLDS)
+def test_faults_are_found(strategy: str, tmp_path: Path, forks: Forks) -> None:
     """Each within one interval, on all ranks in the same words: the rank, the step, the weight, the numbers."""
-    (tmp_path / "faults.json").write_text(json.dumps([(cell, fault) for fault in WORLDS[cell]]), "utf-8")
+    (tmp_path / "faults.json").write_text(json.dumps([(strategy, fault) for fault in WORLDS[strategy]]), "utf-8")
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     with (
         forks.instead(),
@@ -64,8 +64,8 @@ def test_faults_are_found(cell: str, tmp_path: Path, forks: Forks) -> None:
         workers.wait()
     first, second = (json.loads((tmp_path / f"told-{rank}.json").read_text("utf-8")) for rank in (0, 1))
     assert first == second
-    expected = {fault: FOUND[fault].format(**NUMBERS[cell]) for fault in WORLDS[cell]}
-    found = dict(zip(WORLDS[cell], first, strict=True))
+    expected = {fault: FOUND[fault].format(**NUMBERS[strategy]) for fault in WORLDS[strategy]}
+    found = dict(zip(WORLDS[strategy], first, strict=True))
     assert found == {
         fault: sentence and f"train.watch: at step 6, {sentence}{WAY_OUT}" for fault, sentence in expected.items()
     }

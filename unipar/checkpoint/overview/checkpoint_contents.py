@@ -55,7 +55,7 @@ def _sentences(state: Mapping[str, Any], manifest: Manifest) -> Iterator[str]:
     of = f" of {state['steps']:,}" if isinstance(state.get("steps"), int) else ""
     saved = f", saved {_moment(state['time'])}" if state.get("time") else ""
     ranks = f" on {count_of(state['ranks'], 'rank')}" if state.get("ranks") else ""
-    by = f" by {state['cell']}{ranks}" if state.get("cell") else ""
+    by = f" by {state['strategy']}{ranks}" if state.get("strategy") else ""
     yield f"step {manifest.step:,}{of}{saved}{by}"
     if state.get("imported"):
         yield f"imported from {state['imported']}"

@@ -39,7 +39,7 @@ class ListedCheckpoint:
     """Time of the save, in seconds since 1970."""
 
     bytes: int = 0
-    cell: str = ""
+    strategy: str = ""
     ranks: int | None = None
     metrics: Mapping[str, float | None] | None = None
     """Results of the last evaluation before the save."""
@@ -110,7 +110,7 @@ def _listed(contents: CheckpointContents, best: bool) -> ListedCheckpoint:
         whole=True,
         time=state.get("time"),
         bytes=contents.manifest.bytes,
-        cell=state.get("cell") or "",
+        strategy=state.get("strategy") or "",
         ranks=state.get("ranks"),
         metrics=state.get("metrics") or {},
         evaluated=state.get("evaluated"),
@@ -126,7 +126,7 @@ def checkpoint_table(listed: list[ListedCheckpoint], width: int, now: float | No
             str(one.step),
             format_age(now - one.time) if one.time else "-",
             format_size(one.bytes),
-            one.cell or "-",
+            one.strategy or "-",
             str(one.ranks or "-"),
             "yes" if one.best else "",
             format_metrics(one.metrics or {}, one.evaluated if one.evaluated != one.step else None),

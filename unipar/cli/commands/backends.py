@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def print_backends(*, as_json: JsonOption = False) -> None:
-    """List the backends that can train here, and their cells.
+    """List the backends that can train here, and their strategies.
 
     For the others: why not, and how to install them.
 
@@ -44,7 +44,7 @@ class BackendRow:
     install: str
     """Command that installs the backend's library."""
 
-    cells: list[str]
+    strategies: list[str]
     devices: list[str]
     tried: dict[str, str]
     """Devices on which the backend has run, each with how: "" in reality, or emulated."""
@@ -63,7 +63,7 @@ def rows() -> list[BackendRow]:
 
 
 def _backend_row(name: str, probe: ImportProbe) -> BackendRow:
-    from unipar.backend.offered_cells import cells_of_backend
+    from unipar.backend.offered_strategies import strategies_of_backend
     from unipar.backend.registry import find_backend
 
     backend = find_backend(name)
@@ -76,7 +76,7 @@ def _backend_row(name: str, probe: ImportProbe) -> BackendRow:
         version=probe.version,
         why=probe.absent or broken,
         install=hint,
-        cells=[str(cell) for cell in cells_of_backend(backend)],
+        strategies=[str(strategy) for strategy in strategies_of_backend(backend)],
         devices=list(can.devices),
         tried=dict(can.tried),
         gaps={
@@ -105,7 +105,7 @@ def format_backends(found: list[BackendRow]) -> str:
         for row in found
         for line in (
             (row.name, "library", row.version or row.why or ""),
-            ("", "cells", ", ".join(row.cells)),
+            ("", "strategies", ", ".join(row.strategies)),
             ("", "devices", _describe_devices(row)),
             *(("", f"no {precision}", why) for precision, why in row.gaps.items()),
         )
@@ -129,13 +129,13 @@ def _draw_backends(found: list[BackendRow]) -> None:
     from rich.text import Text
 
     drawn = Table(box=SIMPLE_HEAD, pad_edge=False)
-    drawn.add_column("cells", no_wrap=True)
+    drawn.add_column("strategies", no_wrap=True)
     for name in ("library", "devices", "not"):
         drawn.add_column(name, overflow="fold")
     for row in found:
         library = Text(row.version, style="green") if row.version else Text(row.why or "", style="red")
         gaps = Text("\n".join(row.gaps) or "-")
-        drawn.add_row(Text("\n".join(row.cells)), library, _describe_devices(row), gaps, end_section=True)
+        drawn.add_row(Text("\n".join(row.strategies)), library, _describe_devices(row), gaps, end_section=True)
     Console().print(drawn)
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from unipar.cli.commands.options import (
-    CellsOption,
     ConfigArgument,
     DetailsOption,
     OutOption,
     OverwriteOption,
     SetOption,
+    StrategiesOption,
     WorldOption,
     print_result,
     read_config_file,
@@ -17,7 +17,7 @@ from unipar.cli.commands.options import (
 
 def compare(
     file: ConfigArgument,
-    cells: CellsOption = None,
+    strategies: StrategiesOption = None,
     world: WorldOption = None,
     sets: SetOption = None,
     out: OutOption = None,
@@ -25,7 +25,7 @@ def compare(
     overwrite: OverwriteOption = False,
     details: DetailsOption = False,
 ) -> None:
-    """Compare the same training in many cells.
+    """Compare the same training in many strategies.
 
     The strategies take turns: do their losses agree, and what do they cost in time and memory? The answer fits
     one screen; --details prints all tables, and of a finished comparison at once, without running it again. After
@@ -36,13 +36,13 @@ def compare(
     unipar compare configs/quickstart.yaml
     unipar compare configs/quickstart.yaml --details
     unipar compare configs/quickstart.yaml --world 1,2,4
-    unipar compare configs/quickstart.yaml --cell native/nothing --cell 'deepspeed/*' --overwrite
-    unipar compare configs/char_gpt.yaml --world 4 --cell native/nothing+tensor2
+    unipar compare configs/quickstart.yaml --strategy native/nothing --strategy 'deepspeed/*' --overwrite
+    unipar compare configs/char_gpt.yaml --world 4 --strategy native/nothing+tensor2
     """
     source = read_config_file(file, sets, out=out)
-    from unipar.comparison.compare import compare as compare_cells
+    from unipar.comparison.compare import compare as compare_strategies
     from unipar.comparison.compare import suggest_next_commands
 
     sizes = int(world) if world is not None and world.isdecimal() else world
-    result = compare_cells(source, cells=cells or (), world=sizes, overwrite=overwrite)
+    result = compare_strategies(source, strategies=strategies or (), world=sizes, overwrite=overwrite)
     print_result(result, suggest_next_commands(result, file), details=details)

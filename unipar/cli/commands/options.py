@@ -29,13 +29,13 @@ def print_result(result: TurnResults | Verdicts, next_steps: Sequence[str] = (),
 
 
 def read_config_file(
-    file: Path, sets: list[str] | None, cell: str | None = None, out: str | None = None, *, runs: bool = False
+    file: Path, sets: list[str] | None, strategy: str | None = None, out: str | None = None, *, runs: bool = False
 ) -> CheckedSource:
     """Return the config of `file` with the changes of `--set`, `--backend` and `--out`.
 
     If it `runs`, or is to be shown as a run has it, `resume: auto` keeps what the command of the run before has set.
     """
-    from unipar.backend.checks import in_cell, read_source
+    from unipar.backend.checks import in_strategy, read_source
 
     source = read_source(file, sets or ())
     if out is not None:
@@ -43,8 +43,8 @@ def read_config_file(
     if runs:
         from unipar.launcher.preparation.earlier_config import keep_earlier_changes
 
-        source = keep_earlier_changes(source, other_cell=cell is not None)
-    return source if cell is None else in_cell(source, cell)
+        source = keep_earlier_changes(source, other_strategy=strategy is not None)
+    return source if strategy is None else in_strategy(source, strategy)
 
 
 def location_given(text: str) -> Location:
@@ -73,7 +73,7 @@ SetOption = Annotated[
 
 BackendOption = Annotated[
     str | None,
-    typer.Option("--backend", metavar="CELL", help="Another cell: native/parameters, horovod. The rest stays."),
+    typer.Option("--backend", metavar="STRATEGY", help="Another strategy: native/parameters, horovod. The rest stays."),
 ]
 
 
@@ -91,22 +91,26 @@ DetailsOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
 
 
-def split_at_commas(cells: list[str] | None) -> list[str] | None:
-    """Split each word at its commas, so that `--cell a,b` means `--cell a --cell b`."""
-    return None if cells is None else [cell for word in cells for part in word.split(",") if (cell := part.strip())]
+def split_at_commas(strategies: list[str] | None) -> list[str] | None:
+    """Split each word at its commas, so that `--strategy a,b` means `--strategy a --strategy b`."""
+    return (
+        None
+        if strategies is None
+        else [strategy for word in strategies for part in word.split(",") if (strategy := part.strip())]
+    )
 
 
-CELLS_METAVAR = "CELL,CELL,..."
+STRATEGIES_METAVAR = "STRATEGY,STRATEGY,..."
 
 
-CellsOption = Annotated[
+StrategiesOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--cell",
-        "--cells",
-        metavar=CELLS_METAVAR,
+        "--strategy",
+        "--strategies",
+        metavar=STRATEGIES_METAVAR,
         callback=split_at_commas,
-        help="Run these cells instead of those that FILE names. May be repeated.",
+        help="Run these strategies instead of those that FILE names. May be repeated.",
     ),
 ]
 

@@ -64,7 +64,7 @@ def print_runs(
 ) -> None:
     """List what was run: runs, comparisons, scalings and verifications.
 
-    Each with its cell, ranks, steps done, last loss, speed, MFU, duration, size on disk and state, the latest start
+    Each with its strategy, ranks, steps done, last loss, speed, MFU, duration, size on disk and state, the latest start
     last; a narrow terminal has fewer columns. Speed: samples a second up to the last logged step, or tokens a second
     where the task has a weight. MFU: share of the devices' peak, where that is known.
     running: a process of it is alive; ended; failed and stopped: below is why; died: its processes are gone, and none
@@ -92,9 +92,9 @@ def print_runs(
 
 _NO_VALUE = "-"
 
-_LEFT = ("run", "cell", "state")
+_LEFT = ("run", "strategy", "state")
 
-_FOLDED = ("run", "cell")
+_FOLDED = ("run", "strategy")
 """Columns whose texts go on in a further line where the terminal is too narrow."""
 
 _DROPPED_FIRST = ("MFU", "size", "speed")
@@ -121,7 +121,7 @@ def _columns(found: Sequence[RunEntry]) -> dict[str, Callable[[RunEntry], str]]:
 
     columns: dict[str, Callable[[RunEntry], str]] = {
         "run": lambda entry: entry.name,
-        "cell": lambda entry: entry.cell or _NO_VALUE,
+        "strategy": lambda entry: entry.strategy or _NO_VALUE,
         "ranks": lambda entry: _NO_VALUE if entry.ranks is None else str(entry.ranks),
         "steps": steps,
         "loss": loss,

@@ -54,7 +54,7 @@ def refuse_nothing_to_resume(source: ConfigSource) -> None:
 
 def run(
     file: ConfigArgument,
-    cell: BackendOption = None,
+    strategy: BackendOption = None,
     sets: SetOption = None,
     out: OutOption = None,
     *,
@@ -85,7 +85,7 @@ def run(
     unipar run configs/char_gpt.yaml --resume --backend deepspeed/parameters
     """
     sets = [*(sets or ()), *resume_settings(file, resume=resume, checkpoint=checkpoint)]
-    source = read_config_file(file, sets, cell, out, runs=True)
+    source = read_config_file(file, sets, strategy, out, runs=True)
     if resume:
         refuse_nothing_to_resume(source)
     from unipar.backend.resources import find_foreign_place

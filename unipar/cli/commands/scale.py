@@ -8,12 +8,12 @@ from typing import Annotated
 import typer
 
 from unipar.cli.commands.options import (
-    CellsOption,
     ConfigArgument,
     DetailsOption,
     OutOption,
     OverwriteOption,
     SetOption,
+    StrategiesOption,
     print_result,
     read_config_file,
 )
@@ -24,7 +24,7 @@ def scale(
     world: Annotated[
         str, typer.Option("--world", metavar="N,N,...", help="Numbers of ranks: 1,2,4.", show_default=False)
     ],
-    cells: CellsOption = None,
+    strategies: StrategiesOption = None,
     sets: SetOption = None,
     out: OutOption = None,
     *,
@@ -40,13 +40,13 @@ def scale(
 
     \b
     unipar scale configs/quickstart.yaml --world 1,2,4
-    unipar scale configs/quickstart.yaml --world 1,2 --cell native/nothing,native/parameters
-    unipar scale configs/char_gpt.yaml --world 2,4 --cell native/nothing+pipeline2
+    unipar scale configs/quickstart.yaml --world 1,2 --strategy native/nothing,native/parameters
+    unipar scale configs/char_gpt.yaml --world 2,4 --strategy native/nothing+pipeline2
     """
     source = read_config_file(file, sets, out=out)
     from unipar.comparison.scale import scale as scale_worlds
 
-    result = scale_worlds(source, worlds=world, cells=cells or (), overwrite=overwrite)
+    result = scale_worlds(source, worlds=world, strategies=strategies or (), overwrite=overwrite)
     name = shlex.quote(str(file))
     steps = [f"unipar plan {name} --world 8,64   # larger worlds, predicted"]
     print_result(result, [] if result.code else steps, details=details)

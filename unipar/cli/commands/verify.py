@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from unipar.cli.commands.options import (
-    CELLS_METAVAR,
+    STRATEGIES_METAVAR,
     ConfigArgument,
     DetailsOption,
     OutOption,
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
 
 def verify(
     file: ConfigArgument,
-    cells: Annotated[
+    strategies: Annotated[
         list[str] | None,
         typer.Option(
-            "--cell",
-            "--cells",
+            "--strategy",
+            "--strategies",
             "--backend",
-            metavar=CELLS_METAVAR,
+            metavar=STRATEGIES_METAVAR,
             callback=split_at_commas,
-            help="Verify these cells instead of those that FILE names. May be repeated.",
+            help="Verify these strategies instead of those that FILE names. May be repeated.",
         ),
     ] = None,
-    world: Annotated[int | None, typer.Option("--world", metavar="N", min=2, help="Ranks in each cell.")] = None,
+    world: Annotated[int | None, typer.Option("--world", metavar="N", min=2, help="Ranks in each strategy.")] = None,
     steps: Annotated[
         int | None, typer.Option("--steps", metavar="K", min=1, help="Optimizer steps; the default is 10.")
     ] = None,
@@ -51,19 +51,19 @@ def verify(
         bool, typer.Option("--strict", help="Exit 1 as well if the training depends on how a batch is cut.")
     ] = False,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Save after half of the steps, and go on in every cell from there.")
+        bool, typer.Option("--resume", help="Save after half of the steps, and go on in every strategy from there.")
     ] = False,
     checkpoint: Annotated[
-        str | None, typer.Option("--from", metavar="PATH", help="Go on in every cell from this checkpoint of FILE.")
+        str | None, typer.Option("--from", metavar="PATH", help="Go on in every strategy from this checkpoint of FILE.")
     ] = None,
 ) -> None:
-    """Check that all cells give the numbers of one process.
+    """Check that all strategies give the numbers of one process.
 
     Runs some steps of your task in one process, in fp64 and as configured, with the batch split in several ways;
-    then in every cell. For a cell that differs: the first step, module and parameter, and the kind of fault.
-    Cells with axes (native/nothing+tensor2) split a batch into fewer shares and are compared with one process that
+    then in every strategy. For a strategy that differs: the first step, module and parameter, and the kind of fault.
+    Strategies with axes (native/nothing+tensor2) split a batch into fewer shares and are compared with one process that
     does so too; their copies of parameters, buffers and dropout masks are checked as well.
-    Exit 0 when all cells that ran agree, 3 if another one was named and cannot run. A loss that is a sum, or that
+    Exit 0 when all strategies that ran agree, 3 if another one was named and cannot run. A loss that is a sum, or that
     combines samples, and BatchNorm without sync train another model on another number of ranks: the first line says
     so, and with --strict this is exit 1.
 
@@ -71,16 +71,16 @@ def verify(
     unipar verify configs/char_gpt.yaml
     unipar verify configs/char_gpt.yaml --backend native/parameters
     unipar verify configs/char_gpt.yaml --resume
-    unipar verify configs/char_gpt.yaml --cells native/parameters --cells 'deepspeed/*' --world 4
+    unipar verify configs/char_gpt.yaml --strategies native/parameters --strategies 'deepspeed/*' --world 4
     """
     if resume and checkpoint is not None:
         raise typer.BadParameter("give --resume, to save and go on from there, or --from PATH, for that checkpoint")
     source = read_config_file(file, sets, out=out)
-    from unipar.verification.verify import verify as verify_cells
+    from unipar.verification.verify import verify as verify_strategies
 
-    result = verify_cells(
+    result = verify_strategies(
         source,
-        cells=cells or (),
+        strategies=strategies or (),
         world=world,
         steps=steps,
         overwrite=overwrite,
@@ -93,7 +93,7 @@ def verify(
 def _next_steps(result: Verdicts, file: Path) -> list[str]:
     """Return commands to try next, after this verification."""
     name = shlex.quote(str(file))
-    wrong = next((row.cell for row in result.rows if row.outcome in ("disagrees", "failed")), None)
+    wrong = next((row.strategy for row in result.rows if row.outcome in ("disagrees", "failed")), None)
     if wrong is not None:
-        return [f"unipar verify {name} --cell {wrong} --overwrite --details   # all that is known of it"]
+        return [f"unipar verify {name} --strategy {wrong} --overwrite --details   # all that is known of it"]
     return [] if result.code else [f"unipar compare {name}   # what each strategy costs in time and memory"]

@@ -7,18 +7,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from unipar.backend.offered_cells import config_in_cell
+from unipar.backend.offered_strategies import config_in_strategy
 from unipar.comparison import store
 from unipar.comparison.compare import WORLDS_CSV, WORLDS_JSON, describe_comparison_errors
-from unipar.config import Cell, Config
+from unipar.config import Config, Strategy
 from unipar.config.settled import SettledConfig
 from unipar.errors import ReportError, UniparError
 from unipar.report.build import try_write_page, write_html
 from unipar.report.pages.scaling_page import render_scaling
 from unipar.results.comparison import Comparison
 from unipar.results.result_files import nested_mapping, original_config_path, parse_comparison, read_mapping
-from unipar.results.row import CellResult
-from unipar.results.scaling import ScaledCell, Scaling
+from unipar.results.row import StrategyResult
+from unipar.results.scaling import ScaledStrategy, Scaling
 from unipar.run_folder.layout import PAGE_FILE_NAME
 from unipar.utils.text import count_of
 
@@ -34,15 +34,15 @@ def collect_worlds(out: Path) -> Scaling:
             f"{folder} holds the results of {count_of(len(ended), 'number')} of ranks; a scaling needs two or more "
             "(`unipar jobs` tells how the jobs stand)"
         )
-    worlds: list[ScaledCell] = []
-    rows: list[CellResult] = []
-    for cell in dict.fromkeys(row.cell for one, _, _ in ended.values() for row in one.rows[1:]):
+    worlds: list[ScaledStrategy] = []
+    rows: list[StrategyResult] = []
+    for strategy in dict.fromkeys(row.strategy for one, _, _ in ended.values() for row in one.rows[1:]):
         for ranks, (one, config, _) in ended.items():
-            row = next((row for row in one.rows if row.cell == cell), None)
+            row = next((row for row in one.rows if row.strategy == strategy), None)
             if row is None:
                 continue
-            worlds.append(_world(config, cell, ranks))
-            rows.append(replace(row, cell=worlds[-1].name))
+            worlds.append(_world(config, strategy, ranks))
+            rows.append(replace(row, strategy=worlds[-1].name))
     first, config, of = next(iter(ended.values()))
     now = Scaling(
         verb="compare",
@@ -92,13 +92,13 @@ def _read_world(at: Path) -> tuple[Comparison, Config, dict[str, Any]] | None:
     return one, Config.model_validate(asked, strict=False), nested_mapping(data, "of")
 
 
-def _world(config: Config, cell: str, ranks: int) -> ScaledCell:
-    """Return the cell on so many ranks, with the sizes of its batch; zeros if it cannot be cut so."""
+def _world(config: Config, strategy: str, ranks: int) -> ScaledStrategy:
+    """Return the strategy on so many ranks, with the sizes of its batch; zeros if it cannot be cut so."""
     sizes = {"samples": 0, "micro": 0, "accumulate": 0}
     try:
-        at = Cell.parse(cell)
-        cut = SettledConfig.of(config_in_cell(config, at), at, ranks, "cpu").sizes
+        at = Strategy.parse(strategy)
+        cut = SettledConfig.of(config_in_strategy(config, at), at, ranks, "cpu").sizes
         sizes = {"samples": cut.total, "micro": cut.micro, "accumulate": cut.accumulate}
     except UniparError:
         pass
-    return ScaledCell(cell=cell, ranks=ranks, kinds=("strong",), **sizes)
+    return ScaledStrategy(strategy=strategy, ranks=ranks, kinds=("strong",), **sizes)

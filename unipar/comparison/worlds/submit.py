@@ -40,6 +40,6 @@ def submit_worlds(
         more = ["--set", f"parallel.data={size // axes}"]
         if batch is not config.batch:
             more += ["--set", f"batch.total={batch.total}", "--set", "batch.micro=null"]
-        cells = [] if "--cell" in arguments else ["--cell", str(source.cell)]
-        made.append(make_submission(at, on, "compare", file, [*arguments, *more, *cells]))
+        strategies = [] if "--strategy" in arguments else ["--strategy", str(source.strategy)]
+        made.append(make_submission(at, on, "compare", file, [*arguments, *more, *strategies]))
     return made

@@ -167,7 +167,7 @@ class MuonSettings(_Optimizer):
 
     ns_precision: Literal["full", "bf16"] = "full"
     """Precision of these steps. full: that of the gradients, at least fp32; bf16: faster on a GPU, but its roundings
-    make cells differ in the third digit of an update."""
+    make strategies differ in the third digit of an update."""
 
     adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
     """Factor of a matrix's rate by its shape. match_rms_adamw: updates as large as AdamW's, so that both have one rate;

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 
-from unipar.config.sections.cell import Axes, PipelineSchedule, Shard, idle_words
 from unipar.config.sections.section import Section
+from unipar.config.sections.strategy import SHARD_OF_WORD, Axes, PipelineSchedule, Shard, idle_words
 from unipar.errors import ConfigError
 from unipar.utils.text import count_of
+
+
+def _shard(value: object) -> object:
+    return SHARD_OF_WORD.get(value, value) if isinstance(value, str) else value
 
 
 class Parallel(Section):
@@ -18,8 +22,9 @@ class Parallel(Section):
     data: PositiveInt | Literal["auto"] = "auto"
     """Ranks that train on different data. auto: the ranks that a launcher started, or one per visible GPU, or 1."""
 
-    shard: Shard = "nothing"
-    """State that those ranks split among themselves instead of each holding a copy."""
+    shard: Annotated[Shard, BeforeValidator(_shard)] = "nothing"
+    """State that those ranks split among themselves instead of each holding a copy. ddp, zero0 to zero3 and fsdp2 are
+    taken too, for what they split."""
 
     shard_over: Annotated[int, Field(ge=2)] | Literal["machine"] | None = None
     """Number of neighbouring ranks that split one copy; the other ranks hold further copies. machine: the ranks of each

@@ -6,7 +6,6 @@ from typing import Annotated, Self
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from unipar.config.sections.cell import Precision
 from unipar.config.sections.optimizer import (
     AdamW,
     AdamW8bitSettings,
@@ -18,6 +17,7 @@ from unipar.config.sections.optimizer import (
 )
 from unipar.config.sections.schedule import Constant, Schedule
 from unipar.config.sections.section import Section
+from unipar.config.sections.strategy import Precision
 
 
 class PartTrain(Section):

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from unipar.backend import Backend, checks
-from unipar.backend.offered_cells import cell_of
+from unipar.backend.offered_strategies import strategy_of
 from unipar.backend.registry import find_backend
 from unipar.backend.resources import choose_device
-from unipar.config import Cell, Config
+from unipar.config import Config, Strategy
 from unipar.config.config_source import ConfigSource
 from unipar.config.sections.batch import Batch
 from unipar.config.settled import SettledConfig
@@ -31,7 +31,7 @@ class MicroTrial:
     """One trial: some steps of a training with a microbatch of this size."""
 
     world: str
-    """Cell and number of ranks."""
+    """Strategy and number of ranks."""
 
     micro: int
     fits: bool
@@ -49,7 +49,7 @@ class ChosenMicro:
     micro: int
     total: int
     worlds: tuple[str, ...]
-    """Cells, each with its number of ranks."""
+    """Strategies, each with its number of ranks."""
 
     device: str
     limit: int
@@ -94,9 +94,9 @@ class ChosenMicro:
         return cls(**read)
 
 
-def name_of_world(cell: Cell, ranks: int) -> str:
+def name_of_world(strategy: Strategy, ranks: int) -> str:
     """Return how trials name a world."""
-    return f"{cell} on {count_of(ranks, 'rank')}"
+    return f"{strategy} on {count_of(ranks, 'rank')}"
 
 
 def usable_memory(config: Config, ranks: int) -> int:
@@ -117,17 +117,17 @@ def usable_memory(config: Config, ranks: int) -> int:
         raise ConfigError(f"{PREFIX}: {e}; say it in batch.memory, such as 80GiB") from None
 
 
-def list_candidates(config: Config, backend: Backend, cell: Cell, data: int) -> list[int]:
-    """Return the sizes that a microbatch may have, ascending: divisors of a rank's share that the cell can run.
+def list_candidates(config: Config, backend: Backend, strategy: Strategy, data: int) -> list[int]:
+    """Return the sizes that a microbatch may have, ascending: divisors of a rank's share that the strategy can run.
 
     Raise an error if there are none; the batch of `config` has a total.
     """
     total = config.batch.total
     assert total is not None
     micros = Batch(total=total, accumulate=1).settle(data).possible_micros
-    possible = [n for n in micros if not list(checks.list_refusals(backend, with_micro(config, n), cell))]
+    possible = [n for n in micros if not list(checks.list_refusals(backend, with_micro(config, n), strategy))]
     if not possible:
-        raise Unsupported(str(cell), list(checks.list_refusals(backend, with_micro(config, micros[0]), cell)))
+        raise Unsupported(str(strategy), list(checks.list_refusals(backend, with_micro(config, micros[0]), strategy)))
     return possible
 
 
@@ -149,7 +149,7 @@ class CandidateWorld:
     @property
     def name(self) -> str:
         """Name in lines and in the ledger."""
-        return name_of_world(self.settled.cell, self.settled.ranks)
+        return name_of_world(self.settled.strategy, self.settled.ranks)
 
     def at(self, micro: int) -> SettledConfig:
         """Return the config with a microbatch of this size."""
@@ -178,8 +178,8 @@ def explain_auto(source: ConfigSource, ranks: int) -> tuple[Config, dict[str, tu
     config, origin = source.config, source.origins.get("batch.micro", "default")
     if not config.batch.is_auto:
         return config, {}
-    backend, cell = find_backend(config.backend), cell_of(config)
-    sizes = list_candidates(config, backend, cell, ranks // cell.axes.ranks)
+    backend, strategy = find_backend(config.backend), strategy_of(config)
+    sizes = list_candidates(config, backend, strategy, ranks // strategy.axes.ranks)
     run = newest_run_folder(source.out, alone=config.out is not None)
     found = ChosenMicro.of_run(run) if run is not None else None
     if found is not None and found.micro in sizes:

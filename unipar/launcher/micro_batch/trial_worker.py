@@ -43,7 +43,7 @@ def plan_path(run: Path) -> Path:
 
 
 def plan_microbatches(place: Place, run: Path, control: socket.socket | None) -> None:
-    """Predict the peaks of the run's task in several cells, for microbatches of several sizes; a worker's entry."""
+    """Predict the peaks of the run's task by strategy and size of the microbatch; a worker's entry."""
     from unipar.run_folder.layout import read_launch_file
     from unipar.task.reference import TaskRef
 
@@ -51,7 +51,7 @@ def plan_microbatches(place: Place, run: Path, control: socket.socket | None) ->
 
 
 def predict_microbatches(task: Task, run: Path) -> None:
-    """Write the predicted peaks of a task, or why there are none, in the cells that launch.json names."""
+    """Write the predicted peaks of a task, or why there are none, in the strategies that launch.json names."""
     from unipar.config.settled import SettledConfig
     from unipar.errors import UniparError
     from unipar.run_folder.layout import read_launch_file
@@ -82,7 +82,7 @@ def try_microbatch(place: Place, run: Path, control: socket.socket | None) -> No
 
     settled = read_settled(run)
     task = TaskRef.from_json(read_launch_file(run)["task"]).load()
-    backend = registry.find_backend(settled.cell.backend)
+    backend = registry.find_backend(settled.strategy.backend)
     with open_trial(settled, backend, task, place, run) as live, exit_on_error(run, place.rank, live):
         task.train(live)
 

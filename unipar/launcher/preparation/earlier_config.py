@@ -8,8 +8,8 @@ from typing import Any, Final, NamedTuple
 
 from pydantic import BaseModel, ValidationError
 
-from unipar.backend.checks import CELL, CheckedSource, in_cell, with_earlier_changes
-from unipar.backend.offered_cells import named_cell
+from unipar.backend.checks import STRATEGY, CheckedSource, in_strategy, with_earlier_changes
+from unipar.backend.offered_strategies import named_strategy
 from unipar.config import BatchSizes, Config
 from unipar.config.config_source import FROM_SCRIPT, KEPT_ORIGIN, ConfigSource
 from unipar.config.settled import SettledConfig
@@ -22,7 +22,7 @@ _OF_ONE_ATTEMPT: Final = ("out", "resume")
 """Keys that say where a run is and how it begins: they are not kept, and not listed."""
 
 _NOT_OF_THE_STATE: Final = ("backend", "device", "parallel", "log", "launch", "machines", "compare")
-"""Keys that are not listed for another run's checkpoint; its cell and its number of ranks are shown anyway."""
+"""Keys that are not listed for another run's checkpoint; its strategy and its number of ranks are shown anyway."""
 
 
 class ChangedValue(NamedTuple):
@@ -34,11 +34,11 @@ class ChangedValue(NamedTuple):
     origin: str
 
 
-def keep_earlier_changes(source: CheckedSource, *, other_cell: bool = False) -> CheckedSource:
+def keep_earlier_changes(source: CheckedSource, *, other_strategy: bool = False) -> CheckedSource:
     """Return the config of a run that goes on, with what the command of the run before has set.
 
     What this command sets comes after it. A key whose value in the file has changed since is taken from the file.
-    `other_cell`: the caller moves the config to another cell next, so that the earlier one is not kept.
+    `other_strategy`: the caller moves the config to another strategy next, so that the earlier one is not kept.
     """
     if source.config.resume != "auto":
         return source
@@ -49,16 +49,16 @@ def keep_earlier_changes(source: CheckedSource, *, other_cell: bool = False) -> 
     edited = _changed_keys(before["written"], source.written.values)
     anew = {key for name, value, _ in source.changes for key in _keys_of(name, value)}
     kept: list[tuple[str, Any]] = []
-    cell: str | None = None
+    strategy: str | None = None
     for key, value in before["changes"]:
-        if key == CELL:
-            cell = value
+        if key == STRATEGY:
+            strategy = value
         elif not edited & _keys_of(key, value):
             kept.append((key, value))
     source = with_earlier_changes(source, kept)
-    if cell is None or other_cell or named_cell(source.config, cell)[1].keys() & (edited | anew):
+    if strategy is None or other_strategy or named_strategy(source.config, strategy)[1].keys() & (edited | anew):
         return source
-    return in_cell(source, cell, KEPT_ORIGIN)
+    return in_strategy(source, strategy, KEPT_ORIGIN)
 
 
 def given_config(source: ConfigSource) -> dict[str, Any]:
@@ -126,9 +126,9 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "
 
 
 def _origin(key: str, origins: Mapping[str, str]) -> str:
-    """Return where the value of a key comes from; another cell may also change how many ranks there are."""
-    of_cell = origins.get("backend") if key.startswith("parallel.") else None
-    found = origins.get(key, CELL if of_cell == CELL else "by default")
+    """Return where the value of a key comes from; another strategy may also change how many ranks there are."""
+    of_strategy = origins.get("backend") if key.startswith("parallel.") else None
+    found = origins.get(key, STRATEGY if of_strategy == STRATEGY else "by default")
     return "the script" if found == FROM_SCRIPT else found
 
 

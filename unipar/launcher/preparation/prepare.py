@@ -63,7 +63,7 @@ class Prepared:
     def ranks(self) -> resources.RankCount:
         """Return how many ranks the config asks for on this machine, and why."""
         source = self.source
-        return resources.ranks_in(source.cell, source.config, self.place, alone=source.alone)
+        return resources.ranks_in(source.strategy, source.config, self.place, alone=source.alone)
 
     def show_notes(self, *, quiet: bool) -> None:
         """Print what was changed to fit to an override; once, by rank 0, if a launcher started several processes."""
@@ -76,13 +76,13 @@ class Prepared:
 
     def candidates(self, ranks: int) -> list[int]:
         """Return the sizes among which `batch.micro: auto` chooses for so many ranks, ascending."""
-        cell = self.source.cell
+        strategy = self.source.strategy
         self.source.config.parallel.settle(ranks)
-        return list_candidates(self.computed, self.source.backend, cell, ranks // cell.axes.ranks)
+        return list_candidates(self.computed, self.source.backend, strategy, ranks // strategy.axes.ranks)
 
     def settled(self, ranks: int, local: int | None = None, asked: str = "parallel.data") -> SettledConfig:
         """Return the config settled for this many ranks, `local` of them here; errors name the key `asked`."""
-        settled = SettledConfig.of(self.source.config, self.source.cell, ranks, self.device)
+        settled = SettledConfig.of(self.source.config, self.source.strategy, ranks, self.device)
         resources.check_device_count(self.computed, ranks, local, asked, launched=self.place is not None)
         return settled
 
@@ -154,7 +154,7 @@ def check_launcher_serves(launcher: Launcher, source: CheckedSource) -> None:
     if launcher.serves is None or source.config.backend in launcher.serves:
         return
     raise Unsupported(
-        str(source.cell),
+        str(source.strategy),
         [
             f"{launcher.name} starts {', '.join(launcher.serves)} only; start the same script with "
             "`torchrun --nproc-per-node N`, or with `python`, and unipar starts its ranks itself"

@@ -123,7 +123,9 @@ class PreparedRun:
             prepared = prepared.with_micro(sizes[0])
         source, place = prepared.source, prepared.place
         config, kind = source.config, prepared.device
-        checks.check_cell(prepared.computed if kind == "cpu" else config, source.backend, source.cell, source.places)
+        checks.check_strategy(
+            prepared.computed if kind == "cpu" else config, source.backend, source.strategy, source.places
+        )
         for tracker in config.log.to:
             require_tracker(tracker)
         _require_file_systems(config)
@@ -179,7 +181,7 @@ class PreparedRun:
         earlier = ChosenMicro.of_run(self.out) if self.goes_on and self.config.resume != "never" else None
         note = ""
         if earlier is not None:
-            here = [name_of_world(settled.cell, settled.ranks)]
+            here = [name_of_world(settled.strategy, settled.ranks)]
             why = earlier.why_not_kept(here, settled.sizes.total, settled.device, limit)
             if not why:
                 return replace(self.with_found_micro(earlier), micro_note=f"{PREFIX}: {earlier.micro}, as before")

@@ -27,7 +27,10 @@ KNOWN_ABORT_MESSAGES = (
         "unable to mmap",
         "shared memory ran out (df -h /dev/shm): fewer data.workers, or more of it (docker run --shm-size)",
     ),
-    ("std::bad_alloc", "it ran out of memory in a library's code: a smaller batch.micro, or a cell that splits more"),
+    (
+        "std::bad_alloc",
+        "it ran out of memory in a library's code: a smaller batch.micro, or a strategy that splits more",
+    ),
 )
 """Pairs of a text that libraries write before they abort, and an explanation."""
 

@@ -135,4 +135,4 @@ class SharedForkServer:
         if self._server is None:
             return ""
         names = [name for b in self._backends.values() for name in b.requires if name != "torch"]
-        return f"libraries are imported, once for all cells: {', '.join(['torch', *names])}"
+        return f"libraries are imported, once for all strategies: {', '.join(['torch', *names])}"

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, ValidationError
 
 from unipar.config import Precision, Section, safe_yaml
 from unipar.config.config_file import read_config_text
-from unipar.config.sections.cell import Axes
+from unipar.config.sections.strategy import Axes
 from unipar.config.validation_errors import join_mistakes, list_section_mistakes
 from unipar.errors import ConfigError
 from unipar.planning.machines.device_peaks import CLASS_OF_PRECISION, ArithmeticClass, find_device_peaks

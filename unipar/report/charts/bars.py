@@ -1,4 +1,4 @@
-"""Figures with one row per cell: memory by category, a bridge between two cells, balance of ranks, step times."""
+"""Figures with one row per strategy: memory by category, a bridge between two, balance of ranks, step times."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from unipar.backend import Category
 from unipar.memory.account import CATEGORIES
 from unipar.report.charts.svg import AxisScale, Drawing, byte_unit_of, fit_name, round_ticks, text_width
-from unipar.report.data.comparison_data import CellPageData, ComparisonPageData
+from unipar.report.data.comparison_data import ComparisonPageData, StrategyPageData
 from unipar.report.data.headline import CATEGORY_LABELS, category_differences, step_time_quartiles
 from unipar.utils.text import format_duration, format_size
 
@@ -62,9 +62,9 @@ def byte_ticks(high: float, about: int = 5) -> list[tuple[float, str]]:
 
 
 def choose_bar_scale(page: ComparisonPageData, before: ComparisonPageData | None) -> tuple[float, list[str]]:
-    """Return the largest value of the memory scale, and the few cells beyond it, whose bars are cut."""
-    old = {c.cell: c.peak for c in (before.measured_cells if before is not None else [])}
-    return bar_scale({c.cell: max(c.peak, old.get(c.cell, 0)) for c in page.measured_cells})
+    """Return the largest value of the memory scale, and the few strategies beyond it, whose bars are cut."""
+    old = {c.strategy: c.peak for c in (before.measured_strategies if before is not None else [])}
+    return bar_scale({c.strategy: max(c.peak, old.get(c.strategy, 0)) for c in page.measured_strategies})
 
 
 def bar_scale(sizes: Mapping[str, int]) -> tuple[float, list[str]]:
@@ -77,27 +77,27 @@ def bar_scale(sizes: Mapping[str, int]) -> tuple[float, list[str]]:
 
 
 def draw_memory_bars(page: ComparisonPageData, before: ComparisonPageData | None, width: int) -> str:
-    """Draw each cell's peak by category, smallest first; with `before`, an earlier comparison's as a thin bar below."""
-    cells = page.measured_cells
-    old = {c.cell: c for c in (before.measured_cells if before is not None else [])}
+    """Draw each strategy's peak by category, smallest first; with `before`, an earlier one's as a thin bar below."""
+    strategies = page.measured_strategies
+    old = {c.strategy: c for c in (before.measured_strategies if before is not None else [])}
     high, cut = choose_bar_scale(page, before)
-    names = [f"{c.cell} †" if c.is_library_default else c.cell for c in cells]
-    label = _label_with_cuts("Memory at the peak, by category", cells, cut)
+    names = [f"{c.strategy} †" if c.is_library_default else c.strategy for c in strategies]
+    label = _label_with_cuts("Memory at the peak, by category", strategies, cut)
     rows = BarRows(names, width, 38 if old else 30, high, label, 84)
     rows.grid(byte_ticks(high, 3 if rows.small else 5))
-    for i, cell in enumerate(cells):
+    for i, strategy in enumerate(strategies):
         rows.draw_name(i)
-        end = draw_stacked_bar(rows, _held_at_peak(cell), rows.y(i) + 4, 20, cell.cell)
-        rows.drawing.text(end + 7, rows.y(i) + 18, format_size(cell.peak), "value")
-        if (was := old.get(cell.cell)) is not None:
-            end = draw_stacked_bar(rows, _held_at_peak(was), rows.y(i) + 26, 5, f"before, {was.cell}")
+        end = draw_stacked_bar(rows, _held_at_peak(strategy), rows.y(i) + 4, 20, strategy.strategy)
+        rows.drawing.text(end + 7, rows.y(i) + 18, format_size(strategy.peak), "value")
+        if (was := old.get(strategy.strategy)) is not None:
+            end = draw_stacked_bar(rows, _held_at_peak(was), rows.y(i) + 26, 5, f"before, {was.strategy}")
             rows.drawing.text(end + 7, rows.y(i) + 33, format_size(was.peak), "faint")
     return str(rows.drawing)
 
 
-def _held_at_peak(cell: CellPageData) -> Mapping[Category, int]:
-    assert cell.fullest_account is not None
-    return cell.fullest_account.peak.held
+def _held_at_peak(strategy: StrategyPageData) -> Mapping[Category, int]:
+    assert strategy.fullest_account is not None
+    return strategy.fullest_account.peak.held
 
 
 def draw_stacked_bar(rows: BarRows, held: Mapping[Category, int], y: float, height: float, whose: str) -> float:
@@ -122,26 +122,26 @@ def draw_gap(rows: BarRows, y: float, height: float, start: float) -> None:
         rows.drawing.polygon(corners, "break")
 
 
-def _label_with_cuts(label: str, cells: Sequence[CellPageData], cut: Sequence[str]) -> str:
+def _label_with_cuts(label: str, strategies: Sequence[StrategyPageData], cut: Sequence[str]) -> str:
     """Return the label of a figure, with the true size of each bar that is cut."""
     return label + "".join(
-        f"; the bar of {c.cell} is cut short, it is {format_size(c.peak)}" for c in cells if c.cell in cut
+        f"; the bar of {c.strategy} is cut short, it is {format_size(c.peak)}" for c in strategies if c.strategy in cut
     )
 
 
-def draw_bridge(one: CellPageData, two: CellPageData, width: int) -> str:
+def draw_bridge(one: StrategyPageData, two: StrategyPageData, width: int) -> str:
     """Draw the steps from one cell's peak to another's: a row per category, starting where the previous one ended."""
     moved = category_differences(one, two)
     least = 0.004 * max(one.peak, two.peak)
     shown: list[tuple[Category | None, int]] = [(c, d) for c, d in moved.items() if abs(d) >= least]
     rest = sum(moved.values()) - sum(d for _, d in shown)
     shown += [(None, rest)] if rest else []
-    names = [one.cell, *(CATEGORY_LABELS[c] if c else "all others" for c, _ in shown), two.cell]
+    names = [one.strategy, *(CATEGORY_LABELS[c] if c else "all others" for c, _ in shown), two.strategy]
     total, highest = one.peak, one.peak
     for _, delta in shown:
         total += delta
         highest = max(highest, total)
-    rows = BarRows(names, width, 26, highest, f"What moved from {one.cell} to {two.cell}", 92)
+    rows = BarRows(names, width, 26, highest, f"What moved from {one.strategy} to {two.strategy}", 92)
     draw = rows.drawing
     rows.grid(byte_ticks(highest, 3 if rows.small else 5))
     rows.draw_name(0)
@@ -170,47 +170,51 @@ def _signed(delta: int) -> str:
 
 def draw_rank_balance(page: ComparisonPageData, width: int) -> str:
     """Draw each rank's peak as a dot, and how much the largest exceeds the smallest; a row beyond the scale is cut."""
-    cells = page.measured_cells
+    strategies = page.measured_strategies
     high, cut = choose_bar_scale(page, None)
-    rows = BarRows([c.cell for c in cells], width, 26, high, _label_with_cuts("Each rank's peak", cells, cut), 70)
+    rows = BarRows(
+        [c.strategy for c in strategies], width, 26, high, _label_with_cuts("Each rank's peak", strategies, cut), 70
+    )
     rows.grid(byte_ticks(high, 3 if rows.small else 5))
-    for i, cell in enumerate(cells):
+    for i, strategy in enumerate(strategies):
         rows.draw_name(i)
-        peaks = [(a.rank, a.peak.peak) for a in cell.memory]
+        peaks = [(a.rank, a.peak.peak) for a in strategy.memory]
         y = rows.y(i) + 13
         least, most = min(p for _, p in peaks), max(p for _, p in peaks)
         beyond = max(most - rows.x.high, 0)  # the fullest rank is at the end, the others as far from it as they are
-        if cell.cell in cut:
+        if strategy.strategy in cut:
             rows.drawing.line((rows.x.start, y), (rows.x(least - beyond), y), "cut")
             draw_gap(rows, y - 7, 14, rows.x(least - beyond) - 34)
         rows.drawing.line((rows.x(least - beyond), y), (rows.x(most - beyond), y), "span")
         for rank, peak in peaks:
-            rows.drawing.dot((rows.x(peak - beyond), y), 4.5, "dot", f"{cell.cell}, rank {rank}: {format_size(peak)}")
+            rows.drawing.dot(
+                (rows.x(peak - beyond), y), 4.5, "dot", f"{strategy.strategy}, rank {rank}: {format_size(peak)}"
+            )
         over = f"+{100 * (most / least - 1):.1f} %" if len(peaks) > 1 and least else "one rank"
         rows.drawing.text(width, y + 4, over, "value", "end")
     return str(rows.drawing)
 
 
 def draw_step_times(page: ComparisonPageData, before: ComparisonPageData | None, width: int) -> str:
-    """Draw every step as a dot, the middle half as a bar, the median as a line; fastest cell first."""
-    cells = page.timed_cells
-    old = {c.cell: c for c in (before.timed_cells if before is not None else [])}
-    high = max(max(c.timed) for c in cells)
-    high = max([high, *(step_time_quartiles(old[c.cell])[1] for c in cells if c.cell in old)])
-    rows = BarRows([c.cell for c in cells], width, 28, high, "Seconds a step", 70)
+    """Draw every step as a dot, the middle half as a bar, the median as a line; fastest strategy first."""
+    strategies = page.timed_strategies
+    old = {c.strategy: c for c in (before.timed_strategies if before is not None else [])}
+    high = max(max(c.timed) for c in strategies)
+    high = max([high, *(step_time_quartiles(old[c.strategy])[1] for c in strategies if c.strategy in old)])
+    rows = BarRows([c.strategy for c in strategies], width, 28, high, "Seconds a step", 70)
     rows.grid([(v, format_duration(v) if v else "0") for v in round_ticks(0, high, 3 if rows.small else 5)])
-    for i, cell in enumerate(cells):
+    for i, strategy in enumerate(strategies):
         rows.draw_name(i)
-        y, (low, top) = rows.y(i) + 14, step_time_quartiles(cell)
-        if (was := old.get(cell.cell)) is not None:
+        y, (low, top) = rows.y(i) + 14, step_time_quartiles(strategy)
+        if (was := old.get(strategy.strategy)) is not None:
             start, end = step_time_quartiles(was)
             tip = f"before: {format_duration(was.median_seconds)}"
             rows.drawing.rect(rows.x(start), y + 9, max(rows.x(end) - rows.x(start), 2), 3, "was", tip)
         half = f"{format_duration(low)} to {format_duration(top)}"
-        tip = f"{cell.cell}: median {format_duration(cell.median_seconds)}, middle half {half}"
+        tip = f"{strategy.strategy}: median {format_duration(strategy.median_seconds)}, middle half {half}"
         rows.drawing.rect(rows.x(low), y - 7, max(rows.x(top) - rows.x(low), 1), 14, "half", tip)
-        for seconds in cell.timed:
+        for seconds in strategy.timed:
             rows.drawing.dot((rows.x(seconds), y), 2.2, "step")
-        rows.drawing.line((rows.x(cell.median_seconds), y - 9), (rows.x(cell.median_seconds), y + 9), "median")
-        rows.drawing.text(width, y + 4, format_duration(cell.median_seconds), "value", "end")
+        rows.drawing.line((rows.x(strategy.median_seconds), y - 9), (rows.x(strategy.median_seconds), y + 9), "median")
+        rows.drawing.text(width, y + 4, format_duration(strategy.median_seconds), "value", "end")
     return str(rows.drawing)

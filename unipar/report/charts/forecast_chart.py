@@ -42,27 +42,27 @@ def format_difference(off: float) -> str:
 
 
 def scale_of_pairs(found: Sequence[ForecastDifference]) -> tuple[float, list[str]]:
-    """Return the largest value of the scale, and the few cells beyond it, whose bars are cut."""
-    return bar_scale({each.cell: max(each.measured.peak, each.planned.peak.peak) for each in found})
+    """Return the largest value of the scale, and the few strategies beyond it, whose bars are cut."""
+    return bar_scale({each.strategy: max(each.measured.peak, each.planned.peak.peak) for each in found})
 
 
 def draw_forecast_pairs(found: Sequence[ForecastDifference], width: int) -> str:
-    """Draw two bars for each cell, by category: the measured peak, and below it the predicted one."""
+    """Draw two bars for each strategy, by category: the measured peak, and below it the predicted one."""
     high, cut = scale_of_pairs(found)
     label = "Measured and predicted peak, by category" + "".join(
-        f"; the bars of {each.cell} are cut short, {format_size(each.measured.peak)} were measured"
+        f"; the bars of {each.strategy} are cut short, {format_size(each.measured.peak)} were measured"
         for each in found
-        if each.cell in cut
+        if each.strategy in cut
     )
     small = width < NARROW_BELOW_PIXELS
-    rows = BarRows([each.cell for each in found], width, 42, high, label, 78 if small else 178)
+    rows = BarRows([each.strategy for each in found], width, 42, high, label, 78 if small else 178)
     rows.grid(byte_ticks(high, 3 if small else 5))
     for i, each in enumerate(found):
         rows.draw_name(i)
         y, planned = rows.y(i), each.planned.peak
-        end = draw_stacked_bar(rows, each.measured.held, y + 4, 14, f"{each.cell}, measured")
+        end = draw_stacked_bar(rows, each.measured.held, y + 4, 14, f"{each.strategy}, measured")
         rows.drawing.text(end + 7, y + 15, format_size(each.measured.peak), "value")
-        end = draw_stacked_bar(rows, planned.held, y + 20, 14, f"{each.cell}, predicted")
+        end = draw_stacked_bar(rows, planned.held, y + 20, 14, f"{each.strategy}, predicted")
         words = f"{format_size(planned.peak)} predicted, {format_difference(each.off)}"
         rows.drawing.text(end + 7, y + 31, format_difference(each.off) if small else words, "faint")
     return str(rows.drawing)
@@ -82,7 +82,7 @@ class _WorldScales:
 
 
 def draw_peaks_by_ranks(forecast: Forecast, width: int) -> str:
-    """Draw a line for each cell, or for several that coincide: predicted peak by number of ranks."""
+    """Draw a line for each strategy, or for several that coincide: predicted peak by number of ranks."""
     small = width < NARROW_BELOW_PIXELS
     lines = forecast_lines(forecast)
     drawn = [line for line in lines if len(line.peaks) > 1]
@@ -137,11 +137,11 @@ def _free_baseline(
 
 
 def _name(line: ForecastLine) -> str:
-    return line.cells[0]
+    return line.strategies[0]
 
 
 def _tip(line: ForecastLine, ranks: int, peak: int) -> str:
-    return f"{', '.join(line.cells)}, {count_of(ranks, 'rank')}: {format_size(peak)}"
+    return f"{', '.join(line.strategies)}, {count_of(ranks, 'rank')}: {format_size(peak)}"
 
 
 def _draw_line(drawing: Drawing, line: ForecastLine, kind: str, x: AxisScale, y: AxisScale) -> None:

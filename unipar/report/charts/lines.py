@@ -10,7 +10,7 @@ from statistics import median
 from unipar.memory.account import MemoryAccount
 from unipar.report.charts.bars import NARROW_BELOW_PIXELS, byte_ticks
 from unipar.report.charts.svg import AxisScale, Drawing, fit_name, round_ticks, text_width
-from unipar.report.data.comparison_data import CellPageData, ComparisonPageData
+from unipar.report.data.comparison_data import ComparisonPageData, StrategyPageData
 from unipar.results.loss_agreement import loss_tolerance
 from unipar.utils.text import format_size
 
@@ -24,37 +24,42 @@ SHADE_BOUNDS = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3)
 """Bounds between the shades of a difference; 0 and differences below the first bound have shades of their own."""
 
 
-def cells_with_curves(cells: Sequence[CellPageData]) -> list[tuple[CellPageData, MemoryAccount]]:
-    """Return the cells with a curve of memory over a step, each with the account of its fullest rank."""
-    return [(c, c.fullest_account) for c in cells if c.fullest_account is not None and c.fullest_account.curve]
+def strategies_with_curves(strategies: Sequence[StrategyPageData]) -> list[tuple[StrategyPageData, MemoryAccount]]:
+    """Return the strategies with a curve of memory over a step, each with the account of its fullest rank."""
+    return [(c, c.fullest_account) for c in strategies if c.fullest_account is not None and c.fullest_account.curve]
 
 
 def draw_memory_through_step(page: ComparisonPageData, before: ComparisonPageData | None, width: int) -> str:
-    """Draw one panel per cell: bytes along one step of its fullest rank, on a common scale except for outliers."""
-    drawn = cells_with_curves(page.measured_cells)
-    old = {c.cell: a for c, a in cells_with_curves(before.measured_cells if before is not None else [])}
+    """Draw one panel per strategy: bytes along one step of its fullest rank, on a common scale except for outliers."""
+    drawn = strategies_with_curves(page.measured_strategies)
+    old = {c.strategy: a for c, a in strategies_with_curves(before.measured_strategies if before is not None else [])}
     across = 1 if width < NARROW_BELOW_PIXELS else 3
     gap, left, high = 18, 62, 128
     each = (width - left - gap * (across - 1)) / across
     drawing = Drawing(width, math.ceil(len(drawn) / across) * (high + 46) + 4, "Memory along one step")
-    tops = {c.cell: max(b for account in (a, old.get(c.cell)) if account for _, b in account.curve) for c, a in drawn}
+    tops = {
+        c.strategy: max(b for account in (a, old.get(c.strategy)) if account for _, b in account.curve)
+        for c, a in drawn
+    }
     common = max(top for top in tops.values() if top <= OWN_SCALE_RATIO * median(tops.values()))
-    for i, (cell, account) in enumerate(drawn):
+    for i, (strategy, account) in enumerate(drawn):
         column, row = i % across, i // across
-        apart = tops[cell.cell] > common
+        apart = tops[strategy.strategy] > common
         x = AxisScale(0, 1, left + column * (each + gap), left + column * (each + gap) + each)
-        y = AxisScale(0, tops[cell.cell] if apart else common, row * (high + 46) + 34 + high, row * (high + 46) + 34)
-        drawing.text(x.start, y.end - 20, fit_name(cell.cell, each), "name")
+        y = AxisScale(
+            0, tops[strategy.strategy] if apart else common, row * (high + 46) + 34 + high, row * (high + 46) + 34
+        )
+        drawing.text(x.start, y.end - 20, fit_name(strategy.strategy, each), "name")
         _draw_phases(drawing, account, x, y)
         for value, words in [] if apart else byte_ticks(y.high, 3):
             drawing.line((x.start, y(value)), (x.end, y(value)), "grid")
             if column == 0:
                 drawing.text(left - 6, y(value) + 4, words, "tick", "end")
-        if (was := old.get(cell.cell)) is not None:
+        if (was := old.get(strategy.strategy)) is not None:
             drawing.polyline([(x(a), y(b)) for a, b in thin_curve(was.curve)], "curve before")
         points = [(x(a), y(b)) for a, b in thin_curve(account.curve)]
         drawing.polygon([(points[0][0], y.start), *points, (points[-1][0], y.start)], "under")
-        drawing.polyline(points, "curve", f"{cell.cell}: {format_size(cell.peak)} at the peak")
+        drawing.polyline(points, "curve", f"{strategy.strategy}: {format_size(strategy.peak)} at the peak")
         if apart:
             drawing.text(x.start + 6, y.start - 8, f"a scale of its own, up to {format_size(y.high)}", "tick")
     return str(drawing)
@@ -91,11 +96,11 @@ class LineSeries:
 
 
 def draw_losses(page: ComparisonPageData, width: int) -> str:
-    """Draw the losses of one process as a thick line, and every cell's on top of it."""
+    """Draw the losses of one process as a thick line, and every strategy's on top of it."""
     one = page.comparison.reference
-    rows = [c.row for c in page.cells if c.row.outcome == "ran" and c.row.losses]
+    rows = [c.row for c in page.strategies if c.row.outcome == "ran" and c.row.losses]
     series = [
-        LineSeries(row.cell, "loss one" if row is one else "loss", list(enumerate(row.losses, 1))) for row in rows
+        LineSeries(row.strategy, "loss one" if row is one else "loss", list(enumerate(row.losses, 1))) for row in rows
     ]
     return draw_lines(series, width, "Loss by step")
 
@@ -156,16 +161,16 @@ def step_ticks(count: int, about: int) -> list[int]:
 
 
 def loss_differences(page: ComparisonPageData) -> list[tuple[str, list[float]]]:
-    """Return name and differences from one process by step, per cell or part; relative to losses above 1."""
+    """Return name and differences from one process by step, per strategy or part; relative to losses above 1."""
     one = page.comparison.reference
     if one is None:
         return []
     series: list[tuple[str, list[float]]] = []
-    for cell in page.cells:
-        if cell.row is one or cell.row.outcome != "ran":
+    for strategy in page.strategies:
+        if strategy.row is one or strategy.row.outcome != "ran":
             continue
-        parts = [(f"{cell.cell}, {p}", v, one.parts.get(p, [])) for p, v in cell.row.parts.items()]
-        for name, mine, theirs in parts or [(cell.cell, cell.row.losses, one.losses)]:
+        parts = [(f"{strategy.strategy}, {p}", v, one.parts.get(p, [])) for p, v in strategy.row.parts.items()]
+        for name, mine, theirs in parts or [(strategy.strategy, strategy.row.losses, one.losses)]:
             series.append((name, [abs(a - b) / max(1.0, abs(b)) for a, b in zip(mine, theirs, strict=False)]))
     return series
 
@@ -176,7 +181,7 @@ def shade_of(off: float) -> int:
 
 
 def draw_loss_differences(page: ComparisonPageData, width: int) -> str:
-    """Draw a row per cell and a square per step, darker with the difference; a cross marks one that is not allowed."""
+    """Draw a row per strategy and a square per step, darker with the difference; a cross marks one not allowed."""
     series = loss_differences(page)
     small = width < NARROW_BELOW_PIXELS
     left = 0.0 if small else max(text_width(name) for name, _ in series) + 14

@@ -1,4 +1,4 @@
-"""Figure of throughput against memory: a labelled point per cell, and a line through those that no other beats."""
+"""Figure of throughput against memory: a labelled point per strategy, and a line through those that no other beats."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from unipar.report.charts.svg import (
     round_ticks,
     text_width,
 )
-from unipar.report.data.comparison_data import CellPageData, ComparisonPageData
-from unipar.report.data.headline import cells_to_rank
+from unipar.report.data.comparison_data import ComparisonPageData, StrategyPageData
+from unipar.report.data.headline import strategies_to_rank
 from unipar.utils.text import format_size
 
 _PLOT_TOP, _PLOT_LEFT, _PLOT_HEIGHT = 14, 56, 308
@@ -30,12 +30,12 @@ _COLUMN_GAP = 30
 
 @dataclass(frozen=True)
 class _Values:
-    """Bytes at the peak and samples a second of each cell, now and in an earlier comparison."""
+    """Bytes at the peak and samples a second of each strategy, now and in an earlier comparison."""
 
     now: Mapping[str, tuple[float, float]]
     before: Mapping[str, tuple[float, float]]
     best: tuple[str, ...]
-    """Cells that no other beats in both, smallest first."""
+    """Strategies that no other beats in both, smallest first."""
 
     def scales(self, width: float, height: float) -> tuple[AxisScale, AxisScale]:
         """Return the scales of memory and of speed in a plot that ends `width` pixels from the left."""
@@ -47,7 +47,7 @@ class _Values:
 
 
 def draw_pareto(page: ComparisonPageData, before: ComparisonPageData | None, width: int) -> str:
-    """Draw samples a second against memory; the line joins the cells that no other beats in both."""
+    """Draw samples a second against memory; the line joins the strategies that no other beats in both."""
     small = width < NARROW_BELOW_PIXELS
     values = _values(page, before)
     words = {name: str(i) if small else fit_name(name, width / 3) for i, name in enumerate(values.now, 1)}
@@ -75,15 +75,21 @@ def draw_pareto(page: ComparisonPageData, before: ComparisonPageData | None, wid
 
 
 def _values(page: ComparisonPageData, before: ComparisonPageData | None) -> _Values:
-    cells = [c for c in page.measured_cells if c.timed]
-    old = [c for c in (before.measured_cells if before is not None else []) if c.timed]
+    strategies = [c for c in page.measured_strategies if c.timed]
+    old = [c for c in (before.measured_strategies if before is not None else []) if c.timed]
 
-    def place(c: CellPageData, samples: int) -> tuple[float, float]:
+    def place(c: StrategyPageData, samples: int) -> tuple[float, float]:
         return max(float(c.peak), 1.0), samples / c.median_seconds
 
-    now = {c.cell: place(c, page.comparison.samples) for c in cells}
-    was = {c.cell: place(c, before.comparison.samples) for c in old if c.cell in now} if before is not None else {}
-    return _Values(now, was, tuple(pareto_front({c.cell: now[c.cell] for c in cells_to_rank(cells, page)})))
+    now = {c.strategy: place(c, page.comparison.samples) for c in strategies}
+    was = (
+        {c.strategy: place(c, before.comparison.samples) for c in old if c.strategy in now}
+        if before is not None
+        else {}
+    )
+    return _Values(
+        now, was, tuple(pareto_front({c.strategy: now[c.strategy] for c in strategies_to_rank(strategies, page)}))
+    )
 
 
 def _place_points(
@@ -101,7 +107,7 @@ def _place_points(
 
 
 def _pixels(values: _Values, x: AxisScale, y: AxisScale) -> tuple[dict[str, Point], list[Point], list[LineSegment]]:
-    """Return the points of the cells, those of the earlier comparison, and the lines of the figure."""
+    """Return the points of the strategies, those of the earlier comparison, and the lines of the figure."""
     places = {name: (x(a), y(b)) for name, (a, b) in values.now.items()}
     others = {name: (x(a), y(b)) for name, (a, b) in values.before.items()}
     front = [LineSegment(places[one], places[two]) for one, two in pairwise(values.best)]
@@ -129,7 +135,7 @@ def _draw_axes(drawing: Drawing, x: AxisScale, y: AxisScale, *, small: bool) -> 
 
 
 def pareto_front(places: dict[str, tuple[float, float]]) -> list[str]:
-    """Return the cells that no other beats in both memory and speed, smallest first."""
+    """Return the strategies that no other beats in both memory and speed, smallest first."""
     best: list[str] = []
     for name in sorted(places, key=lambda n: (places[n][0], -places[n][1])):
         if not best or places[name][1] > places[best[-1]][1]:

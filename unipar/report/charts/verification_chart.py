@@ -1,4 +1,4 @@
-"""Figures of a verification: differences from one process as multiples of what is allowed, by cell and by step."""
+"""Figures of a verification: differences from one process as multiples of what is allowed, by strategy and by step."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ _LOWEST_EXPONENT, _HIGHEST_EXPONENT = -4, 6
 
 
 def draw_verdict_shares(page: VerificationPageData, width: int) -> str:
-    """Draw each cell's largest difference as a bar, and a line at what is allowed; a bar beyond the scale is cut."""
-    cells = page.judged_cells
-    shares = [_share_of(row) for row in cells]
+    """Draw each strategy's largest difference as a bar, and a line at the limit; a bar beyond the scale is cut."""
+    strategies = page.judged_strategies
+    shares = [_share_of(row) for row in strategies]
     end = max([1.0, *(s for s in shares if s <= OUTLIER_RATIO)]) * 1.15
-    label = "Largest difference of each cell, as a multiple of the allowed one"
+    label = "Largest difference of each strategy, as a multiple of the allowed one"
     label += "".join(
-        f"; the bar of {c.cell} is cut short, it is {format_share(s)}"
-        for c, s in zip(cells, shares, strict=True)
+        f"; the bar of {c.strategy} is cut short, it is {format_share(s)}"
+        for c, s in zip(strategies, shares, strict=True)
         if s > end
     )
-    rows = BarRows([row.cell for row in cells], width, 26, end, label, 64)
+    rows = BarRows([row.strategy for row in strategies], width, 26, end, label, 64)
     rows.grid(
         [(0, "0"), *((v, f"{v:g}") for v in round_ticks(0, end, 4) if v > 0 and abs(v - 1) > 0.2), (1, "allowed")]
     )
-    for i, (row, share) in enumerate(zip(cells, shares, strict=True)):
+    for i, (row, share) in enumerate(zip(strategies, shares, strict=True)):
         rows.draw_name(i)
         stop = rows.x(share)
-        tip = f"{row.cell}: {row.worst}"
+        tip = f"{row.strategy}: {row.worst}"
         kind = "share beyond" if row.outcome == "disagrees" else "share"
         rows.drawing.rect(rows.x.start, rows.y(i) + 4, max(stop - rows.x.start, 1), 17, kind, tip)
         if share > end:
@@ -45,12 +45,12 @@ def draw_verdict_shares(page: VerificationPageData, width: int) -> str:
 
 
 def _share_of(row: Verdict) -> float:
-    """Return the cell's largest share; one that is not a number is infinite."""
+    """Return the strategy's largest share; one that is not a number is infinite."""
     return math.inf if row.share is None or math.isnan(row.share) else row.share
 
 
 def draw_step_shares(page: VerificationPageData, quantity: StepQuantity, width: int) -> str:
-    """Draw a line for each group of cells with the same differences, by step, and a line at what is allowed."""
+    """Draw a line for each group of strategies with the same differences, by step, and a line at what is allowed."""
     groups = page.step_shares(quantity)
     values = [s for _, shares in groups for s in shares if s > 0 and math.isfinite(s)]
     low = max(math.floor(math.log10(min([0.1, *values]))), _LOWEST_EXPONENT)
@@ -70,7 +70,7 @@ def draw_step_shares(page: VerificationPageData, quantity: StepQuantity, width: 
         drawing.text(x(step), 232, str(step), "tick", "middle")
     drawing.text(x.end, 249, "optimizer step", "tick", "end")
     for i, (rows, shares) in enumerate(groups):
-        names = first_few([row.cell for row in rows])
+        names = first_few([row.strategy for row in rows])
         points = [(x(step), y(share) if share > 0 else floor) for step, share in enumerate(shares, 1)]
         drawing.polyline(points, f"way {line_class(i)}", f"{names}: up to {format_share(max(shares))}")
         for at in points:
@@ -79,9 +79,9 @@ def draw_step_shares(page: VerificationPageData, quantity: StepQuantity, width: 
 
 
 def draw_verified_losses(page: VerificationPageData, width: int) -> str:
-    """Draw the losses of one process as a thick line, and every cell's on top of it."""
+    """Draw the losses of one process as a thick line, and every strategy's on top of it."""
     series = [LineSeries("one process", "loss one", _numbered(page.verdicts.base_run.get("loss", [])))]
-    series += [LineSeries(row.cell, "loss", _numbered(row.losses)) for row in page.judged_cells if row.losses]
+    series += [LineSeries(row.strategy, "loss", _numbered(row.losses)) for row in page.judged_strategies if row.losses]
     return draw_lines(series, width, "Loss by step")
 
 

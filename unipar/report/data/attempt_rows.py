@@ -18,7 +18,7 @@ class ShownAttempt:
     """One attempt of a run."""
 
     number: int
-    cell: str
+    strategy: str
     ranks: int
     after: int | None
     """Step after which it went on; None if a later attempt went on from an earlier step."""
@@ -34,8 +34,8 @@ class ShownAttempt:
 
     @property
     def name(self) -> str:
-        """Cell and number of ranks."""
-        return f"{self.cell or 'unknown'}, {count_of(self.ranks, 'rank') if self.ranks else 'ranks unknown'}"
+        """Strategy and number of ranks."""
+        return f"{self.strategy or 'unknown'}, {count_of(self.ranks, 'rank') if self.ranks else 'ranks unknown'}"
 
 
 def shown_attempts(
@@ -58,7 +58,7 @@ def shown_attempts(
     shown = [
         ShownAttempt(
             i,
-            a.cell,
+            a.strategy,
             a.ranks,
             0 if i == 1 else began.get(i),
             a.step,
@@ -71,7 +71,7 @@ def shown_attempts(
     end = _first_line(failure) or ("" if report.stopped is None else f"stopped by {report.stopped_by}") or "–"
     return [
         *shown,
-        ShownAttempt(last, report.cell, report.size, began.get(last, 0), report.steps, end, _lines(launched)),
+        ShownAttempt(last, report.strategy, report.size, began.get(last, 0), report.steps, end, _lines(launched)),
     ]
 
 

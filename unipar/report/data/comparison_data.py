@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any, Self
 
 from unipar.backend import registry
-from unipar.config import Cell, Config
+from unipar.config import Config, Strategy
 from unipar.errors import ConfigError, ReportError, UniparError
 from unipar.memory.account import MemoryAccount
 from unipar.results.comparison import Comparison
@@ -23,24 +23,24 @@ from unipar.results.result_files import (
     parse_comparison,
     read_mapping,
 )
-from unipar.results.row import CellResult
+from unipar.results.row import StrategyResult
 from unipar.run_folder.layout import ledger_path
 from unipar.utils.mappings import flatten
 
 
 @dataclass(frozen=True, kw_only=True)
-class CellPageData:
-    """Data of one cell: its row of results, and what its folder holds."""
+class StrategyPageData:
+    """Data of one strategy: its row of results, and what its folder holds."""
 
-    row: CellResult
+    row: StrategyResult
     memory: Sequence[MemoryAccount]
-    """Memory accounts by rank, as in compare.json; one that only the cell's folder holds is incomplete, and ignored."""
+    """Memory accounts by rank, as in compare.json; one in the strategy's folder alone is incomplete, and ignored."""
 
     config: Mapping[str, Any]
-    """Config that the cell's processes were given, by dotted key; empty if it cannot be read."""
+    """Config that the strategy's processes were given, by dotted key; empty if it cannot be read."""
 
     says: str = ""
-    """Description of the cell's variant, by its backend."""
+    """Description of the strategy's variant, by its backend."""
 
     is_library_default: bool = False
     """Whether the variant uses a size that is its library's default instead of unipar's."""
@@ -48,13 +48,13 @@ class CellPageData:
     parameters: int = 0
 
     @property
-    def cell(self) -> str:
-        """Name of the cell."""
-        return self.row.cell
+    def strategy(self) -> str:
+        """Name of the strategy."""
+        return self.row.strategy
 
     @property
     def timed(self) -> list[float]:
-        """Seconds of each timed step; [] if the cell did not run to its end."""
+        """Seconds of each timed step; [] if the strategy did not run to its end."""
         return self.row.timed_seconds if self.row.outcome == "ran" else []
 
     @property
@@ -70,7 +70,7 @@ class CellPageData:
     @property
     def peak(self) -> int:
         """Peak bytes of the fullest rank."""
-        assert self.fullest_account is not None, self.cell
+        assert self.fullest_account is not None, self.strategy
         return self.fullest_account.peak.peak
 
 
@@ -80,7 +80,7 @@ class ComparisonPageData:
 
     folder: Path
     comparison: Comparison
-    cells: tuple[CellPageData, ...]
+    strategies: tuple[StrategyPageData, ...]
     versions: Mapping[str, str]
     machine: Mapping[str, Any]
     config: Mapping[str, Any]
@@ -104,7 +104,7 @@ class ComparisonPageData:
         return cls(
             folder=folder,
             comparison=compared,
-            cells=tuple(_read_cell_data(folder, row, problems) for row in compared.rows),
+            strategies=tuple(_read_strategy_data(folder, row, problems) for row in compared.rows),
             versions={str(k): str(v) for k, v in nested_mapping(of, "versions").items()},
             machine=nested_mapping(of, "machine"),
             config=read_config_keys(asked, problems) if asked.exists() else {},
@@ -112,49 +112,51 @@ class ComparisonPageData:
         )
 
     @cached_property
-    def measured_cells(self) -> list[CellPageData]:
-        """Cells whose memory is fully known, smallest first; cells that failed are left out."""
-        known = (c for c in self.cells if c.fullest_account is not None and c.row.outcome not in ("failed", "unlike"))
+    def measured_strategies(self) -> list[StrategyPageData]:
+        """Strategies whose memory is fully known, smallest first; strategies that failed are left out."""
+        known = (
+            c for c in self.strategies if c.fullest_account is not None and c.row.outcome not in ("failed", "unlike")
+        )
         return sorted(known, key=lambda c: c.peak)
 
     @property
-    def failed_cells(self) -> list[CellPageData]:
-        """Cells that failed after at least one memory account was written."""
-        return [c for c in self.cells if c.fullest_account is not None and c.row.outcome == "failed"]
+    def failed_strategies(self) -> list[StrategyPageData]:
+        """Strategies that failed after at least one memory account was written."""
+        return [c for c in self.strategies if c.fullest_account is not None and c.row.outcome == "failed"]
 
     @cached_property
-    def timed_cells(self) -> list[CellPageData]:
-        """Cells whose steps were timed, fastest first."""
-        return sorted((c for c in self.cells if c.timed), key=lambda c: c.median_seconds)
+    def timed_strategies(self) -> list[StrategyPageData]:
+        """Strategies whose steps were timed, fastest first."""
+        return sorted((c for c in self.strategies if c.timed), key=lambda c: c.median_seconds)
 
-    def cell(self, name: str) -> CellPageData | None:
-        """Return the cell of that name, or None."""
-        return next((c for c in self.cells if c.cell == name), None)
+    def strategy(self, name: str) -> StrategyPageData | None:
+        """Return the strategy of that name, or None."""
+        return next((c for c in self.strategies if c.strategy == name), None)
 
     @property
     def parameters(self) -> int:
-        """Number of parameters; 0 if no cell recorded it."""
-        return max((c.parameters for c in self.cells), default=0)
+        """Number of parameters; 0 if no strategy recorded it."""
+        return max((c.parameters for c in self.strategies), default=0)
 
 
-def _read_cell_data(folder: Path, row: CellResult, problems: list[str]) -> CellPageData:
+def _read_strategy_data(folder: Path, row: StrategyResult, problems: list[str]) -> StrategyPageData:
     try:
-        cell = Cell.parse(row.cell)
+        strategy = Strategy.parse(row.strategy)
     except ConfigError:
-        return CellPageData(row=row, memory=row.memory, config={})
-    at = folder / cell.slug
-    # a cell with another outcome may have no start event, which is then not a problem
+        return StrategyPageData(row=row, memory=row.memory, config={})
+    at = folder / strategy.slug
+    # a strategy with another outcome may have no start event, which is then not a problem
     parameters = _read_parameter_count(at, problems if row.outcome in ("ran", "unlike") else [])
-    cell_data = CellPageData(row=row, memory=row.memory, config={}, parameters=parameters)
+    strategy_data = StrategyPageData(row=row, memory=row.memory, config={}, parameters=parameters)
     if (at / CONFIG_FILE).exists():
-        cell_data = replace(cell_data, config=read_config_keys(at / CONFIG_FILE, problems))
+        strategy_data = replace(strategy_data, config=read_config_keys(at / CONFIG_FILE, problems))
     try:
-        variant = registry.find_backend(cell.backend).capabilities.variants.get(cell.variant or "")
+        variant = registry.find_backend(strategy.backend).capabilities.variants.get(strategy.variant or "")
     except UniparError:  # the backend may not be installed where the page is made
         variant = None
     if variant is None:
-        return cell_data
-    return replace(cell_data, says=variant.says, is_library_default=variant.library_defaults)
+        return strategy_data
+    return replace(strategy_data, says=variant.says, is_library_default=variant.library_defaults)
 
 
 def read_config_keys(file: Path, problems: list[str]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Pipelines of runs and cells, read from their configs."""
+"""Pipelines of runs and strategies, read from their configs."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from unipar.config import Cell
+from unipar.config import Strategy
 from unipar.config.sections.batch import Batch
-from unipar.config.sections.cell import Axes
+from unipar.config.sections.strategy import Axes
 from unipar.errors import ConfigError
 
 
@@ -20,10 +20,10 @@ class PipelineFacts(NamedTuple):
     micros: int
 
 
-def read_pipeline(cell: str, config: Mapping[str, Any]) -> PipelineFacts | None:
-    """Return the pipeline of a cell that ran with this config (by dotted key), or None if it has none or is unclear."""
+def read_pipeline(strategy: str, config: Mapping[str, Any]) -> PipelineFacts | None:
+    """Return the pipeline of a strategy that ran with this config (by dotted key), or None if none is clear."""
     try:
-        axes = Cell.parse(cell).axes
+        axes = Strategy.parse(strategy).axes
         if axes.pipeline == 1:
             return None
         batch = Batch.model_validate({key: config.get(f"batch.{key}") for key in ("total", "micro", "accumulate")})

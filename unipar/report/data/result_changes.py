@@ -7,38 +7,41 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from unipar.report.data.comparison_data import CellPageData, ComparisonPageData
+from unipar.report.data.comparison_data import ComparisonPageData, StrategyPageData
 from unipar.report.data.run_data import RunPageData
 from unipar.results.same_training import TrainingMarks
 from unipar.utils.text import count_of, format_duration, format_size
 
 IGNORED_KEY_PREFIXES = ("out", "compare.")
-"""Prefixes of config keys that are not compared: where a run's files lie, and which cells were compared."""
+"""Prefixes of config keys that are not compared: where a run's files lie, and which strategies were compared."""
 
 
 def describe_largest_change(before: ComparisonPageData, now: ComparisonPageData) -> str:
-    """Return one sentence: the cell whose memory changed most, and the cell whose step time changed most."""
-    pairs = [(a, b) for b in now.cells if (a := before.cell(b.cell)) is not None]
+    """Return one sentence: the strategy whose memory changed most, and the strategy whose step time changed most."""
+    pairs = [(a, b) for b in now.strategies if (a := before.strategy(b.strategy)) is not None]
     old_peaks, peaks = _peaks(before), _peaks(now)
     sizes: list[tuple[float, str]] = []
-    for cell, peak in peaks.items():
-        if old_peak := old_peaks.get(cell):
+    for strategy, peak in peaks.items():
+        if old_peak := old_peaks.get(strategy):
             part = peak / old_peak - 1
             sizes.append(
-                (abs(part), f"{cell} holds {_percent(part)} memory ({format_size(old_peak)} to {format_size(peak)})")
+                (
+                    abs(part),
+                    f"{strategy} holds {_percent(part)} memory ({format_size(old_peak)} to {format_size(peak)})",
+                )
             )
     times = [
-        (abs(part := b.median_seconds / a.median_seconds - 1), f"{b.cell} takes {_percent(part)} time a step")
+        (abs(part := b.median_seconds / a.median_seconds - 1), f"{b.strategy} takes {_percent(part)} time a step")
         for a, b in pairs
         if a.timed and b.timed
     ]
     words = [max(changes)[1] for changes in (sizes, times) if changes]
-    return f"Since {before.folder}: " + (", ".join(words) if words else "no cell is in both") + "."
+    return f"Since {before.folder}: " + (", ".join(words) if words else "no strategy is in both") + "."
 
 
 def _peaks(page: ComparisonPageData) -> dict[str, int]:
-    """Return peak bytes by cell; cells that failed are left out, because their memory is not fully known."""
-    return {cell.cell: cell.peak for cell in page.measured_cells}
+    """Return peak bytes by strategy; strategies that failed are left out, because their memory is not fully known."""
+    return {strategy.strategy: strategy.peak for strategy in page.measured_strategies}
 
 
 def _percent(part: float) -> str:
@@ -46,15 +49,15 @@ def _percent(part: float) -> str:
 
 
 def change_rows(before: ComparisonPageData, now: ComparisonPageData) -> list[list[str]]:
-    """Return one row per cell: memory before and now, step time before and now, each with its change."""
+    """Return one row per strategy: memory before and now, step time before and now, each with its change."""
     rows: list[list[str]] = []
     known = [_peaks(before), _peaks(now)]
-    for b in now.cells:
-        a = before.cell(b.cell)
-        peaks = [by_cell.get(b.cell) for by_cell in known]
+    for b in now.strategies:
+        a = before.strategy(b.strategy)
+        peaks = [by_strategy.get(b.strategy) for by_strategy in known]
         times = [c.median_seconds if c is not None and c.timed else None for c in (a, b)]
         rows.append(
-            [b.cell, *_before_now_and_change(peaks, format_size), *_before_now_and_change(times, format_duration)]
+            [b.strategy, *_before_now_and_change(peaks, format_size), *_before_now_and_change(times, format_duration)]
         )
     return rows
 
@@ -113,14 +116,14 @@ def describe_different_tasks(before: ComparisonPageData | RunPageData, now: Comp
 
 
 def identifying_facts(page: ComparisonPageData | RunPageData) -> dict[str, str]:
-    """Return task, parameters, precision, total batch, ranks, and cell or device, as text, as far as they are known."""
+    """Return task, parameters, precision, total batch, ranks, strategy and device as text, as far as known."""
     config = page.config
     if isinstance(page, RunPageData):
         parameters, precision, total = page.report.parameters, config.get("train.precision"), config.get("batch.total")
-        known = {"cell": page.report.cell, "ranks": page.report.size}
+        known = {"strategy": page.report.strategy, "ranks": page.report.size}
     else:
         parameters, precision, total = page.parameters, page.comparison.precision, page.comparison.samples
-        devices = {a.device if a.on is None else a.on.name for c in page.cells for a in c.memory}
+        devices = {a.device if a.on is None else a.on.name for c in page.strategies for a in c.memory}
         known = {"ranks": page.comparison.ranks, "device": " and ".join(sorted(devices))}
     shown_first = {
         "task": _task(config.get("task.use")),
@@ -132,8 +135,8 @@ def identifying_facts(page: ComparisonPageData | RunPageData) -> dict[str, str]:
 
 
 def _describe_different_starts(before: ComparisonPageData, now: ComparisonPageData) -> list[str]:
-    """Return differences in initial values and samples, as recorded by the first cell that is in both comparisons."""
-    marks = [(a.row.marks, c.row.marks) for c in now.cells if (a := before.cell(c.cell)) is not None]
+    """Return differences in initial values and samples, as recorded by the first strategy of both comparisons."""
+    marks = [(a.row.marks, c.row.marks) for c in now.strategies if (a := before.strategy(c.strategy)) is not None]
     one, two = next(((a, b) for a, b in marks if a is not None and b is not None), (None, None))
     if one is None or two is None:
         return []
@@ -160,27 +163,28 @@ def _describe_sample_order(one: TrainingMarks, two: TrainingMarks) -> list[str]:
 def without_incomparable_memory(before: ComparisonPageData, now: ComparisonPageData) -> ComparisonPageData:
     """Return the earlier comparison without the memory that was measured by another method than in the later one."""
     return replace(
-        before, cells=tuple(replace(c, memory=()) if _is_measured_differently(c, now) else c for c in before.cells)
+        before,
+        strategies=tuple(replace(c, memory=()) if _is_measured_differently(c, now) else c for c in before.strategies),
     )
 
 
-def _is_measured_differently(cell: CellPageData, now: ComparisonPageData) -> bool:
-    later = now.cell(cell.cell)
-    if later is None or later.fullest_account is None or cell.fullest_account is None:
+def _is_measured_differently(strategy: StrategyPageData, now: ComparisonPageData) -> bool:
+    later = now.strategy(strategy.strategy)
+    if later is None or later.fullest_account is None or strategy.fullest_account is None:
         return False
-    return later.fullest_account.method != cell.fullest_account.method
+    return later.fullest_account.method != strategy.fullest_account.method
 
 
 def _describe_incomparable_memory(before: ComparisonPageData, now: ComparisonPageData) -> list[str]:
-    apart = [cell for cell in before.cells if _is_measured_differently(cell, now)]
+    apart = [strategy for strategy in before.strategies if _is_measured_differently(strategy, now)]
     if not apart:
         return []
     old_methods, methods = (
-        {a.method for c in apart if (seen := page.cell(c.cell)) for a in seen.memory} for page in (before, now)
+        {a.method for c in apart if (seen := page.strategy(c.strategy)) for a in seen.memory} for page in (before, now)
     )
-    cells = "" if len(apart) == len(before.measured_cells) else f" of {', '.join(c.cell for c in apart)}"
+    strategies = "" if len(apart) == len(before.measured_strategies) else f" of {', '.join(c.strategy for c in apart)}"
     ways = f"{' and '.join(sorted(old_methods))} before, {' and '.join(sorted(methods))} now"
-    return [f"Memory{cells} is not compared, it was measured in two ways: {ways}."]
+    return [f"Memory{strategies} is not compared, it was measured in two ways: {ways}."]
 
 
 def timing_warnings(before: ComparisonPageData, now: ComparisonPageData) -> list[str]:

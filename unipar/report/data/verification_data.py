@@ -38,21 +38,21 @@ class VerificationPageData:
         return cls(folder=file.parent, verdicts=verdicts, config=config, problems=tuple(problems))
 
     @property
-    def judged_cells(self) -> list[Verdict]:
-        """Cells that ran and were compared with one process."""
+    def judged_strategies(self) -> list[Verdict]:
+        """Strategies that ran and were compared with one process."""
         return [row for row in self.verdicts.rows if row.outcome in ("agrees", "disagrees") and row.share is not None]
 
     def differences(self, quantity: StepQuantity) -> list[tuple[Verdict, list[float]]]:
-        """Return each judged cell with its differences from one process, by step; a missing number is infinite."""
+        """Return each judged strategy with its differences from one process, by step; a missing number is infinite."""
         return [
             (row, [_distance(a, b) for a, b in zip(values, base, strict=False)])
-            for row in self.judged_cells
+            for row in self.judged_strategies
             if (values := row.losses if quantity == "loss" else row.norms)
             and (base := self.verdicts.base_of(row).get(quantity, []))
         ]
 
     def step_shares(self, quantity: StepQuantity) -> list[tuple[list[Verdict], list[float]]]:
-        """Return the differences as multiples of what is allowed; cells with the same ones are together."""
+        """Return the differences as multiples of what is allowed; strategies with the same ones are together."""
         groups: dict[tuple[float, ...], list[Verdict]] = {}
         for row, values in self.differences(quantity):
             allowed = self.verdicts.allowed_for(row).get(quantity, [])
@@ -62,7 +62,7 @@ class VerificationPageData:
     @property
     def quantities(self) -> Sequence[str]:
         """Names of the quantities that were compared, in the order in which they occur in a step."""
-        return list(dict.fromkeys(what for row in self.judged_cells for what in row.shares))
+        return list(dict.fromkeys(what for row in self.judged_strategies for what in row.shares))
 
 
 def _distance(one: float, other: float) -> float:

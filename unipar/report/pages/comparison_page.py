@@ -32,8 +32,8 @@ from unipar.report.html.elements import (
     repeat_command_block,
 )
 from unipar.report.pages.devices import devices_section
-from unipar.report.pages.failed_cells import failed_cells_section
-from unipar.report.pages.memory.columns import column_notes, cuda_assumptions, memory_cells, memory_column_heads
+from unipar.report.pages.failed_strategies import failed_strategies_section
+from unipar.report.pages.memory.columns import column_notes, cuda_assumptions, memory_column_heads, memory_strategies
 from unipar.report.pages.memory.forecast_section import forecast_section, forecast_worlds_section
 from unipar.report.pages.memory.sections import (
     balance_section,
@@ -47,7 +47,7 @@ from unipar.report.pages.step_work import step_work_section
 from unipar.results.loss_agreement import loss_tolerance
 from unipar.results.memory_tables import describe_allocator_settings, largest_account
 from unipar.results.result_files import original_config_path
-from unipar.results.row import OUTCOME_PREFIXES, CellResult
+from unipar.results.row import OUTCOME_PREFIXES, StrategyResult
 from unipar.utils.text import format_duration, format_size
 
 _NO_VALUE = "–"
@@ -59,9 +59,9 @@ def render_comparison(page: ComparisonPageData, before: ComparisonPageData | Non
     before = changes.without_incomparable_memory(before, page) if before is not None else None
     sections = [
         memory_section(page, before),
-        _cells(page),
-        step_work_section(page.comparison, ["cell"], {c.cell: [c.cell] for c in page.cells}),
-        failed_cells_section(page),
+        _strategies(page),
+        step_work_section(page.comparison, ["strategy"], {c.strategy: [c.strategy] for c in page.strategies}),
+        failed_strategies_section(page),
         devices_section(page),
         _changes_section(page, before),
         bridges_section(page),
@@ -72,7 +72,7 @@ def render_comparison(page: ComparisonPageData, before: ComparisonPageData | Non
         _losses(page),
         _pareto(page, before),
         _times(page, before),
-        pipeline_section((c.cell, read_pipeline(c.cell, c.config)) for c in page.cells),
+        pipeline_section((c.strategy, read_pipeline(c.strategy, c.config)) for c in page.strategies),
         communication_section(page),
         _configs(page),
         _method_section(page),
@@ -101,43 +101,43 @@ def _head(page: ComparisonPageData, before: ComparisonPageData | None, mismatche
 
 def describe_machine_and_devices(page: ComparisonPageData) -> str:
     """Return the machine and the devices whose memory was counted, in one line."""
-    devices = sorted({a.device.upper() if a.on is None else a.on.name for c in page.cells for a in c.memory})
+    devices = sorted({a.device.upper() if a.on is None else a.on.name for c in page.strategies for a in c.memory})
     return describe_machine(
         page.machine, page.versions, [f"memory counted on the {' and '.join(devices)}"] if devices else ()
     )
 
 
-def _cells(page: ComparisonPageData) -> str:
-    head = ["cell", "loss", "median step", "× time", f"{page.comparison.unit}/s"]
+def _strategies(page: ComparisonPageData) -> str:
+    head = ["strategy", "loss", "median step", "× time", f"{page.comparison.unit}/s"]
     cuda, measured = (
-        any(a.on is not None for c in page.measured_cells for a in c.memory),
+        any(a.on is not None for c in page.measured_strategies for a in c.memory),
         not _has_cuda_predictions(page),
     )
     memory = memory_column_heads(cuda=cuda, measured=measured)
     base = page.comparison.baseline
     rows: list[list[str]] = []
-    for cell in page.cells:
-        row = cell.row
+    for strategy in page.strategies:
+        row = strategy.row
         if row.outcome != "ran" or not row.timed_seconds:
-            rows.append([cell.cell, OUTCOME_PREFIXES.get(row.outcome, "") + (row.note or row.outcome)])
+            rows.append([strategy.strategy, OUTCOME_PREFIXES.get(row.outcome, "") + (row.note or row.outcome)])
             continue
         agreement = page.comparison.agreement(row)
         verdict = "reference" if row is page.comparison.reference else str(agreement or _NO_VALUE)
-        factor = f"{cell.median_seconds / median(base.timed_seconds):.2f}" if base is not None else _NO_VALUE
+        factor = f"{strategy.median_seconds / median(base.timed_seconds):.2f}" if base is not None else _NO_VALUE
         rows.append(
             [
-                cell.cell,
+                strategy.strategy,
                 verdict + (" ✗" if agreement is not None and not agreement.within else ""),
-                format_duration(cell.median_seconds),
+                format_duration(strategy.median_seconds),
                 factor,
                 _rate_text(page, row),
-                *memory_cells(row, page.comparison.rank_count(row)),
+                *memory_strategies(row, page.comparison.rank_count(row)),
             ]
         )
     return html_section(
-        "cells",
-        "Every cell",
-        html_table([*head, *memory], rows, "What each cell costs, and whether it agrees", (0, 1)),
+        "strategies",
+        "Every strategy",
+        html_table([*head, *memory], rows, "What each strategy costs, and whether it agrees", (0, 1)),
         column_notes(cuda=cuda, measured=not _has_cuda_predictions(page)),
     )
 
@@ -146,14 +146,14 @@ def _has_cuda_predictions(page: ComparisonPageData) -> bool:
     """Return whether any figure for CUDA is a prediction."""
     return any(
         isinstance(total_on_cuda(largest_account(c.memory), page.comparison.rank_count(c.row)), PredictedCudaMemory)
-        for c in page.measured_cells
+        for c in page.measured_strategies
     )
 
 
 def _changes_section(page: ComparisonPageData, before: ComparisonPageData | None) -> str:
     if before is None:
         return ""
-    head = ["cell", "memory before", "now", "change", "step before", "now", "change"]
+    head = ["strategy", "memory before", "now", "change", "step before", "now", "change"]
     return html_section(
         "changed",
         "Before and after",
@@ -164,10 +164,10 @@ def _changes_section(page: ComparisonPageData, before: ComparisonPageData | None
 
 
 def _losses(page: ComparisonPageData) -> str:
-    ran = [c.row for c in page.cells if c.row.outcome == "ran" and c.row.losses]
+    ran = [c.row for c in page.strategies if c.row.outcome == "ran" and c.row.losses]
     if not ran:
         return ""
-    head = ["step", *(row.cell for row in ran)]
+    head = ["step", *(row.strategy for row in ran)]
     rows = [[str(i + 1), *(f"{row.losses[i]:.8g}" for row in ran)] for i in range(len(ran[0].losses))]
     parts = [html_figure(lambda width: draw_losses(page, width), html_table(head, rows, "Loss by step"))]
     if series := loss_differences(page):
@@ -188,47 +188,49 @@ def _losses(page: ComparisonPageData) -> str:
             colour_key((f"s{i}", words) for i, words in enumerate(bounds)),
             html_figure(
                 lambda width: draw_loss_differences(page, width),
-                html_table(["cell", "largest difference", "at step"], worst, "The largest difference of each cell"),
+                html_table(
+                    ["strategy", "largest difference", "at step"], worst, "The largest difference of each strategy"
+                ),
             ),
         ]
     return html_section(
         "losses",
         "Losses",
         paragraph(
-            "The dark line is one process, every cell is drawn over it: where they agree, only one line is visible."
+            "The dark line is one process, every strategy is drawn over it: where they agree, only one line is visible."
         ),
         *parts,
     )
 
 
-def _rate_text(page: ComparisonPageData, row: CellResult) -> str:
+def _rate_text(page: ComparisonPageData, row: StrategyResult) -> str:
     rate = page.comparison.rate(row)
     return _NO_VALUE if rate is None else f"{rate:.1f}"
 
 
 def _pareto(page: ComparisonPageData, before: ComparisonPageData | None) -> str:
-    cells = [c for c in page.measured_cells if c.timed]
-    if not cells:
+    strategies = [c for c in page.measured_strategies if c.timed]
+    if not strategies:
         return ""
-    rows = [[c.cell, format_size(c.peak), _rate_text(page, c.row)] for c in cells]
-    table = html_table(["cell", "memory at the peak", f"{page.comparison.unit}/s"], rows, "Throughput and memory")
-    aside = f" {one.cell}, one process, is not ranked." if (one := page.comparison.reference) is not None else ""
-    compared = before is not None and before.measured_cells
-    moved = " A line leads from each cell's place in the earlier comparison." if compared else ""
+    rows = [[c.strategy, format_size(c.peak), _rate_text(page, c.row)] for c in strategies]
+    table = html_table(["strategy", "memory at the peak", f"{page.comparison.unit}/s"], rows, "Throughput and memory")
+    aside = f" {one.strategy}, one process, is not ranked." if (one := page.comparison.reference) is not None else ""
+    compared = before is not None and before.measured_strategies
+    moved = " A line leads from each strategy's place in the earlier comparison." if compared else ""
     return html_section(
         "pareto",
         "Throughput against memory",
-        paragraph(f"Better is up and to the left. Filled: no other cell beats it in both.{aside}{moved}"),
+        paragraph(f"Better is up and to the left. Filled: no other strategy beats it in both.{aside}{moved}"),
         html_figure(lambda width: draw_pareto(page, before, width), table),
     )
 
 
 def _times(page: ComparisonPageData, before: ComparisonPageData | None) -> str:
-    if not page.timed_cells:
+    if not page.timed_strategies:
         return ""
     rows = [
         [
-            c.cell,
+            c.strategy,
             *(
                 format_duration(s)
                 for s in (
@@ -240,9 +242,9 @@ def _times(page: ComparisonPageData, before: ComparisonPageData | None) -> str:
                 )
             ),
         ]
-        for c in page.timed_cells
+        for c in page.timed_strategies
     ]
-    head = ["cell", "fastest", "middle half from", "median", "to", "slowest"]
+    head = ["strategy", "fastest", "middle half from", "median", "to", "slowest"]
     below = " Below it, the middle half of the earlier comparison." if before is not None else ""
     return html_section(
         "times",
@@ -256,20 +258,20 @@ def _configs(page: ComparisonPageData) -> str:
     whose = "the given config"
     asked = dict(page.config)
     if not asked:
-        known = next((c for c in page.cells if c.config), None)
+        known = next((c for c in page.strategies if c.config), None)
         if known is None:
             return ""
-        asked, whose = dict(known.config), known.cell
+        asked, whose = dict(known.config), known.strategy
     rows = [
-        [c.cell, key, now]
-        for c in page.cells
+        [c.strategy, key, now]
+        for c in page.strategies
         if c.config
         for key, _, now in changes.differing_key_rows(asked, c.config)
     ]
     return html_section(
         "configs",
         "Configs",
-        html_table(["cell", "key", "is"], rows, f"Where a cell's config differs from {whose}", (0, 1, 2))
+        html_table(["strategy", "key", "is"], rows, f"Where a strategy's config differs from {whose}", (0, 1, 2))
         if rows
         else "",
         config_listing(asked, f"All keys of {whose}"),
@@ -277,16 +279,16 @@ def _configs(page: ComparisonPageData) -> str:
 
 
 def _method_section(page: ComparisonPageData) -> str:
-    accounts = [(c, a) for c in page.cells if (a := c.fullest_account) is not None]
+    accounts = [(c, a) for c in page.strategies if (a := c.fullest_account) is not None]
     methods = sorted({a.method for _, a in accounts})
     keeps = (
         ["before the timed steps malloc is told to keep what is freed"]
         if describe_allocator_settings(a for _, a in accounts)
         else []
     )
-    notes = sorted({f"{c.cell}: {note}" for c, a in accounts for note in a.notes})
-    saved = [[c.cell, *(format_size(s) for s in a.saved)] for c, a in accounts if a.saved is not None]
-    asked = [f"--cell {shlex.quote(c.cell)}" for c in page.cells if c.row is not page.comparison.rows[0]]
+    notes = sorted({f"{c.strategy}: {note}" for c, a in accounts for note in a.notes})
+    saved = [[c.strategy, *(format_size(s) for s in a.saved)] for c, a in accounts if a.saved is not None]
+    asked = [f"--strategy {shlex.quote(c.strategy)}" for c in page.strategies if c.row is not page.comparison.rows[0]]
     config, out = original_config_path(page.folder, page.comparison.name), page.folder.parent
     places = [shlex.quote(str(config)), f"--out {shlex.quote(str(out))}"]
     command = ["unipar compare", *places, *asked, "--overwrite"]
@@ -294,7 +296,7 @@ def _method_section(page: ComparisonPageData) -> str:
         "how",
         "How it was measured",
         bullet_list([*methods, *page.comparison.remarks(work=False), *keeps, *notes]),
-        html_table(["cell", "by lifetime", "as autograd saved them"], saved, "Activations at the end of a forward")
+        html_table(["strategy", "by lifetime", "as autograd saved them"], saved, "Activations at the end of a forward")
         if saved
         else "",
         cuda_assumptions() if _has_cuda_predictions(page) else "",

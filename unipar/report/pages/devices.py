@@ -13,62 +13,69 @@ _NO_VALUE = "–"
 
 
 def devices_section(page: ComparisonPageData) -> str:
-    """Return the section, about the fullest rank of each cell, or "" if no cell ran on CUDA."""
-    cells = [(c.cell, a) for c in page.measured_cells if (a := c.fullest_account) is not None and a.on is not None]
-    if not cells:
+    """Return the section, about the fullest rank of each strategy, or "" if no strategy ran on CUDA."""
+    strategies = [
+        (c.strategy, a) for c in page.measured_strategies if (a := c.fullest_account) is not None and a.on is not None
+    ]
+    if not strategies:
         return ""
-    head = ["cell", "phase", "allocated", "requested", "active", "reserved", "gaps"]
+    head = ["strategy", "phase", "allocated", "requested", "active", "reserved", "gaps"]
     return html_section(
         "device",
         "Device and host memory",
-        html_table(head, [row for cell, a in cells for row in _phase_rows(cell, a)], "CUDA's memory by phase", (0, 1)),
+        html_table(
+            head,
+            [row for strategy, a in strategies for row in _phase_rows(strategy, a)],
+            "CUDA's memory by phase",
+            (0, 1),
+        ),
         paragraph(
             "Allocated is counted beyond the base, the other columns from zero, as torch's allocator counts them, each "
             "at its own peak. Gaps: reserved on the device in that phase, but not allocated.",
             "note",
         ),
-        _driver_table(cells),
-        _host_table(cells),
+        _driver_table(strategies),
+        _host_table(strategies),
     )
 
 
-def _phase_rows(cell: str, account: MemoryAccount) -> list[list[str]]:
+def _phase_rows(strategy: str, account: MemoryAccount) -> list[list[str]]:
     sizes = [(p, (p.peak, p.requested, p.active, p.reserved, account.gaps(p))) for p in account.phases]
-    return [[cell, p.name, *(_NO_VALUE if s is None else format_size(s) for s in those)] for p, those in sizes]
+    return [[strategy, p.name, *(_NO_VALUE if s is None else format_size(s) for s in those)] for p, those in sizes]
 
 
-def _driver_table(cells: list[tuple[str, MemoryAccount]]) -> str:
+def _driver_table(strategies: list[tuple[str, MemoryAccount]]) -> str:
     """Return the table of the driver's figures, or a sentence if there are none."""
     rows = [
-        [cell, a.on.name, format_size(a.on.used), format_size(a.on.reserved), format_size(a.on.outside_allocator)]
-        for cell, a in cells
+        [strategy, a.on.name, format_size(a.on.used), format_size(a.on.reserved), format_size(a.on.outside_allocator)]
+        for strategy, a in strategies
         if a.on is not None and a.on.used is not None and a.on.outside_allocator is not None
     ]
     if not rows:
         return paragraph("The memory that CUDA and NCCL take for themselves was not measured.", "note")
-    head = ["cell", "GPU", "the process", "torch's allocator", "context, NCCL and others"]
+    head = ["strategy", "GPU", "the process", "torch's allocator", "context, NCCL and others"]
     return html_table(head, rows, "As the driver counts it after all recorded steps (NVML)", (0, 1))
 
 
-def _host_table(cells: list[tuple[str, MemoryAccount]]) -> str:
+def _host_table(strategies: list[tuple[str, MemoryAccount]]) -> str:
     peaks: list[tuple[str, str, PhasePeak]] = []
-    for cell, a in cells:
+    for strategy, a in strategies:
         if a.host is not None and a.host.phases:
-            peaks.append((cell, "malloc", a.host.peak))
+            peaks.append((strategy, "malloc", a.host.peak))
         if any(phase.peak for phase in a.pinned):
-            peaks.append((cell, "pinned", max(a.pinned, key=lambda phase: phase.peak)))
+            peaks.append((strategy, "pinned", max(a.pinned, key=lambda phase: phase.peak)))
     if not peaks:
         return paragraph("Host memory was not recorded.", "note")
     shown: list[Category] = [c for c in CATEGORIES if any(c in phase.held for _, _, phase in peaks)]
     rows = [
         [
-            cell,
+            strategy,
             kind,
             p.name,
             format_size(p.peak),
             *(format_size(p.held[c]) if c in p.held else _NO_VALUE for c in shown),
         ]
-        for cell, kind, p in peaks
+        for strategy, kind, p in peaks
     ]
-    head = ["cell", "by", "phase", "peak", *(CATEGORY_LABELS[c] for c in shown)]
+    head = ["strategy", "by", "phase", "peak", *(CATEGORY_LABELS[c] for c in shown)]
     return html_table(head, rows, "Host memory at its own peak", (0, 1, 2))

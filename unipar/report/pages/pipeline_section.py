@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from unipar.config.sections.cell import Axes
+from unipar.config.sections.strategy import Axes
 from unipar.planning.pipeline_order import (
     StageTurn,
     TurnWay,
@@ -20,14 +20,14 @@ from unipar.utils.text import first_few
 
 
 def pipeline_section(pipelines: Iterable[tuple[str, PipelineFacts | None]]) -> str:
-    """Return the section on the schedule of each cell that has a pipeline, or "" without any."""
-    cells_of: dict[PipelineFacts, list[str]] = {}
-    for cell, pipeline in pipelines:
+    """Return the section on the schedule of each strategy that has a pipeline, or "" without any."""
+    strategies_of: dict[PipelineFacts, list[str]] = {}
+    for strategy, pipeline in pipelines:
         if pipeline is not None:
-            cells_of.setdefault(pipeline, []).append(cell)
-    if not cells_of:
+            strategies_of.setdefault(pipeline, []).append(strategy)
+    if not strategies_of:
         return ""
-    schedules = {pipeline.axes.schedule for pipeline in cells_of}
+    schedules = {pipeline.axes.schedule for pipeline in strategies_of}
     halves = (
         " Under zerobubble a backward has two halves, gradients of inputs and of weights, each as long as a forward; "
         "the first stage, whose inputs need no gradients, runs both as one."
@@ -36,8 +36,8 @@ def pipeline_section(pipelines: Iterable[tuple[str, PipelineFacts | None]]) -> s
     )
     several = " A rank has two stages, told apart by colour." if schedules & {"interleaved", "zerobubble"} else ""
     parts: list[str] = []
-    for pipeline, cells in cells_of.items():
-        parts += [f"<h3>{escape(first_few(cells))}</h3>", *_one_pipeline(pipeline)]
+    for pipeline, strategies in strategies_of.items():
+        parts += [f"<h3>{escape(first_few(strategies))}</h3>", *_one_pipeline(pipeline)]
     return html_section(
         "pipeline",
         "Schedule of the pipeline",

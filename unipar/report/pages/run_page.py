@@ -57,7 +57,7 @@ def render_run(run: RunPageData, before: RunPageData | None = None) -> str:
         _evals(run),
         _images(run),
         _times(run, before),
-        pipeline_section([(run.report.cell, read_pipeline(run.report.cell, run.config))]),
+        pipeline_section([(run.report.strategy, read_pipeline(run.report.strategy, run.config))]),
         _memory(run),
         _config(run),
         _method_section(run),
@@ -88,7 +88,7 @@ def _describe_end(run: RunPageData) -> Badge:
 
 def _head(run: RunPageData, before: RunPageData | None) -> str:
     report = run.report
-    facts = [run.name, report.cell, count_of(report.size, "rank"), f"{report.parameters:,} parameters"]
+    facts = [run.name, report.strategy, count_of(report.size, "rank"), f"{report.parameters:,} parameters"]
     return page_header(
         ["unipar run", *facts],
         run_headline(run),
@@ -155,7 +155,7 @@ def _describe_losses(run: RunPageData, before: RunPageData | None) -> str:
     if run.attempts:
         said.append(
             f"The run has {len(run.attempts)} attempts: a vertical line is where one went on from a checkpoint, with "
-            "the cell and the ranks that trained from there."
+            "the strategy and the ranks that trained from there."
         )
     if run.saved:
         said.append("Ticks on the axis: checkpoints.")
@@ -174,8 +174,8 @@ def _attempts_table(attempts: Sequence[ShownAttempt]) -> str:
     rows: list[list[str]] = []
     for a in attempts:
         first = _NO_VALUE if a.after is None else str(a.after + 1)
-        rows.append([str(a.number), a.cell, str(a.ranks or _NO_VALUE), first, str(a.reached), a.end])
-    head = ["attempt", "cell", "ranks", "from step", "to step", "end"]
+        rows.append([str(a.number), a.strategy, str(a.ranks or _NO_VALUE), first, str(a.reached), a.end])
+    head = ["attempt", "strategy", "ranks", "from step", "to step", "end"]
     changes = [f"Config of attempt {a.number}: {'; '.join(a.changes)}." for a in attempts if a.changes]
     return html_table(head, rows, "Attempts of this run", text=(0, 1, 5)) + "".join(map(paragraph, changes))
 

@@ -29,12 +29,12 @@ from unipar.report.html.elements import (
     paragraph,
     repeat_command_block,
 )
-from unipar.report.pages.memory.columns import column_notes, cuda_assumptions, memory_cells, memory_column_heads
+from unipar.report.pages.memory.columns import column_notes, cuda_assumptions, memory_column_heads, memory_strategies
 from unipar.report.pages.step_work import step_work_section
 from unipar.results.memory_tables import largest_account
 from unipar.results.result_files import original_config_path
 from unipar.results.row import OUTCOME_PREFIXES
-from unipar.results.scaling import ScaledCell, Scaling, ScalingKind, format_percent
+from unipar.results.scaling import ScaledStrategy, Scaling, ScalingKind, format_percent
 from unipar.utils.text import count_of, format_duration, format_size
 
 _NO_VALUE = "–"
@@ -45,10 +45,10 @@ class ScalingFigure:
     """Quantity that a figure shows, with its format and its ideal line."""
 
     label: str
-    value_of: Callable[[ScaledCell], float | None]
+    value_of: Callable[[ScaledStrategy], float | None]
     format_value: Callable[[float], str]
     high: float
-    ideal: Callable[[ScaledCell], float] | None = None
+    ideal: Callable[[ScaledStrategy], float] | None = None
 
 
 def render_scaling(scaling: Scaling, folder: Path) -> str:
@@ -80,8 +80,18 @@ def _command_to_repeat(scaling: Scaling, folder: Path, file: Path | None) -> str
     if file is None or folder.name not in ("scale", "worlds"):
         return ""
     sizes = ",".join(map(str, sorted({world.ranks for world in scaling.worlds})))
-    cells = [word for cell in scaling.cells for word in ("--cell", cell)]
-    words = ["unipar", scaling.verb, str(file), "--out", str(folder.parent), "--world", sizes, *cells, "--overwrite"]
+    strategies = [word for strategy in scaling.strategies for word in ("--strategy", strategy)]
+    words = [
+        "unipar",
+        scaling.verb,
+        str(file),
+        "--out",
+        str(folder.parent),
+        "--world",
+        sizes,
+        *strategies,
+        "--overwrite",
+    ]
     return shlex.join(words)
 
 
@@ -105,7 +115,7 @@ def _head(scaling: Scaling, problems: Sequence[str]) -> str:
 
 
 def _figure_sections(scaling: Scaling) -> Iterator[str]:
-    def ideal(world: ScaledCell) -> float:
+    def ideal(world: ScaledStrategy) -> float:
         return world.ranks / scaling.base(world).ranks
 
     worlds = scaling.worlds
@@ -132,13 +142,13 @@ def _figure_sections(scaling: Scaling) -> Iterator[str]:
 
 
 def _figure_section(scaling: Scaling, shown: ScalingFigure, words: str) -> str:
-    key = colour_key((line_class(i), cell) for i, cell in enumerate(scaling.cells))
+    key = colour_key((line_class(i), strategy) for i, strategy in enumerate(scaling.strategies))
     drawn = html_figure(lambda width: draw_scaling_panels(scaling, shown, width), _table(scaling, shown))
     return html_section(shown.label.lower(), shown.label, paragraph(words), key, drawn)
 
 
 def _method_section(scaling: Scaling, repeated: str) -> str:
-    accounts = [(row.cell, largest_account(row.memory)) for row in scaling.rows if row.memory]
+    accounts = [(row.strategy, largest_account(row.memory)) for row in scaling.rows if row.memory]
     methods, notes = {a.method for _, a in accounts}, {f"{name}: {note}" for name, a in accounts for note in a.notes}
     return html_section(
         "how",
@@ -160,7 +170,7 @@ def _is_all_measured(scaling: Scaling) -> bool:
 
 def _worlds(scaling: Scaling) -> str:
     head = [
-        "cell",
+        "strategy",
         "scaling",
         "ranks",
         f"{scaling.unit} a step",
@@ -171,7 +181,7 @@ def _worlds(scaling: Scaling) -> str:
         "efficiency",
     ]
     cuda = any(a.on is not None for row in scaling.rows for a in row.memory)
-    memory = ["cell", "scaling", "ranks", *memory_column_heads(cuda=cuda, measured=_is_all_measured(scaling))]
+    memory = ["strategy", "scaling", "ranks", *memory_column_heads(cuda=cuda, measured=_is_all_measured(scaling))]
     rows: list[list[str]] = []
     memory_rows: list[list[str]] = []
     for world in scaling.worlds:
@@ -180,7 +190,7 @@ def _worlds(scaling: Scaling) -> str:
         if world.samples and scaling.unit == "tokens":  # in microbatches whose number varies
             share = str(world.share)
         samples = str(world.samples or _NO_VALUE)
-        start = [world.cell, " and ".join(world.kinds), str(world.ranks), samples, share]
+        start = [world.strategy, " and ".join(world.kinds), str(world.ranks), samples, share]
         if rate is None:
             rows.append([*start, OUTCOME_PREFIXES.get(row.outcome, "") + (row.note or row.outcome)])
             continue
@@ -189,7 +199,7 @@ def _worlds(scaling: Scaling) -> str:
             _NO_VALUE if faster is None else f"{faster:.2f}",
             _NO_VALUE if efficient is None else format_percent(efficient),
         ]
-        memory_rows.append([*start[:3], *memory_cells(row, world.ranks)])
+        memory_rows.append([*start[:3], *memory_strategies(row, world.ranks)])
         rows.append([*start, format_duration(median(row.timed_seconds)), f"{rate:.1f}", *ratios])
     return html_section(
         "worlds",
@@ -201,26 +211,26 @@ def _worlds(scaling: Scaling) -> str:
 
 
 def _work(scaling: Scaling) -> str:
-    names = {w.name: [w.cell, " and ".join(w.kinds), str(w.ranks)] for w in scaling.worlds}
-    return step_work_section(scaling, ["cell", "scaling", "ranks"], names, (0, 1))
+    names = {w.name: [w.strategy, " and ".join(w.kinds), str(w.ranks)] for w in scaling.worlds}
+    return step_work_section(scaling, ["strategy", "scaling", "ranks"], names, (0, 1))
 
 
 def _table(scaling: Scaling, shown: ScalingFigure) -> str:
     ranks = sorted({world.ranks for world in scaling.worlds})
     rows: list[list[str]] = []
-    for cell in scaling.cells:
+    for strategy in scaling.strategies:
         for kind in scaling.kinds:
-            by = {world.ranks: shown.value_of(world) for world in scaling.timed_worlds(cell, kind)}
+            by = {world.ranks: shown.value_of(world) for world in scaling.timed_worlds(strategy, kind)}
             rows.append(
-                [cell, kind, *(_NO_VALUE if (v := by.get(n)) is None else shown.format_value(v) for n in ranks)]
+                [strategy, kind, *(_NO_VALUE if (v := by.get(n)) is None else shown.format_value(v) for n in ranks)]
             )
     return html_table(
-        ["cell", "scaling", *(count_of(n, "rank") for n in ranks)], rows, f"{shown.label} by ranks", (0, 1)
+        ["strategy", "scaling", *(count_of(n, "rank") for n in ranks)], rows, f"{shown.label} by ranks", (0, 1)
     )
 
 
 def draw_scaling_panels(scaling: Scaling, shown: ScalingFigure, width: int) -> str:
-    """Draw a line per cell, with strong and weak scaling side by side, or one below the other if `width` is small."""
+    """Draw a line per strategy, strong and weak scaling side by side, or one below the other if `width` is small."""
     across, tall, gap = (1, 190, 56) if width < NARROW_BELOW_PIXELS or len(scaling.kinds) == 1 else (2, 230, 56)
     at = (
         byte_ticks(shown.high)
@@ -252,12 +262,12 @@ def draw_scaling_panels(scaling: Scaling, shown: ScalingFigure, width: int) -> s
 def _lines(
     drawing: Drawing, scaling: Scaling, shown: ScalingFigure, kind: ScalingKind, x: AxisScale, y: AxisScale
 ) -> None:
-    own = [[w for w in scaling.worlds if w.cell == cell and kind in w.kinds] for cell in scaling.cells]
+    own = [[w for w in scaling.worlds if w.strategy == strategy and kind in w.kinds] for strategy in scaling.strategies]
     if shown.ideal is not None:
         drawing.polyline([(x(w.ranks), y(shown.ideal(w))) for w in max(own, key=len)], "ideal")
-    for i, cell in enumerate(scaling.cells):
-        points = [(w, v) for w in scaling.timed_worlds(cell, kind) if (v := shown.value_of(w)) is not None]
+    for i, strategy in enumerate(scaling.strategies):
+        points = [(w, v) for w in scaling.timed_worlds(strategy, kind) if (v := shown.value_of(w)) is not None]
         drawing.polyline([(x(w.ranks), y(v)) for w, v in points], f"way {line_class(i)}")
         for w, v in points:
-            tip = f"{cell}, {count_of(w.ranks, 'rank')}: {shown.format_value(v)}"
+            tip = f"{strategy}, {count_of(w.ranks, 'rank')}: {shown.format_value(v)}"
             drawing.dot((x(w.ranks), y(v)), 4, f"at {line_class(i)}", tip)

@@ -1,4 +1,4 @@
-"""Section of a page on what a step of each cell or world does: throughput, operations, waiting, graph breaks."""
+"""Section of a page on what a step of each strategy or world does: throughput, operations, waiting, graph breaks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _waits_by_rank(
         return ""
     most = max(len(row.work) for row in several)
     rows = [
-        [*names[row.cell], *(_share(rank.waiting) for rank in row.work), *[_NO_VALUE] * (most - len(row.work))]
+        [*names[row.strategy], *(_share(rank.waiting) for rank in row.work), *[_NO_VALUE] * (most - len(row.work))]
         for row in several
     ]
     ranks = [f"rank {i}" for i in range(most)]

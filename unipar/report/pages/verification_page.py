@@ -1,4 +1,4 @@
-"""report.html of a verification: the verdict, every cell, faults, differences from one process, config, machine."""
+"""report.html of a verification: the verdict, every strategy, faults, differences from one process, config, machine."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from unipar.utils.text import count_of, first_few
 _NO_VALUE = "–"
 _PARTS = (
     " Runs that add up matrix products, or sequences, in parts stand for ranks that split these, and widen what is "
-    "allowed for cells with such ranks only."
+    "allowed for strategies with such ranks only."
 )
-"""Explanation of the runs that only cells with axes need."""
+"""Explanation of the runs that only strategies with axes need."""
 
 _REPLAY_ORDERS = {"shares": "share by share", "micros": "microbatch by microbatch", "": _NO_VALUE}
 _STEPS_IN_A_TABLE = 10
@@ -46,7 +46,7 @@ def render_verification(page: VerificationPageData) -> str:
     """Return the page of a verification."""
     now = page.verdicts
     sections = [
-        _cells(page),
+        _strategies(page),
         _faults(page),
         _largest_differences(page),
         _differences_by_step(page),
@@ -72,17 +72,17 @@ def _head(page: VerificationPageData) -> str:
 
 
 def _badges(page: VerificationPageData) -> list[Badge]:
-    """Return which cells equal a replay bit for bit, and which disagree or failed."""
+    """Return which strategies equal a replay bit for bit, and which disagree or failed."""
     now = page.verdicts
     bad = [row for row in now.rows if row.outcome in ("disagrees", "failed")]
     return [
         *(Badge("good", line) for line in now.bitwise_lines()),
-        *(Badge("bad", f"{row.cell}: {_verdict_of(row)}") for row in bad),
+        *(Badge("bad", f"{row.strategy}: {_verdict_of(row)}") for row in bad),
     ]
 
 
 def _verdict_of(row: Verdict) -> str:
-    """Return the verdict on a cell that ran, or why there is none, in its first line."""
+    """Return the verdict on a strategy that ran, or why there is none, in its first line."""
     if row.outcome == "agrees":
         return "agrees"
     if row.outcome != "disagrees":
@@ -90,21 +90,21 @@ def _verdict_of(row: Verdict) -> str:
     return f"disagrees: {row.finding.kind if row.finding and row.finding.kind else 'unknown kind of fault'}"
 
 
-def _cells(page: VerificationPageData) -> str:
+def _strategies(page: VerificationPageData) -> str:
     now = page.verdicts
     rows: list[list[str]] = []
     for row in now.rows:
         if row.outcome not in ("agrees", "disagrees"):
-            rows.append([row.cell, _verdict_of(row)])
+            rows.append([row.strategy, _verdict_of(row)])
             continue
         digits = "same bits" if row.digits is None else count_of(row.digits, "digit")
         orders = _REPLAY_ORDERS.get(row.bits, row.bits)
-        rows.append([row.cell, _verdict_of(row), digits, format_share(row.share), orders])
-    head = ["cell", "verdict", "loss", "of allowed", "bit for bit"]
+        rows.append([row.strategy, _verdict_of(row), digits, format_share(row.share), orders])
+    head = ["strategy", "verdict", "loss", "of allowed", "bit for bit"]
     return html_section(
-        "cells",
-        "Every cell",
-        html_table(head, rows, "Whether each cell gives the numbers of one process", (0, 1, 4)),
+        "strategies",
+        "Every strategy",
+        html_table(head, rows, "Whether each strategy gives the numbers of one process", (0, 1, 4)),
         bullet_list(now.column_notes()),
         paragraph(
             "bit for bit: the order of a replay in one process that gives the same bits in every weight and moment, "
@@ -123,36 +123,41 @@ def _fault_parts(rows: Sequence[Verdict]) -> Iterator[str]:
     for row in rows:
         if row.outcome == "disagrees":
             first, *rest = describe_verdict(row)
-            yield f"<h3>{escape(row.cell)}</h3>"
+            yield f"<h3>{escape(row.strategy)}</h3>"
             yield paragraph(first.partition(": ")[2])
             yield bullet_list(line.strip() for line in rest)
         elif row.outcome == "failed":
-            yield f"<h3>{escape(row.cell)}</h3>\n<pre>{escape(row.note)}</pre>"
+            yield f"<h3>{escape(row.strategy)}</h3>\n<pre>{escape(row.note)}</pre>"
 
 
 def _largest_differences(page: VerificationPageData) -> str:
-    cells = page.judged_cells
-    if not cells:
+    strategies = page.judged_strategies
+    if not strategies:
         return ""
     known = page.quantities
     rows = [
         [
-            row.cell,
+            row.strategy,
             format_share(row.share),
             *(format_share(row.shares[what]) if what in row.shares else _NO_VALUE for what in known),
         ]
-        for row in cells
+        for row in strategies
     ]
-    table = html_table(["cell", "largest", *known], rows, "Largest difference by quantity, divided by the allowed one")
+    table = html_table(
+        ["strategy", "largest", *known], rows, "Largest difference by quantity, divided by the allowed one"
+    )
     where = html_table(
-        ["cell", "quantity, step, difference"], [[row.cell, row.worst] for row in cells], "Where it is", (0, 1)
+        ["strategy", "quantity, step, difference"],
+        [[row.strategy, row.worst] for row in strategies],
+        "Where it is",
+        (0, 1),
     )
     return html_section(
         "largest",
         "Largest difference",
         paragraph(
             "Of all that was compared, over all steps and tensors: the difference from one process, divided by the "
-            "allowed one. Beyond 1 the cell disagrees."
+            "allowed one. Beyond 1 the strategy disagrees."
         ),
         html_figure(lambda width: draw_verdict_shares(page, width), f"{table}\n{where}"),
     )
@@ -167,7 +172,7 @@ def _differences_by_step(page: VerificationPageData) -> str:
         groups = page.step_shares(quantity)
         parts += [
             f"<h3>{_QUANTITY_TITLES[quantity]}</h3>",
-            colour_key((line_class(i), first_few([r.cell for r in rows])) for i, (rows, _) in enumerate(groups)),
+            colour_key((line_class(i), first_few([r.strategy for r in rows])) for i, (rows, _) in enumerate(groups)),
             html_figure(
                 lambda width, quantity=quantity: draw_step_shares(page, quantity, width),
                 _difference_tables(page, quantity),
@@ -177,17 +182,17 @@ def _differences_by_step(page: VerificationPageData) -> str:
         "steps",
         "Differences by step",
         paragraph(
-            "Difference from one process, divided by the allowed one of that step; cells whose differences are the "
-            "same share a line. At the bottom: the very same number."
+            "Difference from one process, divided by the allowed one of that step; strategies whose differences are "
+            "the same share a line. At the bottom: the very same number."
         ),
         *parts,
     )
 
 
 def _difference_tables(page: VerificationPageData, quantity: StepQuantity) -> str:
-    """Return the differences of each cell by step, in tables of so many steps that they fit on paper."""
+    """Return the differences of each strategy by step, in tables of so many steps that they fit on paper."""
     named = [("allowed", page.verdicts.allowed.get(quantity, []))]
-    named += [(row.cell, values) for row, values in page.differences(quantity)]
+    named += [(row.strategy, values) for row, values in page.differences(quantity)]
     count = max(len(values) for _, values in named)
     return "\n".join(
         _step_table(
@@ -208,7 +213,7 @@ def _format_difference(value: float) -> str:
 
 def _losses(page: VerificationPageData) -> str:
     named = [("one process", page.verdicts.base_run.get("loss", []))]
-    named += [(row.cell, row.losses) for row in page.judged_cells if row.losses]
+    named += [(row.strategy, row.losses) for row in page.judged_strategies if row.losses]
     count = len(named[0][1])
     if not count:
         return ""
@@ -225,7 +230,7 @@ def _losses(page: VerificationPageData) -> str:
         "losses",
         "Losses",
         paragraph(
-            "The dark line is one process, every cell is drawn over it: where they agree, only one line is visible."
+            "The dark line is one process, every strategy is drawn over it: where they agree, only one line is visible."
         ),
         html_figure(lambda width: draw_verified_losses(page, width), "\n".join(tables)),
     )
@@ -249,7 +254,7 @@ def _one_process(page: VerificationPageData) -> str:
         "One process",
         paragraph(
             "Runs of one process that add in other orders. How far they are from one another is what rounding does on "
-            "this task; a cell may differ by four times that."
+            "this task; a strategy may differ by four times that."
             + (_PARTS if any(" in " in name and " parts" in name for name in now.one) else "")
         ),
         html_table(["run", "loss", "norm of the gradient"], rows, "Largest difference from the reference", (0,)),
@@ -259,7 +264,7 @@ def _one_process(page: VerificationPageData) -> str:
 def _method_section(page: VerificationPageData) -> str:
     now = page.verdicts
     config, out = original_config_path(page.folder, now.name), page.folder.parent
-    asked = [word for row in now.rows for word in ("--cell", row.cell)]
+    asked = [word for row in now.rows for word in ("--strategy", row.strategy)]
     words = ["unipar", "verify", str(config), "--out", str(out), "--world", str(now.ranks), "--steps", str(now.steps)]
     command = shlex.join([*words, *asked, *(["--strict"] if now.strict else []), "--overwrite"])
     parts = [

@@ -1,1 +1,1 @@
-"""Forecast of a comparison: what planning predicted for its cells, and how it compares with what was measured."""
+"""Forecast of a comparison: what planning predicted for its strategies, and how it compares with what was measured."""

@@ -1,4 +1,4 @@
-"""`ForecastDifference`: a cell's predicted peak and payload beside the measured ones."""
+"""`ForecastDifference`: a strategy's predicted peak and payload beside the measured ones."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 
 from unipar.backend import Category
 from unipar.memory.account import MemoryAccount, PhasePeak
-from unipar.results.forecast.records import NOT_PLANNED, CellForecast, Forecast
+from unipar.results.forecast.records import NOT_PLANNED, Forecast, StrategyForecast
 from unipar.utils.text import join_with_and
 
 Payloads = Mapping[str, Mapping[str, int]]
@@ -16,10 +16,10 @@ Payloads = Mapping[str, Mapping[str, int]]
 
 
 class ComparedRow(Protocol):
-    """Row of a comparison: a cell, what became of it, and the memory account of each rank."""
+    """Row of a comparison: a strategy, what became of it, and the memory account of each rank."""
 
     @property
-    def cell(self) -> str: ...
+    def strategy(self) -> str: ...
 
     @property
     def outcome(self) -> str: ...
@@ -83,15 +83,15 @@ def _planned_categories(phase: PhasePeak) -> Mapping[Category, int]:
 
 @dataclass(frozen=True)
 class ForecastDifference:
-    """Predictions for a cell that was measured."""
+    """Predictions for a strategy that was measured."""
 
-    planned: CellForecast
+    planned: StrategyForecast
     measured: MeasuredStep
 
     @property
-    def cell(self) -> str:
-        """Name of the cell."""
-        return self.planned.cell
+    def strategy(self) -> str:
+        """Name of the strategy."""
+        return self.planned.strategy
 
     @property
     def off(self) -> float:
@@ -135,11 +135,11 @@ def _flat(sent: Payloads) -> dict[tuple[str, str], int]:
 
 
 def forecast_differences(forecast: Forecast | None, rows: Sequence[ComparedRow]) -> list[ForecastDifference]:
-    """Return the cells that ran, and were planned and measured, in the order of the rows."""
+    """Return the strategies that ran, and were planned and measured, in the order of the rows."""
     found: list[ForecastDifference] = []
     for row in rows if forecast is not None else ():
         assert forecast is not None
-        planned, measured = forecast.cell(row.cell), measured_step(row.memory)
+        planned, measured = forecast.strategy(row.strategy), measured_step(row.memory)
         if row.outcome == "ran" and planned is not None and planned.phases and measured is not None:
             found.append(ForecastDifference(planned, measured))
     return found
@@ -154,32 +154,32 @@ def describe_forecast(forecast: Forecast | None, rows: Sequence[ComparedRow]) ->
     lines = [f"plan: {said}" for said in describe_refusals(forecast)]
     found = forecast_differences(forecast, rows)
     if not found:
-        planned = any(cell.phases for cell in forecast.cells)
+        planned = any(strategy.phases for strategy in forecast.strategies)
         return ["plan: no memory was measured to compare predictions with; they are on the page"] * planned + lines
     return [f"plan: {summarise_differences(found)}", *lines]
 
 
 def describe_refusals(forecast: Forecast) -> list[str]:
-    """Return a sentence, without its full stop, for each reason why cells are not planned."""
-    cells: dict[str, list[str]] = {}
-    for cell in forecast.cells:
-        if cell.refusal:
-            cells.setdefault(cell.refusal.removeprefix("plan: "), []).append(cell.cell)
+    """Return a sentence, without its full stop, for each reason why strategies are not planned."""
+    strategies: dict[str, list[str]] = {}
+    for strategy in forecast.strategies:
+        if strategy.refusal:
+            strategies.setdefault(strategy.refusal.removeprefix("plan: "), []).append(strategy.strategy)
     return [
         f"{join_with_and(names)} {'is' if len(names) == 1 else 'are'} not planned: {why}"
-        for why, names in cells.items()
+        for why, names in strategies.items()
     ]
 
 
 def summarise_differences(found: Sequence[ForecastDifference]) -> str:
     """Return a sentence, without its full stop, on how far predictions are from what was measured."""
     worst = max(found, key=lambda each: abs(each.off))
-    cells = f"{len(found)} cells" if len(found) > 1 else worst.cell
-    near = f"predicted peaks of {cells} are within {abs(worst.off) * 100:.2f} % of the measured ones"
+    strategies = f"{len(found)} strategies" if len(found) > 1 else worst.strategy
+    near = f"predicted peaks of {strategies} are within {abs(worst.off) * 100:.2f} % of the measured ones"
     if len(found) > 1 and abs(worst.off) >= 0.00005:
-        near += f" (farthest: {worst.cell})"
+        near += f" (farthest: {worst.strategy})"
     known = [each for each in found if each.same_payload is not None]
-    other = [each.cell for each in known if not each.same_payload]
+    other = [each.strategy for each in known if not each.same_payload]
     if other:
         return f"{near}; other bytes are sent than predicted in {', '.join(other)}"
     return near + "; bytes sent are equal" * any(each.planned_bytes_sent for each in known)

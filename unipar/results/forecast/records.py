@@ -1,4 +1,4 @@
-"""`Forecast`: what planning predicted for the cells of a comparison, as files hold it."""
+"""`Forecast`: what planning predicted for the strategies of a comparison, as files hold it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ForecastPhase(Section):
 
 
 class ForecastWorld(Section):
-    """Predicted peak of a cell on one number of ranks."""
+    """Predicted peak of a strategy on one number of ranks."""
 
     ranks: int
     samples: int = 0
@@ -47,12 +47,12 @@ class ForecastWorld(Section):
     """Why there is no peak."""
 
 
-class CellForecast(Section):
-    """Predicted memory and payload of one cell."""
+class StrategyForecast(Section):
+    """Predicted memory and payload of one strategy."""
 
-    cell: str
+    strategy: str
     refusal: str = ""
-    """Why the cell was not planned; empty if it was."""
+    """Why the strategy was not planned; empty if it was."""
 
     phases: tuple[ForecastPhase, ...] = ()
     """Peak of each phase in the compared world."""
@@ -67,7 +67,7 @@ class CellForecast(Section):
     """The compared world and others, by ascending number of ranks."""
 
     ways: tuple[str, ...] = ()
-    """What would have to change for the cell to fit in the compared world; empty if it does."""
+    """What would have to change for the strategy to fit in the compared world; empty if it does."""
 
     @property
     def planned_worlds(self) -> list[ForecastWorld]:
@@ -81,7 +81,7 @@ class CellForecast(Section):
 
 
 class Forecast(Section):
-    """Predictions for the cells of a comparison that ran."""
+    """Predictions for the strategies of a comparison that ran."""
 
     problem: str = ""
     """Why nothing was planned; empty otherwise."""
@@ -109,7 +109,7 @@ class Forecast(Section):
     headroom: float = 0.0
     """Share of that memory that is to stay free."""
 
-    cells: tuple[CellForecast, ...] = ()
+    strategies: tuple[StrategyForecast, ...] = ()
     notes: tuple[str, ...] = ()
     seconds: float = 0.0
     """CPU seconds that planning took, after imports."""
@@ -119,11 +119,11 @@ class Forecast(Section):
         """Bytes that a rank may use."""
         return None if self.memory is None else int(self.memory * (1.0 - self.headroom))
 
-    def cell(self, name: str) -> CellForecast | None:
-        """Return the forecast of the cell of that name, or None."""
-        return next((cell for cell in self.cells if cell.cell == name), None)
+    def strategy(self, name: str) -> StrategyForecast | None:
+        """Return the forecast of the strategy of that name, or None."""
+        return next((strategy for strategy in self.strategies if strategy.strategy == name), None)
 
     def fits(self, world: ForecastWorld) -> bool:
-        """Return whether a cell fits on a number of ranks for which it is planned."""
+        """Return whether a strategy fits on a number of ranks for which it is planned."""
         assert world.peak is not None
         return self.limit is None or world.peak + world.late <= self.limit

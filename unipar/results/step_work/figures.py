@@ -1,4 +1,4 @@
-"""`StepFigures`: what a step of one cell does, from what its ranks recorded."""
+"""`StepFigures`: what a step of one strategy does, from what its ranks recorded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unipar.profiling.work import CompiledWork, RankWork
 
 @dataclass(frozen=True)
 class StepFigures:
-    """Figures of one cell; None where they are unknown, or do not exist."""
+    """Figures of one strategy; None where they are unknown, or do not exist."""
 
     tokens_per_second: float | None = None
     """Units of the task's weight a second, all ranks together; None if the task has no weight of its own."""
@@ -34,16 +34,16 @@ class StepFigures:
     """That of the rank with most graph breaks and recompiles."""
 
 
-CellWork = tuple[str, Sequence[RankWork]]
-"""Name of a cell, and the work of its ranks."""
+StrategyWork = tuple[str, Sequence[RankWork]]
+"""Name of a strategy, and the work of its ranks."""
 
 
 def step_figures(
     work: Sequence[RankWork], seconds: Sequence[float], flops: float | None, precision: Precision
 ) -> StepFigures:
-    """Return the figures of a cell, from the seconds of its timed steps, which are the last ones.
+    """Return the figures of a strategy, from the seconds of its timed steps, which are the last ones.
 
-    `flops`: operations of one step, which are the same in every cell.
+    `flops`: operations of one step, which are the same in every strategy.
     """
     if not seconds:
         return StepFigures()
@@ -62,16 +62,20 @@ def step_figures(
     )
 
 
-def flops_of_step(cells: Iterable[CellWork]) -> float | None:
-    """Return the operations of one step of cells with the same batch, as the first cell with a count has them."""
-    return next((rank.flops for _, work in cells for rank in work[:1] if rank.flops is not None), None)
+def flops_of_step(strategies: Iterable[StrategyWork]) -> float | None:
+    """Return the operations of one step of strategies with the same batch, by the first one with a count."""
+    return next((rank.flops for _, work in strategies for rank in work[:1] if rank.flops is not None), None)
 
 
-def differing_counts(cells: Sequence[CellWork]) -> list[str]:
-    """Return the cells whose operations were counted otherwise than those of the first, each with its number."""
-    flops = flops_of_step(cells)
-    counted = [(cell, rank.flops) for cell, work in cells for rank in work[:1] if rank.flops is not None]
-    return [f"{cell} {found:.6g}" for cell, found in counted if flops is not None and abs(found - flops) > flops / 1e6]
+def differing_counts(strategies: Sequence[StrategyWork]) -> list[str]:
+    """Return the strategies whose operations were counted otherwise than those of the first, each with its number."""
+    flops = flops_of_step(strategies)
+    counted = [(strategy, rank.flops) for strategy, work in strategies for rank in work[:1] if rank.flops is not None]
+    return [
+        f"{strategy} {found:.6g}"
+        for strategy, found in counted
+        if flops is not None and abs(found - flops) > flops / 1e6
+    ]
 
 
 def peak_of_devices(work: Sequence[RankWork], precision: Precision) -> float | None:

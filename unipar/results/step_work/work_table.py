@@ -1,11 +1,11 @@
-"""Work of a step as a text table, a row for each cell or world, and the remarks below it."""
+"""Work of a step as a text table, a row for each strategy or world, and the remarks below it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
-from unipar.results.step_work.figures import CellWork, StepFigures, differing_counts, flops_of_step
+from unipar.results.step_work.figures import StepFigures, StrategyWork, differing_counts, flops_of_step
 from unipar.utils.table import Remark, format_table_rows, table_remarks
 from unipar.utils.text import count_of, flops_scale, format_flops
 
@@ -16,7 +16,7 @@ NO_VALUE: Final = "-"
 
 
 def work_columns(figures: Sequence[StepFigures]) -> Mapping[str, Callable[[StepFigures], str]]:
-    """Return a text of each figure by the head of its column, for the columns in which a cell has a figure."""
+    """Return a text of each figure by the head of its column, for the columns in which a strategy has a figure."""
     scale, prefix = flops_scale(one.flops_per_second or 0.0 for one in figures)
 
     def breaks(one: StepFigures) -> str:
@@ -45,9 +45,9 @@ def format_work_table(heads: Sequence[str], rows: Sequence[tuple[Sequence[str], 
     known = [(texts, figures) for texts, figures in rows if figures != StepFigures()]
     columns = dict(work_columns([figures for _, figures in known]))
     while columns:
-        cells = [(*texts, *(of(figures) for of in columns.values())) for texts, figures in known]
+        strategies = [(*texts, *(of(figures) for of in columns.values())) for texts, figures in known]
         right = [i for i, head in enumerate((*heads, *columns)) if head not in ("work", "scaling")]
-        blocks = format_table_rows((*heads, *columns), cells, right=right, width=width, fold=True)
+        blocks = format_table_rows((*heads, *columns), strategies, right=right, width=width, fold=True)
         if len(columns) == 1 or max(len(line) for block in blocks for line in block) <= width:
             return [line for block in blocks for line in block]
         rate = next((head for head in columns if head.endswith("FLOP/s") and "MFU" in columns), None)
@@ -56,7 +56,7 @@ def format_work_table(heads: Sequence[str], rows: Sequence[tuple[Sequence[str], 
 
 
 def describe_work_columns(
-    batches: Mapping[int, Sequence[CellWork]],
+    batches: Mapping[int, Sequence[StrategyWork]],
     figures: Mapping[str, StepFigures],
     peak: str,
     *,
@@ -65,10 +65,11 @@ def describe_work_columns(
 ) -> list[Remark]:
     """Return explanations of the columns, and what could not be measured.
 
-    `batches`: cells by the number of samples in their steps; `peak`: what MFU is in proportion to; `unit`: samples, or
-    tokens, of which each step has another number; `reasons`: with the reasons of graph breaks and recompiles.
+    `batches`: strategies by the number of samples in their steps; `peak`: what MFU is in proportion to; `unit`:
+    samples, or tokens, of which each step has another number; `reasons`: with the reasons of graph breaks and
+    recompiles.
     """
-    known, cells = list(figures.values()), [cell for group in batches.values() for cell in group]
+    known, strategies = list(figures.values()), [strategy for group in batches.values() for strategy in group]
     counted = {samples: flops for samples, group in batches.items() if (flops := flops_of_step(group)) is not None}
     columns = work_columns(known)
     remarks: list[Remark] = []
@@ -79,7 +80,9 @@ def describe_work_columns(
         if head.endswith("FLOP/s") and counted:
             says = f"{head}: of all ranks together; forward and backward of a step are {_describe_flops(counted)}"
             if unit == "tokens":
-                says = f"{head}: of all ranks together; each cell's operations, padding included, are those of one step"
+                says = (
+                    f"{head}: of all ranks together; a strategy's operations, padding included, are those of one step"
+                )
             remarks.append(Remark(column=head, text=f"{says}, without what is computed again"))
     if "MFU" in columns:
         remarks.append(Remark(column="MFU", text=f"MFU: that in proportion to {peak}"))
@@ -87,8 +90,8 @@ def describe_work_columns(
         says = "waits: share of a step in which the rank that waits least waits for communication"
         remarks.append(Remark(column="waits", text=says))
         uneven = [
-            f"{cell} {_percent(one.most_waiting)}"
-            for cell, one in figures.items()
+            f"{strategy} {_percent(one.most_waiting)}"
+            for strategy, one in figures.items()
             if one.waiting is not None and one.most_waiting is not None and one.most_waiting - one.waiting > 0.2
         ]
         if uneven:
@@ -99,30 +102,30 @@ def describe_work_columns(
                 f"the operations of a step were counted otherwise in {', '.join(differing)}; shown with {flops:.6g}"
             )
     why = _describe_reasons(known) if reasons else []
-    return [*remarks, *table_remarks(*describe_work_notes(cells), *why)]
+    return [*remarks, *table_remarks(*describe_work_notes(strategies), *why)]
 
 
-def describe_work_notes(cells: Iterable[CellWork]) -> list[str]:
-    """Return each note of the ranks once, with the cells that have it, and what the measured waiting includes."""
+def describe_work_notes(strategies: Iterable[StrategyWork]) -> list[str]:
+    """Return each note of the ranks once, with the strategies that have it, and what the measured waiting includes."""
     noted: dict[str, list[str]] = {}
-    ran = [(cell, work) for cell, work in cells if work]
-    for cell, work in ran:
+    ran = [(strategy, work) for strategy, work in strategies if work]
+    for strategy, work in ran:
         for note in dict.fromkeys(note for rank in work for note in rank.notes):
-            noted.setdefault(note, []).append(cell)
+            noted.setdefault(note, []).append(strategy)
     said = [f"{', '.join(names)}: {note}" for note, names in noted.items()]
-    shares = [(cell, work[0].waiting) for cell, work in ran if len(work) == 1]
+    shares = [(strategy, work[0].waiting) for strategy, work in ran if len(work) == 1]
     if any(len(work) > 1 and work[0].waits for _, work in ran):
         said += [
-            f"{cell} has no communication, and its thread sleeps for {_percent(share)} of a step: the task waits for "
-            "something else, which is in the others' waits too"
-            for cell, share in shares
+            f"{strategy} has no communication, and its thread sleeps for {_percent(share)} of a step: the task waits "
+            "for something else, which is in the others' waits too"
+            for strategy, share in shares
             if share is not None and share > 0.02
         ]
     return said
 
 
 def break_reasons(figures: Iterable[StepFigures]) -> list[tuple[str, int, str]]:
-    """Return what happened (graph break, recompile), how often at most in a cell, and why; the most frequent first."""
+    """Return what happened (graph break, recompile), how often at most in a strategy, and why; most frequent first."""
     found: dict[tuple[str, str], int] = {}
     for one in figures:
         if one.compiled is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from unipar.config.sections.cell import Axes
+from unipar.config.sections.strategy import Axes
 from unipar.planning.activations import Activations, MicrobatchPayload
 from unipar.planning.interleaved_peaks import PlannedPieces
 from unipar.prediction.timeline import Moment, PredictedParameter, StepTimeline

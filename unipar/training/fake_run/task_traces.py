@@ -13,7 +13,7 @@ from torch import nn
 from unipar.backend import Backend, Part, registry
 from unipar.backend.precision import autocast_dtype
 from unipar.config import BatchSizes, Config
-from unipar.config.sections.cell import Axes
+from unipar.config.sections.strategy import Axes
 from unipar.config.settled import SettledConfig
 from unipar.data.lengths import TokenRows
 from unipar.model.without_values import explain_values
@@ -55,7 +55,7 @@ _ORDER: Final = get_args(PredictedPhase)
 
 @dataclass(frozen=True)
 class PredictedStep:
-    """A step of the fullest rank of a cell."""
+    """A step of the fullest rank of a strategy."""
 
     phases: tuple[PredictedPeak, ...]
     """Peak of each phase."""

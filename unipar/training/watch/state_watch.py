@@ -28,7 +28,7 @@ from unipar.utils.text import first_few
 _TOLERANCE: Final = 0.01
 """Share by which a norm may differ from the one that is reported: libraries add it up in bf16, or after rounding."""
 
-_WAY_OUT: Final = "`unipar verify` on this config compares the cell with one process and names the place"
+_WAY_OUT: Final = "`unipar verify` on this config compares the strategy with one process and names the place"
 
 
 class WatchedPart(Protocol):

@@ -48,7 +48,7 @@ class FaultCase:
 
     judgement: Judgement
     settled: SettledConfig
-    """Config of the cell: how many shares a batch has, of how many microbatches each, and which ranks work on one."""
+    """Config of the strategy: a batch's shares, the microbatches of each, and which ranks work on one."""
 
     limit: float
     """Largest relative difference between the ranks' norms that counts as rounding."""
@@ -64,7 +64,7 @@ class FaultCase:
 
     @property
     def config(self) -> Config:
-        """Config of the cell."""
+        """Config of the strategy."""
         return self.settled.config
 
     @property

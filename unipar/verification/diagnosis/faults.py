@@ -42,7 +42,7 @@ def classify_fault(case: FaultCase) -> Fault | None:
         return _classify_averages(case, at)
     if (found := copies.classify_start(case)) is not None:
         return found
-    if case.settled.cell.axes.ranks > 1 and (found := mesh_faults.classify_before_update(case, at)) is not None:
+    if case.settled.strategy.axes.ranks > 1 and (found := mesh_faults.classify_before_update(case, at)) is not None:
         return found
     if "forward" in case.module_differences:
         return _classify_forward(case, at)
@@ -189,8 +189,8 @@ def _classify_whole_tensor_optimizer(case: FaultCase, step: int) -> Fault | None
     return Fault(
         "an optimizer that uses a tensor's norm",
         f"step {step} changes {first.name} differently, although losses and norms are the same: the task's optimizer "
-        "uses whole tensors, and this cell keeps them in parts; use shard: nothing, or an optimizer that works element "
-        "by element",
+        "uses whole tensors, and this strategy keeps them in parts; use shard: nothing, or an optimizer that works "
+        "element by element",
     )
 
 

@@ -47,7 +47,8 @@ def _other_samples(case: FaultCase, step: int) -> Fault:
     return Fault(
         "other samples on ranks that share the work",
         f"{count_of(len(strays), 'rank')} ({', '.join(map(str, strays))}) got other microbatches in step {step} than "
-        f"the ranks with which they split the work ({case.settled.cell.axes}); all of them must read the same share",
+        f"the ranks with which they split the work ({case.settled.strategy.axes}); all of them must "
+        "read the same share",
     )
 
 
@@ -74,7 +75,7 @@ def _stale_statistics(case: FaultCase) -> Fault:
 
 
 def _wrong_forward(case: FaultCase, place: ModuleDifference, step: int) -> Fault | None:
-    axes = case.settled.cell.axes
+    axes = case.settled.strategy.axes
     key, wanted = _row_of(case, place, "forward")
     outputs = _sketches_of_ranks(case, key)
     if axes.tensor > 1 and len(outputs) > 1:
@@ -186,7 +187,7 @@ def _all_alike(sketches: dict[int, SketchVector]) -> bool:
 def _loss_counted_twice(case: FaultCase, step: int) -> Fault | None:
     mine, right = case.run.losses[step - 1], case.base.losses[step - 1]
     factor = mine / right if right else math.nan
-    for name, size in case.settled.cell.axes.sizes.items():
+    for name, size in case.settled.strategy.axes.sizes.items():
         if case.is_near(factor, float(size)):
             return Fault(
                 "a loss counted more than once",
@@ -199,7 +200,7 @@ def _loss_counted_twice(case: FaultCase, step: int) -> Fault | None:
 def _partial_backward(case: FaultCase, step: int) -> Fault | None:
     """Return the fault of a gradient inside the model that is not added up over the ranks of tensor."""
     place = case.module_differences.get("backward")
-    if place is None or case.settled.cell.axes.tensor == 1:
+    if place is None or case.settled.strategy.axes.tensor == 1:
         return None
     key, wanted = _row_of(case, place, "backward")
     found = _sketches_of_ranks(case, key)
@@ -238,7 +239,7 @@ def _unequal_copies(case: FaultCase, step: int) -> Fault | None:
             f"after step {step}, {names} between stage {first.pipeline} and stage {second.pipeline}, which both use "
             "it: each stage updates it by its own part of the gradient, and the parts must be added up first",
         )
-    if axes == ["tensor"] and case.settled.cell.axes.sequence:
+    if axes == ["tensor"] and case.settled.strategy.axes.sequence:
         return Fault(
             "a partial gradient that is not added up",
             f"after step {step}, {names} between ranks {one} and {other}, which split the sequence along tensor: each "
@@ -259,7 +260,7 @@ def _wrong_gradients(case: FaultCase, step: int) -> Fault | None:
     if not wrong:
         return None
     shared = _names_of_several_stages(case)
-    if case.settled.cell.axes.pipeline > 1 and set(wrong) <= shared:
+    if case.settled.strategy.axes.pipeline > 1 and set(wrong) <= shared:
         return Fault(
             "a tied gradient not summed",
             f"in step {step} only the gradient of {first_few(list(wrong))} differs from that of one process, and "
@@ -273,7 +274,7 @@ def _wrong_gradients(case: FaultCase, step: int) -> Fault | None:
     if not some and any(case.is_near(middle, k) for n in (case.shares, case.accumulate) for k in (n, 1 / n) if n > 1):
         return None  # ranks with other samples, or microbatches, explain it as well
     which = f"{count_of(len(wrong), 'parameter')} ({first_few(list(wrong))})" if some else "all parameters"
-    for axis, size in case.settled.cell.axes.sizes.items():
+    for axis, size in case.settled.strategy.axes.sizes.items():
         measured = f"the gradient of {which} is {middle:.4g} times that of one process in step {step}"
         if case.is_near(middle, float(size)):
             return Fault(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from unipar.config.sections.cell import Axes
+from unipar.config.sections.strategy import Axes
 from unipar.verification.judgement.record import RunRecord
 
 ROUNDING_FACTOR = 16.0
@@ -23,7 +23,7 @@ RowKey = tuple[str, str, int]
 
 @dataclass(frozen=True)
 class ModuleDifference:
-    """First module in which a cell's numbers differ, in one direction."""
+    """First module in which a strategy's numbers differ, in one direction."""
 
     way: str
     """Direction: forward or backward."""

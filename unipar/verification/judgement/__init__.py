@@ -1,1 +1,1 @@
-"""Judgement: whether a cell's run is close enough to the run of one process."""
+"""Judgement: whether a strategy's run is close enough to the run of one process."""

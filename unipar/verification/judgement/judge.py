@@ -1,4 +1,4 @@
-"""Judgement on a cell: each measured difference from one process, compared with its tolerance."""
+"""Judgement on a strategy: each measured difference from one process, compared with its tolerance."""
 
 from __future__ import annotations
 

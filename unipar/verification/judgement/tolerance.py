@@ -14,7 +14,7 @@ from unipar.config import Precision
 from unipar.verification.judgement.record import RunRecord, SketchVector, StateKey, tensor_distance
 
 SPREAD_FACTOR = 4.0
-"""Factor between the spread of the one-process runs and the tolerance of a cell."""
+"""Factor between the spread of the one-process runs and the tolerance of a strategy."""
 
 NOISE_GRADIENT_SHARE = 1e-5
 """Share of the model's gradient below which a parameter's gradient is nothing but rounding noise."""
@@ -52,7 +52,7 @@ class Tolerance:
     """Largest allowed differences: of loss and norm by step, of the final state by tensor, of sketches by both."""
 
     base: RunRecord
-    """One-process run that all cells are compared with."""
+    """One-process run that all strategies are compared with."""
 
     losses: list[float]
     norms: list[float]
@@ -63,7 +63,7 @@ class Tolerance:
     by which it is judged."""
 
     buffers: dict[str, tuple[Tensor, float]] = field(default_factory=dict[str, tuple[Tensor, float]])
-    """Each buffer at the end, and its largest allowed difference, for cells whose ranks share the work."""
+    """Each buffer at the end, and its largest allowed difference, for strategies whose ranks share the work."""
 
 
 def measure_tolerance(
@@ -75,7 +75,7 @@ def measure_tolerance(
 ) -> Tolerance:
     """Return the tolerances from one-process runs that add in other orders; `exact` is the fp64 run.
 
-    `replays` are those runs that cut batches as the cells do: running statistics depend on that.
+    `replays` are those runs that cut batches as the strategies do: running statistics depend on that.
     """
     runs = [base, *others]
     last = ROUNDING_UNITS[precision]

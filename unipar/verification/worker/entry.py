@@ -57,7 +57,7 @@ def run_world_jobs(place: Place, folder: Path, control: socket.socket | None) ->
     ref = TaskRef.from_json(content["task"])
     jobs = [Job.from_json(job) for job in content["jobs"]]
     first = jobs[0].settled
-    backend = registry.find_backend(first.cell.backend)
+    backend = registry.find_backend(first.strategy.backend)
     world = backend.join(first.on_device, place)
     heartbeat = HeartbeatWriter(heartbeat_path(folder, place.rank))
     for i, job in enumerate(jobs):
@@ -135,15 +135,15 @@ def _run_job(
                 counts=False,
             )
         except TaskError as e:
-            if job.key.kind != "cell":
+            if job.key.kind != "strategy":
                 raise
-            raise Unsupported(job.key.cell, [str(e)]) from e  # one process can train this task
+            raise Unsupported(job.key.strategy, [str(e)]) from e  # one process can train this task
         if strict is not None:  # the task's model() may have set them
             had_tf32 |= determinism.set_numbers(strict=strict)
         recorder = RunRecorder(
             job.trace_at,
             partial(split_sums.sums_in_parts, job.key.tensor, job.key.context),
-            shared=settled.cell.axes.ranks > 1,
+            shared=settled.strategy.axes.ranks > 1,
             masks=job.key.dropout,
             held=job.kind == "run" and _holds_copies(settled),
         )
@@ -187,7 +187,7 @@ def _run_job(
             "unequal": unequal,
             "tf32": had_tf32,
             "first_buffers": first_buffers,
-            "buffers": recorder.buffers() if job.kind == "replay" or settled.cell.axes.ranks > 1 else {},
+            "buffers": recorder.buffers() if job.kind == "replay" or settled.strategy.axes.ranks > 1 else {},
             "narrow": any(narrow_frozen_parameters(part.module, dtype) for part in live.parts.values()),
         }
         for engine in recorder.engines.values():
@@ -197,7 +197,7 @@ def _run_job(
 
 def _holds_copies(settled: SettledConfig) -> bool:
     """Return whether several ranks hold the same weights after each step, and train on samples of their own."""
-    return settled.ranks > 1 and settled.cell.axes.ranks == 1 and settled.config.train.sync_every is None
+    return settled.ranks > 1 and settled.strategy.axes.ranks == 1 and settled.config.train.sync_every is None
 
 
 def _gradient_shares(recorder: RunRecorder) -> list[dict[str, Any]]:

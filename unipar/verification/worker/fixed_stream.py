@@ -1,4 +1,4 @@
-"""First samples of a stream, read once and kept, so that every cell, rank and replay uses the same samples."""
+"""First samples of a stream, read once and kept, so that every strategy, rank and replay uses the same samples."""
 
 from __future__ import annotations
 

@@ -24,12 +24,12 @@ JOBS_FILE_NAME: Final = "jobs.json"
 class RunKey:
     """Key of a run of a verification; its text names the run on the terminal, in errors and in verify.json."""
 
-    kind: Literal["probe", "kernels", "one process", "shares", "micros", "cell"]
+    kind: Literal["probe", "kernels", "one process", "shares", "micros", "strategy"]
     """Kind of run; kernels: a search for operations without a deterministic kernel on the device; shares and micros: a
     replay in one process that adds share by share, or microbatch by microbatch."""
 
-    cell: str = ""
-    """Cell that is run, if kind is cell."""
+    strategy: str = ""
+    """Strategy that is run, if kind is strategy."""
 
     precision: Precision | None = None
     """Precision of the run, if it is not that of the config."""
@@ -47,7 +47,7 @@ class RunKey:
     """Last step of a replay, which is traced in full; None: all steps, without a trace."""
 
     shares: int | None = None
-    """Shares of each batch that a replay adds up; None: as many as in the cells that split it into most shares."""
+    """Shares of each batch that a replay adds up; None: as many as in the strategies that split it into most shares."""
 
     tensor: int = 1
     """Parts in which a replay adds up each matrix product, as ranks that split matrices do."""
@@ -70,9 +70,9 @@ class RunKey:
             return "task probe"
         if self.kind == "kernels":
             return "search for operations without a deterministic kernel"
-        if self.kind == "cell":
+        if self.kind == "strategy":
             halves = {"": "", "first": ", first half, saved", "second": ", second half, resumed"}
-            return self.cell + (
+            return self.strategy + (
                 ", bitwise" if self.bitwise else ", with dropout" if self.dropout else halves[self.half]
             )
         if self.kind == "one process":

@@ -50,7 +50,7 @@ ENGINES: dict[str, Callable[[Part, Config, World], Engine]] = {
 
 
 def build_case(name: str, part: Part, config: Config, world: World) -> Engine:
-    """Return the engine of a case; without an error in a cell whose ranks share the work, the native one."""
+    """Return the engine of a case; without an error in a strategy whose ranks share the work, the native one."""
     if name == "none" and config.parallel.axes.ranks > 1:
         return MeshEngine(part, config, world)
     return ENGINES[name](part, config, world)

@@ -56,7 +56,7 @@ MESH_FAULTS = (
     "norm-not-summed",
     "bias-counted-again",
 )
-"""Faults of ranks that share the work: of cells with axes, as in `faulty/nothing+tied-not-summed+pipeline2`."""
+"""Faults of ranks that share the work: of strategies with axes, as in `faulty/nothing+tied-not-summed+pipeline2`."""
 
 
 RESUME_FAULTS = ("moments-forgotten",)

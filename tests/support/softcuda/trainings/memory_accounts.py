@@ -30,18 +30,18 @@ import json
 import unipar
 from unipar.config import Config
 from unipar.results.forecast.forecast_difference import forecast_differences
-found = unipar.compare(Config.model_validate(json.loads({settings!r})), cells={cells!r})
-plans = {{plan.cell: plan.off for plan in forecast_differences(found.forecast, found.rows)}}
+found = unipar.compare(Config.model_validate(json.loads({settings!r})), strategies={strategies!r})
+plans = {{plan.strategy: plan.off for plan in forecast_differences(found.forecast, found.rows)}}
 result = [
     dict(
-        cell=row.cell,
+        strategy=row.strategy,
         failure="" if row.outcome == "ran" else row.note or row.outcome,
         notes=[note for account in row.memory for note in account.notes],
         allocator=[phase.active - account.base for account in row.memory for phase in account.phases],
         peaks=[phase.peak for account in row.memory for phase in account.phases],
         sums=[sum(phase.held.values()) for account in row.memory for phase in account.phases],
         unnamed=max((phase.unattributed for account in row.memory for phase in account.phases), default=1.0),
-        plan=plans.get(row.cell),
+        plan=plans.get(row.strategy),
     )
     for row in found.rows
 ]
@@ -89,14 +89,14 @@ def check_accounts(
     device: EmulatedDevice, precision: str, trainings: Sequence[EmulatedTraining] = TRAININGS, ranks: int = 2
 ) -> dict[str, AccountCheck]:
     """Return the check of each strategy that has this precision on so many ranks, by its name; and of one process."""
-    cells = [t.cell for t in trainings if precision in t.precisions and t.ranks == ranks]
-    if not cells:
+    strategies = [t.strategy for t in trainings if precision in t.precisions and t.ranks == ranks]
+    if not strategies:
         return {}
     with tempfile.TemporaryDirectory() as folder:
         settings = EmulatedTraining("", ranks=ranks).settings(precision, Path(folder) / "run")
         settings["task"]["use"] = PLAIN_TASK
         settings["train"]["steps"], settings["compare"] = STEPS_RECORDED, {"repeat": 1}
-        code = CODE.format(settings=json.dumps(settings), cells=cells)
+        code = CODE.format(settings=json.dumps(settings), strategies=strategies)
         run = device.run(code, devices=ranks, timeout=TIMEOUT)
     assert run.result, run.stderr
-    return {row["cell"]: AccountCheck.of(row) for row in run.result}
+    return {row["strategy"]: AccountCheck.of(row) for row in run.result}

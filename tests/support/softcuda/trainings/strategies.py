@@ -31,10 +31,10 @@ SETTINGS: Mapping[str, Any] = {
 CODE = """
 import json
 import unipar
-from unipar.backend import offered_cells as cells
-from unipar.config import Cell, Config
+from unipar.backend import offered_strategies as strategies
+from unipar.config import Strategy, Config
 config = Config.model_validate(json.loads({settings!r}))
-report = unipar.launch(cells.config_in_cell(config, Cell.parse({cell!r})))
+report = unipar.launch(strategies.config_in_strategy(config, Strategy.parse({strategy!r})))
 result = [loss for _, loss in report.losses]
 """
 
@@ -46,7 +46,7 @@ NEAR = {"fp32": 1e-5, "bf16-mixed": 0.03, "fp16": 0.01, "bf16-master": 0.06}
 class EmulatedTraining:
     """A strategy with settings, and what it can be trained in."""
 
-    cell: str
+    strategy: str
     more: Mapping[str, Any] = field(default_factory=dict[str, Any])
     precisions: tuple[str, ...] = ("fp32", "bf16-mixed", "fp16")
     ranks: int = 2
@@ -63,9 +63,9 @@ class EmulatedTraining:
     def name(self) -> str:
         """The strategy and what is beside it."""
         if self.task:
-            return f"{self.cell}, {self.task}"
+            return f"{self.strategy}, {self.task}"
         words = [f"{key}: {_shown(value)}" for keys in self.more.values() for key, value in keys.items()]
-        return ", ".join([self.cell, *words])
+        return ", ".join([self.strategy, *words])
 
     def settings(self, precision: str, out: Path, device: str = "cuda") -> dict[str, Any]:
         """Return the config of a run."""
@@ -79,7 +79,7 @@ class EmulatedTraining:
     def run(self, device: EmulatedDevice, precision: str, folder: Path) -> EmulatedRun:
         """Train on the emulated device."""
         settings = json.dumps(self.settings(precision, folder / "run"))
-        code = CODE.format(settings=settings, cell=self.cell)
+        code = CODE.format(settings=settings, strategy=self.strategy)
         try:
             return device.run(code, devices=max(2, self.ranks), timeout=TIMEOUT)
         except subprocess.TimeoutExpired:
@@ -88,7 +88,7 @@ class EmulatedTraining:
     def losses_on_cpu(self, forks: Forks, folder: Path) -> list[float]:
         """Return the losses of the same training in fp32 on the CPU, where no device is emulated."""
         settings = json.dumps(self.settings("fp32", folder / "cpu", "cpu"))
-        return run_code(forks, CODE.format(settings=settings, cell=self.cell), folder)
+        return run_code(forks, CODE.format(settings=settings, strategy=self.strategy), folder)
 
 
 ALL = ("fp32", "bf16-mixed", "fp16", "bf16-master")
@@ -125,15 +125,19 @@ def _shown(value: Any) -> Any:
     return next(iter(value.values())) if isinstance(value, Mapping) else value
 
 
-def _other_tasks(cell: str) -> tuple[EmulatedTraining, ...]:
+def _other_tasks(strategy: str) -> tuple[EmulatedTraining, ...]:
     """Return trainings of the other tasks in a strategy."""
     few, tokens = {"total": 16, "micro": 4}, {"tokens": 70, "longest": 8, "micro": 20}
     parts = {"use": f"{STEPWISE}:StepwiseGan", "args": {"critic_steps": 1}}
     long, late = {"steps": 12}, range(10, 12)  # each part has its first steps
     return (
-        EmulatedTraining(cell, {"task": {"use": f"{STEPWISE}:StepwiseTowers"}, "batch": few}, FP32, task="contrastive"),
-        EmulatedTraining(cell, {"task": parts, "batch": few, "train": long}, FP32, task="parts", between=late),
-        EmulatedTraining(cell, {"task": {"use": f"{STEPWISE}:StepwiseTexts"}, "batch": tokens}, FP32, task="tokens"),
+        EmulatedTraining(
+            strategy, {"task": {"use": f"{STEPWISE}:StepwiseTowers"}, "batch": few}, FP32, task="contrastive"
+        ),
+        EmulatedTraining(strategy, {"task": parts, "batch": few, "train": long}, FP32, task="parts", between=late),
+        EmulatedTraining(
+            strategy, {"task": {"use": f"{STEPWISE}:StepwiseTexts"}, "batch": tokens}, FP32, task="tokens"
+        ),
     )
 
 
@@ -163,8 +167,8 @@ FEATURES = (
     EmulatedTraining("native/nothing", {"train": {"optimizer": {"name": "adamw-8bit", "lr": 1e-2}}}, FP32, near=0.05),
     EmulatedTraining("native/optimizer", {"train": {"optimizer": {"name": "adamw-8bit", "lr": 1e-2}}}, FP32, near=0.05),
     EmulatedTraining("native/nothing", {"train": {"sync_every": 4}}, FP32, near=math.inf),
-    *(EmulatedTraining(cell, COMPILED, FP32) for cell in ONE_OF_EACH),
-    *(training for cell in ONE_OF_EACH for training in _other_tasks(cell)),
+    *(EmulatedTraining(strategy, COMPILED, FP32) for strategy in ONE_OF_EACH),
+    *(training for strategy in ONE_OF_EACH for training in _other_tasks(strategy)),
 )  # fmt: skip
 """What is beside a strategy; where one process with AdamW is no measure, the numbers need only be numbers."""
 

@@ -38,7 +38,7 @@ def row_of(
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         run = training.run(device, precision, Path(folder))
-    account = None if training.more else accounts.get(training.cell)
+    account = None if training.more else accounts.get(training.strategy)
     wrong = judge(training, precision, run, wanted) or ("" if account is None or account.is_good else "account")
     apart = largest_difference(run.result, wanted) if run.result else math.nan
     waits = waits_of_a_step(training, run, lines=True)

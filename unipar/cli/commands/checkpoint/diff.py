@@ -20,7 +20,7 @@ def diff(
 ) -> None:
     """Compare two checkpoints: which tensors differ, by how much, in how many elements.
 
-    They may come from any cells and numbers of ranks.
+    They may come from any strategies and numbers of ranks.
     Exit 1 if tensors differ or a name is in one only. Keys of the state that differ are listed and do not count.
 
     \b

@@ -18,7 +18,7 @@ def print_list(
     *,
     as_json: JsonOption = False,
 ) -> None:
-    """List checkpoints: step, age, size, metrics, the cell and ranks that saved them, and what is wrong.
+    """List checkpoints: step, age, size, metrics, the strategy and ranks that saved them, and what is wrong.
 
     Files, sizes, headers and the manifest's hash are checked; the hashes of tensors are what `verify` checks.
     `best` is as the newest whole checkpoint counts it.

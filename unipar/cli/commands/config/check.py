@@ -14,9 +14,10 @@ from unipar.cli.commands.options import (
     SetOption,
     read_config_file,
 )
+from unipar.utils.text import count_of
 
 if TYPE_CHECKING:
-    from unipar.config import Cell
+    from unipar.config import Strategy
     from unipar.config.config_source import ConfigSource
     from unipar.config.settled import SettledConfig
     from unipar.launcher.preparation.prepared_run import PreparedRun
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 def check_run(
     file: ConfigArgument,
-    cell: BackendOption = None,
+    strategy: BackendOption = None,
     sets: SetOption = None,
     out: OutOption = None,
     *,
@@ -39,7 +40,7 @@ def check_run(
     unipar check configs/char_gpt.yaml
     unipar check configs/char_gpt.yaml --backend native/parameters --set batch.micro=3
     """
-    typer.echo(check_config(read_config_file(file, sets, cell, out, runs=True), deep=deep, overwrite=overwrite))
+    typer.echo(check_config(read_config_file(file, sets, strategy, out, runs=True), deep=deep, overwrite=overwrite))
 
 
 def check_config(source: ConfigSource, *, deep: bool = False, overwrite: bool = False) -> str:
@@ -49,20 +50,20 @@ def check_config(source: ConfigSource, *, deep: bool = False, overwrite: bool = 
 
     config = source.config
     plan = PreparedRun.of(prepare(source, code="if named"), overwrite=overwrite)
-    compared = _expand_compare_cells(source)
+    compared = _expand_compare_strategies(source)
     settled = plan.settled
     ranks = "one process" if plan.size == 1 else f"{plan.size} ranks"
     because = f" ({plan.why})" if plan.why else ""
     rows = [
-        ("cell", f"{settled.cell}, {ranks} on {settled.device}{because}"),
+        ("strategy", f"{settled.strategy}, {ranks} on {settled.device}{because}"),
         ("batch", _describe_batch(plan)),
         *_describe_mesh(settled),
         ("task", _describe_task(source, deep=deep)),
-        ("compare", f"{len(compared)} cell{'s' * (len(compared) > 1)}: {', '.join(config.compare.cells)}"),
+        ("compare", f"{count_of(len(compared), 'strategy')}: {', '.join(config.compare.strategies)}"),
         ("out", str(plan.out)),
         *(("note", note) for note in source.notes),
     ]
-    return "\n".join([f"{source.label}: good", *(f"  {name:<7}  {text}" for name, text in rows)])
+    return "\n".join([f"{source.label}: good", *(f"  {name:<8}  {text}" for name, text in rows)])
 
 
 def _describe_batch(plan: PreparedRun) -> str:
@@ -84,7 +85,7 @@ def _describe_mesh(settled: SettledConfig) -> list[tuple[str, str]]:
     """Return a row on the axes of the mesh and a pipeline's bubble, or nothing if there is only the data's axis."""
     from unipar.planning.pipeline_order import describe_bubble
 
-    axes, sizes = settled.cell.axes, settled.sizes
+    axes, sizes = settled.strategy.axes, settled.sizes
     if axes.ranks == 1:
         return []
     known = axes.pipeline > 1 and sizes.tokens is None
@@ -92,16 +93,16 @@ def _describe_mesh(settled: SettledConfig) -> list[tuple[str, str]]:
     return [("mesh", f"data {sizes.ranks} x {axes}{waits}")]
 
 
-def _expand_compare_cells(source: ConfigSource) -> list[Cell]:
-    """Return the cells that `unipar compare` would run; raise ConfigError where compare.cells names an unknown one."""
-    from unipar.backend import offered_cells as cells
+def _expand_compare_strategies(source: ConfigSource) -> list[Strategy]:
+    """Return the strategies that `unipar compare` would run; raise ConfigError if one is unknown."""
+    from unipar.backend import offered_strategies as strategies
     from unipar.errors import BackendNotFound, ConfigError, Unsupported
 
     try:
-        return cells.expand_cell_patterns(source.config.compare.cells)
+        return strategies.expand_strategy_patterns(source.config.compare.strategies)
     except (BackendNotFound, Unsupported, ConfigError) as e:
-        place = source.origins.get("compare.cells")
-        raise ConfigError(f"{source.label}: compare.cells{f' ({place})' if place else ''}: {e}") from None
+        place = source.origins.get("compare.strategies")
+        raise ConfigError(f"{source.label}: compare.strategies{f' ({place})' if place else ''}: {e}") from None
 
 
 def _describe_task(source: ConfigSource, *, deep: bool) -> str:

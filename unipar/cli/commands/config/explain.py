@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from unipar.cli.commands.options import (
-    CELLS_METAVAR,
+    STRATEGIES_METAVAR,
     BackendOption,
     ConfigArgument,
     JsonOption,
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from unipar.backend.resources import RankCount
-    from unipar.config import BatchSizes, Cell, Config
+    from unipar.config import BatchSizes, Config, Strategy
     from unipar.config.config_source import ConfigSource
     from unipar.config.sections.checkpoint import Checkpoint
     from unipar.training.task_facts import TaskFacts
@@ -33,37 +33,37 @@ if TYPE_CHECKING:
 
 def explain(
     file: ConfigArgument,
-    cells: Annotated[
+    strategies: Annotated[
         list[str] | None,
         typer.Option(
-            "--cell",
-            metavar=CELLS_METAVAR,
+            "--strategy",
+            metavar=STRATEGIES_METAVAR,
             callback=split_at_commas,
-            help="Show the settings of these cells; deepspeed/* for all of one backend.",
+            help="Show the settings of these strategies; deepspeed/* for all of one backend.",
         ),
     ] = None,
-    cell: BackendOption = None,
+    strategy: BackendOption = None,
     sets: SetOption = None,
     *,
-    compare: Annotated[bool, typer.Option("--compare", help="Show all cells of compare.cells.")] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="Show all strategies of compare.strategies.")] = False,
     deep: Annotated[
         bool, typer.Option("--deep", help="Import the task, and count its parameters and samples.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show every value of the config, and where it came from; with --backend, as `run` in that cell has them.
+    """Show every value of the config, and where it came from; with --backend, as `run` in that strategy has them.
 
-    Then, for each cell, the settings that its library will get, and the dtype of parameters, gradients and so on; with
-    further axes of the mesh (native/nothing+pipeline2) its share of the batch, and how long a stage waits.
+    Then, for each strategy, the settings that its library will get, and the dtype of parameters, gradients and so on;
+    with further axes of the mesh (native/nothing+pipeline2) its share of the batch, and how long a stage waits.
 
     \b
     unipar explain configs/char_gpt.yaml
-    unipar explain configs/char_gpt.yaml --cell 'deepspeed/*' --deep
+    unipar explain configs/char_gpt.yaml --strategy 'deepspeed/*' --deep
     unipar explain configs/char_gpt.yaml --backend native/parameters
     unipar explain configs/char_gpt.yaml --set train.optimizer.lr=1e-3 --json
     """
-    source = read_config_file(file, sets, cell, runs=True)
-    explanation = explain_config(source, cells or (), compare=compare, deep=deep)
+    source = read_config_file(file, sets, strategy, runs=True)
+    explanation = explain_config(source, strategies or (), compare=compare, deep=deep)
     if as_json:
         typer.echo(explanation.to_json())
     elif sys.stdout.isatty():
@@ -89,16 +89,16 @@ class ExplainedValue:
 
 
 @dataclass(frozen=True)
-class CellExplanation:
-    """Dtypes and library settings of one cell."""
+class StrategyExplanation:
+    """Dtypes and library settings of one strategy."""
 
-    cell: str
+    strategy: str
     note: str
-    """Reason why the cell cannot run here; empty where it can."""
+    """Reason why the strategy cannot run here; empty where it can."""
 
     dtypes: Mapping[str, str]
     told: Mapping[str, Any]
-    """Settings that the cell's library will get."""
+    """Settings that the strategy's library will get."""
 
     axes: Sequence[ExplainedValue] = ()
     """What follows from the axes of the mesh beside the data's: ranks, share of the batch, a pipeline's bubble."""
@@ -113,7 +113,7 @@ class Explanation:
     follows: Sequence[ExplainedValue]
     """Values that no key gives, and that follow from several."""
 
-    cells: Sequence[CellExplanation]
+    strategies: Sequence[StrategyExplanation]
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2, default=str)
@@ -128,17 +128,17 @@ class Explanation:
             ("name", "value", "from"),
             [(v.key, _explained_text(v.value), v.origin) for v in self.follows],
         )
-        dtypes = [t for t in self.cells if t.dtypes]
+        dtypes = [t for t in self.strategies if t.dtypes]
         if dtypes:
-            header = ("cell", *dtypes[0].dtypes)
-            yield "dtypes", header, [(t.cell, *t.dtypes.values()) for t in dtypes]
-        for t in self.cells:
+            header = ("strategy", *dtypes[0].dtypes)
+            yield "dtypes", header, [(t.strategy, *t.dtypes.values()) for t in dtypes]
+        for t in self.strategies:
             rows: TextRows = [("cannot run", t.note)] if t.note else []
             rows += [(key, _explained_text(value)) for key, value in flatten(t.told)]
-            yield t.cell, ("library setting", "value"), rows or [("none", "plain PyTorch")]
+            yield t.strategy, ("library setting", "value"), rows or [("none", "plain PyTorch")]
             if t.axes:
                 header = ("name", "value", "from")
-                yield f"mesh of {t.cell}", header, [(v.key, _explained_text(v.value), v.origin) for v in t.axes]
+                yield f"mesh of {t.strategy}", header, [(v.key, _explained_text(v.value), v.origin) for v in t.axes]
 
     def plain(self) -> str:
         """Return the tables as text for a pipe or a file: one line for each row, however long."""
@@ -161,11 +161,11 @@ class Explanation:
 
 
 def explain_config(
-    source: ConfigSource, cells: Sequence[str] = (), *, compare: bool = False, deep: bool = False
+    source: ConfigSource, strategies: Sequence[str] = (), *, compare: bool = False, deep: bool = False
 ) -> Explanation:
     """Return all that is known of a run before it starts; `deep` imports the task and counts its parameters."""
     from unipar.backend import resources
-    from unipar.backend.offered_cells import cell_of, expand_cell_patterns
+    from unipar.backend.offered_strategies import expand_strategy_patterns, strategy_of
     from unipar.launcher.micro_batch.choice import explain_auto
 
     place = resources.find_foreign_place()
@@ -182,14 +182,14 @@ def explain_config(
     resolved = _resolve_open_values(source, ranks, sizes, depth)
     resolved |= {key: ExplainedValue(key, *said) for key, said in auto.items()}
     values = [resolved.get(v.key, v) for v in _all_values(source)]
-    asked = expand_cell_patterns(tuple(cells) + (config.compare.cells if compare else ()))
-    own = cell_of(config)
+    asked = expand_strategy_patterns(tuple(strategies) + (config.compare.strategies if compare else ()))
+    own = strategy_of(config)
     parameters = depth.parameters if depth else None
     return Explanation(
         source.label,
         values,
         list(_derived_values(config, sizes, own, depth, source.out)),
-        [_explain_cell(config, cell, own, parameters, ranks.number, deep=deep) for cell in asked or [own]],
+        [_explain_strategy(config, strategy, own, parameters, ranks.number, deep=deep) for strategy in asked or [own]],
     )
 
 
@@ -279,12 +279,12 @@ def _resolve_open_values(
 
 
 def _derived_values(
-    config: Config, sizes: BatchSizes, own: Cell, depth: TaskFacts | None, out: Path
+    config: Config, sizes: BatchSizes, own: Strategy, depth: TaskFacts | None, out: Path
 ) -> Iterator[ExplainedValue]:
     from unipar.backend import resources
     from unipar.verification.numbers import numbers_on
 
-    yield ExplainedValue("cell", str(own), "derived: backend, parallel.shard and the backend's options")
+    yield ExplainedValue("strategy", str(own), "derived: backend, parallel.shard and the backend's options")
     place = resources.find_foreign_place()
     yield ExplainedValue("started by", place.launcher if place else "unipar", "derived: the environment's variables")
     yield _full_learning_rate(config, sizes)
@@ -335,37 +335,39 @@ def _full_learning_rate(config: Config, sizes: BatchSizes) -> ExplainedValue:
     return ExplainedValue("full learning rate", lr * scale.factor(sizes.total), f"derived: train.optimizer.lr {how}")
 
 
-def _explain_cell(
-    config: Config, cell: Cell, own: Cell, parameters: int | None, ranks: int, *, deep: bool
-) -> CellExplanation:
+def _explain_strategy(
+    config: Config, strategy: Strategy, own: Strategy, parameters: int | None, ranks: int, *, deep: bool
+) -> StrategyExplanation:
     from unipar.backend import checks, registry
-    from unipar.backend import offered_cells as cells
+    from unipar.backend import offered_strategies as strategies
     from unipar.errors import UniparError
 
-    backend = registry.find_backend(cell.backend)
+    backend = registry.find_backend(strategy.backend)
     try:
         settled = config.changed({"parallel.data": ranks // own.axes.ranks})
-        at = config if cell == own else cells.config_in_cell(settled, cell)
+        at = config if strategy == own else strategies.config_in_strategy(settled, strategy)
         note = registry.why_not_installed(backend) or ""
         if not note:
             checks.check_can_run(at)
     except UniparError as e:
-        return CellExplanation(str(cell), str(e), {}, {})
-    axes = list(_explain_axes(at, cell, ranks)) if cell.axes.ranks > 1 else []
-    if deep and cell.axes.tensor > 1:
+        return StrategyExplanation(str(strategy), str(e), {}, {})
+    axes = list(_explain_axes(at, strategy, ranks)) if strategy.axes.ranks > 1 else []
+    if deep and strategy.axes.tensor > 1:
         from unipar.training.task_facts import describe_split
 
-        sizes = at.batch.settle(ranks // cell.axes.ranks)
+        sizes = at.batch.settle(ranks // strategy.axes.ranks)
         said = describe_split(at, sizes, backend)
         axes += [ExplainedValue("split of blocks", sentence, "derived on tensors without values") for sentence in said]
-    return CellExplanation(str(cell), note, asdict(backend.dtypes(at)), backend.native_config(at, parameters), axes)
+    return StrategyExplanation(
+        str(strategy), note, asdict(backend.dtypes(at)), backend.native_config(at, parameters), axes
+    )
 
 
-def _explain_axes(config: Config, cell: Cell, ranks: int) -> Iterator[ExplainedValue]:
+def _explain_axes(config: Config, strategy: Strategy, ranks: int) -> Iterator[ExplainedValue]:
     """Yield what follows from a cell's axes, in a config moved to it."""
     from unipar.planning.pipeline_order import bubble, describe_bubble, microbatches_in_flight, order_of_rank
 
-    axes = cell.axes
+    axes = strategy.axes
     sizes = config.batch.settle(ranks // axes.ranks)
     yield ExplainedValue("ranks", ranks, f"derived: data {sizes.ranks} x {axes}")
     if sizes.tokens is not None:

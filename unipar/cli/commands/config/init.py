@@ -30,7 +30,7 @@ def init(
     commands = (
         ("check", "would it start?"),
         ("run", "train"),
-        ("compare", "the same training in every cell, as a table"),
+        ("compare", "the same training in every strategy, as a table"),
     )
     width = max(len(name) for name, _ in commands)
     rows = [f"  unipar {name} {written}{' ' * (width - len(name))}  # {what}" for name, what in commands]

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from unipar.cli.commands.options import (
-    CELLS_METAVAR,
-    CellsOption,
+    STRATEGIES_METAVAR,
     DetailsOption,
     JsonOption,
     SetOption,
+    StrategiesOption,
     read_config_file,
     split_at_commas,
 )
@@ -34,7 +34,7 @@ MACHINE_FILE = Path("machine.yaml")
 
 def plan(
     file: Annotated[Path | None, typer.Argument(metavar="FILE", help="The config.", show_default=False)] = None,
-    cells: CellsOption = None,
+    strategies: StrategiesOption = None,
     world: Annotated[
         str | None,
         typer.Option("--world", metavar="N,N,...", help="Numbers of ranks: 1,8,64. Any, whatever is here."),
@@ -55,10 +55,12 @@ def plan(
     ] = None,
     exclude: Annotated[
         list[str] | None,
-        typer.Option("--exclude", metavar=CELLS_METAVAR, callback=split_at_commas, help="Never recommend these cells."),
+        typer.Option(
+            "--exclude", metavar=STRATEGIES_METAVAR, callback=split_at_commas, help="Never recommend these strategies."
+        ),
     ] = None,
     why: Annotated[
-        str | None, typer.Option("--why", metavar="CELL", help="Explain this cell's peak by its tensors.")
+        str | None, typer.Option("--why", metavar="STRATEGY", help="Explain this strategy's peak by its tensors.")
     ] = None,
     sets: SetOption = None,
     out: Annotated[
@@ -77,7 +79,7 @@ def plan(
     details: DetailsOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Predict the memory and speed of each cell, without starting a process or allocating the model.
+    """Predict the memory and speed of each strategy, without starting a process or allocating the model.
 
     The task's model and loss run on tensors without memory; what each backend holds and sends beside them is computed.
     First it names the strategy to take: one that fits, then the fastest, then the simplest. The table has each rank's
@@ -86,7 +88,7 @@ def plan(
 
     \b
     unipar plan configs/char_gpt.yaml --world 1,2,8 --memory 80GiB
-    unipar plan configs/char_gpt.yaml --cell 'native/*' --world 64 --machine h100-sxm --set batch.total=512
+    unipar plan configs/char_gpt.yaml --strategy 'native/*' --world 64 --machine h100-sxm --set batch.total=512
     unipar plan configs/char_gpt.yaml --world 2 --why native/parameters
     unipar plan configs/char_gpt.yaml --world 8 --machine h100-sxm --pick
     unipar plan --calibrate
@@ -99,15 +101,15 @@ def plan(
     if out is not None and not pick:
         raise ConfigError(f"-o {out}: only --pick and --calibrate write a file")
     source = read_config_file(file, sets)
-    from unipar.comparison.make_plan import plan as plan_cells
+    from unipar.comparison.make_plan import plan as plan_strategies
 
     atexit.register(gc.freeze)  # else Python collects what was traced when it exits, which takes seconds
     picked = out or file.with_name(f"{file.stem}-picked.yaml")
     worlds = [read_ranks(word) for word in (world or "").split(",") if word]
     with _say_that_it_plans():
-        planned = plan_cells(
+        planned = plan_strategies(
             source,
-            cells=[why] if why is not None else cells or (),
+            strategies=[why] if why is not None else strategies or (),
             worlds=worlds,
             memory=None if memory is None else read_size(memory),
             headroom=read_share(headroom),
@@ -136,7 +138,7 @@ def _next_steps(planned: Plan) -> list[str]:
     if chosen:
         one = "" if len(planned.recommendations) == 1 else f" --world {chosen[-1].ranks}"
         steps.append(f"the same with{one} --pick writes the recommended config")
-        steps.append(f"the same with --why {chosen[-1].cell} explains its peak by its tensors")
+        steps.append(f"the same with --why {chosen[-1].strategy} explains its peak by its tensors")
     return [*steps, "the same with --details prints bytes by category and explains all figures"]
 
 

@@ -10,10 +10,10 @@ import typer
 
 from unipar.cli.commands.options import (
     BackendOption,
-    CellsOption,
     OutOption,
     OverwriteOption,
     SetOption,
+    StrategiesOption,
     read_config_file,
 )
 
@@ -32,8 +32,8 @@ def submit(
     on: Annotated[
         str | None, typer.Option("--on", metavar="NAME", help="Job system: slurm, kubernetes, ray, mpi.")
     ] = None,
-    cell: BackendOption = None,
-    cells: CellsOption = None,
+    strategy: BackendOption = None,
+    strategies: StrategiesOption = None,
     world: Annotated[
         str | None, typer.Option("--world", metavar="N,N,...", help="For scale: numbers of ranks, a job for each.")
     ] = None,
@@ -73,13 +73,13 @@ def submit(
 
     command, file = _command_and_file(words)
     sets = [*(sets or ()), *(["resume=auto"] if resume else [])]
-    given: dict[str, object] = {"--backend": cell, "--cell": cells, "--world": world}
+    given: dict[str, object] = {"--backend": strategy, "--strategy": strategies, "--world": world}
     given |= {"--resume": resume or None, "--detach": detach or None}
     _refuse_options(command, given)
-    source = read_config_file(file, sets, cell, out, runs=command == "run")
+    source = read_config_file(file, sets, strategy, out, runs=command == "run")
     arguments = [word for text in sets if not _is_for_submission(text) for word in ("--set", text)]
-    arguments += ["--backend", cell] if cell is not None else []
-    arguments += ["--cell", ",".join(cells)] if cells else []
+    arguments += ["--backend", strategy] if strategy is not None else []
+    arguments += ["--strategy", ",".join(strategies)] if strategies else []
     arguments += ["--overwrite"] if overwrite else []
     made = _submissions(source, on, command, file, arguments, world)
     if show:
@@ -128,9 +128,9 @@ def _refuse_options(command: str, given: dict[str, object]) -> None:
     """Raise BadParameter for an option that the command does not have, and for one that it needs."""
     allowed = {
         "run": ("--backend", "--resume", "--detach"),
-        "compare": ("--cell", "--detach"),
-        "verify": ("--cell", "--detach"),
-        "scale": ("--cell", "--world"),
+        "compare": ("--strategy", "--detach"),
+        "verify": ("--strategy", "--detach"),
+        "scale": ("--strategy", "--world"),
     }[command]
     for option, value in given.items():
         if value is not None and option not in allowed:

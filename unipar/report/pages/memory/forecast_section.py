@@ -23,7 +23,7 @@ from unipar.results.forecast.forecast_difference import (
     forecast_differences,
     summarise_differences,
 )
-from unipar.results.forecast.records import CellForecast, Forecast
+from unipar.results.forecast.records import Forecast, StrategyForecast
 from unipar.utils.text import count_of, format_duration, format_size
 
 _NO_VALUE: Final = "–"
@@ -35,8 +35,8 @@ def forecast_section(page: ComparisonPageData) -> str:
     forecast = page.comparison.forecast
     if forecast is None:
         why = (
-            "Nothing was predicted for this comparison: cells are planned once they have ended, unless compare.memory "
-            "is false; earlier versions did not plan. `unipar plan` predicts memory for a config."
+            "Nothing was predicted for this comparison: strategies are planned once they have ended, unless "
+            "compare.memory is false; earlier versions did not plan. `unipar plan` predicts memory for a config."
         )
         return html_section("planned", _TITLE, paragraph(why))
     if forecast.problem:
@@ -55,7 +55,9 @@ def forecast_section(page: ComparisonPageData) -> str:
 def _compared_parts(found: Sequence[ForecastDifference]) -> Iterator[str]:
     held = {category for each in found for category in (*each.measured.held, *each.planned.peak.held)}
     shown: list[Category] = [category for category in CATEGORIES if category in held]
-    cut = [f"{e.cell} holds {format_size(e.measured.peak)}" for e in found if e.cell in scale_of_pairs(found)[1]]
+    cut = [
+        f"{e.strategy} holds {format_size(e.measured.peak)}" for e in found if e.strategy in scale_of_pairs(found)[1]
+    ]
     sentence = summarise_differences(found)
     yield paragraph(f"{sentence[:1].upper()}{sentence[1:]}.")
     yield paragraph(
@@ -68,7 +70,7 @@ def _compared_parts(found: Sequence[ForecastDifference]) -> Iterator[str]:
         f"A bar with a gap is cut short, so that all others stay readable: {', '.join(cut)}." if cut else ""
     )
     yield html_figure(lambda width: draw_forecast_pairs(found, width), _category_table(found, shown))
-    head = ["cell", "measured", "in", "predicted", "in", "difference", "sent, measured", "sent, predicted"]
+    head = ["strategy", "measured", "in", "predicted", "in", "difference", "sent, measured", "sent, predicted"]
     yield html_table(head, map(_difference_row, found), "Peak and payload of a step, measured and predicted", (0, 2, 4))
 
 
@@ -77,8 +79,8 @@ def _category_table(found: Sequence[ForecastDifference], shown: Sequence[Categor
     for each in found:
         for what, held in (("measured", each.measured.held), ("predicted", each.planned.peak.held)):
             parts = [format_size(held[c]) if held.get(c) else _NO_VALUE for c in shown]
-            rows.append([each.cell, what, format_size(sum(held.values())), *parts])
-    head = ["cell", "", "peak", *(CATEGORY_LABELS[c] for c in shown)]
+            rows.append([each.strategy, what, format_size(sum(held.values())), *parts])
+    head = ["strategy", "", "peak", *(CATEGORY_LABELS[c] for c in shown)]
     return html_table(head, rows, "Measured and predicted bytes by category at the peak", (0, 1))
 
 
@@ -86,7 +88,7 @@ def _difference_row(each: ForecastDifference) -> list[str]:
     low, high = format_size(each.measured.low), format_size(each.measured.high)
     planned, sent = each.planned.peak, each.measured_bytes_sent
     return [
-        each.cell,
+        each.strategy,
         high if low == high else f"{low} to {high}",
         each.measured.phase,
         format_size(planned.peak),
@@ -108,14 +110,16 @@ def _planned_parts(page: ComparisonPageData, forecast: Forecast) -> Iterator[str
     """Yield what is shown where nothing was measured."""
     reason = page.comparison.unwatched
     yield paragraph(f"There is nothing to compare with: {reason}." if reason else "No memory was measured here.")
-    planned = [(cell, cell.peak) for cell in forecast.cells if cell.phases]
-    rows = [[cell.cell, format_size(peak.peak), peak.name, _payload_text(cell)] for cell, peak in planned]
+    planned = [(strategy, strategy.peak) for strategy in forecast.strategies if strategy.phases]
+    rows = [
+        [strategy.strategy, format_size(peak.peak), peak.name, _payload_text(strategy)] for strategy, peak in planned
+    ]
     if rows:
-        yield html_table(["cell", "predicted", "in", "sent, predicted"], rows, "Predicted peak and payload", (0, 2))
+        yield html_table(["strategy", "predicted", "in", "sent, predicted"], rows, "Predicted peak and payload", (0, 2))
 
 
-def _payload_text(cell: CellForecast) -> str:
-    size = sum(size for kinds in cell.sent.values() for size in kinds.values())
+def _payload_text(strategy: StrategyForecast) -> str:
+    size = sum(size for kinds in strategy.sent.values() for size in kinds.values())
     return format_size(size) if size else _NO_VALUE
 
 
@@ -125,13 +129,13 @@ def _sentences(forecast: Forecast, found: Sequence[ForecastDifference]) -> Itera
     for each in found:
         if each.same_payload is False:
             parts = ", ".join(f"{name} {a:,} bytes for {b:,}" for name, a, b in each.differing_payloads())
-            yield f"{each.cell} sends something else than predicted: {parts}."
+            yield f"{each.strategy} sends something else than predicted: {parts}."
         if each.same_payload is None:
             missing = "recorded" if each.measured.sent is None else "planned yet"
-            yield f"{each.cell}: what it sends was not {missing}."
+            yield f"{each.strategy}: what it sends was not {missing}."
     yield from (f"{note[:1].upper()}{note[1:]}." for note in forecast.notes)
-    if any(cell.phases for cell in forecast.cells):
-        yield f"Planned after all cells had ended, in {format_duration(forecast.seconds)} of CPU time."
+    if any(strategy.phases for strategy in forecast.strategies):
+        yield f"Planned after all strategies had ended, in {format_duration(forecast.seconds)} of CPU time."
 
 
 def forecast_worlds_section(page: ComparisonPageData) -> str:
@@ -139,13 +143,13 @@ def forecast_worlds_section(page: ComparisonPageData) -> str:
     forecast = page.comparison.forecast
     if forecast is None or not (lines := forecast_lines(forecast)):
         return ""
-    shared = [f"{', '.join(line.cells)}" for line in lines if len(line.cells) > 2]
+    shared = [f"{', '.join(line.strategies)}" for line in lines if len(line.strategies) > 2]
     return html_section(
         "planned-worlds",
         f"Predicted peak on 1 to {max(ranks for line in lines for ranks in line.peaks):,} ranks",
         paragraph(
-            "Peak of the fullest rank. Cells that are within 1 % of each other on every number of ranks share a line. "
-            "A circle is a cell of one process."
+            "Peak of the fullest rank. Strategies that are within 1 % of each other on every number of ranks share a "
+            "line. A circle is a strategy of one process."
         ),
         html_figure(lambda width: draw_peaks_by_ranks(forecast, width), _worlds_table(forecast)),
         bullet_list(
@@ -161,13 +165,13 @@ def forecast_worlds_section(page: ComparisonPageData) -> str:
 
 
 def _worlds_table(forecast: Forecast) -> str:
-    numbers = sorted({world.ranks for cell in forecast.cells for world in cell.worlds})
+    numbers = sorted({world.ranks for strategy in forecast.strategies for world in strategy.worlds})
     rows: list[list[str]] = []
-    for cell in forecast.cells:
-        peaks = {world.ranks: format_size(world.peak or 0) for world in cell.planned_worlds}
+    for strategy in forecast.strategies:
+        peaks = {world.ranks: format_size(world.peak or 0) for world in strategy.planned_worlds}
         if peaks:
-            rows.append([cell.cell, *(peaks.get(ranks, _NO_VALUE) for ranks in numbers)])
-    return html_table(["cell", *(count_of(n, "rank") for n in numbers)], rows, "Predicted peak by number of ranks")
+            rows.append([strategy.strategy, *(peaks.get(ranks, _NO_VALUE) for ranks in numbers)])
+    return html_table(["strategy", *(count_of(n, "rank") for n in numbers)], rows, "Predicted peak by number of ranks")
 
 
 def _describe_batch(forecast: Forecast) -> str:
@@ -201,24 +205,24 @@ def _describe_limit(forecast: Forecast) -> Iterator[str]:
 
 
 def _describe_fits(forecast: Forecast) -> Iterator[str]:
-    """Yield on how many ranks cells fit, those with the same answer together."""
-    cells: dict[str, list[str]] = {}
-    planned = [cell for cell in forecast.cells if cell.planned_worlds]
-    for cell in sorted(planned, key=lambda cell: -sum(map(forecast.fits, cell.planned_worlds))):
-        cells.setdefault(_where_it_fits(forecast, cell), []).append(cell.cell)
-    if list(cells) == [_EVERYWHERE]:
-        yield f"Every cell fits below it {_EVERYWHERE}."
+    """Yield on how many ranks strategies fit, those with the same answer together."""
+    strategies: dict[str, list[str]] = {}
+    planned = [strategy for strategy in forecast.strategies if strategy.planned_worlds]
+    for strategy in sorted(planned, key=lambda strategy: -sum(map(forecast.fits, strategy.planned_worlds))):
+        strategies.setdefault(_where_it_fits(forecast, strategy), []).append(strategy.strategy)
+    if list(strategies) == [_EVERYWHERE]:
+        yield f"Every strategy fits below it {_EVERYWHERE}."
         return
-    for where, names in cells.items():
+    for where, names in strategies.items():
         yield f"Below it {where}: {', '.join(names)}."
 
 
 _EVERYWHERE: Final = "on every number of ranks"
 
 
-def _where_it_fits(forecast: Forecast, cell: CellForecast) -> str:
-    """Return on which numbers of ranks a cell fits, in words."""
-    planned = cell.planned_worlds
+def _where_it_fits(forecast: Forecast, strategy: StrategyForecast) -> str:
+    """Return on which numbers of ranks a strategy fits, in words."""
+    planned = strategy.planned_worlds
     fits = [forecast.fits(world) for world in planned]
     ranks = [world.ranks for world in planned]
     if all(fits) or not any(fits):
@@ -233,26 +237,27 @@ def _where_it_fits(forecast: Forecast, cell: CellForecast) -> str:
 
 
 def _missing_worlds(forecast: Forecast) -> Iterator[str]:
-    for cell in forecast.cells:
-        missing = [world for world in cell.worlds if world.refusal]
-        if cell.phases and missing:
+    for strategy in forecast.strategies:
+        missing = [world for world in strategy.worlds if world.refusal]
+        if strategy.phases and missing:
             numbers = ", ".join(str(world.ranks) for world in missing)
-            yield f"{cell.cell} has no point on {numbers} rank{'s' * (numbers != '1')}: {missing[0].refusal}."
+            yield f"{strategy.strategy} has no point on {numbers} rank{'s' * (numbers != '1')}: {missing[0].refusal}."
 
 
 def _what_would_fit(forecast: Forecast) -> Iterator[str]:
-    """Yield a list of what would have to change for cells that do not fit in the compared world."""
-    short = [cell for cell in forecast.cells if cell.ways]
+    """Yield a list of what would have to change for strategies that do not fit in the compared world."""
+    short = [strategy for strategy in forecast.strategies if strategy.ways]
     if not short or forecast.limit is None:
         return
     yield "<h3>What would have to change to fit</h3>"
-    yield paragraph(f"In the compared world these cells need more than {format_size(forecast.limit)} a rank:")
+    yield paragraph(f"In the compared world these strategies need more than {format_size(forecast.limit)} a rank:")
     yield bullet_list(
-        f"{cell.cell}, {format_size(_compared_peak(forecast, cell))}: {'; '.join(cell.ways)}." for cell in short
+        f"{strategy.strategy}, {format_size(_compared_peak(forecast, strategy))}: {'; '.join(strategy.ways)}."
+        for strategy in short
     )
 
 
-def _compared_peak(forecast: Forecast, cell: CellForecast) -> int:
+def _compared_peak(forecast: Forecast, strategy: StrategyForecast) -> int:
     """Return the peak that was held against the limit."""
-    here = {world.ranks: world.peak or 0 for world in cell.planned_worlds}
+    here = {world.ranks: world.peak or 0 for world in strategy.planned_worlds}
     return here.get(forecast.ranks) or next(iter(here.values()))

@@ -14,7 +14,7 @@ from tests.support.world import ROOT
 from unipar.comparison import compare
 from unipar.comparison.make_forecast import MOST_SECONDS, make_forecast
 from unipar.comparison.scale import select_worlds
-from unipar.config import Cell, Config
+from unipar.config import Config, Strategy
 from unipar.results.comparison import Comparison
 
 pytestmark = pytest.mark.forked
@@ -34,11 +34,11 @@ def _config(out: Path, name: str, batch: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.sweep
-def test_cells_are_compared_in_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strategies_are_compared_in_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planned peaks are those of the recorded steps, and the bytes sent are equal, the weight's and the loss's too."""
     monkeypatch.setattr(compare, "make_forecast", partial(make_forecast, most_seconds=20 * MOST_SECONDS))
     config = _config(tmp_path, "LateTokens", {"tokens": 70, "longest": 8, "micro": 20})
-    found = unipar.compare(config, cells=["native/nothing", "native/optimizer"])
+    found = unipar.compare(config, strategies=["native/nothing", "native/optimizer"])
     assert isinstance(found, Comparison)
     assert found.unit == "tokens"
     assert [row.outcome for row in found.rows] == ["ran", "ran", "ran"]
@@ -51,7 +51,7 @@ def test_cells_are_compared_in_tokens(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "the operations of a step were counted otherwise" not in table
     assert found.forecast is not None
     assert found.forecast.problem == ""
-    assert [cell.refusal for cell in found.forecast.cells] == ["", "", ""]
+    assert [strategy.refusal for strategy in found.forecast.strategies] == ["", "", ""]
     assert table.count("bytes sent are equal") == 1
     page = (tmp_path / "compare" / "report.html").read_text()
     assert "tokens/s" in page
@@ -61,7 +61,7 @@ def test_cells_are_compared_in_tokens(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_worlds_have_one_budget_or_one_share() -> None:
     """Strong scaling keeps the tokens of a step, weak scaling those of a rank; the microbatch's limit stays."""
     given = {"batch": {"tokens": 70, "micro": 20}, "device": "cpu", "train": {"steps": 14}}
-    worlds = select_worlds(Config.model_validate(given), [1, 2, 4], [Cell.parse("native/nothing")], "cpu")
+    worlds = select_worlds(Config.model_validate(given), [1, 2, 4], [Strategy.parse("native/nothing")], "cpu")
     assert [(w.name, w.samples, w.micro, w.share) for w, _, _ in worlds] == [
         ("native/nothing x1", 70, 20, 70),
         ("native/nothing x2 strong", 70, 20, 35),
@@ -74,7 +74,7 @@ def test_worlds_have_one_budget_or_one_share() -> None:
 def test_worlds_are_scaled_in_tokens(tmp_path: Path) -> None:
     """Strong worlds agree with the smallest one, and figures are tokens a second."""
     config = _config(tmp_path, "Counted", {"tokens": 70, "longest": 8, "micro": 20})
-    found = unipar.scale(config, worlds=[1, 2], cells=["native/nothing"])
+    found = unipar.scale(config, worlds=[1, 2], strategies=["native/nothing"])
     assert found.unit == "tokens"
     assert [row.outcome for row in found.rows] == ["ran", "ran", "ran"]
     assert found.ran_and_agrees

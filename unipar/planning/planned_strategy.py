@@ -1,4 +1,4 @@
-"""`PlannedCell`, `PlannedCells`: numbers of a plan, row by row, and the limit that they are held against."""
+"""`PlannedStrategy`, `PlannedStrategies`: numbers of a plan, row by row, and the limit that they are held against."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ UNEVEN: Final = "activations do not grow evenly with the microbatch: other sizes
 
 
 @dataclass(frozen=True)
-class PlannedCell:
-    """One cell on one number of ranks."""
+class PlannedStrategy:
+    """One strategy on one number of ranks."""
 
-    cell: str
+    strategy: str
     ranks: int
     micro: int = 0
     """Samples, or padded tokens, of a microbatch, as configured."""
 
     phases: tuple[PredictedPeak, ...] = ()
-    """Peak of each phase; empty if the cell is refused."""
+    """Peak of each phase; empty if the strategy is refused."""
 
     largest: int | None = None
     """The most samples of a microbatch that fit, with the total batch kept; None: none fits, or no limit is given."""
@@ -32,7 +32,7 @@ class PlannedCell:
     """Why it cannot be planned or run; empty otherwise."""
 
     library_name: str = ""
-    """What the cell's library calls it."""
+    """What the strategy's library calls it."""
 
     late: int = 0
     """Bytes by which the peak may be higher for a moment, because collectives free their copies late."""
@@ -103,10 +103,10 @@ class PlannedCell:
 
 
 @dataclass(frozen=True)
-class PlannedCells:
-    """Predicted memory and speed of cells, and the limit that they are held against."""
+class PlannedStrategies:
+    """Predicted memory and speed of strategies, and the limit that they are held against."""
 
-    rows: tuple[PlannedCell, ...]
+    rows: tuple[PlannedStrategy, ...]
     memory: int | None
     """Bytes of memory that a rank has; None: not given."""
 
@@ -138,7 +138,7 @@ class PlannedCells:
     """Names of the model's blocks."""
 
     exclude: tuple[str, ...] = ()
-    """Cells that the user does not want."""
+    """Strategies that the user does not want."""
 
     @property
     def limit(self) -> int | None:

@@ -71,8 +71,10 @@ class Tied(unipar.Task):
 '''
 
 
-def compared(folder: Path, *cells: str, plant: str = "", forks: Forks | None = None, **more: Any) -> dict[str, Any]:
-    """Return the rows of a comparison by the command, by cell: with workers of `forks`, or new interpreters."""
+def compared(
+    folder: Path, *strategies: str, plant: str = "", forks: Forks | None = None, **more: Any
+) -> dict[str, Any]:
+    """Return the rows of a comparison by the command, by strategy: with workers of `forks`, or new interpreters."""
     (folder / "task.py").write_text(TASK, encoding="utf-8")
     told = {
         "task": {"use": "task.py:Tied", "args": {"plant": plant}},
@@ -84,7 +86,7 @@ def compared(folder: Path, *cells: str, plant: str = "", forks: Forks | None = N
         "out": str(folder / "out"),
     }
     (folder / "x.yaml").write_text(json.dumps(told | more), encoding="utf-8")
-    words = ["compare", str(folder / "x.yaml"), "--details", *(w for c in cells for w in ("--cell", c))]
+    words = ["compare", str(folder / "x.yaml"), "--details", *(w for c in strategies for w in ("--strategy", c))]
     path = os.pathsep.join([str(ROOT / "tests" / "support" / "faulty"), str(ROOT)])
     if forks is not None:
         done = forks.unipar(words, {"PYTHONPATH": path}, memory=True)
@@ -95,4 +97,4 @@ def compared(folder: Path, *cells: str, plant: str = "", forks: Forks | None = N
     data = json.loads((folder / "out/compare/compare.json").read_text("utf-8"))
     mapped = [file.read_text("ascii") for file in folder.glob("maps-*")]
     told = {"said": done.stdout, "mapped": mapped, "forecast": data["forecast"]}
-    return {**told, **{row["cell"]: row for row in data["cells"]}}
+    return {**told, **{row["strategy"]: row for row in data["strategies"]}}

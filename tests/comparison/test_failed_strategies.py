@@ -1,4 +1,4 @@
-"""Cells that fail in a real comparison: what was measured before is kept, and the others go on."""
+"""Strategies that fail in a real comparison: what was measured before is kept, and the others go on."""
 
 from __future__ import annotations
 
@@ -64,12 +64,14 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "train": {"steps": 10},
         "out": str(folder / "out"),
     }
-    whole = compare(told, cells=("native/nothing", "native/gradients", "native/parameters"))
+    whole = compare(told, strategies=("native/nothing", "native/gradients", "native/parameters"))
     data = json.loads((folder / "out/compare/compare.json").read_text("utf-8"))
-    return {"table": whole.table(), "code": whole.code, "out": folder / "out"} | {c["cell"]: c for c in data["cells"]}
+    return {"table": whole.table(), "code": whole.code, "out": folder / "out"} | {
+        c["strategy"]: c for c in data["strategies"]
+    }
 
 
-def test_a_cell_that_the_kernel_kills_keeps_what_was_measured(found: dict[str, Any]) -> None:
+def test_a_strategy_that_the_kernel_kills_keeps_what_was_measured(found: dict[str, Any]) -> None:
     """Every byte of it, and the steps that were timed; the others run to their end."""
     row = found["native/parameters"]
     assert (row["outcome"], row["at"]) == ("failed", "in the backward of step 9")
@@ -80,11 +82,11 @@ def test_a_cell_that_the_kernel_kills_keeps_what_was_measured(found: dict[str, A
     for account in row["memory"]:
         assert [phase["name"] for phase in account["phases"]] == ["built", "forward", "backward", "update", "steady"]
         assert all(sum(phase["held"].values()) == phase["peak"] > 0 for phase in account["phases"])
-    assert [found[cell]["outcome"] for cell in ("single", "native/nothing")] == ["ran", "ran"]
+    assert [found[strategy]["outcome"] for strategy in ("single", "native/nothing")] == ["ran", "ran"]
     assert found["code"] == 1
 
 
-def test_a_cell_that_dies_while_it_is_watched_keeps_what_was_seen(found: dict[str, Any]) -> None:
+def test_a_strategy_that_dies_while_it_is_watched_keeps_what_was_seen(found: dict[str, Any]) -> None:
     """The rank that failed writes down what it saw; its sums are whole."""
     row = found["native/gradients"]
     assert (row["outcome"], row["at"], row["seconds"]) == ("failed", "in the forward of step 6", [])
@@ -97,27 +99,27 @@ def test_a_cell_that_dies_while_it_is_watched_keeps_what_was_seen(found: dict[st
 
 
 def test_table_and_page_show_it_as_till_then(found: dict[str, Any]) -> None:
-    """Beside the cells that ran, and in no ranking."""
+    """Beside the strategies that ran, and in no ranking."""
     lines = found["table"].splitlines()
     assert [line.split("  ")[0] for line in lines if "until it failed" in line] == [
         *("native/gradients, until it failed", "native/parameters, until it failed") * 2
     ]
     told = ComparisonPageData.read(Path(found["out"]))
-    assert [cell.cell for cell in told.failed_cells] == ["native/gradients", "native/parameters"]
+    assert [strategy.strategy for strategy in told.failed_strategies] == ["native/gradients", "native/parameters"]
     assert "<caption>native/parameters, by phase, until it failed</caption>" in render_comparison(told)
 
 
-def test_a_cell_that_failed_is_shown_till_then(tmp_path: Path) -> None:
+def test_a_strategy_that_failed_is_shown_till_then(tmp_path: Path) -> None:
     """Its figures are shown apart, and it is in no ranking."""
     run = write_example_comparison(tmp_path / "run")
     file = run / "compare/compare.json"
     data = json.loads(file.read_text("utf-8"))
-    row = next(row for row in data["cells"] if row["cell"] == "native/parameters")
+    row = next(row for row in data["strategies"] if row["strategy"] == "native/parameters")
     row |= {"outcome": "failed", "note": "rank 1 was killed\nits log", "at": "in the backward of step 7"}
     file.write_text(json.dumps(data), encoding="utf-8")
     told = ComparisonPageData.read(run)
     text = render_comparison(told)
-    assert [cell.cell for cell in told.failed_cells] == ["native/parameters"]
-    assert "native/parameters" not in [cell.cell for cell in told.measured_cells]
+    assert [strategy.strategy for strategy in told.failed_strategies] == ["native/parameters"]
+    assert "native/parameters" not in [strategy.strategy for strategy in told.measured_strategies]
     assert "native/parameters failed in the backward of step 7: rank 1 was killed</p>" in text
     assert "<caption>native/parameters, by phase, until it failed</caption>" in text

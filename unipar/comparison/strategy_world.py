@@ -1,4 +1,4 @@
-"""Processes of one cell in a comparison: alive from start to end, training only when it is their turn."""
+"""Processes of one strategy in a comparison: alive from start to end, training only when it is their turn."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TURNS_ENTRY: Final = f"{TURNS_MODULE}:train_in_turns"
 
 
 class MemoryNotRecorded(UniparError):
-    """Error of recording memory, which does not end the cell's training."""
+    """Error of recording memory, which does not end the strategy's training."""
 
 
 def rank_results_path(run: Path, rank: int) -> Path:
@@ -42,8 +42,8 @@ def _sum_shares(shares: list[list[float]]) -> list[float]:
     return [sum(step) for step in zip(*shares, strict=True)]
 
 
-class CellWorld:
-    """World of one cell: started, trained some steps at a time, finished; to be closed after an error too."""
+class StrategyWorld:
+    """World of one strategy: started, trained some steps at a time, finished; to be closed after an error too."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class CellWorld:
         `micro`: how its microbatch was found, for the ledger.
         """
         self.settled, self.ref, self.run, self._micro = settled, ref, run, micro
-        self.backend = registry.find_backend(settled.cell.backend)
+        self.backend = registry.find_backend(settled.strategy.backend)
         self._environment, self._watch, self.server = environment or {}, environment is not None, server
         self.size = settled.ranks
         self.ready = False
@@ -94,9 +94,9 @@ class CellWorld:
         self.ready = True
         return time.monotonic() - began
 
-    def with_environment(self, run: Path, more: Mapping[str, str]) -> CellWorld:
-        """Return another world of the same cell, with more variables in its environment."""
-        return CellWorld(self.settled, self.ref, run, {**self._environment, **more}, self.server, self._micro)
+    def with_environment(self, run: Path, more: Mapping[str, str]) -> StrategyWorld:
+        """Return another world of the same strategy, with more variables in its environment."""
+        return StrategyWorld(self.settled, self.ref, run, {**self._environment, **more}, self.server, self._micro)
 
     def record_memory(self, passes: Sequence[str]) -> None:
         """Train one step for each pass, in which each rank records its memory."""
@@ -145,7 +145,7 @@ class CellWorld:
         return {"losses": losses, "parts": parts, "peak_rss": Report.read(self.run).peak_rss, "work": work}
 
     def accounts_so_far(self) -> list[MemoryAccount]:
-        """Return the memory accounts that ranks wrote before the cell failed."""
+        """Return the memory accounts that ranks wrote before the strategy failed."""
         accounts: list[MemoryAccount] = []
         for rank in range(self.size):
             with suppress(ReportError):

@@ -1,10 +1,11 @@
-"""`Cell`; names of the levels of sharding and of precisions."""
+"""`Strategy`; names of the levels of sharding and of precisions."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Self
+from typing import Any, Final, Literal, Self
 
 from typing_extensions import override
 
@@ -14,6 +15,14 @@ from unipar.utils.text import did_you_mean
 Shard = Literal["nothing", "optimizer", "gradients", "parameters"]
 
 SHARDS: tuple[Shard, ...] = ("nothing", "optimizer", "gradients", "parameters")
+
+SHARD_OF_WORD: Final[Mapping[str, Shard]] = {
+    "ddp": "nothing",
+    "fsdp": "parameters",
+    "fsdp2": "parameters",
+    **{f"zero{stage}": shard for stage, shard in enumerate(SHARDS)},
+}
+"""Words that people have for a level of sharding, which `parallel.shard` takes too."""
 
 Precision = Literal["fp32", "fp64", "fp16", "bf16-mixed", "bf16-master"]
 
@@ -61,7 +70,7 @@ class Axes:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """Words that name them in a cell: `tensor2`, `sequence`."""
+        """Words that name them in a strategy: `tensor2`, `sequence`."""
         sizes = tuple(f"{name}{size}" for name, size in self.sizes.items())
         schedule = (self.schedule,) if self.schedule != "1f1b" else ()
         return (*sizes, *(("sequence",) if self.sequence else ()), *schedule)
@@ -81,7 +90,7 @@ def idle_words(axes: Axes) -> str | None:
 
 
 @dataclass(frozen=True)
-class Cell:
+class Strategy:
     """A backend with a level of sharding: `native/parameters`, `deepspeed/gradients+library`, `single`.
 
     Further axes of the mesh follow with their sizes: `native/parameters+tensor2+pipeline2`.
@@ -100,23 +109,23 @@ class Cell:
         return "+".join((f"{self.backend}/{self.shard}", *words))
 
     @property
-    def without_axes(self) -> Cell:
-        """The same cell with data parallelism alone."""
+    def without_axes(self) -> Strategy:
+        """The same strategy with data parallelism alone."""
         return replace(self, axes=Axes())
 
     @property
     def slug(self) -> str:
-        """The cell as part of a file name."""
+        """The strategy as part of a file name."""
         return str(self).replace("/", "-")
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Return the cell that a text such as `native/parameters+tensor2` names."""
+        """Return the strategy that a text such as `native/parameters+tensor2` names."""
         head, *words = text.split("+")
         backend, slash, shard = head.partition("/")
         if not backend or (slash and shard not in SHARDS) or "" in words:
             raise ConfigError(
-                f"{text!r} is not a cell: write backend/shard or backend/shard+variant, "
+                f"{text!r} is not a strategy: write backend/shard or backend/shard+variant, "
                 f"where shard is one of {', '.join(SHARDS)} (a bare backend means /nothing)"
                 f"{did_you_mean(shard, SHARDS) if shard not in SHARDS else ''}"
             )
@@ -133,13 +142,13 @@ class Cell:
                 variants.append(word)
                 continue
             if key in given:
-                raise ConfigError(f"{text!r} is not a cell: it says {key} twice")
+                raise ConfigError(f"{text!r} is not a strategy: it says {key} twice")
             given[key] = value
         axes = Axes(**given)
         if 0 in (axes.tensor, axes.pipeline, axes.context):
-            raise ConfigError(f"{text!r} is not a cell: a size is at least 1")
+            raise ConfigError(f"{text!r} is not a strategy: a size is at least 1")
         if (why := idle_words(axes)) is not None:
-            raise ConfigError(f"{text!r} is not a cell: {why}")
+            raise ConfigError(f"{text!r} is not a strategy: {why}")
         return cls(backend, shard if shard in SHARDS else "nothing", "+".join(variants) or None, axes)
 
 

@@ -1,0 +1,134 @@
+"""Selection of the strategies that run, and the reasons why others do not; one microbatch for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from unipar.backend import checks, registry
+from unipar.backend.checks import settled_in
+from unipar.backend.offered_strategies import (
+    ONE,
+    config_in_strategy,
+    count_data_ranks,
+    expand_strategy_patterns,
+    is_single_process,
+)
+from unipar.config import Config, Strategy
+from unipar.config.config import Eval
+from unipar.config.settled import SettledConfig
+from unipar.errors import BackendNotInstalled, ConfigError, UniparError, Unsupported
+from unipar.launcher.micro_batch.choice import CandidateWorld, ChosenMicro, list_candidates, usable_memory, with_micro
+from unipar.launcher.preparation.prepare import Prepared
+from unipar.results.row import StrategyResult
+
+SelectedStrategies = dict[str, tuple[StrategyResult, SettledConfig | None]]
+"""Row and config of each strategy, by name; a strategy that cannot run has a row with the reason, and no config."""
+
+
+def select_strategies(settled: SettledConfig, patterns: Iterable[str]) -> SelectedStrategies:
+    """Return a row and a config for each strategy that these patterns name; `single` is always the first."""
+    one, changes = ONE, _in_one_process(settled.config)
+    alone = settled.changed({key: value for key, (value, _) in changes.items()})
+    row = StrategyResult(strategy=str(one), outcome="waits", note="; ".join(note for _, note in changes.values()))
+    found: SelectedStrategies = {str(one): (row, _without_extras(settled_in(alone, one)))}
+    for pattern in patterns:
+        try:
+            strategies = expand_strategy_patterns((pattern,))
+        except Unsupported as e:
+            found[pattern] = StrategyResult(strategy=pattern, outcome="refused", note="; ".join(e.reasons)), None
+            continue
+        for strategy in strategies:
+            if str(strategy) not in found:
+                found[str(strategy)] = result_of_check(settled, strategy)
+    return found
+
+
+def library_name(at: SettledConfig) -> str:
+    """Return what the library of a config's strategy calls it."""
+    return registry.find_backend(at.strategy.backend).library_name(at.config)
+
+
+def _in_one_process(config: Config) -> dict[str, tuple[str, str]]:
+    """Return the keys that are other in one process without a wrapper, each with its value there and the reason."""
+    changes: dict[str, tuple[str, str]] = {}
+    if config.train.precision == "bf16-master":
+        changes["train.precision"] = "fp32", "in fp32: one process keeps no second copy of the weights"
+    if config.model.offload != "none":
+        changes["model.offload"] = "none", "without model.offload"
+    return changes
+
+
+def result_of_check(settled: SettledConfig, strategy: Strategy) -> tuple[StrategyResult, SettledConfig | None]:
+    """Return the row of a strategy and its config, or a row with the reason and None if the strategy cannot run."""
+    name = str(strategy)
+    try:
+        at = settled_in(settled, strategy)
+    except Unsupported as e:
+        return StrategyResult(strategy=name, outcome="refused", note="; ".join(e.reasons)), None
+    except ConfigError as e:  # an option contradicts this strategy
+        return StrategyResult(strategy=name, outcome="refused", note=str(e)), None
+    except BackendNotInstalled as e:
+        return StrategyResult(strategy=name, outcome="absent", note=str(e)), None
+    return StrategyResult(strategy=name, outcome="waits"), _without_extras(at)
+
+
+def _without_extras(settled: SettledConfig) -> SettledConfig:
+    """Return the config without evaluation, trackers and memory logging, which would be timed with the steps."""
+    return settled.changed({"eval": Eval(), "log.to": (), "log.memory": False})
+
+
+def settle_one_micro(
+    prepared: Prepared, patterns: Iterable[str], worlds: Iterable[int]
+) -> tuple[Prepared, ChosenMicro | None]:
+    """Return the same with one microbatch for all strategies on all these numbers of ranks, if its config says auto.
+
+    Lines of progress go to stderr.
+    """
+    config = prepared.source.config
+    if not config.batch.is_auto:
+        return prepared, None
+    from unipar.launcher.micro_batch.choose import choose_microbatch, write_line
+    from unipar.launcher.micro_batch.trials import TrialCode
+
+    found: dict[str, CandidateWorld] = {}
+    asked: list[Strategy] = []
+    error: UniparError | None = None
+    for pattern in patterns:
+        try:
+            asked += expand_strategy_patterns((pattern,))
+        except Unsupported as e:  # a row of the result says so
+            error = error or e
+    for ranks in worlds:
+        for strategy in asked:
+            try:
+                world = _candidate_world(prepared, strategy, ranks)
+            except UniparError as e:  # a row of the result says so
+                error = error or e
+                continue
+            found.setdefault(world.name, world)
+    if not found:
+        assert error is not None
+        raise error
+    most = max(world.settled.ranks for world in found.values())
+    limit = usable_memory(prepared.computed, most)
+    code = TrialCode(prepared.ref)
+    chosen = choose_microbatch(list(found.values()), code, limit, write_line)
+    return prepared.with_micro(chosen.micro), chosen
+
+
+def _candidate_world(prepared: Prepared, strategy: Strategy, ranks: int) -> CandidateWorld:
+    """Return a strategy on so many ranks, with the sizes that a microbatch may have there."""
+    backend = registry.find_backend(strategy.backend)
+    if is_single_process(strategy, backend):
+        ranks = 1
+    data = count_data_ranks(ranks, strategy)
+    whole = with_micro(prepared.computed, 1).changed(
+        {"parallel.data": count_data_ranks(ranks, prepared.source.strategy)}
+    )
+    if strategy == ONE:
+        whole = whole.changed({key: value for key, (value, _) in _in_one_process(whole).items()})
+    moved = config_in_strategy(whole, strategy)
+    sizes = list_candidates(moved, backend, strategy, data)
+    checks.check_strategy(with_micro(moved, sizes[0]), backend, strategy)
+    settled = SettledConfig.of(with_micro(moved, sizes[0]), strategy, ranks, prepared.device)
+    return CandidateWorld(_without_extras(settled), backend, sizes)
