@@ -312,10 +312,10 @@ def list_refusals(backend: Backend, config: Config, strategy: Strategy) -> Itera
         yield from _refuse_whole_matrices(config, key)
     if (key := config.train.moments_in_blocks) is not None:
         yield from _refuse_moments_in_blocks(config, key)
-    if (key := config.train.moments_in_bf16) is not None and (every := config.train.sync_every) is not None:
+    if (key := config.train.moments_in_bf16) is not None and (every := config.train.local_steps) is not None:
         yield (
-            f"{key}.name: adamw-bf16 is not available with train.sync_every: {every}: ranks average their moments, and "
-            "their mean would be rounded to the nearest bf16; leave one of them out"
+            f"{key}.name: adamw-bf16 is not available with train.local_steps: {every}: ranks average their moments, "
+            "and their mean would be rounded to the nearest bf16; leave one of them out"
         )
     if kind == "cpu":
         yield from _refuse_on_cpu(config)
@@ -382,7 +382,7 @@ def _optional_keys_in_use(config: Config) -> dict[str, object]:
     offload = config.model.offload
     return {
         "parallel.shard_over": config.parallel.shard_over,
-        "train.sync_every": config.train.sync_every,
+        "train.local_steps": config.train.local_steps,
         "model.offload": None if offload == "none" else offload,
     }
 
@@ -415,9 +415,9 @@ def _refuse_moments_in_blocks(config: Config, key: str) -> Iterator[str]:
         yield (
             f"{is_away} train.precision: fp64: torchao computes the update in fp32, with moments of 8 bits; take adamw"
         )
-    if (every := config.train.sync_every) is not None:
+    if (every := config.train.local_steps) is not None:
         yield (
-            f"{is_away} train.sync_every: {every}: ranks average their moments, and codes of 8 bits have no "
+            f"{is_away} train.local_steps: {every}: ranks average their moments, and codes of 8 bits have no "
             "mean; leave one of them out"
         )
     if config.model.offload != "none":
