@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.floors import FLOORS
-from benchmarks.layout import Layout, circles, height
+from tools.floors import FLOORS
+from tools.layout import Layout, circles, height
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("unipar", "backends", "examples", "benchmarks", "tests")
+FOLDERS = ("unipar", "backends", "examples", "benchmarks", "tools", "tests")
 LIBRARIES = ("deepspeed", "horovod", "accelerate")
 BACKENDS = ("unipar_mesh", "unipar_native", "unipar_deepspeed", "unipar_horovod", "unipar_accelerate")
 MAY_REUSE = {
@@ -215,7 +215,7 @@ UNSAID = re.compile(r"(What|Of|Where|By|Nothing|None:|Whose|That|It|Its|So|Who|H
 def test_docstrings_say_what_the_thing_is() -> None:
     """A first line is an order ("Return ...") or a noun phrase."""
     guilty: list[str] = []
-    for file in files("unipar", "backends", "benchmarks"):
+    for file in files("unipar", "backends", "benchmarks", "tools"):
         for node in ast.walk(parsed(file)):
             if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module):
                 text = ast.get_docstring(node)

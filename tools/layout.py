@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 
-from benchmarks.floors import FLOORS
+from tools.floors import FLOORS
 
 ROOT = Path(__file__).parents[1]
 
