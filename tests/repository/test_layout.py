@@ -243,18 +243,6 @@ def test_tests_import_no_tests() -> None:
     assert guilty == {}
 
 
-def test_contributing_maps_the_packages() -> None:
-    """CONTRIBUTING lists each package by floor, with its docstring."""
-    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
-    rows = {
-        f"| {number} | `{package}/` | {ast.get_docstring(layout().trees[f'unipar.{package}'])} |"
-        for number, packages in enumerate(FLOORS)
-        for package in packages
-        if package != "errors"
-    }
-    assert {row for row in rows if row not in text.splitlines()} == set()
-
-
 def named_libraries(file: Path) -> Iterator[str]:
     """Yield a line for each place in a file that names a backend's library; docstrings and help texts may."""
     tree = parsed(file)
