@@ -19,7 +19,7 @@ LINE = {
     "device": "cpu",
     "parallel": {"data": 2},
     "batch": {"total": 4},
-    "train": {"steps": 3},
+    "train": {"steps": 3, "optimizer": {"name": "sgd", "lr": 0.1}},
     "log": {"every": 1},
 }
 """Config of a task that is small."""
