@@ -243,6 +243,14 @@ def test_tests_import_no_tests() -> None:
     assert guilty == {}
 
 
+def test_each_helper_of_tests_is_listed() -> None:
+    """tests/support/README.md names each file and folder there once, and none that is not there."""
+    folder = ROOT / "tests" / "support"
+    there = {f"{entry.name}{'/' * entry.is_dir()}" for entry in folder.iterdir() if entry.name != "__pycache__"}
+    listed = re.findall(r"`(\w+(?:\.py|/))`", (folder / "README.md").read_text("utf-8"))
+    assert sorted(listed) == sorted(there - {"README.md"})
+
+
 def named_libraries(file: Path) -> Iterator[str]:
     """Yield a line for each place in a file that names a backend's library; docstrings and help texts may."""
     tree = parsed(file)
