@@ -7,10 +7,11 @@ from typing import Annotated, Self
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from unipar.config.sections.optimizer import AdamW, Clip, LrScale, Optimizer
+from unipar.config.sections.optimizer import OPTIMIZERS, AdamW, Clip, LrScale, Optimizer
 from unipar.config.sections.schedule import Constant, Schedule
 from unipar.config.sections.section import Section
 from unipar.config.sections.strategy import Precision
+from unipar.utils.text import join_with_or
 
 
 class PartTrain(Section):
@@ -73,8 +74,7 @@ class Train(Section):
     epochs: PositiveInt | None = None
     """Passes over the data to train for, instead of `steps`."""
 
-    optimizer: Optimizer = AdamW()
-    """sgd, adam, adamw, rmsprop, adamw-bf16, adamw-8bit or muon, with its own keys."""
+    optimizer: Annotated[Optimizer, Field(description=f"{join_with_or([*OPTIMIZERS])}, with its own keys.")] = AdamW()
 
     lr_scale: LrScale = LrScale()
     """Scaling of the learning rate with the total batch."""
