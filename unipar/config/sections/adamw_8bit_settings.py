@@ -9,13 +9,7 @@ from pydantic import Field, PositiveFloat
 from typing_extensions import override
 
 from unipar.config.sections.adam_settings import AdamW
-from unipar.config.sections.optimizer_settings import (
-    Accumulation,
-    BelowOne,
-    OptimizerSettings,
-    first_moment,
-    moment_arguments,
-)
+from unipar.config.sections.optimizer_settings import Accumulation, BelowOne, OptimizerSettings, first_moment
 
 
 class AdamW8bitSettings(OptimizerSettings):
@@ -47,4 +41,5 @@ class AdamW8bitSettings(OptimizerSettings):
 
     @override
     def own_arguments(self) -> dict[str, Any]:
-        return {**moment_arguments(self.betas, self.eps), "block_size": self.block}
+        own = super().own_arguments()
+        return {"block_size": own.pop("block"), **own}

@@ -8,14 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, PositiveFloat, model_validator
 from typing_extensions import override
 
-from unipar.config.sections.optimizer_settings import (
-    Accumulation,
-    BelowOne,
-    KernelSettings,
-    MatrixChoice,
-    first_moment,
-    moment_arguments,
-)
+from unipar.config.sections.optimizer_settings import Accumulation, BelowOne, KernelSettings, MatrixChoice, first_moment
 from unipar.config.sections.section import Section
 
 
@@ -102,5 +95,6 @@ class MuonSettings(KernelSettings):
 
     @override
     def own_arguments(self) -> dict[str, Any]:
-        keys = ("momentum", "nesterov", "ns_steps", "ns_coefficients", "ns_eps", "ns_precision", "adjust_lr")
-        return {key: getattr(self, key) for key in keys} | moment_arguments(self.adamw.betas, self.adamw.eps)
+        own = super().own_arguments()
+        del own["matrices"], own["adamw_for"], own["adamw"]
+        return {**own, "betas": self.adamw.betas, "eps": self.adamw.eps}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
@@ -78,9 +77,10 @@ class OptimizerSettings(Section):
     Trainer, all but those of LayerNorm and those with bias or norm in their name."""
 
     @property
-    @abstractmethod
     def gradient_sums(self) -> Mapping[str, Accumulation]:
-        """Kinds of state that accumulate gradients, of which a parameter has one; weight, if there is no state."""
+        """Kinds of state that accumulate gradients, of which a parameter has one; weight, if there is no state; none
+        at all if no sum of gradients can be computed from what it keeps."""
+        return {}
 
     @property
     def states(self) -> int:
@@ -99,9 +99,10 @@ class OptimizerSettings(Section):
         rates = {"lr": float(self.lr), "weight_decay": float(self.weight_decay)}
         return {**rates, **self.own_arguments(), **self.kernel_arguments(device, split=split)}
 
-    @abstractmethod
     def own_arguments(self) -> dict[str, Any]:
-        """Return the arguments that this optimizer has beside rate, decay and kernels."""
+        """Return the arguments that this optimizer has beside rate, decay and kernels: its own fields."""
+        own = [key for key in type(self).model_fields if key not in ("name", *KernelSettings.model_fields)]
+        return {key: getattr(self, key) for key in own}
 
     def kernel_arguments(self, device: str, *, split: bool) -> dict[str, bool]:
         """Return the arguments that choose kernels."""
@@ -151,16 +152,7 @@ class MomentSettings(KernelSettings):
     def gradient_sums(self) -> Mapping[str, Accumulation]:
         return first_moment(self.betas)
 
-    @override
-    def own_arguments(self) -> dict[str, Any]:
-        return moment_arguments(self.betas, self.eps)
-
 
 def first_moment(betas: tuple[float, float]) -> Mapping[str, Accumulation]:
     """Return how Adam's first moment accumulates gradients."""
     return {"exp_avg": Accumulation(betas[0], 1.0 - betas[0])}
-
-
-def moment_arguments(betas: tuple[float, float], eps: float) -> dict[str, Any]:
-    """Return the arguments of Adam's moments."""
-    return {"betas": tuple(float(b) for b in betas), "eps": float(eps)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import PositiveFloat
 from typing_extensions import override
@@ -47,11 +47,6 @@ class RMSprop(OptimizerSettings):
     @override
     def states(self) -> int:
         return 1 + int(self.momentum > 0) + int(self.centered)
-
-    @override
-    def own_arguments(self) -> dict[str, Any]:
-        numbers = {key: float(getattr(self, key)) for key in ("alpha", "eps", "momentum")}
-        return {**numbers, "centered": self.centered}
 
     @override
     def kernel_arguments(self, device: str, *, split: bool) -> dict[str, bool]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 from typing_extensions import override
@@ -43,7 +43,3 @@ class SGD(KernelSettings):
     @override
     def states(self) -> int:
         return int(self.momentum > 0)
-
-    @override
-    def own_arguments(self) -> dict[str, Any]:
-        return {"momentum": float(self.momentum), "nesterov": self.nesterov}
