@@ -65,6 +65,19 @@ def write_config(folder: Path, **sections: Any) -> str:
     return str(file)
 
 
+def test_an_optimizer(tmp_path: Path) -> None:
+    """It trains for three steps on two ranks, and its traits are those of its class."""
+    tree = tmp_path / "tree"
+    apply_recipe("Add an optimizer", tree, "unipar", "backends", "tools", "tests")
+    (name,) = re.findall(r'^\+ +name: Literal\["(\w+)"\]', recipe("Add an optimizer"), re.MULTILINE)
+    config = write_config(tmp_path, train={"steps": 3, "optimizer": {"name": name, "lr": 0.1}})
+    run_python(tree, "-m", "unipar", "run", config, "--out", str(tmp_path / "run"))
+    assert [step for step, _ in Report.read(tmp_path / "run").losses] == [1, 2, 3]
+    shutil.copy(ROOT / "pyproject.toml", tree)
+    played = ("tests/optimizers/test_traits.py", "-k", name)
+    assert run_python(tree, "-m", "pytest", "-q", "-p", "no:cacheprovider", *played).startswith("..  ")
+
+
 def test_a_backend(tmp_path: Path) -> None:
     """A package that pip installs: `check` accepts it, and two ranks have the losses of DDP."""
     apply_recipe("Add a backend", tmp_path / "tree")
