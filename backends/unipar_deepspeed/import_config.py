@@ -51,7 +51,7 @@ def read_all_but_batch(keys: ForeignSection) -> None:
     read_precision(keys)
     read_zero(keys)
     if keys.take("dataloader_drop_last", bool, default=False):
-        reading.put("data.ragged", "drop", "dataloader_drop_last")
+        reading.put("data.last_batch", "drop", "dataloader_drop_last")
     read_compile(keys)
     read_tensor(keys)
     for key in [key for key in keys.data if key.startswith(("//", "#", "_comment"))]:
@@ -152,7 +152,7 @@ def _read_schedule_ends(params: ForeignSection, kind: str) -> None:
                     reading.put(f"train.optimizer.{key}", top, why)
     else:
         params.expect("warmup_min_ratio", 0, "unipar's warm-up begins at 0")
-        reading.put("train.schedule.end", params.take("cos_min_ratio", float, 1e-4))
+        reading.put("train.schedule.min_lr_ratio", params.take("cos_min_ratio", float, 1e-4))
     if kind != "WarmupLR" and not params.open("total_num_steps", "train.steps", "1000"):
         steps = params.take("total_num_steps", int, 0)
         if steps and not reading.answered("train.epochs"):

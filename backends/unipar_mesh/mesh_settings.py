@@ -73,8 +73,8 @@ def axes_refusals(config: Config) -> Iterator[str]:
     axes, model = config.parallel.axes, config.model
     if config.train.precision == "bf16-master":
         yield f"train.precision: bf16-master is not available with {axes}: take bf16-mixed, which keeps fp32 weights"
-    if config.train.sync_every is not None:
-        yield f"train.sync_every: {config.train.sync_every} is not available with {axes}: these ranks train one model"
+    if config.train.local_steps is not None:
+        yield f"train.local_steps: {config.train.local_steps} is not available with {axes}: these ranks train one model"
     if model.offload != "none":
         yield f"model.offload: {model.offload} is not available with {axes}: leave it out"
     if model.sync_batchnorm:

@@ -11,7 +11,7 @@ from unipar.config.sections.optimizer import OPTIMIZERS
 
 def config_with(optimizer: str) -> Config:
     """Return a config in which every key is set that some optimizer refuses."""
-    train = {"steps": 8, "optimizer": {"name": optimizer}, "precision": "fp64", "sync_every": 2}
+    train = {"steps": 8, "optimizer": {"name": optimizer}, "precision": "fp64", "local_steps": 2}
     parallel = {"data": 1, "tensor": 2, "shard": "parameters"}
     sections = {"batch": {"total": 8, "micro": 2}, "parallel": parallel, "model": {"offload": "parameters"}}
     return Config.model_validate({**sections, "train": train})

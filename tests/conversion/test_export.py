@@ -214,8 +214,9 @@ def test_a_script_is_clean(to: str, tmp_path: Path) -> None:
         ),
         (
             "accelerate",
-            {"options": {"accelerate": {"find_unused": True}}},
-            "accelerate/nothing: options.accelerate.find_unused: true is not carried into a script; leave it out",
+            {"options": {"accelerate": {"find_unused_parameters": True}}},
+            "accelerate/nothing: options.accelerate.find_unused_parameters: true is not carried into a script; "
+            "leave it out",
         ),
         (
             "deepspeed",

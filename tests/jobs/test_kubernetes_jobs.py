@@ -120,9 +120,9 @@ IMAGE = "machines.kubernetes.image=registry.example/mine:1"
 FULL = """
 machines:
   nodes: 2
-  per: 2
+  ranks_per_node: 2
   time: 2h
-  before: [export SAID=yes]
+  setup: [export SAID=yes]
   kubernetes:
     namespace: ml
     claim: runs
@@ -163,7 +163,7 @@ def every(tree: Any, key: str) -> list[Any]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_object_is_valid(here: Path, kind: ObjectKind) -> None:
     """By the schemas and models that Kubernetes and Kubeflow publish; also without any of the options."""
-    for made in [*objects(here, kind), *objects(here, kind, more="machines: {nodes: 2, per: 1}\n")]:
+    for made in [*objects(here, kind), *objects(here, kind, more="machines: {nodes: 2, ranks_per_node: 1}\n")]:
         assert why_invalid(made) == ""
 
 
@@ -262,7 +262,7 @@ def test_the_name_of_a_config(here: Path) -> None:
 def test_more_that_is_refused(here: Path) -> None:
     """All of it at once."""
     (here / "below").mkdir()
-    file = write_config(here, "machines: {per: 2, kubernetes: {secrets: {HF_TOKEN: my-secret}}}\n")
+    file = write_config(here, "machines: {ranks_per_node: 2, kubernetes: {secrets: {HF_TOKEN: my-secret}}}\n")
     os.chdir(here / "below")
     with pytest.raises(Unsupported) as e:
         submission(file, "kubernetes")
@@ -311,7 +311,9 @@ def pods(here: Path, kind: ObjectKind, *, ssh: bool = False) -> Generator[list[M
 @pytest.mark.parametrize("kind", ["trainjob", "pytorchjob", "job", "jobset"])
 def test_the_command_of_its_pods(here: Path, kind: ObjectKind) -> None:
     """As it is written, on two machines, with the variables of their operator."""
-    command = command_of(objects(here, kind, more="machines: {nodes: 2, per: 1, before: [export SAID=yes]}\n"), here)
+    command = command_of(
+        objects(here, kind, more="machines: {nodes: 2, ranks_per_node: 1, setup: [export SAID=yes]}\n"), here
+    )
     (here / "out").mkdir()
     with pods(here, kind) as made:
         started = [
@@ -333,7 +335,9 @@ def test_the_command_of_its_pods(here: Path, kind: ObjectKind) -> None:
 @skip_because(WHY_NO_MPI)
 def test_the_command_of_an_mpijobs_launcher(here: Path) -> None:
     """A rank on each of two machines, which are in the operator's host file, with the lines before."""
-    command = command_of(objects(here, "mpijob", more="machines: {nodes: 2, per: 1, before: [export A=b]}\n"), here)
+    command = command_of(
+        objects(here, "mpijob", more="machines: {nodes: 2, ranks_per_node: 1, setup: [export A=b]}\n"), here
+    )
     (here / "out").mkdir()
     (here / "hostfile").write_text("x-worker-0 slots=1\nx-worker-1 slots=1\n", "utf-8")
     variables = {"OMPI_MCA_orte_default_hostfile": f"{here}/hostfile"}

@@ -304,7 +304,7 @@ def list_refusals(backend: Backend, config: Config, strategy: Strategy) -> Itera
     if is_single_process(strategy, backend) and config.parallel.data not in (1, "auto"):
         yield f"parallel.data: {config.parallel.data} contradicts the strategy: {strategy} is one process"
     in_use = keys_in_use(config)
-    for key in ("parallel.shard_over", "train.sync_every", "model.offload"):
+    for key in ("parallel.shard_over", "train.local_steps", "model.offload"):
         if key in in_use and shard not in can.also.get(key, ()):
             have = [
                 str(Strategy(n, s)) for n in backend_names() for s in find_backend(n).capabilities.also.get(key, ())

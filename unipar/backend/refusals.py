@@ -44,7 +44,7 @@ REFUSALS: Refusals = {
             "leave parallel.tensor out (parallel.shard: parameters splits between rows), or take adamw",
         ),
         "train.precision": ("torchao computes the update in fp32, with moments of 8 bits", "take adamw"),
-        "train.sync_every": ("ranks average their moments, and codes of 8 bits have no mean", _LEAVE_ONE_OUT),
+        "train.local_steps": ("ranks average their moments, and codes of 8 bits have no mean", _LEAVE_ONE_OUT),
         "model.offload": (
             "moments that are in host memory take none of the device, in 8 bits or 32",
             _LEAVE_ONE_OUT,
@@ -56,7 +56,7 @@ REFUSALS: Refusals = {
         ),
     },
     "moments_in_bf16": {
-        "train.sync_every": (
+        "train.local_steps": (
             "ranks average their moments, and their mean would be rounded to the nearest bf16",
             _LEAVE_ONE_OUT,
         ),
@@ -76,7 +76,7 @@ def keys_in_use(config: Config) -> dict[str, object]:
         "parallel.tensor": None if tensor == 1 else tensor,
         "parallel.shard_over": config.parallel.shard_over,
         "train.precision": precision if precision == "fp64" else None,
-        "train.sync_every": config.train.sync_every,
+        "train.local_steps": config.train.local_steps,
         "model.offload": None if offload == "none" else offload,
     }
     return {key: value for key, value in values.items() if value is not None}

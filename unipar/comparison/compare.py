@@ -257,7 +257,7 @@ def _compare_by_world_size(
             library_names={
                 name: library_name(at) for of in selected.values() for name, (_, at) in of.items() if at is not None
             },
-            held=settings.train.sync_every is None,
+            held=settings.train.local_steps is None,
             unwatched=asked.unwatched,
             interrupted=any(one.interrupted for one in found.values()),
             wrong=tuple(

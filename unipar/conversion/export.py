@@ -38,7 +38,7 @@ _IGNORED_KEYS = {
     "log.to": "the script writes log.jsonl",
     "checkpoint": "the script does not save its state",
     "launch": "the script's launcher has its own time limits",
-    "batch.try_largest": "the script does not try its largest microbatches before the first step",
+    "batch.memory_check": "the script does not try its largest microbatches before the first step",
     "compare": "",
     "out": "",
 }

@@ -11,10 +11,10 @@ def refusals_of_torch_schedules(config: Config) -> Iterator[str]:
     """Yield a sentence for each key that interleaved and zerobubble, which are torch's schedules, do not allow."""
     axes, shard = config.parallel.axes, config.parallel.shard
     name = f"parallel.schedule: {axes.schedule}"
-    if config.data.ragged == "weigh":
+    if config.data.last_batch == "keep":
         yield (
-            f"{name} needs microbatches of one shape, and data.ragged: weigh makes the last batch of an epoch smaller: "
-            "set data.ragged: drop, or take schedule 1f1b or gpipe"
+            f"{name} needs microbatches of one shape, and data.last_batch: keep makes the last batch of an epoch "
+            "smaller: set data.last_batch: drop, or take schedule 1f1b or gpipe"
         )
     if config.batch.tokens is not None:
         yield (

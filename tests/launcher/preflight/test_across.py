@@ -27,7 +27,7 @@ backend: native
 device: cpu
 batch: {total: 8}
 train: {steps: 5, optimizer: {name: sgd, lr: 0.01}}
-launch: {meet: 60}
+launch: {rendezvous_timeout: 60}
 """
 PATIENCE = 150.0
 

@@ -36,22 +36,23 @@ class LrScale(Section):
     """Config section `train.lr_scale`."""
 
     rule: Literal["none", "linear", "sqrt"] = "none"
-    """Growth of the learning rate with `batch.total`: by its ratio to `at_batch`, or by the root of that ratio."""
+    """Growth of the learning rate with `batch.total`: by its ratio to `base_batch_size`, or by the root of that
+    ratio."""
 
-    at_batch: PositiveInt | None = None
+    base_batch_size: PositiveInt | None = None
     """The total batch for which `lr` was chosen."""
 
     @model_validator(mode="after")
     def _both_or_neither(self) -> Self:
-        if (self.rule == "none") != (self.at_batch is None):
-            raise ValueError("rule and at_batch go together: {rule: linear, at_batch: 32}, or neither")
+        if (self.rule == "none") != (self.base_batch_size is None):
+            raise ValueError("rule and base_batch_size go together: {rule: linear, base_batch_size: 32}, or neither")
         return self
 
     def factor(self, total: int) -> float:
         """Return the factor of the learning rate for a total batch."""
-        if self.at_batch is None:
+        if self.base_batch_size is None:
             return 1.0
-        ratio = total / self.at_batch
+        ratio = total / self.base_batch_size
         return ratio if self.rule == "linear" else ratio**0.5
 
 

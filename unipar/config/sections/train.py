@@ -25,7 +25,7 @@ class PartTrain(Section):
 
 
 class Watch(Section):
-    """Config section `train.watch`: a guard in ordinary runs."""
+    """Config section `train.consistency_check`: a guard in ordinary runs."""
 
     every: PositiveInt = 100
     """Steps from one check to the next; the second step is checked too."""
@@ -88,7 +88,7 @@ class Train(Section):
     parts: dict[str, PartTrain] = Field(default_factory=dict)
     """Optimizer and clip of single parts, by name, if model() returns several parts."""
 
-    sync_every: PositiveInt | None = None
+    local_steps: PositiveInt | None = None
     """Steps after which parameters and moments are averaged over ranks, each of which steps by itself in between;
     null: gradients are summed over ranks in every step."""
 
@@ -96,7 +96,7 @@ class Train(Section):
     """Moving averages of the trained weights, each rank's of what it keeps: evaluations and exports take the averages,
     and checkpoints hold both; null: none."""
 
-    watch: Watch | None = None
+    consistency_check: Watch | None = None
     """Check in one step of every so many that copies of weights are equal, and norm, rate, samples, updates and dtypes
     are what they should be; the first fault ends the run with a sentence."""
 
@@ -114,18 +114,18 @@ class Train(Section):
 
     @model_validator(mode="after")
     def _same_scale(self) -> Self:
-        if self.sync_every is not None and self.precision == "fp16":
+        if self.local_steps is not None and self.precision == "fp16":
             raise ValueError(
-                f"sync_every ({self.sync_every}) and fp16 exclude each other: loss scaling would make each rank skip "
+                f"local_steps ({self.local_steps}) and fp16 exclude each other: loss scaling would make each rank skip "
                 "different steps; use bf16-mixed"
             )
         return self
 
     @model_validator(mode="after")
     def _same_weights(self) -> Self:
-        if self.sync_every is not None and self.ema is not None:
+        if self.local_steps is not None and self.ema is not None:
             raise ValueError(
-                f"sync_every ({self.sync_every}) and ema exclude each other: between two means each rank has its own "
+                f"local_steps ({self.local_steps}) and ema exclude each other: between two means each rank has its own "
                 "weights, and would have its own averages; leave one of them out"
             )
         return self
