@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from unipar.backend import Backend, Capabilities, Category, Dtypes, Engine, Part, Variant
 from unipar.backend.precision import default_dtypes
+from unipar.backend.refusals import ALL, Refusals, refuse_optimizers
 from unipar.config import SHARDS, Config, Section, Shard
 from unipar.distributed.launchers import Launcher
 from unipar.distributed.place import Place
@@ -29,6 +30,20 @@ if TYPE_CHECKING:
 
 _NO_FP64 = "ZeRO keeps its masters in fp32; use deepspeed/nothing, native/* or fp32"
 _SPLITTING_SHARDS: tuple[Shard, ...] = ("optimizer", "gradients", "parameters")
+_OFFLOAD = "options.deepspeed.offload_optimizer"
+_REFUSALS: Refusals = {
+    "whole_matrices": {_OFFLOAD: ("its matrices are joined on the device", "leave one of them out")},
+    "moments_in_bf16": {
+        _OFFLOAD: ("moments in host memory take none of the device, in bf16 or fp32", "leave one of them out")
+    },
+    "moments_in_blocks": {
+        ALL: (
+            "ZeRO joins parameters in flat tensors, where blocks of moments would reach from one parameter into the "
+            "next",
+            "use native, horovod or accelerate (without options.accelerate.through), or take adamw",
+        )
+    },
+}
 _CALL_SITES: dict[str, Category] = {
     "deepspeed/runtime/engine.py:allreduce_bucket": "communication",
     "deepspeed/runtime/zero/stage_1_and_2.py:setup_buckets": "communication",
@@ -109,23 +124,8 @@ class DeepSpeed(Backend):
         if config.parallel.tensor > 1:
             yield from _tensor_refusals(config)
         offload = options_of(config).offload_optimizer
-        if (key := config.train.whole_matrices) is not None and offload != "none":
-            yield (
-                f"{key}.name: muon is not available with options.deepspeed.offload_optimizer: {offload}: its matrices "
-                "are joined on the device; leave one of them out"
-            )
-
-        if (key := config.train.moments_in_bf16) is not None and offload != "none":
-            yield (
-                f"{key}.name: adamw-bf16 is not available with options.deepspeed.offload_optimizer: {offload}: moments "
-                "in host memory take none of the device, in bf16 or fp32; leave one of them out"
-            )
-        if (key := config.train.moments_in_blocks) is not None:
-            yield (
-                f"{key}.name: adamw-8bit is not available: ZeRO joins parameters in flat tensors, where blocks of "
-                "moments would reach from one parameter into the next; use native, horovod or accelerate (without "
-                "options.accelerate.through), or take adamw"
-            )
+        carriers = {ALL: True} if offload == "none" else {ALL: True, _OFFLOAD: offload}
+        yield from refuse_optimizers(config, carriers, _REFUSALS)
 
     @override
     def dtypes(self, config: Config) -> Dtypes:

@@ -7,6 +7,7 @@ from typing import Any
 
 from unipar.backend.foreign import AUTO, ForeignConfigReader, ForeignSection
 from unipar.config import SHARDS
+from unipar.config.sections.optimizer import OPTIMIZERS, AdamW
 from unipar.distributed import accelerators
 from unipar.utils.text import show_value
 from unipar_deepspeed.import_sections.import_batch import read_batch
@@ -145,8 +146,8 @@ def _read_schedule_ends(params: ForeignSection, kind: str) -> None:
         elif not params.open("warmup_max_lr", "train.optimizer.lr", "3.0e-4"):
             default = 1e-3 if kind == "WarmupDecayLR" else 0.0
             if top := params.take("warmup_max_lr", float, default):
-                muon = reading.config.get("train.optimizer.name") == "muon"
-                for key in ("lr", "adamw.lr") if muon else ("lr",):
+                optimizer = OPTIMIZERS.get(reading.config.get("train.optimizer.name", ""), AdamW)
+                for key in ("lr", "adamw.lr") if optimizer.whole_matrices else ("lr",):
                     why = "scheduler.params.warmup_max_lr, which overrides optimizer's"
                     reading.put(f"train.optimizer.{key}", top, why)
     else:

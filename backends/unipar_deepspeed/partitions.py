@@ -15,8 +15,7 @@ from unipar.distributed.world import World
 from unipar.engines.placement import broadcast_tensor
 from unipar.engines.plain_state import KINDS_OF_MODEL, describe_reserved_key
 from unipar.errors import CheckpointError
-from unipar.optimizers.adamw_bf16 import MOMENTS, AdamWBf16, NamedViews
-from unipar.optimizers.stochastic_rounding import ElementRuns
+from unipar.optimizers.stochastic_rounding import MOMENTS, ElementRuns, NamedViews, RoundedMoments
 from unipar_deepspeed.matrices.states import MatrixStates, ranges_in_flat_tensors
 
 if TYPE_CHECKING:
@@ -50,8 +49,8 @@ class ZeroPartitions:
         self.master = self._masters()
         self.matrices = MatrixStates(model, engine, stage, world, matrices, self.master)
         self._cut_ids = {id(p) for name, p in model.named_parameters() if self.is_cut(name)}
-        if isinstance(self.base, AdamWBf16):
-            self.base.use_views(self._named_views(model))
+        if isinstance(self.base, RoundedMoments):
+            self.base.views = self._named_views(model)
 
     def _masters(self) -> dict[int, Tensor]:
         """Return the fp32 masters by the id of their bf16 parameter; only stage 0 with bf16 parameters has any."""
@@ -258,7 +257,7 @@ class ZeroPartitions:
             if self.matrices.holds(slot):
                 continue
             fresh: dict[str, Any] = {k: torch.zeros_like(slot.data) for k in kinds - {"step"}}
-            if isinstance(self.base, AdamWBf16):
+            if isinstance(self.base, RoundedMoments):
                 fresh |= {k: self.base.new_moment(slot.data) for k in fresh.keys() & MOMENTS}
             if step is not None:
                 fresh["step"] = step.clone().view(()).to(torch.float32)

@@ -14,7 +14,6 @@ from typing_extensions import override
 import unipar
 from unipar.backend.export import groups_code
 from unipar.config import Config
-from unipar.config.sections.optimizer import optimizer_arguments
 from unipar.config.sections.schedule import Constant, Cosine, Linear
 from unipar.engines.learning_rate import BaseRates
 from unipar.errors import TaskError
@@ -191,7 +190,7 @@ def test_kernels(fused: Any, foreach: Any, wanted: tuple[Any, Any]) -> None:
 def test_kernels_of_split_parameters(name: str, foreach: Any, device: str, split: bool, wanted: dict[str, Any]) -> None:
     """PyTorch has no fused SGD for split parameters, and no fused RMSprop; `foreach` is then as in the config."""
     optimizer = _config(optimizer={"name": name, "foreach": foreach}).train.optimizer
-    told = optimizer_arguments(optimizer, device, split=split)
+    told = optimizer.arguments(device, split=split)
     assert {key: told[key] for key in ("fused", "foreach") if key in told} == wanted
 
 

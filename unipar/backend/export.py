@@ -15,7 +15,6 @@ from string import Template
 from typing import TYPE_CHECKING, Any
 
 from unipar.config import BatchSizes, Config
-from unipar.config.sections.optimizer import SGD, Adam, AdamW, RMSprop, optimizer_arguments
 from unipar.config.sections.schedule import (
     Constant,
     InverseRoot,
@@ -182,8 +181,7 @@ def _literal(value: Any) -> str:
 
 def optimizer_class_name(config: Config) -> str:
     """Return the name of the optimizer's class in torch.optim."""
-    wanted = config.train.optimizer
-    return next(known.__name__ for known in (SGD, Adam, AdamW, RMSprop) if isinstance(wanted, known))
+    return config.train.optimizer.implementation.removeprefix("torch.optim:")
 
 
 def optimizer_code(outline: Outline, *, split: bool = False) -> str:
@@ -194,7 +192,7 @@ def optimizer_code(outline: Outline, *, split: bool = False) -> str:
 
 def optimizer_words(outline: Outline, *, split: bool = False) -> list[str]:
     """Return the optimizer's arguments except the groups, as source code."""
-    arguments = optimizer_arguments(outline.config.train.optimizer, "cuda" if outline.cuda else "cpu", split=split)
+    arguments = outline.config.train.optimizer.arguments("cuda" if outline.cuda else "cpu", split=split)
     texts = {name: repr(value) for name, value in arguments.items()} | {"lr": learning_rate_code(outline)}
     return [f"{name}={text}" for name, text in texts.items()]
 

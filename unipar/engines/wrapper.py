@@ -37,10 +37,9 @@ from unipar.engines.state import (
     restore_buffers,
 )
 from unipar.errors import TaskError
-from unipar.optimizers.adamw_bf16 import MOMENTS, AdamWBf16
 from unipar.optimizers.block_states import BlockStates
 from unipar.optimizers.matrix_optimizer import MatrixOptimizer
-from unipar.optimizers.stochastic_rounding import ElementRuns
+from unipar.optimizers.stochastic_rounding import MOMENTS, ElementRuns, RoundedMoments
 
 
 class WrapperEngine(OptimizerEngine):
@@ -162,8 +161,8 @@ class WrapperEngine(OptimizerEngine):
     @final
     def share_views(self) -> None:
         """Tell an optimizer that rounds by chance which elements this rank has."""
-        if isinstance(self.base, AdamWBf16):
-            self.base.use_views(self._named_views)
+        if isinstance(self.base, RoundedMoments):
+            self.base.views = self._named_views
 
     def _named_views(self, p: Tensor, t: Tensor) -> Iterator[tuple[str, ElementRuns, Tensor]]:
         """Yield this rank's parts of `t`, a parameter of the optimizer or a tensor like it."""
@@ -383,7 +382,7 @@ class WrapperEngine(OptimizerEngine):
             dtype = p.dtype if shape == self.whole_shape(name, p) else None
             return torch.zeros(shape, dtype=dtype or read(name, kind, Region(0, prod(shape))).dtype, device=p.device)
         if shape == self.whole_shape(name, p):
-            if isinstance(self.base, AdamWBf16) and kind in MOMENTS:
+            if isinstance(self.base, RoundedMoments) and kind in MOMENTS:
                 return self.base.new_moment(p)
             return torch.empty_like(p)
         if shape and isinstance(p, DTensor):

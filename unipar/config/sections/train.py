@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Self
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from unipar.config.sections.optimizer import (
-    AdamW,
-    AdamW8bitSettings,
-    AdamWBf16Settings,
-    Clip,
-    LrScale,
-    MuonSettings,
-    Optimizer,
-)
+from unipar.config.sections.optimizer import OPTIMIZERS, AdamW, Clip, LrScale, Optimizer
 from unipar.config.sections.schedule import Constant, Schedule
 from unipar.config.sections.section import Section
 from unipar.config.sections.strategy import Precision
+from unipar.utils.text import join_with_or
 
 
 class PartTrain(Section):
@@ -80,8 +74,7 @@ class Train(Section):
     epochs: PositiveInt | None = None
     """Passes over the data to train for, instead of `steps`."""
 
-    optimizer: Optimizer = AdamW()
-    """sgd, adam, adamw, rmsprop, adamw-bf16, adamw-8bit or muon, with its own keys."""
+    optimizer: Annotated[Optimizer, Field(description=f"{join_with_or([*OPTIMIZERS])}, with its own keys.")] = AdamW()
 
     lr_scale: LrScale = LrScale()
     """Scaling of the learning rate with the total batch."""
@@ -144,37 +137,15 @@ class Train(Section):
         return self
 
     @property
-    def whole_matrices(self) -> str | None:
-        """Key of an optimizer that updates matrices as a whole, if there is one."""
-        return self._key_of(MuonSettings)
-
-    @property
-    def moments_in_blocks(self) -> str | None:
-        """Key of an optimizer whose moments are codes and scales of blocks, if there is one."""
-        return self._key_of(AdamW8bitSettings)
-
-    @property
-    def moments_in_bf16(self) -> str | None:
-        """Key of an optimizer whose moments are in bf16, if there is one."""
-        return self._key_of(AdamWBf16Settings)
+    def optimizers(self) -> Mapping[str, Optimizer]:
+        """The optimizer and those of parts, by their keys."""
+        of_parts = {f"train.parts.{name}.optimizer": part.optimizer for name, part in self.parts.items()}
+        return {"train.optimizer": self.optimizer} | {key: its for key, its in of_parts.items() if its is not None}
 
     @property
     def narrow_moments(self) -> str | None:
         """Name of the optimizer, if it keeps moments in fewer bits than weights."""
-        return next(
-            (its.name for its in self._optimizers.values() if isinstance(its, AdamW8bitSettings | AdamWBf16Settings)),
-            None,
-        )
-
-    def _key_of(self, kind: type[Section]) -> str | None:
-        """Return the key of the first optimizer of this kind."""
-        return next((key for key, its in self._optimizers.items() if isinstance(its, kind)), None)
-
-    @property
-    def _optimizers(self) -> dict[str, Optimizer | None]:
-        """The optimizer and those of parts, by their keys."""
-        of_parts = {f"train.parts.{name}.optimizer": part.optimizer for name, part in self.parts.items()}
-        return {"train.optimizer": self.optimizer, **of_parts}
+        return next((its.name for its in self.optimizers.values() if its.full_moments is not None), None)
 
     @property
     def clipping(self) -> Clip | None:

@@ -13,11 +13,10 @@ import torch.distributed as dist
 
 from unipar.backend import Engine, Factor, Piece, Step
 from unipar.config import Config
-from unipar.config.sections.optimizer import AdamWBf16Settings
 from unipar.data.order import MicrobatchPlan
 from unipar.distributed.world import World
 from unipar.errors import Inconsistent
-from unipar.optimizers.adamw_bf16 import MOMENTS
+from unipar.optimizers.stochastic_rounding import MOMENTS
 from unipar.run_folder.ledger import Ledger
 from unipar.task import Share
 from unipar.training.watch.copy_check import CopyCheck
@@ -123,7 +122,7 @@ class StateWatch:
                 continue
             if piece.kind != "weight" and self._own_optimizer:
                 created = self._dtypes.setdefault((part.name, piece.kind), dtype)
-            elif piece.kind in MOMENTS and isinstance(part.config.train.optimizer, AdamWBf16Settings):
+            elif piece.kind in MOMENTS and part.config.train.optimizer.moments_in_bf16:
                 created = torch.bfloat16
             if dtype.itemsize < created.itemsize:
                 what = "its values are" if piece.kind == "weight" else f"the optimizer's {piece.kind} of it is"
