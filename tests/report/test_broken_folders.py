@@ -148,9 +148,9 @@ def test_a_strategy_that_failed_before_it_began_has_an_empty_ledger(run: Path) -
         ("[]", "is not a comparison: it holds no mapping"),
         ("{}", "is not a comparison written by unipar: no key 'strategies'"),
         (
-            '{"strategies": []}',
-            "was written before unipar 0.1.0, which calls strategies strategies: read it with the version that wrote "
-            "it, or run the command again with --overwrite",
+            '{"cells": []}',
+            "was written before unipar 0.1.0, which calls cells strategies: read it with the version that wrote it, or "
+            "run the command again with --overwrite",
         ),
         ('{"strategies": []}', "is not a comparison written by unipar: no key 'name'"),
         ('{"strategies": 3}', "is not a comparison written by unipar: 'int' object is not iterable"),

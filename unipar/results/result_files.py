@@ -73,9 +73,9 @@ def read_mapping(file: Path, what: str) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ReportError(f"{file} is not a {what}: it holds no mapping")
     worlds = data.get("worlds")
-    if "strategies" in data or (isinstance(worlds, list) and any("strategy" in world for world in worlds)):
+    if "cells" in data or (isinstance(worlds, list) and any("cell" in world for world in worlds)):
         raise ReportError(
-            f"{file} was written before unipar 0.1.0, which calls strategies strategies: read it with the version that "
+            f"{file} was written before unipar 0.1.0, which calls cells strategies: read it with the version that "
             "wrote it, or run the command again with --overwrite"
         )
     return data

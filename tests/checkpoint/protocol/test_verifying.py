@@ -167,10 +167,10 @@ def test_what_is_amiss_is_said_with_the_name_of_the_file(tmp_path: Path, mutate:
     assert refusal(path) == sentence.replace("{path}", str(path))
 
 
-def test_a_checkpoint_that_calls_its_strategy_a_strategy(tmp_path: Path) -> None:
+def test_a_checkpoint_that_calls_its_strategy_a_cell(tmp_path: Path) -> None:
     """Checkpoints did before 0.1.0; they are read as those of today."""
     old, path = save_two_steps(tmp_path)
-    Mutated(path, old, Random(0)).forge("state.json", b'{"format": 1, "step": 2, "strategy": "native/nothing"}')
+    Mutated(path, old, Random(0)).forge("state.json", b'{"format": 1, "step": 2, "cell": "native/nothing"}')
     assert inspect_checkpoint(path).state == {"format": 1, "step": 2, "strategy": "native/nothing"}
 
 

@@ -212,8 +212,8 @@ def _read_state(path: Location, manifest: Manifest) -> dict[str, Any]:
         raise CheckpointError(f"{called}: its hash is not the one in {MANIFEST_FILE}; its bytes changed")
     state = parse_strict_json(data, called, largest=LARGEST_JSON, deepest=DEEPEST_JSON)
     check_format_version(state, called)
-    if "strategy" in state:  # what checkpoints called the strategy before 0.1.0
-        state["strategy"] = state.pop("strategy")
+    if "cell" in state:  # what checkpoints called the strategy before 0.1.0
+        state["strategy"] = state.pop("cell")
     if state.get("step") != manifest.step:
         raise CheckpointError(f"{called}: of step {state.get('step')!r}; {MANIFEST_FILE} is of step {manifest.step}")
     return state
