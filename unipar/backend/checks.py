@@ -24,7 +24,7 @@ from unipar.backend.offered_strategies import (
     strategies_of_backend,
     strategy_of,
 )
-from unipar.backend.refusals import keys_in_use, refuse_optimizers
+from unipar.backend.refusals import conditions_of, refusals_met
 from unipar.backend.registry import backend_names, find_backend, why_not_installed
 from unipar.config import SHARDS, Config, Precision, Section, Shard, Strategy
 from unipar.config.config_source import (
@@ -303,15 +303,15 @@ def list_refusals(backend: Backend, config: Config, strategy: Strategy) -> Itera
         yield f"device: {config.device} is not supported; {backend.name} runs on {', '.join(can.devices)}"
     if is_single_process(strategy, backend) and config.parallel.data not in (1, "auto"):
         yield f"parallel.data: {config.parallel.data} contradicts the strategy: {strategy} is one process"
-    in_use = keys_in_use(config)
+    conditions = conditions_of(config)
     for key in ("parallel.shard_over", "train.local_steps", "model.offload"):
-        if key in in_use and shard not in can.also.get(key, ()):
+        if key in conditions and shard not in can.also.get(key, ()):
             have = [
                 str(Strategy(n, s)) for n in backend_names() for s in find_backend(n).capabilities.also.get(key, ())
             ]
-            yield f"{key}: {in_use[key]} is not available here, only in {', '.join(have)}"
+            yield f"{conditions[key]} is not available here, only in {', '.join(have)}"
     yield from refuse_axes(backend, strategy)
-    yield from refuse_optimizers(config, in_use)
+    yield from refusals_met(conditions)
     if kind == "cpu":
         yield from _refuse_on_cpu(config)
     for key, why in backend.idle_options(config):

@@ -1,11 +1,12 @@
-"""Table of refusals: what cannot carry a trait of an optimizer, with the reason and the way out."""
+"""Table of refusals: features that something cannot carry, each with the reason and the way out."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Final, Literal
+from typing import Final
 
 from unipar.config import Config
+from unipar.utils.text import yaml_word
 
 SCRIPT: Final = "script"
 """Carrier: a script that `unipar export` writes."""
@@ -13,13 +14,14 @@ SCRIPT: Final = "script"
 ALL: Final = "all"
 """Carrier: everything that a backend trains."""
 
-Trait = Literal["whole_matrices", "moments_in_blocks", "moments_in_bf16"]
-"""Trait of `OptimizerSettings`."""
+TRAITS: Final = ("whole_matrices", "moments_in_blocks", "moments_in_bf16")
+"""Features that are traits of `OptimizerSettings`."""
 
-Refusals = Mapping[Trait, Mapping[str, tuple[str, str]]]
-"""Reason and way out, by the trait and by what cannot carry it: a key of the config, SCRIPT or ALL.
+Refusals = Mapping[str, Mapping[str, tuple[str, str]]]
+"""Reason and way out, by feature and by what cannot carry it; either may be empty.
 
-`{name}` and `{value}` in a reason are filled in: the optimizer's name, capitalized, and the value of the key.
+Both are conditions of a config, such as a trait, a key that has an effect, or a key with its value. `{name}` and
+`{value}` in a reason stand for the last words of the feature (capitalized) and of the carrier as sentences say them.
 """
 
 _LEAVE_ONE_OUT: Final = "leave one of them out"
@@ -43,7 +45,7 @@ REFUSALS: Refusals = {
             "blocks",
             "leave parallel.tensor out (parallel.shard: parameters splits between rows), or take adamw",
         ),
-        "train.precision": ("torchao computes the update in fp32, with moments of 8 bits", "take adamw"),
+        "train.precision: fp64": ("torchao computes the update in fp32, with moments of 8 bits", "take adamw"),
         "train.local_steps": ("ranks average their moments, and codes of 8 bits have no mean", _LEAVE_ONE_OUT),
         "model.offload": (
             "moments that are in host memory take none of the device, in 8 bits or 32",
@@ -69,31 +71,43 @@ REFUSALS: Refusals = {
 """Refusals of all backends, and of export. A backend has a table of its own beside this one."""
 
 
-def keys_in_use(config: Config) -> dict[str, object]:
-    """Return the values of keys that some optimizer or backend refuses, without values that none refuses."""
-    tensor, offload, precision = config.parallel.tensor, config.model.offload, config.train.precision
+def conditions_of(config: Config) -> dict[str, str]:
+    """Return conditions that a config meets, each with the words for it in a sentence."""
+    parallel, model, train = config.parallel, config.model, config.train
     values = {
-        "parallel.tensor": None if tensor == 1 else tensor,
-        "parallel.shard_over": config.parallel.shard_over,
-        "train.precision": precision if precision == "fp64" else None,
-        "train.local_steps": config.train.local_steps,
-        "model.offload": None if offload == "none" else offload,
+        "parallel.tensor": None if parallel.tensor == 1 else parallel.tensor,
+        "parallel.shard": None if parallel.shard == "nothing" else parallel.shard,
+        "parallel.shard_over": parallel.shard_over,
+        "parallel.sequence": parallel.sequence or None,
+        "train.precision": train.precision,
+        "train.local_steps": train.local_steps,
+        "model.offload": None if model.offload == "none" else model.offload,
+        "model.sync_batchnorm": model.sync_batchnorm or None,
+        "model.recompute": model.recompute,
+        "model.compile": model.compiling and model.compiling.what,
     }
-    return {key: value for key, value in values.items() if value is not None}
+    keys = {key: f"{key}: {yaml_word(value)}" for key, value in values.items() if value is not None}
+    traits = {
+        trait: f"{key}.name: {its.name}"
+        for key, its in reversed([*train.optimizers.items()])  # the first that has a trait stays
+        for trait in TRAITS
+        if getattr(its, trait)
+    }
+    plain = {"model.compile": "model.compile"} if "model.compile" in keys else {}  # its value may be a section
+    return {**traits, **keys, **{words: words for words in keys.values()}, **plain}
 
 
-def refuse_optimizers(config: Config, carriers: Mapping[str, object], table: Refusals = REFUSALS) -> Iterator[str]:
-    """Yield the sentence of each refusal in `table` that a config meets; `carriers` are those that it has, by value."""
-    for trait, refusals in table.items():
-        carrying = ((key, its.name) for key, its in config.train.optimizers.items() if getattr(its, trait))
-        if (found := next(carrying, None)) is None:
-            continue
-        key, name = found
-        for carrier, (reason, way_out) in refusals.items():
-            if carrier == SCRIPT and SCRIPT in carriers:
-                yield f"{key}.name: {name} {reason}: {way_out}"
-            elif carrier in carriers:
-                value = carriers[carrier]
-                place = "" if carrier == ALL else f" with {carrier}: {value}"
-                why = reason.format(name=name.capitalize(), value=value)
-                yield f"{key}.name: {name} is not available{place}: {why}; {way_out}"
+def refusals_met(conditions: Mapping[str, str], table: Refusals = REFUSALS) -> Iterator[str]:
+    """Yield the sentence of each refusal in `table` whose feature and carrier are among these conditions."""
+    for feature in (one for one in table if one in conditions):
+        what = conditions[feature]
+        for carrier, (reason, way_out) in table[feature].items():
+            if carrier not in conditions:
+                continue
+            if carrier == SCRIPT:
+                yield f"{what} {reason}: {way_out}"
+                continue
+            place = conditions[carrier] and f" with {conditions[carrier]}"
+            name, value = (words.rpartition(" ")[2] for words in (what, place))
+            why = reason and f": {reason.format(name=name.capitalize(), value=value)}"
+            yield f"{what} is not available{place}{why}{way_out and f'; {way_out}'}"

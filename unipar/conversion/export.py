@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from unipar.backend import Backend, checks, registry, resources
 from unipar.backend.checks import in_strategy
-from unipar.backend.refusals import SCRIPT, refuse_optimizers
+from unipar.backend.refusals import SCRIPT, conditions_of, refusals_met
 from unipar.config import Config, Strategy
 from unipar.errors import BackendNotFound, ConfigError, OutExists, TaskError, Unsupported
 from unipar.task.reference import TaskRef
@@ -186,7 +186,7 @@ def _make_outline(source: ConfigSource) -> tuple[Outline, dict[str, str]]:
             f"{ref.task.shown}: optimizer() creates the task's own optimizer, but a script creates the config's: "
             "export a task without optimizer(), and create yours in train.py"
         )
-    if refused := next(refuse_optimizers(config, {SCRIPT: True}), None):
+    if refused := next(refusals_met(conditions_of(config) | {SCRIPT: ""}), None):
         raise ConfigError(refused)
     if task.defines("schedule"):
         raise TaskError(
