@@ -35,6 +35,7 @@ from unipar.engines.state import (
     local_regions,
     module_holdings,
     restore_buffers,
+    steps_on_device,
 )
 from unipar.errors import TaskError
 from unipar.optimizers.adamw_bf16 import MOMENTS, AdamWBf16
@@ -394,6 +395,5 @@ class WrapperEngine(OptimizerEngine):
         return torch.zeros(shape, dtype=read(name, kind, Region(0, prod(shape))).dtype, device=p.device)
 
     def _on_its_device(self, kind: str, value: Tensor, device: torch.device) -> Tensor:
-        """Move a step count to its parameter's device if the optimizer is fused or capturable."""
-        fused = any(g.get("fused") or g.get("capturable") for g in self.base.param_groups)
-        return value.to(device) if kind == "step" and fused else value
+        """Move a step count to its parameter's device if the optimizer counts there."""
+        return value.to(device) if kind == "step" and steps_on_device(self.base) else value
