@@ -221,10 +221,10 @@ class WrapperEngine(OptimizerEngine):
         if skipped.item():
             self.clear_gradients()
             return True
-        self.update()
         if not self._has_updated and self._leaves_out_on_device and has_own_memory(self.world.device):
-            self.rates.put_on(self.world.device, self.optimizer)
+            self.rates.put_on(self.world.device, self.optimizer)  # the first rate is rounded as all others are
         self._has_updated = True
+        self.update()
         return False
 
     @cached_property
