@@ -60,10 +60,10 @@ bench: setup $(DONE)/bench ## what unipar costs a step, beside Accelerate, Fabri
 	$(IN_VENV) $(BIN)/python -m benchmarks.overhead $(ARGS)
 
 route: setup ## the way of a config from launch to the first step: modules, calls to higher floors, lookups
-	$(IN_VENV) $(BIN)/python -m benchmarks.route $(ARGS)
+	$(IN_VENV) $(BIN)/python -m tools.route $(ARGS)
 
 layout: setup ## the shape of unipar/: modules, packages, floors, import circles, largest folder, longest file
-	$(IN_VENV) $(BIN)/python -m benchmarks.layout $(ARGS)
+	$(IN_VENV) $(BIN)/python -m tools.layout $(ARGS)
 
 settings: setup $(DONE)/tests ## every key of the config, from every source, in every strategy: obeyed or refused, as a table
 	$(IN_VENV) $(BIN)/python -m tests.support.every_setting

@@ -29,7 +29,7 @@ class Way:
     changes: Mapping[str, Any]
 
 
-LINEAR, SQRT = ({"rule": rule, "at_batch": SMALL} for rule in ("linear", "sqrt"))
+LINEAR, SQRT = ({"rule": rule, "base_batch_size": SMALL} for rule in ("linear", "sqrt"))
 WAYS = (
     Way("32, the rate as chosen", SMALL, {}),
     Way("256, the same rate", LARGE, {}),

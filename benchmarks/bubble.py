@@ -42,7 +42,7 @@ def settle_schedule(schedule: PipelineSchedule, ranks: int, micros: int) -> Sett
         "parallel": {"data": 1, "pipeline": ranks, "schedule": schedule},
         "batch": {"total": 2 * micros, "micro": 2},
         "train": {"steps": 100, "optimizer": {"lr": 1e-3}},
-        "data": {"ragged": "drop"},
+        "data": {"last_batch": "drop"},
     }
     config = strategies.config_in_strategy(load_given_config(given, None).config, strategy)
     return SettledConfig.of(config, strategy, ranks, "cpu")

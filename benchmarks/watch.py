@@ -1,4 +1,4 @@
-"""Cost of `train.watch`: the CPU time of a step that is checked, over that of one that is not."""
+"""Cost of `train.consistency_check`: the CPU time of a step that is checked, over that of one that is not."""
 
 from __future__ import annotations
 
@@ -43,7 +43,11 @@ def benchmark_watch() -> tuple[dict[str, Any], bool]:
         good = good and low <= LIMIT
         rows.append((strategy, f"{middle:.2f} [{low:.2f}..{high:.2f}]", str(ratio["rounds"])))
     print(
-        format_table(("char GPT, 4 samples", "cost of train.watch, % of a step's CPU time", "pairs"), rows, right=(2,))
+        format_table(
+            ("char GPT, 4 samples", "cost of train.consistency_check, % of a step's CPU time", "pairs"),
+            rows,
+            right=(2,),
+        )
     )
     print(f"one check in 100 steps; lower ends at most {LIMIT:g} %: {'met' if good else 'MISSED'}\n")
     return found, good
@@ -51,7 +55,7 @@ def benchmark_watch() -> tuple[dict[str, Any], bool]:
 
 def measure_check(place: Place, run: Path, control: socket.socket | None) -> None:
     """Measure steps with and without a check in turn; entry function of the worker."""
-    config = config_of(read_asked(run), place.size).changed({"train.watch": Watch(every=1)})
+    config = config_of(read_asked(run), place.size).changed({"train.consistency_check": Watch(every=1)})
     task: Task = TaskRef.of(None, config.task, {}).load()
     settled = settle(config, place.size)
     with open_run(settled, registry.find_backend(settled.strategy.backend), task, place, run) as live:

@@ -14,7 +14,7 @@
     - Hung               a process made no progress while the others waited for it
   + OutOfMemory          a rank ran out of memory: where, what used most of it, what would have fit  (exit 1)
   + NonFinite            the loss became NaN or infinite: which step, which rank                     (exit 1)
-  + Inconsistent         train.watch found that ranks or the optimizer do not do what they should   (exit 1)
+  + Inconsistent         train.consistency_check found that ranks or the optimizer do not do what they should   (exit 1)
   + Stopped              a signal ended the run at a step boundary                                   (exit 130)
 """
 
@@ -116,7 +116,7 @@ class NonFinite(UniparError):
 
 
 class Inconsistent(UniparError):
-    """Error for a run whose ranks or optimizer do not do what they should, as `train.watch` found."""
+    """Error for a run whose ranks or optimizer do not do what they should, as `train.consistency_check` found."""
 
 
 class Stopped(UniparError):

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class AccelerateOptions(Section):
     """Section options.accelerate of the config."""
 
-    find_unused: bool | Literal["auto"] = "auto"
+    find_unused_parameters: bool | Literal["auto"] = "auto"
     """DDP's search for parameters that the loss does not use. auto: the first step shows whether it is needed;
     true: at every step, for a model that uses other parameters at other times; false: never."""
 
@@ -120,8 +120,10 @@ class Accelerate(Backend):
     @override
     def idle_options(self, config: Config) -> Iterator[tuple[str, str]]:
         own = options_of(config)
-        if own.find_unused != "auto" and (config.parallel.shard != "nothing" or config.parallel.axes.ranks > 1):
-            yield "options.accelerate.find_unused", "it is DDP's, which this strategy does not use"
+        if own.find_unused_parameters != "auto" and (
+            config.parallel.shard != "nothing" or config.parallel.axes.ranks > 1
+        ):
+            yield "options.accelerate.find_unused_parameters", "it is DDP's, which this strategy does not use"
         if own.through != "deepspeed" and config.parallel.shard != "nothing":
             theirs = deepspeed.options.model_validate(config.options.get("deepspeed", {}))
             for name in theirs.model_dump(exclude_defaults=True):
@@ -150,9 +152,12 @@ class Accelerate(Backend):
             return settings | {"FullyShardedDataParallelPlugin": fsdp_plugin_settings(config)}
         if config.parallel.axes.ranks > 1:
             return settings
-        find_unused = options_of(config).find_unused
+        find_unused_parameters = options_of(config).find_unused_parameters
         return settings | {
-            "DistributedDataParallelKwargs": {"gradient_as_bucket_view": True, "find_unused_parameters": find_unused}
+            "DistributedDataParallelKwargs": {
+                "gradient_as_bucket_view": True,
+                "find_unused_parameters": find_unused_parameters,
+            }
         }
 
     @override
@@ -188,7 +193,9 @@ class Accelerate(Backend):
             return Prediction(unwrapped_terms(config, timeline))  # one process is wrapped on the CPU alone
         if not uses_ddp(config):
             return predict_fsdp2(config, timeline, ranks, device=device, reshard_rest=False)
-        return predict_ddp(config, timeline, ranks, DDPBuckets(LIBRARY_BUCKETS, options_of(config).find_unused))
+        return predict_ddp(
+            config, timeline, ranks, DDPBuckets(LIBRARY_BUCKETS, options_of(config).find_unused_parameters)
+        )
 
     @override
     def split_for_plan(self, part: Part, config: Config) -> Sequence[RankPart]:

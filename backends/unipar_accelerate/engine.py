@@ -31,14 +31,14 @@ class AccelerateDDPEngine(LateWrappedEngine):
         super().__init__(part, config, world)
         self.mixed = accelerate_precision(config)
         self.accelerator: Any = None  # until the first step has shown whether parameters are left unused
-        wanted = options_of(config).find_unused
+        wanted = options_of(config).find_unused_parameters
         if wanted != "auto":
-            self.settle(find_unused=wanted)
+            self.settle(find_unused_parameters=wanted)
 
     @override
-    def wrap(self, *, find_unused: bool) -> nn.Module:
+    def wrap(self, *, find_unused_parameters: bool) -> nn.Module:
         reset_accelerate_state()
-        ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True, find_unused_parameters=find_unused)
+        ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True, find_unused_parameters=find_unused_parameters)
         cpu = self.world.device.type == "cpu"
         with hide_launch_variables():
             self.accelerator = Accelerator(cpu=cpu, mixed_precision=self.mixed, kwargs_handlers=[ddp])

@@ -15,7 +15,7 @@ from unipar.backend.export import (
 from unipar.errors import Unsupported
 from unipar_accelerate import options_of
 
-_CARRIED_OPTIONS = frozenset({"find_unused"})
+_CARRIED_OPTIONS = frozenset({"find_unused_parameters"})
 
 
 def script(outline: Outline) -> Script:
@@ -31,9 +31,11 @@ def script(outline: Outline) -> Script:
             ],
         )
     refuse_uncarried_options("accelerate", strategy, config.options.get("accelerate", {}), _CARRIED_OPTIONS)
-    unused = options_of(config).find_unused is True
+    unused = options_of(config).find_unused_parameters is True
     if unused:
-        raise Unsupported(strategy, ["options.accelerate.find_unused: true is not carried into a script; leave it out"])
+        raise Unsupported(
+            strategy, ["options.accelerate.find_unused_parameters: true is not carried into a script; leave it out"]
+        )
     kwargs = "kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)]"
     words = ["cpu=True"] * (not outline.cuda)
     words += [f"gradient_accumulation_steps={outline.sizes.steady_accumulate}"] * (outline.sizes.steady_accumulate > 1)

@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from unipar.backend import Backend, Capabilities, Category, Dtypes, Engine, Part, Variant
 from unipar.backend.precision import default_dtypes
+from unipar.backend.refusals import ALL, Refusals, conditions_of, refusals_met
 from unipar.config import SHARDS, Config, Section, Shard
 from unipar.distributed.launchers import Launcher
 from unipar.distributed.place import Place
@@ -29,6 +30,40 @@ if TYPE_CHECKING:
 
 _NO_FP64 = "ZeRO keeps its masters in fp32; use deepspeed/nothing, native/* or fp32"
 _SPLITTING_SHARDS: tuple[Shard, ...] = ("optimizer", "gradients", "parameters")
+_OFFLOAD = "options.deepspeed.offload_optimizer"
+_AUTOTP, _ACTIVATIONS = "AutoTP", "activations under AutoTP"
+_REFUSALS: Refusals = {
+    "parallel.sequence": {
+        _ACTIVATIONS: (
+            "DeepSpeed's AutoTP keeps activations whole between the matrices that it cuts",
+            "leave it out, or use backend: native",
+        )
+    },
+    "train.precision: bf16-master": {
+        _AUTOTP: (
+            "DeepSpeed keeps bf16 copies of the parameters, with which the split model cannot be proved equal to the "
+            "whole one",
+            "use fp32 or bf16-mixed, or backend: native",
+        )
+    },
+    "offloading": {
+        _AUTOTP: (
+            "no run of DeepSpeed's AutoTP with offloaded state has been compared with one process",
+            "leave one of them out",
+        )
+    },
+    "whole_matrices": {_OFFLOAD: ("its matrices are joined on the device", "leave one of them out")},
+    "moments_in_bf16": {
+        _OFFLOAD: ("moments in host memory take none of the device, in bf16 or fp32", "leave one of them out")
+    },
+    "moments_in_blocks": {
+        ALL: (
+            "ZeRO joins parameters in flat tensors, where blocks of moments would reach from one parameter into the "
+            "next",
+            "use native, horovod or accelerate (without options.accelerate.through), or take adamw",
+        )
+    },
+}
 _CALL_SITES: dict[str, Category] = {
     "deepspeed/runtime/engine.py:allreduce_bucket": "communication",
     "deepspeed/runtime/zero/stage_1_and_2.py:setup_buckets": "communication",
@@ -106,26 +141,15 @@ class DeepSpeed(Backend):
     @override
     def refuse(self, config: Config) -> Iterator[str]:
         yield from deepspeed_option_refusals(config)
+        options = options_of(config)
+        conditions = conditions_of(config) | {ALL: ""}
         if config.parallel.tensor > 1:
-            yield from _tensor_refusals(config)
-        offload = options_of(config).offload_optimizer
-        if (key := config.train.whole_matrices) is not None and offload != "none":
-            yield (
-                f"{key}.name: muon is not available with options.deepspeed.offload_optimizer: {offload}: its matrices "
-                "are joined on the device; leave one of them out"
-            )
-
-        if (key := config.train.moments_in_bf16) is not None and offload != "none":
-            yield (
-                f"{key}.name: adamw-bf16 is not available with options.deepspeed.offload_optimizer: {offload}: moments "
-                "in host memory take none of the device, in bf16 or fp32; leave one of them out"
-            )
-        if (key := config.train.moments_in_blocks) is not None:
-            yield (
-                f"{key}.name: adamw-8bit is not available: ZeRO joins parameters in flat tensors, where blocks of "
-                "moments would reach from one parameter into the next; use native, horovod or accelerate (without "
-                "options.accelerate.through), or take adamw"
-            )
+            conditions |= {_AUTOTP: "parallel.tensor", _ACTIVATIONS: ""}
+        if options.offload_optimizer != "none":
+            conditions[_OFFLOAD] = f"{_OFFLOAD}: {options.offload_optimizer}"
+        if options.offload_optimizer != "none" or options.offload_parameters != "none":
+            conditions["offloading"] = "offloading"
+        yield from refusals_met(conditions, _REFUSALS)
 
     @override
     def dtypes(self, config: Config) -> Dtypes:
@@ -208,26 +232,6 @@ class DeepSpeed(Backend):
         from unipar_deepspeed.engine import ZeroEngine
 
         return ZeroEngine(part, config, world, backend)
-
-
-def _tensor_refusals(config: Config) -> Iterator[str]:
-    if config.parallel.sequence:
-        yield (
-            "parallel.sequence: true is not available: DeepSpeed's AutoTP keeps activations whole between the matrices "
-            "that it cuts; leave it out, or use backend: native"
-        )
-    if config.train.precision == "bf16-master":
-        yield (
-            "train.precision: bf16-master is not available with parallel.tensor: DeepSpeed keeps bf16 copies of the "
-            "parameters, with which the split model cannot be proved equal to the whole one; use fp32 or bf16-mixed, "
-            "or backend: native"
-        )
-    options = options_of(config)
-    if options.offload_optimizer != "none" or options.offload_parameters != "none":
-        yield (
-            "offloading is not available with parallel.tensor: no run of DeepSpeed's AutoTP with offloaded state has "
-            "been compared with one process; leave one of them out"
-        )
 
 
 _CPU_ACCELERATOR = {"DS_ACCELERATOR": "cpu"}

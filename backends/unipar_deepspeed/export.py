@@ -18,7 +18,6 @@ from unipar.backend.export import (
     sample_files,
 )
 from unipar.config import SHARDS
-from unipar.config.sections.optimizer import optimizer_arguments
 from unipar.errors import Unsupported
 from unipar_deepspeed import backend
 
@@ -68,7 +67,7 @@ def script(outline: Outline) -> Script:
 def build_ds_config(outline: Outline) -> dict[str, Any]:
     """Return the ds_config.json: real batch sizes, and the optimizer, which DeepSpeed creates itself in a script."""
     config, sizes = outline.config, outline.sizes
-    settings = optimizer_arguments(config.train.optimizer, "cuda" if outline.cuda else "cpu")
+    settings = config.train.optimizer.arguments("cuda" if outline.cuda else "cpu")
     params: dict[str, Any] = {k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()}
     params["lr"] *= learning_rate_scale(outline)
     kind = optimizer_class_name(config)

@@ -7,6 +7,7 @@ from typing import Any
 
 from unipar.backend.foreign import AUTO, ForeignConfigReader, ForeignSection
 from unipar.config import SHARDS
+from unipar.config.sections.optimizer import OPTIMIZERS, AdamW
 from unipar.distributed import accelerators
 from unipar.utils.text import show_value
 from unipar_deepspeed.import_sections.import_batch import read_batch
@@ -50,7 +51,7 @@ def read_all_but_batch(keys: ForeignSection) -> None:
     read_precision(keys)
     read_zero(keys)
     if keys.take("dataloader_drop_last", bool, default=False):
-        reading.put("data.ragged", "drop", "dataloader_drop_last")
+        reading.put("data.last_batch", "drop", "dataloader_drop_last")
     read_compile(keys)
     read_tensor(keys)
     for key in [key for key in keys.data if key.startswith(("//", "#", "_comment"))]:
@@ -145,13 +146,13 @@ def _read_schedule_ends(params: ForeignSection, kind: str) -> None:
         elif not params.open("warmup_max_lr", "train.optimizer.lr", "3.0e-4"):
             default = 1e-3 if kind == "WarmupDecayLR" else 0.0
             if top := params.take("warmup_max_lr", float, default):
-                muon = reading.config.get("train.optimizer.name") == "muon"
-                for key in ("lr", "adamw.lr") if muon else ("lr",):
+                optimizer = OPTIMIZERS.get(reading.config.get("train.optimizer.name", ""), AdamW)
+                for key in ("lr", "adamw.lr") if optimizer.whole_matrices else ("lr",):
                     why = "scheduler.params.warmup_max_lr, which overrides optimizer's"
                     reading.put(f"train.optimizer.{key}", top, why)
     else:
         params.expect("warmup_min_ratio", 0, "unipar's warm-up begins at 0")
-        reading.put("train.schedule.end", params.take("cos_min_ratio", float, 1e-4))
+        reading.put("train.schedule.min_lr_ratio", params.take("cos_min_ratio", float, 1e-4))
     if kind != "WarmupLR" and not params.open("total_num_steps", "train.steps", "1000"):
         steps = params.take("total_num_steps", int, 0)
         if steps and not reading.answered("train.epochs"):

@@ -12,7 +12,6 @@ from pydantic import Field
 
 from unipar.backend import resources
 from unipar.config import SHARDS, Config, Section
-from unipar.config.sections.optimizer import SGD, RMSprop
 from unipar.distributed.accelerators import count_visible_gpus
 from unipar.utils.text import yaml_word
 
@@ -216,7 +215,7 @@ def _offload_refusals(config: Config, options: DeepSpeedOptions, stage: int) -> 
             "train.precision: bf16-master is not supported with offload_optimizer: disk, as the masters are on the "
             "disk; say cpu"
         )
-    if optimizer == "disk" and isinstance(config.train.optimizer, SGD | RMSprop):
+    if optimizer == "disk" and "exp_avg" not in config.train.optimizer.gradient_sums:
         yield "options.deepspeed.offload_optimizer: disk supports only adam and adamw, whose moments it swaps; say cpu"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from unipar.backend import resources
+from unipar.backend.refusals import Refusals, conditions_of, refusals_met
 from unipar.config import Config
 from unipar.utils.text import format_size
 from unipar_mesh.options import options_of
@@ -68,25 +69,23 @@ def mesh_refusals(config: Config) -> Iterator[str]:
         yield from refusals_of_torch_schedules(config)
 
 
+_AXES_REFUSALS: Refusals = {
+    "train.precision: bf16-master": {"axes": ("take bf16-mixed, which keeps fp32 weights", "")},
+    "train.local_steps": {"axes": ("these ranks train one model", "")},
+    "model.offload": {"axes": ("leave it out", "")},
+    "model.sync_batchnorm": {
+        "axes": ("its statistics would cover the same samples several times, or blocks that other ranks do not run", "")
+    },
+    "model.compile": {"split blocks": ("calls inside blocks are changed", "leave it out")},
+    "model.compile: model": {"whole blocks": ("a stage leaves the model", "compile blocks")},
+}
+
+
 def axes_refusals(config: Config) -> Iterator[str]:
     """Yield a sentence for each key that no library takes beside blocks that unipar has split."""
-    axes, model = config.parallel.axes, config.model
-    if config.train.precision == "bf16-master":
-        yield f"train.precision: bf16-master is not available with {axes}: take bf16-mixed, which keeps fp32 weights"
-    if config.train.sync_every is not None:
-        yield f"train.sync_every: {config.train.sync_every} is not available with {axes}: these ranks train one model"
-    if model.offload != "none":
-        yield f"model.offload: {model.offload} is not available with {axes}: leave it out"
-    if model.sync_batchnorm:
-        yield (
-            f"model.sync_batchnorm: true is not available with {axes}: its statistics would cover the same samples "
-            "several times, or blocks that other ranks do not run"
-        )
-    if (compiling := model.compiling) is not None:
-        if axes.tensor > 1 or axes.context > 1:
-            yield f"model.compile is not available with {axes}: calls inside blocks are changed; leave it out"
-        elif compiling.what == "model":
-            yield "model.compile: model is not available with pipeline: a stage leaves the model; compile blocks"
+    axes = config.parallel.axes
+    blocks = {"split blocks": str(axes)} if axes.tensor > 1 or axes.context > 1 else {"whole blocks": "pipeline"}
+    yield from refusals_met(conditions_of(config) | {"axes": str(axes)} | blocks, _AXES_REFUSALS)
 
 
 def _torch_ring_refusals(config: Config) -> Iterator[str]:

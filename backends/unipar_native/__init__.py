@@ -83,7 +83,7 @@ class Native(Backend):
         tried={"cpu": "", "cuda": "one GPU", "npu": "emulated"},
         also={
             "parallel.shard_over": ("optimizer", "gradients", "parameters"),
-            "train.sync_every": ("nothing",),
+            "train.local_steps": ("nothing",),
             "model.offload": ("parameters",),
         },
         axes={"tensor": SHARDS, "pipeline": SHARDS, "context": SHARDS},
@@ -106,7 +106,7 @@ class Native(Backend):
     def library_name(self, config: Config) -> str:
         if options_of(config).wrapper == "dp":
             return "nn.DataParallel"
-        if config.train.sync_every is not None:
+        if config.train.local_steps is not None:
             return "local SGD"
         return torch_library(config)
 
@@ -137,8 +137,8 @@ class Native(Backend):
             "proof": (axes.ranks == 1, "nothing is split over tensor, pipeline or context"),
             "powersgd_rank": (options.hook != "powersgd", "hook is not powersgd"),
             "powersgd_start": (options.hook != "powersgd", "hook is not powersgd"),
-            "find_unused": (not wraps_in_ddp(config), no_ddp),
-            "bucket_mb": (not wraps_in_ddp(config), no_ddp),
+            "find_unused_parameters": (not wraps_in_ddp(config), no_ddp),
+            "bucket_cap_mb": (not wraps_in_ddp(config), no_ddp),
         }
         for name in options.model_dump(exclude_defaults=True):
             is_idle, why = idle.get(name, (False, ""))
@@ -147,15 +147,15 @@ class Native(Backend):
 
     @override
     def dtypes(self, config: Config) -> Dtypes:
-        if config.train.sync_every is not None:
+        if config.train.local_steps is not None:
             return default_dtypes(config.train.precision, reduction="-")
         hook = options_of(config).hook
         return default_dtypes(config.train.precision, reduction=None if hook == "none" else hook)
 
     @override
     def native_config(self, config: Config, parameters: int | None = None) -> dict[str, Any]:
-        if config.train.sync_every is not None:
-            return {"mean of parameters and moments": f"every {config.train.sync_every} steps, and after the last"}
+        if config.train.local_steps is not None:
+            return {"mean of parameters and moments": f"every {config.train.local_steps} steps, and after the last"}
         if options_of(config).wrapper == "dp":
             return {"DataParallel": {"device_ids": data_parallel_devices(config)}}
         if (axes := config.parallel.axes).ranks > 1:
@@ -224,7 +224,7 @@ class Native(Backend):
             from unipar_mesh.engine import MeshEngine
 
             return MeshEngine(part, config, world)
-        if config.train.sync_every is not None:
+        if config.train.local_steps is not None:
             return LocalSGDEngine(part, config, world)
         return DDPEngine(part, config, world) if uses_ddp(config) else FSDP2Engine(part, config, world)
 
@@ -235,15 +235,15 @@ ZERO_OPTIMIZER_SETTINGS: dict[str, Any] = {"parameters_as_bucket_view": True}
 
 def wraps_in_ddp(config: Config) -> bool:
     """Return whether the config's options of DDP have an effect: neither nn.DataParallel nor a mesh takes its place."""
-    plain = config.parallel.axes.ranks == 1 and config.train.sync_every is None
+    plain = config.parallel.axes.ranks == 1 and config.train.local_steps is None
     return uses_ddp(config) and plain and options_of(config).wrapper != "dp"
 
 
 def ddp_settings(options: NativeOptions) -> dict[str, Any]:
-    """Return DDP's arguments; with find_unused: auto the first step decides whether to search for unused parameters."""
-    settings: dict[str, Any] = {"bucket_cap_mb": options.bucket_mb, "gradient_as_bucket_view": True}
+    """Return DDP's arguments; with find_unused_parameters: auto the first step decides on the search."""
+    settings: dict[str, Any] = {"bucket_cap_mb": options.bucket_cap_mb, "gradient_as_bucket_view": True}
     settings |= {"static_graph": True} if options.static_graph else {}
-    return settings | {"init_sync": False, "find_unused_parameters": options.find_unused}
+    return settings | {"init_sync": False, "find_unused_parameters": options.find_unused_parameters}
 
 
 def fsdp_settings(config: Config) -> dict[str, Any]:
@@ -278,8 +278,8 @@ def _data_parallel_refusals(config: Config) -> Iterator[str]:
             f"parallel.shard: {shard} is not available: nn.DataParallel splits nothing; "
             "leave options.native.wrapper out"
         )
-    if config.train.sync_every is not None:
-        yield f"train.sync_every: {config.train.sync_every} is not available: nn.DataParallel is one process"
+    if config.train.local_steps is not None:
+        yield f"train.local_steps: {config.train.local_steps} is not available: nn.DataParallel is one process"
     forwards = [f"model.recompute: {model.recompute}"] * (model.recompute != "none")
     forwards += ["model.compile"] * (model.compiling is not None)
     for key in forwards:
@@ -315,10 +315,10 @@ def _ddp_refusals(config: Config) -> Iterator[str]:
         for what in given:
             yield f"options.native.{what} is not available: it is DDP's, which this strategy does not use; leave it out"
         return
-    if options.static_graph and options.find_unused is True:
+    if options.static_graph and options.find_unused_parameters is True:
         yield (
-            "options.native.static_graph: true and find_unused: true exclude each other: a graph that is the same in "
-            "every step leaves nothing to search for; leave one of them out"
+            "options.native.static_graph: true and find_unused_parameters: true exclude each other: a graph that is "
+            "the same in every step leaves nothing to search for; leave one of them out"
         )
     if options.hook == "bf16" and resources.choose_device(config)[0] == "cpu":
         yield ("options.native.hook: bf16 is not available: torch's hook asks for NCCL, and the CPU has gloo; use fp16")

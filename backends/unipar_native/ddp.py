@@ -33,12 +33,12 @@ class DDPEngine(LateWrappedEngine):
             from unipar_native.zero_optimizer import split_optimizer
 
             self.optimizer, self.apart = split_optimizer(self.base), True
-        if options.find_unused != "auto":
-            self.settle(find_unused=options.find_unused)
+        if options.find_unused_parameters != "auto":
+            self.settle(find_unused_parameters=options.find_unused_parameters)
 
     @override
-    def wrap(self, *, find_unused: bool) -> nn.Module:
-        settings: dict[str, Any] = self.settings | {"find_unused_parameters": find_unused}
+    def wrap(self, *, find_unused_parameters: bool) -> nn.Module:
+        settings: dict[str, Any] = self.settings | {"find_unused_parameters": find_unused_parameters}
         self.ddp = DistributedDataParallel(self.call, **settings)
         self.hook_state = register_hook(self.ddp, self.options)
         self.syncs_each = self.options.static_graph  # its first backward must reduce, or DDP fails an assertion

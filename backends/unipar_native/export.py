@@ -23,7 +23,7 @@ from unipar.backend.export import (
 from unipar.backend.torch_libraries import uses_ddp
 from unipar_native import ZERO_OPTIMIZER_SETTINGS, options_of
 
-_CARRIED_OPTIONS = frozenset({"find_unused", "bucket_mb", "vocabulary", "attention"})
+_CARRIED_OPTIONS = frozenset({"find_unused_parameters", "bucket_cap_mb", "vocabulary", "attention"})
 
 
 def script(outline: Outline) -> Script:
@@ -43,11 +43,11 @@ def script(outline: Outline) -> Script:
 
 def _ddp_script(outline: Outline) -> str:
     options = options_of(outline.config)
-    words = ["Loss(task, model)", f"bucket_cap_mb={options.bucket_mb}", "gradient_as_bucket_view=True"]
-    words += ["find_unused_parameters=True"] * (options.find_unused is True)
+    words = ["Loss(task, model)", f"bucket_cap_mb={options.bucket_cap_mb}", "gradient_as_bucket_view=True"]
+    words += ["find_unused_parameters=True"] * (options.find_unused_parameters is True)
     wrap = format_call("    wrapped = DistributedDataParallel", words)
     zero = outline.config.parallel.shard == "optimizer"
-    flags, values = {"unused": options.find_unused is True, "zero": zero}, {"wrap": wrap}
+    flags, values = {"unused": options.find_unused_parameters is True, "zero": zero}, {"wrap": wrap}
     if zero:
         more = [*optimizer_words(outline), *(f"{name}={value!r}" for name, value in ZERO_OPTIMIZER_SETTINGS.items())]
         words = ["groups", f"torch.optim.{optimizer_class_name(outline.config)}", *more]

@@ -1,4 +1,4 @@
-"""Engine of local SGD: each rank steps by itself, and every train.sync_every steps all ranks average their states."""
+"""Engine of local SGD: each rank steps by itself, and every train.local_steps steps all ranks average their states."""
 
 from __future__ import annotations
 

@@ -13,11 +13,11 @@ from unipar.config import Config
 class NativeOptions(MeshOptions):
     """Section options.native of the config."""
 
-    find_unused: bool | Literal["auto"] = "auto"
+    find_unused_parameters: bool | Literal["auto"] = "auto"
     """DDP's search for parameters that the loss does not use. auto: the first step shows whether it is needed;
     true: at every step, for a model that uses other parameters at other times; false: never."""
 
-    bucket_mb: PositiveInt = 25
+    bucket_cap_mb: PositiveInt = 25
     """DDP's bucket size in MiB: how much gradient is reduced at once."""
 
     static_graph: bool = False

@@ -23,10 +23,12 @@ def predict_native(config: Config, timeline: StepTimeline, ranks: int, *, device
     shard, options = config.parallel.shard, options_of(config)
     more = ["options.native.wrapper: dp"] if options.wrapper == "dp" else []
     refuse_unplanned(f"native/{shard}", config, *more, planned=("model.offload: parameters",))
-    if config.train.sync_every is not None:
+    if config.train.local_steps is not None:
         return Prediction(unwrapped_terms(config, timeline), averages(timeline, config, ranks))
     if not uses_ddp(config):
         return predict_fsdp2(config, timeline, ranks, device=device)
     if options.hook != "none":
         raise Unsupported(f"native/{shard}", [not_planned_yet(f"options.native.hook: {options.hook}")])
-    return predict_ddp(config, timeline, ranks, DDPBuckets([options.bucket_mb * 2**20], options.find_unused))
+    return predict_ddp(
+        config, timeline, ranks, DDPBuckets([options.bucket_cap_mb * 2**20], options.find_unused_parameters)
+    )

@@ -59,7 +59,7 @@ STRATEGIES = (
 
 @pytest.mark.sweep
 def test_all_axes_train_the_same(forks: Forks, tmp_path: Path) -> None:
-    """Weighed and ragged batches, dropout and evaluation, on two ranks; sizes that do not divide them are refused."""
+    """Weighed and ragged batches, dropout and evaluation, on two ranks; sizes that do not divide are refused."""
     (tmp_path / "task.py").write_text(TASK, encoding="utf-8")
     config = {
         "task": {"use": "task.py:Words"},

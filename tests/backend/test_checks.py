@@ -56,23 +56,23 @@ def chosen(tmp_path: Path, words: str, file: str = FILE) -> CheckedSource:
          "out"),
         ("--backend single --set parallel.tensor=2",
          "--backend single sets parallel.tensor: 1, and --set sets parallel.tensor: 2; leave one of them out"),
-        ("--backend single --set train.sync_every=2",
-         "single (--backend): train.sync_every (--set): 2 is not available here, only in native/nothing"),
+        ("--backend single --set train.local_steps=2",
+         "single (--backend): train.local_steps (--set): 2 is not available here, only in native/nothing"),
         ("--backend deepspeed/gradients+library --set options.deepspeed.buckets=scaled",
          "--backend deepspeed/gradients+library sets options.deepspeed.buckets: library, and --set sets "
          "options.deepspeed.buckets: scaled; leave one of them out"),
         ("--backend accelerate --set options.accelerate.through=deepspeed",
          "accelerate/nothing (--backend): options.accelerate.through (--set): deepspeed has no effect, as nothing is "
          "split; leave it out"),
-        ("--backend native/parameters --set options.native.bucket_mb=3",
-         "native/parameters (--backend): options.native.bucket_mb (--set): 3 has no effect: it is DDP's, which this "
-         "strategy does not use; leave it out"),
-        ("--set parallel.shard=parameters --set options.native.find_unused=true",
-         "native/parameters (--set): options.native.find_unused (--set): true has no effect: it is DDP's, which this "
-         "strategy does not use; leave it out"),
-        ("--backend accelerate/parameters --set options.accelerate.find_unused=true",
-         "accelerate/parameters (--backend): options.accelerate.find_unused (--set): true has no effect: it is DDP's, "
+        ("--backend native/parameters --set options.native.bucket_cap_mb=3",
+         "native/parameters (--backend): options.native.bucket_cap_mb (--set): 3 has no effect: it is DDP's, which "
+         "this strategy does not use; leave it out"),
+        ("--set parallel.shard=parameters --set options.native.find_unused_parameters=true",
+         "native/parameters (--set): options.native.find_unused_parameters (--set): true has no effect: it is DDP's, "
          "which this strategy does not use; leave it out"),
+        ("--backend accelerate/parameters --set options.accelerate.find_unused_parameters=true",
+         "accelerate/parameters (--backend): options.accelerate.find_unused_parameters (--set): true has no effect: it "
+         "is DDP's, which this strategy does not use; leave it out"),
         ("--backend accelerate/gradients --set options.deepspeed.reduce=5",
          "accelerate/gradients (--backend): options.deepspeed.reduce (--set): 5 has no effect: Accelerate shards with "
          "FSDP2 (options.accelerate.through: auto); leave it out"),
@@ -132,9 +132,11 @@ def test_settings_are_obeyed(tmp_path: Path, words: str, parallel: str, strategy
 
 def test_an_option_of_another_strategy_is_left_out_of_a_list(tmp_path: Path) -> None:
     """compare and verify move a config to strategies of several kinds, each of which has the options that it uses."""
-    file = FILE + "options: {native: {find_unused: true}, deepspeed: {buckets: library}}\n"
+    file = FILE + "options: {native: {find_unused_parameters: true}, deepspeed: {buckets: library}}\n"
     config = chosen(tmp_path, "", file).config
-    assert config_in_strategy(config, Strategy.parse("native/nothing")).options["native"] == {"find_unused": True}
+    assert config_in_strategy(config, Strategy.parse("native/nothing")).options["native"] == {
+        "find_unused_parameters": True
+    }
     assert config_in_strategy(config, Strategy.parse("native/parameters")).options["native"] == {}
     assert config_in_strategy(config, Strategy.parse("accelerate/parameters")).options["deepspeed"] == {}
 
@@ -208,8 +210,9 @@ def test_horovodruns_buffer_is_obeyed(tmp_path: Path, monkeypatch: pytest.Monkey
          "eval.every (--set): 20 is beyond the last step, train.steps (line 3): 10; lower it, or leave it out"),
         ("--set train.ema.every=20",
          "train.ema.every (--set): 20 is beyond the last step, train.steps (line 3): 10; lower it, or leave it out"),
-        ("--set train.watch.every=20",
-         "train.watch.every (--set): 20 is beyond the last step, train.steps (line 3): 10; lower it, or leave it out"),
+        ("--set train.consistency_check.every=20",
+         "train.consistency_check.every (--set): 20 is beyond the last step, train.steps (line 3): 10; lower it, "
+         "or leave it out"),
         ("--set batch.memory=1GiB",
          "batch.memory (--set) limits the search of batch.micro: auto, and a run with a microbatch of its own has no "
          "limit; leave it out, or set batch.micro: auto"),
@@ -232,4 +235,4 @@ def test_settings_without_effect_in_a_run(tmp_path: Path, words: str, sentence: 
 def test_settings_with_effect_in_a_run(tmp_path: Path) -> None:
     """Defaults, and options of other backends in a file, which --backend may use, are no contradiction."""
     file = FILE + "options: {deepspeed: {reduce: 4}}\nlaunch: {restarts: 2}\n"
-    check_run_settings(chosen(tmp_path, "--set train.watch={} --set eval.every=10", file))
+    check_run_settings(chosen(tmp_path, "--set train.consistency_check={} --set eval.every=10", file))

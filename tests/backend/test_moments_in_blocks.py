@@ -35,8 +35,8 @@ def _config(train: Any, **more: Any) -> Config:
             "computes the update in fp32, with moments of 8 bits; take adamw",
         ),
         (
-            _config({"optimizer": EIGHT_BITS, "sync_every": 4}, parallel={"data": 2}),
-            "train.optimizer.name: adamw-8bit is not available with train.sync_every: 4: ranks average their moments, "
+            _config({"optimizer": EIGHT_BITS, "local_steps": 4}, parallel={"data": 2}),
+            "train.optimizer.name: adamw-8bit is not available with train.local_steps: 4: ranks average their moments, "
             "and codes of 8 bits have no mean; leave one of them out",
         ),
         (
@@ -55,8 +55,8 @@ def _config(train: Any, **more: Any) -> Config:
             "options.accelerate.through), or take adamw",
         ),
         (
-            _config({"parts": {"critic": {"optimizer": BF16}}, "sync_every": 4}, parallel={"data": 2}),
-            "train.parts.critic.optimizer.name: adamw-bf16 is not available with train.sync_every: 4: ranks average "
+            _config({"parts": {"critic": {"optimizer": BF16}}, "local_steps": 4}, parallel={"data": 2}),
+            "train.parts.critic.optimizer.name: adamw-bf16 is not available with train.local_steps: 4: ranks average "
             "their moments, and their mean would be rounded to the nearest bf16; leave one of them out",
         ),
         (

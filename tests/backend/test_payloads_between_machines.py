@@ -48,8 +48,8 @@ def test_machines_must_be_known() -> None:
     with pytest.raises(ConfigError) as unknown:
         settle_shard_over(given, 16, None)
     assert str(unknown.value) == (
-        "parallel.shard_over: machine: a plan must know how many ranks a machine has: say machines.per (--set "
-        "machines.per=8), or name a --machine"
+        "parallel.shard_over: machine: a plan must know how many ranks a machine has: say machines.ranks_per_node "
+        "(--set machines.ranks_per_node=8), or name a --machine"
     )
     with pytest.raises(ConfigError) as unequal:
         settle_shard_over(given, 12, 8)
@@ -98,7 +98,7 @@ def planned(more: dict[str, Any]) -> Any:
     return unipar.plan(given, strategies=["native/nothing", "native/parameters"], worlds=[4])
 
 
-@pytest.mark.parametrize("machines", [{"nodes": 2}, {"per": 2}])
+@pytest.mark.parametrize("machines", [{"nodes": 2}, {"ranks_per_node": 2}])
 def test_plan_of_two_machines(machines: dict[str, int]) -> None:
     """The config's `machines` say how many ranks one has: DDP sends all between them, and copies reduced gradients."""
     found = planned({"machines": machines})
@@ -119,7 +119,7 @@ def test_plan_of_two_machines(machines: dict[str, int]) -> None:
 
 def test_plan_of_one_machine() -> None:
     """Nothing goes anywhere else, and nothing is said of it."""
-    found = planned({"machines": {"per": 4}})
+    found = planned({"machines": {"ranks_per_node": 4}})
     assert [row.sent_across for row in found.rows] == [0, 0]
     assert "between machines" not in found.table(100)
 

@@ -54,6 +54,8 @@ def place(size: int, local: int | None = None) -> Place:
         ("GPU-cccc", 1),
         ("GPU-cccc-3,GPU-dddd", 2),
         ("GPU-aa", 0),
+        ("GPU-aaaa,0", 1),
+        ("0,GPU-cccc", 1),
         ("GPU-eeee", 0),
         ("0,MIG-1", 1),
         ("none", 0),

@@ -37,7 +37,7 @@ def losses(folder: Path, task: str, parallel: dict[str, Any], proof: str, **args
         "parallel": {"data": 1, **parallel},
         "batch": {"total": 8, "micro": 4},
         "train": {"steps": 2, "optimizer": {"lr": 1e-2}},
-        "data": {"ragged": "drop"},
+        "data": {"last_batch": "drop"},
         "options": {"native": {"proof": proof}} if parallel else {},
         "log": {"every": 1},
         "out": str(folder / "-".join(["run", *parallel])),

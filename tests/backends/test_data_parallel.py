@@ -94,8 +94,8 @@ def test_a_launcher_of_several_processes(monkeypatch: pytest.MonkeyPatch) -> Non
         ({"train": {"steps": 1, "precision": "bf16-master"}},
          "train.precision: bf16-master is not available: DDP, as nn.DataParallel, keeps one copy of the parameters, so "
          "there is no fp32 master beside bf16 ones; use another shard, or deepspeed/*"),
-        ({"train": {"steps": 1, "sync_every": 2}},
-         "train.sync_every: 2 is not available: nn.DataParallel is one process"),
+        ({"train": {"steps": 1, "local_steps": 2}},
+         "train.local_steps: 2 is not available: nn.DataParallel is one process"),
         ({"model": {"offload": "parameters"}},
          "model.offload: parameters is not available here, only in deepspeed/optimizer, deepspeed/gradients, "
          "deepspeed/parameters, native/parameters"),

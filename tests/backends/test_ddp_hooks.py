@@ -86,10 +86,10 @@ def test_thin_matrices(played: dict[str, list[dict[str, Any]]]) -> None:
         ),
         (
             "nothing",
-            {"static_graph": True, "find_unused": True},
+            {"static_graph": True, "find_unused_parameters": True},
             {},
-            "options.native.static_graph: true and find_unused: true exclude each other: a graph that is the same in "
-            "every step leaves nothing to search for; leave one of them out",
+            "options.native.static_graph: true and find_unused_parameters: true exclude each other: a graph that is "
+            "the same in every step leaves nothing to search for; leave one of them out",
         ),
     ],
 )

@@ -46,7 +46,7 @@ def test_name(strategy: str, name: str) -> None:
     ("strategy", "changed", "name"),
     [
         ("native/optimizer", {"train": {"steps": 5, "precision": "bf16-master"}}, "FSDP2, no reshard"),
-        ("native/nothing", {"train": {"steps": 6, "sync_every": 2}}, "local SGD"),
+        ("native/nothing", {"train": {"steps": 6, "local_steps": 2}}, "local SGD"),
         ("deepspeed/optimizer+tensor2", {}, "ZeRO-1 + TP"),
         ("native/parameters+tensor2+pipeline2", {}, "FSDP2 + TP + PP"),
     ],

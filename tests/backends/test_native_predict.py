@@ -42,7 +42,7 @@ CASES = [
     Case(LATE, "native/parameters", 64, staged=True),
     Case(FROZEN, "native/parameters", 3, staged=True, ema=True),
     Case(TIED, "native/optimizer", 3, ema=True),
-    Case(LARGE, "native/nothing", 2, wide=12, options={"bucket_mb": 1}),
+    Case(LARGE, "native/nothing", 2, wide=12, options={"bucket_cap_mb": 1}),
 ]
 MORE = [
     Case(FROZEN, "native/parameters", 1000, microbatches=2),
@@ -54,7 +54,7 @@ MORE = [
     Case(TIED, "native/gradients", 8, microbatches=2, ema=True),
     Case(TIED, "native/optimizer", 3, precision="bf16-master", ema=True),
     Case(FROZEN, "native/nothing", 2, ema=True),
-    Case(LARGE, "native/nothing", 2, wide=12, options={"bucket_mb": 1, "find_unused": True}),
+    Case(LARGE, "native/nothing", 2, wide=12, options={"bucket_cap_mb": 1, "find_unused_parameters": True}),
 ]
 
 

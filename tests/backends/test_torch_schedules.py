@@ -28,7 +28,7 @@ def config_of(**sections: Any) -> Config:
         "backend": "native",
         "parallel": {"data": 1, "pipeline": 2, "schedule": "interleaved"},
         "batch": {"total": 8, "micro": 2},
-        "data": {"ragged": "drop"},
+        "data": {"last_batch": "drop"},
         "train": {"steps": 1, "optimizer": {"lr": 0.1}},
     }
     return Config.model_validate(given | sections)
@@ -53,9 +53,9 @@ def test_what_they_run() -> None:
     ("sections", "sentence"),
     [
         (
-            {"data": {"ragged": "weigh"}},
-            "parallel.schedule: interleaved needs microbatches of one shape, and data.ragged: weigh makes the last "
-            "batch of an epoch smaller: set data.ragged: drop, or take schedule 1f1b or gpipe",
+            {"data": {"last_batch": "keep"}},
+            "parallel.schedule: interleaved needs microbatches of one shape, and data.last_batch: keep makes the last "
+            "batch of an epoch smaller: set data.last_batch: drop, or take schedule 1f1b or gpipe",
         ),
         (
             {"batch": {"total": 10, "micro": 2}},
@@ -130,7 +130,7 @@ def test_a_shape_that_is_new_to_one_share_of_the_data(tmp_path: Path) -> None:
         "task": {"use": f"{Path(__file__).parents[1]}/support/pipelined.py:Skewed"},
         "device": "cpu",
         "batch": {"total": 8, "micro": 2},
-        "data": {"ragged": "drop", "shuffle": False},
+        "data": {"last_batch": "drop", "shuffle": False},
         "train": {"steps": 4, "optimizer": {"name": "adamw", "lr": 0.01}, "seed": 3},
         "log": {"every": 1},
         "launch": {"heartbeat": 60},

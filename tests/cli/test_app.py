@@ -380,7 +380,7 @@ def test_plan_ends_at_once(unipar: Any, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_explain(unipar: Any) -> None:
     """Plain text into a pipe, JSON when asked for."""
-    assert "train.steps                    2" in unipar("explain", "x.yaml").out
+    assert "train.steps                            2" in unipar("explain", "x.yaml").out
     told = json.loads(unipar("explain", "x.yaml", "--json", "--strategy", "single").out)
     assert [strategy["strategy"] for strategy in told["strategies"]] == ["single"]
 

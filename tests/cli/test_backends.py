@@ -105,7 +105,16 @@ def test_a_library_that_talks(plugin: Path) -> None:
 
 ROWS = [
     BackendRow(
-        "toy", True, "toy 2.5", None, "pip install toy", ["toy/nothing"], ["cpu"], {"cpu": ""}, {"fp64": "it has none"}
+        "toy",
+        True,
+        "toy 2.5",
+        None,
+        "pip install toy",
+        ["toy/nothing"],
+        ["cpu"],
+        {"cpu": ""},
+        {"fp64": "it has none"},
+        {"toy/nothing": "toys"},
     ),
     BackendRow(
         "lost",
@@ -128,7 +137,7 @@ def test_plain_lines_in_a_pipe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert capsys.readouterr().out == (
         "backend  what\n"
         "toy      library     toy 2.5\n"
-        "         strategies  toy/nothing\n"
+        "         strategies  toy/nothing (toys)\n"
         "         devices     cpu\n"
         "         no fp64     it has none\n"
         "lost     library     ImportError: no (install it again: x)\n"

@@ -23,7 +23,7 @@ data: {workers: 1}
 train:
   epochs: 3
   optimizer: {lr: 0.5}
-  lr_scale: {rule: linear, at_batch: 4}
+  lr_scale: {rule: linear, base_batch_size: 4}
   clip: 1.0
 compare: {strategies: ["native/*", deepspeed/gradients+library]}
 """
@@ -80,7 +80,7 @@ def test_every_value_has_an_origin(source: ConfigSource) -> None:
     assert found["strategy"] == ("native/nothing", "derived: backend, parallel.shard and the backend's options")
     assert found["full learning rate"] == (
         1.0,
-        "derived: train.optimizer.lr x batch.total / at_batch = 0.5 x 8 / 4",
+        "derived: train.optimizer.lr x batch.total / base_batch_size = 0.5 x 8 / 4",
     )
 
 
@@ -90,16 +90,19 @@ def test_no_key_is_left_out(source: ConfigSource) -> None:
     leaves = {
         "task.use task.args.width backend device parallel.data parallel.shard parallel.shard_over",
         "parallel.tensor parallel.pipeline parallel.context parallel.sequence parallel.schedule",
-        "batch.total batch.tokens batch.longest batch.rows batch.try_largest batch.micro batch.accumulate",
+        "batch.total batch.tokens batch.max_length batch.rows batch.memory_check batch.micro batch.accumulate",
         "batch.memory batch.headroom",
-        "model.weights model.blocks model.recompute model.compile model.sync_batchnorm model.offload train.sync_every",
-        "data.workers data.shuffle data.ragged data.stream train.steps train.epochs train.optimizer.name",
+        "model.weights model.blocks model.recompute model.compile model.sync_batchnorm model.offload train.local_steps",
+        "data.workers data.shuffle data.last_batch data.stream train.steps train.epochs train.optimizer.name",
         "train.optimizer.lr train.optimizer.weight_decay train.optimizer.decay train.optimizer.fused",
-        "train.optimizer.foreach train.optimizer.betas train.optimizer.eps train.lr_scale.rule train.lr_scale.at_batch",
-        "train.schedule.name train.schedule.warmup train.clip train.ema train.watch train.precision train.seed",
-        "train.parts eval.every eval.batches eval.check eval.stop log.every log.to log.memory launch.heartbeat",
-        "launch.timeout launch.meet launch.grace launch.fork launch.deadline launch.restarts checkpoint resume",
-        "options.native.find_unused options.native.bucket_mb options.native.wrapper options.native.vocabulary",
+        "train.optimizer.foreach train.optimizer.betas train.optimizer.eps train.lr_scale.rule",
+        "train.lr_scale.base_batch_size train.schedule.name train.schedule.warmup train.clip train.ema",
+        "train.consistency_check",
+        "train.precision train.seed train.parts eval.every eval.batches eval.check eval.stop log.every log.to log.memory launch.heartbeat",
+        "launch.timeout launch.rendezvous_timeout launch.shutdown_timeout launch.fork launch.deadline",
+        "launch.restarts checkpoint resume",
+        "options.native.find_unused_parameters options.native.bucket_cap_mb options.native.wrapper",
+        "options.native.vocabulary",
         "options.native.attention options.native.proof options.native.static_graph options.native.hook",
         "compare.strategies options.native.powersgd_rank options.native.powersgd_start",
         "compare.repeat compare.memory out machines train.schedule.timing",
@@ -142,12 +145,12 @@ def test_auto_says_what_it_came_to(source: ConfigSource, monkeypatch: pytest.Mon
 
 def test_a_rate_by_the_root(source: ConfigSource) -> None:
     """sqrt shows its root; no rule, no scaling."""
-    found = rows(explain_config(changed(source, "train.lr_scale.rule=sqrt", "train.lr_scale.at_batch=2")))
+    found = rows(explain_config(changed(source, "train.lr_scale.rule=sqrt", "train.lr_scale.base_batch_size=2")))
     assert found["full learning rate"] == (
         1.0,
-        "derived: train.optimizer.lr x sqrt(batch.total / at_batch) = 0.5 x sqrt(8 / 2)",
+        "derived: train.optimizer.lr x sqrt(batch.total / base_batch_size) = 0.5 x sqrt(8 / 2)",
     )
-    Path("x.yaml").write_text(CONFIG.replace("lr_scale: {rule: linear, at_batch: 4}", ""), encoding="utf-8")
+    Path("x.yaml").write_text(CONFIG.replace("lr_scale: {rule: linear, base_batch_size: 4}", ""), encoding="utf-8")
     assert rows(explain_config(changed(source)))["full learning rate"] == (
         0.5,
         "derived: train.optimizer.lr, not scaled",
@@ -212,7 +215,7 @@ def test_deep(source: ConfigSource, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["model.blocks"] == (["0", "1"], "default; auto: found in the model")
     assert found["data.workers"] == (1, "line 4; the task's DataLoader says 2")
     assert found["data.shuffle"] == (False, "the task's DataLoader")
-    assert found["data.ragged"] == ("drop", "the task's DataLoader")
+    assert found["data.last_batch"] == ("drop", "the task's DataLoader")
     assert capsys.readouterr().out == ""  # what the task prints does not mix with what explain says
 
 
@@ -247,9 +250,9 @@ def test_plain_text(source: ConfigSource) -> None:
     lines = explain_config(source).plain().splitlines()
     assert lines[0] == "x.yaml"
     assert lines[1].split() == ["key", "value", "from"]
-    assert "batch.accumulate               2" in "\n".join(lines)
-    assert "train.optimizer.betas          [0.9, 0.999]" in "\n".join(lines)
-    assert "train.steps                    null" in "\n".join(lines)
+    assert "batch.accumulate                       2" in "\n".join(lines)
+    assert "train.optimizer.betas                  [0.9, 0.999]" in "\n".join(lines)
+    assert "train.steps                            null" in "\n".join(lines)
     assert "dtypes" in lines
 
 
@@ -363,7 +366,7 @@ def test_what_follows_from_the_axes_of_a_mesh(source: ConfigSource) -> None:
     gpipe = mesh_of(explain_config(source, ["native/nothing+pipeline2+gpipe"]))
     assert gpipe["microbatches in flight"][0] == [4, 4]
     assert gpipe["pipeline bubble"][0] == 0.2
-    interleaved = changed(source, "data.ragged=drop")
+    interleaved = changed(source, "data.last_batch=drop")
     assert mesh_of(explain_config(interleaved, ["native/nothing+pipeline2+interleaved"]))["microbatches in flight"] == (
         [5, 3],
         "derived: microbatches whose activations each rank keeps at the same time, counted in each stage, the first "

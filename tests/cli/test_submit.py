@@ -23,7 +23,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_print_writes_nothing(here: Path, unipar: Any) -> None:
     """The files with their paths, then the command; the exit code is 0 without sbatch, too."""
-    write_config(here, "machines: {on: slurm, nodes: 2, per: 2, slurm: {check: false}}\n")
+    write_config(here, "machines: {on: slurm, nodes: 2, ranks_per_node: 2, slurm: {check: false}}\n")
     told = unipar("submit", "x.yaml", "--print", "--set", "train.steps=3", "--set", "machines.slurm.partition=gpu")
     assert (told.code, told.err) == (0, "")
     lines = told.out.splitlines()
@@ -39,7 +39,7 @@ def test_print_writes_nothing(here: Path, unipar: Any) -> None:
 def test_each_command_on_each(here: Path, unipar: Any, on: str, command: str) -> None:
     """The command is in what is printed, with its own options."""
     mpi, image = "mpi: {hosts: [localhost]}", "kubernetes: {image: a:1}"
-    write_config(here, f"machines: {{per: 2, {mpi}, {image}}}\n")
+    write_config(here, f"machines: {{ranks_per_node: 2, {mpi}, {image}}}\n")
     options = ["--backend", "native/parameters"] if command == "run" else ["--strategy", "horovod,native/nothing"]
     told = unipar("submit", command, "x.yaml", "--on", on, "--print", *options)
     assert told.code == 0, told.err
@@ -59,7 +59,7 @@ def test_each_command_on_each(here: Path, unipar: Any, on: str, command: str) ->
 )
 def test_words_that_do_not_fit(here: Path, unipar: Any, words: list[str], sentence: str) -> None:
     """Which options a command has."""
-    write_config(here, "machines: {on: slurm, per: 2}\n")
+    write_config(here, "machines: {on: slurm, ranks_per_node: 2}\n")
     told = unipar("submit", *words)
     assert told.code == 2
     assert sentence in " ".join(told.err.replace("│", "").split())
@@ -67,7 +67,7 @@ def test_words_that_do_not_fit(here: Path, unipar: Any, words: list[str], senten
 
 def test_scale_is_a_job_for_each_size(here: Path, unipar: Any) -> None:
     """Machines follow from the ranks; the total batch is that of the smallest."""
-    text = write_config(here, "machines: {on: slurm, per: 2}\n").read_text("utf-8")
+    text = write_config(here, "machines: {on: slurm, ranks_per_node: 2}\n").read_text("utf-8")
     (here / "x.yaml").write_text(text.replace("{total: 8}", "{micro: 4, accumulate: 1}"), encoding="utf-8")
     told = unipar("submit", "scale", "x.yaml", "--world", "1,2,4", "--print")
     assert told.code == 0, told.err
@@ -87,14 +87,22 @@ def test_scale_is_a_job_for_each_size(here: Path, unipar: Any) -> None:
 @pytest.mark.parametrize(
     ("world", "sets", "sentence"),
     [
-        ("2,3", "machines.per=2", "--world: 3 ranks do not fill machines of 2 (machines.per); take multiples"),
+        (
+            "2,3",
+            "machines.ranks_per_node=2",
+            "--world: 3 ranks do not fill machines of 2 (machines.ranks_per_node); take multiples",
+        ),
         ("2,3", "parallel.tensor=2", "--world: 3 ranks cannot be divided into tensor 2 (2 ranks each)"),
-        ("2", "machines.per=2", "--world: 2 does not scale: give two sizes or more, each of at least 1 (--world 1,2)"),
+        (
+            "2",
+            "machines.ranks_per_node=2",
+            "--world: 2 does not scale: give two sizes or more, each of at least 1 (--world 1,2)",
+        ),
     ],
 )
 def test_sizes_that_do_not_fit(here: Path, unipar: Any, world: str, sets: str, sentence: str) -> None:
     """Before any job is handed over."""
-    write_config(here, "machines: {on: slurm, per: 2}\n")
+    write_config(here, "machines: {on: slurm, ranks_per_node: 2}\n")
     told = unipar("submit", "scale", "x.yaml", "--world", world, "--set", sets)
     assert (told.code, told.err) == (2, f"unipar: {sentence}\n")
 

@@ -16,7 +16,7 @@ from unipar.config.config_source import load_config_file
 from unipar.errors import ConfigError
 from unipar.training.fake_run.token_traces import TokenTraces
 
-BATCH = {"tokens": 70, "longest": 8, "micro": 20}
+BATCH = {"tokens": 70, "max_length": 8, "micro": 20}
 
 
 class Equal(Counted):
@@ -113,10 +113,10 @@ def test_seconds_are_those_of_a_mean_step() -> None:
 def test_a_sample_that_is_too_long() -> None:
     """A plan refuses it by its index, as a run does."""
     with pytest.raises(ConfigError) as e:
-        unipar.plan(_config("OneLong", {"tokens": 40, "micro": 20, "longest": 4}), strategies=["single"])
+        unipar.plan(_config("OneLong", {"tokens": 40, "micro": 20, "max_length": 4}), strategies=["single"])
     assert str(e.value) == (
-        "batch.longest: 4: sample 7 of data() has 8 tokens, more than that; cut or leave out such samples in the "
-        "dataset, or raise batch.longest to the longest one's 8"
+        "batch.max_length: 4: sample 7 of data() has 8 tokens, more than that; cut or leave out such samples in the "
+        "dataset, or raise batch.max_length to the longest one's 8"
     )
 
 

@@ -37,7 +37,7 @@ def _config(out: Path, name: str, batch: dict[str, Any]) -> dict[str, Any]:
 def test_strategies_are_compared_in_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planned peaks are those of the recorded steps, and the bytes sent are equal, the weight's and the loss's too."""
     monkeypatch.setattr(compare, "make_forecast", partial(make_forecast, most_seconds=20 * MOST_SECONDS))
-    config = _config(tmp_path, "LateTokens", {"tokens": 70, "longest": 8, "micro": 20})
+    config = _config(tmp_path, "LateTokens", {"tokens": 70, "max_length": 8, "micro": 20})
     found = unipar.compare(config, strategies=["native/nothing", "native/optimizer"])
     assert isinstance(found, Comparison)
     assert found.unit == "tokens"
@@ -73,7 +73,7 @@ def test_worlds_have_one_budget_or_one_share() -> None:
 
 def test_worlds_are_scaled_in_tokens(tmp_path: Path) -> None:
     """Strong worlds agree with the smallest one, and figures are tokens a second."""
-    config = _config(tmp_path, "Counted", {"tokens": 70, "longest": 8, "micro": 20})
+    config = _config(tmp_path, "Counted", {"tokens": 70, "max_length": 8, "micro": 20})
     found = unipar.scale(config, worlds=[1, 2], strategies=["native/nothing"])
     assert found.unit == "tokens"
     assert [row.outcome for row in found.rows] == ["ran", "ran", "ran"]

@@ -206,7 +206,7 @@ def test_an_optimizer_is_chosen_by_name(optimizer: dict[str, Any], made: object)
     [
         ({}, Constant()),
         ({"warmup": 3}, Constant(warmup=3)),
-        ({"name": "linear", "end": 0.5}, Linear(end=0.5)),
+        ({"name": "linear", "min_lr_ratio": 0.5}, Linear(min_lr_ratio=0.5)),
         ({"name": "cosine", "warmup": 3}, Cosine(warmup=3)),
     ],
 )
@@ -226,9 +226,9 @@ def test_clip_in_short_and_in_full() -> None:
     ("scale", "total", "factor"),
     [
         (LrScale(), 64, 1.0),
-        (LrScale(rule="linear", at_batch=16), 64, 4.0),
-        (LrScale(rule="sqrt", at_batch=16), 64, 2.0),
-        (LrScale(rule="linear", at_batch=64), 16, 0.25),
+        (LrScale(rule="linear", base_batch_size=16), 64, 4.0),
+        (LrScale(rule="sqrt", base_batch_size=16), 64, 2.0),
+        (LrScale(rule="linear", base_batch_size=64), 16, 0.25),
     ],
 )
 def test_the_rate_follows_the_batch(scale: LrScale, total: int, factor: float) -> None:

@@ -48,12 +48,12 @@ def factors_of_torch(make: Callable[[SGD], LRScheduler]) -> list[float]:
 
 
 OF_TORCH: list[tuple[Schedule, Callable[[SGD], LRScheduler]]] = [
-    (Steps(every=6, by=0.5), lambda o: StepLR(o, step_size=6, gamma=0.5)),
-    (Steps(at=(5, 12)), lambda o: MultiStepLR(o, milestones=[5, 12], gamma=0.1)),
+    (Steps(every=6, gamma=0.5), lambda o: StepLR(o, step_size=6, gamma=0.5)),
+    (Steps(milestones=(5, 12)), lambda o: MultiStepLR(o, milestones=[5, 12], gamma=0.1)),
     (Polynomial(power=1.5), lambda o: PolynomialLR(o, total_iters=STEPS - 1, power=1.5)),
-    (Linear(end=0.25), lambda o: LinearLR(o, start_factor=1.0, end_factor=0.25, total_iters=STEPS - 1)),
+    (Linear(min_lr_ratio=0.25), lambda o: LinearLR(o, start_factor=1.0, end_factor=0.25, total_iters=STEPS - 1)),
     (OneCycle(), lambda o: OneCycleLR(o, max_lr=1.0, total_steps=STEPS + 1)),
-    (OneCycle(begin=0.1, end=0.01, rise=0.4, shape="linear"),
+    (OneCycle(begin=0.1, min_lr_ratio=0.01, pct_start=0.4, shape="linear"),
      lambda o: OneCycleLR(o, max_lr=1.0, total_steps=STEPS + 1, pct_start=0.4, div_factor=10, final_div_factor=10,
                           anneal_strategy="linear")),
 ]  # fmt: skip
@@ -70,7 +70,7 @@ def test_warmup_stable_decay() -> None:
     """Up over 4 steps, level, and down over the last 5 to the end's share."""
     down = [1.0, 0.82, 0.64, 0.46, 0.28, 0.1]
     wanted = [0.25, 0.5, 0.75, 1.0, *[1.0] * 10, *down]
-    assert factors(WarmupStableDecay(warmup=4, decay=5, end=0.1)) == pytest.approx(wanted, abs=1e-12)
+    assert factors(WarmupStableDecay(warmup=4, decay=5, min_lr_ratio=0.1)) == pytest.approx(wanted, abs=1e-12)
     sqrt = [1.0, 0.5, 1 - 0.5**0.5, 1 - 0.75**0.5, 0.0]
     assert factors(WarmupStableDecay(decay=4, shape="sqrt"))[-5:] == pytest.approx(sqrt, abs=1e-12)
     cosine = [1.0, 0.5, 0.0]
@@ -79,7 +79,7 @@ def test_warmup_stable_decay() -> None:
 
 def test_a_warm_up_before_falls() -> None:
     """Falls are counted from the first step, and the warm-up is on top of them."""
-    assert factors(Steps(every=4, by=0.5, warmup=2))[:9] == [0.5, 1.0, 1.0, 1.0, 0.5, 0.5, 0.5, 0.5, 0.25]
+    assert factors(Steps(every=4, gamma=0.5, warmup=2))[:9] == [0.5, 1.0, 1.0, 1.0, 0.5, 0.5, 0.5, 0.5, 0.25]
 
 
 def test_an_inverse_root() -> None:
@@ -96,9 +96,9 @@ def test_an_inverse_root() -> None:
         (Linear(warmup=2, timing="transformers"), [0.0, 0.5, 1.0, 0.75, 0.5, 0.25]),
         (Cosine(timing="transformers"), [1.0, 0.9330127, 0.75, 0.5, 0.25, 0.0669873]),
         (Constant(warmup=2, timing="transformers"), [0.0, 0.5, 1.0, 1.0, 1.0, 1.0]),
-        (Steps(every=3, by=0.5, warmup=2, timing="transformers"), [0.0, 0.5, 1.0, 0.5, 0.5, 0.5]),
+        (Steps(every=3, gamma=0.5, warmup=2, timing="transformers"), [0.0, 0.5, 1.0, 0.5, 0.5, 0.5]),
         (InverseRoot(warmup=2, timing="transformers"), [0.0, 0.5, 1.0, (2 / 3) ** 0.5, 0.5**0.5, 0.4**0.5]),
-        (WarmupStableDecay(warmup=2, decay=2, end=0.2, timing="transformers"), [0.2, 0.6, 1.0, 1.0, 1.0, 0.6]),
+        (WarmupStableDecay(warmup=2, decay=2, min_lr_ratio=0.2, timing="transformers"), [0.2, 0.6, 1.0, 1.0, 1.0, 0.6]),
     ],
 )
 def test_the_timing_of_transformers(schedule: Schedule, wanted: list[float]) -> None:
@@ -116,10 +116,10 @@ def test_a_share_of_the_steps(schedule: Schedule) -> None:
 @pytest.mark.parametrize(
     ("schedule", "sentence"),
     [
-        ({"name": "step"}, "schedule step needs one of every (steps between falls) and at (a list of steps)"),
-        ({"name": "step", "every": 2, "at": [3]}, "schedule step needs one of every (steps between falls) and at"),
-        ({"name": "step", "at": [3, 2]}, "at must be ascending, each step once; got [3, 2]"),
-        ({"name": "step", "at": [3, 20]}, "the rate would fall after step 20, and there are 20 steps; leave that one"),
+        ({"name": "step"}, "schedule step needs one of every (steps between falls) and milestones (a list of steps)"),
+        ({"name": "step", "every": 2, "milestones": [3]}, "schedule step needs one of every (steps between falls) and"),
+        ({"name": "step", "milestones": [3, 2]}, "milestones must be ascending, each step once; got [3, 2]"),
+        ({"name": "step", "milestones": [3, 20]}, "the rate would fall after step 20, and there are 20 steps; leave"),
         ({"name": "step", "every": 20}, "schedule.every (20) is not less than steps (20), so the rate would never"),
         ({"name": "wsd", "warmup": 9, "decay": 12},
          "schedule.warmup (9) and schedule.decay (12) are more than steps (20) together; give fewer steps of each"),
@@ -130,7 +130,7 @@ def test_a_share_of_the_steps(schedule: Schedule) -> None:
         ({"name": "one-cycle", "warmup": 2}, "warmup (2) and one-cycle exclude each other: it rises by itself"),
         ({"name": "one-cycle", "timing": "transformers"},
          "timing (transformers) and one-cycle exclude each other: leave timing out"),
-        ({"name": "one-cycle", "rise": 0.05}, "schedule.rise (0.05) is less than 2 of 20 steps"),
+        ({"name": "one-cycle", "pct_start": 0.05}, "schedule.pct_start (0.05) is less than 2 of 20 steps"),
     ],
 )  # fmt: skip
 def test_refusals(schedule: dict[str, Any], sentence: str) -> None:
@@ -143,12 +143,15 @@ def test_refusals(schedule: dict[str, Any], sentence: str) -> None:
 @pytest.mark.parametrize(
     "schedule",
     [
-        Constant(warmup=3), Linear(warmup=3, end=0.1), Cosine(end=0.2), Polynomial(warmup=2, power=3.0),
-        Steps(every=3, warmup=2), Steps(at=(4, 9), by=0.3), WarmupStableDecay(warmup=2, decay=6, shape="sqrt", end=0.1),
-        Linear(warmup=3, end=0.1, timing="transformers"), Cosine(timing="transformers"),
+        Constant(warmup=3), Linear(warmup=3, min_lr_ratio=0.1), Cosine(min_lr_ratio=0.2),
+        Polynomial(warmup=2, power=3.0),
+        Steps(every=3, warmup=2), Steps(milestones=(4, 9), gamma=0.3),
+        WarmupStableDecay(warmup=2, decay=6, shape="sqrt", min_lr_ratio=0.1),
+        Linear(warmup=3, min_lr_ratio=0.1, timing="transformers"), Cosine(timing="transformers"),
         Steps(every=3, warmup=2, timing="transformers"), InverseRoot(warmup=2, timing="transformers"),
-        WarmupStableDecay(warmup=2, decay=6, end=0.1, timing="transformers"),
-        OneCycle(), OneCycle(rise=0.5, shape="linear"), InverseRoot(), InverseRoot(warmup=0.2), Cosine(warmup=0.12),
+        WarmupStableDecay(warmup=2, decay=6, min_lr_ratio=0.1, timing="transformers"),
+        OneCycle(), OneCycle(pct_start=0.5, shape="linear"), InverseRoot(), InverseRoot(warmup=0.2),
+        Cosine(warmup=0.12),
     ],
 )  # fmt: skip
 def test_an_exported_script_has_the_same_rates(schedule: Schedule) -> None:

@@ -298,9 +298,9 @@ def test_a_config_keeps_its_defaults_as_defaults() -> None:
 
 def test_overrides_leave_the_given_config_alone() -> None:
     """A frozen Config is not changed through the dicts that it holds."""
-    made = Config(batch=Batch(total=8), train=Train(steps=1), options={"native": {"bucket_mb": 5}})
-    given_source(made, {"options.native.bucket_mb": 6})
-    assert made.options == {"native": {"bucket_mb": 5}}
+    made = Config(batch=Batch(total=8), train=Train(steps=1), options={"native": {"bucket_cap_mb": 5}})
+    given_source(made, {"options.native.bucket_cap_mb": 6})
+    assert made.options == {"native": {"bucket_cap_mb": 5}}
 
 
 @pytest.mark.parametrize(
@@ -371,10 +371,10 @@ SHORT = GOOD.replace("steps: 10", "steps: 50\n  schedule: {schedule}")
         ("{name: wsd, warmup: 10, decay: 20}", 1, "warmup 10 -> 0, decay 20 -> 1"),
         ("{name: wsd, warmup: 0.1, decay: 40}", 4, "decay 40 -> 3"),
         ("{name: step, every: 20}", 10, "every 20 -> 4"),
-        ("{name: step, at: [10, 40], warmup: 5}", 10, "warmup 5 -> 1, at [10, 40] -> [2, 8]"),
-        ("{name: step, at: [10, 40]}", 1, "step -> constant"),
+        ("{name: step, milestones: [10, 40], warmup: 5}", 10, "warmup 5 -> 1, milestones [10, 40] -> [2, 8]"),
+        ("{name: step, milestones: [10, 40]}", 1, "step -> constant"),
         ("{name: inverse-root, warmup: 20, scale: 10}", 5, "warmup 20 -> 2, scale 10 -> 1"),
-        ("{name: one-cycle}", 3, "rise 0.3 -> 0.67"),
+        ("{name: one-cycle}", 3, "pct_start 0.3 -> 0.67"),
         ("{name: one-cycle}", 2, "one-cycle -> constant"),
     ],
 )

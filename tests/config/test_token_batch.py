@@ -25,7 +25,7 @@ def _config(**batch: Any) -> Config:
         ({"tokens": 60, "accumulate": 2}, 4, BatchSizes(60, 8, 2, 4, TokenLimits(None, 2, None, packed=False))),
         ({"tokens": 60, "micro": 8}, 4, BatchSizes(60, 8, 2, 4, TokenLimits(8, None, None, packed=False))),
         (
-            {"tokens": 60, "micro": 8, "longest": 8, "rows": "packed"},
+            {"tokens": 60, "micro": 8, "max_length": 8, "rows": "packed"},
             1,
             BatchSizes(60, 8, 8, 1, TokenLimits(8, None, 8, packed=True)),
         ),
@@ -60,19 +60,19 @@ def test_a_batch_of_samples_is_counted_in_samples() -> None:
             "under tokens, micro (8) and accumulate (2) both say how many microbatches a step has; leave one out",
         ),
         (
-            {"tokens": 60, "longest": 64},
-            "tokens (60) is below longest (64), so that it could not hold the longest sample; raise tokens, or lower "
-            "longest",
+            {"tokens": 60, "max_length": 64},
+            "tokens (60) is below max_length (64), so that it could not hold the longest sample; raise tokens, or "
+            "lower max_length",
         ),
         (
-            {"tokens": 60, "longest": 32, "micro": 16},
-            "micro (16) is below longest (32), so that it could not hold the longest sample; raise micro, or lower "
-            "longest",
+            {"tokens": 60, "max_length": 32, "micro": 16},
+            "micro (16) is below max_length (32), so that it could not hold the longest sample; raise micro, or lower "
+            "max_length",
         ),
-        ({"total": 8, "longest": 4}, "longest: 4 has no effect without tokens; leave it out, or give tokens"),
+        ({"total": 8, "max_length": 4}, "max_length: 4 has no effect without tokens; leave it out, or give tokens"),
         (
-            {"total": 8, "try_largest": True},
-            "try_largest: true has no effect without tokens: microbatches of samples are of one size; leave it out",
+            {"total": 8, "memory_check": True},
+            "memory_check: true has no effect without tokens: microbatches of samples are of one size; leave it out",
         ),
         ({"total": 8, "rows": "packed"}, "rows: packed has no effect without tokens; leave it out, or give tokens"),
     ],

@@ -55,7 +55,7 @@ def said(changes: dict[str, Any], where: dict[str, str] | None = None) -> str:
         ),
         (
             {"batch/zebra": 3},
-            "batch.zebra: there is no such key; batch has total, tokens, longest, rows, try_largest, micro, "
+            "batch.zebra: there is no such key; batch has total, tokens, max_length, rows, memory_check, micro, "
             "accumulate, memory, headroom",
         ),
         (
@@ -63,15 +63,15 @@ def said(changes: dict[str, Any], where: dict[str, str] | None = None) -> str:
             "train.optimizer.momentum: there is no such key; it is a key of sgd, rmsprop and muon, and this is adamw",
         ),
         (
-            {"train/schedule": {"end": 0.1}},
-            "train.schedule.end: there is no such key; it is a key of linear, cosine, polynomial, wsd and one-cycle, "
-            "and this is constant",
+            {"train/schedule": {"min_lr_ratio": 0.1}},
+            "train.schedule.min_lr_ratio: there is no such key; it is a key of linear, cosine, polynomial, wsd and "
+            "one-cycle, and this is constant",
         ),
         ({"train/clip": {"max": 1.0, "nrm": "fp64"}}, "train.clip.nrm: there is no such key; did you mean 'norm'?"),
         # a key that is missing
         (
             {"batch": ...},
-            "batch is missing; wanted a section with the keys total, tokens, longest, rows, try_largest, micro, "
+            "batch is missing; wanted a section with the keys total, tokens, max_length, rows, memory_check, micro, "
             "accumulate, memory, headroom",
         ),
         (
@@ -87,12 +87,12 @@ def said(changes: dict[str, Any], where: dict[str, str] | None = None) -> str:
         ),
         (
             {"train/lr_scale": {"rule": "linear"}},
-            "train.lr_scale: rule and at_batch go together: {rule: linear, at_batch: 32}, or neither",
+            "train.lr_scale: rule and base_batch_size go together: {rule: linear, base_batch_size: 32}, or neither",
         ),
         # a value of the wrong kind
         (
             {"batch": 8},
-            "batch: wanted a section with the keys total, tokens, longest, rows, try_largest, micro, "
+            "batch: wanted a section with the keys total, tokens, max_length, rows, memory_check, micro, "
             "accumulate, memory, headroom, got 8",
         ),
         (
@@ -135,7 +135,10 @@ def said(changes: dict[str, Any], where: dict[str, str] | None = None) -> str:
             {"launch": {"timeout": 2592001}},
             "launch.timeout: wanted a number above 0 and of at most 2,592,000, got 2592001",
         ),
-        ({"launch": {"grace": 1e300}}, "launch.grace: wanted a number above 0 and of at most 2,592,000, got 1e+300"),
+        (
+            {"launch": {"shutdown_timeout": 1e300}},
+            "launch.shutdown_timeout: wanted a number above 0 and of at most 2,592,000, got 1e+300",
+        ),
         (
             {"launch": {"heartbeat": 1e9, "timeout": 2e6}},
             "launch.heartbeat: wanted a number above 0 and of at most 2,592,000 or null, got 1000000000.0",
@@ -184,7 +187,10 @@ def said(changes: dict[str, Any], where: dict[str, str] | None = None) -> str:
             "train.precision: wanted fp32, fp64, fp16, bf16-mixed or bf16-master, got 'bf16'; "
             "did you mean 'bf16-mixed' or 'bf16-master'?",
         ),
-        ({"data": {"ragged": "wiegh"}}, "data.ragged: wanted weigh, drop or error, got 'wiegh'; did you mean 'weigh'?"),
+        (
+            {"data": {"last_batch": "kepe"}},
+            "data.last_batch: wanted keep, drop or error, got 'kepe'; did you mean 'keep'?",
+        ),
         (
             {"device": "gpu"},
             "device: wanted auto, cpu, cuda, xpu, npu, hpu, mps, or one device such as cuda:0, "
@@ -304,7 +310,7 @@ def test_known_keys_reach_every_depth() -> None:
             {"fusion_mb": -1},
             "options.horovod.fusion_mb: wanted a whole number of at least 0 or null, got -1",
         ),
-        ("native", {"bucket_mb": 0}, "options.native.bucket_mb: wanted a whole number above 0, got 0"),
+        ("native", {"bucket_cap_mb": 0}, "options.native.bucket_cap_mb: wanted a whole number above 0, got 0"),
         ("single", {"x": 1}, "options.single.x: there is no such key; options.single has none"),
     ],
 )

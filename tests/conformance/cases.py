@@ -97,30 +97,30 @@ class Case:
         # eps: single elements whose gradient is near zero are else moved by rounding noise, a lr at a time
         optimizer = {"name": "adamw", "lr": 1e-2, "weight_decay": 0.1, "eps": 1e-6}
         train: dict[str, Any] = {"optimizer": optimizer, "clip": 0.3, "precision": self.precision} | dict(self.train)
-        train.setdefault("watch", {"every": 3})
+        train.setdefault("consistency_check", {"every": 3})
         if "epochs" not in train:
             train["steps"] = STEPS
         options = {k: dict(v) for k, v in self.options.items()}
         made: dict[str, Any] = {"device": "cpu", "batch": batch, "train": train, "log": {"every": 2}}
         made |= {"launch": {"heartbeat": 15.0, "timeout": 20.0}, "options": options} | dict(self.more)
         # 64 samples fill all batches, so that nothing is left out
-        free = "ragged" in self.name or "tokens" in made["batch"] or self.task is tasks.Streamed
+        free = "last_batch" in self.name or "tokens" in made["batch"] or self.task is tasks.Streamed
         if strategy.axes.pieces > 1 and not free:
-            made["data"] = {"ragged": "drop"} | made.get("data", {})
+            made["data"] = {"last_batch": "drop"} | made.get("data", {})
         made["parallel"] = {"data": size, "shard": strategy.shard} | made.get("parallel", {})
         return config_in_strategy(Config.model_validate(made), strategy)
 
 
 def _poison() -> int:
     """A sample of the fourth step's global batch: its last, so that the last rank has it."""
-    order = SampleOrder(64, TOTAL, 0, shuffle=True, ragged="weigh")
+    order = SampleOrder(64, TOTAL, 0, shuffle=True, last_batch="keep")
     batches = order.batches(3)
     return next(batches)[1][-1]
 
 
 _SGD = {"name": "sgd", "lr": 0.1, "momentum": 0.9}
 _NOT_FINITE = "the loss is not finite at step 4, first on rank "
-_COSINE = {"schedule": {"name": "cosine", "warmup": 2, "end": 0.1}}
+_COSINE = {"schedule": {"name": "cosine", "warmup": 2, "min_lr_ratio": 0.1}}
 _RMSPROP = {"optimizer": {"name": "rmsprop", "lr": 1e-3, "weight_decay": 0.1, "alpha": 0.9, "eps": 1e-4,
                           "momentum": 0.5, "centered": True}}  # fmt: skip
 _MUON = {"optimizer": {"name": "muon", "lr": 1e-2, "weight_decay": 0.1, "adamw": {"eps": 1e-6}}}
@@ -137,7 +137,7 @@ def _compiled(what: str) -> dict[str, Any]:
     return {"model": {"compile": {"what": what, "backend": "aot_eager"}}, "eval": {"every": 2}}
 
 
-_TOKENS: dict[str, Any] = {"batch": {"tokens": 70, "longest": 8, "micro": 20}}
+_TOKENS: dict[str, Any] = {"batch": {"tokens": 70, "max_length": 8, "micro": 20}}
 _AVERAGED = {"ema": {"decay": 0.8, "warmup": 3}}
 _TWO_COPIES = {"parallel": {"shard_over": 2}}
 _BY_MACHINE = {"parallel": {"shard_over": "machine"}}
@@ -152,7 +152,7 @@ _BLOCKS = (
     "accelerate/parameters",
 )
 _STRATEGIES_WITH_COPIES = ("native/optimizer", "native/gradients", "native/parameters")
-_FIND_UNUSED = {"native": {"find_unused": True}, "accelerate": {"find_unused": True}}
+_FIND_UNUSED = {"native": {"find_unused_parameters": True}, "accelerate": {"find_unused_parameters": True}}
 
 
 _CHAIN: dict[str, Any] = {
@@ -239,7 +239,8 @@ CASES = {
         Case("narrow frozen weights", Adapted, hop=3, sizes=(2,)),
         Case("tied weights", lambda: tasks.Plain(tied=True)),
         Case("ragged last batch", lambda: tasks.Plain(count=33), train={"epochs": 2}),
-        Case("ragged dropped", lambda: tasks.Plain(count=37), train={"epochs": 3}, more={"data": {"ragged": "drop"}}),
+        Case("ragged dropped", lambda: tasks.Plain(count=37), train={"epochs": 3},
+             more={"data": {"last_batch": "drop"}}),
         Case("token weights", tasks.Tokens, accumulate=4),
         Case("token weights, ragged", lambda: tasks.Tokens(count=35), train={"epochs": 2}),
         Case("batches by tokens", Counted, more=_TOKENS | {"eval": {"every": 2, "batches": 2}}),
@@ -292,9 +293,9 @@ CASES = {
         Case("model compiled", tasks.Plain, more=_compiled("model"), sizes=(2,)),
         Case("blocks recomputed and compiled", tasks.Plain, sizes=(2,),
              more={"model": {"recompute": "blocks", **_compiled("blocks")["model"]}}),
-        Case("local steps", tasks.Plain, train={"sync_every": 4}, sizes=(2,),
+        Case("local steps", tasks.Plain, train={"local_steps": 4}, sizes=(2,),
              strategies=("native/nothing",), local=True),
-        Case("local steps, one at a time", tasks.Plain, train={"sync_every": 1, "clip": None, "optimizer": _SGD},
+        Case("local steps, one at a time", tasks.Plain, train={"local_steps": 1, "clip": None, "optimizer": _SGD},
              sizes=(2,), strategies=("native/nothing",), tolerance=OWN_NORMS),
         Case("two copies", tasks.Grouped, more=_TWO_COPIES, train=_COSINE, hop=3, sizes=(4,),
              strategies=_STRATEGIES_WITH_COPIES),

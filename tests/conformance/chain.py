@@ -73,7 +73,7 @@ def train_chain_by_hand(case: Case, result: Result, size: int) -> Result:
         name: optimizer_of(config.of_part(name), None, list(part.parameters())) for name, part in parts.items()
     }
     seen, sizes = SeededDataset(Points(), seed), config.batch.settle(size)
-    order = SampleOrder(64, config.batch.total or 0, seed, True, config.data.ragged)
+    order = SampleOrder(64, config.batch.total or 0, seed, True, config.data.last_batch)
     for step, (epoch, indices) in zip(range(config.train.steps or 0), order.batches(0), strict=False):
         cuts = [mine for micro in split_batch(indices, sizes.accumulate, size) for mine in micro]
         whole = 0.0

@@ -16,14 +16,14 @@ from unipar.utils.seeding import seed_all
 def train_locally_by_hand(case: Case, size: int) -> dict[str, Any]:
     """Each step's loss, and the parameters at the end; AdamW without fused, and no schedule."""
     config = case.config(Strategy("native"), size)
-    every, clip, wanted = config.train.sync_every, config.train.clipping, config.train.optimizer
+    every, clip, wanted = config.train.local_steps, config.train.clipping, config.train.optimizer
     task: Any = case.task()
     seed_all(config.train.seed)
     first = task.model()
     ranks = [first, *(copy.deepcopy(first) for _ in range(size - 1))]
     made = [torch.optim.AdamW(m.parameters(), wanted.lr, weight_decay=wanted.weight_decay, eps=1e-6) for m in ranks]
     data = task.data()
-    order = SampleOrder(len(data), config.batch.total or 0, config.train.seed, shuffle=True, ragged="weigh")
+    order = SampleOrder(len(data), config.batch.total or 0, config.train.seed, shuffle=True, last_batch="keep")
     sizes = config.batch.settle(size)
     steps = config.train.steps
     assert every

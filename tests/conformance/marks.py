@@ -90,7 +90,7 @@ MARKS = (
     Mark("notyet", (*FSDP2, "deepspeed/*", "accelerate/*+zero"), ("scalar parameter",), "TaskError",
          "FSDP2 and DeepSpeed do not take parameters without dimensions"),
     Mark("never", ("native/nothing", "native/optimizer", "accelerate/nothing"), ("unused at times, unsaid",),
-         "TaskError", "DDP must be told to search for unused parameters: options.NAME.find_unused"),
+         "TaskError", "DDP must be told to search for unused parameters: options.NAME.find_unused_parameters"),
     Mark("never", ("native/nothing+dp",), ("*",), "Unsupported",
          "nn.DataParallel is for CUDA devices, and the suite plays on the CPU; tests/backends/test_gpu.py has it"),
     Mark("never", ZERO, ("fp64", "several parts, fp64", "averaged, fp64", "contrastive, fp64", "muon, fp64"),

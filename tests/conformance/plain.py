@@ -79,7 +79,7 @@ def train_by_hand(case: Case, size: int) -> Result:
     sizes = config.batch.settle(size)
     if sizes.tokens is None:
         order = SampleOrder(
-            len(dataset), sizes.total, config.train.seed, shuffle=not streamed, ragged=config.data.ragged
+            len(dataset), sizes.total, config.train.seed, shuffle=not streamed, last_batch=config.data.last_batch
         )
         batches, steps = order.batches(0), config.train.steps or (config.train.epochs or 0) * order.per_epoch
     else:
@@ -202,7 +202,7 @@ def factor_of(config: Config, step: int, steps: int) -> float:
     if schedule.name == "wsd":
         return min(1.0, (steps - 1 - step) / schedule.decay)
     gone = (step - schedule.warmup) / (steps - 1 - schedule.warmup)
-    return schedule.end + (1 - schedule.end) * (1 + math.cos(math.pi * gone)) / 2
+    return schedule.min_lr_ratio + (1 - schedule.min_lr_ratio) * (1 + math.cos(math.pi * gone)) / 2
 
 
 def _evaluated(task: Any, model: Any) -> dict[str, float]:

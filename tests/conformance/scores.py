@@ -26,7 +26,7 @@ def f1_of(predicted: Tensor, targets: Tensor) -> float:
 
 
 def _exact_and_first(predicted: list[list[int]], targets: list[list[int]]) -> dict[str, float]:
-    """How many sentences of ragged length are right in the first tokens; and a number that depends on their order."""
+    """How many sentences of ragged length are right in the first tokens; and a number that depends on order."""
     right = [p == t for p, t in zip(predicted, targets, strict=True)]
     place = sum(i * sum(p) for i, p in enumerate(predicted))
     return {"match": float(np.mean(right)), "in order": float(place)}

@@ -214,8 +214,9 @@ def test_a_script_is_clean(to: str, tmp_path: Path) -> None:
         ),
         (
             "accelerate",
-            {"options": {"accelerate": {"find_unused": True}}},
-            "accelerate/nothing: options.accelerate.find_unused: true is not carried into a script; leave it out",
+            {"options": {"accelerate": {"find_unused_parameters": True}}},
+            "accelerate/nothing: options.accelerate.find_unused_parameters: true is not carried into a script; "
+            "leave it out",
         ),
         (
             "deepspeed",
@@ -226,6 +227,25 @@ def test_a_script_is_clean(to: str, tmp_path: Path) -> None:
             "torchrun",
             {"task": None},
             "the config: there is no task.use; export needs the class: task: {use: file.py:Class}",
+        ),
+        (
+            "torchrun",
+            {"train.optimizer": {"name": "muon"}},
+            "train.optimizer.name: muon is unipar's own optimizer, which joins each matrix on one rank, and a script "
+            "has torch.optim's: export with adamw, and create yours in train.py",
+        ),
+        (
+            "torchrun",
+            {"train.optimizer": {"name": "adamw-8bit"}},
+            "train.optimizer.name: adamw-8bit runs torchao's update without compiling it, and keeps moments in blocks "
+            "that fit every world, which a script's torchao.optim.AdamW8bit does not: export with adamw, and create "
+            "yours in train.py",
+        ),
+        (
+            "torchrun",
+            {"train.optimizer": {"name": "adamw-bf16"}},
+            "train.optimizer.name: adamw-bf16 is unipar's own optimizer, whose roundings are the same on every rank, "
+            "and a script has torch.optim's: export with adamw, and create yours in train.py",
         ),
     ],
 )

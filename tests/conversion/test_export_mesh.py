@@ -25,7 +25,7 @@ TOLD: dict[str, Any] = {**WORDS, "task": {"use": f"{PIPELINED}:Texts"}}
 LINES: dict[str, Any] = {
     **WORDS,
     "task": {"use": f"{PIPELINED}:Lines"},
-    "data": {"ragged": "drop", "shuffle": False},
+    "data": {"last_batch": "drop", "shuffle": False},
 }
 WORDS_OF_CUDA = {
     '"nccl"': '"gloo"',
@@ -177,7 +177,7 @@ def test_a_script_is_clean(shard: str, schedule: str, clip: float | None, device
     ("change", "sentence"),
     [
         (
-            {"parallel": {"data": 1, "pipeline": 4, "schedule": "interleaved"}, "data.ragged": "drop"},
+            {"parallel": {"data": 1, "pipeline": 4, "schedule": "interleaved"}, "data.last_batch": "drop"},
             "native/nothing+pipeline4+interleaved: parallel.pipeline: 8 stages (2 on each of 4 ranks, by interleaved) "
             "need a block each, and the model has 4; lower pipeline, take schedule 1f1b, or name smaller blocks in "
             "model.blocks",
@@ -185,8 +185,8 @@ def test_a_script_is_clean(shard: str, schedule: str, clip: float | None, device
         (
             {"parallel": {"data": 1, "pipeline": 2, "schedule": "zerobubble"}},
             "native/nothing+pipeline2+zerobubble: parallel.schedule: zerobubble needs microbatches of one shape, and "
-            "data.ragged: weigh makes the last batch of an epoch smaller: set data.ragged: drop, or take schedule 1f1b "
-            "or gpipe",
+            "data.last_batch: keep makes the last batch of an epoch smaller: set data.last_batch: drop, or take "
+            "schedule 1f1b or gpipe",
         ),
         (
             {"parallel": {"data": 1, "pipeline": 9}},

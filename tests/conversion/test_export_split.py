@@ -46,7 +46,7 @@ def test_a_script_trains_as_one_process(
 def test_parts_of_blocks_in_two_stages_of_a_rank(parallel: dict[str, Any], tmp_path: Path, forks: Forks) -> None:
     """The schedules of torch beside tensor, with hidden states cut along the sequence in each stage and whole ones."""
     told = {**TOLD, "task": TASKS["gpt"], "parallel": {"data": 1, "tensor": 2, "pipeline": 2, **parallel}}
-    play({**told, "data": {"ragged": "drop"}}, 4, tmp_path, forks)
+    play({**told, "data": {"last_batch": "drop"}}, 4, tmp_path, forks)
 
 
 @pytest.mark.sweep

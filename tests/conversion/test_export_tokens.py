@@ -28,7 +28,7 @@ EVEN: dict[str, Any] = {"tokens": 20, "accumulate": 2}
 
 def config(batch: dict[str, Any], **changes: Any) -> dict[str, Any]:
     """Three epochs, whose numbers of steps differ."""
-    train = {**WORDS["train"], "epochs": 3, "lr_scale": {"rule": "linear", "at_batch": 10}, "clip": 0.5}
+    train = {**WORDS["train"], "epochs": 3, "lr_scale": {"rule": "linear", "base_batch_size": 10}, "clip": 0.5}
     return {**WORDS, "task": TASK, "batch": batch, "train": train} | changes
 
 
@@ -93,7 +93,7 @@ def test_what_is_written(tmp_path: Path) -> None:
     train = (made.folder / "train.py").read_text("utf-8")
     assert "TOKENS = 20  # in one optimizer step at most, over all ranks and without padding\n" in train
     assert "MICRO = 6  # tokens in one forward pass on one rank at most, with padding\n" in train
-    assert "SCALE = 2.0  # factor on the rate, chosen for 10 tokens a step\n" in train
+    assert "SCALE = 2.0  # of the rate, chosen for 10 tokens a step\n" in train
     words = ("tokens=TOKENS", "micro=MICRO", "accumulate=None", "packed=False", "length=task.length")
     assert "".join(f"        {word},\n" for word in words) in train
     files = {name: (made.folder / name).read_text("utf-8") for name in made.files}

@@ -88,7 +88,7 @@ def test_the_whole_of_a_ds_config(tmp_path: Path) -> None:
             "train.optimizer.name",
             "adam",
         ),
-        ({"dataloader_drop_last": True}, (), "data.ragged", "drop"),
+        ({"dataloader_drop_last": True}, (), "data.last_batch", "drop"),
         (
             {"zero_optimization": {"stage": 2, "reduce_bucket_size": 1e6, "stage3_max_live_parameters": 5}},
             (),

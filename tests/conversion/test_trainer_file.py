@@ -205,7 +205,7 @@ def test_refusals(change: dict[str, Any], sentence: str, tmp_path: Path) -> None
         ({"lr_scheduler_type": "inverse_sqrt", "warmup_steps": 50}, {"name": "inverse-root", "warmup": 50}),
         ({"lr_scheduler_type": "inverse_sqrt", "lr_scheduler_kwargs": {"timescale": 9}},
          {"name": "inverse-root", "warmup": 0.1, "scale": 9}),
-        ({"cosine_min_lr_ratio": 0.1}, {"name": "cosine", "warmup": 0.1, "end": 0.1}),
+        ({"cosine_min_lr_ratio": 0.1}, {"name": "cosine", "warmup": 0.1, "min_lr_ratio": 0.1}),
         ({"max_steps": 33}, {"name": "cosine", "warmup": 4}),
     ],
 )  # fmt: skip
@@ -228,7 +228,7 @@ def test_schedules(change: dict[str, Any], schedule: dict[str, Any], tmp_path: P
         ({"use_cpu": True}, {"device": "cpu"}),
         ({"no_cuda": True, "seed": 7}, {"device": "cpu"}),
         ({"train_sampling_strategy": "sequential"}, {"data": {"shuffle": False}}),
-        ({"dataloader_num_workers": 0, "dataloader_drop_last": True}, {"data": {"ragged": "drop"}}),
+        ({"dataloader_num_workers": 0, "dataloader_drop_last": True}, {"data": {"last_batch": "drop"}}),
         ({"activation_checkpointing": True}, {"model": {"recompute": "blocks"}}),
         ({"fsdp": [], "fsdp_config": {"min_num_params": 0, "xla": False}}, {}),
     ],

@@ -180,29 +180,29 @@ def test_arguments_given(form: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "schedule"),
     [
-        ({"lr_scheduler_type": "polynomial"}, {"name": "polynomial", "warmup": 5, "power": 1.0, "end": 0.001}),
+        ({"lr_scheduler_type": "polynomial"}, {"name": "polynomial", "warmup": 5, "power": 1.0, "min_lr_ratio": 0.001}),
         (
             {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"power": 3, "lr_end": 2e-5}},
-            {"name": "polynomial", "warmup": 5, "power": 3.0, "end": 0.2},
+            {"name": "polynomial", "warmup": 5, "power": 3.0, "min_lr_ratio": 0.2},
         ),
         (
             {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": '{"min_lr": 1e-5}'},
-            {"name": "cosine", "warmup": 5, "end": 0.1},
+            {"name": "cosine", "warmup": 5, "min_lr_ratio": 0.1},
         ),
         (
             {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.3}},
-            {"name": "cosine", "warmup": 5, "end": 0.3},
+            {"name": "cosine", "warmup": 5, "min_lr_ratio": 0.3},
         ),
         (
             {
                 "lr_scheduler_type": "warmup_stable_decay",
                 "lr_scheduler_kwargs": {"num_decay_steps": 20, "decay_type": "1-sqrt", "min_lr_ratio": 0.05},
             },
-            {"name": "wsd", "warmup": 5, "decay": 20, "shape": "sqrt", "end": 0.05},
+            {"name": "wsd", "warmup": 5, "decay": 20, "shape": "sqrt", "min_lr_ratio": 0.05},
         ),
         (
             {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_decay_steps": 20}},
-            {"name": "wsd", "warmup": 5, "decay": 20, "shape": "cosine", "end": 0.0},
+            {"name": "wsd", "warmup": 5, "decay": 20, "shape": "cosine", "min_lr_ratio": 0.0},
         ),
     ],
 )

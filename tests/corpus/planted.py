@@ -16,7 +16,7 @@ from tests.corpus.planted_on_device import DEVICE_FAULTS
 from unipar.utils.table import format_table
 
 ROOT = Path(__file__).parents[2]
-COPIED = ("unipar", "backends", "tests", "benchmarks", "configs", "docs", "examples")
+COPIED = ("unipar", "backends", "tests", "benchmarks", "tools", "configs", "docs", "examples")
 HAND_LOOPS = "tests/training/test_hand_loops.py"
 SCRIPTS = "tests/task/test_script_values.py"
 CHECKS = "tests/backend/test_checks.py"

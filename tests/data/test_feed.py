@@ -26,8 +26,8 @@ from unipar.errors import ConfigError, TaskError
 DATA = TensorDataset(torch.arange(10))
 
 
-def _order(samples: int = 10, total: int = 4, ragged: str = "weigh", *, shuffle: bool = True) -> SampleOrder:
-    return SampleOrder(samples, total, seed=0, shuffle=shuffle, ragged=ragged)
+def _order(samples: int = 10, total: int = 4, last_batch: str = "keep", *, shuffle: bool = True) -> SampleOrder:
+    return SampleOrder(samples, total, seed=0, shuffle=shuffle, last_batch=last_batch)
 
 
 def _config(**sections: Any) -> Config:
@@ -103,25 +103,27 @@ def test_cut() -> None:
     assert split_batch(list(range(7)), 2, 2) == [[[0, 1], [2, 3]], [[4, 5], [6]]]
 
 
-@pytest.mark.parametrize(("ragged", "batches"), [("weigh", 3), ("drop", 2)])
-def test_ragged_epochs(ragged: str, batches: int) -> None:
+@pytest.mark.parametrize(("last_batch", "batches"), [("weigh", 3), ("drop", 2)])
+def test_ragged_epochs(last_batch: str, batches: int) -> None:
     """Ten samples in batches of four are three steps, or two with `drop`."""
-    assert _order(ragged=ragged).per_epoch == batches
+    assert _order(last_batch=last_batch).per_epoch == batches
 
 
 def test_ragged_error_shows_the_arithmetic() -> None:
-    """`data.ragged: error` refuses samples that do not fill all batches, with the numbers."""
+    """`data.last_batch: error` refuses samples that do not fill all batches, with the numbers."""
     with pytest.raises(ConfigError) as e:
-        _order(ragged="error")
+        _order(last_batch="error")
     assert str(e.value) == (
-        "data.ragged: 10 samples are 2 batches of 4 and 2 left over; choose weigh or drop, or another batch.total"
+        "data.last_batch: 10 samples are 2 batches of 4 and 2 left over; choose keep or drop, or another batch.total"
     )
 
 
 def test_dropping_everything_is_refused() -> None:
-    """`data.ragged: drop` is refused if it leaves no batch."""
-    with pytest.raises(ConfigError, match=r"^data.ragged: drop leaves nothing: 3 samples do not fill one batch of 4$"):
-        _order(samples=3, ragged="drop")
+    """`data.last_batch: drop` is refused if it leaves no batch."""
+    with pytest.raises(
+        ConfigError, match=r"^data.last_batch: drop leaves nothing: 3 samples do not fill one batch of 4$"
+    ):
+        _order(samples=3, last_batch="drop")
 
 
 def test_no_samples() -> None:
@@ -136,7 +138,7 @@ def test_a_loader_is_taken() -> None:
     source = _source(loader)
     assert source.dataset is DATA
     assert source.collate is _collate
-    assert (source.settings.shuffle, source.settings.workers, source.settings.ragged) == (True, 2, "drop")
+    assert (source.settings.shuffle, source.settings.workers, source.settings.last_batch) == (True, 2, "drop")
     assert source.loader_arguments["timeout"] == 5
 
 

@@ -84,9 +84,9 @@ def test_batches_of_samples_need_no_lengths() -> None:
     ("batch", "sentence"),
     [
         (
-            {"longest": 5},
-            "batch.longest: 5: sample 2 of data() has 6 tokens, more than that, as 1 other of 5; cut or leave out such "
-            "samples in the dataset, or raise batch.longest to the longest one's 9",
+            {"max_length": 5},
+            "batch.max_length: 5: sample 2 of data() has 6 tokens, more than that, as 1 other of 5; cut or leave out "
+            "such samples in the dataset, or raise batch.max_length to the longest one's 9",
         ),
         (
             {"tokens": 4},

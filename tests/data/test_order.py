@@ -13,7 +13,7 @@ from unipar.errors import ConfigError
 
 def test_batches_of_another_size_go_on_where_the_run_stopped() -> None:
     """After 3 batches of 4 of 22 samples, batches of 6 read the other 10 samples once, then whole epochs."""
-    old = SampleOrder(22, 4, 7, shuffle=True, ragged="weigh")
+    old = SampleOrder(22, 4, 7, shuffle=True, last_batch="keep")
     new = replace(old, total=6, begin=old.position(3))
     assert new.begin == DataPosition(3, 0, 12)
     batches = [batch for _, batch in islice(new.batches(3), 6)]
@@ -32,7 +32,7 @@ def test_batches_of_another_size_go_on_where_the_run_stopped() -> None:
 
 def test_a_part_of_an_epoch_is_dropped_or_refused_as_a_whole_one() -> None:
     """Under drop the rest of the epoch that fills no batch is left out; under error it is an error."""
-    dropped = SampleOrder(22, 6, 7, shuffle=False, ragged="drop", begin=DataPosition(3, 0, 12))
+    dropped = SampleOrder(22, 6, 7, shuffle=False, last_batch="drop", begin=DataPosition(3, 0, 12))
     assert [batch[0] for _, batch in islice(dropped.batches(3), 4)] == [12, 0, 6, 12]
     with pytest.raises(ConfigError, match="the last 10 of 22 samples are 1 batches of 6 and 4 left over"):
-        SampleOrder(22, 6, 7, shuffle=False, ragged="error", begin=DataPosition(3, 0, 12))
+        SampleOrder(22, 6, 7, shuffle=False, last_batch="error", begin=DataPosition(3, 0, 12))

@@ -118,19 +118,19 @@ def test_a_later_start_is_the_same_run(data: type[Numbers], workers: int) -> Non
 
 def test_ragged() -> None:
     """An incomplete last batch is dropped, or refused with the numbers."""
-    assert _read(_steps(_stream(Numbers(), 0, 1, ragged="drop"), 3)) == [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 2, 3]]
+    assert _read(_steps(_stream(Numbers(), 0, 1, last_batch="drop"), 3)) == [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 2, 3]]
     with pytest.raises(TaskError) as e:
-        _steps(_stream(Numbers(), 0, 1, ragged="error"), 3)
+        _steps(_stream(Numbers(), 0, 1, last_batch="error"), 3)
     assert str(e.value) == (
-        "data.ragged: 10 samples are 2 batches of 4 and 2 left over; choose weigh or drop, or another batch.total"
+        "data.last_batch: 10 samples are 2 batches of 4 and 2 left over; choose keep or drop, or another batch.total"
     )
-    assert len(_steps(_stream(Numbers(8), 0, 1, ragged="error"), 4)) == 4
+    assert len(_steps(_stream(Numbers(8), 0, 1, last_batch="error"), 4)) == 4
 
 
 def test_epochs_need_a_length() -> None:
     """Epochs are converted to steps by len(); without it, the key is refused."""
     assert _stream(Counted(), 0, 1).steps(2) == 6
-    assert _stream(Counted(), 0, 1, ragged="drop").steps(2) == 4
+    assert _stream(Counted(), 0, 1, last_batch="drop").steps(2) == 4
     for stream, why in (
         (_stream(Numbers(), 0, 1), "has no len()"),
         (_stream(Sharded(), 0, 1, stream="shards"), "is read with data.stream: shards"),
@@ -161,8 +161,8 @@ _ONE_PASS = (torch.tensor(float(i)) for i in range(4))
     ("data", "keys", "message"),
     [
         (Numbers(0), {}, "data() has no samples"),
-        (Numbers(3), {"ragged": "drop"},
-         "data.ragged: drop leaves nothing: 3 samples do not fill one batch of 4"),
+        (Numbers(3), {"last_batch": "drop"},
+         "data.last_batch: drop leaves nothing: 3 samples do not fill one batch of 4"),
         (_Lying(), {}, "len() of the stream says 9 samples, but epoch 1 gave more than that"),
         (_Longer(), {}, "len() of the stream says 11 samples, but epoch 1 gave 10"),
         (_Longer(), {"workers": 2}, "len() of the stream says 11 samples, but epoch 1 gave 10"),
@@ -203,7 +203,7 @@ def test_keys_that_would_have_no_effect(data: Any, keys: dict[str, Any], message
 def test_a_loader_over_a_stream() -> None:
     """A DataLoader's workers, collate_fn and drop_last are used for a stream."""
     stream = _stream(DataLoader(Numbers(), batch_size=4, num_workers=1, drop_last=True), 0, 1)
-    assert (stream.source.settings.workers, stream.source.settings.ragged) == (1, "drop")
+    assert (stream.source.settings.workers, stream.source.settings.last_batch) == (1, "drop")
     assert _read(_steps(stream, 3))[2] == [0, 1, 2, 3]
 
 
@@ -249,8 +249,8 @@ def test_parts_from_a_later_step(ranks: list[dict[str, Any]]) -> None:
     ("name", "message"),
     [
         ("shards, refused",
-         "data.ragged: the ranks' parts of epoch 1 end at different steps, or within a batch (batch 3 has 3 of 4 "
-         "samples); choose weigh or drop"),
+         "data.last_batch: the ranks' parts of epoch 1 end at different steps, or within a batch (batch 3 has 3 of 4 "
+         "samples); choose keep or drop"),
         ("shards that lose some",
          "len() of the stream says 11 samples, but its 2 shards gave 10 in epoch 1: shard(index, count) must give each "
          "sample to one of them"),

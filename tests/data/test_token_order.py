@@ -18,8 +18,8 @@ from unipar.errors import ConfigError, TaskError
 LENGTHS = [3, 1, 4, 1, 5, 2, 6, 5, 3, 5]
 
 
-def _order(tokens: int = 10, *, ragged: str = "weigh", shuffle: bool = False, **more: Any) -> TokenOrder:
-    return TokenOrder(SampleLengths(LENGTHS, int), tokens, 7, shuffle=shuffle, ragged=ragged, **more)
+def _order(tokens: int = 10, *, last_batch: str = "keep", shuffle: bool = False, **more: Any) -> TokenOrder:
+    return TokenOrder(SampleLengths(LENGTHS, int), tokens, 7, shuffle=shuffle, last_batch=last_batch, **more)
 
 
 def _sizes(ranks: int, **batch: Any) -> BatchSizes:
@@ -75,8 +75,8 @@ def test_another_budget_goes_on_where_the_run_stopped() -> None:
 def test_the_last_batch_is_dropped_if_another_sample_would_have_fitted() -> None:
     """The last one has 8 tokens and the longest sample 6: with a budget of 15 it is left out, with 11 it counts."""
     assert _epoch(_order(15)) == [[0, 1, 2, 3, 4], [5, 6, 7], [8, 9]]
-    assert _epoch(_order(15, ragged="drop")) == [[0, 1, 2, 3, 4], [5, 6, 7]]
-    assert _epoch(_order(11, ragged="drop")) == [[0, 1, 2, 3], [4, 5], [6, 7], [8, 9]]
+    assert _epoch(_order(15, last_batch="drop")) == [[0, 1, 2, 3, 4], [5, 6, 7]]
+    assert _epoch(_order(11, last_batch="drop")) == [[0, 1, 2, 3], [4, 5], [6, 7], [8, 9]]
 
 
 def _epoch(order: TokenOrder) -> list[list[int]]:
@@ -84,28 +84,28 @@ def _epoch(order: TokenOrder) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("lengths", "ragged", "kind", "sentence"),
+    ("lengths", "last_batch", "kind", "sentence"),
     [
         ([], "weigh", TaskError, "data() has no samples"),
         (
             LENGTHS,
             "error",
             ConfigError,
-            "data.ragged: error: batches of at most 100 tokens (batch.tokens) are rarely full; choose weigh or drop",
+            "data.last_batch: error: batches of at most 100 tokens (batch.tokens) are rarely full; choose keep or drop",
         ),
         (
             LENGTHS,
             "drop",
             ConfigError,
-            "data.ragged: drop leaves nothing: 10 samples have 35 tokens, and do not fill one batch of 100 "
+            "data.last_batch: drop leaves nothing: 10 samples have 35 tokens, and do not fill one batch of 100 "
             "(batch.tokens)",
         ),
     ],
 )
-def test_what_leaves_no_batches(lengths: list[int], ragged: str, kind: type[Exception], sentence: str) -> None:
+def test_what_leaves_no_batches(lengths: list[int], last_batch: str, kind: type[Exception], sentence: str) -> None:
     """No samples, `error`, and `drop` of everything are refused with the numbers."""
     with pytest.raises(kind) as e:
-        TokenOrder(SampleLengths(lengths, int), 100, 0, shuffle=True, ragged=ragged)
+        TokenOrder(SampleLengths(lengths, int), 100, 0, shuffle=True, last_batch=last_batch)
     assert str(e.value) == sentence
 
 

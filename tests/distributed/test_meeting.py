@@ -63,8 +63,8 @@ def test_the_port_is_another_programs(monkeypatch: pytest.MonkeyPatch) -> None:
             rendezvous.open_store(place, timedelta(seconds=0.1))
     assert str(e.value) == (
         f"rank 1 on {socket.gethostname()} is connected to 127.0.0.1:{port}, but what listens there has not answered "
-        "within 0.1 s (launch.meet): it is not rank 0 but another program; give the launcher another port, or set "
-        "MASTER_ADDR and MASTER_PORT yourself"
+        "within 0.1 s (launch.rendezvous_timeout): it is not rank 0 but another program; give the launcher another "
+        "port, or set MASTER_ADDR and MASTER_PORT yourself"
     )
 
 
@@ -115,17 +115,17 @@ def test_who_is_missing(store: dist.Store) -> None:
     """Those who came end together, with one sentence."""
     told = in_ranks(3, lambda rank: roll(store, rank, 4, presence(rank, per=1), patience=0.5))
     assert set(told) == {
-        "3 of 4 ranks have met within 0.5 s (launch.meet), and rank 3 is missing (here are node0: rank 0; node1: rank "
-        "1; node2: rank 2): was the launcher started on every machine, and is there a way from each to rank 0's (a "
-        "firewall)?"
+        "3 of 4 ranks have met within 0.5 s (launch.rendezvous_timeout), and rank 3 is missing (here are node0: rank "
+        "0; node1: rank 1; node2: rank 2): was the launcher started on every machine, and is there a way from each to "
+        "rank 0's (a firewall)?"
     }
 
 
 def test_rank_0_never_came(store: dist.Store) -> None:
     """The store may be that of an agent, which is there without rank 0."""
     assert roll(store, 1, 2, patience=0.3) == (
-        "rank 1 on node0 has reached the meeting point and waited 0.3 s (launch.meet) for rank 0: it has ended, or was "
-        "never started"
+        "rank 1 on node0 has reached the meeting point and waited 0.3 s (launch.rendezvous_timeout) for rank 0: it has "
+        "ended, or was never started"
     )
 
 

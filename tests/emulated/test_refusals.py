@@ -75,8 +75,8 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "fp16 and steps apart": (
         "native/nothing",
-        {"train": {**FP16, "sync_every": 2}},
-        "sync_every (2) and fp16 exclude each other",
+        {"train": {**FP16, "local_steps": 2}},
+        "local_steps (2) and fp16 exclude each other",
     ),
     "fp16 on the CPU": ("native/nothing", {"train": FP16, "device": "cpu"}, "train.precision: fp16 needs CUDA"),
     "offloaded on the CPU": (

@@ -35,7 +35,7 @@ def test_a_parameter_unused_later(backend: str, tmp_path: Path) -> None:
     """The first step used it; DDP would reduce half of the gradients and say so a step later, by number."""
     assert _refused(tasks.AtTimes(), tmp_path, backend=backend, batch={"total": 4}) == (
         "the loss does not use the parameter 'extra.weight' in this step, though it used all in the first: "
-        f"set options.{backend}.find_unused: true, or use it times 0.0"
+        f"set options.{backend}.find_unused_parameters: true, or use it times 0.0"
     )
 
 
@@ -100,9 +100,9 @@ def test_the_first_step_settles_the_search(shard: str, tmp_path: Path) -> None:
         with running(task, tmp_path, backend="native", parallel={"shard": shard}) as run:
             engine = run.engine
             assert isinstance(engine, DDPEngine)
-            assert engine.find_unused is None
+            assert engine.find_unused_parameters is None
             run.task.train(run)
-            assert engine.find_unused is wanted
+            assert engine.find_unused_parameters is wanted
             assert isinstance(engine.wrapped, nn.parallel.DistributedDataParallel)
 
 

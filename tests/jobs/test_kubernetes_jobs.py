@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
 import yaml
 
-from tests.support.kubernetes_schemas import why_invalid
 from tests.support.launchers import environment
 from tests.support.machines.machine import Machine
 from tests.support.machines.start import machines, reason_no_machines
@@ -22,6 +23,87 @@ from tests.support.submissions import submission, text_of, write_config
 from unipar.errors import Unsupported
 from unipar.jobs.kubernetes_objects import ObjectKind, longest_name
 from unipar.results.run_report import Report
+
+VERSION = "1.37"
+
+
+def why_invalid(made: dict[str, Any]) -> str:
+    """Why an object is none; empty: it is valid."""
+    kind = made["kind"]
+    try:
+        if kind in ("Job", "Service"):
+            return _by_schema(made)
+        if kind in ("TrainJob", "JobSet"):
+            return _by_trainer(made)
+        return _by_training_operator(made)
+    except Exception as e:
+        return f"{type(e).__name__}: {e}"
+
+
+def _by_schema(made: dict[str, Any]) -> str:
+    """Kubernetes' own kinds: unknown keys are refused."""
+    import kubernetes_validate
+
+    kubernetes_validate.validate(made, VERSION, strict=True)
+    return ""
+
+
+def _by_trainer(made: dict[str, Any]) -> str:
+    """Kubeflow Trainer's models, which forget keys that they do not know: what comes back is compared."""
+    from kubeflow_trainer_api import models
+
+    kind = models.TrainerV1alpha1TrainJob if made["kind"] == "TrainJob" else models.JobsetV1alpha2JobSet
+    read = kind.from_dict(copy.deepcopy(made))
+    assert read is not None
+    if lost := keys_lost(made, read.to_dict()):
+        return f"unknown: {', '.join(lost)}"
+    jobs = made["spec"].get("replicatedJobs", [])
+    return next((why for one in jobs if (why := _why_no_job(one["template"]["spec"]))), "")
+
+
+def _by_training_operator(made: dict[str, Any]) -> str:
+    """The Training Operator's models, through its client, and the pods by Kubernetes' own schema."""
+    from kubeflow.training import models
+    from kubernetes import client
+    from kubernetes.client import models as known_models
+
+    known: Any = known_models
+    for name in dir(models):
+        setattr(known, name, getattr(models, name))
+    api: Any = client.ApiClient()
+    read = api.deserialize(SimpleNamespace(data=json.dumps(made)), f"KubeflowOrgV1{made['kind']}")
+    if lost := keys_lost(made, api.sanitize_for_serialization(read)):
+        return f"unknown: {', '.join(lost)}"
+    replicas = next(value for key, value in made["spec"].items() if key.endswith("ReplicaSpecs"))
+    for one in replicas.values():
+        if not isinstance(one["replicas"], int):
+            return f"replicas: {one['replicas']!r}"
+        if why := _why_no_job({"template": one["template"]}):
+            return why
+    return ""
+
+
+def _why_no_job(spec: dict[str, Any]) -> str:
+    return why_invalid({"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, "spec": spec})
+
+
+def keys_lost(given: Any, back: Any, at: str = "") -> list[str]:
+    """Keys and values that a model did not give back."""
+    if isinstance(given, dict):
+        back = back if isinstance(back, dict) else {}
+        return [
+            lost
+            for key, value in given.items()
+            for lost in ([f"{at}.{key}"] if key not in back else keys_lost(value, back[key], f"{at}.{key}"))
+        ]
+    if isinstance(given, list):
+        if not isinstance(back, list) or len(back) != len(given):
+            return [at]
+        return [
+            lost for i, (a, b) in enumerate(zip(given, back, strict=True)) for lost in keys_lost(a, b, f"{at}[{i}]")
+        ]
+    return [] if given == back or str(given) == str(back) else [f"{at}: {given!r} came back as {back!r}"]
+
 
 KINDS: tuple[ObjectKind, ...] = get_args(ObjectKind)
 FIRST_POD: dict[ObjectKind, str] = {
@@ -38,9 +120,9 @@ IMAGE = "machines.kubernetes.image=registry.example/mine:1"
 FULL = """
 machines:
   nodes: 2
-  per: 2
+  ranks_per_node: 2
   time: 2h
-  before: [export SAID=yes]
+  setup: [export SAID=yes]
   kubernetes:
     namespace: ml
     claim: runs
@@ -81,7 +163,7 @@ def every(tree: Any, key: str) -> list[Any]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_object_is_valid(here: Path, kind: ObjectKind) -> None:
     """By the schemas and models that Kubernetes and Kubeflow publish; also without any of the options."""
-    for made in [*objects(here, kind), *objects(here, kind, more="machines: {nodes: 2, per: 1}\n")]:
+    for made in [*objects(here, kind), *objects(here, kind, more="machines: {nodes: 2, ranks_per_node: 1}\n")]:
         assert why_invalid(made) == ""
 
 
@@ -180,7 +262,7 @@ def test_the_name_of_a_config(here: Path) -> None:
 def test_more_that_is_refused(here: Path) -> None:
     """All of it at once."""
     (here / "below").mkdir()
-    file = write_config(here, "machines: {per: 2, kubernetes: {secrets: {HF_TOKEN: my-secret}}}\n")
+    file = write_config(here, "machines: {ranks_per_node: 2, kubernetes: {secrets: {HF_TOKEN: my-secret}}}\n")
     os.chdir(here / "below")
     with pytest.raises(Unsupported) as e:
         submission(file, "kubernetes")
@@ -229,7 +311,9 @@ def pods(here: Path, kind: ObjectKind, *, ssh: bool = False) -> Generator[list[M
 @pytest.mark.parametrize("kind", ["trainjob", "pytorchjob", "job", "jobset"])
 def test_the_command_of_its_pods(here: Path, kind: ObjectKind) -> None:
     """As it is written, on two machines, with the variables of their operator."""
-    command = command_of(objects(here, kind, more="machines: {nodes: 2, per: 1, before: [export SAID=yes]}\n"), here)
+    command = command_of(
+        objects(here, kind, more="machines: {nodes: 2, ranks_per_node: 1, setup: [export SAID=yes]}\n"), here
+    )
     (here / "out").mkdir()
     with pods(here, kind) as made:
         started = [
@@ -251,7 +335,9 @@ def test_the_command_of_its_pods(here: Path, kind: ObjectKind) -> None:
 @skip_because(WHY_NO_MPI)
 def test_the_command_of_an_mpijobs_launcher(here: Path) -> None:
     """A rank on each of two machines, which are in the operator's host file, with the lines before."""
-    command = command_of(objects(here, "mpijob", more="machines: {nodes: 2, per: 1, before: [export A=b]}\n"), here)
+    command = command_of(
+        objects(here, "mpijob", more="machines: {nodes: 2, ranks_per_node: 1, setup: [export A=b]}\n"), here
+    )
     (here / "out").mkdir()
     (here / "hostfile").write_text("x-worker-0 slots=1\nx-worker-1 slots=1\n", "utf-8")
     variables = {"OMPI_MCA_orte_default_hostfile": f"{here}/hostfile"}

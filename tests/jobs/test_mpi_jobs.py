@@ -21,7 +21,7 @@ from unipar.errors import Unsupported
 from unipar.results.run_report import Report
 
 PYTHON = sys.executable
-ROOT_TOO = "{hosts: [localhost], more: [--allow-run-as-root, --oversubscribe, --mca oob_tcp_if_include lo]}"
+ROOT_TOO = "{hosts: [localhost], extra_args: [--allow-run-as-root, --oversubscribe, --mca oob_tcp_if_include lo]}"
 
 
 @pytest.fixture(autouse=True)
@@ -32,8 +32,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_its_command(here: Path) -> None:
     """Hosts with their ranks, the address of the first, secrets by name, what else is asked for."""
-    mpi = "hosts: [127.0.0.1, desk2], address: 10.0.0.7, port: 5000, secrets: [HOME], more: [--mca if eth0]"
-    file = write_config(here, f"machines: {{nodes: 2, per: 4, time: 90s, mpi: {{{mpi}}}}}\n")
+    mpi = "hosts: [127.0.0.1, desk2], address: 10.0.0.7, port: 5000, secrets: [HOME], extra_args: [--mca if eth0]"
+    file = write_config(here, f"machines: {{nodes: 2, ranks_per_node: 4, time: 90s, mpi: {{{mpi}}}}}\n")
     made = submission(file, "mpi", arguments=["--backend", "horovod"])
     assert made.texts == {}
     assert made.command == [
@@ -48,30 +48,31 @@ def test_its_command(here: Path) -> None:
     ("sets", "sentence"),
     [
         (
-            ["machines.per=1"],
+            ["machines.ranks_per_node=1"],
             "machines.mpi.hosts: names no machine, and machines.nodes is 1: name so many, or change machines.nodes",
         ),
         (
-            ["machines.nodes=2", "machines.per=1", "machines.mpi.hosts=[10.0.0.1]"],
+            ["machines.nodes=2", "machines.ranks_per_node=1", "machines.mpi.hosts=[10.0.0.1]"],
             "machines.mpi.hosts: names 1 machine (10.0.0.1), and machines.nodes is 2: name so many, or change "
             "machines.nodes",
         ),
         (
-            ["machines.nodes=2", "machines.per=1", "machines.mpi.hosts=[10.0.0.1, 10.0.0.1]"],
-            "machines.mpi.hosts: 10.0.0.1, 10.0.0.1: a machine is named twice; name each once, with machines.per ranks",
+            ["machines.nodes=2", "machines.ranks_per_node=1", "machines.mpi.hosts=[10.0.0.1, 10.0.0.1]"],
+            "machines.mpi.hosts: 10.0.0.1, 10.0.0.1: a machine is named twice; name each once, with "
+            "machines.ranks_per_node ranks",
         ),
         (
-            ["machines.per=1", "machines.mpi.hosts=[desk.invalid]"],
+            ["machines.ranks_per_node=1", "machines.mpi.hosts=[desk.invalid]"],
             "machines.mpi.hosts: desk.invalid does not resolve here; name the first machine by an address that the "
             "others reach, or give one in machines.mpi.address",
         ),
         (
-            ["machines.nodes=2", "machines.per=1", "machines.mpi.hosts=[localhost, 10.0.0.1]"],
+            ["machines.nodes=2", "machines.ranks_per_node=1", "machines.mpi.hosts=[localhost, 10.0.0.1]"],
             "machines.mpi.hosts: localhost means loopback here, where the other machines do not reach it; give an "
             "address that they reach in machines.mpi.address",
         ),
         (
-            ["machines.per=1", "machines.mpi.hosts=[localhost]", "launch.restarts=1", "resume=never"],
+            ["machines.ranks_per_node=1", "machines.mpi.hosts=[localhost]", "launch.restarts=1", "resume=never"],
             "launch.restarts: mpirun starts nothing again; set it to 0, and go on by hand with --resume",
         ),
     ],
@@ -89,7 +90,7 @@ class Desk:
     def __init__(self, folder: Path, more: str = "") -> None:
         self.folder = folder
         text = TEXT.replace(":Tiny}", ":Tiny, args: {pause: 0.02}}")
-        machines = f"machines: {{on: mpi, per: 2, before: ['export SAID=yes'], mpi: {ROOT_TOO}}}\n"
+        machines = f"machines: {{on: mpi, ranks_per_node: 2, setup: ['export SAID=yes'], mpi: {ROOT_TOO}}}\n"
         (folder / "x.yaml").write_text(text + machines + more, encoding="utf-8")
 
     def unipar(self, *words: str) -> subprocess.CompletedProcess[str]:

@@ -20,10 +20,13 @@ from unipar.errors import ConfigError
         ("node: 2", "machines.node (line 7): there is no such key; did you mean 'nodes'?"),
         ("slrum: {}", "machines.slrum (line 7): there is no such key; did you mean 'slurm'?"),
         ("partition: gpu", "machines.partition (line 7): there is no such key; did you mean machines.slurm.partition?"),
-        ("zebra: 1", "machines.zebra (line 7): there is no such key; machines has on, nodes, per, time, folder, "),
+        (
+            "zebra: 1",
+            "machines.zebra (line 7): there is no such key; machines has on, nodes, ranks_per_node, time, folder, ",
+        ),
         (
             "ray: [1]",
-            "machines.ray (line 7): wanted a section with the keys address, storage, at, resources, secrets, ",
+            "machines.ray (line 7): wanted a section with the keys address, storage, mount_path, resources, secrets, ",
         ),
         ("slurm: {exclusive: maybe}", "machines.slurm.exclusive (line 7): wanted true or false, got 'maybe'"),
         ("slurm: {partitio: x}", "machines.slurm.partitio (line 7): there is no such key; did you mean 'partition'?"),
@@ -35,7 +38,7 @@ from unipar.errors import ConfigError
             'time: "2:00:00"',
             "machines.time (line 7): '2:00:00' is no duration; write seconds as a number, or d, h, m and s, ",
         ),
-        ("per: 0", "machines.per (line 7): wanted a whole number above 0 or auto, got 0"),
+        ("ranks_per_node: 0", "machines.ranks_per_node (line 7): wanted a whole number above 0 or auto, got 0"),
     ],
 )
 def test_a_mistake(tmp_path: Path, machines: str, sentence: str) -> None:
@@ -52,10 +55,10 @@ def test_options_of_several(tmp_path: Path) -> None:
     machines = read_source(file, ["machines.slurm.account=me"]).config.machines
     assert machines is not None
     wanted: dict[str, Any] = {"slurm": {"partition": "a", "account": "me"}, "mpi": {"hosts": ["b"]}}
-    assert (machines.time, machines.per, dict(machines.options)) == (7200.0, "auto", wanted)
+    assert (machines.time, machines.ranks_per_node, dict(machines.options)) == (7200.0, "auto", wanted)
 
 
 def test_ranks_get_them(tmp_path: Path) -> None:
     """The config that is written for the ranks is read back as it was."""
-    config = read_source(write_config(tmp_path, "machines: {nodes: 2, ray: {at: /x}}\n")).config
+    config = read_source(write_config(tmp_path, "machines: {nodes: 2, ray: {mount_path: /x}}\n")).config
     assert Config.model_validate_json(config.json_for_ranks()).machines == config.machines

@@ -31,15 +31,15 @@ def keywords(made: Submission) -> dict[str, object]:
     ("sets", "wanted"),
     [
         (
-            ["machines.nodes=2", "machines.per=1"],
+            ["machines.nodes=2", "machines.ranks_per_node=1"],
             {"num_workers": 2, "use_gpu": False, "backend": "gloo", "placement_strategy": "STRICT_SPREAD"},
         ),
         (
-            ["machines.nodes=2", "machines.per=4", "device=cuda"],
+            ["machines.nodes=2", "machines.ranks_per_node=4", "device=cuda"],
             {"num_workers": 8, "use_gpu": True, "backend": "nccl", "placement_strategy": "PACK", "max_failures": 0},
         ),
         (
-            ["machines.per=2", "launch.restarts=3", "checkpoint.every=5"],
+            ["machines.ranks_per_node=2", "launch.restarts=3", "checkpoint.every=5"],
             {"num_workers": 2, "max_failures": 3, "storage_path": None, "name": "x"},
         ),
     ],
@@ -54,7 +54,7 @@ def test_its_trainer(here: Path, sets: list[str], wanted: dict[str, object]) -> 
 def test_its_environment(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The working directory without the runs, the program beside it; with secrets all of it goes through a pipe."""
     monkeypatch.setenv("HF_TOKEN", "hidden")
-    sets = ["machines.per=2", "machines.ray.address=http://head:8265"]
+    sets = ["machines.ranks_per_node=2", "machines.ray.address=http://head:8265"]
     made = submission(write_config(here), "ray", sets)
     folder = here / "runs/x/submit/1"
     plain = {"working_dir": str(here), "excludes": ["/runs/"], "py_modules": [f"{folder}/unipar_ray_job"]}
@@ -75,13 +75,13 @@ def test_its_environment(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_refused(here: Path) -> None:
     """What Ray cannot do, with the key that can, and a restart that would not find its checkpoints."""
     (here / "below").mkdir()
-    file = write_config(here, "machines: {nodes: 2, per: 1, time: 2h, before: [module load CUDA]}\n")
+    file = write_config(here, "machines: {nodes: 2, ranks_per_node: 1, time: 2h, setup: [module load CUDA]}\n")
     with pytest.raises(Unsupported) as e:
         submission(file, "ray", ["launch.restarts=1", "checkpoint.every=5"])
     assert str(e.value).splitlines() == [
         "machines.on: ray cannot run this config:",
         "  - machines.time: Ray ends no job by time; set launch.deadline, which saves and stops, instead",
-        "  - machines.before: Ray starts ranks without a shell; put these lines where the cluster is started",
+        "  - machines.setup: Ray starts ranks without a shell; put these lines where the cluster is started",
         "  - launch.restarts: 1, and a restart may be on other machines than its checkpoints in ~/unipar-runs: let all "
         "machines see that folder, and say so (machines.folder: shared), or set checkpoint.to",
     ]

@@ -36,8 +36,11 @@ def directives(made: Submission) -> list[str]:
 
 def test_its_directives(here: Path) -> None:
     """GPUs by machine and not by task, the signal to the ranks and not to the shell, output in the folder."""
-    slurm = "{partition: gpu, account: me, qos: high, exclusive: true, cpus: 8, more: [--mail-type=END]}"
-    file = write_config(here, f"machines: {{nodes: 2, per: 4, time: 1d2h, slurm: {slurm}}}\nlaunch: {{grace: 45}}\n")
+    slurm = "{partition: gpu, account: me, qos: high, exclusive: true, cpus: 8, extra_args: [--mail-type=END]}"
+    file = write_config(
+        here,
+        f"machines: {{nodes: 2, ranks_per_node: 4, time: 1d2h, slurm: {slurm}}}\nlaunch: {{shutdown_timeout: 45}}\n",
+    )
     assert directives(submission(file, "slurm", ["device=cuda"])) == [
         "--job-name=x",
         "--nodes=2",
@@ -61,7 +64,7 @@ def test_its_directives(here: Path) -> None:
 @pytest.mark.parametrize(("device", "gpus"), [("cpu", []), ("cuda", ["4"]), ("auto", ["4"]), ("cuda:0", ["1"])])
 def test_gpus(here: Path, device: str, gpus: list[str]) -> None:
     """One for each rank, unless all share one; `auto` may be a login node's, which has none."""
-    made = submission(write_config(here), "slurm", ["machines.per=4", f"device={device}"])
+    made = submission(write_config(here), "slurm", ["machines.ranks_per_node=4", f"device={device}"])
     assert re.findall(r"--gpus-per-node=(\d+)", text_of(made)) == gpus
 
 
@@ -81,7 +84,7 @@ def test_all_gpus_of_whole_machines(here: Path) -> None:
 
 def test_its_steps(here: Path) -> None:
     """Lines before, one look at every machine, then a task for each rank; the interpreter is the one that submits."""
-    file = write_config(here, "machines: {nodes: 2, per: 2, before: [module load CUDA/12]}\n")
+    file = write_config(here, "machines: {nodes: 2, ranks_per_node: 2, setup: [module load CUDA/12]}\n")
     made = submission(file, "slurm", arguments=["--set", "train.steps=3"])
     assert (
         text_of(made).partition("--no-requeue\n")[2]
@@ -105,7 +108,9 @@ exit "$code"
 
 def test_restarts_are_requeues(here: Path) -> None:
     """`launch.restarts` is the only count, and the ranks, which would refuse it, have none; what was refused ends."""
-    made = submission(write_config(here), "slurm", ["machines.per=2", "launch.restarts=3", "checkpoint.every=5"])
+    made = submission(
+        write_config(here), "slurm", ["machines.ranks_per_node=2", "launch.restarts=3", "checkpoint.every=5"]
+    )
     assert "--requeue" in directives(made)
     assert f"--set launch.restarts=0 --out {here}/runs/x\n" in text_of(made)
     assert (
@@ -131,16 +136,16 @@ exit "$code"
 )
 def test_its_environment(here: Path, options: str, export: str) -> None:
     """Names alone: sbatch takes the values from the environment in which it is called."""
-    made = submission(write_config(here), "slurm", ["machines.per=2", f"machines.slurm={options}"])
+    made = submission(write_config(here), "slurm", ["machines.ranks_per_node=2", f"machines.slurm={options}"])
     assert made.command[2] == f"--export={export}"
 
 
 def test_an_option_that_is_none(here: Path) -> None:
     """Such an option would be a line of the script."""
     with pytest.raises(Unsupported) as e:
-        submission(write_config(here), "slurm", ["machines.per=2", "machines.slurm.more=[reboot]"])
+        submission(write_config(here), "slurm", ["machines.ranks_per_node=2", "machines.slurm.extra_args=[reboot]"])
     assert str(e.value) == (
-        "machines.on: slurm: machines.slurm.more: 'reboot' is no option; write them as --mail-type=END"
+        "machines.on: slurm: machines.slurm.extra_args: 'reboot' is no option; write them as --mail-type=END"
     )
 
 
@@ -186,7 +191,7 @@ def slurm(tmp_path: Path) -> Generator[Slurm]:
 
 CHECKPOINTS = """
 checkpoint: {every: 10}
-launch: {restarts: 1, grace: 30}
+launch: {restarts: 1, shutdown_timeout: 30}
 machines: {on: slurm, time: 10m, slurm: {check: false}}
 """
 

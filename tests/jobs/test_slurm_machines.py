@@ -34,7 +34,7 @@ log: {{every: 5}}
 launch: {{timeout: 20, heartbeat: 10, restarts: {restarts}}}
 checkpoint: {{every: 10}}
 out: {folder}/run
-machines: {{nodes: {nodes}, per: 1, on: slurm, slurm: {{check: {check}}}}}
+machines: {{nodes: {nodes}, ranks_per_node: 1, on: slurm, slurm: {{check: {check}}}}}
 """
 OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 

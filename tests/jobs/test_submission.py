@@ -56,31 +56,31 @@ def program(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             "number of machines",
         ),
         (
-            ["machines.nodes=2", "machines.per=4", "parallel.data=4"],
-            "machines.nodes x machines.per = 2 x 4 = 8, and parallel.data (4): make them equal, or leave "
-            "machines.per out",
+            ["machines.nodes=2", "machines.ranks_per_node=4", "parallel.data=4"],
+            "machines.nodes x machines.ranks_per_node = 2 x 4 = 8, and parallel.data (4): make them equal, or leave "
+            "machines.ranks_per_node out",
         ),
         (
-            ["machines.nodes=2", "machines.per=2", "parallel.data=4", "parallel.tensor=2"],
-            "machines.nodes x machines.per = 2 x 2 = 4, and parallel.data (4) x tensor 2 = 8 ranks: make them equal, "
-            "or leave machines.per out",
+            ["machines.nodes=2", "machines.ranks_per_node=2", "parallel.data=4", "parallel.tensor=2"],
+            "machines.nodes x machines.ranks_per_node = 2 x 2 = 4, and parallel.data (4) x tensor 2 = 8 ranks: make "
+            "them equal, or leave machines.ranks_per_node out",
         ),
         (
             ["machines.nodes=2"],
-            "machines.per: parallel.data (auto) does not say how many ranks a machine has, and its GPUs cannot be "
-            "counted from here: set machines.per, or parallel.data",
+            "machines.ranks_per_node: parallel.data (auto) does not say how many ranks a machine has, and its GPUs "
+            "cannot be counted from here: set machines.ranks_per_node, or parallel.data",
         ),
         (
-            ["machines.nodes=3", "machines.per=1"],
+            ["machines.nodes=3", "machines.ranks_per_node=1"],
             "batch.total (8) is not a multiple of accumulate x data (1 x 3 = 3); the nearest totals are 6 and 9",
         ),
         (
-            ["machines.per=2", "batch.micro=auto", "batch.memory=1GiB"],
+            ["machines.ranks_per_node=2", "batch.micro=auto", "batch.memory=1GiB"],
             "batch.micro: auto is found by trials in processes that unipar starts, not under a job system; `unipar "
             "plan FILE --memory SIZE` tells what to expect",
         ),
         (
-            ["machines.per=2", "backend=single"],
+            ["machines.ranks_per_node=2", "backend=single"],
             "backend: single is one process, and machines asks for 2 ranks",
         ),
     ],
@@ -99,7 +99,7 @@ def test_numbers_that_do_not_fit(here: Path, sets: list[str], sentence: str) -> 
     [
         (["machines.nodes=2", "parallel.data=4"], (2, 2)),
         (["machines.nodes=2", "parallel.data=2", "parallel.tensor=2"], (2, 2)),
-        (["machines.nodes=2", "machines.per=4"], (2, 4)),
+        (["machines.nodes=2", "machines.ranks_per_node=4"], (2, 4)),
         (["parallel.data=2"], (1, 2)),
     ],
 )
@@ -111,7 +111,7 @@ def test_machines_and_ranks(here: Path, sets: list[str], size: tuple[int, int]) 
 
 def test_restarts_need_checkpoints(here: Path) -> None:
     """A requeued job would begin anew without a word."""
-    file, sets = write_config(here), ["machines.per=2", "launch.restarts=2"]
+    file, sets = write_config(here), ["machines.ranks_per_node=2", "launch.restarts=2"]
     with pytest.raises(Unsupported) as e:
         submission(file, "slurm", sets)
     assert str(e.value) == (
@@ -126,7 +126,7 @@ def test_restarts_need_checkpoints(here: Path) -> None:
 def test_without_the_client(here: Path, on: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sentence with the way out, before anything is written."""
     monkeypatch.setenv("PATH", str(here))
-    sets = ["machines.per=2", "machines.kubernetes.image=a:1", "machines.mpi.hosts=[localhost]"]
+    sets = ["machines.ranks_per_node=2", "machines.kubernetes.image=a:1", "machines.mpi.hosts=[localhost]"]
     made = submission(write_config(here), on, sets)
     with pytest.raises(ClientFailed) as e:
         made.hand_over()
@@ -156,7 +156,7 @@ def test_a_secret_is_in_no_file(here: Path, on: str, program: Path, monkeypatch:
     """Its name is; the value goes to Ray through a pipe, stays in the environment for Slurm, or in the cluster."""
     monkeypatch.setenv("WANDB_API_KEY", SECRET)
     secrets = "{WANDB_API_KEY: keys/wandb}" if on == "kubernetes" else "[WANDB_API_KEY]"
-    sets = ["machines.per=2", "machines.kubernetes.image=a:1", f"machines.{on}.secrets={secrets}"]
+    sets = ["machines.ranks_per_node=2", "machines.kubernetes.image=a:1", f"machines.{on}.secrets={secrets}"]
     made = submission(write_config(here), on, sets)
     job, _ = made.hand_over()
     told = program.read_text("utf-8")
@@ -173,7 +173,7 @@ def test_a_secret_is_in_no_file(here: Path, on: str, program: Path, monkeypatch:
 def test_a_secret_that_is_not_set(here: Path, on: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The job would fail much later."""
     monkeypatch.delenv("HF_TOKEN", raising=False)
-    sets = ["machines.per=2", "machines.mpi.hosts=[localhost]", f"machines.{on}.secrets=[HF_TOKEN, HOME]"]
+    sets = ["machines.ranks_per_node=2", "machines.mpi.hosts=[localhost]", f"machines.{on}.secrets=[HF_TOKEN, HOME]"]
     with pytest.raises(Unsupported) as e:
         submission(write_config(here), on, sets)
     assert str(e.value) == (
@@ -184,8 +184,8 @@ def test_a_secret_that_is_not_set(here: Path, on: str, monkeypatch: pytest.Monke
 def test_a_submitted_job_is_found_again(here: Path, program: Path) -> None:
     """With a run folder of its own, which neither a further submission nor a run takes."""
     file = write_config(here)
-    first, code = submission(file, "slurm", ["machines.per=2"]).hand_over()
-    second, _ = submission(file, "slurm", ["machines.per=2"]).hand_over()
+    first, code = submission(file, "slurm", ["machines.ranks_per_node=2"]).hand_over()
+    second, _ = submission(file, "slurm", ["machines.ranks_per_node=2"]).hand_over()
     assert (first.id, first.system, first.nodes, first.per, code) == ("4711", "slurm", 1, 2, 0)
     assert first.folder == str(here / "runs/x/submit/1")
     assert second.folder == str(here / "runs/x-2/submit/1")
@@ -199,7 +199,7 @@ def test_a_submitted_job_is_found_again(here: Path, program: Path) -> None:
 
 def test_the_end_of_a_job_is_kept(here: Path, program: Path) -> None:
     """Slurm forgets a job some minutes after its end; a state that may change is asked for each time."""
-    job, _ = submission(write_config(here), "slurm", ["machines.per=2"]).hand_over()
+    job, _ = submission(write_config(here), "slurm", ["machines.ranks_per_node=2"]).hand_over()
     squeue = here / "bin/squeue"
     found: list[str] = []
     for said in ("RUNNING", "FAILED", "PENDING", "COMPLETED", "INVALID"):
@@ -212,7 +212,7 @@ def test_the_end_of_a_job_is_kept(here: Path, program: Path) -> None:
 def test_a_client_that_fails(here: Path, program: Path) -> None:
     """Its own words, with the command; the run folder is free again."""
     (here / "bin/sbatch").write_text("#!/bin/sh\necho 'invalid partition specified: gpus' >&2; exit 1\n", "utf-8")
-    made = submission(write_config(here), "slurm", ["machines.per=2"])
+    made = submission(write_config(here), "slurm", ["machines.ranks_per_node=2"])
     with pytest.raises(ClientFailed) as e:
         made.hand_over()
     assert str(e.value) == (
@@ -226,7 +226,7 @@ def test_a_run_is_there_already(here: Path) -> None:
     (here / "mine").mkdir()
     (here / "mine/notes").touch()
     with pytest.raises(OutExists) as e:
-        submission(write_config(here), "slurm", ["machines.per=2", "out=mine"])
+        submission(write_config(here), "slurm", ["machines.ranks_per_node=2", "out=mine"])
     assert str(e.value).startswith("out: mine already exists; name another folder")
 
 

@@ -59,9 +59,9 @@ def put_nothing(machine: Machine) -> None: ...
         (put_nothing, put_nothing, ["--set", "machines.nodes=3"],
          f"machines.nodes: 3, and whoever set RANK and WORLD_SIZE has started ranks on 2 machines ({NODES}): start it "
          "on 3, or change machines.nodes"),
-        pytest.param(put_nothing, put_nothing, ["--set", "machines.nodes=2", "--set", "machines.per=2"],
-         f"machines.per: 2, and whoever set RANK and WORLD_SIZE has started 1 rank on a machine ({NODES}): start 2 on "
-         "each, or change machines.per", marks=pytest.mark.sweep),
+        pytest.param(put_nothing, put_nothing, ["--set", "machines.nodes=2", "--set", "machines.ranks_per_node=2"],
+         f"machines.ranks_per_node: 2, and whoever set RANK and WORLD_SIZE has started 1 rank on a machine ({NODES}): "
+         "start 2 on each, or change machines.ranks_per_node", marks=pytest.mark.sweep),
         pytest.param(
             put_nothing, put_nothing, ["--set", "machines.folder=shared", "--out", "/tmp/mine"],
             "node2 (10.213.7.2): machines.folder: shared, and /tmp/mine is not the folder that rank 0 has made on "
@@ -113,15 +113,15 @@ def test_another_version(job: Job, tmp_path: Path) -> None:
 
 @skip_because(reason_no_firewall())
 def test_no_way_to_rank_0(tmp_path: Path) -> None:
-    """Packets between the two are dropped: each says within launch.meet whom it could not reach."""
+    """Packets between the two are dropped: each says within launch.rendezvous_timeout whom it could not reach."""
     with machines(2, tmp_path / "machines") as (one, two):
         one.drop_packets_from(two)
-        more = ["--set", "launch.meet=5"]
+        more = ["--set", "launch.rendezvous_timeout=5"]
         with Started(Job([one, two], (1, 1)), "by hand", "native", tmp_path / "run", more=more) as run:
             run.wait()
-        assert "1 of 2 ranks have met within 5 s (launch.meet), and rank 1 is missing" in run.said_on(one)
+        assert "1 of 2 ranks have met within 5 s (launch.rendezvous_timeout), and rank 1 is missing" in run.said_on(one)
         assert (
             "unipar: rank 1 on node2 could not connect to 10.213.7.1:29400, where rank 0 listens, within 5 s "
-            "(launch.meet): was the launcher started on rank 0's machine, and is there a way to it (a firewall, "
-            "another network)?"
+            "(launch.rendezvous_timeout): was the launcher started on rank 0's machine, and is there a way to it (a "
+            "firewall, another network)?"
         ) in run.said_on(two)

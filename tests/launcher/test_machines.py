@@ -108,7 +108,7 @@ def test_copies_on_machines_with_ranks_in_turn(job: Job, tmp_path: Path) -> None
     assert outcome.code == 0, outcome.said
     assert [loss for _, loss in outcome.losses] == pytest.approx(LOSSES_OF_COUNTED, rel=1e-6)
     (row,) = unipar.plan(
-        load_config_file(config, ["machines.per=4"]), strategies=["native/parameters"], worlds=[8]
+        load_config_file(config, ["machines.ranks_per_node=4"]), strategies=["native/parameters"], worlds=[8]
     ).rows
     found = sorted(re.findall(r"rank (\d) on (node\d): (\d+), (\d+) across", said))
     sent, across = str(row.sent_bytes), str(row.sent_across)

@@ -206,4 +206,4 @@ def test_what_an_override_shortens_is_printed(capsys: pytest.CaptureFixture[str]
     said = "overrides train.steps=3 shortens train.schedule, written for 12 steps: warmup 4 -> 1"
     assert capsys.readouterr().err == f"{said}\n"
     assert '"warmup": 1' in prepared.settled(2).config.json_for_ranks()
-    assert f"note     {said}" in check_config(prepared.source)
+    assert f"note      {said}" in check_config(prepared.source)

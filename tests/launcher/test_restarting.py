@@ -80,7 +80,7 @@ class Slow(Tiny):
 if __name__ == "__main__":
     config = {**CONFIG, "train": {**CONFIG["train"], "steps": 5000}, "data": {"workers": 1}, "log": {"every": 9999}}
     config["checkpoint"] = {"every": None, "async": sys.argv[1] == "async"}
-    config["launch"] = {"grace": 1, "deadline": sys.argv[2] if len(sys.argv) > 2 else None}
+    config["launch"] = {"shutdown_timeout": 1, "deadline": sys.argv[2] if len(sys.argv) > 2 else None}
     try:
         unipar.launch(config, task=Slow)
     except unipar.Stopped as e:
@@ -149,7 +149,7 @@ def test_a_signal_ends_the_wait_for_a_restart(forks: Forks, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("how", ["async", "sync"])
 def test_a_stop_waits_for_a_slow_save(how: str, forks: Forks, tmp_path: Path) -> None:
-    """SIGUSR1 with DataLoader workers: saving takes longer than launch.grace, and is waited for."""
+    """SIGUSR1 with DataLoader workers: saving takes longer than launch.shutdown_timeout, and is waited for."""
     (tmp_path / "script.py").write_text(SAVES, "utf-8")
     run = tmp_path / "runs/run"
     with forks.begin(["script.py", how], tmp_path, ENVIRONMENT) as process:

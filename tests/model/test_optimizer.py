@@ -14,7 +14,6 @@ from typing_extensions import override
 import unipar
 from unipar.backend.export import groups_code
 from unipar.config import Config
-from unipar.config.sections.optimizer import optimizer_arguments
 from unipar.config.sections.schedule import Constant, Cosine, Linear
 from unipar.engines.learning_rate import BaseRates
 from unipar.errors import TaskError
@@ -117,7 +116,7 @@ def test_groups_keep_their_ratio() -> None:
         return [{"params": m[0].parameters()}, {"params": [*m[1].parameters(), *m[2].parameters()], "lr": 0.5}]
 
     task = _Task(groups)
-    config = _config(optimizer={"name": "sgd", "lr": 0.1}, lr_scale={"rule": "linear", "at_batch": 4})
+    config = _config(optimizer={"name": "sgd", "lr": 0.1}, lr_scale={"rule": "linear", "base_batch_size": 4})
     module = task.model()
     optimizer = _made(task, module, config)
     rates = BaseRates(optimizer)
@@ -191,7 +190,7 @@ def test_kernels(fused: Any, foreach: Any, wanted: tuple[Any, Any]) -> None:
 def test_kernels_of_split_parameters(name: str, foreach: Any, device: str, split: bool, wanted: dict[str, Any]) -> None:
     """PyTorch has no fused SGD for split parameters, and no fused RMSprop; `foreach` is then as in the config."""
     optimizer = _config(optimizer={"name": name, "foreach": foreach}).train.optimizer
-    told = optimizer_arguments(optimizer, device, split=split)
+    told = optimizer.arguments(device, split=split)
     assert {key: told[key] for key in ("fused", "foreach") if key in told} == wanted
 
 
@@ -235,7 +234,7 @@ def test_an_optimizer_of_the_tasks_own() -> None:
     def groups(m: Any) -> Any:
         return [{"params": m[0].parameters(), "nesterov": True}, {"params": m[1:].parameters(), "lr": 0.4}]
 
-    scaled = {"rule": "linear", "at_batch": 4}
+    scaled = {"rule": "linear", "base_batch_size": 4}
     made = _owned(torch.optim.RMSprop, groups, optimizer={"lr": 0.1, "weight_decay": 0.3}, lr_scale=scaled)
     assert isinstance(made, torch.optim.RMSprop)
     assert [(g["lr"], g["weight_decay"]) for g in made.param_groups] == [(0.2, 0.3), (0.8, 0.3)]
@@ -304,7 +303,7 @@ def test_decay_of_groups_that_the_task_makes() -> None:
 
 def test_schedules() -> None:
     """Warm-up rises to the full rate; linear and cosine reach `end` at the last of ten steps."""
-    cosine, linear = Cosine(warmup=2, end=0.1), Linear(warmup=2)
+    cosine, linear = Cosine(warmup=2, min_lr_ratio=0.1), Linear(warmup=2)
     assert [cosine.factor(s, 10) for s in (0, 1, 2)] == [0.5, 1.0, 1.0]
     assert cosine.factor(9, 10) == pytest.approx(0.1, abs=1e-15)
     assert [round(linear.factor(s, 10), 6) for s in (2, 3, 9)] == [1.0, 0.857143, 0.0]

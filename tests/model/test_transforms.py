@@ -163,8 +163,8 @@ def test_compiled_means_compiled(tmp_path: Path) -> None:
          "leave it out"),
         ({"train": {"steps": 1, "precision": "fp16"}},
          "native/nothing: train.precision: fp16 needs CUDA, where it is fast; on the CPU use bf16-mixed or fp32"),
-        ({"train": {"steps": 1, "sync_every": 2}, "parallel": {"shard": "gradients"}},
-         "native/gradients: train.sync_every: 2 is not available here, only in native/nothing"),
+        ({"train": {"steps": 1, "local_steps": 2}, "parallel": {"shard": "gradients"}},
+         "native/gradients: train.local_steps: 2 is not available here, only in native/nothing"),
     ],
 )  # fmt: skip
 def test_refused_on_the_cpu(sections: dict[str, Any], message: str) -> None:
@@ -194,16 +194,16 @@ def test_the_optimizer_alone_cannot_be_offloaded() -> None:
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"train": {"steps": 6, "sync_every": 2}, "eval": {"every": 3}},
-         "eval.every (3) is not a multiple of train.sync_every (2): between two synchronizations each rank "
+        ({"train": {"steps": 6, "local_steps": 2}, "eval": {"every": 3}},
+         "eval.every (3) is not a multiple of train.local_steps (2): between two synchronizations each rank "
          "has a different model"),
-        ({"train": {"steps": 6, "sync_every": 2, "precision": "fp16"}},
-         "train: sync_every (2) and fp16 exclude each other: loss scaling would make each rank skip "
+        ({"train": {"steps": 6, "local_steps": 2, "precision": "fp16"}},
+         "train: local_steps (2) and fp16 exclude each other: loss scaling would make each rank skip "
          "different steps; use bf16-mixed"),
     ],
 )  # fmt: skip
 def test_what_local_steps_exclude(sections: dict[str, Any], message: str) -> None:
-    """Settings that contradict train.sync_every are refused with both values, before any process starts."""
+    """Settings that contradict train.local_steps are refused with both values, before any process starts."""
     with pytest.raises(ConfigError) as e:
         source.load_given_config({"batch": {"total": 4}, **sections})
     assert str(e.value) == f"the config: {message}"
@@ -229,13 +229,13 @@ def test_nothing_to_put_syncbatchnorm_in_place_of(model: nn.Module, message: str
 
 def test_an_evaluation_between_two_means(tmp_path: Path) -> None:
     """Evaluation is refused between two averages, when each rank has a different model."""
-    with running(Line(), tmp_path, backend="native", train={"steps": 4, "sync_every": 2}) as run:
+    with running(Line(), tmp_path, backend="native", train={"steps": 4, "local_steps": 2}) as run:
         shares = run.batches()
         run.step(next(shares))
         with pytest.raises(TaskError) as e:
             run.evaluate()
         assert str(e.value) == (
-            "evaluate() was called after step 1: with train.sync_every: 2 ranks have the same model only after every "
+            "evaluate() was called after step 1: with train.local_steps: 2 ranks have the same model only after every "
             "2 steps and after the last one; evaluate then"
         )
         run.step(next(shares))

@@ -112,12 +112,14 @@ def test_a_parameter_without_a_gradient() -> None:
     """DDP searches for parameters that are not used, and ranks tell each other which they are."""
     unused = replace(TIMELINE, moments=TIMELINE.moments[:-1])
     assert ("all_reduce", 116 + 12, 2, 2) in sent("native/nothing", 2, unused)
-    assert ("all_reduce", 116, 1, 2) in sent("native/nothing", 2, unused, options={"native": {"find_unused": False}})
+    assert ("all_reduce", 116, 1, 2) in sent(
+        "native/nothing", 2, unused, options={"native": {"find_unused_parameters": False}}
+    )
 
 
 def test_local_sgd() -> None:
     """Parameters and moments are averaged every fourth step: the mean of a step."""
-    assert sent("native/nothing", 2, train={"sync_every": 4}) == {("all_reduce", 3 * 116 // 4, 3, 2)}
+    assert sent("native/nothing", 2, train={"local_steps": 4}) == {("all_reduce", 3 * 116 // 4, 3, 2)}
 
 
 def test_half_of_what_horovod_sends() -> None:

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.floors import FLOORS
-from benchmarks.layout import Layout, circles, height
+from tools.floors import FLOORS
+from tools.layout import Layout, circles, height
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("unipar", "backends", "examples", "benchmarks", "tests")
+FOLDERS = ("unipar", "backends", "examples", "benchmarks", "tools", "tests")
 LIBRARIES = ("deepspeed", "horovod", "accelerate")
 BACKENDS = ("unipar_mesh", "unipar_native", "unipar_deepspeed", "unipar_horovod", "unipar_accelerate")
 MAY_REUSE = {
@@ -215,7 +215,7 @@ UNSAID = re.compile(r"(What|Of|Where|By|Nothing|None:|Whose|That|It|Its|So|Who|H
 def test_docstrings_say_what_the_thing_is() -> None:
     """A first line is an order ("Return ...") or a noun phrase."""
     guilty: list[str] = []
-    for file in files("unipar", "backends", "benchmarks"):
+    for file in files("unipar", "backends", "benchmarks", "tools"):
         for node in ast.walk(parsed(file)):
             if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module):
                 text = ast.get_docstring(node)
@@ -243,16 +243,12 @@ def test_tests_import_no_tests() -> None:
     assert guilty == {}
 
 
-def test_contributing_maps_the_packages() -> None:
-    """CONTRIBUTING lists each package by floor, with its docstring."""
-    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
-    rows = {
-        f"| {number} | `{package}/` | {ast.get_docstring(layout().trees[f'unipar.{package}'])} |"
-        for number, packages in enumerate(FLOORS)
-        for package in packages
-        if package != "errors"
-    }
-    assert {row for row in rows if row not in text.splitlines()} == set()
+def test_each_helper_of_tests_is_listed() -> None:
+    """tests/support/README.md names each file and folder there once, and none that is not there."""
+    folder = ROOT / "tests" / "support"
+    there = {f"{entry.name}{'/' * entry.is_dir()}" for entry in folder.iterdir() if entry.name != "__pycache__"}
+    listed = re.findall(r"`(\w+(?:\.py|/))`", (folder / "README.md").read_text("utf-8"))
+    assert sorted(listed) == sorted(there - {"README.md"})
 
 
 def named_libraries(file: Path) -> Iterator[str]:

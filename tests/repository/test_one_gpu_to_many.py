@@ -35,7 +35,7 @@ def test_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
     done = CliRunner().invoke(build_app(), shlex.split(line))
     assert done.exit_code == 0
     (row,) = (row for row in done.stdout.splitlines() if row.startswith("full learning rate"))
-    assert row.endswith("derived: train.optimizer.lr x batch.total / at_batch = 0.1 x 256 / 64")
+    assert row.endswith("derived: train.optimizer.lr x batch.total / base_batch_size = 0.1 x 256 / 64")
     assert row.split()[3] == "0.4"
 
 

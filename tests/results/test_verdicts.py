@@ -13,7 +13,7 @@ CUT = CutDependence(kind="sum", off=0.5, micro=None, way_out="return the mean")
 
 
 def verdicts(*outcomes: VerdictOutcome) -> Verdicts:
-    reason = {"refused": "train.sync_every: 2 is not available here; use another"}
+    reason = {"refused": "train.local_steps: 2 is not available here; use another"}
     rows = [
         Verdict(strategy=f"native/{i}", outcome=outcome, note=reason.get(outcome, ""))
         for i, outcome in enumerate(outcomes)
@@ -28,7 +28,7 @@ def verdicts(*outcomes: VerdictOutcome) -> Verdicts:
         (
             ("agrees", "agrees", "refused", "refused"),
             "2 of 4 strategies agree with one process over 10 steps on 2 ranks; 2 cannot run this model: native/2, "
-            "native/3 (train.sync_every: 2 is not available here)",
+            "native/3 (train.local_steps: 2 is not available here)",
             0,
         ),
         (
@@ -38,7 +38,7 @@ def verdicts(*outcomes: VerdictOutcome) -> Verdicts:
         ),
         (
             ("refused", "refused"),
-            "no verdict: no strategy ran; 2 cannot run this model: native/0, native/1 (train.sync_every: 2 is not "
+            "no verdict: no strategy ran; 2 cannot run this model: native/0, native/1 (train.local_steps: 2 is not "
             "available here)",
             1,
         ),

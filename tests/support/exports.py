@@ -17,8 +17,8 @@ WORDS: dict[str, Any] = {
     "train": {
         "epochs": 2,
         "optimizer": {"name": "adamw", "lr": 0.01, "weight_decay": 0.1, "eps": 1e-5},
-        "lr_scale": {"rule": "linear", "at_batch": 4},
-        "schedule": {"name": "cosine", "warmup": 2, "end": 0.1},
+        "lr_scale": {"rule": "linear", "base_batch_size": 4},
+        "schedule": {"name": "cosine", "warmup": 2, "min_lr_ratio": 0.1},
         "clip": 0.5,
         "seed": 3,
     },

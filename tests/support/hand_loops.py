@@ -506,7 +506,9 @@ HAND_LOOPS: dict[str, HandLoop] = {
         accumulation,
         {"optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}, "clip": 0.2},
     ),
-    "warmup": HandLoop(Warmup, warmup, {"optimizer": ADAMW, "schedule": {"name": "cosine", "warmup": 3, "end": 0.1}}),
+    "warmup": HandLoop(
+        Warmup, warmup, {"optimizer": ADAMW, "schedule": {"name": "cosine", "warmup": 3, "min_lr_ratio": 0.1}}
+    ),
     "BatchNorm with augmentation": HandLoop(
         BatchNorm, batch_norm, {"optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9}, "clip": 0.5}
     ),

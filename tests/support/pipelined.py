@@ -1,4 +1,4 @@
-"""A task whose pipeline is exported: dropout in blocks and between them, tied weights, ragged texts with weights."""
+"""A task whose pipeline is exported: dropout in blocks and between them, tied weights, texts with weights."""
 
 from __future__ import annotations
 

@@ -100,8 +100,8 @@ class Streamed(unipar.Task):
 STREAM_CASES = {
     "shards": ("Sharded", {"stream": "shards"}),
     "shards, workers": ("Sharded", {"stream": "shards", "workers": 2}),
-    "shards, dropped": ("Sharded", {"stream": "shards", "ragged": "drop"}),
-    "shards, refused": ("Sharded", {"stream": "shards", "ragged": "error"}),
+    "shards, dropped": ("Sharded", {"stream": "shards", "last_batch": "drop"}),
+    "shards, refused": ("Sharded", {"stream": "shards", "last_batch": "error"}),
     "shards that lose some": ("Losing", {"stream": "shards"}),
     "own": ("Split", {"stream": "own"}),
     "own, workers": ("Split", {"stream": "own", "workers": 2}),

@@ -1,4 +1,4 @@
-"""Inside a world of two: training into which faults are planted after its fourth step, for `train.watch` to find."""
+"""Inside a world of two: training with faults planted after its fourth step, for `train.consistency_check`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from unipar.run_folder.layout import heartbeat_path
 from unipar.training.training_run import TrainingRun
 
 AFTER = 4
-"""Steps after which the fault is there; `train.watch` looks at steps 2, 3, 6."""
+"""Steps after which the fault is there; `train.consistency_check` looks at steps 2, 3, 6."""
 
 Fault = Callable[[TrainingRun, Optimizer], Any]
 
@@ -129,7 +129,9 @@ def run(place: Place, folder: Path, control: socket.socket | None) -> None:
     for name, fault in rows:
         strategy = Strategy.parse(name)
         sgd = {"name": "sgd", "lr": 0.1, "momentum": 0.9, "fused": False, "foreach": False}
-        case = Case(fault, lambda fault=fault: Watched(fault), train={"optimizer": sgd, "watch": {"every": 3}})
+        case = Case(
+            fault, lambda fault=fault: Watched(fault), train={"optimizer": sgd, "consistency_check": {"every": 3}}
+        )
         if world is None:
             world = registry.load_backend(strategy.backend).join(case.config(strategy, place.size), place)
         told.append(run_case_or_error(case, strategy, world, folder, heartbeat).get("message", ""))

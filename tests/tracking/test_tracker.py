@@ -106,7 +106,7 @@ def _wandb(run: Path) -> dict[str, list[tuple[int, float]]]:
             config = {item.key: json.loads(item.value_json) for item in record.run.config.update}
             assert record.run.project == "unipar"
             sizes = {"total": 4, "micro": 2, "accumulate": None, "memory": None, "headroom": 0.05}
-            sizes |= {"tokens": None, "longest": None, "rows": "padded", "try_largest": False}
+            sizes |= {"tokens": None, "max_length": None, "rows": "padded", "memory_check": False}
             assert config["batch"] == sizes
         if record.HasField("history"):
             row = {(item.key or item.nested_key[0]): json.loads(item.value_json) for item in record.history.item}

@@ -108,7 +108,7 @@ def test_a_rate_of_the_tasks_own(task: Line, lr: float, expected: float, tmp_pat
 
 def test_a_warmup_and_a_scale_of_the_batch(tmp_path: Path) -> None:
     """Schedule and lr_scale are in the optimizer's rate already, and are applied once."""
-    train = {"schedule": {"warmup": 2}, "lr_scale": {"rule": "linear", "at_batch": 2}}
+    train = {"schedule": {"warmup": 2}, "lr_scale": {"rule": "linear", "base_batch_size": 2}}
     assert logged(Fast(), tmp_path, 0.01, train=train) == [1e-4, 2e-4, 2e-4]
 
 

@@ -188,9 +188,9 @@ def test_samples_are_read_once_in_an_epoch_with_another_batch(tmp_path: Path) ->
         ({"train": {"steps": 4, "optimizer": ADAMW, "seed": 5}},
          "checkpoint {} has done 4 steps, and the run has 4: nothing is left to do; give it more (--set "
          "train.steps=...)"),
-        ({"data": {"shuffle": False, "ragged": "drop"}},
-         "checkpoint {}: data.shuffle was true and is false (also data.ragged): going on would train something else; "
-         "take the old value back, or say the new one again with --set data.shuffle=false"),
+        ({"data": {"shuffle": False, "last_batch": "drop"}},
+         "checkpoint {}: data.shuffle was true and is false (also data.last_batch): going on would train something "
+         "else; take the old value back, or say the new one again with --set data.shuffle=false"),
     ],
 )  # fmt: skip
 def test_another_run_is_refused(tmp_path: Path, changes: dict[str, Any], sentence: str) -> None:

@@ -44,7 +44,7 @@ def saved_hashes(folder: Path, step: int) -> dict[str, str]:
         pytest.param("accelerate/parameters", 2, MASTERS, marks=SWEEP, id="masters of Accelerate"),
         pytest.param("deepspeed/parameters", 2, AVERAGED, marks=SWEEP, id="averages of ZeRO-3"),
         pytest.param("native/parameters", 2, MASTERS | AVERAGED, id="averages of FSDP2's masters"),
-        pytest.param("native/nothing", 2, {"train.sync_every": 3}, marks=SWEEP, id="ranks apart for three steps"),
+        pytest.param("native/nothing", 2, {"train.local_steps": 3}, marks=SWEEP, id="ranks apart for three steps"),
         pytest.param("native/parameters", 4, {"parallel.shard_over": 2}, marks=SWEEP, id="two copies of two shards"),
         pytest.param("deepspeed/gradients+library", 2, {}, marks=SWEEP, id="sizes of the library"),
         pytest.param("accelerate/gradients+zero", 2, {}, marks=SWEEP, id="Accelerate's DeepSpeed"),

@@ -25,7 +25,7 @@ from unipar.training.task_facts import gather_task_facts
 pytestmark = pytest.mark.forked
 
 TASK = {"use": f"{ROOT}/tests/conformance/lengths.py:Counted"}
-BATCH = {"tokens": 70, "longest": 8, "micro": 20}
+BATCH = {"tokens": 70, "max_length": 8, "micro": 20}
 
 
 def _config(out: Path, ranks: int, batch: Any = BATCH, **more: Any) -> Config:
@@ -82,8 +82,8 @@ def test_a_sample_of_the_validation_is_too_long(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as e, running(_Ends(), tmp_path, batch=BATCH) as run:
         run.evaluate()
     assert str(e.value) == (
-        "batch.longest: 8: sample 1 of validation() has 11 tokens, more than that; cut or leave out such samples in "
-        "the dataset, or raise batch.longest to the longest one's 11"
+        "batch.max_length: 8: sample 1 of validation() has 11 tokens, more than that; cut or leave out such samples in "
+        "the dataset, or raise batch.max_length to the longest one's 11"
     )
 
 
@@ -187,7 +187,7 @@ def test_the_largest_microbatches_come_first(
     task, plain = _Widths(), _Widths()
     with running(plain, _made(tmp_path / "plain"), batch=batch, log={"every": 1}) as run:
         run.task.train(run)
-    with running(task, _made(tmp_path / "tried"), batch=batch | {"try_largest": True}, log={"every": 1}) as run:
+    with running(task, _made(tmp_path / "tried"), batch=batch | {"memory_check": True}, log={"every": 1}) as run:
         run.task.train(run)
     assert task.seen[: len(tried)] == tried
     assert task.seen[len(tried) :] == plain.seen
@@ -211,13 +211,13 @@ def test_a_lack_of_memory_shows_before_the_first_step(tmp_path: Path) -> None:
     """The error has the sizes, and the keys to change."""
     with (
         pytest.raises(OutOfMemory) as e,
-        running(_Full(), tmp_path, batch=BATCH | {"try_largest": True}) as run,
+        running(_Full(), tmp_path, batch=BATCH | {"memory_check": True}) as run,
     ):
         run.task.train(run)
     assert str(e.value) == (
-        "batch.try_largest: rank 0 has no memory for the largest microbatches of the run, 2 x 8 tokens and 4 x 5 "
+        "batch.memory_check: rank 0 has no memory for the largest microbatches of the run, 2 x 8 tokens and 4 x 5 "
         "tokens (CUDA out of memory. Tried to allocate 2.00 GiB): lower batch.micro, or cut samples to a smaller "
-        "batch.longest"
+        "batch.max_length"
     )
     assert not any(row["event"] == "step" for row in Ledger.read(ledger_path(tmp_path, 0)))
 
@@ -239,7 +239,7 @@ def test_a_model_that_is_thrown_away_leaves_nothing(tmp_path: Path, strategy: st
     for tries in (False, True):
         out = tmp_path / str(tries)
         config = config_in_strategy(
-            _config(out, 2, BATCH | {"try_largest": tries}, checkpoint=None), Strategy.parse(strategy)
+            _config(out, 2, BATCH | {"memory_check": tries}, checkpoint=None), Strategy.parse(strategy)
         )
         unipar.launch(config, quiet=True)
         losses.append(step_losses(out))
@@ -257,10 +257,10 @@ def test_parts_have_no_loss_to_try(tmp_path: Path) -> None:
 
     with (
         pytest.raises(TaskError) as e,
-        running(Parts(), tmp_path, batch=BATCH | {"try_largest": True}),
+        running(Parts(), tmp_path, batch=BATCH | {"memory_check": True}),
     ):
         pass
     assert str(e.value) == (
-        "batch.try_largest: true: model() returned several parts (one, other), and which loss each takes is known to "
+        "batch.memory_check: true: model() returned several parts (one, other), and which loss each takes is known to "
         "the task's loop alone; leave it out"
     )

@@ -146,14 +146,14 @@ def test_a_sum_is_named_and_strict_fails(tmp_path: Path, forks: Forks) -> None:
 
 def test_strategies_that_were_named_are_known(prove: Callable[..., Verdicts]) -> None:
     """A strategy by its name was asked for, one by a pattern was not; the headline has the reason why neither runs."""
-    found = prove(tasks.Plain, strategies=("horovod/*", "deepspeed/nothing"), overrides={"train.sync_every": 2})
+    found = prove(tasks.Plain, strategies=("horovod/*", "deepspeed/nothing"), overrides={"train.local_steps": 2})
     assert [(row.strategy, row.outcome, row.named) for row in found.rows] == [
         ("horovod/nothing", "refused", False),
         ("deepspeed/nothing", "refused", True),
     ]
     assert found.summary == (
-        "no verdict: no strategy ran; 2 cannot run this model: horovod/nothing, deepspeed/nothing (train.sync_every: 2 "
-        "is not available here, only in native/nothing)"
+        "no verdict: no strategy ran; 2 cannot run this model: horovod/nothing, deepspeed/nothing (train.local_steps: "
+        "2 is not available here, only in native/nothing)"
     )
 
 

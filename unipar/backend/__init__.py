@@ -1,4 +1,4 @@
-"""Contract for backend plugins (description, engine, joining), and finding and checking installed backends."""
+"""Contract for backends: description, engine and joining; and how installed backends are found and checked."""
 
 from unipar.backend.description import Backend as Backend
 from unipar.backend.description import Capabilities as Capabilities

@@ -24,6 +24,7 @@ from unipar.backend.offered_strategies import (
     strategies_of_backend,
     strategy_of,
 )
+from unipar.backend.refusals import conditions_of, refusals_met
 from unipar.backend.registry import backend_names, find_backend, why_not_installed
 from unipar.config import SHARDS, Config, Precision, Section, Shard, Strategy
 from unipar.config.config_source import (
@@ -266,10 +267,11 @@ def check_strategy(config: Config, backend: Backend, strategy: Strategy, places:
     """
     if why := why_not_installed(backend):
         raise BackendNotInstalled(why)
-    if (key := config.train.moments_in_blocks) is not None and find_spec("torchao") is None:
-        raise BackendNotInstalled(
-            f"{key}.name: adamw-8bit needs torchao, not installed here: pip install 'unipar[torchao]'"
-        )
+    for key, its in config.train.optimizers.items():
+        if (package := its.package) and find_spec(package) is None:
+            raise BackendNotInstalled(
+                f"{key}.name: {its.name} needs {package}, not installed here: pip install 'unipar[{package}]'"
+            )
     places = places or {}
     reasons = [_with_place(reason, places) for reason in list_refusals(backend, config, strategy)]
     if reasons:
@@ -301,22 +303,15 @@ def list_refusals(backend: Backend, config: Config, strategy: Strategy) -> Itera
         yield f"device: {config.device} is not supported; {backend.name} runs on {', '.join(can.devices)}"
     if is_single_process(strategy, backend) and config.parallel.data not in (1, "auto"):
         yield f"parallel.data: {config.parallel.data} contradicts the strategy: {strategy} is one process"
-    for key, value in _optional_keys_in_use(config).items():
-        if value is not None and shard not in can.also.get(key, ()):
+    conditions = conditions_of(config)
+    for key in ("parallel.shard_over", "train.local_steps", "model.offload"):
+        if key in conditions and shard not in can.also.get(key, ()):
             have = [
                 str(Strategy(n, s)) for n in backend_names() for s in find_backend(n).capabilities.also.get(key, ())
             ]
-            yield f"{key}: {value} is not available here, only in {', '.join(have)}"
+            yield f"{conditions[key]} is not available here, only in {', '.join(have)}"
     yield from refuse_axes(backend, strategy)
-    if (key := config.train.whole_matrices) is not None:
-        yield from _refuse_whole_matrices(config, key)
-    if (key := config.train.moments_in_blocks) is not None:
-        yield from _refuse_moments_in_blocks(config, key)
-    if (key := config.train.moments_in_bf16) is not None and (every := config.train.sync_every) is not None:
-        yield (
-            f"{key}.name: adamw-bf16 is not available with train.sync_every: {every}: ranks average their moments, and "
-            "their mean would be rounded to the nearest bf16; leave one of them out"
-        )
+    yield from refusals_met(conditions)
     if kind == "cpu":
         yield from _refuse_on_cpu(config)
     for key, why in backend.idle_options(config):
@@ -375,56 +370,6 @@ def _describe_shards(backend: Backend) -> Iterator[str]:
             if shard in variant.shards:
                 options = ", ".join(f"options.{backend.name}.{key}: {value}" for key, value in variant.options.items())
                 yield f"{shard} (with {options})"
-
-
-def _optional_keys_in_use(config: Config) -> dict[str, object]:
-    """Return the keys that not every backend supports, with their values; None for a key that is not set."""
-    offload = config.model.offload
-    return {
-        "parallel.shard_over": config.parallel.shard_over,
-        "train.sync_every": config.train.sync_every,
-        "model.offload": None if offload == "none" else offload,
-    }
-
-
-def _refuse_whole_matrices(config: Config, key: str) -> Iterator[str]:
-    """Yield each reason why no rank can update a whole matrix, as the optimizer under this key does."""
-    if (ranks := config.parallel.tensor) > 1:
-        yield (
-            f"{key}.name: muon is not available with parallel.tensor: {ranks}: Muon updates each matrix as a whole, "
-            f"and each of {ranks} ranks has a part of it; leave parallel.tensor out (parallel.shard: parameters splits "
-            "between steps alone), or take adamw"
-        )
-    if config.model.offload != "none":
-        yield (
-            f"{key}.name: muon is not available with model.offload: {config.model.offload}: its matrices are joined on "
-            "the device; leave one of them out"
-        )
-
-
-def _refuse_moments_in_blocks(config: Config, key: str) -> Iterator[str]:
-    """Yield each reason why moments cannot be in blocks, as the optimizer under this key keeps them."""
-    is_away = f"{key}.name: adamw-8bit is not available with"
-    if (ranks := config.parallel.tensor) > 1:
-        yield (
-            f"{is_away} parallel.tensor: {ranks}: its moments share a scale in blocks of elements of a row, and each "
-            f"of {ranks} ranks has a part of most blocks; leave parallel.tensor out (parallel.shard: parameters splits "
-            "between rows), or take adamw"
-        )
-    if config.train.precision == "fp64":
-        yield (
-            f"{is_away} train.precision: fp64: torchao computes the update in fp32, with moments of 8 bits; take adamw"
-        )
-    if (every := config.train.sync_every) is not None:
-        yield (
-            f"{is_away} train.sync_every: {every}: ranks average their moments, and codes of 8 bits have no "
-            "mean; leave one of them out"
-        )
-    if config.model.offload != "none":
-        yield (
-            f"{is_away} model.offload: {config.model.offload}: moments that are in host memory take none of the "
-            "device, in 8 bits or 32; leave one of them out"
-        )
 
 
 def _refuse_on_cpu(config: Config) -> Iterator[str]:

@@ -219,7 +219,8 @@ class Engine(ABC):
     def held_weights(self) -> Iterator[Piece]:
         """Yield each region of a weight that this rank computes with, without a collective.
 
-        Unlike `pieces` also those of which other ranks have copies: `train.watch` asks whether the copies are equal.
+        Unlike `pieces` also those of which other ranks have copies: `train.consistency_check` asks whether the copies
+        are equal.
         """
         return (piece for piece in self.pieces() if piece.kind == "weight")
 
@@ -286,7 +287,7 @@ class Engine(ABC):
         return None
 
     def take_mean(self) -> None:  # noqa: B027 - a neutral hook
-        """Replace the state of ranks that trained independently by its mean over ranks: `train.sync_every`."""
+        """Replace the state of ranks that trained independently by its mean over ranks: `train.local_steps`."""
 
     def close(self) -> None:  # noqa: B027 - a neutral hook
         """Release the resources that `Backend.build` took."""

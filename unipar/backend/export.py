@@ -15,7 +15,6 @@ from string import Template
 from typing import TYPE_CHECKING, Any
 
 from unipar.config import BatchSizes, Config
-from unipar.config.sections.optimizer import SGD, Adam, AdamW, RMSprop, optimizer_arguments
 from unipar.config.sections.schedule import (
     Constant,
     InverseRoot,
@@ -182,8 +181,7 @@ def _literal(value: Any) -> str:
 
 def optimizer_class_name(config: Config) -> str:
     """Return the name of the optimizer's class in torch.optim."""
-    wanted = config.train.optimizer
-    return next(known.__name__ for known in (SGD, Adam, AdamW, RMSprop) if isinstance(wanted, known))
+    return config.train.optimizer.implementation.removeprefix("torch.optim:")
 
 
 def optimizer_code(outline: Outline, *, split: bool = False) -> str:
@@ -194,7 +192,7 @@ def optimizer_code(outline: Outline, *, split: bool = False) -> str:
 
 def optimizer_words(outline: Outline, *, split: bool = False) -> list[str]:
     """Return the optimizer's arguments except the groups, as source code."""
-    arguments = optimizer_arguments(outline.config.train.optimizer, "cuda" if outline.cuda else "cpu", split=split)
+    arguments = outline.config.train.optimizer.arguments("cuda" if outline.cuda else "cpu", split=split)
     texts = {name: repr(value) for name, value in arguments.items()} | {"lr": learning_rate_code(outline)}
     return [f"{name}={text}" for name, text in texts.items()]
 
@@ -257,7 +255,7 @@ def _constants(outline: Outline) -> Iterator[str]:
     yield f"LOG_EVERY = {outline.config.log.every}"
     yield f"LR = {float(train.optimizer.lr)!r}"
     if (scale := learning_rate_scale(outline)) != 1.0:
-        yield f"SCALE = {scale!r}  # factor on the rate, chosen for {train.lr_scale.at_batch} {sizes.unit} a step"
+        yield f"SCALE = {scale!r}  # of the rate, chosen for {train.lr_scale.base_batch_size} {sizes.unit} a step"
     if train.schedule.warmup:
         yield f"WARMUP = {train.schedule.warmup_steps(outline.steps)}  # steps"
     if train.clipping is not None:
@@ -324,9 +322,11 @@ def _rate_code(config: Config, steps: int) -> Iterator[str]:
     yield "def rate(step: int) -> float:"
     yield '    """Return the factor on the learning rate at `step`, counted from 0."""'
     if isinstance(schedule, Steps):
-        falls = f"step // {schedule.every}" if schedule.every else f"sum(step >= at for at in {list(schedule.at)})"
+        falls = (
+            f"step // {schedule.every}" if schedule.every else f"sum(step >= at for at in {list(schedule.milestones)})"
+        )
         rise = f"min(1.0, {_rise_code(schedule)}) * " if schedule.warmup else ""
-        yield f"    return {rise}{float(schedule.by)!r} ** ({falls})"
+        yield f"    return {rise}{float(schedule.gamma)!r} ** ({falls})"
         yield ""
         return
     if schedule.warmup:
@@ -343,10 +343,10 @@ def _rate_code(config: Config, steps: int) -> Iterator[str]:
         return
     all_steps = "STEPS - 1" if schedule.timing == "own" else "STEPS"
     since, last = ("(step - WARMUP)", f"{all_steps} - WARMUP") if schedule.warmup else ("step", all_steps)
-    shape, end = "linear", float(schedule.end)
+    shape, end = "linear", float(schedule.min_lr_ratio)
     if isinstance(schedule, OneCycle):
         shape, begin = schedule.shape, float(schedule.begin)
-        yield f"    top = {schedule.rise!r} * STEPS - 1.0"
+        yield f"    top = {schedule.pct_start!r} * STEPS - 1.0"
         yield "    if step <= top:"
         yield "        progress = step / top"
         yield f"        return 1.0 - {1.0 - begin!r} * {_REMAINING[shape]}"
@@ -368,8 +368,8 @@ def _rise_code(schedule: Schedule) -> str:
     """Return the factor at a step of the warm-up."""
     if schedule.timing == "own":
         return "(step + 1) / WARMUP"
-    if isinstance(schedule, WarmupStableDecay) and schedule.end:
-        return f"{schedule.end!r} + {1.0 - schedule.end!r} * step / WARMUP"
+    if isinstance(schedule, WarmupStableDecay) and schedule.min_lr_ratio:
+        return f"{schedule.min_lr_ratio!r} + {1.0 - schedule.min_lr_ratio!r} * step / WARMUP"
     return "step / WARMUP"
 
 
@@ -394,7 +394,7 @@ def _batches(outline: Outline) -> Iterator[str]:
         cut = ["micro=None", "accumulate=ACCUMULATE"] if limits.micro is None else ["micro=MICRO", "accumulate=None"]
         sizes = ["tokens=TOKENS", *cut, f"packed={limits.packed}", "length=task.length"]
     words = [*source, *sizes, "rank=rank", "ranks=ranks", "seed=SEED"]
-    words += [f"shuffle={data.shuffle}", f"drop_last={data.ragged == 'drop'}", f"workers={data.workers}"]
+    words += [f"shuffle={data.shuffle}", f"drop_last={data.last_batch == 'drop'}", f"workers={data.workers}"]
     words += [f"{name}=data.{name}" for name in outline.taken]
     if "weight" not in outline.gives:
         yield format_call("    batches = Batches", words)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from unipar.config.sections.optimizer import optimizer_fields
+from unipar.config.sections.optimizer import OPTIMIZERS
 from unipar.errors import ConfigError
 from unipar.utils.text import did_you_mean, show_value
 
@@ -151,8 +151,9 @@ class ForeignConfigReader:
 
     def _fits_optimizer(self, key: str) -> bool:
         """Return whether the optimizer that `--set` names has this key, if it is one of an optimizer."""
-        section, name = "train.optimizer.", self.said.get("train.optimizer.name")
-        return name is None or not key.startswith(section) or key.split(".")[2] in optimizer_fields(str(name))
+        if (name := self.said.get("train.optimizer.name")) is None or not key.startswith("train.optimizer."):
+            return True
+        return str(name) in OPTIMIZERS and key.split(".")[2] in OPTIMIZERS[str(name)].model_fields
 
     def ask_optimizer(self, theirs: str) -> None:
         """Ask for the optimizer, which the file leaves to the script; what `--set` gives of it leaves the rest open."""

@@ -113,7 +113,7 @@ def meet(config: Config, place: Place) -> World:
 
 def join_session(config: Config, place: Place) -> Session:
     """Return the session of this rank's world: the ranks on several machines find each other."""
-    return session_of(place, config.launch.meet, config.launch.timeout, _chosen_interface(config))
+    return session_of(place, config.launch.rendezvous_timeout, config.launch.timeout, _chosen_interface(config))
 
 
 def _chosen_interface(config: Config) -> str | None:

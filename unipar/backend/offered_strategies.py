@@ -127,7 +127,7 @@ def config_in_strategy(config: Config, strategy: Strategy) -> Config:
         options[backend.name] = _without_variants(options[backend.name], can.variants.values())
     moved = _with_parallel(config.changed({"backend": strategy.backend, "options": options}), parallel, one=one)
     if one:
-        moved = moved.changed({"train.sync_every": None})
+        moved = moved.changed({"train.local_steps": None})
     return _without_idle_options(moved, backend)
 
 

@@ -1,1 +1,1 @@
-"""Calibration: the speed of this machine, measured by two ranks, for `unipar plan --machine`."""
+"""Speed of this machine, measured by two ranks, for `unipar plan --machine`."""

@@ -20,7 +20,7 @@ FIXED = (
     "train.optimizer.name",
     "train.parts.*.optimizer.name",
     "data.shuffle",
-    "data.ragged",
+    "data.last_batch",
     "data.stream",
 )
 """Keys, or sections, that must be as they were: the run would be another one; a star is any one name."""
@@ -28,7 +28,7 @@ FIXED = (
 FREE = ("model.weights", "model.blocks", "model.offload")
 """Keys within FIXED that do not change what is trained: where parameters lie, and what the first run began from."""
 
-TOLD = ("train.optimizer", "train.clip", "train.parts", "train.ema", "train.sync_every", "train.lr_scale")
+TOLD = ("train.optimizer", "train.clip", "train.parts", "train.ema", "train.local_steps", "train.lr_scale")
 """Keys that may change and are told, for they change what is computed."""
 
 

@@ -19,7 +19,7 @@ from unipar.comparison.strategy_world import StrategyWorld
 from unipar.comparison.training_rounds import TurnRunner
 from unipar.config import Config, Strategy
 from unipar.config.config_source import Given
-from unipar.config.sections.optimizer import AdamW, AdamW8bitSettings, AdamWBf16Settings, Optimizer
+from unipar.config.sections.optimizer_settings import OptimizerSettings
 from unipar.config.settled import SettledConfig
 from unipar.errors import ConfigError, Unsupported
 from unipar.launcher.processes.signals import sigterm_as_interrupt
@@ -190,12 +190,12 @@ def _optimizer_bytes(row: StrategyResult) -> int:
 
 
 def _full_moments(config: Config) -> dict[str, Any]:
-    """Return the changes of a config that put AdamW in the place of AdamW with narrow moments."""
+    """Return the changes of a config that put full moments in the place of narrow ones."""
 
-    def full(optimizer: Optimizer | None) -> Optimizer | None:
-        if not isinstance(optimizer, AdamW8bitSettings | AdamWBf16Settings):
+    def full(optimizer: OptimizerSettings | None) -> OptimizerSettings | None:
+        if optimizer is None or (kind := optimizer.full_moments) is None:
             return optimizer
-        return AdamW.model_validate(optimizer.model_dump(exclude={"name", "block"}))
+        return kind.model_validate(optimizer.model_dump(include=kind.model_fields.keys() - {"name"}))
 
     parts = {
         name: part.model_copy(update={"optimizer": full(part.optimizer)}) for name, part in config.train.parts.items()
@@ -257,7 +257,7 @@ def _compare_by_world_size(
             library_names={
                 name: library_name(at) for of in selected.values() for name, (_, at) in of.items() if at is not None
             },
-            held=settings.train.sync_every is None,
+            held=settings.train.local_steps is None,
             unwatched=asked.unwatched,
             interrupted=any(one.interrupted for one in found.values()),
             wrong=tuple(

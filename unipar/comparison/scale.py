@@ -89,7 +89,7 @@ def _scale_worlds(
         threads=each,
         device=prepared.device,
         warmup=asked.turns.warmup,
-        held=settings.train.sync_every is None,
+        held=settings.train.local_steps is None,
         unwatched=asked.unwatched,
         versions=installed_versions(strategy.backend for strategy in wanted),
         machine=machine_summary(),

@@ -43,8 +43,8 @@ class Data(Section):
     shuffle: bool = True
     """Whether each epoch has a new order, which depends only on `train.seed` and the epoch."""
 
-    ragged: Literal["weigh", "drop", "error"] = "weigh"
-    """Treatment of an epoch's last batch if it is not full. weigh: use it, each sample weighted as in a full batch;
+    last_batch: Literal["keep", "drop", "error"] = "keep"
+    """Treatment of an epoch's last batch if it is not full. keep: use it, each sample weighted as in a full batch;
     drop: leave it out; error: raise an error."""
 
     stream: Literal["whole", "shards", "own"] = "whole"
@@ -110,10 +110,10 @@ class Launch(Section):
     timeout: Seconds = 120.0
     """Seconds that a collective may wait for its peers; always more than heartbeat."""
 
-    meet: Seconds = 600.0
+    rendezvous_timeout: Seconds = 600.0
     """Seconds in which ranks on several machines must find each other: machines may be slow to start."""
 
-    grace: Seconds = 30.0
+    shutdown_timeout: Seconds = 30.0
     """Seconds that a run may take to reach a step boundary after a signal; a save that makes progress is waited for."""
 
     deadline: Seconds | None = None
@@ -202,11 +202,11 @@ class Config(Section):
     """Several machines: how many, and the job system that starts the run there; null: this machine."""
 
     def ranks_of_machine(self, ranks: int) -> int | None:
-        """Return how many of so many ranks a machine has, by `machines.per` or `machines.nodes`; None: neither says."""
+        """Return how many of so many ranks a machine has, by section `machines`; None: it does not say."""
         if self.machines is None:
             return None
-        if self.machines.per != "auto":
-            return self.machines.per
+        if self.machines.ranks_per_node != "auto":
+            return self.machines.ranks_per_node
         return -(-ranks // self.machines.nodes) if self.machines.nodes > 1 else None
 
     options: dict[str, dict[str, Any]] = Field(default_factory=dict)
@@ -217,10 +217,10 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _evaluates_one_model(self) -> Self:
-        between, steps = self.train.sync_every, self.eval.every
+        between, steps = self.train.local_steps, self.eval.every
         if between is not None and steps is not None and steps % between:
             raise ValueError(
-                f"eval.every ({steps}) is not a multiple of train.sync_every ({between}): between two "
+                f"eval.every ({steps}) is not a multiple of train.local_steps ({between}): between two "
                 "synchronizations each rank has a different model"
             )
         return self

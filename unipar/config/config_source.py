@@ -27,7 +27,7 @@ OVERRIDES = ("--set", "overrides")
 """Origins of values that a command line or a call gave beside a config."""
 
 LENGTH_KEYS = ("steps", "epochs")
-INTERVALS = ("eval.every", "train.ema.every", "train.watch.every")
+INTERVALS = ("eval.every", "train.ema.every", "train.consistency_check.every")
 """Keys that are numbers of steps between two actions, which have no effect beyond the last step."""
 
 SHORTENED = "shortened for"

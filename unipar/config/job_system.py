@@ -116,7 +116,8 @@ class JobSystem(ABC, Generic[O]):
     """Whether the command that hands a job over ends at once; if not, it runs as long as the job."""
 
     counts_gpus: ClassVar[bool] = False
-    """Whether a job counts the GPUs of its machines when it starts, so that `machines.per` can be left open."""
+    """Whether a job counts the GPUs of its machines when it starts, so that `machines.ranks_per_node` can be left
+    open."""
 
     final_states: ClassVar[frozenset[str]] = frozenset()
     """States that a job never leaves. They are kept: job systems forget their jobs, some within minutes."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 TRAINER_DEFAULTS: Mapping[str, Any] = {
     "per_device_train_batch_size": 8,
@@ -94,12 +94,13 @@ _OF_BITSANDBYTES = (
     "with torchao's codes, not bitsandbytes'; in 8 bits are weights whose rows are blocks of 256, embeddings (fp32 "
     "under the Trainer) too"
 )
+EIGHT_BITS: Final = "adamw-8bit"
 EIGHT_BIT_OPTIMIZERS: Mapping[str, str] = {
     **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit"), _OF_BITSANDBYTES),
     "adamw_torch_8bit": "by torchao too, with blocks that are the same in every world: in 8 bits are weights whose "
     "rows are blocks of 256",
 }
-"""AdamW with states of 8 bits, which is unipar's adamw-8bit where the strategy can hold it; and what differs then."""
+"""AdamW with states of 8 bits, which is EIGHT_BITS where the strategy can hold it; and what differs then."""
 
 AXOLOTL_NAMES = {
     "micro_batch_size": "per_device_train_batch_size",

@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from unipar.backend import Backend, checks, registry, resources
 from unipar.backend.checks import in_strategy
+from unipar.backend.refusals import SCRIPT, conditions_of, refusals_met
 from unipar.config import Config, Strategy
 from unipar.errors import BackendNotFound, ConfigError, OutExists, TaskError, Unsupported
 from unipar.task.reference import TaskRef
@@ -37,7 +38,7 @@ _IGNORED_KEYS = {
     "log.to": "the script writes log.jsonl",
     "checkpoint": "the script does not save its state",
     "launch": "the script's launcher has its own time limits",
-    "batch.try_largest": "the script does not try its largest microbatches before the first step",
+    "batch.memory_check": "the script does not try its largest microbatches before the first step",
     "compare": "",
     "out": "",
 }
@@ -185,22 +186,8 @@ def _make_outline(source: ConfigSource) -> tuple[Outline, dict[str, str]]:
             f"{ref.task.shown}: optimizer() creates the task's own optimizer, but a script creates the config's: "
             "export a task without optimizer(), and create yours in train.py"
         )
-    if (key := config.train.whole_matrices) is not None:
-        raise ConfigError(
-            f"{key}.name: muon is unipar's own optimizer, which joins each matrix on one rank, and a script has "
-            "torch.optim's: export with adamw, and create yours in train.py"
-        )
-    if (key := config.train.moments_in_blocks) is not None:
-        raise ConfigError(
-            f"{key}.name: adamw-8bit runs torchao's update without compiling it, and keeps moments in blocks that fit "
-            "every world, which a script's torchao.optim.AdamW8bit does not: export with adamw, and create yours in "
-            "train.py"
-        )
-    if (key := config.train.moments_in_bf16) is not None:
-        raise ConfigError(
-            f"{key}.name: adamw-bf16 is unipar's own optimizer, whose roundings are the same on every rank, and a "
-            "script has torch.optim's: export with adamw, and create yours in train.py"
-        )
+    if refused := next(refusals_met(conditions_of(config) | {SCRIPT: ""}), None):
+        raise ConfigError(refused)
     if task.defines("schedule"):
         raise TaskError(
             f"{ref.task.shown}: schedule() is the task's own, but a script computes the config's: export a task "

@@ -14,8 +14,9 @@ from unipar.backend.foreign import Answers, ForeignConfigReader, import_error
 from unipar.config import Config, safe_yaml
 from unipar.config.config_file import read_config_text
 from unipar.config.config_source import parse_set_argument
+from unipar.config.sections.optimizer import OPTIMIZERS, AdamW
 from unipar.config.yaml_edit import yaml_value
-from unipar.conversion.argument_names import EIGHT_BIT_OPTIMIZERS
+from unipar.conversion.argument_names import EIGHT_BIT_OPTIMIZERS, EIGHT_BITS
 from unipar.conversion.config_schema import SCHEMA_FILE
 from unipar.conversion.given_arguments import arguments_over, read_arguments
 from unipar.conversion.trainer_file import READ_HERE, is_trainer_file, library_arguments, read_trainer_file
@@ -142,7 +143,7 @@ def _add_refused_arguments(reading: ForeignConfigReader, arguments: TrainingArgu
     """Add what cannot be carried; and, unless `strict`, tell what is carried though it means something else."""
     assumed = arguments.assumed
     if strict and (word := arguments.eight_bits):
-        why = f"{word}: unipar has adamw-8bit, {EIGHT_BIT_OPTIMIZERS[word]}; or adamw, with states in fp32"
+        why = f"{word}: unipar has {EIGHT_BITS}, {EIGHT_BIT_OPTIMIZERS[word]}; or adamw, with states in fp32"
         assumed = [*assumed, RefusedArgument(arguments.names.get("optim", "optim"), why, "give adamw_torch", _NAME)]
     for refusal in (*arguments.refused, *(assumed if strict else ())):
         if not arguments.source:
@@ -167,28 +168,29 @@ def _add_eight_bits(reading: ForeignConfigReader, arguments: TrainingArguments, 
     if (why := _why_no_eight_bits(reading, source)) is not None:
         reading.assumed.append(f"{_NAME}: {word}: AdamW with states in fp32, not in 8 bits: {why}")
         return False
-    reading.put(_NAME, "adamw-8bit", f"{word}, {EIGHT_BIT_OPTIMIZERS[word]}")
-    reading.assumed.append(f"{_NAME}: {word}: adamw-8bit, {EIGHT_BIT_OPTIMIZERS[word]}")
+    reading.put(_NAME, EIGHT_BITS, f"{word}, {EIGHT_BIT_OPTIMIZERS[word]}")
+    reading.assumed.append(f"{_NAME}: {word}: {EIGHT_BITS}, {EIGHT_BIT_OPTIMIZERS[word]}")
     return True
 
 
 def _why_no_eight_bits(reading: ForeignConfigReader, source: CheckedSource) -> str | None:
     """Return why the strategy has no moments of 8 bits, or what `--set` gives AdamW besides; None without a reason."""
     try:
-        tried = given_source(_nest_keys(replace(reading, config={**reading.config, _NAME: "adamw-8bit"})))
+        tried = given_source(_nest_keys(replace(reading, config={**reading.config, _NAME: EIGHT_BITS})))
     except ConfigError as e:
         return str(e)
     refused = next(checks.list_refusals(source.backend, tried.config, source.strategy), None)
     if refused is None:
         return None
-    return refused.removeprefix(f"{_NAME}: adamw-8bit is not available").lstrip(": ").partition(";")[0]
+    return refused.removeprefix(f"{_NAME}: {EIGHT_BITS} is not available").lstrip(": ").partition(";")[0]
 
 
 def _carry_trainers_rules(reading: ForeignConfigReader, arguments: TrainingArguments, answers: Answers) -> None:
     """Add which parameters decay and where the rates begin and end, if optimizer and schedule are the Trainer's."""
     result = {**reading.config, **reading.said}
     given, decays = bool(arguments.given) and reading.optimizer_asked, result.get("train.optimizer.weight_decay")
-    if given and decays and "train.optimizer" not in reading.said and result.get(_NAME) != "muon":
+    by_element = not OPTIMIZERS.get(str(result.get(_NAME)), AdamW).whole_matrices
+    if given and decays and "train.optimizer" not in reading.said and by_element:
         reading.put("train.optimizer.decay", "transformers")
     answer, word = answers.by_key.get(_SCHEDULE), reading.config.get(_SCHEDULE)
     if answer is None or reading.answered(_SCHEDULE) or reading.notes.get(_SCHEDULE) != answer.why:

@@ -103,7 +103,7 @@ class TrainingArguments:
             ("gradient_checkpointing", "model.recompute", "blocks"),
             ("activation_checkpointing", "model.recompute", "blocks"),
             ("torch_compile", "model.compile", "model"),
-            ("dataloader_drop_last", "data.ragged", "drop"),
+            ("dataloader_drop_last", "data.last_batch", "drop"),
             ("no_cuda", "device", "cpu"),
             ("use_cpu", "device", "cpu"),
         ):
@@ -274,14 +274,14 @@ class TrainingArguments:
 
         if word == "polynomial":
             put("power", float(details.get("power", 1.0)))
-            put("end", float(details.get("lr_end", 1e-7)) / lr)
+            put("min_lr_ratio", float(details.get("lr_end", 1e-7)) / lr)
         elif word == "cosine_with_min_lr":
             rate = details.get("min_lr_rate", None if (least := details.get("min_lr")) is None else float(least) / lr)
             if rate is None:
                 why = f"{word} needs min_lr or min_lr_rate"
                 self._refuse("lr_scheduler_kwargs", why, "give one", "train.schedule")
                 return
-            put("end", float(rate))
+            put("min_lr_ratio", float(rate))
         elif word == "warmup_stable_decay":
             steps, shape = details.get("num_decay_steps"), str(details.get("decay_type", "cosine"))
             if steps is None or shape not in SHAPE_OF_WORD:
@@ -290,14 +290,14 @@ class TrainingArguments:
                 return
             put("decay", int(steps))
             put("shape", SHAPE_OF_WORD[shape])
-            put("end", float(details.get("min_lr_ratio", 0.0)))
+            put("min_lr_ratio", float(details.get("min_lr_ratio", 0.0)))
         elif word == "cosine_with_restarts" and details.get("num_cycles", 1) != 1:
             why = f"num_cycles: {details['num_cycles']}: a schedule of unipar does not begin again"
             self._refuse("lr_scheduler_kwargs", why, "take it out", "train.schedule")
         elif word == "inverse_sqrt" and "timescale" in details:
             put("scale", int(details["timescale"]))
         elif word == "cosine" and (least := self.given.get("cosine_min_lr_ratio")) is not None:
-            self._put(found, "train.schedule.end", "cosine_min_lr_ratio", float(least))
+            self._put(found, "train.schedule.min_lr_ratio", "cosine_min_lr_ratio", float(least))
 
     def _add_times(self, found: dict[str, Answer]) -> None:
         """Carry after how many steps the Trainer logs, evaluates and saves; an argument about that must be given."""

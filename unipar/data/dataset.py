@@ -149,7 +149,7 @@ def _source_from_loader(
     if streams:
         keys_given = keys_given - {"shuffle"}
     if loader.drop_last:
-        of_loader["ragged"] = "drop"
+        of_loader["last_batch"] = "drop"
     settings = config.data.model_copy(update={k: v for k, v in of_loader.items() if k not in keys_given})
     names = ("worker_init_fn", "timeout", "multiprocessing_context") if settings.workers else ()
     arguments = {name: getattr(loader, name) for name in names}

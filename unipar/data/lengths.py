@@ -135,7 +135,7 @@ def refuse_lengths(lengths: Sequence[int], sizes: BatchSizes, of: str = "data()"
     """Yield a sentence on the first sample that is longer than the config allows."""
     limits = sizes.tokens
     assert limits is not None
-    allowed = [("longest", limits.longest), ("tokens", sizes.total), ("micro", limits.micro)]
+    allowed = [("max_length", limits.max_length), ("tokens", sizes.total), ("micro", limits.micro)]
     for key, most in allowed:
         if most is None or not (over := [i for i, length in enumerate(lengths) if length > most]):
             continue

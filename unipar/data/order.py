@@ -36,7 +36,7 @@ class SampleOrder:
     total: int
     seed: int
     shuffle: bool
-    ragged: str
+    last_batch: str
     begin: DataPosition = START
     """Place from which batches of `total` are read; before it they may have had another size."""
 
@@ -48,27 +48,27 @@ class SampleOrder:
         left = rest % self.total
         if self.samples == 0:
             raise TaskError("data() has no samples")
-        if left and self.ragged == "error":
+        if left and self.last_batch == "error":
             raise ConfigError(
-                f"data.ragged: {'' if rest == self.samples else f'the last {rest} of '}{self.samples} samples are "
+                f"data.last_batch: {'' if rest == self.samples else f'the last {rest} of '}{self.samples} samples are "
                 f"{rest // self.total} batches of {self.total} and "
-                f"{left} left over; choose weigh or drop, or another batch.total"
+                f"{left} left over; choose keep or drop, or another batch.total"
             )
         if self.per_epoch == 0:
             raise ConfigError(
-                f"data.ragged: drop leaves nothing: {self.samples} samples do not fill one batch of {self.total}"
+                f"data.last_batch: drop leaves nothing: {self.samples} samples do not fill one batch of {self.total}"
             )
 
     @cached_property
     def per_epoch(self) -> int:
         """Optimizer steps of one epoch."""
-        return self.samples // self.total if self.ragged == "drop" else -(-self.samples // self.total)
+        return self.samples // self.total if self.last_batch == "drop" else -(-self.samples // self.total)
 
     @cached_property
     def _first_epoch(self) -> int:
         """Optimizer steps from `begin` to the end of its epoch."""
         left = self.samples - self.begin.sample
-        return left // self.total if self.ragged == "drop" else -(-left // self.total)
+        return left // self.total if self.last_batch == "drop" else -(-left // self.total)
 
     def position(self, step: int) -> DataPosition:
         """Return the place of the next step, when `step` steps are done; none before `begin` is known."""
@@ -109,7 +109,7 @@ class SampleOrder:
     def batches(self, start: int) -> Iterator[tuple[int, list[int]]]:
         """Yield (epoch, indices) of each optimizer step from `start` on, without end."""
         _, epoch, first = self.position(start)
-        least = self.total if self.ragged == "drop" else 1
+        least = self.total if self.last_batch == "drop" else 1
         while True:
             order = self.permutation(epoch)
             for at in range(first, self.samples - least + 1, self.total):

@@ -81,10 +81,10 @@ class WholeStream(IterableDataset[StreamBatch | ReadingOn]):
         rank: int,
         seed: int,
         *,
-        ragged: str = "weigh",
+        last_batch: str = "keep",
         most: int | None = None,
     ) -> None:
-        self.source, self.seed, self.total, self.ragged, self.most = source, seed, sizes.total, ragged, most
+        self.source, self.seed, self.total, self.last_batch, self.most = source, seed, sizes.total, last_batch, most
         """`most` is the number of samples to read; None for all."""
 
         self.parts = split_batch(range(sizes.total), sizes.accumulate, sizes.ranks)
@@ -134,7 +134,7 @@ class WholeStream(IterableDataset[StreamBatch | ReadingOn]):
             if fault := self._fault(begun, ended=seen < self.total):
                 yield StreamBatch(number, 0, [], fault=fault)
                 return
-            if spare is None or (seen < self.total and self.ragged == "drop"):
+            if spare is None or (seen < self.total and self.last_batch == "drop"):
                 return
             if wanted:
                 place = reader.packed_place() if in_worker and self.gives_places else b""
@@ -165,13 +165,13 @@ class WholeStream(IterableDataset[StreamBatch | ReadingOn]):
         if ended and begun == 0:
             return "data() has no samples" if self.epoch == 0 else EMPTY_EPOCH_SENTENCE.format(self.epoch + 1)
         left = begun % self.total
-        if ended and left and self.ragged == "error":
+        if ended and left and self.last_batch == "error":
             return (
-                f"data.ragged: {begun} samples are {begun // self.total} batches of {self.total} and {left} left over; "
-                "choose weigh or drop, or another batch.total"
+                f"data.last_batch: {begun} samples are {begun // self.total} batches of {self.total} and {left} left "
+                "over; choose keep or drop, or another batch.total"
             )
-        if ended and begun < self.total and self.ragged == "drop":
-            return f"data.ragged: drop leaves nothing: {begun} samples do not fill one batch of {self.total}"
+        if ended and begun < self.total and self.last_batch == "drop":
+            return f"data.last_batch: drop leaves nothing: {begun} samples do not fill one batch of {self.total}"
         return ""
 
 

@@ -98,7 +98,7 @@ class StreamFeed:
         length, total = self.source.length, self.sizes.total
         if not self.whole or length is None:
             return None
-        return length // total if self.source.settings.ragged == "drop" else -(-length // total)
+        return length // total if self.source.settings.last_batch == "drop" else -(-length // total)
 
     def place(self, step: int) -> tuple[int, int]:
         """Return the epoch and the batch within it of the next step, when `step` steps are done."""
@@ -188,7 +188,7 @@ class StreamFeed:
         _, epoch, sample = self._begin
         if per_epoch := self._per_epoch:
             left = (self.source.length or 0) - sample
-            first = left // total if self.source.settings.ragged == "drop" else -(-left // total)
+            first = left // total if self.source.settings.last_batch == "drop" else -(-left // total)
             if done < first:
                 return epoch, sample + done * total
             epochs, batches = divmod(done - first, per_epoch)
@@ -210,8 +210,8 @@ class StreamFeed:
             yield portion
 
     def _whole_stream(self, epoch: int, begin: ReadPart) -> WholeStream:
-        share, ragged = self.world.share, self.source.settings.ragged
-        whole = WholeStream(self.source, self.sizes, share, self.seed, ragged=ragged)
+        share, last_batch = self.world.share, self.source.settings.last_batch
+        whole = WholeStream(self.source, self.sizes, share, self.seed, last_batch=last_batch)
         whole.epoch, whole.begin = epoch, begin
         whole.gives_places = self._gives_places and self.world.rank == 0  # they are the same on all ranks
         return whole
@@ -256,12 +256,12 @@ class StreamFeed:
                 held = list(islice(ready, self.sizes.accumulate))
                 mine = sum(len(keys) for _, keys in held)
                 samples, short = self._sum_over_ranks(mine)
-                if short and self.source.settings.ragged == "error":
+                if short and self.source.settings.last_batch == "error":
                     raise TaskError(
-                        f"data.ragged: the ranks' parts of epoch {epoch + 1} end at different steps, or within a batch "
-                        f"(batch {number + 1} has {samples} of {self.sizes.total} samples); choose weigh or drop"
+                        f"data.last_batch: the ranks' parts of epoch {epoch + 1} end at different steps, or within a "
+                        f"batch (batch {number + 1} has {samples} of {self.sizes.total} samples); choose keep or drop"
                     )
-                if samples == 0 or (short and self.source.settings.ragged == "drop"):
+                if samples == 0 or (short and self.source.settings.last_batch == "drop"):
                     break
                 spare = held[-1] if held else spare or self._any_sample(epoch)
                 read += samples
@@ -330,11 +330,11 @@ class StreamFeed:
             raise TaskError(
                 EMPTY_EPOCH_SENTENCE.format(epoch + 1)
                 if epoch
-                else "data.ragged: drop leaves nothing: no batch has all its samples"
-                if settings.ragged == "drop"
+                else "data.last_batch: drop leaves nothing: no batch has all its samples"
+                if settings.last_batch == "drop"
                 else "data() has no samples"
             )
-        if settings.stream == "shards" and settings.ragged == "weigh" and length is not None and read != length:
+        if settings.stream == "shards" and settings.last_batch == "keep" and length is not None and read != length:
             raise TaskError(
                 f"len() of the stream says {length} samples, but its {self.sizes.ranks * self.workers} "
                 f"shards gave {read} in epoch {epoch + 1}: shard(index, count) must give each sample to one of them"

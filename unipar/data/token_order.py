@@ -32,12 +32,12 @@ class TokenOrder:
         seed: int,
         *,
         shuffle: bool,
-        ragged: str,
+        last_batch: str,
         begin: DataPosition = START,
         given: SamplerOrder | None = None,
     ) -> None:
         """`given`: order of a sampler of the user's; None: it is drawn here."""
-        self.lengths, self.tokens, self.seed, self.shuffle, self.ragged = lengths, tokens, seed, shuffle, ragged
+        self.lengths, self.tokens, self.seed, self.shuffle, self.last_batch = lengths, tokens, seed, shuffle, last_batch
         self.given, self.samples = given, len(lengths.of) if given is None else given.count
         """Number of samples of an epoch."""
 
@@ -51,15 +51,15 @@ class TokenOrder:
 
         if not lengths.of:
             raise TaskError("data() has no samples")
-        if ragged == "error":
+        if last_batch == "error":
             raise ConfigError(
-                f"data.ragged: error: batches of at most {tokens} tokens (batch.tokens) are rarely full; choose weigh "
-                "or drop"
+                f"data.last_batch: error: batches of at most {tokens} tokens (batch.tokens) are rarely full; choose "
+                "keep or drop"
             )
         if self._count(0) == 0:
             raise ConfigError(
-                f"data.ragged: drop leaves nothing: {len(lengths.of)} samples have {sum(lengths.of)} tokens, and do "
-                f"not fill one batch of {tokens} (batch.tokens)"
+                f"data.last_batch: drop leaves nothing: {len(lengths.of)} samples have {sum(lengths.of)} tokens, and "
+                f"do not fill one batch of {tokens} (batch.tokens)"
             )
 
     def go_on_from(self, begin: DataPosition) -> TokenOrder:
@@ -130,7 +130,7 @@ class TokenOrder:
 
     def _find_ends(self, order: Sequence[int], first: int) -> list[int]:
         lengths = [self.lengths.of[i] for i in order]
-        longest = self._longest if self.ragged == "drop" else None
+        longest = self._longest if self.last_batch == "drop" else None
         return [first + end for end in find_batch_ends(lengths, self.tokens, longest)]
 
 

@@ -112,10 +112,13 @@ def count_chosen_gpus(ids: Sequence[str], choice: str | None) -> int:
     if choice is None:
         return len(ids)
     seen: set[str] = set()
+    by_number = choice.strip()[
+        :1
+    ].isdecimal()  # the first entry decides; torch ends the list where another kind follows
     for word in (w.strip() for w in choice.split(",")):
-        if word.isdecimal() and int(word) < len(ids):
+        if by_number and word.isdecimal() and int(word) < len(ids):
             gpu = ids[int(word)]
-        elif word.startswith("GPU-"):
+        elif not by_number and word.startswith("GPU-"):
             matches = [i for i in ids if i.startswith(word)]
             if len(matches) != 1:
                 break

@@ -28,7 +28,7 @@ class LateWrappedEngine(WrapperEngine):
     uses. Then the library wraps the model with the right setting.
     """
 
-    find_unused: bool | None = None
+    find_unused_parameters: bool | None = None
     """Setting of the wrapper; None until the first step has shown whether it is needed."""
 
     def __init__(self, part: Part, config: Config, world: World) -> None:
@@ -52,7 +52,7 @@ class LateWrappedEngine(WrapperEngine):
         self._buckets: list[StorageWeakRef] = []
 
     @abstractmethod
-    def wrap(self, *, find_unused: bool) -> nn.Module:
+    def wrap(self, *, find_unused_parameters: bool) -> nn.Module:
         """Return the model wrapped by the library."""
 
     @abstractmethod
@@ -69,19 +69,19 @@ class LateWrappedEngine(WrapperEngine):
     @final
     def sync(self, micros: int, *, last: bool) -> AbstractContextManager[Any] | None:
         self._backwards = micros
-        return None if last or self.find_unused is None or self.syncs_each else self.no_sync()
+        return None if last or self.find_unused_parameters is None or self.syncs_each else self.no_sync()
 
     @override
     @final
     def finish_reduction(self) -> None:
-        if self.find_unused is None:
+        if self.find_unused_parameters is None:
             self._reduce_by_hand()
-        elif not self.find_unused:
+        elif not self.find_unused_parameters:
             unused = next((p for p in self.trained if p.grad is None), None)
             if unused is not None:
                 raise TaskError(
                     f"the loss does not use the parameter {self.names[id(unused)]!r} in this step, though it used all "
-                    f"in the first: set options.{self.backend}.find_unused: true, or use it times 0.0"
+                    f"in the first: set options.{self.backend}.find_unused_parameters: true, or use it times 0.0"
                 )
 
     def _reduce_by_hand(self) -> None:
@@ -99,13 +99,13 @@ class LateWrappedEngine(WrapperEngine):
     @override
     @final
     def update(self) -> None:
-        if self.find_unused is not None and self._wrapped_steps < 2:  # DDP rebuilds its buckets once
+        if self.find_unused_parameters is not None and self._wrapped_steps < 2:  # DDP rebuilds its buckets once
             self._wrapped_steps += 1
             storages = {p.grad.untyped_storage().data_ptr(): p.grad for p in self.trained if p.grad is not None}
             self._buckets = [StorageWeakRef(grad.untyped_storage()) for grad in storages.values()]
         super().update()
-        if self.find_unused is None:
-            self.settle(find_unused=self._unused)
+        if self.find_unused_parameters is None:
+            self.settle(find_unused_parameters=self._unused)
         elif self._wrapped_steps > 0:
             self.syncs_each = False
 
@@ -125,13 +125,13 @@ class LateWrappedEngine(WrapperEngine):
         return ()
 
     @final
-    def settle(self, *, find_unused: bool) -> None:
+    def settle(self, *, find_unused_parameters: bool) -> None:
         """Wrap the model with this setting."""
-        self.find_unused = find_unused
+        self.find_unused_parameters = find_unused_parameters
         for counter in self._counters:
             counter.remove()
         self._counters.clear()
-        self.wrapped = self.wrap(find_unused=find_unused)
+        self.wrapped = self.wrap(find_unused_parameters=find_unused_parameters)
 
 
 def _storage_as_tensor(storage: torch.UntypedStorage) -> Tensor:

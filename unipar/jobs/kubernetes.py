@@ -51,7 +51,7 @@ class KubernetesOptions(Section):
     claim: str | None = None
     """PersistentVolumeClaim for run folders; null: they are in the pods, and go with them."""
 
-    at: str = "/out"
+    mount_path: str = "/out"
     """Folder in the pods where the claim is mounted."""
 
     secrets: dict[str, str] = Field(default_factory=dict)
@@ -76,7 +76,7 @@ class KubernetesOptions(Section):
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 
 SECONDS_TO_CLOSE = 30
-"""Seconds that a pod has besides launch.grace, for what follows the last step."""
+"""Seconds that a pod has besides launch.shutdown_timeout, for what follows the last step."""
 
 
 class Kubernetes(JobSystem[KubernetesOptions]):
@@ -135,7 +135,7 @@ class Kubernetes(JobSystem[KubernetesOptions]):
     def texts(self, job: NewJob) -> dict[str, str]:
         chosen, restarts = self.chosen, job.config.launch.restarts
         more = ["--set", "resume=auto"] if restarts and job.config.resume is None else []
-        at = PurePosixPath(chosen.at)
+        at = PurePosixPath(chosen.mount_path)
         words = [*job.words(str(job.file.relative_to(Path.cwd())), str(at / job.name)), *more]
         pods = PodSettings(
             name=self._name(job),
@@ -143,16 +143,16 @@ class Kubernetes(JobSystem[KubernetesOptions]):
             per=job.ranks // job.nodes,
             image=chosen.image or "",
             code=shlex.quote(chosen.code),
-            before=job.machines.before,
+            before=job.machines.setup,
             command=shlex.join(["-m", "unipar", *words]),
             python=shlex.quote(chosen.python),
-            grace=math.ceil(job.config.launch.grace) + SECONDS_TO_CLOSE,
+            grace=math.ceil(job.config.launch.shutdown_timeout) + SECONDS_TO_CLOSE,
             restarts=restarts,
             seconds=None if job.machines.time is None else math.ceil(job.machines.time),
             limits={**chosen.resources, **({chosen.gpu: job.gpus} if job.gpus else {})},
             shm=chosen.shm,
             claim=chosen.claim,
-            at=chosen.at,
+            at=chosen.mount_path,
             secrets=chosen.secrets,
             runtime=chosen.runtime,
             labels=chosen.labels,

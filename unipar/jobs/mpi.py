@@ -42,7 +42,7 @@ class MpiOptions(Section):
     python: str | None = None
     """Interpreter on the machines; null: the one that submits."""
 
-    more: _Names = ()
+    extra_args: _Names = ()
     """Further options of mpirun, such as `--mca btl_tcp_if_include eth0`, one word each."""
 
 
@@ -62,7 +62,10 @@ class Mpi(JobSystem[MpiOptions]):
             named = f"{count_of(len(hosts), 'machine')} ({', '.join(hosts)})" if hosts else "no machine"
             yield f"{key}: names {named}, and machines.nodes is {job.nodes}: name so many, or change machines.nodes"
         if len(set(hosts)) < len(hosts):
-            yield f"{key}: {', '.join(hosts)}: a machine is named twice; name each once, with machines.per ranks"
+            yield (
+                f"{key}: {', '.join(hosts)}: a machine is named twice; name each once, "
+                "with machines.ranks_per_node ranks"
+            )
         if hosts and (why := _why_unreachable(self._address, job.nodes)):
             yield why
         if job.config.launch.restarts:
@@ -82,15 +85,15 @@ class Mpi(JobSystem[MpiOptions]):
     def hand_over(self, job: NewJob) -> list[str]:
         chosen, time = self.chosen, job.machines.time
         words = [chosen.python or sys.executable, "-m", "unipar", *job.words(str(job.file), str(job.out))]
-        if job.machines.before:
-            words = ["bash", "-c", "\n".join([*job.machines.before, 'exec "$0" "$@"']), *words]
+        if job.machines.setup:
+            words = ["bash", "-c", "\n".join([*job.machines.setup, 'exec "$0" "$@"']), *words]
         return [
             *("mpirun", "-np", str(job.ranks), "-H", ",".join(f"{host}:{job.per}" for host in chosen.hosts)),
             *("-x", f"MASTER_ADDR={self._address}", "-x", f"MASTER_PORT={chosen.port}"),
             *(word for name in chosen.secrets for word in ("-x", name)),
             *("--wdir", str(Path.cwd()), "--bind-to", "none"),
             *(() if time is None else ("--timeout", str(math.ceil(time)))),
-            *(word for option in chosen.more for word in shlex.split(option)),
+            *(word for option in chosen.extra_args for word in shlex.split(option)),
             *words,
         ]
 

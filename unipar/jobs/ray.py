@@ -26,7 +26,7 @@ class RayOptions(Section):
     storage: str | None = None
     """Folder or address that all machines reach, where Ray Train keeps its own state; null: ~/ray_results on each."""
 
-    at: str = "~/unipar-runs"
+    mount_path: str = "~/unipar-runs"
     """Folder on the machines for run folders."""
 
     resources: dict[str, float] = Field(default_factory=dict)
@@ -101,13 +101,13 @@ class Ray(JobSystem[RayOptions]):
             )
         if job.machines.time is not None:
             yield "machines.time: Ray ends no job by time; set launch.deadline, which saves and stops, instead"
-        if job.machines.before:
-            yield "machines.before: Ray starts ranks without a shell; put these lines where the cluster is started"
+        if job.machines.setup:
+            yield "machines.setup: Ray starts ranks without a shell; put these lines where the cluster is started"
         if restarts and job.nodes > 1 and job.machines.folder != "shared" and not _checkpoints_elsewhere(job):
             yield (
                 f"launch.restarts: {restarts}, and a restart may be on other machines than its checkpoints in "
-                f"{self.chosen.at}: let all machines see that folder, and say so (machines.folder: shared), or set "
-                "checkpoint.to"
+                f"{self.chosen.mount_path}: let all machines see that folder, and say so (machines.folder: shared), or "
+                "set checkpoint.to"
             )
         if why := unset_variables(self.chosen.secrets, "machines.ray.secrets"):
             yield why
@@ -115,7 +115,7 @@ class Ray(JobSystem[RayOptions]):
     @override
     def texts(self, job: NewJob) -> dict[str, str]:
         chosen, restarts = self.chosen, job.config.launch.restarts
-        words = job.words(str(job.file.relative_to(Path.cwd())), f"{chosen.at.rstrip('/')}/{job.name}")
+        words = job.words(str(job.file.relative_to(Path.cwd())), f"{chosen.mount_path.rstrip('/')}/{job.name}")
         words += ["--set", "resume=auto"] if restarts and job.config.resume is None else []
         program = _PROGRAM.format(
             words=words,

@@ -50,7 +50,7 @@ class SlurmOptions(Section):
     python: str | None = None
     """Interpreter on the machines; null: the one that submits."""
 
-    more: _Names = ()
+    extra_args: _Names = ()
     """Further options for the script's #SBATCH lines, such as `--mail-type=END`."""
 
 
@@ -68,7 +68,8 @@ code=$?
 """
 
 _COUNT = """
-# machines.per: auto: a rank for each GPU of a machine, all of which the job has; one rank where there are none.
+# machines.ranks_per_node: auto: a rank for each GPU of a machine, all of which the job has; one rank where there are
+# none.
 per="${SLURM_GPUS_ON_NODE:-1}"
 """
 
@@ -100,9 +101,9 @@ class Slurm(JobSystem[SlurmOptions]):
     def refuse(self, job: NewJob) -> Iterator[str]:
         if why := unset_variables(self.chosen.secrets, "machines.slurm.secrets"):
             yield why
-        for word in self.chosen.more:
+        for word in self.chosen.extra_args:
             if not word.startswith("-") or "\n" in word:
-                yield f"machines.slurm.more: {word!r} is no option; write them as --mail-type=END"
+                yield f"machines.slurm.extra_args: {word!r} is no option; write them as --mail-type=END"
 
     @override
     def texts(self, job: NewJob) -> dict[str, str]:
@@ -114,7 +115,7 @@ class Slurm(JobSystem[SlurmOptions]):
         return {
             "run.sbatch": _SCRIPT.format(
                 directives="\n".join(f"#SBATCH {word}" for word in self._directives(job)),
-                before="".join(f"\n{line}" for line in job.machines.before),
+                before="".join(f"\n{line}" for line in job.machines.setup),
                 threads=cpus or 1,
                 count=_COUNT if job.per is None else "",
                 check=_CHECK.format(srun=srun, nodes=job.nodes, doctor=doctor)
@@ -143,7 +144,7 @@ class Slurm(JobSystem[SlurmOptions]):
             "chdir": Path.cwd(),
             "output": f"{str(job.folder).replace('%', '%%')}/slurm-%j.out",
             "open-mode": "append",
-            "signal": f"TERM@{math.ceil(job.config.launch.grace)}",  # to the ranks, not to the shell: no B:
+            "signal": f"TERM@{math.ceil(job.config.launch.shutdown_timeout)}",  # to the ranks, not to the shell: no B:
         }
         for name, value in named.items():
             if value is not None:
@@ -151,7 +152,7 @@ class Slurm(JobSystem[SlurmOptions]):
         if chosen.exclusive or job.per is None:
             yield "--exclusive"
         yield "--requeue" if job.config.launch.restarts else "--no-requeue"
-        yield from chosen.more
+        yield from chosen.extra_args
 
     @override
     def hand_over(self, job: NewJob) -> list[str]:

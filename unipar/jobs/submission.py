@@ -165,7 +165,7 @@ def settle_machines(config: Config, *, counts_gpus: bool = False) -> tuple[int, 
     None: the config leaves the ranks open, and the job `counts_gpus` of its machines.
     """
     machines, ranks, axes = config.machines or Machines(), config.parallel.ranks, config.parallel.axes
-    nodes, per = machines.nodes, machines.per
+    nodes, per = machines.nodes, machines.ranks_per_node
     if isinstance(ranks, int):
         world = f"parallel.data ({config.parallel.data})" + (f" x {axes}" if axes.ranks > 1 else "")
         world += f" = {count_of(ranks, 'rank')}" if axes.ranks > 1 else ""
@@ -176,8 +176,8 @@ def settle_machines(config: Config, *, counts_gpus: bool = False) -> tuple[int, 
             if counts_gpus and config.device in ("auto", "cuda"):
                 return nodes, None
             raise ConfigError(
-                f"machines.per: {world} does not say how many ranks a machine has, and its GPUs cannot be counted "
-                f"from here: set machines.per, or parallel.data"
+                f"machines.ranks_per_node: {world} does not say how many ranks a machine has, and its GPUs cannot be "
+                f"counted from here: set machines.ranks_per_node, or parallel.data"
             )
         per, left = divmod(ranks, nodes)
         if left:
@@ -189,8 +189,8 @@ def settle_machines(config: Config, *, counts_gpus: bool = False) -> tuple[int, 
             )
     elif isinstance(ranks, int) and nodes * per != ranks:
         raise ConfigError(
-            f"machines.nodes x machines.per = {nodes} x {per} = {nodes * per}, and {world}: make them equal, or leave "
-            "machines.per out"
+            f"machines.nodes x machines.ranks_per_node = {nodes} x {per} = {nodes * per}, and {world}: make them "
+            "equal, or leave machines.ranks_per_node out"
         )
     return nodes, per
 

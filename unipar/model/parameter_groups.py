@@ -14,39 +14,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from unipar.config import Config
-from unipar.config.sections.optimizer import (
-    SGD,
-    Adam,
-    AdamW,
-    AdamW8bitSettings,
-    AdamWBf16Settings,
-    MuonSettings,
-    RMSprop,
-    optimizer_arguments,
-)
+from unipar.config.sections.optimizer_settings import OptimizerSettings
 from unipar.errors import TaskError
 from unipar.model.matrices import matrix_names
-from unipar.optimizers.adamw_bf16 import AdamWBf16
 from unipar.optimizers.matrix_optimizer import MatrixOptimizer
-from unipar.optimizers.muon import Muon
 from unipar.utils.text import first_few
-
-_OPTIMIZER_CLASSES: Mapping[type, Any] = {
-    SGD: torch.optim.SGD,
-    Adam: torch.optim.Adam,
-    AdamW: torch.optim.AdamW,
-    RMSprop: torch.optim.RMSprop,
-    AdamWBf16Settings: AdamWBf16,
-    MuonSettings: Muon,
-}
-
-
-def _optimizer_class(settings: type) -> Any:
-    """Return the class of an optimizer; that over torchao is imported when it is asked for."""
-    if settings is AdamW8bitSettings:
-        return import_module("unipar.optimizers.adamw_8bit").AdamW8bit
-    return _OPTIMIZER_CLASSES[settings]
-
 
 MakeOptimizer = Callable[[Sequence[dict[str, Any]]], Optimizer | None]
 """Function that makes a task's own optimizer over groups: `Task.optimizer`."""
@@ -65,40 +37,49 @@ class ParameterGroup:
     """Those among them that an optimizer by whole matrices updates whole."""
 
 
+def optimizer_class(settings: OptimizerSettings) -> type[Optimizer]:
+    """Return the class that updates parameters by these settings. Its module is imported now."""
+    module, _, name = settings.implementation.partition(":")
+    return getattr(import_module(module), name)
+
+
 def parameter_groups(
     module: nn.Module, config: Config, given: Iterable[Mapping[str, Any]] | None, *, own_optimizer: bool
 ) -> tuple[ParameterGroup, ...]:
     """Return the optimizer's groups: those of the task, else of the config.
 
     They are computed from the model as the user made it, because split parameters lose their shape. Keys of the
-    task's groups are checked, except if it makes its own optimizer. Muon's matrices get groups of their own.
+    task's groups are checked, except if it makes its own optimizer. Matrices that are updated as a whole get groups of
+    their own.
     """
     groups, wanted = _whole_groups(module, config, given, own_optimizer=own_optimizer), config.train.optimizer
     if own_optimizer:
         matrices = matrix_names(module)
         return tuple(replace(group, matrices=matrices & set(group.names)) for group in groups)
-    if not isinstance(wanted, MuonSettings):
+    choice = wanted.matrix_choice()
+    if choice is None:
         return groups
-    matrices = matrix_names(module, wanted.matrices, wanted.adamw_for)
-    split = tuple(part for group in groups for part in _split_group(group, matrices, wanted))
+    matrices = matrix_names(module, choice.patterns, choice.left_out)
+    split = tuple(part for group in groups for part in _split_group(group, matrices, choice.rest))
     if not any(group.matrices for group in split):
         raise TaskError(
-            "train.optimizer.name: muon finds no matrix to update: of weights of two dimensions, it leaves embeddings "
-            "and the last one, the head, to AdamW; name them (train.optimizer.matrices), or take adamw"
+            f"train.optimizer.name: {wanted.name} finds no matrix to update: of weights of two dimensions, it leaves "
+            "embeddings and the last one, the head, to AdamW; name them (train.optimizer.matrices), or take adamw"
         )
     return split
 
 
-def _split_group(group: ParameterGroup, matrices: frozenset[str], wanted: MuonSettings) -> Iterator[ParameterGroup]:
-    """Yield the matrices of a group, and the rest with AdamW's rate and decay where the group has none of its own."""
+def _split_group(
+    group: ParameterGroup, matrices: frozenset[str], of_rest: Mapping[str, float]
+) -> Iterator[ParameterGroup]:
+    """Yield the matrices of a group, and the rest, with the settings of the rest that the group does not have."""
     settings = dict(group.settings)
     mine = tuple(n for n in group.names if n in matrices and settings.get("matrices", True))
     rest = tuple(n for n in group.names if n not in mine)
-    own = {key: float(v) for key in ("lr", "weight_decay") if (v := getattr(wanted.adamw, key)) is not None}
     if mine:
         yield ParameterGroup(mine, settings | {"matrices": True}, frozenset(mine))
     if rest:
-        yield ParameterGroup(rest, own | settings | {"matrices": False})
+        yield ParameterGroup(rest, {**of_rest, **settings, "matrices": False})
 
 
 def _whole_groups(
@@ -147,8 +128,8 @@ def _groups_of_task(
     own: bool,
 ) -> tuple[ParameterGroup, ...]:
     names = {id(p): n for n, p in module.named_parameters()}
-    allowed = None if own else set(optimizer_arguments(config.train.optimizer, "cpu")) - {"fused", "foreach"}
-    if allowed is not None and isinstance(config.train.optimizer, MuonSettings):
+    allowed = None if own else set(config.train.optimizer.arguments("cpu")) - {"fused", "foreach"}
+    if allowed is not None and config.train.optimizer.whole_matrices:
         allowed.add("matrices")
     seen: set[str] = set()
     groups: list[ParameterGroup] = []
@@ -209,7 +190,7 @@ class OptimizerFactory:
             lr = group.settings.get("lr", float(wanted.lr)) * self._scale
             names = [n for n in group.names if n in now]  # a stage of a pipeline has some of them
             made.append({"params": [now[n] for n in names], **group.settings, "lr": lr})
-            if isinstance(wanted, AdamWBf16Settings):
+            if wanted.moments_in_bf16:
                 made[-1]["names"] = names
         if self._own is not None:
             decay = {"weight_decay": float(wanted.weight_decay)}
@@ -219,10 +200,10 @@ class OptimizerFactory:
             return optimizer
         if split is None:
             split = any(isinstance(p, DTensor) for group in made for p in group["params"])
-        arguments = optimizer_arguments(wanted, self._device.type, split=split)
-        if isinstance(wanted, AdamWBf16Settings):
+        arguments = wanted.arguments(self._device.type, split=split)
+        if wanted.moments_in_bf16:
             arguments["seed"] = self._seed
-        return _optimizer_class(type(wanted))(made, **arguments)
+        return optimizer_class(wanted)(made, **arguments)
 
 
 def refuse_whole_matrices(own: MakeOptimizer, ranks: int) -> None:

@@ -1,1 +1,1 @@
-"""Optimizers that update a matrix as a whole, wherever its parts are: Muon, and the base class for others."""
+"""Optimizers that PyTorch lacks: Muon, AdamW with narrow moments, and the base class for updates of whole matrices."""

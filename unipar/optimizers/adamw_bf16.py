@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 from typing_extensions import override
 
 from unipar.optimizers.chunked_updates import InPieces, split_in_pieces
 from unipar.optimizers.closure import loss_of_closure
-from unipar.optimizers.stochastic_rounding import ElementRuns, draw_bits, round_by_chance
-
-MOMENTS: Final = ("exp_avg", "exp_avg_sq")
-"""Keys of the states that are in bf16."""
-
-NamedViews = Callable[[Tensor, Tensor], Iterable[tuple[str, ElementRuns, Tensor]]]
-"""Function of a tensor of the groups and one that is laid out like it: the second's parts that lie in each parameter.
-
-Each with the parameter's name and the elements that it holds of it.
-"""
+from unipar.optimizers.stochastic_rounding import MOMENTS, ElementRuns, RoundedMoments, draw_bits, round_by_chance
 
 
 @final
-class AdamWBf16(Optimizer, InPieces):
+class AdamWBf16(RoundedMoments, InPieces):
     """AdamW, by PyTorch's own function in the precision of the weights, whose moments are in bf16 between steps.
 
     Rounded to the nearest, a second moment would stand still: a step changes it by a thousandth, and the next number
@@ -54,14 +44,9 @@ class AdamWBf16(Optimizer, InPieces):
         """
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "seed": seed}
         super().__init__(params, defaults | {"fused": fused, "foreach": foreach})
-        self._views: NamedViews | None = None
 
-    def use_views(self, views: NamedViews) -> None:
-        """Let an engine say which elements this rank has; without, each tensor is a whole parameter of that group."""
-        self._views = views
-
+    @override
     def new_moment(self, p: Tensor) -> Tensor:
-        """Return a parameter's moment of zeros, laid out like it: a DTensor if it is one."""
         return torch.zeros_like(p, dtype=torch.bfloat16)
 
     @override
@@ -93,8 +78,8 @@ class AdamWBf16(Optimizer, InPieces):
         state["step"] += 1
 
     def _parts(self, p: Tensor, t: Tensor, own_name: str) -> list[tuple[str, ElementRuns, Tensor]]:
-        if self._views is not None:
-            return list(self._views(p, t))
+        if self.views is not None:
+            return list(self.views(p, t))
         return [(own_name, ElementRuns(0, t.numel()), t.to_local() if isinstance(t, DTensor) else t)]
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
 from hashlib import blake2b
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 # as int32, of which products and sums are taken modulo 2 ** 32
 _PLACE: Final = 0x9E3779B1 - 2**32
@@ -29,6 +32,27 @@ class ElementRuns(NamedTuple):
         numbers = torch.arange(first, end, device=device)
         numbers += numbers.div(self.length, rounding_mode="floor") * (self.stride - self.length)
         return numbers.add_(self.start).to(torch.int32)
+
+
+MOMENTS: Final = ("exp_avg", "exp_avg_sq")
+"""Keys of the states that are in bf16."""
+
+NamedViews = Callable[[Tensor, Tensor], Iterable[tuple[str, ElementRuns, Tensor]]]
+"""Function of a tensor of the groups and one that is laid out like it: the second's parts that lie in each parameter.
+
+Each with the parameter's name and the elements that it holds of it.
+"""
+
+
+class RoundedMoments(Optimizer, ABC):
+    """Base of optimizers that keep moments in bf16, rounded by chance."""
+
+    views: NamedViews | None = None
+    """Function by which an engine says which elements this rank has; None: each tensor is a whole parameter."""
+
+    @abstractmethod
+    def new_moment(self, p: Tensor) -> Tensor:
+        """Return a parameter's moment of zeros, laid out like it: a DTensor if it is one."""
 
 
 def _as_int32(number: int) -> int:

@@ -10,7 +10,6 @@ from typing import Final
 from unipar.backend import Category, checks, registry
 from unipar.backend import offered_strategies as strategies
 from unipar.config import SHARDS, BatchSizes, Config, Shard, Strategy
-from unipar.config.sections.optimizer import SGD, RMSprop
 from unipar.config.sections.strategy import Axes
 from unipar.errors import UniparError
 from unipar.utils.text import format_size
@@ -68,17 +67,11 @@ def estimate_kept_bytes(config: Config, ranks: int, model: ModelSize) -> dict[Ca
     precision, optimizer = config.train.precision, config.train.optimizer
     weight = {"fp64": 8, "bf16-master": 2}.get(precision, 4)
     state = max(4, weight)
-    # muon has one for its matrices and two for what AdamW updates, of which nothing is known here
-    moments = 2
-    if isinstance(optimizer, SGD):
-        moments = int(optimizer.momentum > 0)
-    elif isinstance(optimizer, RMSprop):
-        moments = 1 + int(optimizer.momentum > 0) + int(optimizer.centered)
     each: dict[Category, int] = {
         "parameters": weight,
         "masters": 4 if precision == "bf16-master" else 0,
         "gradients": weight,
-        "optimizer": moments * {"adamw-8bit": 1, "adamw-bf16": 2}.get(optimizer.name, state),
+        "optimizer": optimizer.states * (optimizer.moment_bytes or state),
         "averages": 0 if config.train.ema is None else state,
     }
     axes = config.parallel.axes

@@ -30,7 +30,7 @@ class DDPBuckets(NamedTuple):
     limits: Sequence[int]
     """Bytes at which a bucket is full, one after another; the last of them holds for all that follow."""
 
-    find_unused: bool | Literal["auto"]
+    find_unused_parameters: bool | Literal["auto"]
 
 
 def sent_by_ddp(timeline: StepTimeline, buckets: DDPBuckets, ranks: int) -> tuple[Payload, ...]:
@@ -40,7 +40,7 @@ def sent_by_ddp(timeline: StepTimeline, buckets: DDPBuckets, ranks: int) -> tupl
     trained = [(number, p) for number, p in enumerate(timeline.parameters) if p.trained]
     size = sum(p.size for _, p in trained)
     unused = any(not timeline.has_gradient(number) for number, _ in trained)
-    if buckets.find_unused is True or (buckets.find_unused == "auto" and unused):
+    if buckets.find_unused_parameters is True or (buckets.find_unused_parameters == "auto" and unused):
         calls = count_buckets(
             [p for _, p in trained], buckets.limits
         )  # it does not learn their order, and keeps its first
@@ -87,13 +87,13 @@ def shares_of_ranks(timeline: StepTimeline, ranks: int) -> Sequence[Sequence[Pre
 
 def averages(timeline: StepTimeline, config: Config, ranks: int) -> tuple[Payload, ...]:
     """Return what local SGD sends when it averages parameters and moments, as a mean over the steps between."""
-    assert config.train.sync_every is not None
+    assert config.train.local_steps is not None
     if ranks == 1:
         return ()
     trained = [p for p in timeline.parameters if p.trained]
     size = sum(p.size + p.numel * sum(p.states) for p in trained)
     calls = sum(1 + len(p.states) for p in trained)
-    every = config.train.sync_every
+    every = config.train.local_steps
     return (Payload("data", "all_reduce", size // every, -(-calls // every), ranks),)
 
 

@@ -23,8 +23,8 @@ def settle_shard_over(config: Config, ranks: int, per: int | None) -> Config:
         return config
     if per is None:
         raise ConfigError(
-            "parallel.shard_over: machine: a plan must know how many ranks a machine has: say machines.per (--set "
-            "machines.per=8), or name a --machine"
+            "parallel.shard_over: machine: a plan must know how many ranks a machine has: say machines.ranks_per_node "
+            "(--set machines.ranks_per_node=8), or name a --machine"
         )
     mesh = Mesh.of(0, ranks, **config.parallel.axes.sizes)
     copies = copies_by_machine(mesh, WorldMachines.filled(ranks, per))

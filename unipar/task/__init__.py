@@ -1,4 +1,4 @@
-"""The user's side: `Task`, `Run`, and how other processes find and import the task's code."""
+"""`Task`, `Run`, and how other processes find and import the code of a task: the user's side."""
 
 from unipar.task.run import Run as Run
 from unipar.task.run import Share as Share

@@ -71,7 +71,7 @@ class RunCheckpoints:
         """Whether a line has said that the stream has no state."""
 
         self._began = time.monotonic()
-        self._agreement = StepAgreement(live.world, "save", live.config.train.sync_every or 1)
+        self._agreement = StepAgreement(live.world, "save", live.config.train.local_steps or 1)
         self._saver = CheckpointSaver(
             into or checkpoint_folder(run, settings.to),
             live.world,

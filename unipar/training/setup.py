@@ -93,7 +93,7 @@ def open_run(
         trackers = TrackerWriter(config.log.to, run, place.rank, told, ledger.note, after=after)
         resumes, build = chosen is not None, partial(build_run, settled, backend, task, world, heartbeat=heartbeat)
         with explain_out_of_memory(run, place.rank):
-            tried = _try_largest(build, world, ledger, trackers) if config.batch.try_largest else None
+            tried = _try_largest(build, world, ledger, trackers) if config.batch.memory_check else None
             live = build(ledger=ledger, trackers=trackers, resumes=resumes)
         if tried is not None:
             live.use_feed(tried)

@@ -230,7 +230,7 @@ def require_keeper(keeper: StateKeeper | None, done: int, every: int | None, *, 
         raise TaskError("run.save() was called within a share: call it before the next step, or after the loop")
     if every is not None and done % every:
         raise TaskError(
-            f"run.save() was called after step {done}: with train.sync_every: {every} ranks have one state only after "
+            f"run.save() was called after step {done}: with train.local_steps: {every} ranks have one state only after "
             f"every {every} steps"
         )
     return keeper

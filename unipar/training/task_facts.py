@@ -108,7 +108,7 @@ def gather_task_facts(config: Config, sizes: BatchSizes) -> TaskFacts:
         if samples is not None and settings.stream == "whole":
             order: SampleOrder | TokenOrder
             if source.streams:
-                order = SampleOrder(samples, sizes.total, config.train.seed, settings.shuffle, settings.ragged)
+                order = SampleOrder(samples, sizes.total, config.train.seed, settings.shuffle, settings.last_batch)
             else:
                 lengths = measure_lengths(task, source.dataset, config.train.seed, sizes)
                 order = MicrobatchFeed(source, sizes, 0, config.train.seed, lengths=lengths).order

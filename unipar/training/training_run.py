@@ -71,7 +71,7 @@ class TrainingRun(Run):
         self._mark = heartbeat.set_phase
         self._loss = StepLoss(task, world, config, self._mark, work)
         self._rates = RateSchedule(config.train.schedule, task.schedule if task.defines("schedule") else None)
-        self._sync_every, self._scales = config.train.sync_every, config.train.precision == "fp16"
+        self._sync_every, self._scales = config.train.local_steps, config.train.precision == "fp16"
         self._maker = ShareMaker(task, world)
         self.watch = StateWatch(world, config, ledger, own_optimizer=task.defines("optimizer"))
         self._is_plain = choice.alone and self.watch.every is None and not self._loss.is_across
@@ -82,7 +82,7 @@ class TrainingRun(Run):
 
         self._share: Share | None = None
 
-        self._stop_agreement = StopAgreement(world, config.train.sync_every or 1)
+        self._stop_agreement = StopAgreement(world, config.train.local_steps or 1)
         self.feeds = RunFeeds(self, task.collate if task.defines("collate") else None)
         self._steps = config.train.steps
         self._parts_stepped: list[ActivePart] = []
@@ -153,7 +153,7 @@ class TrainingRun(Run):
 
     @property
     def is_synchronized(self) -> bool:
-        """Whether all ranks have one state now, which they have not between two steps of `train.sync_every`."""
+        """Whether all ranks have one state now, which they have not between two steps of `train.local_steps`."""
         return not self._sync_every or self.done % self._sync_every == 0 or self.done == self.steps
 
     def use_checkpoints(self, checkpoints: StateKeeper) -> None:

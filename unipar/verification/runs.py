@@ -294,7 +294,7 @@ class RunPlan:
             if limits.micro is None:
                 return [sizes.total, 2 * sizes.total]
             half = limits.micro // 2
-            return [half] * (limits.longest is not None and half >= limits.longest) + [2 * limits.micro]
+            return [half] * (limits.max_length is not None and half >= limits.max_length) + [2 * limits.micro]
         others = [m for m in range(1, sizes.total + 1) if sizes.total % m == 0 and m != sizes.micro]
         smaller, larger = [m for m in others if m < sizes.micro][::-1], [m for m in others if m > sizes.micro]
         return sorted((smaller[:2] + larger)[:2])

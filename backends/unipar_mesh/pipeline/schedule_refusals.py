@@ -4,17 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from unipar.backend.refusals import Refusals, conditions_of, refusals_met
 from unipar.config import Config
+
+_REFUSALS: Refusals = {
+    "torch's": {"context": ("", "take schedule 1f1b or gpipe")},
+    "zerobubble": {
+        "model.recompute: selective": (
+            "it runs two backwards through each block, one for gradients of inputs and one for those of weights, and "
+            "torch allows one there",
+            "take recompute: blocks",
+        ),
+        "model.compile": (
+            "torch cannot split the backward of what is compiled into gradients of inputs and of weights",
+            "leave it out, or take schedule interleaved",
+        ),
+        "parallel.shard": (
+            "it computes gradients of weights apart from the backward in which FSDP2 would reduce them, so that they "
+            "would stay empty",
+            "take shard nothing, or another schedule",
+        ),
+    },
+}
 
 
 def refusals_of_torch_schedules(config: Config) -> Iterator[str]:
     """Yield a sentence for each key that interleaved and zerobubble, which are torch's schedules, do not allow."""
-    axes, shard = config.parallel.axes, config.parallel.shard
+    axes = config.parallel.axes
     name = f"parallel.schedule: {axes.schedule}"
-    if config.data.ragged == "weigh":
+    if config.data.last_batch == "keep":
         yield (
-            f"{name} needs microbatches of one shape, and data.ragged: weigh makes the last batch of an epoch smaller: "
-            "set data.ragged: drop, or take schedule 1f1b or gpipe"
+            f"{name} needs microbatches of one shape, and data.last_batch: keep makes the last batch of an epoch "
+            "smaller: set data.last_batch: drop, or take schedule 1f1b or gpipe"
         )
     if config.batch.tokens is not None:
         yield (
@@ -31,21 +52,5 @@ def refusals_of_torch_schedules(config: Config) -> Iterator[str]:
                 f"of the pipeline; there are {count}, which are not {rounds} equal rounds: take a multiple of "
                 f"{axes.pipeline} (batch.total = data x micro x accumulate), or schedule 1f1b"
             )
-    if axes.context > 1:
-        yield f"{name} is not available with context: {axes.context}; take schedule 1f1b or gpipe"
-    if axes.schedule == "zerobubble" and config.model.recompute == "selective":
-        yield (
-            f"{name} is not available with model.recompute: selective: it runs two backwards through each block, one "
-            "for gradients of inputs and one for those of weights, and torch allows one there; take recompute: blocks"
-        )
-    if axes.schedule == "zerobubble" and config.model.compiling is not None:
-        yield (
-            f"{name} is not available with model.compile: torch cannot split the backward of what is compiled into "
-            "gradients of inputs and of weights; leave it out, or take schedule interleaved"
-        )
-    if axes.schedule == "zerobubble" and shard != "nothing":
-        yield (
-            f"{name} is not available with parallel.shard: {shard}: it computes gradients of weights apart from the "
-            "backward in which FSDP2 would reduce them, so that they would stay empty; take shard nothing, or another "
-            "schedule"
-        )
+    context = {"context": f"context: {axes.context}"} if axes.context > 1 else {}
+    yield from refusals_met(conditions_of(config) | context | {"torch's": name, axes.schedule: name}, _REFUSALS)

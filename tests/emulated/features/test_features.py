@@ -37,7 +37,7 @@ WAITS: dict[str, dict[str, float]] = {
         "copy from the host in runtime/zero/partition_parameters.py": 24.0,
         "device in deepspeed/accelerator/cuda_accelerator.py": 1.0,
     },
-    "deepspeed/parameters, watch: 4": {
+    "deepspeed/parameters, consistency_check: 4": {
         "copy from pageable memory in runtime/zero/stage3.py": 1.0, "item in deepspeed/runtime/utils.py": 1.0,
         "device in deepspeed/accelerator/cuda_accelerator.py": 1.0, "stream in runtime/zero/stage3.py": 2.0,
     },
@@ -52,7 +52,7 @@ WAITS: dict[str, dict[str, float]] = {
 NEAR = 5e-7
 """Two bits of a loss between 2 and 4; a mean of weights after four steps apart is less near."""
 
-LESS_NEAR = {"sync_every": 5e-6, "contrastive": 5e-6}
+LESS_NEAR = {"local_steps": 5e-6, "contrastive": 5e-6}
 """Convolutions have another kernel than on the CPU."""
 
 PLAYED = ("native/nothing, contrastive", "native/nothing, parts", "native/nothing, tokens")

@@ -26,7 +26,7 @@ def test_the_largest_microbatches_are_tried(emulated: EmulatedDevice, tmp_path: 
         config = write_config(
             folder,
             task={"use": f"{ROOT}/tests/conformance/lengths.py:Counted"},
-            batch={"tokens": 70, "longest": 8, "micro": 20, "try_largest": tries},
+            batch={"tokens": 70, "max_length": 8, "micro": 20, "memory_check": tries},
             train={**COMMAND_SETTINGS["train"], "steps": 4},
         )
         done = emulated.unipar(["run", config])

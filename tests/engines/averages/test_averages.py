@@ -244,9 +244,9 @@ def test_refused_values(ema: dict[str, Any], sentence: str) -> None:
 def test_no_averages_of_ranks_that_step_by_themselves() -> None:
     """Each would average weights of its own."""
     with pytest.raises(ConfigError) as e:
-        _config(ema={}, sync_every=4)
+        _config(ema={}, local_steps=4)
     assert (
-        "sync_every (4) and ema exclude each other: between two means each rank has its own weights, and would have "
+        "local_steps (4) and ema exclude each other: between two means each rank has its own weights, and would have "
         "its own averages; leave one of them out"
     ) in str(e.value)
 

@@ -89,7 +89,7 @@ def test_a_run_that_goes_on_keeps_its_size(begun: Path) -> None:
 def test_check_and_explain(begun: Path) -> None:
     """Before a trial the sizes; afterwards the one that was found, and how."""
     source = given_source(AUTO)
-    line = "batch    total 8; micro auto: one of 1, 2, 4, found by trial when the run starts"
+    line = "batch     total 8; micro auto: one of 1, 2, 4, found by trial when the run starts"
     assert line in check_config(given_source({**AUTO, "out": "other"}))
     values = {v.key: (v.value, v.origin) for v in explain_config(source).values}
     assert values["batch.micro"] == (

@@ -190,9 +190,9 @@ class _Changing(Spread):
          "mean over microbatches; weigh samples in loss_across, by a column of features, and leave weight out"),
         (_Bare, {}, "the task has no loss_across(): a loss across the batch needs features(model, batch) and "
          "loss_across(features)"),
-        (Spread, {"backend": "native", "train": {"steps": 2, "sync_every": 2, "optimizer": _SGD}},
-         "train.sync_every: 2 lets every rank take steps by itself, and loss_across() compares the samples of all "
-         "ranks in every step: leave sync_every out"),
+        (Spread, {"backend": "native", "train": {"steps": 2, "local_steps": 2, "optimizer": _SGD}},
+         "train.local_steps: 2 lets every rank take steps by itself, and loss_across() compares the samples of all "
+         "ranks in every step: leave local_steps out"),
         (_Detached, {}, "loss_across() returned a loss that does not depend on the features: compute it from them, "
          "without detach() or torch.no_grad()"),
         (_Rows, {}, "loss_across() returned a tensor of shape (4, 1); return the loss of the whole batch as a scalar "

@@ -1,4 +1,4 @@
-"""Faults that are planted into a running training, and what `train.watch` says at its next look."""
+"""Faults that are planted into a running training, and what `train.consistency_check` says at its next look."""
 
 from __future__ import annotations
 
@@ -67,5 +67,6 @@ def test_faults_are_found(strategy: str, tmp_path: Path, forks: Forks) -> None:
     expected = {fault: FOUND[fault].format(**NUMBERS[strategy]) for fault in WORLDS[strategy]}
     found = dict(zip(WORLDS[strategy], first, strict=True))
     assert found == {
-        fault: sentence and f"train.watch: at step 6, {sentence}{WAY_OUT}" for fault, sentence in expected.items()
+        fault: sentence and f"train.consistency_check: at step 6, {sentence}{WAY_OUT}"
+        for fault, sentence in expected.items()
     }

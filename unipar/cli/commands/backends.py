@@ -6,7 +6,7 @@ import json
 import signal
 import sys
 import threading
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -52,6 +52,14 @@ class BackendRow:
     gaps: dict[str, str]
     """Reasons for the precisions that the backend does not support, by precision or shard/precision."""
 
+    short_names: dict[str, str] = field(default_factory=dict[str, str])
+    """Strategies that have one, each with its short name."""
+
+    @property
+    def named_strategies(self) -> list[str]:
+        """Strategies, each with its short name: native/parameters (fsdp2)."""
+        return [f"{s} ({self.short_names[s]})" if s in self.short_names else s for s in self.strategies]
+
 
 def rows() -> list[BackendRow]:
     """Return a row for every known backend; import each library in a process of its own to learn its version."""
@@ -82,6 +90,7 @@ def _backend_row(name: str, probe: ImportProbe) -> BackendRow:
         gaps={
             precision if shard is None else f"{shard}/{precision}": why for (shard, precision), why in can.gaps.items()
         },
+        short_names={f"{name}/{shard}": short for short, shard in can.short_names.items()},
     )
 
 
@@ -105,7 +114,7 @@ def format_backends(found: list[BackendRow]) -> str:
         for row in found
         for line in (
             (row.name, "library", row.version or row.why or ""),
-            ("", "strategies", ", ".join(row.strategies)),
+            ("", "strategies", ", ".join(row.named_strategies)),
             ("", "devices", _describe_devices(row)),
             *(("", f"no {precision}", why) for precision, why in row.gaps.items()),
         )
@@ -135,7 +144,7 @@ def _draw_backends(found: list[BackendRow]) -> None:
     for row in found:
         library = Text(row.version, style="green") if row.version else Text(row.why or "", style="red")
         gaps = Text("\n".join(row.gaps) or "-")
-        drawn.add_row(Text("\n".join(row.strategies)), library, _describe_devices(row), gaps, end_section=True)
+        drawn.add_row(Text("\n".join(row.named_strategies)), library, _describe_devices(row), gaps, end_section=True)
     Console().print(drawn)
 
 

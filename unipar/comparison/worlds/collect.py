@@ -56,7 +56,7 @@ def collect_worlds(out: Path) -> Scaling:
         threads=str(of.get("threads", "")),
         device=config.device if config.device != "auto" else "cuda",
         warmup=first.warmup,
-        held=config.train.sync_every is None,
+        held=config.train.local_steps is None,
         unwatched=first.unwatched,
         interrupted=any(one.interrupted for one, _, _ in ended.values()),
         wrong=tuple(

@@ -24,7 +24,7 @@ def submit_worlds(
         raise ConfigError(
             f"--world: {wrong[0]} ranks cannot be divided into {config.parallel.axes} ({axes} ranks each)"
         )
-    per = machines.per if machines.per != "auto" else settle_machines(config)[1]
+    per = machines.ranks_per_node if machines.ranks_per_node != "auto" else settle_machines(config)[1]
     assert per is not None  # no GPUs are counted for worlds of given sizes
     batch = batch_with_fixed_total(config.batch, sizes[0] // axes)
     made: list[Submission] = []
@@ -32,9 +32,10 @@ def submit_worlds(
         nodes, left = divmod(size, per)
         if nodes and left:
             raise ConfigError(
-                f"--world: {count_of(size, 'rank')} do not fill machines of {per} (machines.per); take multiples"
+                f"--world: {count_of(size, 'rank')} do not fill machines of {per} (machines.ranks_per_node); "
+                "take multiples"
             )
-        asked = machines.changed({"nodes": max(1, nodes), "per": min(size, per)})
+        asked = machines.changed({"nodes": max(1, nodes), "ranks_per_node": min(size, per)})
         changes = {"parallel.data": size // axes, "batch": batch, "machines": asked}
         at = replace(source, config=config.changed(changes)).with_out(str(source.out / "worlds" / f"world-{size}"))
         more = ["--set", f"parallel.data={size // axes}"]

@@ -21,7 +21,7 @@ class TokenLimits:
     """Padded tokens of a microbatch at most; None: a step has `accumulate` microbatches on each rank."""
 
     accumulate: int | None
-    longest: int | None
+    max_length: int | None
     """Tokens of a sample at most; None: as many as a microbatch, or the budget, can hold."""
 
     packed: bool
@@ -97,14 +97,14 @@ class Batch(Section):
     """Tokens in one optimizer step at most, over all ranks and without padding, in place of `total`; the task's
     length(sample) counts them."""
 
-    longest: PositiveInt | None = None
+    max_length: PositiveInt | None = None
     """Tokens that a sample may have under `tokens`; null: as many as fit. A longer one is refused."""
 
     rows: Literal["padded", "packed"] = "padded"
     """Rows of a microbatch under `tokens`, in which `micro` counts. padded: each as long as the longest sample of the
     microbatch; packed: samples laid one after another by the task's collate."""
 
-    try_largest: bool = False
+    memory_check: bool = False
     """Whether the largest microbatches under `tokens` are tried before the first step, on a model of their own."""
 
     micro: PositiveInt | Literal["auto"] | None = None
@@ -161,10 +161,10 @@ class Batch(Section):
                 "a step has; leave one out"
             )
         for key, value in (("tokens", tokens), ("micro", self.micro)):
-            if self.longest is not None and value is not None and value < self.longest:
+            if self.max_length is not None and value is not None and value < self.max_length:
                 raise ValueError(
-                    f"{key} ({value}) is below longest ({self.longest}), so that it could not hold the longest sample; "
-                    f"raise {key}, or lower longest"
+                    f"{key} ({value}) is below max_length ({self.max_length}), so that it could not hold the longest "
+                    f"sample; raise {key}, or lower max_length"
                 )
 
     @model_validator(mode="after")
@@ -172,13 +172,15 @@ class Batch(Section):
         if self.tokens is not None:
             self._check_tokens(self.tokens)
             return self
-        if self.longest is not None:
-            raise ValueError(f"longest: {self.longest} has no effect without tokens; leave it out, or give tokens")
+        if self.max_length is not None:
+            raise ValueError(
+                f"max_length: {self.max_length} has no effect without tokens; leave it out, or give tokens"
+            )
         if self.rows == "packed":
             raise ValueError("rows: packed has no effect without tokens; leave it out, or give tokens")
-        if self.try_largest:
+        if self.memory_check:
             raise ValueError(
-                "try_largest: true has no effect without tokens: microbatches of samples are of one size; leave it out"
+                "memory_check: true has no effect without tokens: microbatches of samples are of one size; leave it out"
             )
         if self.is_auto:
             if self.total is None:
@@ -264,7 +266,7 @@ class Batch(Section):
             padded = -(-tokens // (accumulate * ranks))
         else:
             each, padded, accumulate = None, micro, -(-tokens // (micro * ranks))
-        limits = TokenLimits(micro, each, self.longest, self.rows == "packed")
+        limits = TokenLimits(micro, each, self.max_length, self.rows == "packed")
         return BatchSizes(tokens, padded, accumulate, ranks, limits)
 
 

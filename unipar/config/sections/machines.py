@@ -22,7 +22,7 @@ class Machines(Section):
     nodes: PositiveInt = 1
     """Number of machines."""
 
-    per: PositiveInt | Literal["auto"] = "auto"
+    ranks_per_node: PositiveInt | Literal["auto"] = "auto"
     """Ranks on each machine. auto: the world (parallel.data x axes) divided by nodes; with data auto, under Slurm, one
     for each GPU of a machine."""
 
@@ -35,7 +35,7 @@ class Machines(Section):
     interface: str | None = None
     """Network interface over which ranks on different machines talk, such as ib0; null: that of the route to rank 0."""
 
-    before: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    setup: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Shell lines that run on each machine before the ranks start, such as `module load CUDA/12`."""
 
     @property

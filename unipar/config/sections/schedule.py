@@ -112,14 +112,14 @@ class Linear(_Schedule):
     """Config section `train.schedule` with name: linear."""
 
     name: Literal["linear"] = "linear"
-    """A straight line down to `end` at the last step."""
+    """A straight line down to `min_lr_ratio` at the last step."""
 
-    end: _Share = 0.0
+    min_lr_ratio: _Share = 0.0
     """Share of the full learning rate at the last step."""
 
     @override
     def _after_warmup(self, steps: int) -> Callable[[int], float]:
-        end, last = self.end, self._last(steps)
+        end, last = self.min_lr_ratio, self._last(steps)
         return lambda since: end + (1.0 - end) * max(0.0, 1.0 - since / last)
 
 
@@ -127,14 +127,14 @@ class Cosine(_Schedule):
     """Config section `train.schedule` with name: cosine."""
 
     name: Literal["cosine"] = "cosine"
-    """Half a cosine down to `end` at the last step."""
+    """Half a cosine down to `min_lr_ratio` at the last step."""
 
-    end: _Share = 0.0
+    min_lr_ratio: _Share = 0.0
     """Share of the full learning rate at the last step."""
 
     @override
     def _after_warmup(self, steps: int) -> Callable[[int], float]:
-        end, last = self.end, self._last(steps)
+        end, last = self.min_lr_ratio, self._last(steps)
         return lambda since: end + (1.0 - end) * remaining_share("cosine", since / last)
 
 
@@ -142,17 +142,17 @@ class Polynomial(_Schedule):
     """Config section `train.schedule` with name: polynomial."""
 
     name: Literal["polynomial"] = "polynomial"
-    """A power of what is left of the steps, down to `end` at the last step."""
+    """A power of what is left of the steps, down to `min_lr_ratio` at the last step."""
 
     power: PositiveFloat = 2.0
     """Exponent; 1 is a straight line."""
 
-    end: _Share = 0.0
+    min_lr_ratio: _Share = 0.0
     """Share of the full learning rate at the last step."""
 
     @override
     def _after_warmup(self, steps: int) -> Callable[[int], float]:
-        end, power, last = self.end, self.power, self._last(steps)
+        end, power, last = self.min_lr_ratio, self.power, self._last(steps)
         return lambda since: end + (1.0 - end) * max(0.0, 1.0 - since / last) ** power
 
 
@@ -189,15 +189,15 @@ class Steps(_Schedule):
     every: PositiveInt | None = None
     """Optimizer steps from one fall of the rate to the next, counted from the run's first step."""
 
-    at: Annotated[tuple[PositiveInt, ...], Field(strict=False)] = ()
+    milestones: Annotated[tuple[PositiveInt, ...], Field(strict=False)] = ()
     """Steps after which the rate falls, instead of `every`: [3000, 6000]."""
 
-    by: _PositiveShare = 0.1
+    gamma: _PositiveShare = 0.1
     """Factor of each fall."""
 
     @override
     def curve(self, steps: int) -> Callable[[int], float]:
-        warmup, every, places, by = self.warmup_steps(steps), self.every, self.at, self.by
+        warmup, every, places, by = self.warmup_steps(steps), self.every, self.milestones, self.gamma
 
         def factor(step: int) -> float:
             falls = step // every if every is not None else sum(step >= at for at in places)
@@ -212,18 +212,18 @@ class Steps(_Schedule):
 
     @model_validator(mode="after")
     def _one_count(self) -> Self:
-        if (self.every is None) == (not self.at):
-            raise ValueError("schedule step needs one of every (steps between falls) and at (a list of steps)")
-        if list(self.at) != sorted(set(self.at)):
-            raise ValueError(f"at must be ascending, each step once; got {list(self.at)}")
+        if (self.every is None) == (not self.milestones):
+            raise ValueError("schedule step needs one of every (steps between falls) and milestones (a list of steps)")
+        if list(self.milestones) != sorted(set(self.milestones)):
+            raise ValueError(f"milestones must be ascending, each step once; got {list(self.milestones)}")
         return self
 
     @override
     def misfit(self, steps: int) -> str | None:
-        if self.at and self.at[-1] >= steps:
+        if self.milestones and self.milestones[-1] >= steps:
             return (
-                f"schedule.at: the rate would fall after step {self.at[-1]}, and there are {steps} steps; leave that "
-                "one out, or give more steps"
+                f"schedule.milestones: the rate would fall after step {self.milestones[-1]}, and there are {steps} "
+                "steps; leave that one out, or give more steps"
             )
         if self.every is not None and self.every >= steps:
             return (
@@ -237,7 +237,10 @@ class Steps(_Schedule):
         lengths = super().shortened(steps, of)
         if self.every is not None:
             return {**lengths, "every": min(scaled_length(self.every, steps, of), max(1, steps - 1))}
-        return {**lengths, "at": sorted({at for at in (scaled_length(at, steps, of) for at in self.at) if at < steps})}
+        return {
+            **lengths,
+            "milestones": sorted({at for at in (scaled_length(at, steps, of) for at in self.milestones) if at < steps}),
+        }
 
 
 class WarmupStableDecay(_Schedule):
@@ -252,12 +255,12 @@ class WarmupStableDecay(_Schedule):
     shape: Decay = "linear"
     """Curve of the decay: linear, cosine, or sqrt (one minus the root of its progress)."""
 
-    end: _Share = 0.0
+    min_lr_ratio: _Share = 0.0
     """Share of the full learning rate at the last step."""
 
     @override
     def _after_warmup(self, steps: int) -> Callable[[int], float]:
-        decay, shape, end, last = self.decay, self.shape, self.end, self._last(steps)
+        decay, shape, end, last = self.decay, self.shape, self.min_lr_ratio, self._last(steps)
 
         def fall(since: int) -> float:
             progress = max(0.0, (since - last + decay) / decay)
@@ -268,7 +271,7 @@ class WarmupStableDecay(_Schedule):
     @override
     def _rise(self, step: int, warmup: int) -> float:
         rise = super()._rise(step, warmup)
-        return rise if self.timing == "own" else self.end + (1.0 - self.end) * rise
+        return rise if self.timing == "own" else self.min_lr_ratio + (1.0 - self.min_lr_ratio) * rise
 
     @override
     def misfit(self, steps: int) -> str | None:
@@ -292,15 +295,15 @@ class OneCycle(_Schedule):
     """Config section `train.schedule` with name: one-cycle."""
 
     name: Literal["one-cycle"] = "one-cycle"
-    """A rise from `begin` to the full learning rate, then a fall to `end`; momentum does not change."""
+    """A rise from `begin` to the full learning rate, then a fall to `min_lr_ratio`; momentum does not change."""
 
-    rise: Annotated[float, Field(gt=0, lt=1)] = 0.3
+    pct_start: Annotated[float, Field(gt=0, lt=1)] = 0.3
     """Share of the steps in which the rate rises."""
 
     begin: _PositiveShare = 0.04
     """Share of the full learning rate at the first step."""
 
-    end: _Share = 4e-6
+    min_lr_ratio: _Share = 4e-6
     """Share of the full learning rate at the last step."""
 
     shape: Literal["linear", "cosine"] = "cosine"
@@ -308,8 +311,8 @@ class OneCycle(_Schedule):
 
     @override
     def _after_warmup(self, steps: int) -> Callable[[int], float]:
-        begin, end, shape, last = self.begin, self.end, self.shape, self._last(steps)
-        top = self.rise * (last + 1) - 1.0
+        begin, end, shape, last = self.begin, self.min_lr_ratio, self.shape, self._last(steps)
+        top = self.pct_start * (last + 1) - 1.0
 
         def factor(since: int) -> float:
             if since <= top:
@@ -322,8 +325,8 @@ class OneCycle(_Schedule):
     def _rises_by_itself(self) -> Self:
         if self.warmup:
             raise ValueError(
-                f"warmup ({self.warmup}) and one-cycle exclude each other: it rises by itself, over the share `rise` "
-                "of the steps; leave warmup out"
+                f"warmup ({self.warmup}) and one-cycle exclude each other: it rises by itself, over the share "
+                "`pct_start` of the steps; leave warmup out"
             )
         if self.timing != "own":
             raise ValueError(f"timing ({self.timing}) and one-cycle exclude each other: leave timing out")
@@ -331,16 +334,16 @@ class OneCycle(_Schedule):
 
     @override
     def misfit(self, steps: int) -> str | None:
-        if self.rise * steps < 2:
+        if self.pct_start * steps < 2:
             return (
-                f"schedule.rise ({self.rise:g}) is less than 2 of {steps} steps, in which the rate would rise; give a "
-                "larger share, or more steps"
+                f"schedule.pct_start ({self.pct_start:g}) is less than 2 of {steps} steps, in which the rate would "
+                "rise; give a larger share, or more steps"
             )
         return None
 
     @override
     def shortened(self, steps: int, of: int) -> dict[str, Any]:
-        return {"rise": min(0.99, math.ceil(200 / steps) / 100)}  # two steps of these
+        return {"pct_start": min(0.99, math.ceil(200 / steps) / 100)}  # two steps of these
 
 
 Schedule = Annotated[

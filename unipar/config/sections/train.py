@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Self
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from unipar.config.sections.optimizer import (
-    AdamW,
-    AdamW8bitSettings,
-    AdamWBf16Settings,
-    Clip,
-    LrScale,
-    MuonSettings,
-    Optimizer,
-)
+from unipar.config.sections.optimizer import OPTIMIZERS, AdamW, Clip, LrScale, Optimizer
 from unipar.config.sections.schedule import Constant, Schedule
 from unipar.config.sections.section import Section
 from unipar.config.sections.strategy import Precision
+from unipar.utils.text import join_with_or
 
 
 class PartTrain(Section):
@@ -31,7 +25,7 @@ class PartTrain(Section):
 
 
 class Watch(Section):
-    """Config section `train.watch`: a guard in ordinary runs."""
+    """Config section `train.consistency_check`: a guard in ordinary runs."""
 
     every: PositiveInt = 100
     """Steps from one check to the next; the second step is checked too."""
@@ -80,8 +74,7 @@ class Train(Section):
     epochs: PositiveInt | None = None
     """Passes over the data to train for, instead of `steps`."""
 
-    optimizer: Optimizer = AdamW()
-    """sgd, adam, adamw, rmsprop, adamw-bf16, adamw-8bit or muon, with its own keys."""
+    optimizer: Annotated[Optimizer, Field(description=f"{join_with_or([*OPTIMIZERS])}, with its own keys.")] = AdamW()
 
     lr_scale: LrScale = LrScale()
     """Scaling of the learning rate with the total batch."""
@@ -95,7 +88,7 @@ class Train(Section):
     parts: dict[str, PartTrain] = Field(default_factory=dict)
     """Optimizer and clip of single parts, by name, if model() returns several parts."""
 
-    sync_every: PositiveInt | None = None
+    local_steps: PositiveInt | None = None
     """Steps after which parameters and moments are averaged over ranks, each of which steps by itself in between;
     null: gradients are summed over ranks in every step."""
 
@@ -103,7 +96,7 @@ class Train(Section):
     """Moving averages of the trained weights, each rank's of what it keeps: evaluations and exports take the averages,
     and checkpoints hold both; null: none."""
 
-    watch: Watch | None = None
+    consistency_check: Watch | None = None
     """Check in one step of every so many that copies of weights are equal, and norm, rate, samples, updates and dtypes
     are what they should be; the first fault ends the run with a sentence."""
 
@@ -121,18 +114,18 @@ class Train(Section):
 
     @model_validator(mode="after")
     def _same_scale(self) -> Self:
-        if self.sync_every is not None and self.precision == "fp16":
+        if self.local_steps is not None and self.precision == "fp16":
             raise ValueError(
-                f"sync_every ({self.sync_every}) and fp16 exclude each other: loss scaling would make each rank skip "
+                f"local_steps ({self.local_steps}) and fp16 exclude each other: loss scaling would make each rank skip "
                 "different steps; use bf16-mixed"
             )
         return self
 
     @model_validator(mode="after")
     def _same_weights(self) -> Self:
-        if self.sync_every is not None and self.ema is not None:
+        if self.local_steps is not None and self.ema is not None:
             raise ValueError(
-                f"sync_every ({self.sync_every}) and ema exclude each other: between two means each rank has its own "
+                f"local_steps ({self.local_steps}) and ema exclude each other: between two means each rank has its own "
                 "weights, and would have its own averages; leave one of them out"
             )
         return self
@@ -144,37 +137,15 @@ class Train(Section):
         return self
 
     @property
-    def whole_matrices(self) -> str | None:
-        """Key of an optimizer that updates matrices as a whole, if there is one."""
-        return self._key_of(MuonSettings)
-
-    @property
-    def moments_in_blocks(self) -> str | None:
-        """Key of an optimizer whose moments are codes and scales of blocks, if there is one."""
-        return self._key_of(AdamW8bitSettings)
-
-    @property
-    def moments_in_bf16(self) -> str | None:
-        """Key of an optimizer whose moments are in bf16, if there is one."""
-        return self._key_of(AdamWBf16Settings)
+    def optimizers(self) -> Mapping[str, Optimizer]:
+        """The optimizer and those of parts, by their keys."""
+        of_parts = {f"train.parts.{name}.optimizer": part.optimizer for name, part in self.parts.items()}
+        return {"train.optimizer": self.optimizer} | {key: its for key, its in of_parts.items() if its is not None}
 
     @property
     def narrow_moments(self) -> str | None:
         """Name of the optimizer, if it keeps moments in fewer bits than weights."""
-        return next(
-            (its.name for its in self._optimizers.values() if isinstance(its, AdamW8bitSettings | AdamWBf16Settings)),
-            None,
-        )
-
-    def _key_of(self, kind: type[Section]) -> str | None:
-        """Return the key of the first optimizer of this kind."""
-        return next((key for key, its in self._optimizers.items() if isinstance(its, kind)), None)
-
-    @property
-    def _optimizers(self) -> dict[str, Optimizer | None]:
-        """The optimizer and those of parts, by their keys."""
-        of_parts = {f"train.parts.{name}.optimizer": part.optimizer for name, part in self.parts.items()}
-        return {"train.optimizer": self.optimizer, **of_parts}
+        return next((its.name for its in self.optimizers.values() if its.full_moments is not None), None)
 
     @property
     def clipping(self) -> Clip | None:

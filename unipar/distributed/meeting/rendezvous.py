@@ -92,7 +92,7 @@ def _connect(place: Place, host: str, port: int, patience: timedelta) -> dist.St
     thread.start()
     thread.join(patience.total_seconds() + _FOR_AN_ANSWER)
     if not found:
-        limit = "launch.meet" if place.several_machines else "launch.timeout"
+        limit = "launch.rendezvous_timeout" if place.several_machines else "launch.timeout"
         raise WorldMismatch(
             f"rank {place.rank} on {socket.gethostname()} is connected to {with_port(host, port)}, but what listens "
             f"there has not answered within {patience.total_seconds():g} s ({limit}): it is not rank 0 but another "
@@ -103,8 +103,8 @@ def _connect(place: Place, host: str, port: int, patience: timedelta) -> dist.St
             raise store
         raise WorldMismatch(
             f"rank {place.rank} on {socket.gethostname()} could not connect to {with_port(host, port)}, where rank 0 "
-            f"listens, within {patience.total_seconds():g} s (launch.meet): was the launcher started on rank 0's "
-            f"machine, and is there a way to it (a firewall, another network)? "
+            f"listens, within {patience.total_seconds():g} s (launch.rendezvous_timeout): was the launcher started on "
+            f"rank 0's machine, and is there a way to it (a firewall, another network)? "
             f"({str(store).partition(chr(10))[0][:200]})"
         ) from None
     return store
@@ -164,7 +164,7 @@ def _store_by_server(place: Place, server: tuple[str, int], patience: timedelta)
         except urllib.error.HTTPError:  # rank 0 has said nothing yet
             if time.monotonic() > until:
                 raise WorldMismatch(
-                    f"rank {place.rank} waited {patience.total_seconds():g} s (launch.meet) for rank 0 to say its "
-                    f"address at {place.launcher}'s server ({with_port(*server)})"
+                    f"rank {place.rank} waited {patience.total_seconds():g} s (launch.rendezvous_timeout) for rank 0 "
+                    f"to say its address at {place.launcher}'s server ({with_port(*server)})"
                 ) from None
             time.sleep(0.05)

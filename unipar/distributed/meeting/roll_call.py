@@ -158,7 +158,7 @@ def _missing_sentence(size: int, confirmed: set[int], came: dict[int, Presence],
     there = "; ".join(f"{name}: {name_ranks(ranks)}" for name, ranks in here.items())
     verb = "is" if len(missing) == 1 else "are"
     return (
-        f"{size - len(missing)} of {size} ranks have met within {patience:g} s (launch.meet), and "
+        f"{size - len(missing)} of {size} ranks have met within {patience:g} s (launch.rendezvous_timeout), and "
         f"{name_ranks(missing)} {verb} missing (here are {there}): was the launcher started on every machine, and is "
         "there a way from each to rank 0's (a firewall)?"
     )
@@ -167,7 +167,10 @@ def _missing_sentence(size: int, confirmed: set[int], came: dict[int, Presence],
 def _answer(store: dist.Store, rank: int, mine: Presence, patience: float) -> RollCall:
     word, until = secrets.token_hex(6), time.monotonic() + patience
     _post(store, {"rank": rank, "word": word, "presence": vars(mine)})
-    waited = f"rank {rank} on {mine.name} has reached the meeting point and waited {patience:g} s (launch.meet) for"
+    waited = (
+        f"rank {rank} on {mine.name} has reached the meeting point and waited {patience:g} s "
+        "(launch.rendezvous_timeout) for"
+    )
     session = wait_for_key(store, f"answer/{word}", until, f"{waited} rank 0: it has ended, or was never started")
     _post(store, {"rank": rank, "session": session})
     late = f"{waited} the other ranks: rank 0's log says which"

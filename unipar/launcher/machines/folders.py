@@ -38,7 +38,7 @@ def run_folder_on_all_machines(plan: PreparedRun, session: Session) -> Generator
     Which machines see rank 0's folder is found by looking for a file in it with a random name.
     """
     name, rank, tree = f"folder/{session.next_launch()}", session.place.rank, session.tree
-    patience = plan.config.launch.meet
+    patience = plan.config.launch.rendezvous_timeout
     assert tree is not None
     with ExitStack() as stack:
         placed, mine = plan, dict[str, Any]()
@@ -102,7 +102,7 @@ def _find_or_mirror(
     rank, tree, key = session.place.rank, session.tree, f"{name}/machine"
     assert tree is not None
     if not session.machines.leads(rank):
-        made = json.loads(tree.tell_machine(key, None, plan.config.launch.meet))
+        made = json.loads(tree.tell_machine(key, None, plan.config.launch.rendezvous_timeout))
         return plan.in_folder(Path(made["out"]) if "out" in made else theirs), True
     made: dict[str, str] = {}
     try:

@@ -88,7 +88,7 @@ class CommonStart:
 
         assert self._place is not None
         if self._session is None:
-            meet = min(SECONDS_TO_TELL, self._config.launch.meet) if self._config else SECONDS_TO_TELL
+            meet = min(SECONDS_TO_TELL, self._config.launch.rendezvous_timeout) if self._config else SECONDS_TO_TELL
             try:
                 self._session = session_of(self._place, meet, meet)
             except WorldMismatch:
@@ -110,7 +110,7 @@ class CommonStart:
                 f"start/{session.next_launch()}",
                 json.dumps(mine),
                 lambda texts: json.dumps(_judge([json.loads(text) for text in texts], session.machines)),
-                self._config.launch.meet if self._config is not None else SECONDS_TO_TELL,
+                self._config.launch.rendezvous_timeout if self._config is not None else SECONDS_TO_TELL,
             )
         )
 
@@ -126,10 +126,11 @@ def _check_numbers(config: Config, session: Session) -> None:
         raise WorldMismatch(
             f"{told}{machines.describe_number()} ({machines}): start it on {wanted.nodes}, or change machines.nodes"
         )
-    if isinstance(wanted.per, int) and most != wanted.per:
+    if isinstance(wanted.ranks_per_node, int) and most != wanted.ranks_per_node:
         raise WorldMismatch(
-            f"machines.per: {wanted.per}, and {session.place.launcher} has started {count_of(most, 'rank')} on a "
-            f"machine ({machines}): start {wanted.per} on each, or change machines.per"
+            f"machines.ranks_per_node: {wanted.ranks_per_node}, and {session.place.launcher} has started "
+            f"{count_of(most, 'rank')} on a machine ({machines}): start {wanted.ranks_per_node} on each, "
+            "or change machines.ranks_per_node"
         )
 
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from unipar.distributed.world_machines import WorldMachines
 
 _SECONDS_TO_MEET: Final = 600.0
-"""Value of launch.meet where no config can be read."""
+"""Value of launch.rendezvous_timeout where no config can be read."""
 
 _SECONDS_OF_STORE: Final = 120.0
 _SECONDS_FOR_ALL: Final = 300.0
@@ -105,7 +105,7 @@ class _Examiner:
         self._missing_interface = find_missing_interface(self._chosen, peer)
         if self._missing_interface:  # a check says so, when all have met
             self._chosen = None
-        meet = source.config.launch.meet if source is not None else _SECONDS_TO_MEET
+        meet = source.config.launch.rendezvous_timeout if source is not None else _SECONDS_TO_MEET
         self.session = session_of(place, meet, _SECONDS_OF_STORE, self._chosen, linked=False)
 
     def examine(self) -> dict[str, Any]:

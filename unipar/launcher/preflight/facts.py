@@ -180,7 +180,7 @@ def read_config_facts(file: Path, out: str | None) -> tuple[CheckedSource | None
         except (UniparError, OSError) as e:
             error = str(e)
     machines = config.machines
-    per = machines.per if machines is not None else None
+    per = machines.ranks_per_node if machines is not None else None
     return source, ConfigFacts(
         error=error,
         sections=section_digests(config.model_dump(mode="json")),

@@ -126,7 +126,7 @@ class WorkerGroup:
             environment=environment,
             heartbeat=settings.heartbeat,
             timeout=settings.timeout,
-            grace=settings.grace,
+            grace=settings.shutdown_timeout,
             control=control,
             waits=backend.capabilities.waits,
             pickled_task=pickled_task,

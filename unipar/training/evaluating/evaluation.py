@@ -46,10 +46,10 @@ def refuse_idle_evaluation(task: Task, config: Config) -> None:
 
 
 def refuse_unsynced_evaluation(done: int, every: int, call: str = "evaluate()") -> None:
-    """Raise TaskError if ranks that step independently (`train.sync_every`) have different models after step `done`."""
+    """Raise TaskError if ranks with `train.local_steps` have different models after step `done`."""
     if done % every:
         raise TaskError(
-            f"{call} was called after step {done}: with train.sync_every: {every} ranks have the same model only "
+            f"{call} was called after step {done}: with train.local_steps: {every} ranks have the same model only "
             f"after every {every} steps and after the last one; evaluate then"
         )
 

@@ -74,7 +74,7 @@ class GatheredModel:
                 f"{WHOLE_CALL}: parallel has {axes}, which splits blocks in place, so that no rank can have the whole "
                 "model; evaluate by metrics(), which runs the split model, or train without these axes"
             )
-        if (between := run.config.train.sync_every) and run.done != run.steps:
+        if (between := run.config.train.local_steps) and run.done != run.steps:
             refuse_unsynced_evaluation(run.done, between, WHOLE_CALL)
         engine = self._engine_of(part)
         needed = engine.whole_bytes()

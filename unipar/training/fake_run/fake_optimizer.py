@@ -18,9 +18,14 @@ from torch.optim import Optimizer
 
 from unipar.backend.resources import choose_device
 from unipar.config import Config
-from unipar.config.sections.optimizer import AdamW8bitSettings, AdamWBf16Settings, optimizer_arguments
 from unipar.errors import TaskError
-from unipar.model.parameter_groups import MakeOptimizer, OptimizerFactory, ParameterGroup, parameter_groups
+from unipar.model.parameter_groups import (
+    MakeOptimizer,
+    OptimizerFactory,
+    ParameterGroup,
+    optimizer_class,
+    parameter_groups,
+)
 from unipar.optimizers.block_states import BlockStates, block_tensors, inner_tensors
 from unipar.optimizers.chunked_updates import InPieces
 from unipar.optimizers.matrix_optimizer import MatrixOptimizer
@@ -60,8 +65,8 @@ class FakeOptimizer:
     def of(cls, task: Task, model: nn.Module, config: Config, mode: FakeTensorMode) -> FakeOptimizer:
         """Return the optimizer of a model on tensors without memory, after a step of it."""
         own = task.optimizer if task.defines("optimizer") else None
-        if own is None and isinstance(config.train.optimizer, AdamW8bitSettings):
-            import_module("unipar.optimizers.adamw_8bit")  # torchao makes tables, which need numbers
+        if own is None:
+            optimizer_class(config.train.optimizer)  # a module that makes tables when it is imported needs numbers
         groups = parameter_groups(model, config, given=task.groups(model), own_optimizer=own is not None)
         names = {id(p): name for name, p in model.named_parameters()}
         with mode:
@@ -106,13 +111,13 @@ class FakeOptimizer:
     def _has_temporaries(self, *, split: bool) -> bool:
         if self.own is not None:
             return not self.fused
-        if isinstance(self.config.train.optimizer, AdamWBf16Settings):
+        if self.config.train.optimizer.moments_in_bf16:
             return True  # its moments are in fp32 while they are updated
-        return not optimizer_arguments(self.config.train.optimizer, _device_type(self.config), split=split).get("fused")
+        return not self.config.train.optimizer.arguments(_device_type(self.config), split=split).get("fused")
 
     def _run(self, tensors: Sequence[UpdatedTensor], *, split: bool) -> int:
         """Return the most bytes that are allocated at once while the optimizer updates these tensors."""
-        in_pieces = self.own is None and self.config.train.optimizer.name in ("adamw-8bit", "adamw-bf16")
+        in_pieces = self.own is None and issubclass(optimizer_class(self.config.train.optimizer), InPieces)
         device = torch.device("cpu" if in_pieces else _device_type(self.config))  # they copy, for which CUDA needs CUDA
         names = [str(number) for number in range(len(tensors))]
         groups = [

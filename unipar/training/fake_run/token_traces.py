@@ -45,7 +45,7 @@ class TokenTraces:
     """Fake steps of a config's task under `batch.tokens`, traced once for each length of sample that is needed.
 
     Planned is the microbatch that needs most, of the fullest one of the first epoch and of as many of the longest
-    samples as `batch.micro` holds: those that `batch.try_largest` tries.
+    samples as `batch.micro` holds: those that `batch.memory_check` tries.
     """
 
     def __init__(self, config: Config, task: Task | None = None) -> None:

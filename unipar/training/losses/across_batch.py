@@ -116,10 +116,10 @@ class AcrossBatch:
                 "the task has weight(batch) and loss_across(features): a loss of the whole batch at once is no mean "
                 "over microbatches; weigh samples in loss_across, by a column of features, and leave weight out"
             )
-        if config.train.sync_every is not None:
+        if config.train.local_steps is not None:
             raise TaskError(
-                f"train.sync_every: {config.train.sync_every} lets every rank take steps by itself, and loss_across() "
-                "compares the samples of all ranks in every step: leave sync_every out"
+                f"train.local_steps: {config.train.local_steps} lets every rank take steps by itself, and "
+                "loss_across() compares the samples of all ranks in every step: leave local_steps out"
             )
         self._task, self._world = task, world
         self._micros: dict[int, _MicroGradients] = {}

@@ -121,12 +121,13 @@ def try_largest(live: TriedRun, is_lack: Callable[[BaseException], bool]) -> tup
     """
     if len(live.parts) > 1:
         raise TaskError(
-            f"batch.try_largest: true: model() returned several parts ({', '.join(live.parts)}), and which loss each "
+            f"batch.memory_check: true: model() returned several parts ({', '.join(live.parts)}), and which loss each "
             "takes is known to the task's loop alone; leave it out"
         )
     if not live.task.defines("data"):
         raise TaskError(
-            "batch.try_largest: true: the task has no data(), and the loader of run.over() is known later; leave it out"
+            "batch.memory_check: true: the task has no data(), and the loader of run.over() is known later; leave it "
+            "out"
         )
     feed, engine, shares = live.feed, live.engine, live.world.shares
     assert isinstance(feed, MicrobatchFeed)  # a stream is refused under batch.tokens
@@ -151,8 +152,8 @@ def try_largest(live: TriedRun, is_lack: Callable[[BaseException], bool]) -> tup
         if not is_lack(e):
             raise
         raise OutOfMemory(
-            f"batch.try_largest: rank {live.rank} has no memory for the largest microbatches of the run, {said} "
-            f"({str(e).partition(chr(10))[0]}): lower batch.micro, or cut samples to a smaller batch.longest"
+            f"batch.memory_check: rank {live.rank} has no memory for the largest microbatches of the run, {said} "
+            f"({str(e).partition(chr(10))[0]}): lower batch.micro, or cut samples to a smaller batch.max_length"
         ) from e
     live.mark("start")
     used = f", peak {format_size(peak)}" if peak else ""

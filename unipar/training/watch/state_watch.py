@@ -1,4 +1,4 @@
-"""`StateWatch`: the checks of `train.watch`, made by all ranks together in one step of every so many."""
+"""`StateWatch`: the checks of `train.consistency_check`, made by all ranks together in one step of every so many."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ import torch.distributed as dist
 
 from unipar.backend import Engine, Factor, Piece, Step
 from unipar.config import Config
-from unipar.config.sections.optimizer import AdamWBf16Settings
 from unipar.data.order import MicrobatchPlan
 from unipar.distributed.world import World
 from unipar.errors import Inconsistent
-from unipar.optimizers.adamw_bf16 import MOMENTS
+from unipar.optimizers.stochastic_rounding import MOMENTS
 from unipar.run_folder.ledger import Ledger
 from unipar.task import Share
 from unipar.training.watch.copy_check import CopyCheck
@@ -59,17 +58,18 @@ class _WatchedEngine:
 
 @final
 class StateWatch:
-    """Watch over the steps of one run: one of every `train.watch.every`, and the second; none without `train.watch`.
+    """Watch over the steps of one run: one of every `train.consistency_check.every`, and the second; none without
+    `train.consistency_check`.
 
     In the first step libraries complete their set-up, and move tensors.
     """
 
     def __init__(self, world: World, config: Config, ledger: Ledger, *, own_optimizer: bool) -> None:
         self._world, self._config, self._ledger = world, config, ledger
-        self.every = None if config.train.watch is None else config.train.watch.every
+        self.every = None if config.train.consistency_check is None else config.train.consistency_check.every
         """Steps from one check to the next; None: no checks."""
 
-        self._sync_every = config.train.sync_every
+        self._sync_every = config.train.local_steps
         self._own_optimizer = own_optimizer
         self._dtypes: dict[tuple[str, str], torch.dtype] = {}
         """Dtype of each state of the task's own optimizer, as it was seen first."""
@@ -122,7 +122,7 @@ class StateWatch:
                 continue
             if piece.kind != "weight" and self._own_optimizer:
                 created = self._dtypes.setdefault((part.name, piece.kind), dtype)
-            elif piece.kind in MOMENTS and isinstance(part.config.train.optimizer, AdamWBf16Settings):
+            elif piece.kind in MOMENTS and part.config.train.optimizer.moments_in_bf16:
                 created = torch.bfloat16
             if dtype.itemsize < created.itemsize:
                 what = "its values are" if piece.kind == "weight" else f"the optimizer's {piece.kind} of it is"
@@ -236,7 +236,7 @@ class StateWatch:
             told = [mine]
         rank, first = next((rank, fault) for rank, fault in enumerate(told) if fault is not None)
         raise Inconsistent(
-            f"train.watch: at step {number}, rank {rank}{part.error_suffix}: {first}; {_WAY_OUT}",
+            f"train.consistency_check: at step {number}, rank {rank}{part.error_suffix}: {first}; {_WAY_OUT}",
         )
 
 

@@ -4,37 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
 from unipar.config import Config
-from unipar.config.sections.optimizer import (
-    Adam,
-    AdamW,
-    AdamW8bitSettings,
-    AdamWBf16Settings,
-    MuonSettings,
-    Optimizer,
-    RMSprop,
-)
+from unipar.config.sections.optimizer_settings import Accumulation
 from unipar.verification.judgement.record import RunRecord, SketchVector
 
 GradientSketches = Mapping[str, SketchVector]
 """Sketches of gradients by parameter."""
-
-
-class Accumulation(NamedTuple):
-    """Factors by which one kind of state follows from gradients."""
-
-    keeps: float
-    """Factor on the old state in an update."""
-
-    adds: float
-    """Factor on the gradient in an update."""
-
-    begins_whole: bool = False
-    """Whether the first gradient is the first state, without a factor."""
 
 
 @dataclass(frozen=True)
@@ -61,27 +39,9 @@ class StateRule:
             assert isinstance(names, list)
             assert isinstance(own, float)
             decay |= dict.fromkeys(names, own)
-        if isinstance(wanted, AdamW | AdamW8bitSettings | AdamWBf16Settings | MuonSettings):
+        if wanted.decoupled:
             decay = dict.fromkeys(decay, 0.0)
-        return cls(_accumulations(wanted), decay, None if clip is None else clip.max)
-
-
-def _accumulations(wanted: Optimizer) -> Mapping[str, Accumulation]:
-    """Return how an optimizer accumulates gradients, by kind of state."""
-    if isinstance(wanted, MuonSettings):
-        momentum, first = wanted.momentum, wanted.adamw.betas[0]
-        return {
-            "momentum_buffer": Accumulation(momentum, 1.0 - momentum),
-            "exp_avg": Accumulation(first, 1.0 - first),
-        }
-    if isinstance(wanted, Adam | AdamW | AdamW8bitSettings | AdamWBf16Settings):
-        first = wanted.betas[0]
-        return {"exp_avg": Accumulation(first, 1.0 - first)}
-    if isinstance(wanted, RMSprop):  # it keeps squares of gradients, and their mean only if it is centered
-        return {"grad_avg": Accumulation(wanted.alpha, 1.0 - wanted.alpha)} if wanted.centered else {}
-    if wanted.momentum:
-        return {"momentum_buffer": Accumulation(wanted.momentum, 1.0, begins_whole=True)}
-    return {"weight": Accumulation(1.0, 0.0)}
+        return cls(wanted.gradient_sums, decay, None if clip is None else clip.max)
 
 
 def gradients_from_state(

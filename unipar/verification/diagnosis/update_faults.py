@@ -6,7 +6,6 @@ import math
 
 import numpy as np
 
-from unipar.config.sections.optimizer import AdamW, AdamW8bitSettings, AdamWBf16Settings, MuonSettings
 from unipar.utils.text import count_of, first_few
 from unipar.verification.diagnosis.case import Fault, FaultCase, run_gradient, whole_gradient
 from unipar.verification.judgement.record import SketchVector
@@ -90,7 +89,7 @@ def classify_norm_of_groups(case: FaultCase, step: int) -> Fault | None:
 def classify_decay(case: FaultCase, step: int) -> Fault | None:
     """Return the fault of another weight decay than the config's, if that explains the difference of an update."""
     decays = {name: group["decay"] for group in case.groups(step) for name in group["names"]}
-    decoupled = isinstance(case.config.train.optimizer, AdamW | AdamW8bitSettings | AdamWBf16Settings | MuonSettings)
+    decoupled = case.config.train.optimizer.decoupled
     off = _decoupled_decays(case, step, decays) if decoupled else _coupled_decays(case, step, decays)
     wrong = {name: decay for name, decay in off.items() if abs(decay - decays[name]) > 1e-3}
     if not wrong:

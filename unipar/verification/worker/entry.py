@@ -197,7 +197,7 @@ def _run_job(
 
 def _holds_copies(settled: SettledConfig) -> bool:
     """Return whether several ranks hold the same weights after each step, and train on samples of their own."""
-    return settled.ranks > 1 and settled.strategy.axes.ranks == 1 and settled.config.train.sync_every is None
+    return settled.ranks > 1 and settled.strategy.axes.ranks == 1 and settled.config.train.local_steps is None
 
 
 def _gradient_shares(recorder: RunRecorder) -> list[dict[str, Any]]:

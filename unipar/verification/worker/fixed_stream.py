@@ -46,7 +46,7 @@ def fix_stream_samples(task: Task, settled: SettledConfig, steps: int) -> tuple[
         )
     samples: Any = first(sizes.total * max(1, steps), source)
     loader: Any = DataLoader(
-        samples, batch_size=1, collate_fn=source.collate, drop_last=source.settings.ragged == "drop"
+        samples, batch_size=1, collate_fn=source.collate, drop_last=source.settings.last_batch == "drop"
     )
     vars(task)["data"] = lambda: loader
     count = min(len(samples), sizes.micro)

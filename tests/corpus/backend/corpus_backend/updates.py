@@ -22,7 +22,7 @@ def rate_ahead(part: Part, config: Config, world: World) -> Engine:
     assert train.steps is not None
     steps = train.steps
     engine: Any = AccelerateDDPEngine(part, config, hand_world_to_accelerate(world))
-    engine.settle(find_unused=False)
+    engine.settle(find_unused_parameters=False)
     unit = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     scheduler = engine.accelerator.prepare_scheduler(
         LambdaLR(unit, lambda step: train.schedule.factor(step, steps)),

@@ -127,7 +127,7 @@ def _shown(value: Any) -> Any:
 
 def _other_tasks(strategy: str) -> tuple[EmulatedTraining, ...]:
     """Return trainings of the other tasks in a strategy."""
-    few, tokens = {"total": 16, "micro": 4}, {"tokens": 70, "longest": 8, "micro": 20}
+    few, tokens = {"total": 16, "micro": 4}, {"tokens": 70, "max_length": 8, "micro": 20}
     parts = {"use": f"{STEPWISE}:StepwiseGan", "args": {"critic_steps": 1}}
     long, late = {"steps": 12}, range(10, 12)  # each part has its first steps
     return (
@@ -157,16 +157,16 @@ FEATURES = (
     EmulatedTraining("native/nothing", {"checkpoint": {"every": 4}}, FP32),
     EmulatedTraining("native/parameters", {"checkpoint": {"every": 4}}, FP32),
     EmulatedTraining("native/nothing", {"eval": {"every": 4, "batches": 2}}, FP32),
-    EmulatedTraining("native/nothing", {"train": {"watch": {"every": 4}}}, FP32),
-    EmulatedTraining("native/parameters", {"train": {"watch": {"every": 4}}}, FP32),
-    EmulatedTraining("deepspeed/parameters", {"train": {"watch": {"every": 4}}}, FP32),
-    EmulatedTraining("accelerate/gradients", {"train": {"watch": {"every": 4}}}, FP32),
+    EmulatedTraining("native/nothing", {"train": {"consistency_check": {"every": 4}}}, FP32),
+    EmulatedTraining("native/parameters", {"train": {"consistency_check": {"every": 4}}}, FP32),
+    EmulatedTraining("deepspeed/parameters", {"train": {"consistency_check": {"every": 4}}}, FP32),
+    EmulatedTraining("accelerate/gradients", {"train": {"consistency_check": {"every": 4}}}, FP32),
     EmulatedTraining("native/nothing", {"train": {"clip": {"norm": "fp64", "max": 1.0}}}, FP32),
     EmulatedTraining("native/nothing", {"train": {"optimizer": {"name": "muon", "lr": 1e-2}}}, FP32, near=math.inf),
     EmulatedTraining("native/parameters", {"train": {"optimizer": {"name": "muon", "lr": 1e-2}}}, FP32, near=math.inf),
     EmulatedTraining("native/nothing", {"train": {"optimizer": {"name": "adamw-8bit", "lr": 1e-2}}}, FP32, near=0.05),
     EmulatedTraining("native/optimizer", {"train": {"optimizer": {"name": "adamw-8bit", "lr": 1e-2}}}, FP32, near=0.05),
-    EmulatedTraining("native/nothing", {"train": {"sync_every": 4}}, FP32, near=math.inf),
+    EmulatedTraining("native/nothing", {"train": {"local_steps": 4}}, FP32, near=math.inf),
     *(EmulatedTraining(strategy, COMPILED, FP32) for strategy in ONE_OF_EACH),
     *(training for strategy in ONE_OF_EACH for training in _other_tasks(strategy)),
 )  # fmt: skip

@@ -70,7 +70,7 @@ def _describe_batch(plan: PreparedRun) -> str:
     """Return the sizes of the batch, or those among which a trial chooses."""
     sizes = plan.settled.sizes
     if (limits := sizes.tokens) is not None:
-        longest = f", samples of at most {limits.longest}" if limits.longest else ""
+        longest = f", samples of at most {limits.max_length}" if limits.max_length else ""
         micro = (
             f"{limits.accumulate} on each rank" if limits.micro is None else f"of at most {limits.micro} padded tokens"
         )

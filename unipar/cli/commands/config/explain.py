@@ -203,7 +203,7 @@ def _all_values(source: ConfigSource) -> Iterator[ExplainedValue]:
     used = registry.find_backend(config.backend).used_options(config)
     plugins: dict[str, tuple[Callable[[str], Any], dict[str, Any]]]
     plugins = {"options": (registry.find_backend, {config.backend: {}, **config.options})}
-    plugins["machines.before"] = find_job_system, {**({machines.on: {}} if machines.on else {}), **machines.options}
+    plugins["machines.setup"] = find_job_system, {**({machines.on: {}} if machines.on else {}), **machines.options}
     for key, value in _section_values(config):
         if key != "options":
             yield ExplainedValue(key, value, source.origins.get(key, "default"))
@@ -327,11 +327,11 @@ def _full_learning_rate(config: Config, sizes: BatchSizes) -> ExplainedValue:
     lr, scale = config.train.optimizer.lr, config.train.lr_scale
     if scale.rule == "none":
         return ExplainedValue("full learning rate", lr, "derived: train.optimizer.lr, not scaled")
-    ratio = f"{sizes.total} / {scale.at_batch}"
+    ratio = f"{sizes.total} / {scale.base_batch_size}"
     size = "batch.total" if sizes.tokens is None else "batch.tokens"
-    how = f"x {size} / at_batch = {lr:g} x {ratio}"
+    how = f"x {size} / base_batch_size = {lr:g} x {ratio}"
     if scale.rule == "sqrt":
-        how = f"x sqrt({size} / at_batch) = {lr:g} x sqrt({ratio})"
+        how = f"x sqrt({size} / base_batch_size) = {lr:g} x sqrt({ratio})"
     return ExplainedValue("full learning rate", lr * scale.factor(sizes.total), f"derived: train.optimizer.lr {how}")
 
 

@@ -1,6 +1,7 @@
 """The shape of `unipar/`, measured from its imports: packages, floors, circles, sizes. `make layout` prints it.
 
-Imports for type checkers count, and so do those inside functions.
+Imports for type checkers count, and so do those inside functions. `make layout ARGS=--picture` prints the packages by
+floor, as CONTRIBUTING shows them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 
-from benchmarks.floors import FLOORS
+from tools.floors import BACKENDS, FLOORS
 
 ROOT = Path(__file__).parents[1]
 
@@ -167,6 +168,20 @@ def floors_of(imports: Mapping[str, set[str]]) -> dict[str, int]:
     return {name: floor(whole.get(name, name)) for name in imports}
 
 
+def picture(root: Path = ROOT) -> str:
+    """Return the packages by floor, the highest first, each with the docstring of its `__init__.py` up to a colon."""
+    rows = [("floor", "package", "contents")]
+    for number in sorted((BACKENDS, *range(1, len(FLOORS))), reverse=True):
+        if number == BACKENDS:
+            names = sorted(file.parent.name for file in (root / "backends").glob("*/__init__.py"))
+            rows.append(("", "backends/", " ".join(name.removeprefix("unipar_") for name in names)))
+            continue
+        for i, package in enumerate(sorted(FLOORS[int(number)])):
+            text = ast.get_docstring(ast.parse((root / "unipar" / package / "__init__.py").read_text("utf-8"))) or ""
+            rows.append(("" if i else str(number), package, text.partition(":")[0].rstrip(".")))
+    return "\n".join(f"{floor:>5}  {package:12}  {text}" for floor, package, text in rows)
+
+
 def main(root: Path = ROOT) -> None:
     """Print the measures of the tree at `root`."""
     sys.setrecursionlimit(10_000)
@@ -202,4 +217,7 @@ def main(root: Path = ROOT) -> None:
 
 
 if __name__ == "__main__":
-    main(*(Path(word).resolve() for word in sys.argv[1:]))
+    if sys.argv[1:] == ["--picture"]:
+        print(picture())
+    else:
+        main(*(Path(word).resolve() for word in sys.argv[1:]))

@@ -1,8 +1,8 @@
 """The route of a config from `launch` to the engine's first step: modules, calls to higher floors, lookups.
 
-    python -m benchmarks.route [--climbs]
+    python -m tools.route [--climbs]
 
-A call to a higher floor is counted twice: by floors of packages (benchmarks/floors.py), and by floors of files, where
+A call to a higher floor is counted twice: by floors of packages (tools/floors.py), and by floors of files, where
 a file stands one floor above the highest that it imports. A call of a method that a class on the caller's floor or
 below declares, as `Task.train` calls the `Run` that it is given, is no such call: the caller knows that class alone;
 `--climbs` lists these, too, with the others.
@@ -22,12 +22,12 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-from benchmarks.floors import floor_of
-from benchmarks.layout import Layout, floors_of
+from tools.floors import floor_of
+from tools.layout import Layout, floors_of
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = {
-    "task": {"use": "benchmarks.line:Line"},
+    "task": {"use": "tools.line:Line"},
     "backend": "native",
     "device": "cpu",
     "batch": {"total": 4},
@@ -151,11 +151,11 @@ def begin(out: str, kind: str, method: str) -> None:
     sys.setprofile(Recorder(Path(out), (kind, method)))
 
 
-WORKER = "from benchmarks.route import begin\nbegin({!r}, 'Engine', 'step')\n"
+WORKER = "from tools.route import begin\nbegin({!r}, 'Engine', 'step')\n"
 
 LAUNCH = """
 import unipar
-from benchmarks.route import CONFIG, begin
+from tools.route import CONFIG, begin
 begin({out!r}, {group!r}, "wait")
 unipar.launch(CONFIG, overrides={{"parallel.data": {ranks}, "out": {out!r} + "/run"}}, quiet=True)
 """
@@ -197,7 +197,7 @@ def floors_of_files() -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.route")
+    parser = argparse.ArgumentParser(prog="python -m tools.route")
     parser.add_argument("--climbs", action="store_true", help="list each call to a higher floor")
     asked = parser.parse_args()
     by_file = floors_of_files()

@@ -1,0 +1,47 @@
+"""The table of refusals: each line of it is met by some config, and by no config without the trait."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from unipar.backend.refusals import REFUSALS, SCRIPT, conditions_of, refusals_met
+from unipar.config import Config
+from unipar.config.sections.optimizer import OPTIMIZERS
+
+ROOT = Path(__file__).parents[2]
+SECTIONS = {
+    "whole_matrices": ("tasks.md", "Optimizers by whole matrices"),
+    "moments_in_blocks": ("memory.md", "Moments of 8 bits"),
+    "moments_in_bf16": ("memory.md", "Moments in bf16"),
+}
+"""Page and section about the optimizers with a trait."""
+
+
+def config_with(optimizer: str) -> Config:
+    """Return a config in which every key is set that some optimizer refuses."""
+    train = {"steps": 8, "optimizer": {"name": optimizer}, "precision": "fp64", "local_steps": 2}
+    parallel = {"data": 1, "tensor": 2, "shard": "parameters"}
+    sections = {"batch": {"total": 8, "micro": 2}, "parallel": parallel, "model": {"offload": "parameters"}}
+    return Config.model_validate({**sections, "train": train})
+
+
+@pytest.mark.parametrize(("trait", "carrier"), [(trait, carrier) for trait, row in REFUSALS.items() for carrier in row])
+def test_each_refusal_is_met_by_the_optimizers_that_have_its_trait(trait: str, carrier: str) -> None:
+    """A trait or a key that does not exist would never be met."""
+    met: set[str] = set()
+    for name in OPTIMIZERS:
+        conditions = conditions_of(config_with(name)) | {SCRIPT: ""}
+        sentences = list(refusals_met(conditions, {trait: {carrier: REFUSALS[trait][carrier]}}))
+        assert [s for s in sentences if not s.startswith(f"train.optimizer.name: {name} ") or "{" in s] == []
+        met |= {name} if sentences else set()
+    assert met == {name for name, kind in OPTIMIZERS.items() if getattr(kind, trait)} != set()
+
+
+@pytest.mark.parametrize(("trait", "carrier"), [(trait, carrier) for trait, row in REFUSALS.items() for carrier in row])
+def test_the_docs_name_each_refusal(trait: str, carrier: str) -> None:
+    """The section about optimizers with a trait names what cannot carry it."""
+    file, head = SECTIONS[trait]
+    section = (ROOT / "docs" / file).read_text("utf-8").partition(f"\n## {head}\n")[2].partition("\n## ")[0]
+    assert {SCRIPT: "export", "train.precision: fp64": "fp64"}.get(carrier, f"`{carrier}`") in section
