@@ -14,6 +14,7 @@ from unipar.config import Config
 from unipar.distributed.world import World
 from unipar.engines.placement import broadcast_tensor
 from unipar.engines.plain_state import KINDS_OF_MODEL, describe_reserved_key
+from unipar.engines.state import steps_on_device
 from unipar.errors import CheckpointError
 from unipar.optimizers.stochastic_rounding import MOMENTS, ElementRuns, NamedViews, RoundedMoments
 from unipar_deepspeed.matrices.states import MatrixStates, ranges_in_flat_tensors
@@ -260,7 +261,8 @@ class ZeroPartitions:
             if isinstance(self.base, RoundedMoments):
                 fresh |= {k: self.base.new_moment(slot.data) for k in fresh.keys() & MOMENTS}
             if step is not None:
-                fresh["step"] = step.clone().view(()).to(torch.float32)
+                device = slot.device if steps_on_device(self.base) else step.device
+                fresh["step"] = step.to(device, torch.float32, copy=True).view(())
             self.base.state[slot] = fresh
 
     @torch.no_grad()

@@ -145,7 +145,8 @@ class Job:
 
     def prepare(self) -> None:
         """Write what `deepspeed` reads: who there is, and what it hands on over ssh."""
-        handed = "".join(f"{name}={self.env[name]}\n" for name in ("PATH", "PYTHONPATH", "OMP_NUM_THREADS"))
+        names = dict.fromkeys(("PATH", "PYTHONPATH", "OMP_NUM_THREADS", *self.variables))
+        handed = "".join(f"{name}={self.env[name]}\n" for name in names)
         slots = "".join(f"{m.name} slots={n}\n" for m, n in zip(self.machines, self.ranks, strict=True))
         for machine in self.machines:
             machine.path("/root/.deepspeed_env").write_text(handed, "utf-8")

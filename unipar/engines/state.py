@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.optim import Optimizer
 
 from unipar.backend import Holding, Piece, Read, Region
 from unipar.distributed.world import World
@@ -69,6 +70,11 @@ def is_first_copy(t: Tensor, world: World) -> bool:
     here = t.device_mesh.get_coordinate()
     assert here is not None
     return all(at == 0 for at, p in zip(here, t.placements, strict=True) if p.is_replicate())
+
+
+def steps_on_device(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer counts steps on its parameters' devices, as torch's fused and capturable ones do."""
+    return any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
 
 
 def buffer_pieces(buffers: Iterable[tuple[str, Tensor]]) -> Iterator[Piece]:

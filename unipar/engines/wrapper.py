@@ -35,6 +35,7 @@ from unipar.engines.state import (
     local_regions,
     module_holdings,
     restore_buffers,
+    steps_on_device,
 )
 from unipar.errors import TaskError
 from unipar.optimizers.block_states import BlockStates
@@ -219,10 +220,10 @@ class WrapperEngine(OptimizerEngine):
         if skipped.item():
             self.clear_gradients()
             return True
-        self.update()
         if not self._has_updated and self._leaves_out_on_device and has_own_memory(self.world.device):
-            self.rates.put_on(self.world.device, self.optimizer)
+            self.rates.put_on(self.world.device, self.optimizer)  # the first rate is rounded as all others are
         self._has_updated = True
+        self.update()
         return False
 
     @cached_property
@@ -393,6 +394,5 @@ class WrapperEngine(OptimizerEngine):
         return torch.zeros(shape, dtype=read(name, kind, Region(0, prod(shape))).dtype, device=p.device)
 
     def _on_its_device(self, kind: str, value: Tensor, device: torch.device) -> Tensor:
-        """Move a step count to its parameter's device if the optimizer is fused or capturable."""
-        fused = any(g.get("fused") or g.get("capturable") for g in self.base.param_groups)
-        return value.to(device) if kind == "step" and fused else value
+        """Move a step count to its parameter's device if the optimizer counts there."""
+        return value.to(device) if kind == "step" and steps_on_device(self.base) else value

@@ -47,9 +47,10 @@ def test_killed_and_resumed_on_the_other_device(
     first: str, shard: str, emulated: EmulatedDevice, tmp_path: Path
 ) -> None:
     """A rank is killed in step 5; from the checkpoint of step 3 the run goes on on the other device."""
+    saved = tmp_path / "killed run/run/checkpoints/step-00000003"
     task = {
         "use": f"{ROOT}/tests/support/softcuda/trainings/killed.py:KilledOnce",
-        "args": {"killed": str(tmp_path / "killed"), **SIZES},
+        "args": {"killed": str(tmp_path / "killed"), "saved": str(saved), **SIZES},
     }
     parallel = {"data": 2, "shard": shard}
     whole = write_config(tmp_path / "whole", device="cpu", parallel=parallel)

@@ -82,7 +82,7 @@ class Group final : public Backend {
   Work_ endCoalescing() override {
     auto calls = std::move(*coalesced);
     coalesced.reset();
-    for (auto& receive : calls.receives) finish(receive, "RECV");
+    for (auto& receive : calls.receives) finish_or_abandon([&] { return receive; }, "RECV", calls.results);
     auto stream = device < 0 ? StreamKey{0, 0} : own_stream();
     return c10::make_intrusive<StreamWork>(getRank(), OpType::COALESCED, calls.results, calls.results, stream);
   }
@@ -332,8 +332,9 @@ class Group final : public Backend {
 
   // --- running ---
 
+  // Views do not keep the memory: gloo's threads hold them for a while after a collective has ended.
   static Tensor host(const Tensor& tensor) {
-    auto view = host_view(tensor);
+    auto view = host_view(tensor, false);
     return view.scalar_type() == at::kBool ? view.view(at::kByte) : view;
   }
   static Tensors host(const Tensors& tensors) {
@@ -344,6 +345,11 @@ class Group final : public Backend {
   static Tensors copies(Tensors tensors) {
     for (auto& tensor : tensors) tensor = tensor.clone();
     return tensors;
+  }
+  // Gloo may still write to the tensors of a collective that has failed: they stay allocated.
+  template <class Call> void finish_or_abandon(Call call, const std::string& what, const Tensors& tensors) {
+    static auto* abandoned = new std::vector<Tensors>;
+    try { finish(call(), what); } catch (...) { abandoned->push_back(tensors); throw; }
   }
   StreamKey own_stream() {
     if (!stream) stream = new_stream(device);
@@ -359,9 +365,9 @@ class Group final : public Backend {
     auto name = "NCCL's " + opTypeToString(type);
     for (auto& tensor : in) access(tensor, false, on, name);
     for (auto& tensor : out) access(tensor, true, on, name);
-    finish(call(), opTypeToString(type));
     Tensors kept = in;
     kept.insert(kept.end(), out.begin(), out.end());
+    finish_or_abandon(call, opTypeToString(type), kept);
     return c10::make_intrusive<StreamWork>(getRank(), type, out, kept, on);
   }
   template <class Call> Work_ exchange(OpType type, Tensors& tensors, bool write, Call call) {
@@ -369,12 +375,11 @@ class Group final : public Backend {
     auto on = own_stream();
     stream_waits(on, clock_of(current_stream(device)));
     for (auto& tensor : tensors) access(tensor, write, on, "NCCL's " + opTypeToString(type));
-    auto work = call();
     if (coalesced) {
-      if (work) coalesced->receives.push_back(work);
+      if (auto work = call()) coalesced->receives.push_back(work);
       coalesced->results.insert(coalesced->results.end(), tensors.begin(), tensors.end());
     } else
-      finish(work, opTypeToString(type));
+      finish_or_abandon(call, opTypeToString(type), tensors);
     return c10::make_intrusive<StreamWork>(getRank(), type, tensors, tensors, on);
   }
   template <class Call> Work_ each(OpType type, Tensors& out, Tensors& in, Call call) {

@@ -16,11 +16,13 @@
 
 namespace softcuda {
 
-at::Tensor host_view(const at::Tensor& tensor) {
+at::Tensor host_view(const at::Tensor& tensor, bool keeps) {
   if (tensor.is_cpu()) return tensor;
   auto options = at::TensorOptions().dtype(tensor.dtype()).device(at::kCPU);
   if (!tensor.numel()) return at::empty_strided(tensor.sizes(), tensor.strides(), options);
-  auto view = at::from_blob(const_cast<void*>(tensor.const_data_ptr()), tensor.sizes(), tensor.strides(), [storage = tensor.storage()](void*) {}, options);
+  auto data = const_cast<void*>(tensor.const_data_ptr());
+  auto view = keeps ? at::from_blob(data, tensor.sizes(), tensor.strides(), [storage = tensor.storage()](void*) {}, options)
+                    : at::from_blob(data, tensor.sizes(), tensor.strides(), options);
   if (tensor.is_conj()) view._set_conj(true);
   if (tensor.is_neg()) view._set_neg(true);
   return view;

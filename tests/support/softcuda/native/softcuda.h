@@ -154,7 +154,7 @@ at::Generator next_generator(const at::Generator&);
 // --- operators.cpp ---------------------------------------------------------------------------------------------
 
 // The same bytes as a tensor of the CPU, or a new device tensor with the values of one of the CPU.
-SHARED at::Tensor host_view(const at::Tensor&);
+SHARED at::Tensor host_view(const at::Tensor&, bool keeps = true);
 at::Tensor on_device(const at::Tensor& host, c10::Device);
 SHARED void resize_storage(c10::StorageImpl*, int64_t bytes);
 
