@@ -71,7 +71,7 @@ class TrainingRun(Run):
         self._mark = heartbeat.set_phase
         self._loss = StepLoss(task, world, config, self._mark, work)
         self._rates = RateSchedule(config.train.schedule, task.schedule if task.defines("schedule") else None)
-        self._sync_every, self._scales = config.train.local_steps, config.train.precision == "fp16"
+        self._local_steps, self._scales = config.train.local_steps, config.train.precision == "fp16"
         self._maker = ShareMaker(task, world)
         self.watch = StateWatch(world, config, ledger, own_optimizer=task.defines("optimizer"))
         self._is_plain = choice.alone and self.watch.every is None and not self._loss.is_across
@@ -148,13 +148,13 @@ class TrainingRun(Run):
     @override
     def save(self) -> None:
         self._whole.refuse("run.save()")
-        keeper = require_keeper(self._checkpoints, self.done, self._sync_every, idle=not self._parts_stepped)
+        keeper = require_keeper(self._checkpoints, self.done, self._local_steps, idle=not self._parts_stepped)
         keeper.save(self.done)
 
     @property
     def is_synchronized(self) -> bool:
         """Whether all ranks have one state now, which they have not between two steps of `train.local_steps`."""
-        return not self._sync_every or self.done % self._sync_every == 0 or self.done == self.steps
+        return not self._local_steps or self.done % self._local_steps == 0 or self.done == self.steps
 
     def use_checkpoints(self, checkpoints: StateKeeper) -> None:
         """Save the state when it is due, at the end, and when the run is stopped."""
@@ -246,7 +246,7 @@ class TrainingRun(Run):
         reported = trained.report() if self._due or (not self._scales and out.skipped) else None
         if out.skipped is not False:
             trained.skip(number, out.skipped, expected=self._scales)
-        if self._sync_every and (number % self._sync_every == 0 or number == steps):
+        if self._local_steps and (number % self._local_steps == 0 or number == steps):
             trained.engine.take_mean()
         if self.watch.every is not None:
             self.watch.check(trained, number, out, rate, share, self._plans)
@@ -292,8 +292,8 @@ class TrainingRun(Run):
     @override
     def evaluate(self) -> dict[str, float]:
         self._whole.refuse("run.evaluate()")
-        if self._sync_every and self.done != self.steps:
-            refuse_unsynced_evaluation(self.done, self._sync_every)
+        if self._local_steps and self.done != self.steps:
+            refuse_unsynced_evaluation(self.done, self._local_steps)
         if self._evaluation is None:
             engines = [part.engine for part in self._parts.values()]
             self._evaluation = Evaluation(self.task, engines, self.world, self.config, self.sizes, self._mark)

@@ -69,7 +69,7 @@ class StateWatch:
         self.every = None if config.train.consistency_check is None else config.train.consistency_check.every
         """Steps from one check to the next; None: no checks."""
 
-        self._sync_every = config.train.local_steps
+        self._local_steps = config.train.local_steps
         self._own_optimizer = own_optimizer
         self._dtypes: dict[tuple[str, str], torch.dtype] = {}
         """Dtype of each state of the task's own optimizer, as it was seen first."""
@@ -106,7 +106,7 @@ class StateWatch:
         self._check_rates(part, observer, float(factor))
         self._check_updates(part, observer)
         self._check_sums(part, out, observer, share, plans)
-        if not self._sync_every or number % self._sync_every == 0:
+        if not self._local_steps or number % self._local_steps == 0:
             self._check_copies(part)
         self._raise_together(part, number)
         if self._engines[part.name].steps == 2:
@@ -183,7 +183,7 @@ class StateWatch:
             torch.tensor(told, dtype=torch.float64, device=world.device)
         ).tolist()
         if updated == world.size:
-            self._check_norm(part, float(out.norm), math.sqrt(observer.square if self._sync_every else square))
+            self._check_norm(part, float(out.norm), math.sqrt(observer.square if self._local_steps else square))
         if world.rank:  # the sums are the same on all ranks: one of them tells
             return
         if plans and round(samples) != share.samples:
