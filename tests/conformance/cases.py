@@ -104,7 +104,7 @@ class Case:
         made: dict[str, Any] = {"device": "cpu", "batch": batch, "train": train, "log": {"every": 2}}
         made |= {"launch": {"heartbeat": 15.0, "timeout": 20.0}, "options": options} | dict(self.more)
         # 64 samples fill all batches, so that nothing is left out
-        free = "last_batch" in self.name or "tokens" in made["batch"] or self.task is tasks.Streamed
+        free = "ragged" in self.name or "tokens" in made["batch"] or self.task is tasks.Streamed
         if strategy.axes.pieces > 1 and not free:
             made["data"] = {"last_batch": "drop"} | made.get("data", {})
         made["parallel"] = {"data": size, "shard": strategy.shard} | made.get("parallel", {})
