@@ -97,7 +97,8 @@ def test_what_verify_sets(emulated: EmulatedDevice, tmp_path: Path) -> None:
 
 def test_an_operation_without_a_deterministic_kernel(emulated: EmulatedDevice, tmp_path: Path) -> None:
     """No bits are claimed, and the allowance comes from repeats, too."""
-    said, found, notes = verify(emulated, tmp_path, "Pooled")
+    train = {"steps": 10, "optimizer": {"name": "adamw", "lr": 0.01}}  # in three steps losses may have the same bits
+    said, found, notes = verify(emulated, tmp_path, "Pooled", train=train)
     assert found["unrepeatable"] == [POOLING]
     assert found["numbers"]["deterministic algorithms"] == f"on, without {POOLING}"
     assert (
@@ -107,7 +108,7 @@ def test_an_operation_without_a_deterministic_kernel(emulated: EmulatedDevice, t
     names = ["one process", "one process, repeat 1", "one process, repeat 2"]
     assert set(names) <= found["one"].keys()
     repeats = [found["one"][name] for name in names]
-    assert repeats[0] != repeats[1], "the emulator adds in another order each time"
+    assert any(repeat != repeats[0] for repeat in repeats[1:]), "the emulator adds in another order each time"
     assert (found["strategies"][0]["outcome"], found["strategies"][0]["bits"]) == ("agrees", "")
     assert "bit for bit with a replay" not in said
     assert notes == {json.dumps([True, True, "highest", *[False] * 3, ":4096:8"])}
