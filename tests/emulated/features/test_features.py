@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -65,8 +64,7 @@ PLAYED = ("native/nothing, contrastive", "native/nothing, parts", "native/nothin
 )
 def test_feature(training: EmulatedTraining, emulated: EmulatedDevice, forks: Forks, tmp_path: Path) -> None:
     """Losses are those of the CPU, where nothing is offloaded; what a library waits for is known."""
-    offloads = "offload" in training.more.get("model", {})
-    on_cpu = replace(training, more={} if offloads else training.more).losses_on_cpu(forks, tmp_path)
+    on_cpu = training.losses_on_cpu(forks, tmp_path)
     run = training.run(emulated, "fp32", tmp_path)
     assert judge(training, "fp32", run, on_cpu) == ""
     apart = next((apart for word, apart in LESS_NEAR.items() if word in training.name), NEAR)

@@ -7,7 +7,7 @@ import math
 import subprocess
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +86,9 @@ class EmulatedTraining:
             return EmulatedRun(None, -1, f"no end after {TIMEOUT:.0f} s", ())
 
     def losses_on_cpu(self, forks: Forks, folder: Path) -> list[float]:
-        """Return the losses of the same training in fp32 on the CPU, where no device is emulated."""
-        settings = json.dumps(self.settings("fp32", folder / "cpu", "cpu"))
+        """Return the losses of the same training in fp32 on the CPU, where nothing is emulated or offloaded."""
+        on_cpu = replace(self, more={}) if "offload" in self.more.get("model", {}) else self
+        settings = json.dumps(on_cpu.settings("fp32", folder / "cpu", "cpu"))
         return run_code(forks, CODE.format(settings=settings, strategy=self.strategy), folder)
 
 

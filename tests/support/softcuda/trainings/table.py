@@ -60,7 +60,9 @@ def main() -> int:
             plain = [training for training in played if not training.more]
             accounts = check_accounts(device, precision, plain, 4) | check_accounts(device, precision, plain)
             for training in (training for training in played if precision in training.precisions):
-                rows.append(row_of(device, training, precision, wanted, accounts))
+                with tempfile.TemporaryDirectory() as own:
+                    losses = training.losses_on_cpu(forks, Path(own)) if training.more else wanted
+                rows.append(row_of(device, training, precision, losses, accounts))
                 print(*rows[-1], sep="  ", flush=True)
     print("emulated: no GPU has run any of this")
     print(format_table(HEAD, rows, width=200))
