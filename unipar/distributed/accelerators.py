@@ -112,9 +112,8 @@ def count_chosen_gpus(ids: Sequence[str], choice: str | None) -> int:
     if choice is None:
         return len(ids)
     seen: set[str] = set()
-    by_number = choice.strip()[
-        :1
-    ].isdecimal()  # the first entry decides; torch ends the list where another kind follows
+    # the first entry decides on the kind of all; torch ends the list where another follows
+    by_number = choice.strip()[:1].isdecimal()
     for word in (w.strip() for w in choice.split(",")):
         if by_number and word.isdecimal() and int(word) < len(ids):
             gpu = ids[int(word)]
