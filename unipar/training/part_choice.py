@@ -40,14 +40,14 @@ class PartChoice:
         return self._members[part]
 
     def select(self, part: str | None, loss: object, stepped: Sequence[ActivePart]) -> ActivePart:
-        """Return the part that a call of `run.step` means; `stepped`: those that took a step in this share."""
+        """Return the part that a call of `run.step` means; `stepped`: those that took a step on this local batch."""
         refuse_other_loss(loss, self._task.loss, self._config)
         if part is None:
             if self.alone:
                 return self.first
             raise TaskError(
-                f"run.step was called without part=: model() returned {', '.join(self._members)}; call run.step(share, "
-                f"part={next(iter(self._members))!r}, loss=...)"
+                f"run.step was called without part=: model() returned {', '.join(self._members)}; call "
+                f"run.step(local_batch, part={next(iter(self._members))!r}, loss=...)"
             )
         chosen = self.member(part)
         if loss is None and chosen is not self.first:
@@ -55,7 +55,7 @@ class PartChoice:
             raise TaskError(f"run.step(part={part!r}) has no loss: the task's own is for {own!r}; give loss=")
         if chosen in stepped:
             raise TaskError(
-                f"the loop called run.step(part={part!r}) twice for one share; call it at most once for each part"
+                f"the loop called run.step(part={part!r}) twice for one local batch; call it at most once for each part"
             )
         return chosen
 

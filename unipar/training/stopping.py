@@ -227,7 +227,7 @@ def require_keeper(keeper: StateKeeper | None, done: int, every: int | None, *, 
     if keeper is None:
         raise TaskError("run.save() needs the config's section checkpoint, which says where and what is kept")
     if not idle:
-        raise TaskError("run.save() was called within a share: call it before the next step, or after the loop")
+        raise TaskError("run.save() was called within a local batch: call it before the next step, or after the loop")
     if every is not None and done % every:
         raise TaskError(
             f"run.save() was called after step {done}: with train.local_steps: {every} ranks have one state only after "

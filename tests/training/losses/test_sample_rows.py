@@ -83,6 +83,6 @@ def test_rows_of_no_microbatch(tmp_path: Path) -> None:
         with pytest.raises(TaskError) as e:
             run.gather(torch.arange(3), share)
     assert str(e.value) == (
-        "run.gather() got 3 rows of a share that has 4 in 2 microbatches: gather those of one microbatch at a time "
-        "(run.gather(tensor, share.micros[i]))"
+        "run.gather() got 3 rows of a local batch that has 4 in 2 microbatches: gather those of one microbatch at a "
+        "time (run.gather(tensor, local_batch.micros[i]))"
     )

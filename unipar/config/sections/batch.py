@@ -56,7 +56,7 @@ class BatchSizes:
         return "samples" if self.tokens is None else "tokens"
 
     @property
-    def share(self) -> int:
+    def local(self) -> int:
         """Samples of a rank in one step; under `batch.tokens` its part of the budget, rounded up."""
         return self.total // self.ranks if self.tokens is None else -(-self.total // self.ranks)
 
@@ -72,15 +72,15 @@ class BatchSizes:
 
     @property
     def possible_micros(self) -> list[int]:
-        """Sizes that a microbatch of samples may have with the same total, ascending: divisors of a rank's share."""
-        return [micro for micro in range(1, self.share + 1) if self.share % micro == 0]
+        """Sizes that a microbatch of samples may have with the same total, ascending: divisors of the local batch."""
+        return [micro for micro in range(1, self.local + 1) if self.local % micro == 0]
 
     def with_micro(self, micro: int) -> BatchSizes:
         """Return the sizes with microbatches of another possible size, and the same total."""
         if self.tokens is not None:
             limits = replace(self.tokens, micro=micro, accumulate=None)
             return replace(self, micro=micro, accumulate=-(-self.total // (micro * self.ranks)), tokens=limits)
-        return replace(self, micro=micro, accumulate=self.share // micro)
+        return replace(self, micro=micro, accumulate=self.local // micro)
 
 
 class Batch(Section):
