@@ -218,9 +218,7 @@ class _ConfigDraft:
         old = into.get(key)
         if isinstance(value, dict) and isinstance(old, dict) and not _has_other_name(old, value):
             if not value and old:
-                raise ConfigError(
-                    f"{origin} {'.'.join(path)}: {{}} changes nothing; a section changes the keys it names"
-                )
+                raise ConfigError(f"{origin} {'.'.join(path)}: {{}} changes nothing; name a key, or leave it out")
             for name, inner in value.items():
                 self._merge(old, name, inner, (*path, name), origin)
             return
