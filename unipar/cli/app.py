@@ -80,7 +80,6 @@ def build_app(names: Iterable[str] = COMMANDS) -> typer.Typer:
     app = typer.Typer(
         help=HELP,
         epilog=EXIT_CODES_HELP,
-        add_completion=False,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
@@ -102,6 +101,8 @@ def main() -> None:
     del sys.argv[1:]  # a task's file has no arguments here; what it sets by itself are their defaults
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
+    if words[:1] == ["help"]:
+        words = [*words[1:], "--help"]
     asked = next((word for word in words if not word.startswith("-")), "")
     if asked == "run" and "--help" not in words:
         early.begin_imports()
