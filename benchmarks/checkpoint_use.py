@@ -30,8 +30,8 @@ from unipar.config import Config
 from unipar.config.sections.checkpoint import Checkpoint
 from unipar.distributed.place import Place
 from unipar.errors import UniparError
-from unipar.run_folder.layout import ledger_path
-from unipar.run_folder.ledger import Ledger
+from unipar.run_folder.layout import run_log_path
+from unipar.run_folder.run_log import RunLog
 from unipar.task import Task
 from unipar.task.reference import TaskRef
 from unipar.training.resuming import choose_checkpoint, restore_run
@@ -72,13 +72,13 @@ def measure_blocks(place: Place, run: Path, control: socket.socket | None) -> No
     settled = settle(config, 1)
     with open_run(settled, registry.find_backend(settled.strategy.backend), task, place, run) as live:
         saves = RunCheckpoints(Checkpoint(keep=1), live, run, {})
-        share = next(live.batches())
+        local_batch = next(live.batches())
 
         def block(first: Callable[[], None]) -> float:
             began = time.perf_counter()
             first()
             for _ in range(BLOCK):
-                live.step(share)
+                live.step(local_batch)
             took = time.perf_counter() - began
             saves.at_boundary(0)  # raises what made a save fail
             return took
@@ -94,7 +94,7 @@ def measure_blocks(place: Place, run: Path, control: socket.socket | None) -> No
             for name in rotate_order(list(arms), i):
                 took[name].append(block(arms[name]))
                 saves.at_end(0)  # a save that outlasts its block is not in the next one
-    told = [row for row in Ledger.read(ledger_path(run, 0)) if row["event"] == "checkpoint"][1:]
+    told = [row for row in RunLog.read(run_log_path(run, 0)) if row["event"] == "checkpoint"][1:]
     found = {
         "seconds": took,
         "bytes": told[-1]["bytes"],
@@ -223,5 +223,5 @@ def _seconds_to_first_step(folder: Path, out: str, flags: tuple[str, ...]) -> fl
     done = subprocess.run(command, cwd=folder, env=environment, check=False, capture_output=True, text=True)
     if done.returncode:
         raise UniparError(done.stderr)
-    steps = [row["time"] for row in Ledger.read(ledger_path(folder / out, 0)) if row["event"] == "step"]
+    steps = [row["time"] for row in RunLog.read(run_log_path(folder / out, 0)) if row["event"] == "step"]
     return steps[0] - began

@@ -62,19 +62,19 @@ def open_loops(strategy: str, place: Place, run: Path) -> Generator[LoopPair]:
     task: Task = TaskRef.of(None, config.task, {}).load()
     settled = settle(config, place.size)
     with open_run(settled, registry.find_backend(settled.strategy.backend), task, place, run) as live:
-        share = next(live.batches())
+        local_batch = next(live.batches())
 
         def ours() -> None:
             before = live.done
-            live.step(share)
+            live.step(local_batch)
             live.seek(before)
 
         def hand() -> Loop:
             torch.manual_seed(0)
             model: Any = task.model()
-            return by_hand(strategy, model, task.loss, share[0], config)
+            return by_hand(strategy, model, task.loss, local_batch[0], config)
 
-        live.step(share)
+        live.step(local_batch)
         yield LoopPair(ours, hand)
 
 

@@ -4,7 +4,7 @@
     --simulated 256,1024,4096    ranks that speak only unipar's protocol: threads in a few processes, --per a machine
 
 Each simulated rank has a connection to rank 0's store of its own, and its part in the roll call, the links, a decision,
-the exchange of ledgers, the five rounds of a save and an agreement to stop; nothing is trained. Requests and bytes
+the exchange of run logs, the five rounds of a save and an agreement to stop; nothing is trained. Requests and bytes
 are counted where ranks call the store, all of which go to rank 0's machine, and bytes at rank 0's own links.
 """
 
@@ -43,20 +43,20 @@ from unipar.distributed.meeting.text_rounds import Decide, open_rounds
 from unipar.distributed.meeting.tree import RankTree
 from unipar.distributed.meeting.world_session import Session, link_all
 from unipar.distributed.place import Place
-from unipar.launcher.machines.ledgers import exchange_ledgers
+from unipar.launcher.machines.run_logs import exchange_run_logs
 from unipar.results.run_report import Report
-from unipar.run_folder.layout import ledger_path
-from unipar.run_folder.ledger import Ledger
+from unipar.run_folder.layout import run_log_path
+from unipar.run_folder.run_log import RunLog
 from unipar.training.stopping import StepAgreement
 from unipar.utils.table import format_table
 
 PATIENCE: Final = 300.0
 PROCESSES: Final = 8
-LEDGER: Final = json.dumps({"event": "step", "time": 1.7e9, "step": 100, "loss": 2.5, "norm": 1.25}) + "\n"
+RUN_LOG: Final = json.dumps({"event": "step", "time": 1.7e9, "step": 100, "loss": 2.5, "norm": 1.25}) + "\n"
 LINES_OF_RANK_0: Final = 2000
-"""Lines of rank 0's ledger, as of a run of 20,000 steps that logs every tenth; other ranks have three."""
+"""Lines of rank 0's run log, as of a run of 20,000 steps that logs every tenth; other ranks have three."""
 
-PARTS: Final = ("roll call", "links", "decision", "ledgers", "checkpoint", "stop")
+PARTS: Final = ("roll call", "links", "decision", "run_logs", "checkpoint", "stop")
 
 
 @final
@@ -122,7 +122,7 @@ def simulate_rank(rank: int, size: int, per: int, port: int, folder: Path, ready
     part("decision", lambda: session.decide("d", "x" * 300, lambda texts: str(len(texts)), PATIENCE))
     run = folder / str(machine)
     run.mkdir(exist_ok=True)
-    ledger_path(run, rank).write_text(LEDGER * (LINES_OF_RANK_0 if rank == 0 else 3), encoding="utf-8")
+    run_log_path(run, rank).write_text(RUN_LOG * (LINES_OF_RANK_0 if rank == 0 else 3), encoding="utf-8")
     world: Any = SimpleNamespace(
         rank=rank,
         size=size,
@@ -133,7 +133,7 @@ def simulate_rank(rank: int, size: int, per: int, port: int, folder: Path, ready
         tree=session.tree,
         launch="launch",
     )
-    part("ledgers", lambda: exchange_ledgers(world, run, range(per, size)))
+    part("run_logs", lambda: exchange_run_logs(world, run, range(per, size)))
     part("checkpoint", lambda: _save(open_rounds(world, "save"), rank))
     part("stop", lambda: _agree_to_stop(StepAgreement(world, "stop"), rank, ready))
     ready()
@@ -236,12 +236,12 @@ def start_real(size: int) -> tuple[str, ...]:
         command = [sys.executable, "-m", "unipar", "run", str(config)]
         subprocess.run(command, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
         whole = time.perf_counter() - began
-        rows = list(Ledger.read(ledger_path(Path(folder) / "run", 0)))
+        rows = list(RunLog.read(run_log_path(Path(folder) / "run", 0)))
         first = next(row["time"] for row in rows if row["event"] == "step") - since
-        ledgers = sum(path.stat().st_size for path in (Path(folder) / "run").glob("rank-*.jsonl"))
+        run_logs = sum(path.stat().st_size for path in (Path(folder) / "run").glob("rank-*.jsonl"))
         logs = sum(path.stat().st_size for path in (Path(folder) / "run").glob("rank-*.log"))
         peak = max(Report.read(Path(folder) / "run").peak_rss) / 2**20
-    return str(size), f"{first:.1f}", f"{whole:.1f}", f"{ledgers / 1e3:.1f}", f"{logs / 1e3:.1f}", f"{peak:.0f}"
+    return str(size), f"{first:.1f}", f"{whole:.1f}", f"{run_logs / 1e3:.1f}", f"{logs / 1e3:.1f}", f"{peak:.0f}"
 
 
 def main() -> int:
@@ -254,7 +254,7 @@ def main() -> int:
     _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
     if chosen.real:
-        names = ("ranks", "s to the first step", "s in all", "kB of ledgers", "kB of logs", "MiB, largest rank")
+        names = ("ranks", "s to the first step", "s in all", "kB of run logs", "kB of logs", "MiB, largest rank")
         print(format_table(names, [start_real(int(size)) for size in chosen.real.split(",")], width=100), flush=True)
     header = ("ranks", *(f"{name}: s, requests, kB" for name in PARTS))
     rows: list[tuple[str, ...]] = []

@@ -78,8 +78,8 @@ def measure(place: Place, run: Path, control: socket.socket | None) -> None:
     parallel, script = WAYS[asked["way"]]
     config, task = config_of(parallel), EvenStages(**asked["sizes"])
     with open_run(settle(config, place.size), registry.find_backend("native"), task, place, run) as live:
-        share = next(live.batches())
-        micros = [micro.batch for micro in share.micros]
+        local_batch = next(live.batches())
+        micros = [micro.batch for micro in local_batch.micros]
 
         def by_hand() -> tuple[Any, Loop]:
             torch.manual_seed(config.train.seed)
@@ -88,7 +88,7 @@ def measure(place: Place, run: Path, control: socket.socket | None) -> None:
 
         def ours() -> None:
             before = live.done
-            live.step(share)
+            live.step(local_batch)
             live.seek(before)
 
         (model, hand), (_, again) = by_hand(), by_hand()

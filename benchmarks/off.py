@@ -31,11 +31,11 @@ def time_steps_in_turns(place: Place, run: Path, control: socket.socket | None) 
     backend = registry.find_backend(config.backend)
     recorder = MemoryRecorder(backend, [MallocMeter()]) if MallocMeter.here() else None
     with open_run(settle(config, 1), backend, task, place, run, met=recorder and recorder.begin) as live:
-        share = next(live.batches())
+        local_batch = next(live.batches())
 
         def step() -> None:
             before = live.done
-            live.step(share)
+            live.step(local_batch)
             live.seek(before)
 
         if recorder is not None:

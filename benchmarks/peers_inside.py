@@ -142,7 +142,7 @@ class Quickstart:
 
 
 def by_unipar(quick: Quickstart) -> None:
-    """Train as the worker that `unipar.launch` starts, with its feed, ledger and heartbeat."""
+    """Train as the worker that `unipar.launch` starts, with its loader, run log and heartbeat."""
     settled = read_settled(quick.run)
     backend = registry.find_backend(settled.strategy.backend)
     with (

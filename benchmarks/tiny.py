@@ -126,12 +126,12 @@ def measure(place: Place, run: Path, control: socket.socket | None) -> None:
     batch = next(iter(DataLoader(dataset, BATCH)))
     with open_run(settle(CONFIG, 1), registry.find_backend(CONFIG.backend), MLP(), place, run) as live:
         data = live.batches()
-        share = next(data)
-        live.step(share)
+        local_batch = next(data)
+        live.step(local_batch)
 
         def again() -> None:  # the same share each time, as the other loops repeat the same batch
             before = live.done
-            live.step(share)
+            live.step(local_batch)
             live.seek(before)
 
         plain = chain.from_iterable(DataLoader(dataset, BATCH, shuffle=True) for _ in repeat(None))

@@ -20,8 +20,8 @@ from torch.utils.data import TensorDataset
 from typing_extensions import override
 
 import unipar
-from unipar.run_folder.layout import ledger_path
-from unipar.run_folder.ledger import Ledger
+from unipar.run_folder.layout import run_log_path
+from unipar.run_folder.run_log import RunLog
 from unipar.utils.procfs import peak_resident_bytes
 from unipar.utils.text import format_size
 
@@ -104,7 +104,7 @@ def measure(
         quiet=True,
     )
     read = [
-        sum(row["bytes"] for row in Ledger.read(ledger_path(out, rank)) if row["event"] in ("weights read", "resumed"))
+        sum(row["bytes"] for row in RunLog.read(run_log_path(out, rank)) if row["event"] in ("weights read", "resumed"))
         for rank in range(2)
     ]
     return [(int((told / f"peak-{rank}").read_text("utf-8")), read[rank]) for rank in range(2)]

@@ -35,11 +35,11 @@ class Distillation(unipar.Task):
 
     def train(self, run: unipar.Run) -> None:
         self.run = run
-        for share in run.batches():
+        for local_batch in run.batches():
             if run.done < self.teacher_steps:
-                run.step(share, part="teacher", loss=self.teacher.loss)
+                run.step(local_batch, part="teacher", loss=self.teacher.loss)
             else:
-                run.step(share, part="student")
+                run.step(local_batch, part="student")
 
     def loss(self, model: nn.Module, batch: Images) -> Tensor:
         """Return how far the student is from the labels and from the softened probabilities of the frozen teacher."""

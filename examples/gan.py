@@ -56,10 +56,10 @@ class Gan(unipar.Task):
 
     def train(self, run: unipar.Run) -> None:
         self.run = run
-        for share in run.batches():
-            run.step(share, part="critic", loss=self.critic_loss)
+        for local_batch in run.batches():
+            run.step(local_batch, part="critic", loss=self.critic_loss)
             if (run.done + 1) % self.critic_steps == 0:
-                run.step(share, part="generator")
+                run.step(local_batch, part="generator")
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the generator's loss: the critic, which is frozen here, should take its points for real ones."""

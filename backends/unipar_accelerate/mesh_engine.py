@@ -36,7 +36,7 @@ class AccelerateMeshEngine(MeshEngine):
 
     def __init__(self, part: Part, config: Config, world: World) -> None:
         self.accelerator: Any = None
-        for reason in refuse_sizes(config, world.shares):  # with data: auto they are not known before
+        for reason in refuse_sizes(config, world.data_size):  # with data: auto they are not known before
             raise TaskError(reason)
         super().__init__(part, config, world, MeshOptions())
 
@@ -74,7 +74,7 @@ class AccelerateMeshEngine(MeshEngine):
 
 def _start(part: Part, config: Config, world: World) -> Any:
     """Return an Accelerator with a ParallelismConfig: on the CPU it would drop its plugin, and refuse the config."""
-    parallelism = ParallelismConfig(**parallelism_settings(config, world.shares))
+    parallelism = ParallelismConfig(**parallelism_settings(config, world.data_size))
     plugin = None if config.parallel.shard == "nothing" else fsdp2_plugin(part, config)
     if world.device.type != "cpu":
         return Accelerator(mixed_precision="no", fsdp_plugin=plugin, parallelism_config=parallelism)

@@ -130,7 +130,7 @@ class ZeroEngine(OptimizerEngine):
     @override
     def step(self, fn: LossFn, micros: Sequence[Micro], factor: Factor, mark: Mark) -> Step:
         engine, share, count = self.engine, None, len(micros)
-        divisor = self.world.shares * (1.0 if self.scaler is None else float(self.scaler.scale))
+        divisor = self.world.data_size * (1.0 if self.scaler is None else float(self.scaler.scale))
         for i, micro in enumerate(micros, 1):
             engine.set_gradient_accumulation_boundary(i == count)
             mark("forward")
@@ -180,7 +180,7 @@ class ZeroEngine(OptimizerEngine):
                 self.scaler.unscale(grads)
             if self.holder.split is not None and (self.fp64 or self.bare):
                 counted = [p.grad for p in self.trained if self.holder.counts(p) and p.grad is not None]
-                return clip_counted(grads, counted if self.world.share == 0 else [], self.limit, self.world)
+                return clip_counted(grads, counted if self.world.data_rank == 0 else [], self.limit, self.world)
             if self.fp64:
                 return clip_in_fp64((grads, False), self.limit, self.world)
             return clip_gradients(self.trained, self.limit) if self.bare else None
@@ -300,7 +300,7 @@ def _partition_parameters(module: nn.Module, settings: dict[str, Any], world: Wo
         else:
             holder: Any = nn.Module()
             holder.p = new
-            among = world.groups.group("data") if world.shares < world.size else None
+            among = world.groups.group("data") if world.data_size < world.size else None
             deepspeed.zero.Init(module=holder, data_parallel_group=among, config_dict_or_path=settings)
             first.append(new)
         return new

@@ -68,7 +68,7 @@ class ZeroPartitions:
             for name, p in model.named_parameters():
                 inside[id(self.master.get(id(p), p))] = [(name, Region(0, p.numel()), 0)]
         else:
-            for flat, several in ranges_in_flat_tensors(self.zero, self.stage, self.world.share, names):
+            for flat, several in ranges_in_flat_tensors(self.zero, self.stage, self.world.data_rank, names):
                 inside[id(flat)] = [(names[id(p)], Region(start, length), first) for p, start, length, first in several]
 
         def views(p: Tensor, t: Tensor) -> Iterator[tuple[str, ElementRuns, Tensor]]:
@@ -111,7 +111,7 @@ class ZeroPartitions:
             at = part.lp_fragment_address
             return Region(at.start, at.numel), part.get_hp_fragment(key)
         size = p.ds_tensor.ds_numel
-        start = min(self.world.share * size, p.ds_numel)
+        start = min(self.world.data_rank * size, p.ds_numel)
         stop = min(start + size, p.ds_numel)
         master = self.zero._get_fp32_opt_state_partition
         flat = master(p, True, key)[0] if p.requires_grad else p.ds_tensor.data
@@ -177,7 +177,7 @@ class ZeroPartitions:
             shape = self.whole_shape(name, p)
             vector = p.requires_grad and name not in self.matrices
             for kind in ("weight", *(moments if vector else ())):
-                first = (cut or seat["tensor"] == 0) and not (self.whole(p) and self.world.share)
+                first = (cut or seat["tensor"] == 0) and not (self.whole(p) and self.world.data_rank)
                 for where, tensor in self.regions(name, p, kind) if first else ():
                     yield Piece(name, kind, shape, where, tensor)
             if steps and vector and self.world.rank == 0:
@@ -218,7 +218,7 @@ class ZeroPartitions:
         if self.stage < 3:
             return Region(0, p.numel()), p.data
         size = p.ds_tensor.ds_numel
-        start = min(self.world.share * size, p.ds_numel)
+        start = min(self.world.data_rank * size, p.ds_numel)
         where = Region(start, min(start + size, p.ds_numel) - start)
         return where, p.ds_tensor.data.view(-1)[: where.length]
 

@@ -233,7 +233,7 @@ def prove_split(
         for module, mode in modes:
             module.training = mode
     mine = zip(named.items(), gradients, strict=True)
-    held = {name: g.contiguous().view(-1) for (name, _), g in mine if g is not None and world.share == 0}
+    held = {name: g.contiguous().view(-1) for (name, _), g in mine if g is not None and world.data_rank == 0}
     sketches = sketch_regions(names, _regions_of_parts(split, held))
     sketches = world.sum(sketches.to(world.device)).cpu()
     mean = world.sum(loss.detach().double()) / world.size

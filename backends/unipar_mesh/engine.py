@@ -77,7 +77,7 @@ class MeshEngine(ShardedEngine):
         shell.autocast, shell.cast = self.call.autocast, self.call.cast
         self.call = self.wrapped = shell
         self.wrap(part, config)
-        self.divisor = float(self.world.shares)
+        self.divisor = float(self.world.data_size)
 
     def _count_elements_once(self) -> None:
         """Make groups of stages that share parameters; know of which gradients this rank counts the elements."""
@@ -152,11 +152,11 @@ class MeshEngine(ShardedEngine):
 
     def placement(self, config: Config, world: World) -> Placement:
         """Return what this rank holds, and how FSDP2 splits it further."""
-        ranks = world.shares * self.axes.context
+        ranks = world.data_size * self.axes.context
         settings: dict[str, Any] = {"reshard_after_forward": config.parallel.shard == "parameters"}
         mesh = None
         if ranks > 1 and self.axes.schedule != "zerobubble":
-            over = config.parallel.shard_over or world.shares
+            over = config.parallel.shard_over or world.data_size
             if config.parallel.shard == "nothing":
                 mesh = world.groups.copies_and_shards(1)
             elif over == "machine":

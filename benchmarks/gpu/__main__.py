@@ -68,7 +68,9 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def _parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="make gpu", description=__doc__)
-    parser.add_argument("--only", action="append", default=[], metavar="ROWS", help="verify, ledger/1, tests/test_fp16")
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="ROWS", help="verify, account/1, tests/test_fp16"
+    )
     parser.add_argument("--continue", dest="go_on", action="store_true", help="keep the rows that an earlier call ran")
     parser.add_argument("--list", action="store_true", help="print the rows and run none")
     parser.add_argument("--minutes", type=float, default=9.0, help="stop after so many minutes (9)")

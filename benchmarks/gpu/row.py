@@ -22,7 +22,7 @@ QUICKSTART = ROOT / "configs/quickstart.yaml"
 SIZES = {"layers": 5, "width": 384, "heads": 6, "context": 64}
 MIB = 2**20
 UNNAMED_SHARE_LIMIT, PEAK_TOLERANCE, PEAK_TOLERANCE_BYTES = 0.02, 0.01, 2 * MIB
-"""Largest share of a peak without a category; largest difference between the ledger and the allocator's own peak."""
+"""Largest share of a peak without a category; largest difference between the run log and the allocator's own peak."""
 
 PEAK_TOLERANCE_OVER_GLOO = 0.03
 """Largest difference where two ranks share a GPU: gloo's threads free what they sent a step earlier or later."""
@@ -262,8 +262,8 @@ def train(device: str, ranks: int, folder: str, *, strategy: str, changes: dict[
     return text
 
 
-def ledger(device: str, ranks: int, folder: str, *, strategy: str) -> str:
-    """Record memory, and compare the ledger's sum with the allocator's own peak in plain steps after it."""
+def run_log(device: str, ranks: int, folder: str, *, strategy: str) -> str:
+    """Record memory, and compare the run log's sum with the allocator's own peak in plain steps after it."""
     from unipar.backend import offered_strategies as strategies
     from unipar.comparison.strategy_world import StrategyWorld
     from unipar.config import Strategy
@@ -343,7 +343,7 @@ def test(device: str, ranks: int, folder: str, *, test: str) -> str:
 
 
 KINDS: dict[str, Callable[..., str]] = {
-    f.__name__: f for f in (packages, device, collectives, verify, compare, train, ledger, test)
+    f.__name__: f for f in (packages, device, collectives, verify, compare, train, run_log, test)
 }
 
 

@@ -33,7 +33,7 @@ class Row:
     """Whether it cannot run with `--device cpu`."""
 
 
-LEDGER_STRATEGIES: Final = (
+ACCOUNT_STRATEGIES: Final = (
     *("native/nothing", "native/optimizer", "native/gradients", "native/parameters"),
     *("deepspeed/nothing", "deepspeed/optimizer", "deepspeed/gradients", "deepspeed/parameters"),
     *("accelerate/nothing", "accelerate/parameters", "accelerate/parameters+zero"),
@@ -72,7 +72,7 @@ def all_rows() -> list[Row]:
         *(Row(f"collectives/{n}", "collectives", ranks=n, limit=90, only_gpu=False) for n in (1, 2)),
         *(Row(f"compare/{n}", "compare", ranks=n, limit=300, alone=True, only_gpu=False) for n in (1, 2)),
         *_verify_rows(),
-        *_ledger_rows(),
+        *_account_rows(),
         *_training_rows(),
         *(Row(f"tests/{test.split('::')[1]}", "test", {"test": test}, limit=300) for test in marked_tests()),
     ]
@@ -83,10 +83,10 @@ def _verify_rows() -> Iterator[Row]:
         yield Row(f"verify/2/{backend}", "verify", {"strategies": f"{backend}/*"}, 2, limit=300, only_gpu=False)
 
 
-def _ledger_rows() -> Iterator[Row]:
+def _account_rows() -> Iterator[Row]:
     for ranks in (1, 2):
-        for strategy in LEDGER_STRATEGIES:
-            yield Row(f"ledger/{ranks}/{strategy}", "ledger", {"strategy": strategy}, ranks, only_gpu=False)
+        for strategy in ACCOUNT_STRATEGIES:
+            yield Row(f"account/{ranks}/{strategy}", "account", {"strategy": strategy}, ranks, only_gpu=False)
 
 
 def _training_rows() -> Iterator[Row]:

@@ -45,7 +45,7 @@ def train_within_limit(place: Place, run: Path, control: socket.socket | None) -
 
     with open_run(settled, backend, task, place, run, met=met) as live, exit_on_error(run, place.rank, live):
         with uncounted_allocations():
-            live.feed  # noqa: B018 - made here, because the data's memory is not the model's
+            live.loader  # noqa: B018 - made here, because the data's memory is not the model's
 
         def end(done: int) -> None:
             if done == STEPS:

@@ -108,8 +108,8 @@ def test_a_run_on_four_ranks(forks: Forks, tmp_path: Path) -> None:
         (tmp_path / "c.yaml").write_text(json.dumps(config), encoding="utf-8")
         done = forks.python(("-m", "unipar", "run", "c.yaml", *sets), tmp_path, {"PYTHONPATH": str(TOY)})
         assert done.returncode == 0, done.stderr[-2000:]
-        ledger = [json.loads(line) for line in (tmp_path / name / "rank-0.jsonl").read_text("utf-8").splitlines()]
-        ends.append([row["loss"] for row in ledger if row["event"] in ("step", "eval")])
+        run_log = [json.loads(line) for line in (tmp_path / name / "rank-0.jsonl").read_text("utf-8").splitlines()]
+        ends.append([row["loss"] for row in run_log if row["event"] in ("step", "eval")])
     assert len(ends[0]) == 6
     assert ends[1] == pytest.approx(ends[0], rel=2e-6)
 

@@ -15,8 +15,8 @@ from typing_extensions import override
 import unipar
 from tests.support.running import running
 from unipar.errors import CheckpointError
-from unipar.run_folder.layout import ledger_path
-from unipar.run_folder.ledger import Ledger
+from unipar.run_folder.layout import run_log_path
+from unipar.run_folder.run_log import RunLog
 
 pytestmark = [pytest.mark.forked, pytest.mark.filterwarnings("ignore")]  # the library's own, of its own calls
 
@@ -55,7 +55,7 @@ def trained(folder: Path, steps: int, task: Layers | None = None, **sections: An
     train = {"steps": steps, "optimizer": optimizer}
     with running(task or Layers(), folder, train=train, log={"every": 1}, **sections) as run:
         run.task.train(run)
-    return [row["loss"] for row in Ledger.read(ledger_path(folder, 0)) if row["event"] == "step"]
+    return [row["loss"] for row in RunLog.read(run_log_path(folder, 0)) if row["event"] == "step"]
 
 
 def zero(shard: str) -> dict[str, Any]:

@@ -84,8 +84,8 @@ class Victim:
         return found
 
     def trains(self) -> bool:
-        ledger = self.out / "rank-0.jsonl"
-        return ledger.exists() and '"event": "step"' in ledger.read_text("utf-8")
+        run_log = self.out / "rank-0.jsonl"
+        return run_log.exists() and '"event": "step"' in run_log.read_text("utf-8")
 
     def must_be_over(self) -> None:
         """Within the time, with nothing left."""
@@ -95,8 +95,8 @@ class Victim:
         assert not left, f"still there after {WITHIN:g} s: {[_command(pid) for pid in left]}"
         assert os.listdir(self._temporary) == [], "left in the temporary folder"
         assert _idle() <= self._shared, "left in shared memory"
-        for ledger in self.out.glob("rank-*.jsonl"):  # what was logged is whole, to the last line
-            for line in ledger.read_text("utf-8").splitlines(keepends=True):
+        for run_log in self.out.glob("rank-*.jsonl"):  # what was logged is whole, to the last line
+            for line in run_log.read_text("utf-8").splitlines(keepends=True):
                 assert not line.endswith("\n") or json.loads(line)
 
     def bury(self) -> None:

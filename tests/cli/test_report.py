@@ -77,7 +77,7 @@ def test_runs(unipar: Any, folder: Path) -> None:
         ["run", "strategy", "ranks", "steps", "loss", "took", "size", "state"],
         ["train", "native/nothing", "2", "12/12", "3.2500", "6.0", "s", "16", "KiB", "ended"],
     ]
-    broken = "runs/train-2/rank-0.jsonl cannot be read as a rank's ledger: one of its lines is not an event"
+    broken = "runs/train-2/rank-0.jsonl cannot be read as a rank's run log: one of its lines is not an event"
     assert listed[2].endswith(f" unreadable: {broken}")
     told = json.loads(unipar("runs", "--json").out)
     assert [(entry["name"], entry["state"], entry["seconds"]) for entry in told] == [
@@ -98,7 +98,7 @@ def runs_with_speed(folder: Path) -> None:
 
 
 def test_runs_have_their_speed(unipar: Any, folder: Path) -> None:
-    """Tokens a second where the task has a weight, else samples; JSON has all that the ledger says."""
+    """Tokens a second where the task has a weight, else samples; JSON has all that the run log says."""
     runs_with_speed(folder)
     listed = [re.split("  +", line) for line in unipar("runs").out.splitlines()]
     assert [line[5:7] for line in listed] == [

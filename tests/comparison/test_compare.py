@@ -252,8 +252,8 @@ def test_an_interrupt_ends_all_worlds_and_prints_the_table(given: dict[str, Any]
 SLOW = """
 
     def train(self, run):
-        for share in run.batches():
-            run.step(share)
+        for local_batch in run.batches():
+            run.step(local_batch)
         if os.environ.get("SLOW") and run.size == 2:
             time.sleep(60)
 """
@@ -293,8 +293,8 @@ def test_what_was_interrupted_goes_on_where_it_stopped(
 TAKEN = """
 
     def train(self, run):
-        for share in run.batches():
-            run.step(share)
+        for local_batch in run.batches():
+            run.step(local_batch)
         file = pathlib.Path(__file__).parent / "out/compare/compare.json"
         file.unlink()
         file.mkdir()

@@ -49,7 +49,7 @@ def test_any_two_give_the_third(batch: Batch, ranks: int, sizes: BatchSizes) -> 
 def test_other_microbatches_of_the_same_total() -> None:
     """Those that divide a rank's share of the step."""
     sizes = BatchSizes(total=36, micro=6, accumulate=2, ranks=3)
-    assert (sizes.share, sizes.possible_micros) == (12, [1, 2, 3, 4, 6, 12])
+    assert (sizes.local, sizes.possible_micros) == (12, [1, 2, 3, 4, 6, 12])
     assert sizes.with_micro(4) == BatchSizes(total=36, micro=4, accumulate=3, ranks=3)
 
 

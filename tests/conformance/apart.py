@@ -20,8 +20,8 @@ class Apart(tasks.Plain):
 
     @override
     def train(self, run: unipar.Run) -> None:
-        for share in run.batches():
-            run.step(share, loss=self.losses())
+        for local_batch in run.batches():
+            run.step(local_batch, loss=self.losses())
 
     def losses(self) -> list[Any]:
         return [self.first, self.second]

@@ -41,8 +41,10 @@ class Chain(unipar.Task):
 
     @override
     def train(self, run: unipar.Run) -> None:
-        for share in run.batches():
-            run.step_through(share, {"encoder": self.encode, "middle": self.halfway}, part="decoder", loss=self.decode)
+        for local_batch in run.batches():
+            run.step_through(
+                local_batch, {"encoder": self.encode, "middle": self.halfway}, part="decoder", loss=self.decode
+            )
 
     @override
     def loss(self, model: Any, batch: Any) -> Tensor:

@@ -84,10 +84,10 @@ class Gan(unipar.Task):
     @override
     def train(self, run: unipar.Run) -> None:
         self.frozen = run.frozen
-        for share in run.batches():
-            run.step(share, part="critic", loss=self.critic_loss)
+        for local_batch in run.batches():
+            run.step(local_batch, part="critic", loss=self.critic_loss)
             if (run.done + 1) % EVERY == 0:
-                run.step(share, part="generator")
+                run.step(local_batch, part="generator")
 
     @override
     def loss(self, model: Any, batch: Pair) -> Tensor:

@@ -51,8 +51,8 @@ class Generating(tasks.Plain):
 
     @override
     def train(self, run: Any) -> None:
-        for share in run.batches():
-            run.step(share)
+        for local_batch in run.batches():
+            run.step(local_batch)
             if run.done == 2:
                 with run.whole() as model:
                     if run.rank == 0:  # which saves it: save_pretrained, too, reads state_dict

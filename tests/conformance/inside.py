@@ -27,8 +27,8 @@ from unipar.distributed.world import World
 from unipar.distributed.world_machines import WorldMachines
 from unipar.errors import UniparError
 from unipar.run_folder.heartbeat import HeartbeatWriter
-from unipar.run_folder.layout import heartbeat_path, ledger_path
-from unipar.run_folder.ledger import Ledger
+from unipar.run_folder.layout import heartbeat_path, run_log_path
+from unipar.run_folder.run_log import RunLog
 from unipar.tracking.writer import TrackerWriter
 from unipar.training.setup import build_run
 from unipar.training.training_run import TrainingRun
@@ -89,13 +89,13 @@ def _run_case(case: Case, strategy: Strategy, world: World, folder: Path, heartb
     settled, backend = settle(config, world.size), registry.find_backend(strategy.backend)
     machines = case.machines or "a" * world.size
     world.machines = WorldMachines.of_ranks(machines, machines, [""] * world.size)
-    with Ledger(ledger_path(folder, world.rank)) as ledger:
+    with RunLog(run_log_path(folder, world.rank)) as run_log:
         trackers = TrackerWriter((), folder, world.rank)
         counts = case.name in (
             *BITS,
             *EVERYWHERE,
         )  # every strategy has a case in which operations are counted, as in runs
-        writes: dict[str, Any] = {"ledger": ledger, "heartbeat": heartbeat, "trackers": trackers, "counts": counts}
+        writes: dict[str, Any] = {"run_log": run_log, "heartbeat": heartbeat, "trackers": trackers, "counts": counts}
         made = build_run(settled, backend, case.task(), world, **writes)
         made.record(made.steps)
         kept: dict[str, Any] = {"loss": []}
@@ -129,7 +129,7 @@ def _run_case(case: Case, strategy: Strategy, world: World, folder: Path, heartb
     if isinstance(made.task, Generating):
         evals = [made.task.found]
     assert kept["loss"] == now["loss"][: len(kept["loss"])]
-    ledger_path(folder, world.rank).unlink()
+    run_log_path(folder, world.rank).unlink()
     parts = {name: row["loss"] for name, row in now.get("parts", {}).items()}
     result = {"loss": now["loss"], "norm": now["norm"], "parts": parts, "pieces": pieces, "evals": evals}
     return result | {"unequal averages": unequal}
@@ -179,7 +179,7 @@ def _close(made: TrainingRun) -> None:
 
 
 def _evals(folder: Path, rank: int) -> list[dict[str, Any]]:
-    return [row for row in Ledger.read(ledger_path(folder, rank)) if row["event"] == "eval"]
+    return [row for row in RunLog.read(run_log_path(folder, rank)) if row["event"] == "eval"]
 
 
 Whole = dict[tuple[str, str], Tensor]

@@ -32,8 +32,8 @@ def alone(config: Mapping[str, Any], task: type[Task], folder: Path, **overrides
     told = {**overrides, "backend": "single", "parallel": {"data": 1, "shard": "nothing"}, "out": str(folder / "alone")}
     losses: list[float] = []
     with join({k: v for k, v in config.items() if k != "options"}, task=task, overrides=told, overwrite=True) as run:
-        for share in run.batches():
-            loss = run.step(share).loss
+        for local_batch in run.batches():
+            loss = run.step(local_batch).loss
             assert loss is not None
             losses.append(loss)
     return losses

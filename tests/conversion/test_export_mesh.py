@@ -45,8 +45,8 @@ def _alone(folder: Path, told: Mapping[str, Any] = TOLD, task: type[Task] = Text
     losses: list[float] = []
     changed = {"backend": "single", "parallel": {"data": 1}, "out": str(folder / "alone")}
     with join({**told, **changed}, task=task, overwrite=True) as run:
-        for share in run.batches():
-            loss = run.step(share).loss
+        for local_batch in run.batches():
+            loss = run.step(local_batch).loss
             assert loss is not None
             losses.append(loss)
     return losses

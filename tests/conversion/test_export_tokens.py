@@ -36,7 +36,7 @@ def losses_of_one_process(told: dict[str, Any], folder: Path) -> list[float | No
     """Return the losses without any library, in this process."""
     alone = {"backend": "single", "parallel": {"data": 1}, "out": str(folder / "alone")}
     with join(told, task=Counted20, overrides=alone, overwrite=True) as run:
-        losses = [run.step(share).loss for share in run.batches()]
+        losses = [run.step(local_batch).loss for local_batch in run.batches()]
     assert len(losses) == 11  # 4, 4 and 3
     return losses
 

@@ -27,8 +27,8 @@ from unipar.checkpoint.saved_state import SavedState
 from unipar.config import Config
 from unipar.conversion.import_checkpoint import ImportedCheckpoint, ImportWish, import_checkpoint
 from unipar.errors import UniparError
-from unipar.run_folder.layout import ledger_path
-from unipar.run_folder.ledger import Ledger
+from unipar.run_folder.layout import run_log_path
+from unipar.run_folder.run_log import RunLog
 
 pytestmark = pytest.mark.forked
 
@@ -72,7 +72,7 @@ def continued(forks: Forks, folder: Path, start: Path, *sets: str) -> list[float
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = forks.unipar([*words, *(w for s in sets for w in ("--set", s))], {"PYTHONPATH": path})
     assert done.returncode == 0, done.stdout + done.stderr
-    return [row["loss"] for row in Ledger.read(ledger_path(folder / "run", 0)) if row["event"] == "step"]
+    return [row["loss"] for row in RunLog.read(run_log_path(folder / "run", 0)) if row["event"] == "step"]
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,7 @@ def test_the_same_losses(to: str, shard: str, tmp_path: Path, forks: Forks) -> N
     told: dict[str, Any] = {**WORDS, "train": {**WORDS["train"], "optimizer": RMSPROP}}
     alone = {"backend": "single", "parallel": {"data": 1}, "out": str(tmp_path / "alone")}
     with join(told, task=Words20, overrides=alone, overwrite=True) as run:
-        expected = [run.step(share).loss for share in run.batches()]
+        expected = [run.step(local_batch).loss for local_batch in run.batches()]
     given = source.load_given_config({**told, "parallel": {"data": 2, "shard": shard}})
     made = export_script(given, to, tmp_path / "made")
     (tmp_path / "start.py").write_text(HIDES + FORGETS, encoding="utf-8")

@@ -21,8 +21,8 @@ from unipar.config.config import Config
 from unipar.conversion.import_config import ImportedConfig, import_library_config
 from unipar.errors import ConfigError
 from unipar.model.parameter_groups import parameter_groups
-from unipar.run_folder.layout import ledger_path
-from unipar.run_folder.ledger import Ledger
+from unipar.run_folder.layout import run_log_path
+from unipar.run_folder.run_log import RunLog
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the libraries' own, of their own calls
 
@@ -82,7 +82,7 @@ def by_unipar(task: unipar.Task, made: ImportedConfig, folder: Path) -> Rows:
 
 
 def steps_in(folder: Path) -> Rows:
-    return [row for row in Ledger.read(ledger_path(folder, 0)) if row["event"] == "step"]
+    return [row for row in RunLog.read(run_log_path(folder, 0)) if row["event"] == "step"]
 
 
 def assert_equal_steps(ours: Rows, theirs: Rows) -> None:

@@ -46,7 +46,7 @@ FAULTS = (
     ),
     Planted(
         "Microbatches count alike, however many words they have.",
-        "unipar/training/shares.py",
+        "unipar/training/local_batches.py",
         'self._weighs = task.defines("weight")',
         "self._weighs = False",
         f"{HAND_LOOPS}::test_one_process[padding with -100]",

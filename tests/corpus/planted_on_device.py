@@ -232,8 +232,8 @@ DEVICE_FAULTS: Final = (
     Planted(
         "Weights of batches are added up on the device.",
         "unipar/distributed/world.py",
-        '        if self.device.type == "cpu" or self.size == 1:\n            return self.sum_shares(tensor)\n',
-        "        if True:\n            return self.sum_shares(tensor.to(self.device))\n",
+        '        if self.device.type == "cpu" or self.size == 1:\n            return self.sum_over_data(tensor)\n',
+        "        if True:\n            return self.sum_over_data(tensor.to(self.device))\n",
         f"{DATA}::test_no_wait_for_what_ranks_have_read[WeighedGPT-more0]",
     ),
     Planted(

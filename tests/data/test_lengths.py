@@ -12,8 +12,8 @@ from typing_extensions import override
 from unipar.config import BatchSizes, Config
 from unipar.config.sections.batch import Batch
 from unipar.data.dataset import DataSource, data_source_of, training_data_source
-from unipar.data.feed import MicrobatchFeed
 from unipar.data.lengths import SampleLengths, measure_lengths
+from unipar.data.microbatch_loader import MicrobatchLoader
 from unipar.errors import ConfigError, TaskError
 
 TEXTS = ["one", "three", "eleven", "a", "seventeen"]
@@ -149,9 +149,9 @@ def test_a_sample_keeps_the_length_that_was_planned() -> None:
     """A dataset that draws another length at each read is refused with the sample's index."""
     data, sizes = _Growing(), _sizes()
     lengths = _measured(data)
-    feed = MicrobatchFeed(_source(data, sizes), sizes, 0, 0, lengths=lengths)
+    loader = MicrobatchLoader(_source(data, sizes), sizes, 0, 0, lengths=lengths)
     with pytest.raises(TaskError) as e:
-        feed.read([(2, 1)])
+        loader.read([(2, 1)])
     assert str(e.value) == (
         "batch.tokens: sample 1 of data() had 2 tokens when batches were planned, and has 3 in epoch 3: "
         "length(sample) must depend on the index alone; cut or pad samples to one length each where they are drawn at "
@@ -165,10 +165,12 @@ def test_worlds_train_on_the_same_tokens(ranks: int) -> None:
     data = [str(10**i) for i in (0, 3, 1, 4, 1, 5, 2, 6, 4, 3, 5)]
     sizes = Batch(tokens=12, micro=8).settle(ranks)
     lengths = _measured(data)
-    feeds = [MicrobatchFeed(_source(data, sizes), sizes, rank, 0, lengths=lengths).plans(0) for rank in range(ranks)]
-    alone = MicrobatchFeed(_source(data, sizes), Batch(tokens=12, micro=8).settle(1), 0, 0, lengths=lengths).plans(0)
+    loaders = [
+        MicrobatchLoader(_source(data, sizes), sizes, rank, 0, lengths=lengths).plans(0) for rank in range(ranks)
+    ]
+    alone = MicrobatchLoader(_source(data, sizes), Batch(tokens=12, micro=8).settle(1), 0, 0, lengths=lengths).plans(0)
     for _ in range(12):
-        steps = [next(feed) for feed in feeds]
+        steps = [next(loader) for loader in loaders]
         assert len({len(step) for step in steps}) == 1
         plans = [plan for step in steps for plan in step]
         one = next(alone)

@@ -22,8 +22,8 @@ from unipar.config import Config
 from unipar.config.sections.batch import Batch
 from unipar.data import sampler_order
 from unipar.data.dataset import DataSource, data_source_of
-from unipar.data.feed import MicrobatchFeed
 from unipar.data.lengths import measure_lengths
+from unipar.data.microbatch_loader import MicrobatchLoader
 from unipar.data.sampler_order import SamplerOrder
 from unipar.errors import ConfigError, TaskError
 
@@ -112,14 +112,14 @@ def test_worlds_read_the_samplers_order(ranks: int) -> None:
     """Seven indices, of which two are the same sample: batches of four and of three, in every world."""
     told = [9, 0, 3, 3, 7, 1, 5]
     sizes = Batch(total=4, micro=1).settle(ranks)
-    feeds = [MicrobatchFeed(_source(_Told(told)), sizes, rank, 0).plans(0) for rank in range(ranks)]
+    loaders = [MicrobatchLoader(_source(_Told(told)), sizes, rank, 0).plans(0) for rank in range(ranks)]
     for wanted in (told[:4], told[4:], told[:4]):
-        plans = [plan for feed in feeds for plan in next(feed)]
+        plans = [plan for loader in loaders for plan in next(loader)]
         assert sorted(i for plan in plans if plan.weight for _, i in plan.keys) == sorted(wanted)
         assert sum(plan.weight for plan in plans) == pytest.approx(1.0, abs=1e-15)
         assert all(plan.repeats for plan in plans)
-    feed = MicrobatchFeed(_source(_Told(told)), sizes, 0, 0)
-    assert (feed.steps(3), feed.samples(1), feed.place(3)) == (6, 3, (1, 1))
+    loader = MicrobatchLoader(_source(_Told(told)), sizes, 0, 0)
+    assert (loader.steps(3), loader.samples(1), loader.place(3)) == (6, 3, (1, 1))
 
 
 def test_batches_of_tokens_follow_the_sampler() -> None:
@@ -135,9 +135,9 @@ def test_batches_of_tokens_follow_the_sampler() -> None:
 
     sizes = Batch(tokens=10).settle(1)
     lengths = measure_lengths(_Task(), DATA, 0, sizes)
-    feed = MicrobatchFeed(_source(_Told(told)), sizes, 0, 0, lengths=lengths)
-    assert [batch for _, batch in islice(feed.order.batches(0), 5)] == [[9], [0, 3, 3], [7, 1], [5], [9]]
-    assert feed.steps(2) == 8
+    loader = MicrobatchLoader(_source(_Told(told)), sizes, 0, 0, lengths=lengths)
+    assert [batch for _, batch in islice(loader.order.batches(0), 5)] == [[9], [0, 3, 3], [7, 1], [5], [9]]
+    assert loader.steps(2) == 8
 
 
 @pytest.mark.parametrize(

@@ -24,13 +24,13 @@ from unipar.conversion.export import export_script
 from unipar.data.dataset import training_data_source
 from unipar.data.order import MicrobatchPlan
 from unipar.data.stream import STREAM_PROMISES, digest_sample, take_shard
-from unipar.data.stream_feed import StreamFeed
+from unipar.data.stream_loader import StreamLoader
 from unipar.distributed.place import Place
 from unipar.distributed.world import World, leave_current_world
 from unipar.errors import ConfigError, TaskError, UniparError
 from unipar.launcher.processes.group import WorkerGroup
-from unipar.run_folder.layout import ledger_path
-from unipar.run_folder.ledger import Ledger
+from unipar.run_folder.layout import run_log_path
+from unipar.run_folder.run_log import RunLog
 from unipar.task.run import Position
 from unipar.verification.worker.fixed_stream import fix_stream_samples
 
@@ -51,14 +51,14 @@ def _left() -> Iterator[None]:
     leave_current_world()
 
 
-def _stream(data: Any, rank: int, size: int, total: int = 4, accumulate: int = 1, **keys: Any) -> StreamFeed:
+def _stream(data: Any, rank: int, size: int, total: int = 4, accumulate: int = 1, **keys: Any) -> StreamLoader:
     made = {"batch": {"total": total, "accumulate": accumulate}, "train": {"steps": 1}, "data": keys}
     config = Config.model_validate(made)
     sizes = config.batch.settle(size)
-    return StreamFeed(training_data_source(data, None, default_collate, config, sizes), sizes, _alone(rank, size), 7)
+    return StreamLoader(training_data_source(data, None, default_collate, config, sizes), sizes, _alone(rank, size), 7)
 
 
-def _steps(stream: StreamFeed, steps: int, start: int = 0) -> list[Step]:
+def _steps(stream: StreamLoader, steps: int, start: int = 0) -> list[Step]:
     return list(islice(stream.batches(start), steps))
 
 
@@ -304,14 +304,14 @@ def test_a_digest_tells_samples_apart() -> None:
 
 
 def test_a_run_over_a_stream(tmp_path: Path) -> None:
-    """Epochs follow from len(), another stream is evaluated, and the ledger says how the data is read."""
+    """Epochs follow from len(), another stream is evaluated, and the run log says how the data is read."""
     with running(Streamed(kind="Counted"), tmp_path, train={"epochs": 2}, eval={"every": 6}) as run:
         assert run.steps == 12
-        samples = [share.samples for share in run.batches() if run.step(share)]
+        samples = [local_batch.samples for local_batch in run.batches() if run.step(local_batch)]
         weight, bias = (piece.tensor.item() for piece in run.engine.pieces() if piece.kind == "weight")
         assert run.position == Position(step=12, epoch=2, batch=0)
     assert samples == [4, 4, 4, 4, 4, 2] * 2
-    rows = list(Ledger.read(ledger_path(tmp_path, 0)))
+    rows = list(RunLog.read(run_log_path(tmp_path, 0)))
     (said,) = (row["said"] for row in rows if row["event"] == "data")
     assert said.startswith("a stream: every rank and worker reads the whole stream and keeps its own samples")
     errors = [((weight - 3) * x / 10 + bias) ** 2 for x in range(13)]

@@ -23,10 +23,10 @@ def test_two_ranks_may_share_a_gpu(device: str, index: int) -> None:
 def test_ranks_with_the_same_part_of_the_batch_count_once() -> None:
     """The one that leads counts; a world begins with a part for each rank."""
     world = World(Place(rank=0, size=1, local_rank=0, local_size=1, launcher="unipar"), torch.device("cpu"), None)
-    assert (world.share, world.shares, world.leads) == (0, 1, True)
-    assert world.sum_shares(torch.tensor([3.0, 4.0])).tolist() == [3.0, 4.0]
+    assert (world.data_rank, world.data_size, world.leads) == (0, 1, True)
+    assert world.sum_over_data(torch.tensor([3.0, 4.0])).tolist() == [3.0, 4.0]
     world.leads = False
-    assert world.sum_shares(torch.tensor([3.0, 4.0])).tolist() == [0.0, 0.0]
+    assert world.sum_over_data(torch.tensor([3.0, 4.0])).tolist() == [0.0, 0.0]
     world.close_without_peers()
 
 
@@ -37,7 +37,7 @@ def test_seats_in_a_mesh() -> None:
         place = Place(rank=rank, size=12, local_rank=rank, local_size=12, launcher="unipar")
         world = World(place, torch.device("cpu"), None)
         world.lay(tensor=2, pipeline=2)
-        seats.append((world.share, world.shares, world.leads))
+        seats.append((world.data_rank, world.data_size, world.leads))
         world.close_without_peers()
     first = [(share, 3, False) for share in (0, 0, 1, 1, 2, 2)]
     last = [(share, 3, leads) for share in (0, 1, 2) for leads in (True, False)]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from typing_extensions import override
 
-from tests.support.ledgers import step_losses
+from tests.support.run_logs import step_losses
 from tests.support.running import Line, running
 from unipar.checkpoint.protocol.verifying import inspect_checkpoint
 from unipar.engines.plain_state import decode_plain, describe_unsaved_value, encode_plain, plain_key

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tests.support.forks import Forks
-from tests.support.ledgers import rows_of, step_losses
 from tests.support.object_store import ObjectStore, object_store
+from tests.support.run_logs import rows_of, step_losses
 from tests.support.world import PYTHONPATH_VARIABLE
 from unipar.checkpoint.protocol.verifying import find_checkpoints, verify_checkpoint
 from unipar.checkpoint.storage.remote import RemoteFolder

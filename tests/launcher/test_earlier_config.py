@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import unipar
-from tests.support.ledgers import rows_of
+from tests.support.run_logs import rows_of
 from tests.support.running import Line, running
 from tests.support.tiny import CONFIG, Tiny
 from unipar.cli.commands.config.explain import explain_config

@@ -17,7 +17,7 @@ from tests.support.forks import Forks
 from tests.support.launchers import LAUNCH_COMMANDS, environment, in_private_network, launch_command, reason_missing
 from tests.support.world import eventually, is_running, parent_of
 from unipar.results.run_report import Report
-from unipar.run_folder.ledger import Ledger
+from unipar.run_folder.run_log import RunLog
 
 STRATEGIES = [
     pytest.param("torchrun", "native", marks=pytest.mark.sweep),
@@ -182,9 +182,9 @@ def test_ranks_die_with_a_launcher_that_is_killed(launcher: str, tmp_path: Path)
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    ledgers = [tmp_path / f"runs/x/rank-{rank}.jsonl" for rank in (0, 1)]
-    eventually(lambda: all(x.exists() and '"step"' in x.read_text("utf-8") for x in ledgers), "no step", 60)
-    left = [next(Ledger.read(x))["pid"] for x in ledgers]
+    run_logs = [tmp_path / f"runs/x/rank-{rank}.jsonl" for rank in (0, 1)]
+    eventually(lambda: all(x.exists() and '"step"' in x.read_text("utf-8") for x in run_logs), "no step", 60)
+    left = [next(RunLog.read(x))["pid"] for x in run_logs]
     left += {parent_of(rank) for rank in left} - {process.pid}
     assert len(left) == (3 if launcher == "deepspeed" else 2)
     process.send_signal(signal.SIGKILL)

@@ -25,7 +25,7 @@ from unipar.errors import OutExists, Stopped, TaskError, Unsupported, WorkerFail
 from unipar.launcher import rerun
 from unipar.launcher.preparation.prepare import check_launcher_serves
 from unipar.launcher.processes.process import SubprocessStarter
-from unipar.run_folder.ledger import Ledger
+from unipar.run_folder.run_log import RunLog
 
 ENVIRONMENT = {**PYTHONPATH_VARIABLE, "OMP_NUM_THREADS": "1"}
 
@@ -219,11 +219,11 @@ if __name__ == "__main__":
     unipar.launch(CONFIG, overrides={{"out": "out", "train.steps": 100000, "task": task}})
 """
     (tmp_path / "script.py").write_text(script, encoding="utf-8")
-    ledgers = [tmp_path / "out" / f"rank-{rank}.jsonl" for rank in (0, 1)]
+    run_logs = [tmp_path / "out" / f"rank-{rank}.jsonl" for rank in (0, 1)]
     with forks.begin(["script.py"], tmp_path, ENVIRONMENT) as process:
-        eventually(lambda: all(x.exists() and '"step": 1,' in x.read_text("utf-8") for x in ledgers), "no step", 60)
+        eventually(lambda: all(x.exists() and '"step": 1,' in x.read_text("utf-8") for x in run_logs), "no step", 60)
         began = time.monotonic()
-        os.kill(process.pid if to == "parent" else next(Ledger.read(ledgers[1]))["pid"], signal.SIGTERM)
+        os.kill(process.pid if to == "parent" else next(RunLog.read(run_logs[1]))["pid"], signal.SIGTERM)
         said = process.wait().stderr
     assert time.monotonic() - began < SOON
     report = unipar.Report.read(tmp_path / "out")
@@ -233,7 +233,7 @@ if __name__ == "__main__":
         f"Stopped: stopped by {by} after step {report.stopped}; what was logged is in {tmp_path}/out; its state is "
         "lost: a section checkpoint in the config would have kept it\n"
     ) in said
-    steps = [[line for line in x.read_text("utf-8").splitlines() if '"stopped"' in line] for x in ledgers]
+    steps = [[line for line in x.read_text("utf-8").splitlines() if '"stopped"' in line] for x in run_logs]
     assert [f'"step": {report.stopped}' in rank[0] for rank in steps] == [True, True]
 
 
@@ -287,8 +287,8 @@ print("before")
 task = Tiny()
 more = {"parallel.data": int(sys.argv[1]), "out": "out"}
 with unipar.join(CONFIG, model=task.model, loss=task.loss, overrides=more) as run:
-    for share in run.over(task.data()):
-        step = run.step(share)
+    for local_batch in run.over(task.data()):
+        step = run.step(local_batch)
         if sys.argv[2:] == ["fail"] and run.rank == 1:
             raise KeyError("labels")
     print("rank", run.rank, "of", run.size, "at", step.step)

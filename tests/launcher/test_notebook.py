@@ -12,7 +12,7 @@ import pytest
 from tests.support.forks import Forks, connection_of
 from tests.support.notebooks import Kernel, Said, kernel_in
 from tests.support.world import PYTHONPATH_VARIABLE, eventually, is_running
-from unipar.run_folder.ledger import Ledger
+from unipar.run_folder.run_log import RunLog
 
 LAST = "(12, 3.385"  # further digits are the processor's
 
@@ -71,9 +71,9 @@ def test_a_cell_that_is_interrupted(forking: Kernel) -> None:
     )
     time.sleep(0.5)
     where = Path(str(forking.manager.provisioner.cwd))
-    ledgers = [where / f"c/rank-{rank}.jsonl" for rank in (0, 1)]
-    eventually(lambda: all(x.exists() and '"step": 1,' in x.read_text("utf-8") for x in ledgers), "no step", 60)
-    ranks = [next(Ledger.read(x))["pid"] for x in ledgers]
+    run_logs = [where / f"c/rank-{rank}.jsonl" for rank in (0, 1)]
+    eventually(lambda: all(x.exists() and '"step": 1,' in x.read_text("utf-8") for x in run_logs), "no step", 60)
+    ranks = [next(RunLog.read(x))["pid"] for x in run_logs]
     forking.manager.interrupt_kernel()
     said = forking.end(asked)
     assert said.error.startswith("Stopped: stopped by SIGINT after step ")

@@ -18,9 +18,9 @@ from unipar.cli.commands.config.check import check_config
 from unipar.errors import CheckpointError, ConfigError, TaskError, UniparError
 from unipar.launcher.preparation.prepare import prepare
 from unipar.launcher.preparation.prepared_run import PreparedRun
-from unipar.run_folder.layout import ledger_path
-from unipar.run_folder.ledger import Ledger
+from unipar.run_folder.layout import run_log_path
 from unipar.run_folder.run_attempts import count_attempts
+from unipar.run_folder.run_log import RunLog
 
 
 def planned(*, overwrite: bool = False, **overrides: Any) -> PreparedRun:
@@ -31,11 +31,11 @@ def planned(*, overwrite: bool = False, **overrides: Any) -> PreparedRun:
 
 def begun(*steps: int, end: dict[str, Any] | None = None, **overrides: Any) -> Path:
     """The folder of a run that has logged these steps, and has ended if `end` says with what."""
-    with planned(**overrides).create_folder() as run, Ledger(ledger_path(run.out, 0)) as ledger:
+    with planned(**overrides).create_folder() as run, RunLog(run_log_path(run.out, 0)) as run_log:
         for step in steps:
-            ledger.note("step", step=step, loss=0.5)
+            run_log.note("step", step=step, loss=0.5)
         if end is not None:
-            ledger.note("end", **end)
+            run_log.note("end", **end)
     return run.out
 
 
@@ -54,7 +54,7 @@ def test_resume_and_overwrite_contradict() -> None:
         "resume: auto (--resume) goes on in a run's folder, and --overwrite deletes what is in it: leave out one of "
         "them, or begin anew with --overwrite and --set resume=never"
     )
-    assert ledger_path(out, 0).exists()
+    assert run_log_path(out, 0).exists()
     assert planned(resume="never", overwrite=True).overwrite
 
 
@@ -179,7 +179,7 @@ def test_the_run_to_go_on_with_has_trained() -> None:
     first = begun(1)
     assert begun() == Path("runs/run-2")
     assert planned(resume="auto").out == first
-    ledger_path(first, 0).unlink()
+    run_log_path(first, 0).unlink()
     assert planned(resume="auto").out == Path("runs/run-2")
 
 

@@ -11,8 +11,8 @@ from typing_extensions import override
 
 from unipar.launcher.progress import FileTail, Progress
 from unipar.run_folder.heartbeat import HeartbeatWriter
-from unipar.run_folder.layout import heartbeat_path, ledger_path, stdout_path
-from unipar.run_folder.ledger import Ledger
+from unipar.run_folder.layout import heartbeat_path, run_log_path, stdout_path
+from unipar.run_folder.run_log import RunLog
 
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 
@@ -35,16 +35,16 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
 def trained(run: Path, steps: int, every: int = 1, begin: int = 1) -> None:
     """Write the files that rank 0 writes in a run."""
     heartbeat = HeartbeatWriter(heartbeat_path(run, 0))
-    with Ledger(ledger_path(run, 0)) as ledger:
-        ledger.note("start", rank=0, size=2, strategy="native/nothing", pid=1, parameters=8912345)
+    with RunLog(run_log_path(run, 0)) as run_log:
+        run_log.note("start", rank=0, size=2, strategy="native/nothing", pid=1, parameters=8912345)
         if begin > 1:
             read = {"bytes": 4096, "seconds": 0.25, "passed": [], "told": []}
-            ledger.note("resumed", step=begin - 1, path="earlier/step-2", strategy="single", size=1, **read)
+            run_log.note("resumed", step=begin - 1, path="earlier/step-2", strategy="single", size=1, **read)
         for step in range(begin, steps + 1):
             heartbeat.step = step
             heartbeat.set_phase("between")
             if step % every == 0 or step == 1:
-                ledger.note("step", step=step, of=steps, loss=4.0 / step, norm=1.0, lr=0.1, samples=8, seconds=0.25)
+                run_log.note("step", step=step, of=steps, loss=4.0 / step, norm=1.0, lr=0.1, samples=8, seconds=0.25)
 
 
 def test_plain_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,8 +69,8 @@ def test_plain_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_changes_of_the_config(tmp_path: Path) -> None:
     """A run that goes on shows twelve lines of what differs from before, and counts the rest."""
     err = io.StringIO()
-    with Ledger(ledger_path(tmp_path, 0)) as ledger:
-        ledger.note("config", said=[f"key{i}: 1 -> 2 (--set)" for i in range(14)])
+    with RunLog(run_log_path(tmp_path, 0)) as run_log:
+        run_log.note("config", said=[f"key{i}: 1 -> 2 (--set)" for i in range(14)])
     with Progress(tmp_path, None, err=err):
         pass
     _, first, *_, twelfth, last = err.getvalue().splitlines()
@@ -80,10 +80,10 @@ def test_changes_of_the_config(tmp_path: Path) -> None:
 
 
 def test_rate_of_steps_of_several_sizes(tmp_path: Path) -> None:
-    """The rate is that of all steps since the last line, as the ledger says, not of the last one's samples."""
+    """The rate is that of all steps since the last line, as the run log says, not of the last one's samples."""
     err = io.StringIO()
-    with Ledger(ledger_path(tmp_path, 0)) as ledger:
-        ledger.note("step", step=2, of=2, loss=2.0, samples=8, seconds=0.25, samples_per_second=20.0)
+    with RunLog(run_log_path(tmp_path, 0)) as run_log:
+        run_log.note("step", step=2, of=2, loss=2.0, samples=8, seconds=0.25, samples_per_second=20.0)
     with Progress(tmp_path, None, err=err):
         pass
     assert "step 2/2  loss 2.0000  20 samples/s" in err.getvalue().splitlines()
@@ -120,8 +120,8 @@ def test_plain_lines_are_few(tmp_path: Path) -> None:
 
 def test_evaluations_are_shown(tmp_path: Path) -> None:
     """With their names."""
-    with Ledger(ledger_path(tmp_path, 0)) as ledger:
-        ledger.note("eval", step=25, loss=2.5, accuracy=0.75)
+    with RunLog(run_log_path(tmp_path, 0)) as run_log:
+        run_log.note("eval", step=25, loss=2.5, accuracy=0.75)
     err = io.StringIO()
     with Progress(tmp_path, 50, err=err):
         pass

@@ -28,8 +28,8 @@ from unipar.errors import (
     WorkerFailed,
 )
 from unipar.launcher.restarting import is_worth_restart, pause_before
-from unipar.run_folder.ledger import Ledger
 from unipar.run_folder.run_attempts import read_attempts
+from unipar.run_folder.run_log import RunLog
 
 ENVIRONMENT = {**PYTHONPATH_VARIABLE, "OMP_NUM_THREADS": "1"}
 
@@ -41,8 +41,8 @@ from tests.support.tiny import CONFIG, Tiny
 
 class Dies(Tiny):
     def train(self, run):
-        for share in run.batches():
-            run.step(share)
+        for local_batch in run.batches():
+            run.step(local_batch)
             mark = Path(f"died-{run.done}")
             if run.rank == 1 and str(run.done) in os.environ["DIES"].split() and not mark.exists():
                 mark.touch()
@@ -73,8 +73,8 @@ class Slow(Tiny):
                 run.mark("save")
             return write(*given)
         publishing._Saving.write_shard = slowly
-        for share in run.batches():
-            run.step(share)
+        for local_batch in run.batches():
+            run.step(local_batch)
             time.sleep(0.02)
 
 if __name__ == "__main__":
@@ -90,7 +90,7 @@ if __name__ == "__main__":
 
 
 def rows(run: Path, rank: int = 0) -> list[dict[str, Any]]:
-    return list(Ledger.read(run / f"rank-{rank}.jsonl"))
+    return list(RunLog.read(run / f"rank-{rank}.jsonl"))
 
 
 def test_killed_ranks_start_again(forks: Forks, tmp_path: Path) -> None:

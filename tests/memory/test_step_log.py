@@ -19,8 +19,8 @@ from unipar.memory.account import read_account
 from unipar.memory.sources.events import EventArray
 from unipar.memory.sources.malloc_meter import NOTE_DTYPE, find_live_blocks
 from unipar.results.run_report import Report
-from unipar.run_folder.layout import ledger_path
-from unipar.run_folder.ledger import Ledger
+from unipar.run_folder.layout import run_log_path
+from unipar.run_folder.run_log import RunLog
 from unipar.training.trained_parts import flatten_logged_step
 from unipar.utils.procfs import anonymous_memory, peak_resident_bytes, reset_resident_peak
 
@@ -80,14 +80,14 @@ def told(folder: Path, **more: Any) -> dict[str, Any]:
 
 def logged(run: Path, rank: int) -> dict[int, dict[str, dict[str, Any]]]:
     """By step, then by phase."""
-    rows = [row for row in Ledger.read(ledger_path(run, rank)) if row["event"] == "step"]
+    rows = [row for row in RunLog.read(run_log_path(run, rank)) if row["event"] == "step"]
     return {row["step"]: {phase["name"]: phase for phase in row.get("memory", [])} for row in rows}
 
 
 def test_each_rank_says_what_it_allocates(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """In the steps that log: every byte by what it is for, the planted ones as nobody's, steps later too.
 
-    A run without it loads nothing of it, and has the same losses, bit for bit; its ledger says nothing of memory.
+    A run without it loads nothing of it, and has the same losses, bit for bit; its run log says nothing of memory.
     """
     report = unipar.launch(told(tmp_path))
     for rank in (0, 1):
@@ -157,7 +157,7 @@ def test_what_breaks_in_watching_does_not_end_the_run(tmp_path: Path, forks: For
     words = ["run", str(tmp_path / "x.yaml"), "--backend", "faulty/nothing+nameless"]
     done = forks.unipar(words, {"PYTHONPATH": path}, memory=True)
     assert done.returncode == 0, done.stderr
-    said = [row["said"] for row in Ledger.read(ledger_path(tmp_path / "out", 1)) if row["event"] == "memory"]
+    said = [row["said"] for row in RunLog.read(run_log_path(tmp_path / "out", 1)) if row["event"] == "memory"]
     assert said == [
         "each block is counted by a preloaded meter",
         "no longer recorded: ArithmeticError: it cannot be said",

@@ -18,8 +18,8 @@ from unipar.config import Config, Strategy
 from unipar.distributed.world import World
 from unipar.errors import TaskError
 from unipar.model.create import create_parts, device_in_place, devices_by_hand, refuse_devices_by_hand
-from unipar.run_folder.layout import ledger_path
-from unipar.run_folder.ledger import Ledger
+from unipar.run_folder.layout import run_log_path
+from unipar.run_folder.run_log import RunLog
 
 CPU, FIRST, SECOND = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
 
@@ -130,7 +130,7 @@ def losses(task: _ByHand, folder: Path, **sections: Any) -> list[float]:
     folder.mkdir()
     with running(task, folder, train=CLIPPED, log={"every": 1}, eval={"every": 5}, **sections) as run:
         run.task.train(run)
-    return [row["loss"] for row in Ledger.read(ledger_path(folder, 0)) if row["event"] in ("step", "eval")]
+    return [row["loss"] for row in RunLog.read(run_log_path(folder, 0)) if row["event"] in ("step", "eval")]
 
 
 def test_one_process_trains_it_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

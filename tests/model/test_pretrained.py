@@ -24,8 +24,8 @@ from unipar.config.sections.model import Weights
 from unipar.errors import BackendNotInstalled, ConfigError
 from unipar.model.pretrained import load_weights
 from unipar.model.weight_file import describe_loaded_weights, validate_weight_file
-from unipar.run_folder.layout import ledger_path
-from unipar.run_folder.ledger import Ledger
+from unipar.run_folder.layout import run_log_path
+from unipar.run_folder.run_log import RunLog
 
 
 class Net(nn.Module):
@@ -314,13 +314,13 @@ def test_refused_before_any_process(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_told_in_the_ledger(tmp_path: Path) -> None:
+def test_told_in_the_run_log(tmp_path: Path) -> None:
     """Rank 0 records what was loaded, and training starts from it."""
     file = _saved(tmp_path, "w.pt", {"weight": torch.tensor([[2.0]])})
     with running(Line(), tmp_path, model={"weights": file}) as run:
-        losses = [run.step(share).loss for share in run.batches()]
+        losses = [run.step(local_batch).loss for local_batch in run.batches()]
     assert losses[0] == 0.0
-    rows = list(Ledger.read(ledger_path(tmp_path, 0)))
+    rows = list(RunLog.read(run_log_path(tmp_path, 0)))
     assert [row["event"] for row in rows[:2]] == ["start", "weights"]
     assert describe_loaded_weights(rows[1]) == f"1 of 1 names loaded from {file}"
 

@@ -24,8 +24,8 @@ from unipar.errors import ConfigError
 from unipar.model.create import create_parts
 from unipar.model.pretrained import load_weights, point_to_weights
 from unipar.model.weight_file import validate_weight_file
-from unipar.run_folder.layout import ledger_path
-from unipar.run_folder.ledger import Ledger
+from unipar.run_folder.layout import run_log_path
+from unipar.run_folder.run_log import RunLog
 from unipar.utils.seeding import seed_all
 
 INDEX = "model.safetensors.index.json"
@@ -292,7 +292,7 @@ def test_folders_that_hold_no_weights(tmp_path: Path) -> None:
 
 
 def test_a_run_reads_its_shards(tmp_path: Path) -> None:
-    """native/parameters: the values are those of the files, and the ledger says how many bytes this rank has read."""
+    """native/parameters: the values are those of the files, and the run log says how many bytes this rank has read."""
 
     class Small(Line):
         @override
@@ -311,5 +311,5 @@ def test_a_run_reads_its_shards(tmp_path: Path) -> None:
         run.done = run.steps
     assert held.keys() == state.keys()
     assert all(torch.equal(t.flatten(), state[name].flatten()) for name, t in held.items())
-    (row,) = (row for row in Ledger.read(ledger_path(tmp_path / "run", 0)) if row["event"] == "weights read")
+    (row,) = (row for row in RunLog.read(run_log_path(tmp_path / "run", 0)) if row["event"] == "weights read")
     assert row["bytes"] == 40

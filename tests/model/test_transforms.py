@@ -18,8 +18,8 @@ from unipar.config import config_source as source
 from unipar.engines.loss_scale import LossScaler
 from unipar.errors import ConfigError, NonFinite, TaskError, Unsupported
 from unipar.model.transforms import apply_transforms
-from unipar.run_folder.layout import ledger_path
-from unipar.run_folder.ledger import Ledger
+from unipar.run_folder.layout import run_log_path
+from unipar.run_folder.run_log import RunLog
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, of its own calls
 
@@ -92,13 +92,13 @@ def test_selective_keeps_matrix_products(how: str, products: int, tmp_path: Path
             return func(*args, **(kwargs or {}))
 
     with running(Blocky(), tmp_path, model={"recompute": how}, batch={"total": 4}) as run:
-        share = next(run.batches())
+        local_batch = next(run.batches())
         module: Any = run.parts["model"].module
-        loss = run.task.loss(module, share[0])
+        loss = run.task.loss(module, local_batch[0])
         with Products() as seen:
             loss.backward()
         module.zero_grad()
-        run.step(share)
+        run.step(local_batch)
     assert seen.count == products
 
 
@@ -230,18 +230,18 @@ def test_nothing_to_put_syncbatchnorm_in_place_of(model: nn.Module, message: str
 def test_an_evaluation_between_two_means(tmp_path: Path) -> None:
     """Evaluation is refused between two averages, when each rank has a different model."""
     with running(Line(), tmp_path, backend="native", train={"steps": 4, "local_steps": 2}) as run:
-        shares = run.batches()
-        run.step(next(shares))
+        local_batches = run.batches()
+        run.step(next(local_batches))
         with pytest.raises(TaskError) as e:
             run.evaluate()
         assert str(e.value) == (
             "evaluate() was called after step 1: with train.local_steps: 2 ranks have the same model only after every "
             "2 steps and after the last one; evaluate then"
         )
-        run.step(next(shares))
+        run.step(next(local_batches))
         assert run.evaluate()["loss"] > 0
-        for share in shares:
-            run.step(share)
+        for local_batch in local_batches:
+            run.step(local_batch)
 
 
 # fp16's loss scale: the arithmetic on the CPU, where `check` would refuse it
@@ -275,13 +275,13 @@ def test_a_step_is_left_out_and_the_schedule_waits(monkeypatch: pytest.MonkeyPat
         module: Any = run.parts["model"].module
         engine: Any = run.engine
         weights: list[float] = []
-        for share in run.batches():
-            run.step(share)
+        for local_batch in run.batches():
+            run.step(local_batch)
             weights.append(module.weight.item())
         assert float(engine.scaler.scale) == 2.0**15
     assert weights[1] == weights[2]
     assert len(set(weights)) == 4
-    rows = list(Ledger.read(ledger_path(tmp_path, 0)))
+    rows = list(RunLog.read(run_log_path(tmp_path, 0)))
     assert [r["step"] for r in rows if r["event"] == "skipped"] == [3]
     rates = [r["lr"] for r in rows if r["event"] == "step"]
     assert rates == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 0.75e-3, 1e-3])

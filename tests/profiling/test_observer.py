@@ -15,8 +15,8 @@ from unipar.backend.checks import settle
 from unipar.config import Config
 from unipar.distributed.place import Place
 from unipar.run_folder.heartbeat import HeartbeatWriter
-from unipar.run_folder.layout import heartbeat_path, ledger_path
-from unipar.run_folder.ledger import Ledger
+from unipar.run_folder.layout import heartbeat_path, run_log_path
+from unipar.run_folder.run_log import RunLog
 from unipar.tracking.writer import TrackerWriter
 from unipar.training.setup import build_run
 
@@ -57,7 +57,7 @@ def rows_of_ranks(forks: Forks, folder: Path, **keys: Any) -> list[list[dict[str
     (folder / "slow.yaml").write_text(json.dumps(config), encoding="utf-8")
     done = forks.python(["-m", "unipar", "run", "slow.yaml", "--out", "out"], folder)
     assert done.returncode == 0, done.stderr
-    return [[row for row in Ledger.read(ledger_path(folder / "out", r)) if row["event"] == "step"] for r in (0, 1)]
+    return [[row for row in RunLog.read(run_log_path(folder / "out", r)) if row["event"] == "step"] for r in (0, 1)]
 
 
 @pytest.mark.parametrize(
@@ -95,14 +95,14 @@ def test_operations_are_counted_if_they_are_asked_for(tmp_path: Path, counts: bo
     settled, backend = settle(Config.model_validate(config), 1), registry.load_backend("single")
     place = Place(rank=0, size=1, local_rank=0, local_size=1, launcher="unipar")
     world, heartbeat = backend.join(settled.config, place), HeartbeatWriter(heartbeat_path(tmp_path, 0))
-    with Ledger(ledger_path(tmp_path, 0)) as ledger:
+    with RunLog(run_log_path(tmp_path, 0)) as run_log:
         trackers = TrackerWriter((), tmp_path, 0)
         live = build_run(
-            settled, backend, Line(), world, ledger=ledger, heartbeat=heartbeat, trackers=trackers, counts=counts
+            settled, backend, Line(), world, run_log=run_log, heartbeat=heartbeat, trackers=trackers, counts=counts
         )
         live.task.train(live)
         live.finish()
     world.close()
-    rows = [row for row in Ledger.read(ledger_path(tmp_path, 0)) if row["event"] == "step"]
+    rows = [row for row in RunLog.read(run_log_path(tmp_path, 0)) if row["event"] == "step"]
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert any("flops" in row for row in rows) is counts

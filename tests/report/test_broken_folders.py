@@ -98,18 +98,20 @@ def test_an_account_without_phases_is_a_sentence(run: Path, phases: list[Any] | 
     assert str(e.value) == f"{run}/compare/compare.json is not a comparison written by unipar: {why}"
 
 
-def test_a_truncated_ledger_or_config_leaves_the_rest(run: Path) -> None:
+def test_a_truncated_run_log_or_config_leaves_the_rest(run: Path) -> None:
     """The number of parameters comes from the other strategies; both files are named as problems."""
     (run / "compare/single/rank-0.jsonl").write_text('{"event": "sta', encoding="utf-8")
     (run / "compare/single/config.json").write_text("[1", encoding="utf-8")
     told = ComparisonPageData.read(run)
     assert told.parameters == PARAMETER_COUNT
-    ledger, config = told.problems
-    assert ledger.startswith(f"{run}/compare/single/rank-0.jsonl cannot be read as a rank's ledger (JSONDecodeError: ")
+    run_log, config = told.problems
+    assert run_log.startswith(
+        f"{run}/compare/single/rank-0.jsonl cannot be read as a rank's run log (JSONDecodeError: "
+    )
     assert config.startswith(f"{run}/compare/single/config.json cannot be read: it is truncated or not JSON (")
 
 
-def test_a_foreign_ledger_or_config_is_a_sentence(run: Path) -> None:
+def test_a_foreign_run_log_or_config_is_a_sentence(run: Path) -> None:
     """Well-formed files with other content are named as problems: empty, another kind, a missing key."""
     (run / "compare/single/config.json").write_text('{"a": 1}', encoding="utf-8")
     why = {
@@ -122,7 +124,7 @@ def test_a_foreign_ledger_or_config_is_a_sentence(run: Path) -> None:
         (run / f"compare/{strategy}/rank-0.jsonl").write_text(text, encoding="utf-8")
     told = ComparisonPageData.read(run)
     said = [
-        f"{run}/compare/{strategy}/rank-0.jsonl cannot be read as a rank's ledger ({reason}): it is left out"
+        f"{run}/compare/{strategy}/rank-0.jsonl cannot be read as a rank's run log ({reason}): it is left out"
         for strategy, (_, reason) in why.items()
         if reason
     ]
@@ -134,8 +136,8 @@ def test_a_foreign_ledger_or_config_is_a_sentence(run: Path) -> None:
     assert f'<p class="worry">{config}; it is left out</p>' in render_comparison(told)
 
 
-def test_a_strategy_that_failed_before_it_began_has_an_empty_ledger(run: Path) -> None:
-    """An empty ledger of a failed strategy is not a problem."""
+def test_a_strategy_that_failed_before_it_began_has_an_empty_run_log(run: Path) -> None:
+    """An empty run log of a failed strategy is not a problem."""
     (run / "compare/native-nothing/rank-0.jsonl").write_text("", encoding="utf-8")
     edit_example_comparison(run, lambda data: data["strategies"][1].update(outcome="failed", note="no"))
     assert ComparisonPageData.read(run).problems == ()

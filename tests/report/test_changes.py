@@ -165,7 +165,7 @@ def test_another_task_with_another_model_is_refused(run: Path, tmp_path: Path) -
 
 
 def test_a_task_or_a_model_that_is_not_known_is_not_refused(run: Path, tmp_path: Path) -> None:
-    """Facts that are unknown, because a config or a ledger is missing, are not compared."""
+    """Facts that are unknown, because a config or a run log is missing, are not compared."""
     later = write_example_comparison(tmp_path / "later", use="/x/gan.py:Gan", parameters=0)
     assert changes.describe_different_tasks(ComparisonPageData.read(run), ComparisonPageData.read(later)) == ""
     (later / "compare/asked/quickstart.json").unlink()
@@ -181,9 +181,9 @@ def test_two_runs_that_are_not_alike(tmp_path: Path) -> None:
         (two / "config.json").write_text(json.dumps(config | told), encoding="utf-8")
 
     retold(batch={"total": 8}, train={"precision": "bf16-mixed"})
-    ledger = two / "rank-0.jsonl"
-    ledger.write_text(
-        ledger.read_text("utf-8").replace("8926848", "1000").replace("native/nothing", "native/gradients")
+    run_log = two / "rank-0.jsonl"
+    run_log.write_text(
+        run_log.read_text("utf-8").replace("8926848", "1000").replace("native/nothing", "native/gradients")
     )
     text = write_page(one, two).read_text("utf-8")
     head = text[: text.index("</header>")]

@@ -168,13 +168,13 @@ def test_the_page_of_a_run_has_it(tmp_path: Path) -> None:
     assert 'id="pipeline"' not in render_run(RunPageData.read(folder / "rank-0.jsonl"))
     config = {"parallel": {"data": 1, "pipeline": 2}, "batch": {"total": 8, "micro": 2}}
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    ledger = folder / "rank-0.jsonl"
-    lines = [json.loads(line) for line in ledger.read_text("utf-8").splitlines()]
+    run_log = folder / "rank-0.jsonl"
+    lines = [json.loads(line) for line in run_log.read_text("utf-8").splitlines()]
     for row in lines:
         if row["event"] == "start":
             row["strategy"] = "native/nothing+pipeline2"
-    ledger.write_text("".join(json.dumps(row) + "\n" for row in lines), encoding="utf-8")
-    text = render_run(RunPageData.read(ledger))
+    run_log.write_text("".join(json.dumps(row) + "\n" for row in lines), encoding="utf-8")
+    text = render_run(RunPageData.read(run_log))
     assert "1f1b: a stage waits 20.0" in text
     assert len(boxes(text[: text.index('class="narrow"', text.index('id="pipeline"'))], "forward")) == 8
 

@@ -43,14 +43,14 @@ def test_a_run_has_a_page(run: Path) -> None:
     assert re.findall(r"<script|<link|<img|https?:|@import|url\(|\son\w+=", text) == []
 
 
-def test_samples_a_second_are_those_of_the_ledger(run: Path) -> None:
+def test_samples_a_second_are_those_of_the_run_log(run: Path) -> None:
     """Steps since the last row may have had more samples than the last one."""
     wrote(run, 0, [*EVENTS[:3], {**EVENTS[3], "samples_per_second": 456.7}, *EVENTS[4:]])
     assert "<td>200 ms</td><td>456.7</td>" in render_run(RunPageData.read(run / "rank-0.jsonl"))
 
 
 def test_a_metric_that_is_not_finite(run: Path) -> None:
-    """A metric that is null in the ledger is named on the page and in the table."""
+    """A metric that is null in the run log is named on the page and in the table."""
     wrote(run, 0, [*EVENTS[:4], {"event": "eval", "time": 104.0, "step": 10, "perplexity": None}, EVENTS[5]])
     told = RunPageData.read(run / "rank-0.jsonl")
     assert "perplexity" in render_run(told)
@@ -116,7 +116,7 @@ def test_a_run_s_page_says_how_its_memory_was_seen(run: Path) -> None:
 
 
 def test_memory_that_was_logged_is_on_the_page(run: Path) -> None:
-    """Without accounts, the last logged step of the fullest rank is shown from the ledgers."""
+    """Without accounts, the last logged step of the fullest rank is shown from the run logs."""
     for rank in (0, 1):
         phases = [phase.model_dump(exclude={"largest"}) for phase in account("native/nothing", rank).phases]
         wrote(run, rank, [*EVENTS[:3], {**EVENTS[3], "memory": phases}, *EVENTS[4:5]])
@@ -203,7 +203,7 @@ def test_a_scaling_has_its_page_again(tmp_path: Path) -> None:
 # What cannot be read
 
 
-def test_a_ledger_that_breaks_off_is_told(run: Path) -> None:
+def test_a_run_log_that_breaks_off_is_told(run: Path) -> None:
     """The events before a truncated line are shown, and the rank's peak is missing."""
     for rank in (0, 1):
         file = run / f"rank-{rank}.jsonl"
@@ -224,8 +224,8 @@ def test_a_ledger_that_breaks_off_is_told(run: Path) -> None:
     assert "–: the rank recorded no end." not in render_run(RunPageData.read(run / "rank-0.jsonl"))
 
 
-def test_a_ledger_that_cannot_be_read_moves_no_other_rank(run: Path) -> None:
-    """Peaks are shown beside the right rank even if another rank's ledger is unreadable."""
+def test_a_run_log_that_cannot_be_read_moves_no_other_rank(run: Path) -> None:
+    """Peaks are shown beside the right rank even if another rank's run log is unreadable."""
     wrote(run, 2, [EVENTS[0], {"event": "end", "time": 106.0, "steps": 12, "peak_rss": 7 * 2**20}])
     (run / "rank-1.jsonl").write_text("[1]\n", encoding="utf-8")
     text = render_run(RunPageData.read(run / "rank-0.jsonl"))
@@ -267,15 +267,15 @@ def test_figures_of_another_kind_are_a_sentence(tmp_path: Path) -> None:
         write_page(tmp_path)
 
 
-def test_a_foreign_ledger_is_a_sentence(run: Path) -> None:
-    """Rank 0's ledger is required; other unreadable files are left out and named."""
+def test_a_foreign_run_log_is_a_sentence(run: Path) -> None:
+    """Rank 0's run log is required; other unreadable files are left out and named."""
     (run / "rank-1.jsonl").write_text("[1]\n", encoding="utf-8")
     (run / "config.json").write_text('{"tr', encoding="utf-8")
     (run / "launch.json").write_text("3", encoding="utf-8")
     ran = RunPageData.read(run / "rank-0.jsonl")
-    ledger, launched, config = ran.problems
+    run_log, launched, config = ran.problems
     reason = "one of its lines is not an event"
-    assert ledger == f"{run}/rank-1.jsonl cannot be read as a rank's ledger ({reason}): it is left out"
+    assert run_log == f"{run}/rank-1.jsonl cannot be read as a rank's run log ({reason}): it is left out"
     assert launched == f"{run}/launch.json is not a launch of a run: it holds no mapping"
     assert config.startswith(f"{run}/config.json cannot be read: it is truncated or not JSON (")
     assert render_run(ran).count(f'<p class="worry">{run}') == 3
@@ -286,12 +286,12 @@ def test_a_foreign_ledger_is_a_sentence(run: Path) -> None:
     (run / "rank-0.jsonl").write_text('{"event": "step", "time": 1.0}\n', encoding="utf-8")
     with pytest.raises(ReportError) as e:
         write_page(run)
-    assert str(e.value) == f"{run}/rank-0.jsonl is not a ledger written by unipar (KeyError: 'step')"
+    assert str(e.value) == f"{run}/rank-0.jsonl is not a run log written by unipar (KeyError: 'step')"
     (run / "rank-0.jsonl").write_text("what\n", encoding="utf-8")
     with pytest.raises(ReportError) as e:
         write_page(run)
     assert str(e.value) == (
-        f"{run}/rank-0.jsonl cannot be read as a rank's ledger (Expecting value: line 1 column 1 (char 0))"
+        f"{run}/rank-0.jsonl cannot be read as a rank's run log (Expecting value: line 1 column 1 (char 0))"
     )
 
 

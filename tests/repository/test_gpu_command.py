@@ -118,16 +118,16 @@ def test_rows_are_named_once_and_every_marked_test_is_one() -> None:
     assert "tests/memory/test_gpu_memory.py::test_what_is_offloaded_is_the_hosts" in marked_tests()
     of_one_file = [name for name in marked_tests() if name.startswith("tests/model/test_create.py::")]
     assert of_one_file == ["tests/model/test_create.py::test_on_a_cpu_and_a_gpu"]
-    assert [row.name for row in select_rows(rows, ["compare", "ledger/2/native/p*"])] == [
+    assert [row.name for row in select_rows(rows, ["compare", "account/2/native/p*"])] == [
         "compare/1",
         "compare/2",
-        "ledger/2/native/parameters",
+        "account/2/native/parameters",
     ]
     with pytest.raises(ValueError, match=r"^no row is called verfy; rows begin with bf16-master, bf16-mixed, "):
         select_rows(rows, ["verfy"])
 
 
-def test_a_ledger_that_differs_from_the_allocators_peak(tmp_path: Path) -> None:
+def test_a_run_log_that_differs_from_the_allocators_peak(tmp_path: Path) -> None:
     """Base and largest phase are 1100 MiB; beyond a hundredth the row fails, and so does a missing peak."""
     found: list[tuple[str, bool]] = []
     for own in (1100, 1108, 1112):

@@ -19,7 +19,7 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_everything_comes_from_the_ledgers(run: Path) -> None:
+def test_everything_comes_from_the_run_logs(run: Path) -> None:
     """Each kind of event ends up in the field that is named for it."""
     report = Report.read(run)
     assert (report.out, report.strategy, report.size, report.parameters) == (run, "native/nothing", 2, 8_926_848)

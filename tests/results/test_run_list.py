@@ -58,7 +58,7 @@ def test_a_run_that_ended(tmp_path: Path) -> None:
 
 
 def test_what_its_last_logged_step_did(tmp_path: Path) -> None:
-    """By the names in the ledger; nothing where older ledgers do not say."""
+    """By the names in the run log; nothing where older run logs do not say."""
     run = plain(tmp_path / "x")
     assert only(tmp_path).speed == {}
     did = {"samples_per_second": 40.0, "tokens_per_second": 2560.0, "mfu": 0.25, "waiting": 0.1}
@@ -157,7 +157,7 @@ def test_a_run_that_failed(tmp_path: Path) -> None:
     assert [entry.why for entry in list_runs(tmp_path)] == [entry.why, f"KeyError: 'labels' {at}"]
 
 
-@pytest.mark.parametrize("by", ["parent", "rank", "ledger", "keyboard"])
+@pytest.mark.parametrize("by", ["parent", "rank", "run_log", "keyboard"])
 def test_a_run_that_was_stopped(by: str, tmp_path: Path) -> None:
     """By whoever was told to stop, and at which step."""
     run = begun(tmp_path / "x")
@@ -166,7 +166,7 @@ def test_a_run_that_was_stopped(by: str, tmp_path: Path) -> None:
         fails(run, Stopped(sentence))
     elif by == "rank":
         write_error(run, 1, Stopped(sentence))
-    elif by == "ledger":
+    elif by == "run_log":
         wrote(run, 0, [*UNFINISHED, {"event": "stopped", "time": 105.0, "step": 10}])
     else:
         fails(run, KeyboardInterrupt())
@@ -190,7 +190,7 @@ def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
     assert (entry.state, entry.strategy, entry.ranks, entry.steps, entry.of) == ("died", "deepspeed/optimizer", 4, 0, 7)
 
 
-def test_a_long_ledger(tmp_path: Path) -> None:
+def test_a_long_run_log(tmp_path: Path) -> None:
     """The last loss is found below a million bytes of other events, and an unfinished line is left out."""
     run = plain(tmp_path / "x")
     rows = [*UNFINISHED, *({"event": "log", "time": 104.0, "step": 10, "note": "n" * 100} for _ in range(10_000))]
@@ -204,7 +204,7 @@ def test_a_long_ledger(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "content", "why"),
     [
-        ("rank-0.jsonl", "[1]\n", "{run}/rank-0.jsonl cannot be read as a rank's ledger: one of its lines is not an"),
+        ("rank-0.jsonl", "[1]\n", "{run}/rank-0.jsonl cannot be read as a rank's run log: one of its lines is not an"),
         ("launch.json", '{"task"', "{run}/launch.json cannot be read: it is truncated or not JSON ("),
         ("config.json", "[]", "{run}/config.json is not a config of a run: it holds no mapping"),
         ("rank-0.error.json", '{"kind": 3}', "a file in {run} was not written by unipar (TypeError: "),

@@ -52,9 +52,9 @@ class Two(Line):
 
     @override
     def train(self, run: unipar.Run) -> None:
-        for share in run.batches():
-            run.step(share, part="first")
-            run.step(share, part="second", loss=self.loss)
+        for local_batch in run.batches():
+            run.step(local_batch, part="first")
+            run.step(local_batch, part="second", loss=self.loss)
 
 
 def _weight_by_hand(steps: int) -> float:

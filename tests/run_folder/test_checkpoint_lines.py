@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from unipar.run_folder.checkpoint_lines import describe_way_on
-from unipar.run_folder.layout import ledger_path
-from unipar.run_folder.ledger import Ledger
+from unipar.run_folder.layout import run_log_path
+from unipar.run_folder.run_log import RunLog
 
 
 @pytest.mark.parametrize(("said", "option"), [([], "--resume"), (["train.steps", "out"], "--resume --out 'my runs/x'")])
@@ -21,8 +21,8 @@ def test_the_way_on_names_the_folder_that_was_given(
     run = tmp_path / "my runs/x"
     run.mkdir(parents=True)
     (run / "launch.json").write_text(json.dumps({"said": said}), "utf-8")
-    with Ledger(ledger_path(run, 0)) as ledger:
-        ledger.note("checkpoint", step=4, path=str(run / "checkpoints/step-00000004"))
+    with RunLog(run_log_path(run, 0)) as run_log:
+        run_log.note("checkpoint", step=4, path=str(run / "checkpoints/step-00000004"))
     saved = "my runs/x/checkpoints/step-00000004"
     assert describe_way_on(run, 4) == f"its state is in {saved}: go on with {option}"
     assert describe_way_on(run, 6) == f"its state after step 4 is in {saved}: go on from there with {option}"

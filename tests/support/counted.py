@@ -33,10 +33,10 @@ class Counted(Tiny):
         traffic: Traffic = Counter()
         world = run.world
         counter = CollectiveCounter(traffic, world.mesh, world.machines)
-        for number, share in enumerate(run.batches(), 1):
+        for number, local_batch in enumerate(run.batches(), 1):
             if number != COUNTED:
-                run.step(share)
+                run.step(local_batch)
                 continue
             with counter:
-                run.step(share)
+                run.step(local_batch)
             print(f"rank {run.rank} on {world.machines.of(run.rank).name}: {traffic.total()}, {counter.across} across")

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.support.ledgers import rows_of
 from tests.support.private import enter_private_network, take_down_loopback
+from tests.support.run_logs import rows_of
 from tests.support.training_kills import END, START, endless_config, pid_of_rank, start_run, wait_until_trained
 from tests.support.world import ROOT, eventually, is_running
 from unipar.checkpoint.protocol.verifying import find_checkpoints, verify_checkpoint

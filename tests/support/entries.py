@@ -17,8 +17,8 @@ import unipar
 from unipar.distributed.place import Place
 from unipar.errors import NonFinite, Stopped, UniparError
 from unipar.run_folder.heartbeat import HeartbeatWriter
-from unipar.run_folder.layout import heartbeat_path, ledger_path
-from unipar.run_folder.ledger import Ledger
+from unipar.run_folder.layout import heartbeat_path, run_log_path
+from unipar.run_folder.run_log import RunLog
 from unipar.task import pickled
 
 Control = socket.socket | None
@@ -116,14 +116,14 @@ def steps(place: Place, run: Path, control: Control) -> None:
     asked: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
     heartbeat = HeartbeatWriter(heartbeat_path(run, place.rank))
-    with Ledger(ledger_path(run, place.rank)) as ledger:
+    with RunLog(run_log_path(run, place.rank)) as run_log:
         for step in range(1, 10_000):
             heartbeat.step = step
             heartbeat.set_phase("forward")
             time.sleep(0.01)
             heartbeat.set_phase("between")
             if asked:
-                ledger.note("stopped", step=step)
+                run_log.note("stopped", step=step)
                 raise Stopped(f"stopped after step {step}")
 
 

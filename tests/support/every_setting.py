@@ -399,7 +399,7 @@ def play(values: Values, folder: Path) -> dict[str, Any]:
             run.on_batches(lambda read: batches.append([[list(key) for key in plan.keys] for _, plan in read]))
             facts["optimizer"] = [run.parts["model"].optimizer, _plain_groups(run.engine)]
             facts["dtypes"] = sorted({str(p.dtype) for p in run.parts["model"].module.parameters()})
-            facts["workers"] = run.feed.source.settings.workers
+            facts["workers"] = run.loader.source.settings.workers
             run.train()
     except UniparError as e:
         facts["error"] = f"{type(e).__name__}: {e}"

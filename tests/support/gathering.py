@@ -30,11 +30,11 @@ class Gathering(Stacked):
     @override
     def train(self, run: unipar.Run) -> None:
         got: dict[str, list[Any]] = {name: [] for name in ("share", "micro", "chosen", "rank")}
-        for share in run.batches():
-            run.step(share)
-            numbers = [micro.batch[0][:, 0] for micro in share.micros]
+        for local_batch in run.batches():
+            run.step(local_batch)
+            numbers = [micro.batch[0][:, 0] for micro in local_batch.micros]
             got["share"].append(run.gather(torch.cat(numbers)).tolist())
-            first = share.micros[0]
+            first = local_batch.micros[0]
             got["micro"].append(run.gather(_both(numbers[0]), first).tolist())
             odd = numbers[0][numbers[0] % 2 == 1]
             got["chosen"].append(run.gather(odd.bool(), first).tolist())

@@ -22,8 +22,8 @@ from unipar.config import Config, Strategy
 from unipar.distributed.place import Place
 from unipar.distributed.world import World
 from unipar.run_folder.heartbeat import HeartbeatWriter
-from unipar.run_folder.layout import heartbeat_path, ledger_path
-from unipar.run_folder.ledger import Ledger
+from unipar.run_folder.layout import heartbeat_path, run_log_path
+from unipar.run_folder.run_log import RunLog
 from unipar.tracking.writer import TrackerWriter
 from unipar.training.setup import build_run
 
@@ -82,9 +82,9 @@ def _train_row(config: Config, world: World, folder: Path, heartbeat: HeartbeatW
     settled = settle(config, world.size)
     task = Overflowing(world, settled.sizes.accumulate)
     trackers = TrackerWriter((), folder, world.rank)
-    with Ledger(ledger_path(folder, world.rank)) as ledger:
+    with RunLog(run_log_path(folder, world.rank)) as run_log:
         backend = registry.find_backend(settled.strategy.backend)
-        made = build_run(settled, backend, task, world, ledger=ledger, heartbeat=heartbeat, trackers=trackers)
+        made = build_run(settled, backend, task, world, run_log=run_log, heartbeat=heartbeat, trackers=trackers)
         made.record(made.steps)
         engine: Any = made.engine
         scales: list[float] = []
@@ -96,8 +96,8 @@ def _train_row(config: Config, world: World, folder: Path, heartbeat: HeartbeatW
         made.finish()
         kept = made.recorded_steps()
         engine.close()
-    rows = list(Ledger.read(ledger_path(folder, world.rank)))
-    ledger_path(folder, world.rank).unlink()
+    rows = list(RunLog.read(run_log_path(folder, world.rank)))
+    run_log_path(folder, world.rank).unlink()
     return {
         "loss": kept["loss"],
         "norm": kept["norm"],

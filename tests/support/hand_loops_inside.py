@@ -16,8 +16,8 @@ from unipar.backend.checks import settle
 from unipar.config import Config
 from unipar.distributed.place import Place
 from unipar.run_folder.heartbeat import HeartbeatWriter
-from unipar.run_folder.layout import heartbeat_path, ledger_path
-from unipar.run_folder.ledger import Ledger
+from unipar.run_folder.layout import heartbeat_path, run_log_path
+from unipar.run_folder.run_log import RunLog
 from unipar.tracking.writer import TrackerWriter
 from unipar.training.setup import build_run
 
@@ -38,7 +38,7 @@ def config_of(name: str, backend: str, shard: str, ranks: int) -> Config:
 
 def logged_steps(folder: Path) -> list[dict[str, Any]]:
     """Return what the run in this folder has logged of its steps."""
-    return [row for row in Ledger.read(ledger_path(folder, 0)) if row["event"] == "step"]
+    return [row for row in RunLog.read(run_log_path(folder, 0)) if row["event"] == "step"]
 
 
 def run(place: Place, folder: Path, control: socket.socket | None) -> None:
@@ -55,10 +55,16 @@ def run(place: Place, folder: Path, control: socket.socket | None) -> None:
         task = HAND_LOOPS[name].make_task(Path(asked["pretrained"]))
         own = folder / name
         own.mkdir(exist_ok=True)
-        with Ledger(ledger_path(own, place.rank)) as ledger:
+        with RunLog(run_log_path(own, place.rank)) as run_log:
             trackers = TrackerWriter((), own, place.rank)
             live = build_run(
-                settle(config, place.size), backend, task, world, ledger=ledger, heartbeat=heartbeat, trackers=trackers
+                settle(config, place.size),
+                backend,
+                task,
+                world,
+                run_log=run_log,
+                heartbeat=heartbeat,
+                trackers=trackers,
             )
             live.train()
             live.finish()

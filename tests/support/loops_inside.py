@@ -44,16 +44,16 @@ def run(place: Place, folder: Path, control: socket.socket | None) -> None:
         own.mkdir()
         settled = settle(config, place.size)
         with open_run(settled, registry.find_backend(settled.strategy.backend), task, place, own) as live:
-            share = next(live.batches())
+            local_batch = next(live.batches())
             torch.manual_seed(0)
             fresh: Any = task.model()
-            hand = by_hand(strategy, fresh, loss, share[0], config)
+            hand = by_hand(strategy, fresh, loss, local_batch[0], config)
             for _ in range(4):
                 hand()
             ours: list[float] = []
             for _ in range(4):
                 before = live.done
-                found: Any = live.step(share).loss
+                found: Any = live.step(local_batch).loss
                 ours.append(float(found))
                 live.seek(before)
             wrapped = vars(live.engine).get("wrapped") or vars(live.engine)["engine"]

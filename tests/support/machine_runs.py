@@ -15,7 +15,7 @@ from tests.support.machine_launches import Job
 from tests.support.machines.machine import Machine
 from tests.support.matrix import CONFIG, PATIENCE, Outcome, sentence_of
 from unipar.results.run_report import Report
-from unipar.run_folder.ledger import Ledger
+from unipar.run_folder.run_log import RunLog
 
 AFTERWARDS = 5.0
 """Seconds that processes may take to go when their launcher has ended."""
@@ -146,11 +146,11 @@ class Started:
 
 
 def losses_in(run: Path) -> list[tuple[int, float]]:
-    """Return each logged step with its loss, of whichever rank's ledger in a run folder has them."""
+    """Return each logged step with its loss, of whichever rank's run log in a run folder has them."""
     found = {
         (row["step"], row["loss"])
         for path in run.glob("rank-*.jsonl")
-        for row in Ledger.read(path)
+        for row in RunLog.read(path)
         if row["event"] == "step" and "loss" in row
     }
     return sorted(found)

@@ -26,8 +26,8 @@ from unipar.errors import UniparError
 from unipar.launcher.processes.group import WorkerGroup
 from unipar.memory.recording.bytes_sent_recorder import CollectiveCounter, Traffic
 from unipar.run_folder.heartbeat import HeartbeatWriter
-from unipar.run_folder.layout import heartbeat_path, ledger_path
-from unipar.run_folder.ledger import Ledger
+from unipar.run_folder.layout import heartbeat_path, run_log_path
+from unipar.run_folder.run_log import RunLog
 from unipar.tracking.writer import TrackerWriter
 from unipar.training.setup import build_run
 
@@ -92,10 +92,10 @@ def _train(job: Placed, world: World, folder: Path, heartbeat: HeartbeatWriter) 
     settled = settle(job.config, world.size)
     backend = registry.find_backend(settled.strategy.backend)
     traffic: Traffic = Counter()
-    with Ledger(ledger_path(folder, world.rank)) as ledger:
+    with RunLog(run_log_path(folder, world.rank)) as run_log:
         trackers = TrackerWriter((), folder, world.rank)
         made = build_run(
-            settled, backend, tasks.Grouped(), world, ledger=ledger, heartbeat=heartbeat, trackers=trackers
+            settled, backend, tasks.Grouped(), world, run_log=run_log, heartbeat=heartbeat, trackers=trackers
         )
         counter = CollectiveCounter(traffic, world.mesh, world.machines)
 
@@ -113,5 +113,5 @@ def _train(job: Placed, world: World, folder: Path, heartbeat: HeartbeatWriter) 
         pieces = [[p.name, list(p.where), list(p.shape)] for p in made.pieces() if p.kind == "weight"]
         for part in made.parts.values():
             part.engine.close()
-    ledger_path(folder, world.rank).unlink()
+    run_log_path(folder, world.rank).unlink()
     return {"loss": losses, "sent": dict(traffic), "across": counter.across, "pieces": pieces}

@@ -99,8 +99,8 @@ class RayJob:
     def kill_a_rank(self) -> None:
         """Kill the one on the second machine, once it has trained for some steps."""
         until = time.monotonic() + PATIENCE
-        ledger = self.folder_on(self.made[0]) / "rank-1.jsonl"
-        while not ledger.exists() or max([s for s, _ in losses_in(ledger.parent)], default=0) < KILLED_AFTER:
+        run_log = self.folder_on(self.made[0]) / "rank-1.jsonl"
+        while not run_log.exists() or max([s for s, _ in losses_in(run_log.parent)], default=0) < KILLED_AFTER:
             assert time.monotonic() < until, self.said
             time.sleep(0.1)
         workers = [pid for pid, words in self.made[1].processes().items() if "RayTrainWorker" in words]

@@ -63,8 +63,8 @@ def alone(told: Mapping[str, Any], folder: Path) -> tuple[list[float], dict[str,
     name = str(told["task"]["use"]).rpartition(":")[2]
     task: type[Task] = CharGPT if name == "CharGPT" else getattr(split_models, name)
     with join({**told, **changed}, task=task, overwrite=True) as run:
-        for share in run.batches():
-            loss = run.step(share).loss
+        for local_batch in run.batches():
+            loss = run.step(local_batch).loss
             assert loss is not None
             losses.append(loss)
         (part,) = run.parts.values()

@@ -18,7 +18,7 @@ import unipar
 from unipar.backend import registry
 from unipar.config import Config
 from unipar.data.dataset import training_data_source
-from unipar.data.stream_feed import StreamFeed
+from unipar.data.stream_loader import StreamLoader
 from unipar.distributed.place import Place
 from unipar.errors import UniparError
 
@@ -125,7 +125,7 @@ def _read(kind: str, keys: dict[str, Any], world: Any) -> dict[str, Any]:
     config = Config.model_validate({"batch": {"total": 4}, "train": {"steps": 1}, "data": keys})
     sizes = config.batch.settle(world.size)
     try:
-        stream = StreamFeed(training_data_source(made[kind], None, default_collate, config, sizes), sizes, world, 0)
+        stream = StreamLoader(training_data_source(made[kind], None, default_collate, config, sizes), sizes, world, 0)
         seen: list[Any] = []
         for step in islice(stream.batches(0), 9):
             weight = sum(plan.weight for _, plan in step)

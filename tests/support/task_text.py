@@ -31,8 +31,8 @@ class Sums(unipar.Task):
         return loss + 0.01 * model[1].weight.square().mean() if self.reach else loss
 
     def train(self, run):
-        for share in run.batches():
-            run.step(share)
+        for local_batch in run.batches():
+            run.step(local_batch)
             if self.early:
                 break
 '''

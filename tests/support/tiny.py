@@ -47,8 +47,8 @@ class Tiny(unipar.Task):
 
     @override
     def train(self, run: unipar.Run) -> None:
-        for share in run.batches():
+        for local_batch in run.batches():
             if run.rank == self._fails_on:
                 raise ValueError("this rank was told to fail")
-            run.step(share)
+            run.step(local_batch)
         print("trained", run.done)

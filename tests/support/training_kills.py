@@ -1,8 +1,8 @@
 """Runs that are killed and go on: `python -m tests.support.training_kills FOLDER STRATEGY KILLS SEED [s3]` tells how.
 
 `unipar run --resume` trains and saves every few steps. A rank, the parent or all of them are killed by SIGKILL at a
-random moment; every published checkpoint must then verify, the last one that the ledger names must be there, and the
-next start goes on from the newest. After the last kill a run goes on to the end: each step is in the ledger once, with
+random moment; every published checkpoint must then verify, the last one that the run log names must be there, and the
+next start goes on from the newest. After the last kill a run goes on to the end: each step is in the run log once, with
 the loss of a run that nobody killed, to the bit. With `s3` the checkpoints are in an object store, over HTTP.
 """
 
@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.support.ledgers import rows_of, step_losses
 from tests.support.object_store import object_store
+from tests.support.run_logs import rows_of, step_losses
 from tests.support.world import PYTHONPATH_VARIABLE, ROOT, eventually, is_running
 from unipar.checkpoint.protocol.verifying import find_checkpoints, verify_checkpoint
 from unipar.checkpoint.storage.remote import RemoteFolder
@@ -166,7 +166,7 @@ def _kill_once(folder: Path, run: Path, to: str | None, draw: random.Random, pla
 
 
 def _check(run: Path, to: str | None, played: Played) -> None:
-    """Verify every published checkpoint, and look for the last one that the ledger names."""
+    """Verify every published checkpoint, and look for the last one that the run log names."""
     folder = checkpoint_folder(run, to)
     found = find_checkpoints(folder)
     for one in found:

@@ -87,7 +87,7 @@ def forget_parameter(_: TrainingRun, optimizer: Optimizer) -> None:
 
 
 def read_same_samples(run: TrainingRun, _: Optimizer) -> None:
-    cast("Any", run.feed).rank = 0
+    cast("Any", run.loader).rank = 0
 
 
 FAULTS: Mapping[str, Fault] = {
@@ -112,8 +112,8 @@ class Watched(tasks.Plain):
 
     @override
     def train(self, run: unipar.Run) -> None:
-        for share in run.batches():
-            run.step(share)
+        for local_batch in run.batches():
+            run.step(local_batch)
             if run.done == AFTER:
                 made = cast("TrainingRun", run)
                 self._fault(made, cast("Any", made.engine).base)

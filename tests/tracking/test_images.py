@@ -16,8 +16,8 @@ from tests.support.running import Line, running
 from unipar.errors import TaskError
 from unipar.report.build import write_run_page
 from unipar.results.run_report import Report
-from unipar.run_folder.layout import ledger_path
-from unipar.run_folder.ledger import Ledger
+from unipar.run_folder.layout import run_log_path
+from unipar.run_folder.run_log import RunLog
 from unipar.tracking.images import pixels_of
 from unipar.tracking.png import encode_png, png_size
 from unipar.tracking.writer import TrackerWriter
@@ -96,10 +96,10 @@ def test_what_a_run_keeps_of_an_image(tmp_path: Path, monkeypatch: pytest.Monkey
     for name in ("WANDB_ERROR_REPORTING", "MLFLOW_DISABLE_TELEMETRY"):
         monkeypatch.setenv(name, "true")
     with running(Line(), tmp_path, log={"every": 1, "to": ["tensorboard", "wandb", "mlflow"]}) as run:
-        for share in run.batches():
-            run.step(share)
+        for local_batch in run.batches():
+            run.step(local_batch)
             run.log(**{"two words": torch.full((2, 3, 3), run.done * 50, dtype=torch.uint8), "lamps": run.done})
-    rows = list(Ledger.read(ledger_path(tmp_path, 0)))
+    rows = list(RunLog.read(run_log_path(tmp_path, 0)))
     assert [row for row in rows if row["event"] == "tracker"] == []
     report = Report.read(tmp_path)
     files = [(step, tmp_path / "images" / f"two_words-{step:08d}.png") for step in (1, 2, 3)]
@@ -143,8 +143,8 @@ def test_a_page_shows_six_of_many_and_says_which_file_is_gone(tmp_path: Path) ->
     with running(
         Line(), tmp_path, log={"every": 1}, train={"steps": 11, "optimizer": {"name": "sgd", "lr": 1e-3}}
     ) as run:
-        for share in run.batches():
-            run.step(share)
+        for local_batch in run.batches():
+            run.step(local_batch)
             run.log(dot=np.zeros((2, 2)))
     (tmp_path / "images" / "dot-00000011.png").unlink()
     page = write_run_page(tmp_path).read_text("utf-8")

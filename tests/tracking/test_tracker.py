@@ -20,8 +20,8 @@ from tests.support.world import SOON
 from unipar.backend.checks import check_names
 from unipar.config.config_source import load_given_config
 from unipar.errors import BackendNotInstalled, ConfigError, Stopped
-from unipar.run_folder.layout import ledger_path
-from unipar.run_folder.ledger import Ledger
+from unipar.run_folder.layout import run_log_path
+from unipar.run_folder.run_log import RunLog
 from unipar.task import Run
 from unipar.tracking import tracker, writer
 from unipar.tracking.tracker import Tracker
@@ -47,7 +47,7 @@ def test_what_each_library_has_of_a_run(tmp_path: Path) -> None:
     with running(Line(), tmp_path, log={"every": 1, "to": to}, eval={"every": 3}) as run:
         run.task.train(run)
         run.log(lamps=2)
-    rows = list(Ledger.read(ledger_path(tmp_path, 0)))
+    rows = list(RunLog.read(run_log_path(tmp_path, 0)))
     assert [row for row in rows if row["event"] == "tracker"] == []
     losses = [row["loss"] for row in rows if row["event"] == "step"]
     assert len(losses) == 3
@@ -142,8 +142,8 @@ def test_a_run_that_goes_on_has_each_step_once(tmp_path: Path) -> None:
     class Killed(Line):
         @override
         def train(self, run: Run) -> None:
-            for share in run.batches():
-                run.step(share)
+            for local_batch in run.batches():
+                run.step(local_batch)
                 if run.done == 5:
                     run._log.close()  # pyright: ignore[reportAttributeAccessIssue] - trackers have written these steps
                     raise RuntimeError("gone")
@@ -154,7 +154,7 @@ def test_a_run_that_goes_on_has_each_step_once(tmp_path: Path) -> None:
         run.task.train(run)
     with running(Line(), tmp_path, train=train, resume="auto", eval={"every": 7}, **sections) as run:
         run.task.train(run)
-    rows = list(Ledger.read(ledger_path(tmp_path, 0)))
+    rows = list(RunLog.read(run_log_path(tmp_path, 0)))
     assert [row for row in rows if row["event"] == "tracker"] == []
     losses = [(row["step"], row["loss"]) for row in rows if row["event"] == "step"]
     assert [step for step, _ in losses] == [1, 2, 3, 4, 5, 6, 7]
@@ -246,7 +246,7 @@ def test_a_tracker_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, k
     with running(Line(), tmp_path, log={"every": 1, "to": ["x", "y"]}) as run:
         run.task.train(run)
         assert run.done == 3
-    rows = list(Ledger.read(ledger_path(tmp_path, 0)))
+    rows = list(RunLog.read(run_log_path(tmp_path, 0)))
     assert [row["said"] for row in rows if row["event"] == "tracker"] == [said]
     names = ["flops_per_second", "loss", "lr", "norm", "samples", "samples_per_second", "seconds"]
     assert _Kept.pages == [(1, ["flops", *names]), (2, names), (3, names), (0, ["closed"])]
@@ -278,9 +278,9 @@ def test_the_last_numbers_of_a_run_that_was_stopped(tmp_path: Path, monkeypatch:
     class Interrupted(Line):
         @override
         def train(self, run: Run) -> None:
-            for share in run.batches():
+            for local_batch in run.batches():
                 signal.raise_signal(signal.SIGTERM)
-                run.step(share)
+                run.step(local_batch)
 
     _offer(monkeypatch, {"x": _Kept})
     with pytest.raises(Stopped), running(Interrupted(), tmp_path, log={"every": 1, "to": ["x"]}) as run:

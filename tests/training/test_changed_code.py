@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typing_extensions import override
 
-from tests.support.ledgers import rows_of
+from tests.support.run_logs import rows_of
 from tests.support.running import Line, running
 from unipar.checkpoint.config_changes import describe_other_code
 

@@ -14,8 +14,8 @@ from typing_extensions import override
 from tests.support.running import Line, running
 from unipar.checkpoint.protocol.verifying import inspect_checkpoint
 from unipar.errors import CheckpointError
-from unipar.run_folder.layout import ledger_path
-from unipar.run_folder.ledger import Ledger
+from unipar.run_folder.layout import run_log_path
+from unipar.run_folder.run_log import RunLog
 
 SGD = {"name": "sgd", "lr": 1e-3, "momentum": 0.9}
 ADAMW = {"name": "adamw", "lr": 1e-2}
@@ -30,9 +30,9 @@ class Two(Line):
 
     @override
     def train(self, run: Any) -> None:
-        for share in run.batches():
-            run.step(share, part="one")
-            run.step(share, part="other", loss=self.loss)
+        for local_batch in run.batches():
+            run.step(local_batch, part="one")
+            run.step(local_batch, part="other", loss=self.loss)
 
 
 class Own(Line):
@@ -66,7 +66,7 @@ def went_on(folder: Path, first: Any, again: Any, said: tuple[str, ...] = ()) ->
     trained(task, folder / "first", train={"steps": 2, **train}, checkpoint={})
     path = folder / "first/checkpoints/step-00000002"
     trained(other, folder / "again", said, train={"steps": 4, **changed}, resume=str(path))
-    rows = list(Ledger.read(ledger_path(folder / "again", 0)))
+    rows = list(RunLog.read(run_log_path(folder / "again", 0)))
     assert [row["step"] for row in rows if row["event"] == "step"] == [3, 4]
     (row,) = [row for row in rows if row["event"] == "resumed"]
     return row["told"]

@@ -32,19 +32,19 @@ class Phases(Line):
     def __init__(self) -> None:
         self.seen: list[list[float]] = []
 
-    def take(self, run: Any, share: Any) -> None:
-        run.step(share)
-        self.seen.append([x for micro in share.micros for x in micro.batch[0].flatten().tolist()])
+    def take(self, run: Any, local_batch: Any) -> None:
+        run.step(local_batch)
+        self.seen.append([x for micro in local_batch.micros for x in micro.batch[0].flatten().tolist()])
 
     @override
     def train(self, run: Any) -> None:
         if not self.guarded or run.done < SECOND_FROM:
-            for share in run.over(loader(8, 1.0)):
-                self.take(run, share)
+            for local_batch in run.over(loader(8, 1.0)):
+                self.take(run, local_batch)
                 if run.done >= SECOND_FROM:
                     break
-        for share in run.over(loader(20, 100.0)):
-            self.take(run, share)
+        for local_batch in run.over(loader(20, 100.0)):
+            self.take(run, local_batch)
 
 
 class Unguarded(Phases):
@@ -59,8 +59,8 @@ class Again(Phases):
     @override
     def train(self, run: Any) -> None:
         while run.done < run.steps:
-            for share in run.over(DataLoader(self.samples, batch_size=run.config.batch.total)):
-                self.take(run, share)
+            for local_batch in run.over(DataLoader(self.samples, batch_size=run.config.batch.total)):
+                self.take(run, local_batch)
                 if run.done % 2 == 0:
                     break
 

@@ -17,8 +17,8 @@ from tests.conformance.gan import Gan
 from tests.support.running import running
 from unipar.backend import Piece
 from unipar.errors import ConfigError, NonFinite, TaskError, UniparError
-from unipar.run_folder.layout import ledger_path
-from unipar.run_folder.ledger import Ledger
+from unipar.run_folder.layout import run_log_path
+from unipar.run_folder.run_log import RunLog
 from unipar.task import Run
 from unipar.training.trained_parts import combine_recorded_parts
 from unipar.training.training_run import TrainingRun
@@ -57,9 +57,9 @@ class Pair(unipar.Task):
             assert isinstance(run, TrainingRun)
             self._train(run)
             return
-        for share in run.batches():
-            run.step(share, part="a")
-            run.step(share, part="b", loss=self.through)
+        for local_batch in run.batches():
+            run.step(local_batch, part="a")
+            run.step(local_batch, part="b", loss=self.through)
 
 
 def _apply(model: Any, x: Tensor) -> Tensor:
@@ -83,9 +83,9 @@ def test_the_other_part_is_left_alone(tmp_path: Path) -> None:
     def train(run: TrainingRun) -> None:
         task: Any = run.task
         a: Any = run.parts["a"].module.weight
-        for share in run.batches():
+        for local_batch in run.batches():
             before = _weights(run.pieces())
-            run.step(share, part="b", loss=task.through)
+            run.step(local_batch, part="b", loss=task.through)
             after = _weights(run.pieces())
             seen.append((a.requires_grad, a.grad))
             assert torch.equal(before["a.weight"], after["a.weight"])
@@ -105,14 +105,14 @@ def test_buffers_of_a_frozen_part_are_afterwards_what_they_were(tmp_path: Path) 
 
     def train(run: TrainingRun) -> None:
         task: Any = run.task
-        for share in run.batches():
+        for local_batch in run.batches():
             kept = {name: b.clone() for name, b in run.parts["a"].module.named_buffers()}
-            run.step(share, part="b", loss=task.through)
+            run.step(local_batch, part="b", loss=task.through)
             assert all(torch.equal(b, kept[n]) for n, b in run.parts["a"].module.named_buffers())
             assert run.parts["a"].module.training
-            run.step(share, part="a")
+            run.step(local_batch, part="a")
             counted: Any = run.parts["a"].module.num_batches_tracked
-            assert counted == kept["num_batches_tracked"] + len(share)
+            assert counted == kept["num_batches_tracked"] + len(local_batch)
 
     with running(Pair(train, model), tmp_path) as run:
         run.task.train(run)
@@ -129,7 +129,7 @@ def test_what_is_written_down(tmp_path: Path) -> None:
         run.record(run.steps)
         run.task.train(run)
         recorded = run.recorded_steps()
-    rows = [row for row in Ledger.read(ledger_path(tmp_path, 0)) if row["event"] == "step"]
+    rows = [row for row in RunLog.read(run_log_path(tmp_path, 0)) if row["event"] == "step"]
     assert [row["step"] for row in rows] == [1, 3, 4]
     assert [list(row["parts"]) for row in rows] == [["critic"], ["generator", "critic"], ["generator", "critic"]]
     assert [{n: p["step"] for n, p in row["parts"].items()} for row in rows][1:] == [
@@ -184,7 +184,7 @@ def test_one_part_in_a_dict_is_a_model(tmp_path: Path) -> None:
     with running(Pair(model=model), tmp_path) as run:
         unipar.Task.train(run.task, run)
         assert [p.name for p in run.pieces()] == ["weight"]
-    assert [row["event"] for row in Ledger.read(ledger_path(tmp_path, 0))] == ["start", "step", "step", "end"]
+    assert [row["event"] for row in RunLog.read(run_log_path(tmp_path, 0))] == ["start", "step", "step", "end"]
 
 
 def test_together() -> None:
@@ -207,16 +207,16 @@ def _tied() -> dict[str, Any]:
 
 def _once(**told: Any) -> Callable[[Run], None]:
     def train(run: Run) -> None:
-        for share in run.batches():
-            run.step(share, **told)
+        for local_batch in run.batches():
+            run.step(local_batch, **told)
 
     return train
 
 
 def _twice(run: Run) -> None:
-    for share in run.batches():
-        run.step(share, part="a")
-        run.step(share, part="a")
+    for local_batch in run.batches():
+        run.step(local_batch, part="a")
+        run.step(local_batch, part="a")
 
 
 def _never(run: Run) -> None:
@@ -229,8 +229,8 @@ def _outside(run: Run) -> None:
 
 
 def _own(run: Run) -> None:
-    for share in run.batches():
-        run.step(share, part="a", loss=lambda model, batch: run.frozen("a")(_apply, batch[0]).mean())
+    for local_batch in run.batches():
+        run.step(local_batch, part="a", loss=lambda model, batch: run.frozen("a")(_apply, batch[0]).mean())
 
 
 def _default(run: TrainingRun) -> None:
@@ -254,7 +254,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
      "model(): 'a.weight' and 'b.0.weight' are one tensor; parts are trained separately and cannot share tensors: keep "
      "it in one part, and use that part through run.frozen()"),
     ({"train": _once()},
-     "run.step was called without part=: model() returned a, b; call run.step(share, part='a', loss=...)"),
+     "run.step was called without part=: model() returned a, b; call run.step(local_batch, part='a', loss=...)"),
     ({"train": _once(part="b")},
      "run.step(part='b') has no loss: the task's own is for 'a'; give loss="),
     ({"train": _once(part="c")}, "there is no part 'c'; model() returned a, b"),
@@ -269,7 +269,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
      "run.frozen('a') was called in that part's own loss: use the loss's first argument, its model"),
     ({"train": _default},
      "model() returned several parts (a, b) and the task has no train(run): write one, which calls "
-     "run.step(share, part=..., loss=...) for each part to be trained"),
+     "run.step(local_batch, part=..., loss=...) for each part to be trained"),
 ]  # fmt: skip
 
 
@@ -296,10 +296,10 @@ def test_a_loss_that_is_not_finite_names_its_part(tmp_path: Path) -> None:
     """Found when that part's losses are next reported, though it had no step then."""
 
     def train(run: Run) -> None:
-        for share in run.batches():
-            run.step(share, part="a")
+        for local_batch in run.batches():
+            run.step(local_batch, part="a")
             if run.done == 1:
-                run.step(share, part="b", loss=lambda model, batch: model(batch[0]).mean() * float("inf"))
+                run.step(local_batch, part="b", loss=lambda model, batch: model(batch[0]).mean() * float("inf"))
 
     error = _refused(Pair(train), tmp_path, log={"every": 2})
     assert isinstance(error, NonFinite)

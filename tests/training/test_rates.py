@@ -12,7 +12,7 @@ from torch import nn
 from typing_extensions import override
 
 import unipar
-from tests.support.ledgers import rows_of
+from tests.support.run_logs import rows_of
 from tests.support.running import Line, running
 from tests.support.world import ROOT
 from unipar.checkpoint.protocol.verifying import inspect_checkpoint

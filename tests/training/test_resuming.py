@@ -16,8 +16,8 @@ import tests.support.running
 from tests.support.running import Line, running
 from unipar.checkpoint.protocol.verifying import find_checkpoints, inspect_checkpoint
 from unipar.errors import CheckpointError, NonFinite, TaskError, UniparError
-from unipar.run_folder.layout import ledger_path
-from unipar.run_folder.ledger import Ledger
+from unipar.run_folder.layout import run_log_path
+from unipar.run_folder.run_log import RunLog
 from unipar.training.training_run import TrainingRun
 from unipar.utils.git import git_revision
 
@@ -46,8 +46,8 @@ class Counted(Line):
 
     @override
     def train(self, run: Any) -> None:
-        for share in run.batches():
-            outcome = run.step(share)
+        for local_batch in run.batches():
+            outcome = run.step(local_batch)
             self.seen = self.seen + 1
             self.log.append([outcome.step, outcome.loss])
 
@@ -69,7 +69,7 @@ def settings(steps: int = 9, **more: Any) -> dict[str, Any]:
 
 
 def rows(folder: Path, event: str) -> list[dict[str, Any]]:
-    return [row for row in Ledger.read(ledger_path(folder, 0)) if row["event"] == event]
+    return [row for row in RunLog.read(run_log_path(folder, 0)) if row["event"] == event]
 
 
 def weights(run: TrainingRun) -> dict[Any, Any]:
@@ -144,8 +144,8 @@ def test_a_loop_saves_when_it_likes(tmp_path: Path) -> None:
     class Saves(Line):
         @override
         def train(self, run: Any) -> None:
-            for share in run.batches():
-                run.step(share)
+            for local_batch in run.batches():
+                run.step(local_batch)
                 if run.done == 2:
                     run.save()
 
@@ -162,9 +162,9 @@ def test_samples_are_read_once_in_an_epoch_with_another_batch(tmp_path: Path) ->
 
         @override
         def train(self, run: Any) -> None:
-            for share in run.batches():
-                run.step(share)
-                self.seen.append([x for micro in share.micros for x in micro.batch[0].flatten().tolist()])
+            for local_batch in run.batches():
+                run.step(local_batch)
+                self.seen.append([x for micro in local_batch.micros for x in micro.batch[0].flatten().tolist()])
 
     first, again = Sees(), Sees()
     train = {"optimizer": {"name": "sgd", "lr": 1e-3}}
@@ -255,7 +255,7 @@ def test_another_task_is_refused(tmp_path: Path, task: Any, sentence: str) -> No
 
 
 def test_the_newest_whole_checkpoint_is_taken(tmp_path: Path) -> None:
-    """A newer one whose bytes have changed is passed over, and the ledger says so; a path names exactly one."""
+    """A newer one whose bytes have changed is passed over, and the run log says so; a path names exactly one."""
     trained(tmp_path / "run", **settings(6, checkpoint={"every": 2}))
     newest = tmp_path / "run" / "checkpoints" / "step-00000006"
     shard = newest / "shards" / "rank-00000.safetensors"
@@ -298,7 +298,7 @@ def test_a_run_whose_end_was_not_written_only_ends(tmp_path: Path) -> None:
     """The run was killed between its last save and its end: no step is taken again, and it is no error."""
     trained(tmp_path / "run", **settings(4, checkpoint={}))
     before = rows(tmp_path / "run", "step")
-    Ledger.trim(ledger_path(tmp_path / "run", 0), 4)
+    RunLog.trim(run_log_path(tmp_path / "run", 0), 4)
     assert rows(tmp_path / "run", "end") == []
     trained(tmp_path / "run", **settings(4, checkpoint={}, resume="auto"))
     assert [row["steps"] for row in rows(tmp_path / "run", "end")] == [4]
@@ -340,8 +340,8 @@ class Blocks(Counted):
 
     @override
     def train(self, run: Any) -> None:
-        for share in run.batches():
-            run.step(share)
+        for local_batch in run.batches():
+            run.step(local_batch)
             if run.done == 1:
                 self._place.rmdir()
                 self._place.write_text("a file")

@@ -10,7 +10,7 @@ import pytest
 from typing_extensions import override
 
 import unipar
-from tests.support.ledgers import step_losses
+from tests.support.run_logs import step_losses
 from tests.support.running import Line, running
 from tests.support.world import ROOT
 from unipar.backend.offered_strategies import config_in_strategy

@@ -20,8 +20,8 @@ import unipar
 from tests.support.running import Line, running
 from unipar.errors import NonFinite, Stopped, TaskError, UniparError
 from unipar.memory.account import PhasePeak
-from unipar.run_folder.layout import ledger_path
-from unipar.run_folder.ledger import Ledger
+from unipar.run_folder.layout import run_log_path
+from unipar.run_folder.run_log import RunLog
 from unipar.task import Run
 from unipar.task.run import Position
 
@@ -39,11 +39,11 @@ def _ended(task: unipar.Task, folder: Path, **sections: Any) -> UniparError:
 def test_what_a_step_gives(tmp_path: Path) -> None:
     """The first, every second and the last step know the global loss; the others cost no reduction."""
     with running(Line(), tmp_path) as run:
-        outcomes = [run.step(share) for share in run.batches()]
+        outcomes = [run.step(local_batch) for local_batch in run.batches()]
         assert [o.step for o in outcomes] == [1, 2, 3]
         assert [o.loss is not None for o in outcomes] == [True, False, True]
         assert run.position == Position(step=3, epoch=1, batch=0)
-    rows = list(Ledger.read(ledger_path(tmp_path, 0)))
+    rows = list(RunLog.read(run_log_path(tmp_path, 0)))
     assert [row["event"] for row in rows] == ["start", "step", "step", "end"]
     assert (rows[0]["strategy"], rows[0]["parameters"], rows[1]["step"], rows[1]["samples"]) == ("single", 1, 1, 4)
     assert rows[2]["samples"] == 2  # ten samples in batches of four: the third holds two
@@ -70,7 +70,7 @@ def test_looking_at_memory_is_no_part_of_a_steps_time(tmp_path: Path, monkeypatc
         run._log._since = 0.0  # pyright: ignore[reportPrivateUsage]
         run.task.train(run)
     assert clock == [300.0]
-    rows = [row for row in Ledger.read(ledger_path(tmp_path, 0)) if row["event"] == "step"]
+    rows = [row for row in RunLog.read(run_log_path(tmp_path, 0)) if row["event"] == "step"]
     assert [row["seconds"] for row in rows] == [0.0, 0.0]
 
 
@@ -78,17 +78,17 @@ def test_epochs_are_counted_from_the_data(tmp_path: Path) -> None:
     """Two epochs of ten samples in batches of four are six steps."""
     with running(Line(), tmp_path, train={"epochs": 2}) as run:
         assert run.steps == 6
-        assert sum(1 for share in run.batches() if run.step(share)) == 6
+        assert sum(1 for local_batch in run.batches() if run.step(local_batch)) == 6
 
 
 def test_a_share_is_what_collate_made(tmp_path: Path) -> None:
     """Two microbatches of two samples; the weights are those of the global batch."""
     with running(Line(), tmp_path) as run:
-        share = next(run.batches())
-        assert len(share) == 2
-        assert share.samples == 4
-        assert share[0][0].shape == (2, 1)
-        assert [m.scale for m in share.micros] == [0.5, 0.5]
+        local_batch = next(run.batches())
+        assert len(local_batch) == 2
+        assert local_batch.samples == 4
+        assert local_batch[0][0].shape == (2, 1)
+        assert [m.scale for m in local_batch.micros] == [0.5, 0.5]
 
 
 def test_over_a_loader_of_the_scripts_own(tmp_path: Path) -> None:
@@ -101,19 +101,19 @@ def test_over_a_loader_of_the_scripts_own(tmp_path: Path) -> None:
 
     with running(Bare(), tmp_path) as run:
         loader = DataLoader(Line().data(), batch_size=2)
-        seen = [share[0][0].flatten().tolist() for share in run.over(loader) if run.step(share)]
+        seen = [local_batch[0][0].flatten().tolist() for local_batch in run.over(loader) if run.step(local_batch)]
     assert seen == [[1.0, 2.0], [5.0, 6.0], [9.0]]
 
 
 def test_evaluation_by_itself_and_between_steps(tmp_path: Path) -> None:
     """`eval.every` evaluates between steps; a task's own loop may ask at any time; both are written down."""
     with running(Line(), tmp_path, eval={"every": 2, "batches": 1}) as run:
-        for share in run.batches():
-            run.step(share)
+        for local_batch in run.batches():
+            run.step(local_batch)
         found = run.evaluate()
         weight = next(run.engine.pieces()).tensor.item()
     assert found == {"loss": pytest.approx(30 / 4 * (weight - 2) ** 2, rel=1e-6)}
-    events = [(row["event"], row.get("step")) for row in Ledger.read(ledger_path(tmp_path, 0))]
+    events = [(row["event"], row.get("step")) for row in RunLog.read(run_log_path(tmp_path, 0))]
     assert events == [("start", None), ("step", 1), ("eval", 2), ("step", 3), ("eval", 3), ("end", None)]
 
 
@@ -132,11 +132,11 @@ def test_metrics_with_weights_of_their_own(tmp_path: Path) -> None:
 
 
 def test_log(tmp_path: Path) -> None:
-    """Named values go into the ledger with the step they belong to."""
+    """Named values go into the run log with the step they belong to."""
     with running(Line(), tmp_path) as run:
         run.step(next(run.batches()))
         run.log(temperature=torch.tensor(0.5), lamps=2)
-    row = next(row for row in Ledger.read(ledger_path(tmp_path, 0)) if row["event"] == "log")
+    row = next(row for row in RunLog.read(run_log_path(tmp_path, 0)) if row["event"] == "log")
     assert (row["step"], row["temperature"], row["lamps"]) == (1, 0.5, 2.0)
 
 
@@ -146,15 +146,15 @@ def test_a_stop_comes_at_a_step_boundary(tmp_path: Path) -> None:
     class Interrupted(Line):
         @override
         def train(self, run: Run) -> None:
-            for share in run.batches():
+            for local_batch in run.batches():
                 if run.done == 1:
                     signal.raise_signal(signal.SIGTERM)
-                run.step(share)
+                run.step(local_batch)
 
     error = _ended(Interrupted(), tmp_path)
     assert isinstance(error, Stopped)
     assert str(error) == "stopped by a signal after step 2"
-    assert [row["event"] for row in Ledger.read(ledger_path(tmp_path, 0))] == ["start", "step", "stopped"]
+    assert [row["event"] for row in RunLog.read(run_log_path(tmp_path, 0))] == ["start", "step", "stopped"]
 
 
 def test_a_second_signal_means_what_it_always_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,9 +203,9 @@ def test_an_evaluation_that_cannot_be_is_refused_at_the_start(tmp_path: Path) ->
 
 def test_what_json_cannot_say_is_null(tmp_path: Path) -> None:
     """NaN and infinity are no JSON."""
-    with Ledger(tmp_path / "x") as ledger:
-        ledger.note("log", a=float("nan"), b=float("inf"), c=1.5)
-    (row,) = Ledger.read(tmp_path / "x")
+    with RunLog(tmp_path / "x") as run_log:
+        run_log.note("log", a=float("nan"), b=float("inf"), c=1.5)
+    (row,) = RunLog.read(tmp_path / "x")
     assert (row["a"], row["b"], row["c"]) == (None, None, 1.5)
 
 
@@ -258,9 +258,9 @@ class Broken(Line):
 
 
 def _twice(run: Run) -> None:
-    for share in run.batches():
-        run.step(share)
-        run.step(share)
+    for local_batch in run.batches():
+        run.step(local_batch)
+        run.step(local_batch)
 
 
 def _never(run: Run) -> None:
@@ -269,9 +269,9 @@ def _never(run: Run) -> None:
 
 
 def _bare(run: Run) -> None:
-    for share in run.batches():
+    for local_batch in run.batches():
         step: Any = run.step
-        step(share[0])
+        step(local_batch[0])
 
 
 def _number(model: Any, batch: Any) -> Any:
@@ -330,11 +330,11 @@ def test_a_loss_that_is_not_finite(tmp_path: Path) -> None:
     )
 
 
-def test_ledgers_are_lines_of_json(tmp_path: Path) -> None:
+def test_run_logs_are_lines_of_json(tmp_path: Path) -> None:
     """Anything reads them; a last line that was not finished is left out."""
     with running(Line(), tmp_path) as run:
         run.task.train(run)
-    text = ledger_path(tmp_path, 0).read_text("utf-8")
+    text = run_log_path(tmp_path, 0).read_text("utf-8")
     assert [json.loads(line)["event"] for line in text.splitlines()] == ["start", "step", "step", "end"]
-    ledger_path(tmp_path, 0).write_text(text[:-2], "utf-8")
-    assert [row["event"] for row in Ledger.read(ledger_path(tmp_path, 0))] == ["start", "step", "step"]
+    run_log_path(tmp_path, 0).write_text(text[:-2], "utf-8")
+    assert [row["event"] for row in RunLog.read(run_log_path(tmp_path, 0))] == ["start", "step", "step"]

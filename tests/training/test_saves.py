@@ -21,8 +21,8 @@ from unipar.checkpoint.protocol.retention import Retention
 from unipar.checkpoint.protocol.verifying import find_checkpoints, inspect_checkpoint
 from unipar.checkpoint.saving import CheckpointSaver, GatheredState
 from unipar.errors import CheckpointError, NonFinite, TaskError
-from unipar.run_folder.layout import ledger_path
-from unipar.run_folder.ledger import Ledger
+from unipar.run_folder.layout import run_log_path
+from unipar.run_folder.run_log import RunLog
 
 SGD = {"name": "sgd", "lr": 1e-3}
 
@@ -173,8 +173,8 @@ class Judged(Line):
 
     @override
     def train(self, run: Any) -> None:
-        for share in run.batches():
-            run.step(share)
+        for local_batch in run.batches():
+            run.step(local_batch)
             if run.done % 2 == 0:
                 self.evaluations = run.done
                 run.evaluate()
@@ -210,7 +210,7 @@ def test_a_metric_that_is_not_there_ends_a_run_whose_state_is_saved(tmp_path: Pa
 def test_without_an_evaluation_the_best_is_told_to_have_no_effect(tmp_path: Path) -> None:
     """In a line at the run's end."""
     trained(tmp_path / "run", Line(), train={"steps": 2, "optimizer": SGD}, checkpoint={"best": BEST})
-    notes = [row["said"] for row in Ledger.read(ledger_path(tmp_path / "run", 0)) if row["event"] == "read on"]
+    notes = [row["said"] for row in RunLog.read(run_log_path(tmp_path / "run", 0)) if row["event"] == "read on"]
     assert notes == ["nothing was evaluated, so checkpoint.best had no effect: set eval.every"]
 
 

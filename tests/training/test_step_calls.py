@@ -41,16 +41,16 @@ def test_calls_of_a_step(tmp_path: Path) -> None:
             p.grad = None
 
     with running(MLP(), tmp_path, **CONFIG.model_dump(mode="json", exclude_unset=True)) as run:
-        assert isinstance(run.feed.source.dataset, TensorDataset)
+        assert isinstance(run.loader.source.dataset, TensorDataset)
         data = run.batches()
-        share = next(data)
-        batch = share[0]
+        local_batch = next(data)
+        batch = local_batch[0]
 
         def step_again() -> None:
-            run.step(share)
+            run.step(local_batch)
             run.done -= 1
 
-        run.step(share)
+        run.step(local_batch)
         loops = {
             "step": step_again,
             "step and data": lambda: run.step(next(data)),

@@ -85,8 +85,8 @@ def test_a_duration_is_kept_between_logged_steps(tmp_path: Path, monkeypatch: py
     class Waits(Line):
         @override
         def train(self, run: Any) -> None:
-            for share in run.batches():
-                run.step(share)
+            for local_batch in run.batches():
+                run.step(local_batch)
                 clock.now += 1.1 * (run.done == 2)
 
     with running(Waits(), tmp_path, log={"every": 99}, checkpoint={"every": "1s"}, train={"steps": 5}) as run:

@@ -12,14 +12,14 @@ from typing_extensions import override
 
 import unipar
 from tests.conformance.lengths import Counted
-from tests.support.ledgers import step_losses
+from tests.support.run_logs import step_losses
 from tests.support.running import Line, running
 from tests.support.world import ROOT
 from unipar.backend.offered_strategies import config_in_strategy
 from unipar.config import Config, Strategy
 from unipar.errors import CheckpointError, ConfigError, OutOfMemory, TaskError
-from unipar.run_folder.layout import ledger_path
-from unipar.run_folder.ledger import Ledger
+from unipar.run_folder.layout import run_log_path
+from unipar.run_folder.run_log import RunLog
 from unipar.training.task_facts import gather_task_facts
 
 pytestmark = pytest.mark.forked
@@ -43,7 +43,7 @@ def _config(out: Path, ranks: int, batch: Any = BATCH, **more: Any) -> Config:
 
 
 def _column(run: Path, name: str) -> list[Any]:
-    return [row[name] for row in Ledger.read(ledger_path(run, 0)) if row["event"] == "step"]
+    return [row[name] for row in RunLog.read(run_log_path(run, 0)) if row["event"] == "step"]
 
 
 @pytest.mark.parametrize("batch", [BATCH, {"tokens": 70, "accumulate": 2}])
@@ -60,10 +60,10 @@ def test_a_run_goes_on_in_another_world(tmp_path: Path, batch: dict[str, Any]) -
 
 
 def test_lengths_are_measured_once(tmp_path: Path) -> None:
-    """The ledger says how many tokens there are, and steps have tokens a second."""
+    """The run log says how many tokens there are, and steps have tokens a second."""
     with running(Counted(), tmp_path, batch=BATCH) as run:
         run.task.train(run)
-    rows = list(Ledger.read(ledger_path(tmp_path, 0)))
+    rows = list(RunLog.read(run_log_path(tmp_path, 0)))
     said = next(row["said"] for row in rows if row["event"] == "data")
     assert said.startswith("64 samples of 301 tokens, the longest of 8, measured in ")
     assert all(row["tokens_per_second"] > row["samples_per_second"] for row in rows if row["event"] == "step")
@@ -192,7 +192,7 @@ def test_the_largest_microbatches_come_first(
     assert task.seen[: len(tried)] == tried
     assert task.seen[len(tried) :] == plain.seen
     assert step_losses(tmp_path / "tried") == step_losses(tmp_path / "plain")
-    rows = list(Ledger.read(ledger_path(tmp_path / "tried", 0)))
+    rows = list(RunLog.read(run_log_path(tmp_path / "tried", 0)))
     assert said in [row.get("said") for row in rows]
     assert [row["event"] for row in rows].count("start") == 1
 
@@ -219,7 +219,7 @@ def test_a_lack_of_memory_shows_before_the_first_step(tmp_path: Path) -> None:
         "tokens (CUDA out of memory. Tried to allocate 2.00 GiB): lower batch.micro, or cut samples to a smaller "
         "batch.max_length"
     )
-    assert not any(row["event"] == "step" for row in Ledger.read(ledger_path(tmp_path, 0)))
+    assert not any(row["event"] == "step" for row in RunLog.read(run_log_path(tmp_path, 0)))
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from typing import Any
 from unipar.checkpoint.protocol.verifying import find_checkpoints, inspect_checkpoint
 from unipar.config import Config
 from unipar.errors import CheckpointError, ConfigError
-from unipar.run_folder.layout import checkpoint_folder, ledger_path
-from unipar.run_folder.ledger import Ledger
+from unipar.run_folder.layout import checkpoint_folder, run_log_path
+from unipar.run_folder.run_log import RunLog
 from unipar.utils.address import Location, parse_location
 from unipar.utils.files import relative_path
 
@@ -23,14 +23,14 @@ def configured_folder(run: Path, config: Config) -> Location:
 
 def describe_finished_run(run: Path, config: Config) -> str:
     """Return a sentence if the run in this folder has ended after as many steps as the config wants, else ""."""
-    end = next((row for row in Ledger.read(ledger_path(run, 0)) if row["event"] == "end"), None)
+    end = next((row for row in RunLog.read(run_log_path(run, 0)) if row["event"] == "end"), None)
     if end is None:
         return ""
     steps, train = int(end["steps"]), config.train
     if train.steps is not None:
         done, key = steps >= train.steps, "steps"
     else:
-        epochs = end.get("epochs")  # missing in ledgers of older versions, and if steps were counted
+        epochs = end.get("epochs")  # missing in run logs of older versions, and if steps were counted
         done, key = train.epochs is not None and epochs is not None and epochs >= train.epochs, "epochs"
         done = done and steps >= (end.get("of") or steps + 1)  # a loop of one's own may have ended early
     if not done:

@@ -51,7 +51,7 @@ def train_in_turns(place: Place, run: Path, control: socket.socket | None) -> No
             watching.follow(part.engine for part in live.parts.values())
         with watching.reading() if watching is not None else nullcontext():  # allocations here are not the training's
             if watching is not None and type(task).train is Task.train:
-                live.feed  # noqa: B018 - made here, so that the dataset's memory is not counted as the training's
+                live.loader  # noqa: B018 - made here, so that the dataset's memory is not counted as the training's
             witness = MarksRecorder(live)
         live.record(live.steps)
         live.work.keeps_weights, live.work.in_logged_steps = True, False

@@ -70,7 +70,7 @@ def make_forecast(
         ranks=compared.ranks,
         samples=compared.sizes.total,
         unit=compared.sizes.unit,
-        share=compared.sizes.share,
+        share=compared.sizes.local,
         memory=size,
         memory_from=source,
         headroom=compared.config.batch.headroom,

@@ -56,7 +56,7 @@ class StrategyWorld:
     ) -> None:
         """Prepare the world; `server` starts its workers if it can, `environment` makes them record memory.
 
-        `micro`: how its microbatch was found, for the ledger.
+        `micro`: how its microbatch was found, for the run log.
         """
         self.settled, self.ref, self.run, self._micro = settled, ref, run, micro
         self.backend = registry.find_backend(settled.strategy.backend)

@@ -15,7 +15,7 @@ from typing_extensions import override
 from unipar.backend import Engine, Factor, LossFn, Mark, Micro, Step
 from unipar.backend.engine import DelegatingEngine
 from unipar.data.order import MicrobatchPlan, SampleKey
-from unipar.data.stream_feed import StreamFeed
+from unipar.data.stream_loader import StreamLoader
 from unipar.engines.fingerprint import fingerprint_batch, hash_sample_keys, hash_tensor_region
 from unipar.results.same_training import RankMarks, rank_marks_path
 from unipar.training.training_run import TrainingRun
@@ -68,15 +68,15 @@ class MarksRecorder:
         """Write all marks so far."""
         self._samples += [(len(keys), hash_sample_keys(keys)) for keys in self._keys]
         self._keys.clear()
-        feed = self._run.feed
-        apart = isinstance(feed, StreamFeed) and not feed.whole
+        loader = self._run.loader
+        apart = isinstance(loader, StreamLoader) and not loader.whole
         marks = RankMarks(
             values=self._values,
             kept=sorted(self._weight_dtypes),
             computed=sorted(self._compute_dtypes),
             batches=self._batches,
             samples=self._samples,
-            readers=self._run.world.shares if apart else 0,
+            readers=self._run.world.data_size if apart else 0,
             total=self._run.sizes.total,
             precision=self._run.config.train.precision,
             leads=self._run.world.leads,

@@ -113,14 +113,14 @@ class World:
             self._groups[key] = MeshGroups(self.mesh, self.device.type)
         return self._groups[key]
 
-    def sum_shares(self, tensor: Tensor) -> Tensor:
+    def sum_over_data(self, tensor: Tensor) -> Tensor:
         """Return the tensor, summed in place over the parts of the batch: ranks that have the same part count once."""
         return self.sum(tensor if self.leads else tensor.zero_())
 
-    def sum_shares_on_host(self, tensor: Tensor) -> Tensor:
-        """Return a tensor in host memory, summed as `sum_shares` does; no rank waits for its device."""
+    def sum_over_data_on_host(self, tensor: Tensor) -> Tensor:
+        """Return a tensor in host memory, summed as `sum_over_data` does; no rank waits for its device."""
         if self.device.type == "cpu" or self.size == 1:
-            return self.sum_shares(tensor)
+            return self.sum_over_data(tensor)
         if self._host_group is None:
             self._host_group = dist.new_group(backend="gloo")
         dist.all_reduce(tensor if self.leads else tensor.zero_(), group=self._host_group)

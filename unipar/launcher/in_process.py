@@ -102,13 +102,13 @@ def _watching_machines(plan: PreparedRun, place: Place, run: Path) -> AbstractCo
     return sharing_failures(plan.config, join_session(plan.config, place), run)
 
 
-def _ledger_exchange(plan: PreparedRun, run: Path) -> Callable[[World], None] | None:
-    """Return what gives rank 0 the ledgers of ranks that do not see its run folder; None if all see it."""
+def _run_log_exchange(plan: PreparedRun, run: Path) -> Callable[[World], None] | None:
+    """Return what gives rank 0 the run logs of ranks that do not see its run folder; None if all see it."""
     if not plan.apart:
         return None
-    from unipar.launcher.machines.ledgers import exchange_ledgers
+    from unipar.launcher.machines.run_logs import exchange_run_logs
 
-    return partial(exchange_ledgers, run=run, apart=frozenset(plan.apart))
+    return partial(exchange_run_logs, run=run, apart=frozenset(plan.apart))
 
 
 @contextmanager
@@ -122,7 +122,7 @@ def training_in_process(plan: PreparedRun, task: Task) -> Generator[TrainingRun]
     try:
         with (
             _watching_machines(plan, place, run) as watch,
-            open_run(plan.settled, plan.backend, task, place, run, at_end=_ledger_exchange(plan, run)) as training,
+            open_run(plan.settled, plan.backend, task, place, run, at_end=_run_log_exchange(plan, run)) as training,
             explain_out_of_memory(run, place.rank, training),
         ):
             if watch is not None:

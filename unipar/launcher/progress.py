@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, Self, TextIO
 from unipar.model.weight_file import describe_loaded_weights
 from unipar.run_folder.checkpoint_lines import describe_checkpoint_event
 from unipar.run_folder.heartbeat import MEASURING, READING_ON, Heartbeat, LongWork, read_heartbeat
-from unipar.run_folder.layout import debugger_path, debugging_path, heartbeat_path, ledger_path, stdout_path
+from unipar.run_folder.layout import debugger_path, debugging_path, heartbeat_path, run_log_path, stdout_path
 from unipar.run_folder.run_attempts import count_attempts
 from unipar.utils.files import relative_path
 from unipar.utils.terminal import Terminal
@@ -84,12 +84,12 @@ class Progress:
     ) -> None:
         self._run, self._steps, self._quiet = run, steps, quiet
         self._out, self._err = Terminal(out or sys.stdout), Terminal(err or sys.stderr)
-        self._ledger = FileTail(ledger_path(run, 0))
+        self._run_log = FileTail(run_log_path(run, 0))
         self._stdout_tail = FileTail(stdout_path(run)) if prints else None
         """Tail of rank 0's prints; None if rank 0 is this process, which prints by itself."""
 
         self._awaited = count_attempts(run) + 1 if goes_on else 0
-        """Number of the attempt whose lines are to be shown, while the ledger's are those of earlier ones; else 0."""
+        """Number of the attempt whose lines are to be shown, while the run log's are those of earlier ones; else 0."""
 
         self._resumed: Mapping[str, Any] | None = None
         """The event of a run that goes on from another's checkpoint."""
@@ -116,7 +116,7 @@ class Progress:
         self._err.stop()
         if kind is None and not self._quiet and self._rows:
             self._say_progress(self._summary())
-        for tail in (self._ledger, self._stdout_tail):
+        for tail in (self._run_log, self._stdout_tail):
             if tail is not None:
                 tail.close()
 
@@ -127,7 +127,7 @@ class Progress:
             asked.rename(debugging_path(self._run))
         for line in self._stdout_tail.lines() if self._stdout_tail is not None else ():
             self._write_rank_output(line)
-        for line in self._ledger.lines():
+        for line in self._run_log.lines():
             self._show_event(json.loads(line))
         beat = read_heartbeat(heartbeat_path(self._run, 0))
         if self._err.draws:

@@ -26,7 +26,7 @@ from unipar.model.weight_file import (
 from unipar.utils.text import first_few
 
 _MAX_NAMES_LISTED = 100
-"""Largest number of names that the ledger lists of missing, unexpected and kept ones each."""
+"""Largest number of names that the run log lists of missing, unexpected and kept ones each."""
 
 ReadTensor = Callable[[], Tensor]
 """Function that reads one tensor of a file."""

@@ -233,7 +233,7 @@ def _code_in_pickle(pickled: bytes) -> Iterator[str]:
 
 
 def describe_loaded_weights(row: Mapping[str, Any]) -> str:
-    """Return one line on what was loaded, from the row in a ledger."""
+    """Return one line on what was loaded, from the row in a run log."""
     clauses = [f"{row['loaded']:,} of {row['names']:,} names loaded from {row['file']}"]
     for key, words in (("missing", "not in the file"), ("unexpected", "not in the model"), ("kept", "not asked for")):
         if count := row[key]:

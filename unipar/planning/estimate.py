@@ -51,7 +51,7 @@ class ModelSize:
 
 
 BLOCK_SIZES: Final = ("blocks", "in_blocks", "matrices")
-"""Fields of `ModelSize` that the ledger's first event has if axes split the blocks."""
+"""Fields of `ModelSize` that the run log's first event has if axes split the blocks."""
 
 
 _PHASES_BEFORE_BATCH: Final = ("start", "update")

@@ -126,7 +126,7 @@ class StepObserver:
         with counter:
             yield counter.watched
 
-    def make_share(self, make: Callable[[], Any]) -> Any:
+    def make_local_batch(self, make: Callable[[], Any]) -> Any:
         """Return what `make` returns: the weights of a share are summed over ranks, which is communication too."""
         if self._clock is None or not self._measures:
             return make()
@@ -157,7 +157,7 @@ class StepObserver:
         counts = self._world.rank == 0 if self._on_fake else self._world.leads
         mine = torch.zeros(3 + size, dtype=torch.float64, device=device)
         if counts:
-            mine[0] = sum(counter.flops for counter in counters) * (self._world.shares if self._on_fake else 1)
+            mine[0] = sum(counter.flops for counter in counters) * (self._world.data_size if self._on_fake else 1)
             mine[1] = float(bool(why))
             mine[2] = sum(counter.flops for counter in self._again)
         if has_own_memory(device):

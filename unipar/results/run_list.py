@@ -18,7 +18,7 @@ from unipar.results.run_report import SPEED_NAMES
 from unipar.run_folder.error_file import RecordedError, read_error, read_run_error
 from unipar.run_folder.folder import FOLDERS_THAT_STAY, RUN_FILES, is_locked
 from unipar.run_folder.heartbeat import LastPhase, read_heartbeat
-from unipar.run_folder.layout import heartbeat_path, ledger_path
+from unipar.run_folder.layout import heartbeat_path, run_log_path
 from unipar.run_folder.run_attempts import count_attempts
 from unipar.utils.procfs import boot_id
 from unipar.utils.text import count_of, first_few, format_clock
@@ -126,7 +126,7 @@ def _is_run(folder: Path) -> bool:
     """Return whether a run was started in a folder; a config.json alone may be any program's, unless it is empty."""
     config, launch = (folder / name for name in RUN_FILES)
     try:
-        return launch.is_file() or ledger_path(folder, 0).is_file() or (config.is_file() and not config.stat().st_size)
+        return launch.is_file() or run_log_path(folder, 0).is_file() or (config.is_file() and not config.stat().st_size)
     except OSError:
         return False
 
@@ -181,9 +181,9 @@ def _read_run(run: Path, entry: RunEntry) -> RunEntry:
     launch = _read_if_present(run / "launch.json", "launch of a run")
     config = _read_if_present(run / "config.json", "config of a run")
     settled = nested_mapping(launch, "settled")
-    head, tail = _first_and_last_events(ledger_path(run, 0))
+    head, tail = _first_and_last_events(run_log_path(run, 0))
     start = next((row for row in head if row["event"] == "start"), {})
-    if "ranks" in launch:  # of this attempt; the ledger begins with the first one
+    if "ranks" in launch:  # of this attempt; the run log begins with the first one
         start = {"strategy": settled.get("strategy"), "size": launch["ranks"]}
     step = next((row for row in reversed(tail) if row["event"] == "step"), {})
     started = min([(run / "launch.json").stat().st_mtime] if launch else [entry.started], default=entry.started)
@@ -270,32 +270,32 @@ def _sentence(error: RecordedError) -> str:
     return error.message.strip().partition("\n")[0] if own else error.line
 
 
-def _first_and_last_events(ledger: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the first events of a ledger and its last ones, back to a logged step; a long one is not read as a whole.
+def _first_and_last_events(run_log: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the first events of a run log and its last ones, back to a logged step; a long one is not read as a whole.
 
     An unfinished last line is left out.
     """
-    if not ledger.exists():
+    if not run_log.exists():
         return [], []
-    with ledger.open("rb") as file:
+    with run_log.open("rb") as file:
         head = file.read(_TAIL_BYTES)
         size, length = file.seek(0, 2), _TAIL_BYTES
         while True:
             begin = max(0, size - length)
             file.seek(begin)
             lines = file.read().split(b"\n")[1 if begin else 0 : -1]
-            tail = [_event(line, ledger) for line in lines]
+            tail = [_event(line, run_log) for line in lines]
             if not begin or any(row["event"] == "step" for row in tail):
-                return [_event(line, ledger) for line in head.split(b"\n")[:-1]], tail
+                return [_event(line, run_log) for line in head.split(b"\n")[:-1]], tail
             length *= 4
 
 
-def _event(line: bytes, ledger: Path) -> dict[str, Any]:
+def _event(line: bytes, run_log: Path) -> dict[str, Any]:
     try:
         row: Any = json.loads(line)
         return {**row, "event": str(row["event"]), "time": float(row["time"])}
     except (LookupError, TypeError, ValueError):
-        raise ReportError(f"{ledger} cannot be read as a rank's ledger: one of its lines is not an event") from None
+        raise ReportError(f"{run_log} cannot be read as a rank's run log: one of its lines is not an event") from None
 
 
 # Comparisons, scalings, verifications

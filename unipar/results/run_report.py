@@ -1,4 +1,4 @@
-"""`Report`: results of a run, read from the ledgers in its folder."""
+"""`Report`: results of a run, read from the run logs in its folder."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Self
 from typing_extensions import override
 
 from unipar.memory.account import PhasePeak
-from unipar.run_folder.layout import PAGE_FILE_NAME, ledger_path
-from unipar.run_folder.ledger import Ledger
+from unipar.run_folder.layout import PAGE_FILE_NAME, run_log_path
+from unipar.run_folder.run_log import RunLog
 from unipar.utils.notebook import ShownAsPage
 from unipar.utils.table import format_table
 from unipar.utils.text import count_of, format_duration, format_flops, format_number, format_rate, format_size
@@ -55,7 +55,7 @@ class Report(ShownAsPage):
     """Number of parameters of the model."""
 
     steps: int
-    """Optimizer steps taken, as far as the ledger knows."""
+    """Optimizer steps taken, as far as the run log knows."""
 
     losses: list[tuple[int, float]]
     """(step, loss of the global batch) of the steps that logged."""
@@ -108,7 +108,7 @@ class Report(ShownAsPage):
     @classmethod
     def read(cls, run: Path) -> Self:
         """Return the report of a run folder; raise FileNotFoundError if it holds no run."""
-        return cls.of(run, [list(Ledger.read(path)) for path in _find_ledgers(run)])
+        return cls.of(run, [list(RunLog.read(path)) for path in _find_run_logs(run)])
 
     @classmethod
     def of(cls, run: Path, ranks: Sequence[Sequence[Mapping[str, Any]]]) -> Self:
@@ -232,12 +232,12 @@ def _describe_speed(step: int, named: Mapping[str, float]) -> str:
     return f"{', '.join(said)} at step {step}"
 
 
-def _find_ledgers(run: Path) -> list[Path]:
-    """Return the paths of every rank's ledger, rank 0 first."""
-    ledgers = sorted(run.glob("rank-*.jsonl"), key=lambda path: int(path.stem.removeprefix("rank-")))
-    if not ledgers or ledgers[0] != ledger_path(run, 0):
-        raise FileNotFoundError(f"{run} holds no run: there is no {ledger_path(run, 0).name} in it")
-    return ledgers
+def _find_run_logs(run: Path) -> list[Path]:
+    """Return the paths of every rank's run log, rank 0 first."""
+    run_logs = sorted(run.glob("rank-*.jsonl"), key=lambda path: int(path.stem.removeprefix("rank-")))
+    if not run_logs or run_logs[0] != run_log_path(run, 0):
+        raise FileNotFoundError(f"{run} holds no run: there is no {run_log_path(run, 0).name} in it")
+    return run_logs
 
 
 def _select_events(rows: Iterable[Mapping[str, Any]], event: str) -> list[Mapping[str, Any]]:

@@ -1,1 +1,1 @@
-"""The run folder, through which processes of a run communicate: paths, ledger, heartbeat, error files."""
+"""The run folder, through which processes of a run communicate: paths, run log, heartbeat, error files."""

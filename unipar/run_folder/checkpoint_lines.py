@@ -8,15 +8,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from unipar.run_folder.layout import ledger_path, read_launch_file
-from unipar.run_folder.ledger import Ledger
+from unipar.run_folder.layout import read_launch_file, run_log_path
+from unipar.run_folder.run_log import RunLog
 from unipar.utils.address import is_address
 from unipar.utils.files import relative_path
 from unipar.utils.text import count_of, format_duration, format_size
 
 
 def describe_checkpoint_event(row: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines about one event of the ledger: resumed, checkpoint, or checkpoint failed."""
+    """Yield the lines about one event of the run log: resumed, checkpoint, or checkpoint failed."""
     if row["event"] == "resumed":
         for passed in row["passed"]:
             yield f"passed over: {passed}"
@@ -53,7 +53,7 @@ def _shown(row: Mapping[str, Any]) -> str:
 
 def describe_way_on(run: Path, step: int) -> str:
     """Return how a run that stopped after `step` steps goes on, or what would have kept its state."""
-    saved = [row for row in Ledger.read(ledger_path(run, 0)) if row["event"] == "checkpoint"]
+    saved = [row for row in RunLog.read(run_log_path(run, 0)) if row["event"] == "checkpoint"]
     resume = f"--resume{_out_option(run)}"
     if saved and saved[-1]["step"] == step:
         return f"its state is in {_shown(saved[-1])}: go on with {resume}"

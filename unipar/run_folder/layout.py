@@ -23,8 +23,8 @@ def heartbeat_path(run: Path, rank: int) -> Path:
     return run / f"rank-{rank}.beat"
 
 
-def ledger_path(run: Path, rank: int) -> Path:
-    """Return the path of a rank's ledger."""
+def run_log_path(run: Path, rank: int) -> Path:
+    """Return the path of a rank's run log."""
     return run / f"rank-{rank}.jsonl"
 
 

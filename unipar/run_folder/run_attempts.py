@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from unipar.run_folder.heartbeat import read_heartbeat
-from unipar.run_folder.layout import attempts_path, heartbeat_path, ledger_path
-from unipar.run_folder.ledger import Ledger
+from unipar.run_folder.layout import attempts_path, heartbeat_path, run_log_path
+from unipar.run_folder.run_log import RunLog
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Attempt:
 
 def read_attempts(run: Path) -> list[Attempt]:
     """Return the earlier attempts of a run, the first one first; none if the run has only one."""
-    return [Attempt.of(row) for row in Ledger.read(attempts_path(run))]
+    return [Attempt.of(row) for row in RunLog.read(attempts_path(run))]
 
 
 def count_attempts(run: Path) -> int:
@@ -61,7 +61,7 @@ def count_attempts(run: Path) -> int:
 
 
 def reached_step(run: Path) -> int:
-    """Return the last step that an attempt finished, as far as ledger and heartbeat of rank 0 say."""
-    logged = max((int(row.get("step", 0)) for row in Ledger.read(ledger_path(run, 0))), default=0)
+    """Return the last step that an attempt finished, as far as run log and heartbeat of rank 0 say."""
+    logged = max((int(row.get("step", 0)) for row in RunLog.read(run_log_path(run, 0))), default=0)
     beat = read_heartbeat(heartbeat_path(run, 0))
     return max(logged, beat.step - 1 if beat is not None else 0)

@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from unipar.data.feed import MicrobatchFeed
-    from unipar.data.stream_feed import StreamFeed
+    from unipar.data.microbatch_loader import MicrobatchLoader
+    from unipar.data.stream_loader import StreamLoader
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class Share:
+class LocalBatch:
     """This rank's microbatches of one optimizer step; `share[0]` is the first batch, as collate returned it."""
 
     micros: Sequence[Micro]
@@ -102,19 +102,21 @@ class Run(ABC):
 
     @property
     @abstractmethod
-    def feed(self) -> MicrobatchFeed | StreamFeed:
+    def loader(self) -> MicrobatchLoader | StreamLoader:
         """Source of the run's own data; the task's `data()` is called at the first use."""
 
     @abstractmethod
-    def batches(self) -> Iterator[Share]:
+    def batches(self) -> Iterator[LocalBatch]:
         """Yield the run's own data, one share for each optimizer step; evaluate between steps when that is due."""
 
     @abstractmethod
-    def over(self, loader: Any) -> Iterator[Share]:
+    def over(self, dataloader: Any) -> Iterator[LocalBatch]:
         """Yield shares of another DataLoader, of which the dataset, collate_fn and workers are used."""
 
     @abstractmethod
-    def step(self, share: Share, part: str | None = None, loss: Fn | Sequence[Fn] | None = None) -> StepOutcome:
+    def step(
+        self, local_batch: LocalBatch, part: str | None = None, loss: Fn | Sequence[Fn] | None = None
+    ) -> StepOutcome:
         """Do one optimizer step (forward, backward, accumulate, clip, update); `part` and `loss` limit it to a part.
 
         Of several losses each has a forward and backward of its own; the step is that of their sum.
@@ -123,7 +125,7 @@ class Run(ABC):
     @abstractmethod
     def step_through(
         self,
-        share: Share,
+        local_batch: LocalBatch,
         through: Mapping[str, Callable[[nn.Module, Any, Mapping[str, Any]], Any]],
         *,
         part: str,
@@ -161,7 +163,7 @@ class Run(ABC):
         """
 
     @abstractmethod
-    def gather(self, tensor: Tensor, of: Share | Micro | None = None) -> Tensor:
+    def gather(self, tensor: Tensor, of: LocalBatch | Micro | None = None) -> Tensor:
         """Return the rows of a tensor (its first dimension) of all ranks, in the order of the global batch.
 
         All ranks call it, and each gets all rows; ranks may have different numbers of them. `of`: the share, or the
@@ -173,7 +175,7 @@ class Run(ABC):
 
     @abstractmethod
     def log(self, **named: Any) -> None:
-        """Write named values of this rank into its ledger; rank 0's go to the trackers too.
+        """Write named values of this rank into its run log; rank 0's go to the trackers too.
 
         A value is a number, or an image: an array or tensor of height x width x channels, uint8 or floats from 0 to 1,
         or an image of PIL. Rank 0's images are kept as PNG files in the run folder.

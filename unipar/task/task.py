@@ -164,10 +164,10 @@ class Task(ABC):
         if len(run.parts) > 1:
             raise TaskError(
                 f"model() returned several parts ({', '.join(run.parts)}) and the task has no train(run): write one, "
-                "which calls run.step(share, part=..., loss=...) for each part to be trained"
+                "which calls run.step(local_batch, part=..., loss=...) for each part to be trained"
             )
-        for share in run.batches():
-            run.step(share)
+        for local_batch in run.batches():
+            run.step(local_batch)
 
     def defines(self, name: str) -> bool:
         """Return whether the task defines an optional method itself."""

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 NoteEvent = Callable[..., None]
-"""Function that writes an event to the ledger: `Ledger.note`."""
+"""Function that writes an event to the run log: `RunLog.note`."""
 
 
 @final
 class TrackerWriter:
     """Writer to all trackers of a run, on rank 0 only; other ranks have no trackers.
 
-    A tracker that fails is dropped, and the failure is noted in the ledger, which holds all metrics.
+    A tracker that fails is dropped, and the failure is noted in the run log, which holds all metrics.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class TrackerWriter:
         self._threads = []
 
     def _drop_failed(self) -> None:
-        """Remove the trackers that have failed, and note why in the ledger."""
+        """Remove the trackers that have failed, and note why in the run log."""
         for thread in [thread for thread in self._threads if thread.fault]:
             self._threads.remove(thread)
             if self._note is not None:

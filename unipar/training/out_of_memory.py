@@ -14,8 +14,8 @@ from unipar.errors import OutOfMemory, ReportError, UniparError
 from unipar.memory.account import read_account
 from unipar.planning.estimate import BLOCK_SIZES, ModelSize, estimate_kept_bytes, suggest_what_fits
 from unipar.run_folder.heartbeat import LastPhase
-from unipar.run_folder.layout import ledger_path
-from unipar.run_folder.ledger import Ledger
+from unipar.run_folder.layout import run_log_path
+from unipar.run_folder.run_log import RunLog
 from unipar.utils.procfs import OomKillCount, anonymous_memory, count_oom_kills, memory_left, memory_limit_bytes
 from unipar.utils.text import format_size
 
@@ -194,13 +194,13 @@ def _describe_recorded_memory(run: Path, rank: int) -> str:
 
 
 def _model_size(start: Mapping[str, Any]) -> ModelSize:
-    """Return the size of the model from the ledger's first event; numbers by block are there if axes split blocks."""
+    """Return the size of the model from the run log's first event; numbers by block are there if axes split blocks."""
     return ModelSize(int(start["parameters"]), **{key: int(start[key]) for key in BLOCK_SIZES if key in start})
 
 
 def _last_event(run: Path, rank: int, event: str) -> Mapping[str, Any]:
     last: Mapping[str, Any] = {}
-    for row in Ledger.read(ledger_path(run, rank)):
+    for row in RunLog.read(run_log_path(run, rank)):
         last = row if row["event"] == event else last
     return last
 

@@ -46,7 +46,7 @@ class PartChoice:
             if self.alone:
                 return self.first
             raise TaskError(
-                f"run.step was called without part=: model() returned {', '.join(self._members)}; call run.step(share, "
+                f"run.step was called without part=: model() returned {', '.join(self._members)}; call run.step(local_batch, "
                 f"part={next(iter(self._members))!r}, loss=...)"
             )
         chosen = self.member(part)

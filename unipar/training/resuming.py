@@ -20,7 +20,7 @@ from unipar.distributed.meeting.text_rounds import open_rounds
 from unipar.distributed.world import World
 from unipar.errors import CheckpointError
 from unipar.task.location import code_folder, code_hash
-from unipar.training.feeds import place_feed, refuse_other_data, was_in_loader
+from unipar.training.run_loaders import place_loader, refuse_other_data, was_in_loader
 from unipar.utils.address import Location, parse_location
 from unipar.utils.git import git_revision
 
@@ -117,7 +117,7 @@ def restore_run(live: TrainingRun, chosen: ChosenCheckpoint) -> None:
     state, began = chosen.state, time.monotonic()
     of_loader = was_in_loader(state["data"], live.task)
     if not of_loader:
-        refuse_other_data(live.feed, state["data"], chosen.path)
+        refuse_other_data(live.loader, state["data"], chosen.path)
     with SavedState(chosen.path, chosen.checkpoint.manifest) as saved:
         total = _refuse_other_tensors(live, saved)
         classes = {name: part.optimizer for name, part in live.parts.items()}
@@ -137,7 +137,7 @@ def restore_run(live: TrainingRun, chosen: ChosenCheckpoint) -> None:
             live.task.load_state(unpack_values(packed, lambda path: saved.whole(path, "task")))
         read = saved.bytes_read
     live.heartbeat.set_work("")
-    placed = partial(place_feed, live, saved_in=chosen.checkpoint, said=chosen.said)
+    placed = partial(place_loader, live, saved_in=chosen.checkpoint, said=chosen.said)
     live.go_on_from(chosen.step, placed, of_loader=of_loader)
     if live.early_stop is not None:
         live.early_stop.go_on_from(state.get("early_stop"))

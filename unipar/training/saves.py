@@ -26,7 +26,7 @@ from unipar.distributed.meeting.text_rounds import open_rounds
 from unipar.errors import CheckpointError, TaskError
 from unipar.run_folder.layout import checkpoint_folder
 from unipar.task.location import code_folder, code_hash
-from unipar.training.feeds import describe_stream_place
+from unipar.training.run_loaders import describe_stream_place
 from unipar.training.stopping import StepAgreement
 from unipar.utils.address import Location
 from unipar.utils.git import git_revision

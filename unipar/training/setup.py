@@ -35,13 +35,13 @@ from unipar.planning.machines.device_peaks import find_device_peaks
 from unipar.profiling.fake_model import FakeModel
 from unipar.profiling.observer import StepObserver
 from unipar.run_folder.heartbeat import HeartbeatWriter
-from unipar.run_folder.layout import checkpoint_folder, heartbeat_path, ledger_path, read_launch_file
-from unipar.run_folder.ledger import Ledger
+from unipar.run_folder.layout import checkpoint_folder, heartbeat_path, read_launch_file, run_log_path
 from unipar.run_folder.run_attempts import count_attempts
+from unipar.run_folder.run_log import RunLog
 from unipar.task import Task
 from unipar.tracking.writer import TrackerWriter
+from unipar.training.local_batches import first_microbatch
 from unipar.training.out_of_memory import explain_out_of_memory, is_out_of_memory
-from unipar.training.shares import first_microbatch
 from unipar.training.stopping import stop_on_signals, stop_reason
 from unipar.training.trained_parts import OfOptimizer, TrainedPart, tied_names
 from unipar.training.training_run import TrainingRun
@@ -52,7 +52,7 @@ from unipar.utils.procfs import anonymous_memory, peak_resident_bytes
 if TYPE_CHECKING:
     from torch import nn
 
-    from unipar.data.feed import MicrobatchFeed
+    from unipar.data.microbatch_loader import MicrobatchLoader
     from unipar.memory.recording.memory_log import StepMemory
     from unipar.model.safetensors_files import SafetensorsFiles
     from unipar.training.resuming import ChosenCheckpoint
@@ -72,13 +72,13 @@ def open_run(
     """Context manager: a run that is ready to train; if the body succeeds, the world is closed on exit.
 
     `backend` is that of the settled strategy. `met` is called when the ranks have met, before anything is built;
-    `at_end` when this rank's ledger is complete.
+    `at_end` when this rank's run log is complete.
     """
     config = settled.config
     heartbeat = HeartbeatWriter(heartbeat_path(run, place.rank))
     launched = read_launch_file(run)
     deadline = _deadline(config, launched, place.rank)
-    with stop_on_signals(deadline), Ledger(ledger_path(run, place.rank)) as ledger, ExitStack() as failed:
+    with stop_on_signals(deadline), RunLog(run_log_path(run, place.rank)) as run_log, ExitStack() as failed:
         if place.size == 1 or not place.started_by_unipar:
             failed.callback(leave_current_world)  # such a process may go on after an error; unipar's workers exit
         with _explain_import_error(backend):
@@ -87,18 +87,18 @@ def open_run(
             keep_freed_memory()
         if met is not None:
             met(world, heartbeat)
-        chosen, after = _choose_checkpoint(config, run, launched, world, ledger, heartbeat)
-        watcher = _make_step_memory(config, backend, world, run, heartbeat, ledger)
+        chosen, after = _choose_checkpoint(config, run, launched, world, run_log, heartbeat)
+        watcher = _make_step_memory(config, backend, world, run, heartbeat, run_log)
         told = config.model_dump(mode="json")
-        trackers = TrackerWriter(config.log.to, run, place.rank, told, ledger.note, after=after)
+        trackers = TrackerWriter(config.log.to, run, place.rank, told, run_log.note, after=after)
         resumes, build = chosen is not None, partial(build_run, settled, backend, task, world, heartbeat=heartbeat)
         with explain_out_of_memory(run, place.rank):
-            tried = _try_largest(build, world, ledger, trackers) if config.batch.memory_check else None
-            live = build(ledger=ledger, trackers=trackers, resumes=resumes)
+            tried = _try_largest(build, world, run_log, trackers) if config.batch.memory_check else None
+            live = build(run_log=run_log, trackers=trackers, resumes=resumes)
         if tried is not None:
-            live.use_feed(tried)
+            live.use_loader(tried)
         if place.rank == 0 and (found := launched.get("micro")) is not None:
-            ledger.note("micro", **found)
+            run_log.note("micro", **found)
         _keep_state(live, run, launched, chosen)
         if watcher is not None:
             _attach_step_memory(live, watcher)
@@ -106,15 +106,15 @@ def open_run(
         try:
             yield live
         except Stopped:
-            ledger.note("stopped", step=live.done, why=stop_reason())
+            run_log.note("stopped", step=live.done, why=stop_reason())
             trackers.close()
             raise
         live.finish()
         planned = {"of": live.known_steps, "epochs": config.train.epochs}
-        ledger.note("end", steps=live.done, **planned, peak_rss=peak_resident_bytes())
+        run_log.note("end", steps=live.done, **planned, peak_rss=peak_resident_bytes())
         if at_end is not None:
             at_end(world)
-        world.barrier()  # no rank reads ledgers before all of them are complete
+        world.barrier()  # no rank reads run logs before all of them are complete
         _close_engines(live)
         world.close()
         failed.pop_all()
@@ -126,14 +126,14 @@ def _close_engines(live: TrainingRun) -> None:
 
 
 def _try_largest(
-    build: Callable[..., TrainingRun], world: World, ledger: Ledger, trackers: TrackerWriter
-) -> MicrobatchFeed:
-    """Try the largest microbatches on a model that is thrown away, note it, and return the feed that has measured."""
+    build: Callable[..., TrainingRun], world: World, run_log: RunLog, trackers: TrackerWriter
+) -> MicrobatchLoader:
+    """Try the largest microbatches on a model that is thrown away, note it, and return the loader that has measured."""
     from unipar.training.warm_up.largest import try_largest
 
-    with Ledger(Path(os.devnull)) as unread:
-        live = build(ledger=unread, trackers=trackers)
-        feed, said = try_largest(live, is_out_of_memory)
+    with RunLog(Path(os.devnull)) as unread:
+        live = build(run_log=unread, trackers=trackers)
+        loader, said = try_largest(live, is_out_of_memory)
         _close_engines(live)
         del live
     gc.collect()
@@ -141,12 +141,12 @@ def _try_largest(
         release_unused_memory(world.device)
         forget_peaks(world.device)
     if world.rank == 0:
-        ledger.note("data", said=said)
-    return feed
+        run_log.note("data", said=said)
+    return loader
 
 
 def _choose_checkpoint(
-    config: Config, run: Path, launched: Mapping[str, Any], world: World, ledger: Ledger, heartbeat: HeartbeatWriter
+    config: Config, run: Path, launched: Mapping[str, Any], world: World, run_log: RunLog, heartbeat: HeartbeatWriter
 ) -> tuple[ChosenCheckpoint | None, int | None]:
     """Return the checkpoint from which the run goes on, verified by all ranks together; None to begin anew.
 
@@ -166,14 +166,14 @@ def _choose_checkpoint(
             chosen = replace(chosen, told=tuple(change for change in chosen.told if change.key not in shown))
     if again:  # in the folder of an earlier attempt, which may have had more ranks
         step = 0 if chosen is None or chosen.path.parent != folder else chosen.step
-        ledger.continue_after(step, attempt=earlier + 1)
+        run_log.continue_after(step, attempt=earlier + 1)
         if world.rank == 0:
             for rank in count(world.size):
-                if not (path := ledger_path(run, rank)).exists():
+                if not (path := run_log_path(run, rank)).exists():
                     break
-                Ledger.trim(path, step)
+                RunLog.trim(path, step)
     if world.rank == 0 and (lines := launched.get("lines")):
-        ledger.note("config", said=lines)
+        run_log.note("config", said=lines)
     return chosen, step
 
 
@@ -204,7 +204,7 @@ def _keep_state(live: TrainingRun, run: Path, launched: Mapping[str, Any], chose
 
 
 def _make_step_memory(
-    config: Config, backend: Backend, world: World, run: Path, heartbeat: HeartbeatWriter, ledger: Ledger
+    config: Config, backend: Backend, world: World, run: Path, heartbeat: HeartbeatWriter, run_log: RunLog
 ) -> StepMemory | None:
     """Return the recorder for `log.memory`, or None without it; its modules are imported only if needed."""
     if not config.log.memory:
@@ -212,7 +212,7 @@ def _make_step_memory(
     from unipar.memory.recording.memory_log import choose_step_memory
 
     watcher = choose_step_memory(backend, world, run)
-    ledger.note("memory", said=watcher.said)
+    run_log.note("memory", said=watcher.said)
     watcher.begin(world, heartbeat)
     return watcher
 
@@ -221,7 +221,7 @@ def _attach_step_memory(run: TrainingRun, watcher: StepMemory) -> None:
     watcher.follow([part.engine for part in run.parts.values()])
     if type(run.task).train is Task.train:
         with watcher.reading():
-            run.feed  # noqa: B018 - made here, its memory is not counted as the model's
+            run.loader  # noqa: B018 - made here, its memory is not counted as the model's
     run.attach_step_memory(watcher)
 
 
@@ -245,7 +245,7 @@ def build_run(
     task: Task,
     world: World,
     *,
-    ledger: Ledger,
+    run_log: RunLog,
     heartbeat: HeartbeatWriter,
     trackers: TrackerWriter,
     build: EngineFactory | None = None,
@@ -310,15 +310,15 @@ def build_run(
         for part in parts.values():  # some libraries fix in the first forward which parameters take gradients
             part.engine.evaluate(_compute_nothing, None)
     process = {"rank": world.rank, "size": world.size, "strategy": str(settled.strategy), "pid": os.getpid()}
-    ledger.note("start", **process, parameters=parameters, **in_blocks, resident=base)
+    run_log.note("start", **process, parameters=parameters, **in_blocks, resident=base)
     if modes and world.rank == 0:
-        ledger.note("training mode", said=modes)
+        run_log.note("training mode", said=modes)
     if loaded is not None and world.rank == 0:
-        ledger.note("weights", **asdict(loaded))
+        run_log.note("weights", **asdict(loaded))
     if files is not None:
-        ledger.note("weights read", bytes=files.bytes_read)
+        run_log.note("weights read", bytes=files.bytes_read)
     return TrainingRun(
-        task, parts, world, config, sizes, ledger=ledger, heartbeat=heartbeat, trackers=trackers, work=work
+        task, parts, world, config, sizes, run_log=run_log, heartbeat=heartbeat, trackers=trackers, work=work
     )
 
 

@@ -1,4 +1,4 @@
-"""Log of a run: which steps are logged, and what the ledger and the trackers get."""
+"""Log of a run: which steps are logged, and what the run log and the trackers get."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, final
 
 from unipar.profiling.observer import StepObserver
 from unipar.profiling.work import CompiledWork
-from unipar.run_folder.ledger import Ledger
-from unipar.task import Share
+from unipar.run_folder.run_log import RunLog
+from unipar.task import LocalBatch
 from unipar.tracking.images import pixels_of
 from unipar.tracking.writer import TrackerWriter
 from unipar.training.trained_parts import TrainedPart, collect_step_values, flatten_logged_step
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class StepLog:
     """Log of one rank: the first step, then every so many, and the last."""
 
-    def __init__(self, ledger: Ledger, trackers: TrackerWriter, every: int, observer: StepObserver) -> None:
-        self._ledger, self._trackers, self._every = ledger, trackers, every
+    def __init__(self, run_log: RunLog, trackers: TrackerWriter, every: int, observer: StepObserver) -> None:
+        self._run_log, self._trackers, self._every = run_log, trackers, every
         self._observer = observer
         self._since_log = self._timed = self._samples = self._all_samples = 0
         self._weight: float | None = None
@@ -55,13 +55,13 @@ class StepLog:
             self._observer.begin(measure=logs)
         self._since += time.perf_counter() - at  # not counted as time of a step
 
-    def count(self, share: Share, number: int, steps: int) -> bool:
+    def count(self, local_batch: LocalBatch, number: int, steps: int) -> bool:
         """Count the share of step `number` of `steps`; return whether that is logged."""
-        self._since_log, self._timed, self._samples = self._since_log + 1, self._timed + 1, share.samples
-        self._all_samples += share.samples
-        if share.weight is not None:
-            self._weight = (self._weight or 0.0) + share.weight
-            self._observer.add_weight(share.weight)
+        self._since_log, self._timed, self._samples = self._since_log + 1, self._timed + 1, local_batch.samples
+        self._all_samples += local_batch.samples
+        if local_batch.weight is not None:
+            self._weight = (self._weight or 0.0) + local_batch.weight
+            self._observer.add_weight(local_batch.weight)
         return self._since_log == self._every or number == steps or number == 1
 
     def write_step(self, number: int, steps: int, parts: Mapping[str, TrainedPart]) -> None:
@@ -75,9 +75,9 @@ class StepLog:
         if self._memory is not None:
             row["memory"] = [phase.model_dump(exclude={"largest"}) for phase in self._memory.after()]
             if self._memory.lost:
-                self._ledger.note("memory", said=f"no longer recorded: {self._memory.lost}")
+                self._run_log.note("memory", said=f"no longer recorded: {self._memory.lost}")
                 self._memory = None
-        self._ledger.note("step", step=number, of=steps, **row)
+        self._run_log.note("step", step=number, of=steps, **row)
         self._trackers.write(number, flatten_logged_step(row))
         self.restart_clock()
 
@@ -104,7 +104,7 @@ class StepLog:
             if self._observer.flops is not None:
                 self._counted = {"flops": self._observer.flops, "flops_by": self._observer.flops_by}
             for said in self._observer.notes:
-                self._ledger.note("work", said=said)
+                self._run_log.note("work", said=said)
 
     def _note_reasons(self, compiled: CompiledWork) -> None:
         """Write each reason of a graph break or recompile that is not written yet."""
@@ -112,7 +112,7 @@ class StepLog:
             for why in reasons:
                 if (kind, why) not in self._reasons:
                     self._reasons.add((kind, why))
-                    self._ledger.note("compiler", what=kind, why=why)
+                    self._run_log.note("compiler", what=kind, why=why)
 
     def restart_clock(self) -> None:
         """Begin to time now: what was done since the last step is not counted as time of a step."""
@@ -120,7 +120,7 @@ class StepLog:
 
     def write_values(self, event: str, step: int, named: Mapping[str, float]) -> None:
         """Write named values of an evaluation, or of the user's."""
-        self._ledger.note(event, step=step, **named)
+        self._run_log.note(event, step=step, **named)
         self._trackers.write(step, {f"{event}/{k}": v for k, v in named.items()})
 
     def write_logged(self, step: int, named: Mapping[str, Any]) -> None:
@@ -131,11 +131,11 @@ class StepLog:
             self.write_values("log", step, numbers)
         for name, pixels in images.items():
             if (file := self._trackers.keep_image(step, name, pixels)) is not None:
-                self._ledger.note("image", step=step, name=name, file=f"{file.parent.name}/{file.name}")
+                self._run_log.note("image", step=step, name=name, file=f"{file.parent.name}/{file.name}")
 
     def note(self, event: str, **fields: Any) -> None:
-        """Write an event into the ledger alone."""
-        self._ledger.note(event, **fields)
+        """Write an event into the run log alone."""
+        self._run_log.note(event, **fields)
 
     def close(self) -> None:
         """Close the trackers."""

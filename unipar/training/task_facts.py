@@ -83,8 +83,8 @@ def prepare_task(task: Task) -> None:
 def gather_task_facts(config: Config, sizes: BatchSizes) -> TaskFacts:
     """Create the task's model (on meta, if possible) and its data, and return facts about them."""
     from unipar.data.dataset import data_source_of, training_data_source
-    from unipar.data.feed import MicrobatchFeed
     from unipar.data.lengths import measure_lengths
+    from unipar.data.microbatch_loader import MicrobatchLoader
     from unipar.data.order import SampleOrder
     from unipar.data.stream import STREAM_PROMISES
     from unipar.data.token_order import TokenOrder
@@ -111,7 +111,7 @@ def gather_task_facts(config: Config, sizes: BatchSizes) -> TaskFacts:
                 order = SampleOrder(samples, sizes.total, config.train.seed, settings.shuffle, settings.last_batch)
             else:
                 lengths = measure_lengths(task, source.dataset, config.train.seed, sizes)
-                order = MicrobatchFeed(source, sizes, 0, config.train.seed, lengths=lengths).order
+                order = MicrobatchLoader(source, sizes, 0, config.train.seed, lengths=lengths).order
             per_epoch = order.per_epoch
             steps = order.steps(config.train.epochs or 1)
     counts = [(p.numel(), p.requires_grad) for module in modules.values() for p in module.parameters()]
@@ -178,7 +178,7 @@ def load_part(config: Config, sizes: BatchSizes) -> tuple[Part, Callable[[int], 
 
     from unipar.model.create import check_parts
     from unipar.model.modes import enter_training_mode
-    from unipar.training.shares import first_microbatches
+    from unipar.training.local_batches import first_microbatches
 
     task = load_task(config, prepared=False)
     with user_errors_as_task_errors("model()"), torch.random.fork_rng([]):
@@ -202,7 +202,7 @@ def cuts_of_task(task: Task, stages: int) -> tuple[str, ...] | None:
 
 def _part_of(task: Task, name: str, module: Any, config: Config, sizes: BatchSizes) -> Part:
     from unipar.model.blocks import find_blocks
-    from unipar.training.shares import first_microbatch
+    from unipar.training.local_batches import first_microbatch
 
     return Part(
         name,

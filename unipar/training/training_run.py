@@ -1,4 +1,4 @@
-"""Training loop of one rank, the same under every backend: feed, step, evaluate, log."""
+"""Training loop of one rank, the same under every backend: loader, step, evaluate, log."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from typing_extensions import override
 
 from unipar.backend import Engine, Factor, Fn, Micro, Piece, Read, Step
 from unipar.config import BatchSizes, Config
-from unipar.data.feed import MicrobatchFeed
+from unipar.data.microbatch_loader import MicrobatchLoader
 from unipar.data.order import MicrobatchPlan
-from unipar.data.stream_feed import StreamFeed
+from unipar.data.stream_loader import StreamLoader
 from unipar.distributed.world import World
 from unipar.engines.learning_rate import RateSchedule
 from unipar.errors import ConfigError, Stopped, TaskError
 from unipar.profiling.observer import StepObserver
 from unipar.run_folder.heartbeat import HeartbeatWriter
-from unipar.run_folder.ledger import Ledger
-from unipar.task import Run, Share, Task
+from unipar.run_folder.run_log import RunLog
+from unipar.task import LocalBatch, Run, Task
 from unipar.task.run import Position, StepOutcome
 from unipar.tracking.writer import TrackerWriter
 from unipar.training.evaluating.early_stop import EarlyStop
 from unipar.training.evaluating.evaluation import Evaluation, refuse_idle_evaluation, refuse_unsynced_evaluation
 from unipar.training.evaluating.whole_model import GatheredModel
-from unipar.training.feeds import RunFeeds, refuse_shared_stream
+from unipar.training.local_batches import LocalBatchMaker
 from unipar.training.losses.sample_rows import gather_rows
 from unipar.training.losses.step_loss import StepLoss
 from unipar.training.losses.through_parts import NumberedLoss, OutputFn, OutputsOfParts
 from unipar.training.part_choice import PartChoice
-from unipar.training.shares import ShareMaker
+from unipar.training.run_loaders import RunLoaders, refuse_shared_stream
 from unipar.training.step_log import StepLog
 from unipar.training.stopping import StateKeeper, StopAgreement, require_keeper
 from unipar.training.trained_parts import ActivePart, TrainedPart, combine_recorded_parts, iterate_pieces, restore_parts
@@ -57,7 +57,7 @@ class TrainingRun(Run):
         config: Config,
         sizes: BatchSizes,
         *,
-        ledger: Ledger,
+        run_log: RunLog,
         heartbeat: HeartbeatWriter,
         trackers: TrackerWriter,
         work: StepObserver,
@@ -67,23 +67,23 @@ class TrainingRun(Run):
         self.done = 0
         self._choice = choice = PartChoice(parts, task, config)
         self.heartbeat, self.work = heartbeat, work
-        self._log = StepLog(ledger, trackers, config.log.every, work)
+        self._log = StepLog(run_log, trackers, config.log.every, work)
         self._mark = heartbeat.set_phase
         self._loss = StepLoss(task, world, config, self._mark, work)
         self._rates = RateSchedule(config.train.schedule, task.schedule if task.defines("schedule") else None)
         self._local_steps, self._scales = config.train.local_steps, config.train.precision == "fp16"
-        self._maker = ShareMaker(task, world)
-        self.watch = StateWatch(world, config, ledger, own_optimizer=task.defines("optimizer"))
+        self._maker = LocalBatchMaker(task, world)
+        self.watch = StateWatch(world, config, run_log, own_optimizer=task.defines("optimizer"))
         self._is_plain = choice.alone and self.watch.every is None and not self._loss.is_across
         """Whether nothing surrounds the engine's step with the task's own loss, unless it is observed."""
 
         self._plans: Sequence[MicrobatchPlan] = ()
         """This rank's plans of the current share."""
 
-        self._share: Share | None = None
+        self._share: LocalBatch | None = None
 
         self._stop_agreement = StopAgreement(world, config.train.local_steps or 1)
-        self.feeds = RunFeeds(self, task.collate if task.defines("collate") else None)
+        self.loaders = RunLoaders(self, task.collate if task.defines("collate") else None)
         self._steps = config.train.steps
         self._parts_stepped: list[ActivePart] = []
         self._due = False
@@ -105,7 +105,7 @@ class TrainingRun(Run):
     def steps(self) -> int:
         if self._steps is None:
             assert self.config.train.epochs is not None
-            self._steps = self.feed.steps(self.config.train.epochs)
+            self._steps = self.loader.steps(self.config.train.epochs)
         return self._steps
 
     @property
@@ -115,30 +115,30 @@ class TrainingRun(Run):
 
     @property
     @override
-    def feed(self) -> MicrobatchFeed | StreamFeed:
-        return self.feeds.get()
+    def loader(self) -> MicrobatchLoader | StreamLoader:
+        return self.loaders.get()
 
     @property
     @override
     def position(self) -> Position:
-        return Position(self.done, *self.feed.place(self.done))
+        return Position(self.done, *self.loader.place(self.done))
 
     def seek(self, step: int) -> None:
         """Set the number of steps done, after state was restored."""
         self.done = step
 
     def go_on_from(
-        self, step: int, place_feed: Callable[[MicrobatchFeed | StreamFeed], None], *, of_loader: bool
+        self, step: int, place_loader: Callable[[MicrobatchLoader | StreamLoader], None], *, of_loader: bool
     ) -> None:
-        """Go on as another run would that has done these steps; `place_feed` has a feed read what is left of its data.
+        """Go on as another run would that has done these steps; `place_loader` has a loader read what is left of its data.
 
-        `of_loader`: that of a script's loader, which it brings later, with `over`.
+        `of_loader`: that of a script's dataloader, which it brings later, with `over`.
         """
         self.done = self._began_at = step
         self._log.begin_after(step)
-        self.feeds.go_on(place_feed, of_loader=of_loader)
+        self.loaders.go_on(place_loader, of_loader=of_loader)
         if not of_loader:
-            self.feed  # noqa: B018 - made here, and placed
+            self.loader  # noqa: B018 - made here, and placed
 
     @property
     @override
@@ -172,7 +172,7 @@ class TrainingRun(Run):
         self._mark(phase)
 
     def note(self, event: str, **fields: Any) -> None:
-        """Write an event into this rank's ledger."""
+        """Write an event into this rank's run log."""
         self._log.note(event, **fields)
 
     # Parts and their state
@@ -207,19 +207,19 @@ class TrainingRun(Run):
     # Methods for the loop
 
     @override
-    def batches(self) -> Iterator[Share]:
-        return self._shares(self.feed)
+    def batches(self) -> Iterator[LocalBatch]:
+        return self._local_batches(self.loader)
 
     @override
-    def over(self, loader: Any) -> Iterator[Share]:
-        return self._shares(self.feeds.over(loader))
+    def over(self, dataloader: Any) -> Iterator[LocalBatch]:
+        return self._local_batches(self.loaders.over(dataloader))
 
     @override
     def step(
-        self, share: Share, part: str | None = None, loss: Fn | Sequence[Fn] | NumberedLoss | None = None
+        self, local_batch: LocalBatch, part: str | None = None, loss: Fn | Sequence[Fn] | NumberedLoss | None = None
     ) -> StepOutcome:
-        if type(share) is not Share:
-            raise _not_a_share(share)
+        if type(local_batch) is not LocalBatch:
+            raise _not_a_local_batch(local_batch)
         if self._whole.is_open:
             self._whole.refuse("run.step()")
         active = self._choice.first
@@ -235,21 +235,21 @@ class TrainingRun(Run):
         try:
             self._loss.begin(done, active.seeds)
             if loss is None and self._is_plain and not self.work.observes:
-                out = trained.engine.step(self._loss.compute, share.micros, rate, self._mark)
+                out = trained.engine.step(self._loss.compute, local_batch.micros, rate, self._mark)
             else:
-                out = self._take_step(active, share, loss, rate, number)
+                out = self._take_step(active, local_batch, loss, rate, number)
         finally:
             self._choice.active = None
         trained.add_step(number, out, rate)
         if not self._parts_stepped:
-            self._due = self._log.count(share, number, steps)
+            self._due = self._log.count(local_batch, number, steps)
         reported = trained.report() if self._due or (not self._scales and out.skipped) else None
         if out.skipped is not False:
             trained.skip(number, out.skipped, expected=self._scales)
         if self._local_steps and (number % self._local_steps == 0 or number == steps):
             trained.engine.take_mean()
         if self.watch.every is not None:
-            self.watch.check(trained, number, out, rate, share, self._plans)
+            self.watch.check(trained, number, out, rate, local_batch, self._plans)
         if not self._choice.alone:
             self._parts_stepped.append(active)  # the share ends when the loop asks for the next one
         else:
@@ -262,7 +262,7 @@ class TrainingRun(Run):
     def _take_step(
         self,
         active: ActivePart,
-        share: Share,
+        local_batch: LocalBatch,
         loss: Fn | Sequence[Fn] | NumberedLoss | None,
         rate: Factor,
         number: int,
@@ -270,23 +270,25 @@ class TrainingRun(Run):
         """Return the result of a part's step, with all that may surround the engine's."""
         trained = active.trained
         with active, self.watch.around_step(trained, number):
-            return self._loss.take_step(trained.engine, loss, share.micros, self._plans, rate)
+            return self._loss.take_step(trained.engine, loss, local_batch.micros, self._plans, rate)
 
     @override
-    def step_through(self, share: Share, through: Mapping[str, OutputFn], *, part: str, loss: OutputFn) -> StepOutcome:
-        if type(share) is not Share:
-            raise _not_a_share(share)
+    def step_through(
+        self, local_batch: LocalBatch, through: Mapping[str, OutputFn], *, part: str, loss: OutputFn
+    ) -> StepOutcome:
+        if type(local_batch) is not LocalBatch:
+            raise _not_a_local_batch(local_batch)
         self._choice.check_through(through, part)
-        outputs = OutputsOfParts(share.micros)
+        outputs = OutputsOfParts(local_batch.micros)
         for name, fn in through.items():
             other = self._choice.member(name)
             self._mark("forward")
             with self._choice.forward_of(other):
                 seeded = partial(self._loss.seeded, done=self.done, of_part=other.seeds)
                 outputs.compute(name, other.trained.engine, fn, seeded)
-        outcome = self.step(share, part, outputs.last(loss))
+        outcome = self.step(local_batch, part, outputs.last(loss))
         for name, fn in reversed([*through.items()]):
-            self.step(share, name, outputs.again(name, fn))
+            self.step(local_batch, name, outputs.again(name, fn))
         return outcome
 
     @override
@@ -297,7 +299,7 @@ class TrainingRun(Run):
         if self._evaluation is None:
             engines = [part.engine for part in self._parts.values()]
             self._evaluation = Evaluation(self.task, engines, self.world, self.config, self.sizes, self._mark)
-            refuse_shared_stream(self.feed.source, self._evaluation.source)
+            refuse_shared_stream(self.loader.source, self._evaluation.source)
         self._mark("evaluate")
         with self._choice.forward_of(self._choice.first, evaluating=True), self.averaged():
             means = self._evaluation()
@@ -323,7 +325,7 @@ class TrainingRun(Run):
         return self._whole.gather(part, self)
 
     @override
-    def gather(self, tensor: Tensor, of: Share | Micro | None = None) -> Tensor:
+    def gather(self, tensor: Tensor, of: LocalBatch | Micro | None = None) -> Tensor:
         return gather_rows(self.world, tensor, of, self._share)
 
     @override
@@ -343,9 +345,9 @@ class TrainingRun(Run):
         """Call `observer` at each step with this rank's microbatches, and the samples that are in them."""
         self._batch_observer = observer
 
-    def use_feed(self, feed: MicrobatchFeed) -> None:
-        """Take the shares from `feed` instead of the task's own data."""
-        self.feeds.use(feed)
+    def use_loader(self, loader: MicrobatchLoader) -> None:
+        """Take the shares from `loader` instead of the task's own data."""
+        self.loaders.use(loader)
 
     def at_boundary(self, hook: Callable[[int], None]) -> None:
         """Call `hook` with the number of steps done at every step boundary, after the last step too."""
@@ -380,11 +382,11 @@ class TrainingRun(Run):
         if self._checkpoints is not None:
             self._checkpoints.at_boundary(done)
 
-    def _shares(self, feed: MicrobatchFeed | StreamFeed) -> Iterator[Share]:
+    def _local_batches(self, loader: MicrobatchLoader | StreamLoader) -> Iterator[LocalBatch]:
         every, steps, early_stop = self.config.eval.every, self.steps, self.early_stop
         self._rates.check(steps, self.world)
         _require_step(self.config, steps)
-        ready = feed.batches(self.done)
+        ready = loader.batches(self.done)
         while self.done < steps and (early_stop is None or not early_stop.is_reached):
             before = self.done
             if self._whole.is_open:
@@ -400,12 +402,12 @@ class TrainingRun(Run):
             if self._batch_observer is not None:
                 self._batch_observer(read)
             if self.work.observes:
-                share = self.work.make_share(partial(self._maker.make, read, feed, before))
+                local_batch = self.work.make_local_batch(partial(self._maker.make, read, loader, before))
             else:
-                share = self._maker.make(read, feed, before)
-            self._share = share
-            yield share
-            self._share = share = None
+                local_batch = self._maker.make(read, loader, before)
+            self._share = local_batch
+            yield local_batch
+            self._share = local_batch = None
             if not self._choice.alone:
                 self._end_share()
             if self.done != before + 1:
@@ -452,5 +454,5 @@ def _require_step(config: Config, steps: int) -> None:
             )
 
 
-def _not_a_share(share: object) -> TaskError:
+def _not_a_local_batch(local_batch: object) -> TaskError:
     return TaskError(f"run.step takes a Share, as run.batches() and run.over() yield; it got {share!r}")

@@ -89,7 +89,7 @@ def format_flops(number: float) -> str:
 
 
 def format_number(value: float | None) -> str:
-    """Return a number with four decimal places, or "not finite" for None (a ledger's NaN or infinity)."""
+    """Return a number with four decimal places, or "not finite" for None (a run log's NaN or infinity)."""
     return "not finite" if value is None else f"{value:.4f}"
 
 

@@ -54,7 +54,7 @@ class MatrixStates:
 
     def _use_flat_tensors(self, zero: Any, stage: int) -> None:
         names: dict[int, str] = {id(key): name for name, key in self._keys.items()}
-        found = list(ranges_in_flat_tensors(zero, stage, self._world.share, names))
+        found = list(ranges_in_flat_tensors(zero, stage, self._world.data_rank, names))
         mine = {names[id(p)]: (start, length) for _, several in found for p, start, length, _ in several}
         of_ranks: list[Any] = [mine]
         if self._world.size > 1:
@@ -99,7 +99,7 @@ class MatrixStates:
     def _speaks(self, name: str) -> bool:
         """Return whether this rank yields the state of a matrix: the first of those that have it."""
         owner = self._base.owns(self._keys[name]) if self.flat else None
-        return self._world.share == 0 if owner is None else owner
+        return self._world.data_rank == 0 if owner is None else owner
 
     def forget(self) -> None:
         """Begin again without state."""

@@ -116,7 +116,7 @@ class TorchScheduleExecutor:
     def _is_new_to_a_share(self, key: Any) -> bool:
         """Return whether any share of the data must find its shapes: FSDP2 gathers on all ranks or on none."""
         new = key not in self._shapes
-        if self._world.shares == 1:
+        if self._world.data_size == 1:
             return new
         return self._world.sum(torch.tensor(float(new), device=self._device)).item() > 0
 
@@ -301,7 +301,7 @@ def average_over_copies(parameters: Sequence[nn.Parameter], world: World) -> Non
 
     zerobubble needs this: it adds to gradients of weights outside of the backward in which FSDP2 would reduce them.
     """
-    if world.shares == 1:
+    if world.data_size == 1:
         return
     group = world.groups.copies_and_shards(1).get_group("copies")
     works: list[Any] = []
@@ -311,7 +311,7 @@ def average_over_copies(parameters: Sequence[nn.Parameter], world: World) -> Non
         works.append(dist.all_reduce(p.grad, group=group, async_op=True))
     for work in works:
         work.wait()
-    torch._foreach_div_([p.grad for p in parameters if p.grad is not None], float(world.shares))  # pyright: ignore[reportPrivateUsage]
+    torch._foreach_div_([p.grad for p in parameters if p.grad is not None], float(world.data_size))  # pyright: ignore[reportPrivateUsage]
 
 
 def refuse_other_shapes(schedule: str, micros: Sequence[Micro]) -> None:

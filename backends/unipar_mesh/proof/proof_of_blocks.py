@@ -186,7 +186,7 @@ def _split_blocks(
         loss = float(engine.run_forward(fn, batch))
     if runs:
         losses = [_projected(run.output, whole.blocks[run.name].output, sequences) for run in runs]
-        (torch.stack(losses).sum() * (engine.divisor / world.shares)).backward()
+        (torch.stack(losses).sum() * (engine.divisor / world.data_size)).backward()
     engine.finish_reduction()
     engine.before_state_access()
     ranks = world.mesh.ranks // world.mesh.sizes["pipeline"]
@@ -199,8 +199,8 @@ def _split_blocks(
 
     rows = world.sum(sketch_regions(list(whole.rows), regions()).to(world.device)).cpu()
     engine.optimizer.zero_grad()
-    share = torch.full((), loss / world.shares, dtype=torch.float64, device=world.device)
-    return float(world.sum_shares(share)), dict(zip(whole.rows, rows, strict=True))
+    share = torch.full((), loss / world.data_size, dtype=torch.float64, device=world.device)
+    return float(world.sum_over_data(share)), dict(zip(whole.rows, rows, strict=True))
 
 
 def _tensors_of_run(

@@ -120,7 +120,7 @@ def _split_gradients(engine: WrapperEngine, fn: Fn, batch: Any, names: list[str]
     with evaluation_without_autocast(engine, fn):
         share = engine.run_microbatches(
             lambda model, given, number: fn(model, given),
-            [Micro(batch, 1.0 / engine.world.shares)],
+            [Micro(batch, 1.0 / engine.world.data_size)],
             engine.divisor,
             lambda phase: None,
         )

@@ -11,8 +11,8 @@ import pytest
 from tests.support.softcuda.emulation import ROOT
 from tests.support.softcuda.processes import EmulatedDevice, EmulatedRun
 from tests.support.softcuda.trainings.strategies import CODE, SIZES
-from unipar.run_folder.layout import ledger_path
-from unipar.run_folder.ledger import Ledger
+from unipar.run_folder.layout import run_log_path
+from unipar.run_folder.run_log import RunLog
 
 STEPS = 10
 OVERFLOWS = [1, 3, 4, 8]
@@ -50,7 +50,7 @@ def state_of(folder: Path, step: int = STEPS) -> tuple[dict[str, bytes], dict[st
     saved = folder / f"run/checkpoints/step-{step:08}"
     shards = {file.name: file.read_bytes() for file in sorted(saved.glob("shards/*"))}
     part = json.loads((saved / "state.json").read_text("utf-8"))["parts"]["model"]
-    noted = [row["step"] for row in Ledger.read(ledger_path(folder / "run", 0)) if row["event"] == "skipped"]
+    noted = [row["step"] for row in RunLog.read(run_log_path(folder / "run", 0)) if row["event"] == "skipped"]
     return shards, {"skipped": part["skipped"], **part["counters"]}, noted
 
 
@@ -117,5 +117,5 @@ def test_gradients_that_no_scale_saves(emulated: EmulatedDevice, tmp_path: Path)
     assert "gradients are not finite at any loss scale down to 0.000976562" in run.stderr
     saved = sorted(path.name for path in (tmp_path / "run/checkpoints").glob("step-*"))
     assert saved[-1] == "step-00000025"
-    noted = [row["step"] for row in Ledger.read(ledger_path(tmp_path / "run", 0)) if row["event"] == "skipped"]
+    noted = [row["step"] for row in RunLog.read(run_log_path(tmp_path / "run", 0)) if row["event"] == "skipped"]
     assert noted == [*range(3, 31)]

@@ -12,8 +12,8 @@ from tests.support.softcuda.processes import EmulatedDevice
 from tests.support.softcuda.trainings.commands import COMMAND_SETTINGS, losses_of_run, write_config
 from tests.support.softcuda.trainings.strategies import SIZES, EmulatedTraining, judge
 from unipar.memory.account import MemoryAccount
-from unipar.run_folder.layout import ledger_path
-from unipar.run_folder.ledger import Ledger
+from unipar.run_folder.layout import run_log_path
+from unipar.run_folder.run_log import RunLog
 
 pytestmark = pytest.mark.emulated
 
@@ -32,7 +32,7 @@ def test_the_largest_microbatches_are_tried(emulated: EmulatedDevice, tmp_path: 
         done = emulated.unipar(["run", config])
         assert done.returncode == 0, done.stderr
         losses.append(losses_of_run(folder))
-    said = " ".join(str(row.get("said")) for row in Ledger.read(ledger_path(tmp_path / "True/run", 0)))
+    said = " ".join(str(row.get("said")) for row in RunLog.read(run_log_path(tmp_path / "True/run", 0)))
     assert "were tried before the first step, peak " in said
     assert losses[0] == losses[1]
 

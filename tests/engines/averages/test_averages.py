@@ -54,8 +54,8 @@ def test_an_evaluation_sees_the_averages(ema: dict[str, Any], tmp_path: Path) ->
     watched, weights = _Watched(), list[float]()
     with running(watched, tmp_path, train=_train(**ema)) as run:
         average = torch.tensor(_weight(run))
-        for k, share in enumerate(run.batches(), 1):
-            run.step(share)
+        for k, local_batch in enumerate(run.batches(), 1):
+            run.step(local_batch)
             before = _weight(run)
             weights.append(before)
             update, due = divmod(k, ema.get("every", 1))
@@ -94,20 +94,20 @@ def test_a_loop_of_ones_own_sees_them_too(tmp_path: Path) -> None:
 def test_no_step_and_no_save_with_averages_in_place(tmp_path: Path) -> None:
     """Also after an error that a loop has caught: what is trained would be something else, silently."""
     with running(Line(), tmp_path, train=_train(), checkpoint={"async": False}) as run:
-        shares = run.batches()
-        share = next(shares)
+        local_batches = run.batches()
+        local_batch = next(local_batches)
         with run.averaged():
             with pytest.raises(TaskError) as of_step:
-                run.step(share)
+                run.step(local_batch)
             with pytest.raises(CheckpointError) as of_save:
                 run.save()
         with pytest.raises(ZeroDivisionError), run.averaged():
             raise ZeroDivisionError
         with pytest.raises(TaskError) as after_error:
-            run.step(share)
+            run.step(local_batch)
         _put_weights_back(run.engine)
-        run.step(share)
-        for one in shares:
+        run.step(local_batch)
+        for one in local_batches:
             run.step(one)
     assert str(of_step.value) == str(after_error.value) == f"run.step(): {IN_PLACE}"
     assert IN_PLACE in str(of_save.value)

@@ -17,8 +17,8 @@ from unipar.launcher.micro_batch.choice import ChosenMicro, MicroTrial, usable_m
 from unipar.launcher.micro_batch.trials import ended_for_lack_of_memory
 from unipar.launcher.preparation.prepare import prepare
 from unipar.launcher.preparation.prepared_run import PreparedRun
-from unipar.run_folder.layout import ledger_path
-from unipar.run_folder.ledger import Ledger
+from unipar.run_folder.layout import run_log_path
+from unipar.run_folder.run_log import RunLog
 
 AUTO: dict[str, Any] = {**CONFIG, "batch": {"total": 8, "micro": "auto", "memory": "1MiB"}, "checkpoint": {}}
 NAME = "native/nothing on 2 ranks"
@@ -43,8 +43,8 @@ def begun() -> Path:
     assert run.auto is not None
     trial = MicroTrial(NAME, 2, fits=True, peak=2**19)
     found = ChosenMicro(2, 8, (NAME,), "cpu", usable_memory(run.config, 2), {NAME: 4}, (trial,))
-    with run.with_found_micro(found).create_folder() as made, Ledger(ledger_path(made.out, 0)) as ledger:
-        ledger.note("step", step=1, loss=0.5)
+    with run.with_found_micro(found).create_folder() as made, RunLog(run_log_path(made.out, 0)) as run_log:
+        run_log.note("step", step=1, loss=0.5)
     return made.out
 
 

@@ -12,8 +12,8 @@ from benchmarks.micro_batch import STRATEGIES, search_by_auto, search_by_hand, w
 from tests.support.wide import Wide
 from unipar.errors import OutOfMemory
 from unipar.launcher.micro_batch.trials import TrialCode
-from unipar.run_folder.layout import ledger_path, read_launch_file
-from unipar.run_folder.ledger import Ledger
+from unipar.run_folder.layout import read_launch_file, run_log_path
+from unipar.run_folder.run_log import RunLog
 from unipar.task.reference import TaskRef
 
 MIB = 2**20
@@ -31,12 +31,12 @@ CONFIG: dict[str, Any] = {
 def test_the_largest_that_fits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The plan knows what fits, a trial confirms it, and the run has it in its ledger."""
+    """The plan knows what fits, a trial confirms it, and the run has it in its run log."""
     monkeypatch.chdir(tmp_path)
     unipar.launch(CONFIG, task=Wide)
     found = read_launch_file(Path("run"))["micro"]
     assert [(trial["micro"], trial["fits"]) for trial in found["trials"]] == [(4, True)]
-    (noted,) = (row for row in Ledger.read(ledger_path(Path("run"), 0)) if row["event"] == "micro")
+    (noted,) = (row for row in RunLog.read(run_log_path(Path("run"), 0)) if row["event"] == "micro")
     assert (noted["micro"], noted["limit"], noted["planned"]) == (4, int(64 * MIB * 0.95), {NAME: 4})
     assert 0.5 * 64 * MIB < noted["trials"][0]["peak"] <= noted["limit"]
     lines = capsys.readouterr().err.splitlines()

@@ -13,8 +13,8 @@ from typing_extensions import override
 from tests.support.running import Line, running
 from unipar.config.config_source import load_config_file
 from unipar.errors import ConfigError, TaskError
-from unipar.run_folder.layout import ledger_path
-from unipar.run_folder.ledger import Ledger
+from unipar.run_folder.layout import run_log_path
+from unipar.run_folder.run_log import RunLog
 from unipar.training.training_run import TrainingRun
 
 
@@ -53,7 +53,7 @@ def _trained(folder: Path, task: Scripted, **sections: Any) -> int:
 
 
 def _said(folder: Path) -> list[str]:
-    return [row["said"] for row in Ledger.read(ledger_path(folder, 0)) if row["event"] == "early stop"]
+    return [row["said"] for row in RunLog.read(run_log_path(folder, 0)) if row["event"] == "early stop"]
 
 
 @pytest.mark.parametrize(("patience", "mode", "end"), [(3, "min", 8), (2, "min", 4), (1, "min", 3), (4, "min", 9),
@@ -61,7 +61,7 @@ def _said(folder: Path) -> list[str]:
 def test_where_a_run_ends(tmp_path: Path, patience: int, mode: str, end: int) -> None:
     """After so many evaluations without an improvement; a value as good as the best is none, nor is NaN."""
     assert _trained(tmp_path, Scripted(VALUES), **_settings(patience, mode)) == end
-    rows = list(Ledger.read(ledger_path(tmp_path, 0)))
+    rows = list(RunLog.read(run_log_path(tmp_path, 0)))
     assert [row["steps"] for row in rows if row["event"] == "end"] == [end]
     assert len([row for row in rows if row["event"] == "eval"]) == end
 
@@ -108,8 +108,8 @@ def test_a_second_evaluation_after_the_same_step_is_not_counted(tmp_path: Path) 
         @override
         def train(self, run: Any) -> None:
             self._run = run
-            for share in run.batches():
-                run.step(share)
+            for local_batch in run.batches():
+                run.step(local_batch)
                 run.evaluate()
 
     task = Twice(VALUES)

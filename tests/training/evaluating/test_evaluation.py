@@ -29,8 +29,8 @@ def test_a_loop_of_its_own_may_evaluate(tmp_path: Path) -> None:
     class Evaluating(Line):
         @override
         def train(self, run: Any) -> None:
-            for share in run.batches():
-                run.step(share)
+            for local_batch in run.batches():
+                run.step(local_batch)
             self.means = run.evaluate()
 
     task = Evaluating()

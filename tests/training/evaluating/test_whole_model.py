@@ -12,14 +12,14 @@ from typing_extensions import override
 
 from tests.support.running import Line, running
 from unipar.errors import TaskError
-from unipar.run_folder.layout import ledger_path
-from unipar.run_folder.ledger import Ledger
+from unipar.run_folder.layout import run_log_path
+from unipar.run_folder.run_log import RunLog
 from unipar.training.evaluating.whole_model import check_room
 from unipar.training.training_run import TrainingRun
 
 
 def test_the_model_is_the_users_in_evaluation_mode(tmp_path: Path) -> None:
-    """Its own mode is put back; the ledger has the bytes, none where nothing is split."""
+    """Its own mode is put back; the run log has the bytes, none where nothing is split."""
     with running(Line(), tmp_path) as run:
         run.step(next(run.batches()))
         with run.whole() as model:
@@ -28,7 +28,7 @@ def test_the_model_is_the_users_in_evaluation_mode(tmp_path: Path) -> None:
             assert not torch.is_grad_enabled()
             assert float(model(torch.ones(1, 1))) == model.weight.item()
         assert model.training
-    (row,) = [row for row in Ledger.read(ledger_path(tmp_path, 0)) if row["event"] == "whole"]
+    (row,) = [row for row in RunLog.read(run_log_path(tmp_path, 0)) if row["event"] == "whole"]
     assert (row["step"], row["bytes"]) == (1, 0)
 
 
@@ -38,10 +38,10 @@ _INSIDE = " was called inside `with run.whole()`, where parameters are gathered:
 def test_nothing_else_runs_inside(tmp_path: Path) -> None:
     """A step would update parameters that are not the gathered ones."""
     with running(Line(), tmp_path) as run:
-        shares = run.batches()
-        share = next(shares)
+        local_batches = run.batches()
+        local_batch = next(local_batches)
         calls: dict[str, Any] = {
-            "run.step()": lambda: run.step(share),
+            "run.step()": lambda: run.step(local_batch),
             "run.evaluate()": run.evaluate,
             "run.save()": run.save,
             "run.averaged()": lambda: run.averaged().__enter__(),
@@ -51,9 +51,9 @@ def test_nothing_else_runs_inside(tmp_path: Path) -> None:
             with run.whole(), pytest.raises(TaskError) as e:
                 call()
             assert str(e.value) == name + _INSIDE
-        run.step(share)
+        run.step(local_batch)
         with run.whole(), pytest.raises(TaskError) as e:
-            next(shares)
+            next(local_batches)
         assert str(e.value) == "the next share of run.batches() or run.over()" + _INSIDE
 
 

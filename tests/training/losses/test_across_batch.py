@@ -12,11 +12,11 @@ from torch.utils.data import TensorDataset
 from typing_extensions import override
 
 import unipar
-from tests.support.ledgers import step_losses
+from tests.support.run_logs import step_losses
 from tests.support.running import running
 from unipar.errors import TaskError, UniparError
-from unipar.run_folder.layout import ledger_path
-from unipar.run_folder.ledger import Ledger
+from unipar.run_folder.layout import run_log_path
+from unipar.run_folder.run_log import RunLog
 from unipar.task.features import FeatureColumns
 from unipar.training.losses.sample_rows import SampleRows
 
@@ -110,7 +110,7 @@ def test_the_cost_is_told(tmp_path: Path) -> None:
     task = Wide()
     with running(task, tmp_path) as run:
         task.train(run)
-    said = [row["said"] for row in Ledger.read(ledger_path(tmp_path, 0)) if row["event"] == "work"]
+    said = [row["said"] for row in RunLog.read(run_log_path(tmp_path, 0)) if row["event"] == "work"]
     # per sample 2 (8 + 64 + 8) forward; backward twice that but for the first layer's input: 2 x 160 - 16
     assert said == [
         "features of the whole batch were computed first, without gradients: 640 operations more, 34% of the step's"

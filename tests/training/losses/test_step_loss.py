@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 import unipar
-from tests.support.ledgers import step_losses
+from tests.support.run_logs import step_losses
 from tests.support.running import Line, running
 from unipar.errors import TaskError
 
@@ -37,8 +37,8 @@ class _Two(Line):
 
     @override
     def train(self, run: unipar.Run) -> None:
-        for share in run.batches():
-            run.step(share, loss=list(self.given))
+        for local_batch in run.batches():
+            run.step(local_batch, loss=list(self.given))
 
 
 _ONE_STEP: dict[str, Any] = {"train": {"steps": 1, "optimizer": {"name": "sgd", "lr": 0.1}}, "data": {"shuffle": False}}

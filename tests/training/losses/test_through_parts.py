@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 from typing_extensions import override
 
 import unipar
-from tests.support.ledgers import rows_of
+from tests.support.run_logs import rows_of
 from tests.support.running import running
 from unipar.errors import TaskError
 
@@ -50,9 +50,9 @@ class Product(unipar.Task):
 
     @override
     def train(self, run: unipar.Run) -> None:
-        for share in run.batches():
+        for local_batch in run.batches():
             given: dict[str, Any] = {"through": {"a": self.first}, "part": "b", "loss": self.last}
-            run.step_through(share, **given | self.changed)
+            run.step_through(local_batch, **given | self.changed)
 
 
 _ONE_STEP: dict[str, Any] = {"train": {"steps": 1, "optimizer": {"name": "sgd", "lr": 0.1}}}

@@ -148,7 +148,7 @@ class CandidateWorld:
 
     @property
     def name(self) -> str:
-        """Name in lines and in the ledger."""
+        """Name in lines and in the run log."""
         return name_of_world(self.settled.strategy, self.settled.ranks)
 
     def at(self, micro: int) -> SettledConfig:

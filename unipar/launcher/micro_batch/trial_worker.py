@@ -107,7 +107,7 @@ def open_trial(settled: SettledConfig, backend: Backend, task: Task, place: Plac
     with open_run(settled, backend, task, place, run, met=met) as live:
         with uncounted_allocations():  # the data's memory is not the model's
             if type(task).train is Task.train:
-                live.feed  # noqa: B018 - made here
+                live.loader  # noqa: B018 - made here
 
         def end(done: int) -> None:
             trial_path(run, place.rank).write_text(json.dumps({"steps": done, "peak": limit.look()}), encoding="utf-8")

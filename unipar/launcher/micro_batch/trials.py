@@ -117,7 +117,7 @@ class Trials:
         for trial in self.done:
             if (trial.world, trial.micro) == (world.name, micro):
                 return trial.fits
-        self._say(f"{PREFIX}: trying {micro} of {world.settled.sizes.share} in {world.name}")
+        self._say(f"{PREFIX}: trying {micro} of {world.settled.sizes.local} in {world.name}")
         settled, trial = _without_extras(world.at(micro)), None
         entry = SCRIPT_ENTRY if self._code.ref is None else TRIAL_ENTRY
         try:

@@ -11,9 +11,9 @@ from unipar.launcher.processes.worker_arguments import PARENT_GONE_EXIT_CODE
 from unipar.run_folder.checkpoint_lines import describe_way_on
 from unipar.run_folder.error_file import RecordedError, is_timeout, read_error
 from unipar.run_folder.heartbeat import LastPhase, read_heartbeat
-from unipar.run_folder.layout import heartbeat_path, ledger_path, log_path
-from unipar.run_folder.ledger import Ledger
+from unipar.run_folder.layout import heartbeat_path, log_path, run_log_path
 from unipar.run_folder.run_attempts import reached_step
+from unipar.run_folder.run_log import RunLog
 from unipar.training.out_of_memory import describe_killed_rank, why_memory_ran_out
 from unipar.utils.procfs import OomKillCount
 
@@ -181,7 +181,7 @@ def _last_log_line(log: Path) -> str:
 
 def make_stopped_error(run: Path, size: int, why: str) -> Stopped:
     """Return the error of a run that a signal or its deadline stopped, with the step that was reached."""
-    stops = [row for row in Ledger.read(ledger_path(run, 0)) if row["event"] == "stopped"]
+    stops = [row for row in RunLog.read(run_log_path(run, 0)) if row["event"] == "stopped"]
     if stops:
         reached = stops[-1]["step"]
         why = own if (own := stops[-1].get("why", "")).startswith("launch.") else why

@@ -81,7 +81,7 @@ def _lines(launched: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def saved_steps(rows: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Return the steps of a run's checkpoints, as far as the ledger knows."""
+    """Return the steps of a run's checkpoints, as far as the run log knows."""
     return sorted({int(row["step"]) for row in rows if row["event"] in ("checkpoint", "resumed")})
 
 

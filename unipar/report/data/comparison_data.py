@@ -24,7 +24,7 @@ from unipar.results.result_files import (
     read_mapping,
 )
 from unipar.results.row import StrategyResult
-from unipar.run_folder.layout import ledger_path
+from unipar.run_folder.layout import run_log_path
 from unipar.utils.mappings import flatten
 
 
@@ -174,7 +174,7 @@ def read_config_keys(file: Path, problems: list[str]) -> dict[str, Any]:
 
 def _read_parameter_count(at: Path, problems: list[str]) -> int:
     """Return the number of parameters from rank 0's start event; 0 if there is none, or if it cannot be read."""
-    file = ledger_path(at, 0)
+    file = run_log_path(at, 0)
     if not file.exists():
         return 0
     try:
@@ -186,5 +186,5 @@ def _read_parameter_count(at: Path, problems: list[str]) -> int:
         why = "it has no start event"
     except (OSError, ValueError, LookupError, TypeError) as e:
         why = getattr(e, "strerror", None) or f"{type(e).__name__}: {e}"
-    problems.append(f"{file} cannot be read as a rank's ledger ({why}): it is left out")
+    problems.append(f"{file} cannot be read as a rank's run log ({why}): it is left out")
     return 0

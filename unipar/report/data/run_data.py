@@ -17,10 +17,10 @@ from unipar.report.data.comparison_data import read_config_keys
 from unipar.results.result_files import CONFIG_FILE, nested_mapping, read_mapping
 from unipar.results.run_report import Report
 from unipar.run_folder.layout import run_error_path
-from unipar.run_folder.ledger import Ledger
+from unipar.run_folder.run_log import RunLog
 from unipar.utils.text import format_flops
 
-_LEDGER_FILE_PATTERN = r"rank-(\d+)\.jsonl"
+_RUN_LOG_FILE_PATTERN = r"rank-(\d+)\.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,15 +72,15 @@ class RunPageData:
         return self.folder.resolve().name
 
     @classmethod
-    def read(cls, ledger: Path) -> Self:
-        """Return the run whose folder holds the ledger of rank 0; raise ReportError if that ledger cannot be read."""
-        folder, problems = ledger.parent, list[str]()
-        by = dict(_read_ledgers(folder, problems))
+    def read(cls, run_log: Path) -> Self:
+        """Return the run whose folder holds the run log of rank 0; raise ReportError if that run log cannot be read."""
+        folder, problems = run_log.parent, list[str]()
+        by = dict(_read_run_logs(folder, problems))
         ranks = list(by.values())
         try:
             report = Report.of(folder, ranks)
         except (LookupError, TypeError, ValueError) as e:
-            raise ReportError(f"{ledger} is not a ledger written by unipar ({type(e).__name__}: {e})") from None
+            raise ReportError(f"{run_log} is not a run log written by unipar ({type(e).__name__}: {e})") from None
         launch = folder / "launch.json"
         launched = _read_launch_file(launch, problems) if launch.exists() else {}
         config = read_config_keys(folder / CONFIG_FILE, problems) if (folder / CONFIG_FILE).exists() else {}
@@ -112,26 +112,26 @@ class RunPageData:
         )
 
 
-def _read_ledgers(folder: Path, problems: list[str]) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    """Yield each rank and its events; raise if rank 0's ledger is unreadable, leave out any other rank's."""
-    numbers = sorted(int(m[1]) for file in folder.iterdir() if (m := re.fullmatch(_LEDGER_FILE_PATTERN, file.name)))
+def _read_run_logs(folder: Path, problems: list[str]) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    """Yield each rank and its events; raise if rank 0's run log is unreadable, leave out any other rank's."""
+    numbers = sorted(int(m[1]) for file in folder.iterdir() if (m := re.fullmatch(_RUN_LOG_FILE_PATTERN, file.name)))
     for rank in numbers:
         file = folder / f"rank-{rank}.jsonl"
         try:
             rows = _events(file)
         except (OSError, ValueError) as e:
-            problem = f"{file} cannot be read as a rank's ledger ({getattr(e, 'strerror', None) or e})"
+            problem = f"{file} cannot be read as a rank's run log ({getattr(e, 'strerror', None) or e})"
             if rank == 0:
                 raise ReportError(problem) from None
             problems.append(f"{problem}: it is left out")
         else:
-            if not Ledger.whole(file):
+            if not RunLog.whole(file):
                 problems.append(f"{file} ends in the middle of a line: the lines before it are shown")
             yield rank, rows
 
 
 def _events(file: Path) -> list[dict[str, Any]]:
-    rows: list[Any] = list(Ledger.read(file))
+    rows: list[Any] = list(RunLog.read(file))
     if not all(isinstance(row, dict) and {"event", "time"} <= row.keys() for row in rows):
         raise ValueError("one of its lines is not an event")
     return rows

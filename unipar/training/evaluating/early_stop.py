@@ -37,7 +37,7 @@ class EarlyStop:
     """Decision on an early stop, made by rank 0 for all after each evaluation; the same calls are made on all ranks."""
 
     def __init__(self, rule: EarlyStopRule, world: World, note: Callable[..., None]) -> None:
-        """`note` writes an event into the ledger."""
+        """`note` writes an event into the run log."""
         self._rule, self._world, self._note = rule, world, note
         self._state = StopState(rule.metric, rule.mode)
 

@@ -114,7 +114,7 @@ class Evaluation:
             self._stream_batches() if self.source.streams else self._map_style_batches()
         ):
             self.mark("evaluate")  # one mark a batch: the watchdog sees that the rank does not hang
-            number = self.world.share + i * self.world.shares
+            number = self.world.data_rank + i * self.world.data_size
             given = self._run(batch, number, key if samples else None, samples)
             pairs = self._pairs(given, batch, samples, key[1])
             self._add(pairs)
@@ -155,7 +155,7 @@ class Evaluation:
 
         Number 0 marks a batch that is run and not added: other ranks still have one, and collectives need every rank.
         """
-        size, rank = self.world.shares, self.world.share
+        size, rank = self.world.data_size, self.world.data_rank
         chunks = self._chunks()
         rounds = -(-len(chunks) // size)
         mine = [chunks[i] if i < len(chunks) else chunks[0] for i in range(rank, rounds * size, size)]
@@ -198,10 +198,10 @@ class Evaluation:
 
     def _stream_batches(self) -> Iterator[tuple[Any, int, SampleKey]]:
         """Yield the same of a stream, which every rank reads as a whole."""
-        size, micro = self.world.shares, self.sizes.micro
+        size, micro = self.world.data_size, self.sizes.micro
         rounds = BatchSizes(total=micro * size, micro=micro, accumulate=1, ranks=size)
         for portion in wrap_in_workers(
-            WholeStream(self.source, rounds, self.world.share, self.seed, most=self.most), self.source
+            WholeStream(self.source, rounds, self.world.data_rank, self.seed, most=self.most), self.source
         ):
             if portion.fault:
                 raise TaskError(portion.fault.replace("data()", "validation()"))

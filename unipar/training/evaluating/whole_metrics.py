@@ -164,7 +164,7 @@ class WholeMetrics:
         """Return the rank that computes, and for each share of the data the rank whose rows and states count."""
         world = self._world
         table = torch.full((world.size,), 0.0, dtype=torch.float64, device=world.device)
-        table[world.rank] = world.share + 1.0 if self.is_answer else 0.0
+        table[world.rank] = world.data_rank + 1.0 if self.is_answer else 0.0
         first: dict[int, int] = {}
         for rank, share in enumerate(world.sum(table).tolist()):
             if share:

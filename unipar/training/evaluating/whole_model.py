@@ -40,7 +40,7 @@ class WholeRun(Protocol):
         ...
 
     def note(self, event: str, **fields: Any) -> None:
-        """Write an event into this rank's ledger."""
+        """Write an event into this rank's run log."""
         ...
 
 

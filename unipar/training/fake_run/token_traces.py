@@ -9,8 +9,8 @@ from typing import Final, final
 from unipar.config import BatchSizes, Config
 from unipar.config.sections.batch import TokenLimits
 from unipar.data.dataset import training_data_source
-from unipar.data.feed import MicrobatchFeed
 from unipar.data.lengths import TokenRows, measure_lengths
+from unipar.data.microbatch_loader import MicrobatchLoader
 from unipar.prediction.timeline import Term
 from unipar.task import Task
 from unipar.training.fake_run.task_traces import PredictedStep, TaskTraces
@@ -96,7 +96,7 @@ class TokenTraces:
     def possible_micros(self, sizes: BatchSizes) -> Sequence[int]:
         """Return the limits that a microbatch may have: from the longest sample to all tokens of a rank."""
         longest = self._lengths.longest
-        return range(longest, max(longest, self.micro_of(sizes), sizes.share) + 1)
+        return range(longest, max(longest, self.micro_of(sizes), sizes.local) + 1)
 
     def predict(
         self,
@@ -168,15 +168,15 @@ class TokenTraces:
 
     def _largest(self, sizes: BatchSizes) -> LargestMicrobatches:
         if sizes not in self._found:
-            feed = MicrobatchFeed(self._source, sizes, None, self._config.train.seed, lengths=self._lengths)
-            self._found[sizes] = find_largest_microbatches(feed)
+            loader = MicrobatchLoader(self._source, sizes, None, self._config.train.seed, lengths=self._lengths)
+            self._found[sizes] = find_largest_microbatches(loader)
         return self._found[sizes]
 
     def _traced(self, rows: _Rows) -> TaskTraces:
         if rows.length not in self._traces:
             keys = [(0, rows.index)]
             source, sizes = replace(self._source, sampler=None), self._config.batch.settle(1)
-            feed = MicrobatchFeed(source, sizes, None, self._config.train.seed, lengths=self._lengths)
-            read = TokenRows(rows.length, max(FEWEST_SAMPLES, rows.samples), lambda count: feed.read(keys * count))
+            loader = MicrobatchLoader(source, sizes, None, self._config.train.seed, lengths=self._lengths)
+            read = TokenRows(rows.length, max(FEWEST_SAMPLES, rows.samples), lambda count: loader.read(keys * count))
             self._traces[rows.length] = TaskTraces(self._config, 0, self._task, read)
         return self._traces[rows.length]

@@ -35,7 +35,7 @@ from unipar.training.fake_run.fake_optimizer import FakeOptimizer
 from unipar.training.fake_run.repeats import KEPT, ShortModel, find_equal_blocks
 from unipar.training.fake_run.step import FakeStep, trace_step
 from unipar.training.fake_run.step_recorder import FakeBlock, owners_of_parameters
-from unipar.training.shares import read_first_microbatch
+from unipar.training.local_batches import read_first_microbatch
 from unipar.training.task_facts import checkpoint_bytes, load_task, user_errors_as_task_errors
 
 FEWEST_SAMPLES: Final = 2

@@ -149,7 +149,7 @@ class AcrossBatch:
                 found.append(FeatureColumns.of(returned, len(plan.keys)))
                 rows.append(len(plan.keys) if micro.scale else 0)
         self._require_one_nesting(found)
-        known = all(len(plan.of_ranks) == self._world.shares for plan in plans)
+        known = all(len(plan.of_ranks) == self._world.data_size for plan in plans)
         of_ranks = [plan.of_ranks for plan in plans] if known else ()
         whole = WholeLoss.of(self._world, self._task.loss_across, found, rows, of_ranks, seed)
         self._micros = {

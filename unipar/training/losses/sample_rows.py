@@ -15,7 +15,7 @@ from unipar.backend import Micro
 from unipar.distributed.world import World
 from unipar.engines.batch_transfer import to_device
 from unipar.errors import TaskError
-from unipar.task import Share
+from unipar.task import LocalBatch
 
 
 @final
@@ -29,35 +29,35 @@ class SampleRows:
         """
         self._world = world
         table = [list(row) for row in zip(*of_ranks, strict=True)] if of_ranks else _exchange_rows(world, rows)
-        assert table[world.share] == [*rows], f"{table[world.share]} rows were planned, and there are {[*rows]}"
+        assert table[world.data_rank] == [*rows], f"{table[world.data_rank]} rows were planned, and there are {[*rows]}"
         self._of_ranks = [sum(of_rank) for of_rank in table]
         self._longest = max(self._of_ranks)
         self.total = sum(self._of_ranks)
         """Rows of the whole global batch."""
 
-        within = [0] * world.shares
+        within = [0] * world.data_size
         order: list[int] = []
         self.own: list[slice] = []
         """Place of each of this rank's microbatches in the global batch."""
 
         for micro in range(len(rows)):
-            for share, of_rank in enumerate(table):
-                if share == world.share:
+            for local_batch, of_rank in enumerate(table):
+                if local_batch == world.data_rank:
                     self.own.append(slice(len(order), len(order) + of_rank[micro]))
-                first = share * self._longest + within[share]
+                first = local_batch * self._longest + within[local_batch]
                 order += range(first, first + of_rank[micro])
-                within[share] += of_rank[micro]
+                within[local_batch] += of_rank[micro]
         self._order: Tensor = to_device(torch.tensor(order, dtype=torch.int64), world.device)
 
     def gather(self, mine: Tensor) -> Tensor:
         """Return the rows of all ranks in the order of the samples, from this rank's, microbatch by microbatch."""
-        if self._world.shares == 1:
+        if self._world.data_size == 1:
             return mine
         flat = _as_bytes(mine)
         padded = flat.new_zeros(self._longest, flat.shape[1])
         padded[: len(flat)] = flat
-        of_ranks = [torch.empty_like(padded) for _ in range(self._world.shares)]
-        whole = self._world.shares == self._world.size
+        of_ranks = [torch.empty_like(padded) for _ in range(self._world.data_size)]
+        whole = self._world.data_size == self._world.size
         dist.all_gather(of_ranks, padded, group=None if whole else self._world.groups.group("data"))
         gathered = torch.cat(of_ranks)
         return gathered[self._order].view(mine.dtype).view(self.total, *mine.shape[1:])
@@ -65,20 +65,20 @@ class SampleRows:
 
 def _exchange_rows(world: World, rows: Sequence[int]) -> list[list[int]]:
     """Return the rows of each rank's microbatches; a collective, for which the host waits."""
-    if world.shares == 1:
+    if world.data_size == 1:
         return [[*rows]]
-    counts = torch.zeros(world.shares, len(rows), dtype=torch.int64)
-    counts[world.share] = torch.tensor(rows, dtype=torch.int64)
-    return world.sum_shares(counts.to(world.device)).tolist()
+    counts = torch.zeros(world.data_size, len(rows), dtype=torch.int64)
+    counts[world.data_rank] = torch.tensor(rows, dtype=torch.int64)
+    return world.sum_over_data(counts.to(world.device)).tolist()
 
 
-def gather_rows(world: World, tensor: Tensor, of: Share | Micro | None, current: Share | None) -> Tensor:
+def gather_rows(world: World, tensor: Tensor, of: LocalBatch | Micro | None, current: LocalBatch | None) -> Tensor:
     """Return a tensor's rows of all ranks, as `Run.gather` says; `current`: the share that the loop has now, if any."""
     rows = tensor.detach().reshape(1) if tensor.ndim == 0 else tensor.detach()
     if of is None and current is not None:
         fits = torch.tensor([float(sum(_sizes(current)) == len(rows))], device=world.device)
         of = current if world.sum(fits).item() == world.size else None
-    if isinstance(of, Share) and len(of) > 1:
+    if isinstance(of, LocalBatch) and len(of) > 1:
         if sum(sizes := _sizes(of)) != len(rows):
             raise TaskError(
                 f"run.gather() got {len(rows)} rows of a share that has {sum(sizes)} in {len(of)} microbatches: gather "
@@ -86,7 +86,7 @@ def gather_rows(world: World, tensor: Tensor, of: Share | Micro | None, current:
             )
         parts, micros = rows.split(sizes), of.micros
     else:
-        parts, micros = [rows], of.micros if isinstance(of, Share) else [of]
+        parts, micros = [rows], of.micros if isinstance(of, LocalBatch) else [of]
     counted = [part if micro is None or micro.scale else part[:0] for part, micro in zip(parts, micros, strict=True)]
     return _all_rows(world, counted).to(tensor.device)
 
@@ -99,7 +99,7 @@ def _all_rows(world: World, parts: Sequence[Tensor]) -> Tensor:
     kind = f"{mine.dtype} and the shape [{', '.join(map(str, ('...', *mine.shape[1:])))}]"
     table = torch.zeros(world.size, 2 + len(parts), dtype=torch.int64, device=world.device)
     table[world.rank] = torch.tensor(
-        [zlib.crc32(kind.encode()), world.share if world.leads else -1, *map(len, parts)], dtype=torch.int64
+        [zlib.crc32(kind.encode()), world.data_rank if world.leads else -1, *map(len, parts)], dtype=torch.int64
     )
     kinds, shares, *columns = world.sum(table).T.tolist()
     if (other := next((rank for rank, one in enumerate(kinds) if one != kinds[world.rank]), None)) is not None:
@@ -113,7 +113,7 @@ def _all_rows(world: World, parts: Sequence[Tensor]) -> Tensor:
     padded[: len(flat)] = flat
     of_ranks = [torch.empty_like(padded) for _ in counts]
     dist.all_gather(of_ranks, padded)
-    leading = sorted((share, rank) for rank, share in enumerate(shares) if share >= 0)
+    leading = sorted((local_batch, rank) for rank, local_batch in enumerate(shares) if local_batch >= 0)
     pieces = [of_ranks[rank][: sum(counts[rank])].split(counts[rank]) for _, rank in leading]
     rows = torch.cat([piece for of_part in zip(*pieces, strict=True) for piece in of_part])
     return rows.view(mine.dtype).view(-1, *mine.shape[1:]) if rows.numel() else mine[:0]
@@ -124,9 +124,9 @@ def _as_bytes(rows: Tensor) -> Tensor:
     return rows.contiguous().view(len(rows), prod(rows.shape[1:])).view(torch.uint8)
 
 
-def _sizes(share: Share) -> list[int]:
+def _sizes(local_batch: LocalBatch) -> list[int]:
     """Return how many rows each microbatch has, by its first tensor."""
-    return [_first_size(micro.batch) for micro in share.micros]
+    return [_first_size(micro.batch) for micro in local_batch.micros]
 
 
 def _first_size(batch: Any) -> int:

@@ -41,7 +41,7 @@ class StepLoss:
         self._seeds_device = has_own_memory(world.device)
         self._seed_generators = seed_torch if self._seeds_device else torch.default_generator.manual_seed
         self._seed = mix_into(MIX_START, config.train.seed, 3)
-        self._shares = world.shares
+        self._shares = world.data_size
         self._own = (task.loss,)
         self._fns: Sequence[Fn] = self._own
         """Losses of the step that is taken now."""

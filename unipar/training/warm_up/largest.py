@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from unipar.backend import Engine, Micro
-from unipar.data.feed import MicrobatchFeed
+from unipar.data.microbatch_loader import MicrobatchLoader
 from unipar.data.order import MicrobatchPlan, SampleKey
 from unipar.data.token_split import padded_tokens
 from unipar.distributed.device import has_own_memory, peak_bytes_allocated
@@ -42,8 +42,8 @@ class TriedRun(Protocol):
         ...
 
     @property
-    def feed(self) -> object:
-        """Feed of this rank."""
+    def loader(self) -> object:
+        """Loader of this rank."""
         ...
 
     def mark(self, phase: str) -> None:
@@ -86,12 +86,12 @@ class LargestMicrobatches:
         return [[self.longest], [self.fullest], [self.longest]]
 
 
-def find_largest_microbatches(feed: MicrobatchFeed) -> LargestMicrobatches:
-    """Return the largest microbatches of a feed whose batches are counted in tokens."""
-    limits, lengths = feed.sizes.tokens, feed.lengths
+def find_largest_microbatches(loader: MicrobatchLoader) -> LargestMicrobatches:
+    """Return the largest microbatches of a loader whose batches are counted in tokens."""
+    limits, lengths = loader.sizes.tokens, loader.lengths
     assert limits is not None
     assert lengths is not None
-    whole = copy(feed)  # of the same order: a sampler is not drawn again
+    whole = copy(loader)  # of the same order: a sampler is not drawn again
     whole.rank = None
     steps = list(islice(whole.plans(0), whole.order.per_epoch))
 
@@ -101,20 +101,20 @@ def find_largest_microbatches(feed: MicrobatchFeed) -> LargestMicrobatches:
 
     fullest = max((plan for step in steps for plan in step), key=padded)
     ordered = sorted(range(len(lengths.of)), key=lambda i: -lengths.of[i])
-    most = None if limits.micro is None else min(limits.micro, feed.sizes.total)  # a step has no more than its budget
+    most = None if limits.micro is None else min(limits.micro, loader.sizes.total)  # a step has no more than its budget
     count = 1 if most is None else max(1, most // lengths.longest)
-    rounds = max(map(len, steps)) // feed.sizes.ranks
+    rounds = max(map(len, steps)) // loader.sizes.ranks
     number = sum(map(len, steps))
     mean = MeanStep(
         sum(padded(plan)[0] for step in steps for plan in step) / number,
-        number / feed.sizes.ranks / len(steps),
+        number / loader.sizes.ranks / len(steps),
         sum(step[0].of_tokens for step in steps) / len(steps),
     )
     return LargestMicrobatches(fullest.keys, [(0, i) for i in ordered[:count]], rounds, mean)
 
 
-def try_largest(live: TriedRun, is_lack: Callable[[BaseException], bool]) -> tuple[MicrobatchFeed, str]:
-    """Do steps on the largest microbatches in a run that is thrown away; return its feed, and a sentence on them.
+def try_largest(live: TriedRun, is_lack: Callable[[BaseException], bool]) -> tuple[MicrobatchLoader, str]:
+    """Do steps on the largest microbatches in a run that is thrown away; return its loader, and a sentence on them.
 
     All ranks work on the same samples at the same time. Raise OutOfMemory, with the sizes, if they do not fit;
     `is_lack`: whether an error means that.
@@ -129,10 +129,10 @@ def try_largest(live: TriedRun, is_lack: Callable[[BaseException], bool]) -> tup
             "batch.memory_check: true: the task has no data(), and the loader of run.over() is known later; leave it "
             "out"
         )
-    feed, engine, shares = live.feed, live.engine, live.world.shares
-    assert isinstance(feed, MicrobatchFeed)  # a stream is refused under batch.tokens
-    found = find_largest_microbatches(feed)
-    said = f"{_described(found.longest, feed)} and {_described(found.fullest, feed)}"
+    loader, engine, shares = live.loader, live.engine, live.world.data_size
+    assert isinstance(loader, MicrobatchLoader)  # a stream is refused under batch.tokens
+    found = find_largest_microbatches(loader)
+    said = f"{_described(found.longest, loader)} and {_described(found.fullest, loader)}"
 
     def loss(model: nn.Module, batch: Any, number: int) -> Tensor:
         return live.task.loss(model, batch)
@@ -142,7 +142,7 @@ def try_largest(live: TriedRun, is_lack: Callable[[BaseException], bool]) -> tup
         for step in found.steps():
             live.mark("data")
             micros = [
-                Micro(to_device(feed.read(keys), live.device), 1.0 / (shares * len(step)), number)
+                Micro(to_device(loader.read(keys), live.device), 1.0 / (shares * len(step)), number)
                 for number, keys in enumerate(step)
             ]
             engine.step(loss, micros, 1.0, live.mark)
@@ -157,10 +157,10 @@ def try_largest(live: TriedRun, is_lack: Callable[[BaseException], bool]) -> tup
         ) from e
     live.mark("start")
     used = f", peak {format_size(peak)}" if peak else ""
-    return feed, f"the largest microbatches, {said}, were tried before the first step{used}"
+    return loader, f"the largest microbatches, {said}, were tried before the first step{used}"
 
 
-def _described(keys: Sequence[SampleKey], feed: MicrobatchFeed) -> str:
-    assert feed.lengths is not None
-    lengths = [feed.lengths.of[i] for _, i in keys]
+def _described(keys: Sequence[SampleKey], loader: MicrobatchLoader) -> str:
+    assert loader.lengths is not None
+    lengths = [loader.lengths.of[i] for _, i in keys]
     return f"{len(lengths)} x {max(lengths)} tokens"

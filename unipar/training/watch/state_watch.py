@@ -17,8 +17,8 @@ from unipar.data.order import MicrobatchPlan
 from unipar.distributed.world import World
 from unipar.errors import Inconsistent
 from unipar.optimizers.stochastic_rounding import MOMENTS
-from unipar.run_folder.ledger import Ledger
-from unipar.task import Share
+from unipar.run_folder.run_log import RunLog
+from unipar.task import LocalBatch
 from unipar.training.watch.copy_check import CopyCheck
 from unipar.training.watch.digests import digest_tensor
 from unipar.training.watch.update_observer import UpdateObserver
@@ -64,8 +64,8 @@ class StateWatch:
     In the first step libraries complete their set-up, and move tensors.
     """
 
-    def __init__(self, world: World, config: Config, ledger: Ledger, *, own_optimizer: bool) -> None:
-        self._world, self._config, self._ledger = world, config, ledger
+    def __init__(self, world: World, config: Config, run_log: RunLog, *, own_optimizer: bool) -> None:
+        self._world, self._config, self._run_log = world, config, run_log
         self.every = None if config.train.consistency_check is None else config.train.consistency_check.every
         """Steps from one check to the next; None: no checks."""
 
@@ -97,7 +97,13 @@ class StateWatch:
         return self._observer
 
     def check(
-        self, part: WatchedPart, number: int, out: Step, factor: Factor, share: Share, plans: Sequence[MicrobatchPlan]
+        self,
+        part: WatchedPart,
+        number: int,
+        out: Step,
+        factor: Factor,
+        local_batch: LocalBatch,
+        plans: Sequence[MicrobatchPlan],
     ) -> None:
         """Raise Inconsistent on all ranks if one of them finds a fault in the step; all ranks call it together."""
         observer, self._observer = self._observer, None
@@ -105,13 +111,13 @@ class StateWatch:
             return
         self._check_rates(part, observer, float(factor))
         self._check_updates(part, observer)
-        self._check_sums(part, out, observer, share, plans)
+        self._check_sums(part, out, observer, local_batch, plans)
         if not self._local_steps or number % self._local_steps == 0:
             self._check_copies(part)
         self._raise_together(part, number)
         if self._engines[part.name].steps == 2:
             unseen = [] if observer.updated else ["norm after the clip", "rate", "update"]
-            self._ledger.note("watch", step=number, part=part.name, every=self.every, unseen=unseen)
+            self._run_log.note("watch", step=number, part=part.name, every=self.every, unseen=unseen)
 
     # Checks on this rank
 
@@ -166,18 +172,23 @@ class StateWatch:
     # Checks of all ranks together
 
     def _check_sums(
-        self, part: WatchedPart, out: Step, observer: UpdateObserver, share: Share, plans: Sequence[MicrobatchPlan]
+        self,
+        part: WatchedPart,
+        out: Step,
+        observer: UpdateObserver,
+        local_batch: LocalBatch,
+        plans: Sequence[MicrobatchPlan],
     ) -> None:
         """Check the norm of what the optimizer got, and the samples, which have to be added up over the ranks."""
         world = self._world
         counts = world.leads
         samples = sum(len(plan.keys) for plan in plans if plan.weight) if counts else 0
-        scales = sum(micro.scale for micro in share.micros) if counts else 0.0
-        marks = [0.0] * world.shares
+        scales = sum(micro.scale for micro in local_batch.micros) if counts else 0.0
+        marks = [0.0] * world.data_size
         if counts:
             keys = [key for plan in plans if plan.weight for key in plan.keys]
             once = keys and not any(plan.repeats for plan in plans)
-            marks[world.share] = float(hash(tuple(keys)) & ((1 << 52) - 1)) if once else -1.0
+            marks[world.data_rank] = float(hash(tuple(keys)) & ((1 << 52) - 1)) if once else -1.0
         told = [float(observer.updated), observer.square, samples, scales, *marks]
         updated, square, samples, scales, *marks = world.sum(
             torch.tensor(told, dtype=torch.float64, device=world.device)
@@ -186,7 +197,7 @@ class StateWatch:
             self._check_norm(part, float(out.norm), math.sqrt(observer.square if self._local_steps else square))
         if world.rank:  # the sums are the same on all ranks: one of them tells
             return
-        if plans and round(samples) != share.samples:
+        if plans and round(samples) != local_batch.samples:
             self._faults.append(
                 f"the ranks trained on {round(samples)} samples together, and the global batch has {share.samples}"
             )

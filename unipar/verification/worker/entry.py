@@ -19,15 +19,15 @@ from unipar.config import Config
 from unipar.config.sections.checkpoint import Checkpoint
 from unipar.config.settled import SettledConfig
 from unipar.data.dataset import data_source_of
-from unipar.data.feed import MicrobatchFeed
 from unipar.data.lengths import measure_lengths
+from unipar.data.microbatch_loader import MicrobatchLoader
 from unipar.distributed.place import Place
 from unipar.distributed.world import World
 from unipar.errors import TaskError, UniparError, Unsupported
 from unipar.model.create import narrow_frozen_parameters
 from unipar.run_folder.heartbeat import HeartbeatWriter
-from unipar.run_folder.layout import heartbeat_path, ledger_path
-from unipar.run_folder.ledger import Ledger
+from unipar.run_folder.layout import heartbeat_path, run_log_path
+from unipar.run_folder.run_log import RunLog
 from unipar.task import Task
 from unipar.task.reference import TaskRef
 from unipar.tracking.writer import TrackerWriter
@@ -119,7 +119,7 @@ def _run_job(
     build, unequal, dtype = None, list[str](), parameter_dtype(settled.config.train.precision)
     if job.kind == "replay":
         build = replay.replay_builder(job.shares, job.order, apart=job.apart, perturbed=job.key.perturbed)
-    with Ledger(ledger_path(folder, world.rank)) as ledger:
+    with RunLog(run_log_path(folder, world.rank)) as run_log:
         trackers = TrackerWriter((), folder, world.rank)
         try:
             live = build_run(
@@ -127,7 +127,7 @@ def _run_job(
                 backend,
                 task,
                 world,
-                ledger=ledger,
+                run_log=run_log,
                 heartbeat=heartbeat,
                 trackers=trackers,
                 build=build,
@@ -154,7 +154,7 @@ def _run_job(
         recorder.record_initial_state()
         first_buffers = recorder.buffers(share=False)
         if job.kind == "replay":
-            live.use_feed(_feed_of_all_shares(task, settled.config, job.shares))
+            live.use_loader(_loader_of_all_ranks(task, settled.config, job.shares))
         before = plain_numbers(task, live) if job.saves_in else {}
         _train_steps(task, live, job.steps)
         if job.saves_in:
@@ -220,13 +220,13 @@ def _gradient_shares(recorder: RunRecorder) -> list[dict[str, Any]]:
     ]
 
 
-def _feed_of_all_shares(task: Task, config: Config, shares: int) -> MicrobatchFeed:
-    """Return a feed of the microbatches of all shares, in the order in which a replay takes them."""
+def _loader_of_all_ranks(task: Task, config: Config, shares: int) -> MicrobatchLoader:
+    """Return a loader of the microbatches of all shares, in the order in which a replay takes them."""
     batch = config.batch  # of one process
     sizes = (batch if batch.tokens is None else batch.on_other_ranks(1, shares)).settle(shares)
     source = data_source_of(task.data(), task.collate if task.defines("collate") else None, task.collate, config, sizes)
     lengths = measure_lengths(task, source.dataset, config.train.seed, sizes)
-    return MicrobatchFeed(source, sizes, None, config.train.seed, lengths=lengths)
+    return MicrobatchLoader(source, sizes, None, config.train.seed, lengths=lengths)
 
 
 def _train_steps(task: Task, live: TrainingRun, steps: int) -> None:
@@ -261,7 +261,7 @@ def _changed_numbers(before: dict[str, float], task: Task, live: TrainingRun) ->
 
 def plain_numbers(task: Task, live: TrainingRun) -> dict[str, float]:
     """Return the numbers that modules, the task and the dataset keep as attributes: a checkpoint has tensors alone."""
-    owners: dict[str, Any] = {"the task": task, "the dataset": live.feed.source.dataset}
+    owners: dict[str, Any] = {"the task": task, "the dataset": live.loader.source.dataset}
     for part in live.parts.values():
         owners |= {name or "the model": module for name, module in part.module.named_modules()}
     return {

@@ -17,8 +17,8 @@ from unipar.backend.precision import batch_dtype
 from unipar.config import Config, Precision
 from unipar.config.settled import SettledConfig
 from unipar.data.dataset import data_source_of
-from unipar.data.feed import MicrobatchFeed
 from unipar.data.lengths import measure_lengths
+from unipar.data.microbatch_loader import MicrobatchLoader
 from unipar.data.order import SampleKey
 from unipar.distributed.world import World
 from unipar.engines.batch_transfer import to_device
@@ -90,15 +90,15 @@ def probe_task(task: Task, settled: SettledConfig, world: World) -> dict[str, An
     collate = task.collate if task.defines("collate") else None
     source = data_source_of(task.data(), collate, task.collate, config, sizes)
     lengths = measure_lengths(task, source.dataset, config.train.seed, sizes)
-    feed = MicrobatchFeed(source, sizes, 0, config.train.seed, lengths=lengths)
-    keys = next(feed.plans(0))[0].keys
-    batch = feed.read(keys)
+    loader = MicrobatchLoader(source, sizes, 0, config.train.seed, lengths=lengths)
+    keys = next(loader.plans(0))[0].keys
+    batch = loader.read(keys)
     modules = create_parts(task.model, config, world)
     modes = enter_training_mode(combine_parts(modules), keep=task.keep_modes)
     norms = [n for n, m in next(iter(modules.values())).named_modules() if _uses_batch_statistics(m)]
     facts: dict[str, Any] = {
         "readable": bool(fingerprint_batch(batch)),
-        "again": fingerprint_batch(batch) == fingerprint_batch(feed.read(keys)),
+        "again": fingerprint_batch(batch) == fingerprint_batch(loader.read(keys)),
         "draws": False,
         "parts": list(modules),
         "norms": norms,
@@ -110,32 +110,32 @@ def probe_task(task: Task, settled: SettledConfig, world: World) -> dict[str, An
         return facts
     compare = _find_draws if task.defines("loss_across") else _compare_losses  # of the whole batch by declaration
     try:
-        return facts | compare(_TaskLoss(task, modules[ONLY_PART], config, world), feed, keys)
+        return facts | compare(_TaskLoss(task, modules[ONLY_PART], config, world), loader, keys)
     except UniparError:
         raise
     except Exception:  # whether fp64 is the reason is decided by trying: an error in fp32 too is the task's own
         config = config.changed({"train.precision": "fp32"})
         module = create_parts(task.model, config, world)[ONLY_PART]
         enter_training_mode(module, keep=task.keep_modes)
-        return facts | compare(_TaskLoss(task, module, config, world), feed, keys)
+        return facts | compare(_TaskLoss(task, module, config, world), loader, keys)
 
 
-def _find_draws(loss_of: _TaskLoss, feed: MicrobatchFeed, keys: list[SampleKey]) -> dict[str, Any]:
+def _find_draws(loss_of: _TaskLoss, loader: MicrobatchLoader, keys: list[SampleKey]) -> dict[str, Any]:
     """Return whether the loss draws random numbers."""
-    batch = feed.read(keys)
+    batch = loader.read(keys)
     return {"draws": not loss_of.equal(loss_of(batch, 0), loss_of(batch, 1))}
 
 
-def _compare_losses(loss_of: _TaskLoss, feed: MicrobatchFeed, keys: list[SampleKey]) -> dict[str, Any]:
+def _compare_losses(loss_of: _TaskLoss, loader: MicrobatchLoader, keys: list[SampleKey]) -> dict[str, Any]:
     """Return whether the loss draws random numbers, and whether loss and gradient of a batch are its halves' means."""
-    batch = feed.read(keys)
+    batch = loader.read(keys)
     first, drawn = loss_of(batch, 0), loss_of(batch, 1)
     if not loss_of.equal(first, drawn):
         return {"draws": True}
     half = len(keys) // 2
     cut = [keys[:half], keys[half:]] if half else []
-    parts = [feed.read(mine) for mine in cut]
-    weights = [loss_of.weight(part, feed.units(mine)) for part, mine in zip(parts, cut, strict=True)]
+    parts = [loader.read(mine) for mine in cut]
+    weights = [loss_of.weight(part, loader.units(mine)) for part, mine in zip(parts, cut, strict=True)]
     if not sum(weights) > 0:
         return {}
     losses = [loss_of(part, 0) if weight else 0.0 for part, weight in zip(parts, weights, strict=True)]
@@ -145,7 +145,7 @@ def _compare_losses(loss_of: _TaskLoss, feed: MicrobatchFeed, keys: list[SampleK
     off = (
         {}
         if apart
-        else _compare_gradients(loss_of, batch, feed.read(keys[::-1]), list(zip(parts, shares, strict=True)))
+        else _compare_gradients(loss_of, batch, loader.read(keys[::-1]), list(zip(parts, shares, strict=True)))
     )
     return {
         "apart": apart or bool(off),

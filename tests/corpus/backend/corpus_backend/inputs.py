@@ -11,7 +11,7 @@ from typing_extensions import override
 from tests.support.healthy_engines import HealthyDDP
 from unipar.backend import Part
 from unipar.config import Config
-from unipar.data.feed import MicrobatchFeed
+from unipar.data.microbatch_loader import MicrobatchLoader
 from unipar.data.order import MicrobatchPlan, SampleOrder, split_batch
 from unipar.distributed.world import World
 
@@ -21,16 +21,16 @@ class OtherPlans(HealthyDDP):
 
     def __init__(self, part: Part, config: Config, world: World) -> None:
         super().__init__(part, config, world)
-        self._plans, self._permutation = MicrobatchFeed.plans, SampleOrder.permutation
+        self._plans, self._permutation = MicrobatchLoader.plans, SampleOrder.permutation
         self.read_otherwise()
 
     def read_otherwise(self) -> None:
-        """Replace what a feed reads."""
+        """Replace what a loader reads."""
         raise NotImplementedError
 
     @override
     def close(self) -> None:
-        MicrobatchFeed.plans, SampleOrder.permutation = self._plans, self._permutation
+        MicrobatchLoader.plans, SampleOrder.permutation = self._plans, self._permutation
 
 
 @final
@@ -41,11 +41,11 @@ class SameSamples(OtherPlans):
     def read_otherwise(self) -> None:
         plans = self._plans
 
-        def first_rank(self: MicrobatchFeed, start: int) -> Iterator[list[MicrobatchPlan]]:
+        def first_rank(self: MicrobatchLoader, start: int) -> Iterator[list[MicrobatchPlan]]:
             self.rank = 0
             return plans(self, start)
 
-        MicrobatchFeed.plans = first_rank
+        MicrobatchLoader.plans = first_rank
 
 
 @final
@@ -54,14 +54,14 @@ class SplitTwice(OtherPlans):
 
     @override
     def read_otherwise(self) -> None:
-        def every_other(self: MicrobatchFeed, start: int) -> Iterator[list[MicrobatchPlan]]:
+        def every_other(self: MicrobatchLoader, start: int) -> Iterator[list[MicrobatchPlan]]:
             sizes, rank = self.sizes, self.rank or 0
             for number, (epoch, batch) in enumerate(self.order.batches(start)):
                 if number % sizes.ranks == rank:
                     cuts = split_batch(batch, sizes.accumulate, sizes.ranks)
                     yield [MicrobatchPlan([(epoch, i) for i in cut[rank]], len(cut[rank]) / len(batch)) for cut in cuts]
 
-        MicrobatchFeed.plans = every_other
+        MicrobatchLoader.plans = every_other
 
 
 @final

@@ -18,7 +18,7 @@ from tests.support.healthy_engines import HealthyByHand, HealthyDDP
 from unipar.backend import Engine, Factor, Holding, LossFn, Mark, Micro, Part, Piece, Read, Region, Step
 from unipar.backend.engine import DelegatingEngine
 from unipar.config import Config
-from unipar.data.feed import MicrobatchFeed
+from unipar.data.microbatch_loader import MicrobatchLoader
 from unipar.distributed.world import World
 from unipar.engines.gradients import clip_gradients
 
@@ -144,20 +144,20 @@ class SchedulePerProcess(HealthyDDP):
 class SameSamples(HealthyDDP):
     """Every rank reads what the first does."""
 
-    plans = staticmethod(MicrobatchFeed.plans)
+    plans = staticmethod(MicrobatchLoader.plans)
 
     def __init__(self, part: Part, config: Config, world: World) -> None:
         super().__init__(part, config, world)
 
-        def first(feed: Any, start: int) -> Iterator[Any]:
-            feed.rank = 0
-            return SameSamples.plans(feed, start)
+        def first(loader: Any, start: int) -> Iterator[Any]:
+            loader.rank = 0
+            return SameSamples.plans(loader, start)
 
-        MicrobatchFeed.plans = first  # pyright: ignore[reportAttributeAccessIssue]
+        MicrobatchLoader.plans = first  # pyright: ignore[reportAttributeAccessIssue]
 
     @override
     def close(self) -> None:
-        MicrobatchFeed.plans = SameSamples.plans  # pyright: ignore[reportAttributeAccessIssue]
+        MicrobatchLoader.plans = SameSamples.plans  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @final

@@ -26,7 +26,7 @@ from tests.support.mesh_faults import (
 )
 from unipar.backend import Engine, Part, Piece, Region
 from unipar.config import Config
-from unipar.data.feed import MicrobatchFeed
+from unipar.data.microbatch_loader import MicrobatchLoader
 from unipar.data.order import MicrobatchPlan
 from unipar.distributed.world import World
 
@@ -80,15 +80,15 @@ def _other_samples(engine: Any) -> None:
     """The first stage reads its microbatches in another order than the last."""
     if engine.world.leads:
         return
-    plans = MicrobatchFeed.plans
+    plans = MicrobatchLoader.plans
 
-    def reversed_plans(self: MicrobatchFeed, start: int) -> Iterator[list[MicrobatchPlan]]:
+    def reversed_plans(self: MicrobatchLoader, start: int) -> Iterator[list[MicrobatchPlan]]:
         return (step[::-1] for step in plans(self, start))
 
     def restore() -> None:
-        MicrobatchFeed.plans = plans
+        MicrobatchLoader.plans = plans
 
-    MicrobatchFeed.plans, engine.close = reversed_plans, restore
+    MicrobatchLoader.plans, engine.close = reversed_plans, restore
 
 
 def _stale_statistics(engine: Any) -> None:

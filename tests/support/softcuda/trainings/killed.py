@@ -30,12 +30,12 @@ class KilledOnce(CharGPT):
 
     @override
     def train(self, run: Run) -> None:
-        for share in run.batches():
+        for local_batch in run.batches():
             if run.done == STEP and dist.get_rank() == 1 and not self.killed.exists():
                 wait_until_there(self.saved)
                 self.killed.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
-            run.step(share)
+            run.step(local_batch)
 
 
 def wait_until_there(path: Path) -> None:

@@ -22,10 +22,10 @@ class OverflowingGPT(StepwiseGPT):
 
     @override
     def train(self, run: Run) -> None:
-        for share in run.batches():
+        for local_batch in run.batches():
             self.number = run.done + 1
             findings.begin_step(self.number)
-            run.step(share)
+            run.step(local_batch)
         findings.begin_step(0)
 
     @override

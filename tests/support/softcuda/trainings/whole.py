@@ -20,8 +20,8 @@ class WholeGPT(CharGPT):
 
     @override
     def train(self, run: Run) -> None:
-        for share in run.batches():
-            run.step(share)
+        for local_batch in run.batches():
+            run.step(local_batch)
         with run.whole() as model:
             weights = list(model.parameters())
             total = sum(float(p.double().sum()) for p in weights)

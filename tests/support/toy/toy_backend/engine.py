@@ -21,7 +21,7 @@ class ByHand(WrapperEngine):
         broadcast_model(part.module, world.device)
         super().__init__(part, config, world)
         # ranks along a further axis do the same work here, and their gradients are added as well
-        self.divisor = world.shares / world.size
+        self.divisor = world.data_size / world.size
 
     @override
     def sync(self, micros: int, *, last: bool) -> AbstractContextManager[Any]:

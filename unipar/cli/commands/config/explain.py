@@ -373,7 +373,7 @@ def _explain_axes(config: Config, strategy: Strategy, ranks: int) -> Iterator[Ex
     if sizes.tokens is not None:
         return
     share = f"{sizes.total} / {sizes.ranks}, for {axes.ranks} ranks together: micro {sizes.micro} x {sizes.accumulate}"
-    yield ExplainedValue("samples of a step", sizes.share, f"derived: batch.total / data = {share}")
+    yield ExplainedValue("samples of a step", sizes.local, f"derived: batch.total / data = {share}")
     if axes.pipeline == 1:
         return
     micros = sizes.accumulate

@@ -19,7 +19,7 @@ from torch.utils.data import (
 
 from unipar.config import BatchSizes, Config
 from unipar.data.dataset import DataSource, data_source_of
-from unipar.data.feed import MicrobatchFeed
+from unipar.data.microbatch_loader import MicrobatchLoader
 from unipar.data.order import MicrobatchPlan, SampleOrder, split_batch
 from unipar.errors import ConfigError, TaskError
 
@@ -43,7 +43,7 @@ def _plans(ranks: int, micro: int, steps: int) -> list[list[list[MicrobatchPlan]
     sizes = _config().model_copy().batch.model_copy(update={"micro": micro}).settle(ranks)
     made: list[list[list[MicrobatchPlan]]] = []
     for rank in range(ranks):
-        plans = MicrobatchFeed(_source(DATA), sizes, rank, 0).plans(0)
+        plans = MicrobatchLoader(_source(DATA), sizes, rank, 0).plans(0)
         made.append([next(plans) for _ in range(steps)])
     return made
 
@@ -134,8 +134,10 @@ def test_no_samples() -> None:
 
 def test_a_loader_is_taken() -> None:
     """A DataLoader's dataset, collate_fn, workers, shuffling and drop_last are used."""
-    loader = DataLoader(DATA, batch_size=2, shuffle=True, num_workers=2, drop_last=True, collate_fn=_collate, timeout=5)
-    source = _source(loader)
+    dataloader = DataLoader(
+        DATA, batch_size=2, shuffle=True, num_workers=2, drop_last=True, collate_fn=_collate, timeout=5
+    )
+    source = _source(dataloader)
     assert source.dataset is DATA
     assert source.collate is _collate
     assert (source.settings.shuffle, source.settings.workers, source.settings.last_batch) == (True, 2, "drop")
@@ -144,8 +146,8 @@ def test_a_loader_is_taken() -> None:
 
 def test_a_key_in_the_file_wins_over_the_loader() -> None:
     """Keys in the config override the DataLoader's shuffling and workers."""
-    loader = DataLoader(DATA, batch_size=4, shuffle=True, num_workers=2)
-    settings = _source(loader, data={"shuffle": False, "workers": 0}).settings
+    dataloader = DataLoader(DATA, batch_size=4, shuffle=True, num_workers=2)
+    settings = _source(dataloader, data={"shuffle": False, "workers": 0}).settings
     assert (settings.shuffle, settings.workers) == (False, 0)
 
 
@@ -154,12 +156,12 @@ def _collate(samples: list[Any]) -> Any:
 
 
 def test_a_collate_fn_beside_the_tasks_collate() -> None:
-    """Two functions that make batches contradict each other; the task's own in the loader is one."""
-    loader = DataLoader(DATA, batch_size=4, collate_fn=_collate)
+    """Two functions that make batches contradict each other; the task's own in the dataloader is one."""
+    dataloader = DataLoader(DATA, batch_size=4, collate_fn=_collate)
     sizes = BatchSizes(4, 2, 1, 2)
-    assert data_source_of(loader, _collate, default_collate, _config(), sizes).collate is _collate
+    assert data_source_of(dataloader, _collate, default_collate, _config(), sizes).collate is _collate
     with pytest.raises(TaskError) as e:
-        data_source_of(loader, list, default_collate, _config(), sizes)
+        data_source_of(dataloader, list, default_collate, _config(), sizes)
     assert str(e.value) == (
         "the DataLoader has a collate_fn of its own, and the task has collate(samples): leave one of them out"
     )
@@ -189,10 +191,10 @@ def test_what_cannot_be_taken_is_refused(given: Any, message: str) -> None:
 
 def test_a_spare_is_a_sample_that_weighs() -> None:
     """A rank whose microbatches have no weight computes the first sample that has some."""
-    feed = MicrobatchFeed(_source(DATA), BatchSizes(4, 2, 1, 2), 0, 0)
-    assert feed.batch_with_weight(lambda batch: float(batch[0] > 3))[0].item() == 4
+    loader = MicrobatchLoader(_source(DATA), BatchSizes(4, 2, 1, 2), 0, 0)
+    assert loader.batch_with_weight(lambda batch: float(batch[0] > 3))[0].item() == 4
     with pytest.raises(TaskError, match=r"^weight\(batch\) is 0 for every single sample of the data"):
-        feed.batch_with_weight(lambda batch: 0.0)
+        loader.batch_with_weight(lambda batch: 0.0)
 
 
 def _drawn(batch: list[Any]) -> float:
@@ -201,13 +203,13 @@ def _drawn(batch: list[Any]) -> float:
 
 def test_a_collate_that_draws() -> None:
     """A task's own collate draws by the batch's last sample, though its samples are only looked up."""
-    feed = MicrobatchFeed(replace(_source(DATA), collate=_drawn), BatchSizes(4, 2, 1, 2), 0, 0)
-    assert feed.read([(0, 1), (0, 5)]) == feed.read([(0, 2), (0, 5)]) != feed.read([(0, 5), (0, 1)])
+    loader = MicrobatchLoader(replace(_source(DATA), collate=_drawn), BatchSizes(4, 2, 1, 2), 0, 0)
+    assert loader.read([(0, 1), (0, 5)]) == loader.read([(0, 2), (0, 5)]) != loader.read([(0, 5), (0, 1)])
 
 
 def test_nothing_that_draws() -> None:
     """No generator is seeded where samples are only looked up, and PyTorch's own collate puts them together."""
-    feed = MicrobatchFeed(_source(DATA), BatchSizes(4, 2, 1, 2), 0, 0)
+    loader = MicrobatchLoader(_source(DATA), BatchSizes(4, 2, 1, 2), 0, 0)
     before = random.getstate(), torch.get_rng_state().tolist()
-    assert feed.read([(0, 1), (0, 5)])[0].tolist() == [1, 5]
+    assert loader.read([(0, 1), (0, 5)])[0].tolist() == [1, 5]
     assert (random.getstate(), torch.get_rng_state().tolist()) == before

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from tests.support.ledgers import rows_of, step_losses
+from tests.support.run_logs import rows_of, step_losses
 from tests.support.running import Line, running
 from tests.support.stateful_streams import OnIterator, Plain, Stateful
 from unipar.checkpoint.protocol.verifying import inspect_checkpoint
@@ -41,9 +41,9 @@ class Reads(Line):
 
     @override
     def train(self, run: Any) -> None:
-        for share in run.batches():
-            run.step(share)
-            self.seen.append([x for m in share.micros if m.scale for x in m.batch[0].flatten().tolist()])
+        for local_batch in run.batches():
+            run.step(local_batch)
+            self.seen.append([x for m in local_batch.micros if m.scale for x in m.batch[0].flatten().tolist()])
 
 
 def train(folder: Path, given: Any, steps: int = STEPS, **sections: Any) -> TrainingRun:
@@ -213,9 +213,9 @@ def test_a_script_that_brings_its_loader(tmp_path: Path) -> None:
 
         @override
         def train(self, run: Any) -> None:
-            for share in run.over(DataLoader(self.given, batch_size=4)):
-                run.step(share)
-                self.seen.append([x for m in share.micros if m.scale for x in m.batch[0].flatten().tolist()])
+            for local_batch in run.over(DataLoader(self.given, batch_size=4)):
+                run.step(local_batch)
+                self.seen.append([x for m in local_batch.micros if m.scale for x in m.batch[0].flatten().tolist()])
 
     def play(folder: Path, steps: int, **sections: Any) -> list[list[float]]:
         folder.mkdir()

@@ -1,4 +1,4 @@
-"""The data of a run in training: its feed, the place of a stream in a checkpoint, and the way back to it."""
+"""The data of a run in training: its loader, the place of a stream in a checkpoint, and the way back to it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from unipar.checkpoint.packed_values import pack_values, unpack_values
 from unipar.checkpoint.protocol.verifying import CheckpointContents
 from unipar.checkpoint.saved_state import SavedState
 from unipar.data.dataset import DataSource, check_same_sample_count, training_data_source
-from unipar.data.feed import MicrobatchFeed
 from unipar.data.lengths import SampleLengths, measure_lengths
+from unipar.data.microbatch_loader import MicrobatchLoader
 from unipar.data.order import DataPosition
 from unipar.data.stream import STREAM_PROMISES
-from unipar.data.stream_feed import StreamFeed, StreamPlace
+from unipar.data.stream_loader import StreamLoader, StreamPlace
 from unipar.data.stream_reader import ReadingOn, ReadPart, has_state
 from unipar.distributed.device import has_own_memory
 from unipar.distributed.meeting.text_rounds import open_rounds
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from unipar.run_folder.heartbeat import HeartbeatWriter
     from unipar.task import Task
 
-Feed = MicrobatchFeed | StreamFeed
+Loader = MicrobatchLoader | StreamLoader
 
 
 class FedRun(Protocol):
-    """Part of a run in training that feeds need."""
+    """Part of a run in training that loaders need."""
 
     task: Task
     world: World
@@ -47,13 +47,13 @@ class FedRun(Protocol):
     heartbeat: HeartbeatWriter
 
     @property
-    def feed(self) -> Feed:
-        """Feed of this rank."""
+    def loader(self) -> Loader:
+        """Loader of this rank."""
         ...
 
     @property
-    def feeds(self) -> RunFeeds:
-        """All feeds of this rank."""
+    def loaders(self) -> RunLoaders:
+        """All loaders of this rank."""
         ...
 
     def mark(self, phase: str) -> None:
@@ -61,56 +61,56 @@ class FedRun(Protocol):
         ...
 
     def note(self, event: str, **fields: Any) -> None:
-        """Write an event into this rank's ledger."""
+        """Write an event into this rank's run log."""
         ...
 
 
 @final
-class RunFeeds:
-    """Feed of what data() returned, or of the loader that a script brings: the one that is read now.
+class RunLoaders:
+    """Loader of what data() returned, or of the dataloader that a script brings: the one that is read now.
 
     In a run that goes on, the one that the checkpoint was saved in goes on, and others begin as in any run.
     """
 
     def __init__(self, live: FedRun, collate: Callable[[list[Any]], Any] | None) -> None:
         self._live, self._collate = live, collate
-        self._current: Feed | None = None
+        self._current: Loader | None = None
         self.brought = False
-        """Whether the feed is that of a loader, which a script has given to `run.over`."""
+        """Whether the loader is that of a dataloader, which a script has given to `run.over`."""
 
-        self._place: Callable[[Feed], None] | None = None
+        self._place: Callable[[Loader], None] | None = None
         self._of_loader = False
-        """Whether `_place` is for a loader's feed."""
+        """Whether `_place` is for a dataloader's loader."""
 
         self._placed: Any = None
-        """Dataset of the loader that was placed."""
+        """Dataset of the dataloader that was placed."""
 
-    def get(self) -> Feed:
-        """Return the feed that is read now; at first, that of data()."""
+    def get(self) -> Loader:
+        """Return the loader that is read now; at first, that of data()."""
         if self._current is None:
-            self._current = _feed_from_beginning(self._live, self._live.task.data(), self._collate)
+            self._current = _loader_from_beginning(self._live, self._live.task.data(), self._collate)
             if self._place is not None and not self._of_loader:
                 self._place(self._current)
         return self._current
 
-    def use(self, feed: Feed) -> None:
-        """Read another feed from now on, in place of data()'s."""
-        self._current = feed
+    def use(self, loader: Loader) -> None:
+        """Read another loader from now on, in place of data()'s."""
+        self._current = loader
 
-    def over(self, loader: Any) -> Feed:
-        """Read a script's loader from now on, and return its feed."""
-        self._current = feed = _feed_from_beginning(self._live, loader, self._collate)
+    def over(self, dataloader: Any) -> Loader:
+        """Read a script's dataloader from now on, and return its loader."""
+        self._current = loader = _loader_from_beginning(self._live, dataloader, self._collate)
         self.brought = True
-        dataset = getattr(loader, "dataset", loader)
+        dataset = getattr(dataloader, "dataset", dataloader)
         if self._place is not None and self._of_loader and (self._placed is None or self._placed is dataset):
             self._placed = dataset
-            self._place(feed)
-        return feed
+            self._place(loader)
+        return loader
 
-    def go_on(self, place: Callable[[Feed], None], *, of_loader: bool) -> None:
-        """Have the first feed of data(), or the first of a loader, placed by `place` where a checkpoint was saved.
+    def go_on(self, place: Callable[[Loader], None], *, of_loader: bool) -> None:
+        """Have the first loader of data(), or the first of a dataloader, placed by `place` where a checkpoint was saved.
 
-        A script may bring its loader later, and may give the same one again.
+        A script may bring its dataloader later, and may give the same one again.
         """
         self._place, self._of_loader = place, of_loader
         if not of_loader and self._current is not None:
@@ -118,7 +118,7 @@ class RunFeeds:
 
 
 def was_in_loader(saved: Mapping[str, Any], task: Task) -> bool:
-    """Return whether a checkpoint was saved in the data of a script's loader; `saved`: its place in the data."""
+    """Return whether a checkpoint was saved in the data of a script's dataloader; `saved`: its place in the data."""
     return bool(saved.get("loader")) or not task.defines("data")
 
 
@@ -131,7 +131,7 @@ def refuse_shared_stream(trained: DataSource, evaluated: DataSource) -> None:
         )
 
 
-def _feed_from_beginning(live: FedRun, data: Any, collate: Callable[[list[Any]], Any] | None) -> Feed:
+def _loader_from_beginning(live: FedRun, data: Any, collate: Callable[[list[Any]], Any] | None) -> Loader:
     source = training_data_source(data, collate, default_collate, live.config, live.sizes)
     if source.length is not None:
         check_same_sample_count(source.length, live.world)
@@ -139,9 +139,9 @@ def _feed_from_beginning(live: FedRun, data: Any, collate: Callable[[list[Any]],
     if not source.streams:
         lengths = _measured(live, source)
         agree = partial(live.world.agree, "order")
-        return MicrobatchFeed(source, live.sizes, live.world.share, seed, pin=pin, lengths=lengths, agree=agree)
+        return MicrobatchLoader(source, live.sizes, live.world.data_rank, seed, pin=pin, lengths=lengths, agree=agree)
     live.note("data", said=f"a stream: {STREAM_PROMISES[source.settings.stream]}")
-    return StreamFeed(
+    return StreamLoader(
         source,
         live.sizes,
         live.world,
@@ -193,7 +193,7 @@ class _ReadingOnNotice:
         if not item.last:
             return
         self._read.append(item.read)
-        source, world = live.feed.source, live.world
+        source, world = live.loader.source, live.world
         if len(self._read) < max(1, source.settings.workers):
             return
         open_rounds(world, world.key("read on"), lambda: live.mark("waiting"))("read", lambda _: "")
@@ -212,27 +212,27 @@ def describe_stream_place(live: FedRun, done: int) -> tuple[dict[str, Any], dict
 
     All ranks call this together.
     """
-    feed = live.feed
-    place = feed.position(done)
-    described: dict[str, Any] = {"epoch": place.epoch, "sample": place.sample, "length": feed.source.length}
-    if live.feeds.brought:
+    loader = live.loader
+    place = loader.position(done)
+    described: dict[str, Any] = {"epoch": place.epoch, "sample": place.sample, "length": loader.source.length}
+    if live.loaders.brought:
         described["loader"] = True
-    if not isinstance(feed, StreamFeed):
-        if feed.sampler is not None:
-            described["order"] = feed.sampler.digest(place.epoch)
+    if not isinstance(loader, StreamLoader):
+        if loader.sampler is not None:
+            described["order"] = loader.sampler.digest(place.epoch)
         return described, {}
-    world, own = live.world, feed.stream_place()
-    saves = world.rank == 0 if feed.whole else world.leads
-    parts, tensors, why = _packed_parts(own, 0 if feed.whole else world.share, saves=saves)
+    world, own = live.world, loader.stream_place()
+    saves = world.rank == 0 if loader.whole else world.leads
+    parts, tensors, why = _packed_parts(own, 0 if loader.whole else world.data_rank, saves=saves)
     described["stream"] = {
-        "read": feed.source.settings.stream,
+        "read": loader.source.settings.stream,
         "epoch": own.epoch,
         "sample": own.sample,
-        "workers": feed.parts,
+        "workers": loader.parts,
         "seats": [{"parts": parts, "turn": own.turn}],
     }
-    if not feed.whole:
-        mine = {"seat": world.share, "parts": parts, "turn": own.turn, "why": why} if saves else None
+    if not loader.whole:
+        mine = {"seat": world.data_rank, "parts": parts, "turn": own.turn, "why": why} if saves else None
         found = json.loads(open_rounds(world, world.key("stream places"))(json.dumps(mine), _sorted_seats))
         described["stream"]["seats"] = [{"parts": one["parts"], "turn": one["turn"]} for one in found]
         why = next((one["why"] for one in found if one["why"]), "")
@@ -269,28 +269,28 @@ def _packed_parts(place: StreamPlace, seat: int, *, saves: bool) -> tuple[list[A
 # And back
 
 
-def place_feed(live: FedRun, feed: Feed, saved_in: CheckpointContents, said: Collection[str]) -> None:
-    """Have a feed go on where a checkpoint was saved; `said`: keys of the config that were given for this run."""
+def place_loader(live: FedRun, loader: Loader, saved_in: CheckpointContents, said: Collection[str]) -> None:
+    """Have a loader go on where a checkpoint was saved; `said`: keys of the config that were given for this run."""
     saved, path, step = saved_in.state["data"], saved_in.path, saved_in.manifest.step
-    refuse_other_data(feed, saved, path, of_loader=was_in_loader(saved, live.task))
+    refuse_other_data(loader, saved, path, of_loader=was_in_loader(saved, live.task))
     begin = DataPosition(step, int(saved["epoch"]), int(saved["sample"]))
-    if not isinstance(feed, StreamFeed):
-        _refuse_other_order(feed, saved, path)
-        feed.go_on_from(begin)
+    if not isinstance(loader, StreamLoader):
+        _refuse_other_order(loader, saved, path)
+        loader.go_on_from(begin)
         return
     stream: Mapping[str, Any] | None = saved.get("stream")
-    if stream is None and feed.whole:
-        feed.go_on_from(begin)
+    if stream is None and loader.whole:
+        loader.go_on_from(begin)
         return
     every = [one for seat in stream["seats"] for one in seat["parts"]] if stream else []
-    why = _NO_PLACE if stream is None else _why_not_here(feed, stream, live.world.shares)
+    why = _NO_PLACE if stream is None else _why_not_here(loader, stream, live.world.data_size)
     if stream is None or why:
         epoch = int(stream["epoch"]) if stream else begin.epoch
         if not every or not all(one["ended"] for one in every):
-            _leave_out_rest(live, feed.source.settings.stream, epoch, f"checkpoint {path}: {why}", said)
-        feed.go_on_from(DataPosition(step, epoch + 1, 0))
+            _leave_out_rest(live, loader.source.settings.stream, epoch, f"checkpoint {path}: {why}", said)
+        loader.go_on_from(DataPosition(step, epoch + 1, 0))
         return
-    seat = stream["seats"][0 if feed.whole else live.world.share]
+    seat = stream["seats"][0 if loader.whole else live.world.data_rank]
     with SavedState(path, saved_in.manifest) as tensors:
         states = [unpack_values(one["state"], lambda at: tensors.whole(at, "stream")) for one in seat["parts"]]
     parts = [
@@ -298,7 +298,7 @@ def place_feed(live: FedRun, feed: Feed, saved_in: CheckpointContents, said: Col
     ]
     reads_on = any(one["state"] is None and one["read"] and not one["ended"] for one in every)
     place = StreamPlace(int(stream["epoch"]), int(stream["sample"]), parts, int(seat["turn"]))
-    feed.go_on_from(begin, place, reads_on=reads_on)
+    loader.go_on_from(begin, place, reads_on=reads_on)
     after = f"epoch {place.epoch + 1} after {place.sample:,} samples"
     if reads_on:
         why = stream.get("why") or "its state was not saved"
@@ -310,17 +310,17 @@ def place_feed(live: FedRun, feed: Feed, saved_in: CheckpointContents, said: Col
 _NO_PLACE = "it does not say how far each rank has read its part of the stream"
 
 
-def _why_not_here(feed: StreamFeed, stream: Mapping[str, Any], shares: int) -> str:
+def _why_not_here(loader: StreamLoader, stream: Mapping[str, Any], shares: int) -> str:
     """Return why this run's ranks cannot go on in the middle of the epoch, or ""."""
-    now, before = feed.source.settings.stream, stream["read"]
+    now, before = loader.source.settings.stream, stream["read"]
     if now != before:
         return f"it was saved with data.stream: {before}, and now it is {now}"
     seats, workers = len(stream["seats"]), int(stream["workers"])
-    if feed.whole or (seats, workers) == (shares, feed.parts):
+    if loader.whole or (seats, workers) == (shares, loader.parts):
         return ""
     return (
         f"with data.stream: {now}, {_readers(seats, workers)} have read parts of the stream, and now there are "
-        f"{_readers(shares, feed.parts)}, whose parts have other samples"
+        f"{_readers(shares, loader.parts)}, whose parts have other samples"
     )
 
 
@@ -338,11 +338,11 @@ def _leave_out_rest(live: FedRun, reads: str, epoch: int, why: str, said: Collec
     live.note("data", said=f"{why}: the rest of epoch {epoch + 1} is left out")
 
 
-def _refuse_other_order(feed: MicrobatchFeed, saved: Mapping[str, Any], path: Location) -> None:
+def _refuse_other_order(loader: MicrobatchLoader, saved: Mapping[str, Any], path: Location) -> None:
     """Raise CheckpointError if the samples of the epoch come in another order than they did."""
     before, now = saved.get("order"), None
-    if feed.sampler is not None:
-        now = feed.sampler.digest(int(saved["epoch"]))
+    if loader.sampler is not None:
+        now = loader.sampler.digest(int(saved["epoch"]))
     if before != now and saved["sample"]:
         which = "the DataLoader had a sampler of its own, and has none now"
         if now is not None:
@@ -354,9 +354,9 @@ def _refuse_other_order(feed: MicrobatchFeed, saved: Mapping[str, Any], path: Lo
         )
 
 
-def refuse_other_data(feed: Feed, saved: Mapping[str, Any], path: Location, *, of_loader: bool = False) -> None:
+def refuse_other_data(loader: Loader, saved: Mapping[str, Any], path: Location, *, of_loader: bool = False) -> None:
     """Raise CheckpointError if the data has another length than it had."""
-    before, now = saved["length"], feed.source.length
+    before, now = saved["length"], loader.source.length
     if before != now:
         what = "the loader of run.over()" if of_loader else "data()"
         first = ", with the loader that was being read then as the first (run.done tells)" if of_loader else ""

@@ -1,4 +1,4 @@
-"""`StreamFeed`: one rank's microbatches of a stream, over all epochs."""
+"""`StreamLoader`: one rank's microbatches of a stream, over all epochs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class StreamPlace:
 
 
 @final
-class StreamFeed:
+class StreamLoader:
     """Microbatches of one rank from a stream, in the order of steps."""
 
     def __init__(
@@ -210,7 +210,7 @@ class StreamFeed:
             yield portion
 
     def _whole_stream(self, epoch: int, begin: ReadPart) -> WholeStream:
-        share, last_batch = self.world.share, self.source.settings.last_batch
+        share, last_batch = self.world.data_rank, self.source.settings.last_batch
         whole = WholeStream(self.source, self.sizes, share, self.seed, last_batch=last_batch)
         whole.epoch, whole.begin = epoch, begin
         whole.gives_places = self._gives_places and self.world.rank == 0  # they are the same on all ranks
@@ -240,7 +240,7 @@ class StreamFeed:
     # Each rank reads its own part
 
     def _parts(self) -> Iterator[StreamBatch]:
-        part = self._live = StreamPart(self.source, self.sizes, self.world.share, self.seed)
+        part = self._live = StreamPart(self.source, self.sizes, self.world.data_rank, self.seed)
         part.gives_places = self._gives_places and self.world.leads
         spare: tuple[Any, list[SampleKey]] | None = None
         first, read = self._begin.epoch, 0
@@ -309,7 +309,7 @@ class StreamFeed:
         """Return the size of the global batch, and whether any rank has less than its share; a collective."""
         full = self.sizes.micro * self.sizes.accumulate
         counts = torch.tensor([mine, mine < full], dtype=torch.float64)
-        samples, short = self.world.sum_shares_on_host(counts).tolist()
+        samples, short = self.world.sum_over_data_on_host(counts).tolist()
         return int(samples), short > 0
 
     def _micros(

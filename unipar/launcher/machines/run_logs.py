@@ -1,4 +1,4 @@
-"""Ledgers of ranks that do not see rank 0's run folder: rank 0 gets theirs, and they get rank 0's."""
+"""RunLogs of ranks that do not see rank 0's run folder: rank 0 gets theirs, and they get rank 0's."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from unipar.distributed.meeting.text_rounds import open_rounds
-from unipar.run_folder.layout import ledger_path
+from unipar.run_folder.layout import run_log_path
 from unipar.utils.files import write_file_atomically
 
 if TYPE_CHECKING:
     from unipar.distributed.world import World
 
-MOST_LEDGERS: Final = 256
-"""Ranks of the largest world of which rank 0 gets all ledgers; of a larger one, those of each machine's first rank."""
+MOST_RUN_LOGS: Final = 256
+"""Ranks of the largest world of which rank 0 gets all run logs; of a larger one, those of each machine's first rank."""
 
 
-def exchange_ledgers(world: World, run: Path, apart: Collection[int]) -> None:
-    """Write the ledgers of the ranks `apart` to rank 0's run folder, and rank 0's to theirs; all ranks call this.
+def exchange_run_logs(world: World, run: Path, apart: Collection[int]) -> None:
+    """Write the run logs of the ranks `apart` to rank 0's run folder, and rank 0's to theirs; all ranks call this.
 
     They go over the links between the machines: rank 0 sends its own to few of them, which pass it on.
     """
     rank, leads = world.rank, world.machines.leads(world.rank)
-    sends = rank in apart and (leads or world.size <= MOST_LEDGERS)
+    sends = rank in apart and (leads or world.size <= MOST_RUN_LOGS)
 
     def judge(texts: list[str]) -> str:
         for other, packed in enumerate(texts):
@@ -33,14 +33,14 @@ def exchange_ledgers(world: World, run: Path, apart: Collection[int]) -> None:
                 _write(run, other, packed)
         return _packed(run, 0)
 
-    told = open_rounds(world, world.key("ledgers"))(_packed(run, rank) if sends else "", judge)
+    told = open_rounds(world, world.key("run_logs"))(_packed(run, rank) if sends else "", judge)
     if rank in apart and leads:
         _write(run, 0, told)
 
 
 def _packed(run: Path, rank: int) -> str:
-    return b64encode(zlib.compress(ledger_path(run, rank).read_bytes())).decode()
+    return b64encode(zlib.compress(run_log_path(run, rank).read_bytes())).decode()
 
 
 def _write(run: Path, rank: int, packed: str) -> None:
-    write_file_atomically(ledger_path(run, rank), zlib.decompress(b64decode(packed)).decode("utf-8"))
+    write_file_atomically(run_log_path(run, rank), zlib.decompress(b64decode(packed)).decode("utf-8"))

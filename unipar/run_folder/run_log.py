@@ -1,4 +1,4 @@
-"""Ledger of a rank: its events as JSON lines."""
+"""Run log of a rank: its events as JSON lines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ENDS = ("stopped", "end")
 """Events with which a run ends."""
 
 
-class Ledger:
+class RunLog:
     """File of a rank's events, one JSON object a line; events are appended."""
 
     def __init__(self, path: Path) -> None:
@@ -28,20 +28,20 @@ class Ledger:
         self._file.flush()
 
     def continue_after(self, step: int, **fields: Any) -> None:
-        """Go on in the ledger of an earlier attempt: what it says of later steps, and of its end, is dropped.
+        """Go on in the run log of an earlier attempt: what it says of later steps, and of its end, is dropped.
 
         `fields`: what the line about this says besides the step.
         """
         path = Path(self._file.name)
         self._file.close()
-        Ledger.trim(path, step)
+        RunLog.trim(path, step)
         self._file = path.open("a", encoding="utf-8")
         self.note("continued", step=step, **fields)
 
     @staticmethod
     def trim(path: Path, step: int) -> None:
-        """Drop from a ledger what it says of steps after `step`, and of the run's end; after step 0, everything."""
-        rows = [row for row in Ledger.read(path) if step and row.get("step", 0) <= step and row["event"] not in _ENDS]
+        """Drop from a run log what it says of steps after `step`, and of the run's end; after step 0, everything."""
+        rows = [row for row in RunLog.read(path) if step and row.get("step", 0) <= step and row["event"] not in _ENDS]
         write_file_atomically(path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
 
     def close(self) -> None:
@@ -55,7 +55,7 @@ class Ledger:
 
     @staticmethod
     def read(path: Path) -> Iterator[dict[str, Any]]:
-        """Yield the events of a ledger file; an unfinished last line is left out."""
+        """Yield the events of a run log file; an unfinished last line is left out."""
         if not path.exists():
             return
         for line in path.read_text("utf-8").splitlines(keepends=True):
@@ -64,7 +64,7 @@ class Ledger:
 
     @staticmethod
     def whole(path: Path) -> bool:
-        """Return whether the last line of a ledger file is finished; a rank that was killed may leave part of one."""
+        """Return whether the last line of a run log file is finished; a rank that was killed may leave part of one."""
         return path.read_bytes()[-1:] in (b"", b"\n")
 
 

@@ -12,19 +12,19 @@ import torch
 from unipar.backend import Micro
 from unipar.config import BatchSizes, Config
 from unipar.data.dataset import DataSource, SeededDataset, training_data_source
-from unipar.data.feed import MicrobatchFeed
 from unipar.data.lengths import measure_lengths
+from unipar.data.microbatch_loader import MicrobatchLoader
 from unipar.data.order import MicrobatchPlan, shuffled_indices
-from unipar.data.stream_feed import StreamFeed
+from unipar.data.stream_loader import StreamLoader
 from unipar.data.token_split import padded_tokens
 from unipar.distributed.world import World
 from unipar.engines.batch_transfer import to_device
 from unipar.errors import TaskError, UniparError
-from unipar.task import Share, Task
+from unipar.task import LocalBatch, Task
 
 
 @final
-class ShareMaker:
+class LocalBatchMaker:
     """Maker of this rank's shares; all ranks make each share together."""
 
     def __init__(self, task: Task, world: World) -> None:
@@ -32,30 +32,35 @@ class ShareMaker:
         self._weighs = task.defines("weight")
         self._batch_with_weight: Any = None
 
-    def make(self, read: Sequence[tuple[Any, MicrobatchPlan]], feed: MicrobatchFeed | StreamFeed, done: int) -> Share:
-        """Return the share of the next step from microbatches that `feed` has read, when `done` steps are done."""
-        samples = feed.samples(done)
+    def make(
+        self, read: Sequence[tuple[Any, MicrobatchPlan]], loader: MicrobatchLoader | StreamLoader, done: int
+    ) -> LocalBatch:
+        """Return the share of the next step from microbatches that `loader` has read, when `done` steps are done."""
+        samples = loader.samples(done)
         if not self._weighs:
             tokens = float(read[0][1].of_tokens) or None
             return self._on_device([(batch, plan.weight) for batch, plan in read], samples, tokens)
         weights = [self._weight(batch, plan.tokens or len(plan.keys)) if plan.weight else 0.0 for batch, plan in read]
-        whole = self._world.sum_shares_on_host(torch.tensor(sum(weights), dtype=torch.float64)).item()
+        whole = self._world.sum_over_data_on_host(torch.tensor(sum(weights), dtype=torch.float64)).item()
         if not whole > 0:
             raise TaskError(f"weight(batch) is {whole:g} over the whole global batch of step {done + 1}")
         self._batch_with_weight = next(
             (b for (b, _), w in zip(read, weights, strict=True) if w > 0), self._batch_with_weight
         )
         if self._batch_with_weight is None and 0.0 in weights:
-            self._batch_with_weight = feed.batch_with_weight(self._weight)
+            self._batch_with_weight = loader.batch_with_weight(self._weight)
         micros = [(b if w > 0 else self._batch_with_weight, w / whole) for (b, _), w in zip(read, weights, strict=True)]
         return self._on_device(micros, samples, whole)
 
-    def _on_device(self, micros: Sequence[tuple[Any, float]], samples: int, weight: float | None = None) -> Share:
+    def _on_device(self, micros: Sequence[tuple[Any, float]], samples: int, weight: float | None = None) -> LocalBatch:
         """Return a share of microbatches, given as batch and scale; the first of every rank come before the second."""
-        numbered, device = zip(micros, count(self._world.share, self._world.shares), strict=False), self._world.device
+        numbered, device = (
+            zip(micros, count(self._world.data_rank, self._world.data_size), strict=False),
+            self._world.device,
+        )
         if device.type != "cpu":
             numbered = (((to_device(batch, device), scale), number) for (batch, scale), number in numbered)
-        return Share([Micro(batch, scale, number) for (batch, scale), number in numbered], samples, weight)
+        return LocalBatch([Micro(batch, scale, number) for (batch, scale), number in numbered], samples, weight)
 
     def _weight(self, batch: Any, samples: int = 1) -> float:
         weight = self._task.weight(batch)
@@ -85,11 +90,13 @@ def read_first_microbatch(task: Task, data: Any, config: Config, sizes: BatchSiz
         return source.collate(list(islice(iter(source.dataset), sizes.micro)))
     if sizes.tokens is not None:
         return source.collate(_first_samples(task, source, config, sizes))
-    feed = MicrobatchFeed(replace(source, sampler=None), sizes, 0, config.train.seed)  # a sampler is drawn by the run
-    batch = feed.read(next(feed.plans(0))[0].keys)
+    loader = MicrobatchLoader(
+        replace(source, sampler=None), sizes, 0, config.train.seed
+    )  # a sampler is drawn by the run
+    batch = loader.read(next(loader.plans(0))[0].keys)
     weight = task.weight(batch)
     if weight is not None and float(weight) == 0:
-        batch = feed.batch_with_weight(lambda b: float(task.weight(b) or 0))
+        batch = loader.batch_with_weight(lambda b: float(task.weight(b) or 0))
     return batch
 
 
@@ -111,7 +118,7 @@ def first_microbatches(task: Task, config: Config, sizes: BatchSizes, number: in
     collate = task.collate if task.defines("collate") else None
     source = training_data_source(task.data(), collate, task.collate, config, sizes)
     lengths = measure_lengths(task, source.dataset, config.train.seed, sizes)
-    feed = MicrobatchFeed(source, sizes, None, config.train.seed, lengths=lengths)
-    steps = islice(feed.plans(0), max(1, feed.order.per_epoch))
+    loader = MicrobatchLoader(source, sizes, None, config.train.seed, lengths=lengths)
+    steps = islice(loader.plans(0), max(1, loader.order.per_epoch))
     plans = islice((plan for step in steps for plan in step), number)
-    return [feed.read(plan.keys) for plan in plans]
+    return [loader.read(plan.keys) for plan in plans]

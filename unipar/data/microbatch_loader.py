@@ -1,4 +1,4 @@
-"""`MicrobatchFeed`: one rank's microbatches of a map-style dataset."""
+"""`MicrobatchLoader`: one rank's microbatches of a map-style dataset."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _Part = TypeVar("_Part", bound=Sequence[int])
 
 
 @final
-class MicrobatchFeed:
+class MicrobatchLoader:
     """Microbatches of one rank, in the order of steps."""
 
     def __init__(
@@ -34,7 +34,7 @@ class MicrobatchFeed:
         lengths: SampleLengths | None = None,
         agree: Agree | None = None,
     ) -> None:
-        """Create the feed of one rank; with rank None, of all ranks one after another, for a single process.
+        """Create the loader of one rank; with rank None, of all ranks one after another, for a single process.
 
         `lengths`: of all samples, if the batch is counted in tokens. `agree`: compares the order of a sampler with that
         of rank 0; None: it is not compared.
@@ -124,7 +124,7 @@ class MicrobatchFeed:
             for plans in self.plans(start):
                 yield [(self.read(plan.keys), plan) for plan in plans]
             return
-        loader: DataLoader[Any] = DataLoader(
+        dataloader: DataLoader[Any] = DataLoader(
             self._dataset,
             batch_sampler=_PlannedKeys(self, start),  # pyright: ignore[reportArgumentType] - keys, not ints
             collate_fn=self.source.collate,
@@ -132,7 +132,7 @@ class MicrobatchFeed:
             pin_memory=self.pin,
             **with_worker_start(self.source.loader_arguments),
         )
-        ready = iter(loader)
+        ready = iter(dataloader)
         for plans in self.plans(start):
             yield [(next(ready), plan) for plan in plans]
 
@@ -161,10 +161,10 @@ class MicrobatchFeed:
 class _PlannedKeys:
     """Batch sampler over the plans; the main process iterates over it, ahead of the workers."""
 
-    def __init__(self, feed: MicrobatchFeed, start: int) -> None:
-        self.feed, self.start = feed, start
+    def __init__(self, loader: MicrobatchLoader, start: int) -> None:
+        self.loader, self.start = loader, start
 
     def __iter__(self) -> Iterator[list[SampleKey]]:
-        for plans in self.feed.plans(self.start):
+        for plans in self.loader.plans(self.start):
             for plan in plans:
                 yield plan.keys
