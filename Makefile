@@ -59,7 +59,7 @@ style: setup $(DONE)/tests ## ruff
 bench: setup $(DONE)/bench ## what unipar costs a step, beside Accelerate, Fabric and loops written by hand
 	$(IN_VENV) $(BIN)/python -m benchmarks.overhead $(ARGS)
 
-route: setup ## the way of a config from launch to the first step: modules, calls to higher floors, lookups
+route: setup ## the walk of a config through launch and compare: stays, rooms, climbs, returns
 	$(IN_VENV) $(BIN)/python -m tools.route $(ARGS)
 
 errors: setup ## each place that raises an error, with its text; --without-way-out, --sample N --seed S

@@ -45,6 +45,7 @@ class Accelerate(Backend):
     imports = "an accelerate.yaml"
     requires = ("accelerate",)
     hint = "pip install 'unipar[accelerate]'"
+    launch_variables = "ACCELERATE_"
     options: ClassVar[type[Section]] = AccelerateOptions
     capabilities = Capabilities(
         shards=("nothing", "gradients", "parameters"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,18 +9,14 @@ from unipar_deepspeed import import_config
 
 from unipar.backend.foreign import AUTO, ForeignConfigReader, ForeignSection
 from unipar.config import SHARDS
-from unipar.config.config_file import read_config_text
+from unipar.config.config_file import read_mapping_file
 from unipar.errors import ConfigError
 from unipar.utils.text import count_of
 
 _LAUNCHER_MATTER = "for the launcher; unipar starts processes itself, or joins those of a launcher"
 LAUNCHER_YAML_KEYS = {
-    "machine_rank": _LAUNCHER_MATTER,
-    "main_process_ip": _LAUNCHER_MATTER,
-    "main_process_port": _LAUNCHER_MATTER,
-    "rdzv_backend": _LAUNCHER_MATTER,
-    "same_network": _LAUNCHER_MATTER,
-    "main_training_function": _LAUNCHER_MATTER,
+    **dict.fromkeys(("machine_rank", "main_process_ip", "main_process_port", "rdzv_backend"), _LAUNCHER_MATTER),
+    **dict.fromkeys(("same_network", "main_training_function"), _LAUNCHER_MATTER),
     "downcast_bf16": "it is for TPUs",
     "debug": "unipar always names the rank that fails",
     "compute_environment": "this machine",
@@ -31,14 +26,8 @@ LAUNCHER_YAML_KEYS = {
 REFUSED_YAML_KEYS = {
     "fp8_config": "unipar has no fp8",
     "megatron_lm_config": "unipar has no Megatron-LM",
-    "tpu_name": "unipar has no TPUs",
-    "tpu_zone": "unipar has no TPUs",
-    "tpu_use_cluster": "unipar has no TPUs",
-    "tpu_use_sudo": "unipar has no TPUs",
-    "tpu_vm": "unipar has no TPUs",
-    "tpu_env": "unipar has no TPUs",
-    "command_file": "unipar has no TPUs",
-    "commands": "unipar has no TPUs",
+    **dict.fromkeys(("tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm"), "unipar has no TPUs"),
+    **dict.fromkeys(("tpu_env", "command_file", "commands"), "unipar has no TPUs"),
 }
 CARRIED_YAML_KEYS = (
     *("distributed_type", "num_processes", "num_machines", "mixed_precision", "use_cpu", "gpu_ids"),
@@ -46,6 +35,12 @@ CARRIED_YAML_KEYS = (
 )
 KNOWN = frozenset({*LAUNCHER_YAML_KEYS, *REFUSED_YAML_KEYS, *CARRIED_YAML_KEYS})
 _DISTRIBUTED_TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED")
+_WAYS_OF_THE_MESH = (
+    *("cp_backend", "cp_comm_strategy", "sp_backend", "sp_seq_length", "sp_seq_length_is_variable"),
+    *("sp_attn_implementation", "cp_handler", "tp_handler", "sp_handler"),
+)
+"""Keys of parallelism_config that say how, not how many."""
+
 _PRECISIONS = {"no": "fp32", "fp16": "fp16", "bf16": "bf16-mixed"}
 
 
@@ -146,16 +141,8 @@ def _read_parallelism(keys: ForeignSection) -> None:
     sizes = {name: max(1, size) for name, size in sizes.items()}
     if sizes["sp"] > 1 and sizes["cp"] > 1:
         reading.refuse("parallelism_config.sp_size", f"{sizes['sp']} beside cp_size {sizes['cp']}: give one of them")
-    keys.omit(
-        dict.fromkeys(
-            (
-                *("cp_backend", "cp_comm_strategy", "sp_backend", "sp_seq_length", "sp_seq_length_is_variable"),
-                *("sp_attn_implementation", "cp_handler", "tp_handler", "sp_handler"),
-            ),
-            "unipar has one way",
-        )
-    )
-    keys.end(f"{name}_size" for name in sizes)
+    keys.omit(dict.fromkeys(_WAYS_OF_THE_MESH, "unipar has one way"))
+    keys.end()
     if all(size == 1 for size in sizes.values()):
         return
     split, copies = sizes["dp_shard"], sizes["dp_replicate"]
@@ -170,8 +157,7 @@ def _read_parallelism(keys: ForeignSection) -> None:
             reading.put(f"parallel.{ours}", sizes[theirs], f"parallelism_config.{theirs}_size")
     if sizes["tp"] * sizes["cp"] * sizes["sp"] > 1:
         reading.put("backend", "native", "one mesh of all axes")
-        for key in [key for key in reading.config if key.startswith("options.")]:
-            reading.omit(reading.notes.get(key) or key, f"{reading.config.pop(key)}: an option of another library")
+        reading.drop_options()
     if sizes["tp"] * sizes["cp"] * sizes["sp"] > 1 and reading.config.get("train.precision") == "bf16-master":
         mixed = "fp32 weights, computed in bf16: bf16-master does not go with tp, cp and sp"
         if not reading.assume_default("train.precision", "bf16-mixed", mixed):
@@ -199,8 +185,7 @@ _FSDP_OMITTED = {
     "fsdp_cpu_ram_efficient_loading": "unipar always fills the model from one rank",
     "fsdp_sync_module_states": "unipar always fills the model from one rank",
     "fsdp_use_orig_params": "FSDP2 always keeps them",
-    "fsdp_backward_prefetch": "FSDP2 prefetches by itself",
-    "fsdp_backward_prefetch_policy": "FSDP2 prefetches by itself",
+    **dict.fromkeys(("fsdp_backward_prefetch", "fsdp_backward_prefetch_policy"), "FSDP2 prefetches by itself"),
     "fsdp_forward_prefetch": "FSDP2 prefetches by itself",
     "fsdp_limit_all_gathers": "FSDP2 limits them by itself",
     "fsdp_version": "unipar uses FSDP2",
@@ -252,13 +237,7 @@ def _read_fsdp(keys: ForeignSection) -> None:
     if number:
         reading.omit("fsdp_config.fsdp_min_num_params", "unipar shards by blocks (model.blocks)")
     keys.omit(_FSDP_OMITTED)
-    keys.end(
-        (
-            *_FSDP_OMITTED,
-            *("fsdp_sharding_strategy", "fsdp_reshard_after_forward", "fsdp_auto_wrap_policy", "fsdp_min_num_params"),
-            *("fsdp_transformer_layer_cls_to_wrap", "fsdp_activation_checkpointing", "fsdp_offload_params"),
-        )
-    )
+    keys.end(("fsdp_sharding_strategy", "fsdp_reshard_after_forward"))
 
 
 def _put_strategy(reading: ForeignConfigReader, shard: str, over: str, variant: str = "") -> None:
@@ -279,10 +258,8 @@ def _put_strategy(reading: ForeignConfigReader, shard: str, over: str, variant: 
 
 
 _DEEPSPEED_OMITTED = {
-    "deepspeed_multinode_launcher": _LAUNCHER_MATTER,
-    "deepspeed_hostfile": _LAUNCHER_MATTER,
-    "deepspeed_inclusion_filter": _LAUNCHER_MATTER,
-    "deepspeed_exclusion_filter": _LAUNCHER_MATTER,
+    **dict.fromkeys(("deepspeed_multinode_launcher", "deepspeed_hostfile"), _LAUNCHER_MATTER),
+    **dict.fromkeys(("deepspeed_inclusion_filter", "deepspeed_exclusion_filter"), _LAUNCHER_MATTER),
     "zero3_init_flag": "unipar always shards a model while it is created",
     "zero3_save_16bit_model": "it is about files, not about training",
     "deepspeed_moe_layer_cls_names": "unipar splits the model's blocks (model.blocks)",
@@ -322,13 +299,7 @@ def _read_deepspeed(keys: ForeignSection) -> None:
         keys.omit_unknown((*known, *_DEEPSPEED_OMITTED), "not known; Accelerate ignores such keys")
     reading.config.pop("parallel.shard", None)
     _put_strategy(reading, shard, "DeepSpeed", "zero")
-    keys.end(
-        (
-            *_DEEPSPEED_OMITTED,
-            *("deepspeed_config_file", "zero_stage", "gradient_accumulation_steps", "gradient_clipping"),
-            *("offload_optimizer_device", "offload_param_device"),
-        )
-    )
+    keys.end()
 
 
 def _read_inline_deepspeed(keys: ForeignSection) -> None:
@@ -355,23 +326,13 @@ def _load_deepspeed_file(reading: ForeignConfigReader, file: str) -> Mapping[str
             f"{reading.label}: deepspeed_config.deepspeed_config_file: {file} is a link to {path.resolve()}, outside "
             "of its folder; name the file itself"
         )
-    try:
-        data: Any = json.loads(read_config_text(path))
-    except json.JSONDecodeError as e:
-        raise ConfigError(f"{path}, line {e.lineno}: {e.msg}") from None
-    if not isinstance(data, dict):
-        raise ConfigError(f'{path}, line 1: a ds_config.json is one mapping: {{"train_batch_size": ...}}')
-    return data
+    return read_mapping_file(path, "a ds_config.json is one mapping")[0]
 
 
 def _read_dynamo(keys: ForeignSection) -> None:
     backend = keys.take("dynamo_backend", str, "NO")
     if backend.upper() != "NO":
         keys.reading.put("model.compile", "model", "dynamo_config.dynamo_backend")
-    keys.omit(
-        dict.fromkeys(
-            ("dynamo_mode", "dynamo_use_dynamic", "dynamo_use_fullgraph", "dynamo_use_regional_compilation"),
-            "torch.compile uses its own choice",
-        )
-    )
-    keys.end(("dynamo_backend", "dynamo_mode", "dynamo_use_dynamic", "dynamo_use_fullgraph"))
+    choices = ("dynamo_mode", "dynamo_use_dynamic", "dynamo_use_fullgraph", "dynamo_use_regional_compilation")
+    keys.omit(dict.fromkeys(choices, "torch.compile uses its own choice"))
+    keys.end()

@@ -24,7 +24,6 @@ from unipar_deepspeed.import_sections.keys import (
     SCALED_TO_MODEL,
     SPEED,
     ZERO_ALIASES,
-    ZERO_CARRIED,
     ZERO_FILES,
     ZERO_REFUSED,
     ZERO_SPEED,
@@ -113,7 +112,7 @@ def read_scheduler(keys: ForeignSection) -> None:
         reading.refuse("scheduler.type", f"{kind or 'nothing'} is not among {known}", "train.schedule")
         return
     params = section.below("params")
-    section.end(("type", "params"))
+    section.end()
     warmup = 0
     if not params.open("warmup_num_steps", "train.schedule.warmup", "100"):
         warmup = max(2, params.take("warmup_num_steps", int, 1000))  # DeepSpeed's least is 2
@@ -132,9 +131,7 @@ def read_scheduler(keys: ForeignSection) -> None:
     if "train.schedule.warmup" not in reading.config:
         reading.put("train.schedule.warmup", warmup, _WARMUP_NOTE)
     _read_schedule_ends(params, kind)
-    params.end(
-        ("warmup_num_steps", "warmup_type", "warmup_min_lr", "warmup_max_lr", "total_num_steps", "cos_min_ratio")
-    )
+    params.end()
 
 
 def _read_schedule_ends(params: ForeignSection, kind: str) -> None:
@@ -197,17 +194,7 @@ def read_zero(keys: ForeignSection) -> None:
     section.omit({"ignore_unused_parameters": "unipar allows parameters that the loss does not use"})
     section.expect("compute_grad_norm", True, "unipar logs the norm")
     section.expect("override_module_apply", True, "unipar fills the model itself")
-    section.end(
-        (
-            *ZERO_CARRIED,
-            "mics_shard_size",
-            *OFFLOAD_KEYS,
-            *DS_KEY_OF_SIZE.values(),
-            *ZERO_SPEED,
-            *ZERO_FILES,
-            *ZERO_REFUSED,
-        )
-    )
+    section.end()
 
 
 def _assume_plain_zero(section: ForeignSection) -> None:
@@ -230,8 +217,7 @@ def _read_groups(section: ForeignSection, stage: int) -> None:
     elif size > 1:
         reading.put("parallel.shard_over", size, "zero_optimization.mics_shard_size")
         reading.put("backend", "native", "FSDP2, which splits each copy over some ranks")
-        for key in [key for key in reading.config if key.startswith("options.")]:
-            reading.omit(reading.notes.get(key) or key, f"{reading.config.pop(key)}: an option of another library")
+        reading.drop_options()
 
 
 def _read_sizes(section: ForeignSection, stage: int) -> None:

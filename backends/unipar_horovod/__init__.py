@@ -58,6 +58,7 @@ class Horovod(Backend):
     exports = "horovod"
     requires = ("horovod",)
     hint = "unipar install horovod"
+    launch_variables = "HOROVOD_"
     options: ClassVar[type[Section]] = HorovodOptions
     capabilities = Capabilities(
         shards=("nothing",),

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from unipar.backend import Backend
 from unipar.backend.checks import CheckedSource, check_run_settings, check_strategy, in_strategy, read_source
 from unipar.backend.offered_strategies import config_in_strategy
 from unipar.backend.registry import find_backend
-from unipar.config import Strategy
+from unipar.config import Config, Strategy
 from unipar.errors import ConfigError, UniparError
 
 FILE = """\
@@ -236,3 +237,22 @@ def test_settings_with_effect_in_a_run(tmp_path: Path) -> None:
     """Defaults, and options of other backends in a file, which --backend may use, are no contradiction."""
     file = FILE + "options: {deepspeed: {reduce: 4}}\nlaunch: {restarts: 2}\n"
     check_run_settings(chosen(tmp_path, "--set train.consistency_check={} --set eval.every=10", file))
+
+
+def test_a_launcher_is_asked_if_it_has_said_something(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend's refusals of a launch are read from its variables, by their first letters."""
+    asked: list[str] = []
+
+    def note(backend: Backend, config: Config) -> list[str]:
+        asked.append(backend.name)
+        return []
+
+    for name in ("accelerate", "horovod"):
+        monkeypatch.setattr(type(find_backend(name)), "launch_refusals", note)
+    for variable in [name for name in os.environ if name.startswith(("ACCELERATE_", "HOROVOD_"))]:
+        monkeypatch.delenv(variable)
+    chosen(tmp_path, "")
+    assert asked == []
+    monkeypatch.setenv("HOROVOD_CYCLE_TIME", "1")
+    chosen(tmp_path, "")
+    assert asked == ["horovod"]

@@ -8,15 +8,14 @@ import pytest
 
 from unipar.config import Config, Strategy
 from unipar.config.settled import SettledConfig
-from unipar.launcher.strategy_selection import library_name, select_strategies
+from unipar.launcher.strategy_selection import library_names, select_strategies
 
 
 def name_of(strategy: str, ranks: int = 2, **changed: Any) -> str:
     base = {"batch": {"total": 8}, "device": "cpu", "train": {"steps": 5}}
     config = Config.model_validate(base | changed)
-    row, at = select_strategies(SettledConfig.of(config, Strategy("native"), ranks, "cpu"), [strategy])[strategy]
-    assert at is not None, row.note
-    return library_name(at)
+    selected = select_strategies(SettledConfig.of(config, Strategy("native"), ranks, "cpu"), [strategy])
+    return library_names(selected)[strategy]
 
 
 @pytest.mark.parametrize(

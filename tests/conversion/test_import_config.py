@@ -11,7 +11,7 @@ import pytest
 from tests.support.imports import ASKED, LEAST, STEPS, YAML, ds, said, yaml
 from unipar.config import config_source as source
 from unipar.conversion.export import export_script
-from unipar.conversion.import_config import import_library_config, write_imported_config
+from unipar.conversion.import_config import import_library_config, write_config
 from unipar.errors import ConfigError, OutExists
 
 
@@ -366,18 +366,18 @@ def test_where_it_is_written(tmp_path: Path) -> None:
     """A file that is there stays, without --overwrite; nothing goes through a link."""
     made = ds(tmp_path, LEAST, STEPS)
     out = tmp_path / "out.yaml"
-    write_imported_config(made, out)
+    write_config(made.text, out)
     with pytest.raises(OutExists) as e:
-        write_imported_config(made, out)
+        write_config(made.text, out)
     assert str(e.value) == f"{out}: it already exists; name another file with -o, or write over it (--overwrite)"
-    write_imported_config(made, out, overwrite=True)
+    write_config(made.text, out, overwrite=True)
     assert out.read_text("utf-8") == made.text
     (tmp_path / "link.yaml").symlink_to(out)
     with pytest.raises(OutExists) as e:
-        write_imported_config(made, tmp_path / "link.yaml", overwrite=True)
+        write_config(made.text, tmp_path / "link.yaml", overwrite=True)
     assert str(e.value) == f"{tmp_path}/link.yaml: it is a link; name the file itself with -o"
     with pytest.raises(ConfigError) as f:
-        write_imported_config(made, tmp_path / "nowhere/x.yaml")
+        write_config(made.text, tmp_path / "nowhere/x.yaml")
     assert (
         str(f.value)
         == f"{tmp_path}/nowhere/x.yaml: it cannot be written (No such file or directory); name another file with -o"

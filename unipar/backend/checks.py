@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
@@ -40,9 +41,10 @@ from unipar.config.config_source import (
 from unipar.config.foreign_words import advise_on_value
 from unipar.config.job_system import find_job_system, job_system_names
 from unipar.config.sections.machines import Machines
-from unipar.config.settled import SettledConfig
+from unipar.config.settled import NO_CHANGES, Changes, SettledConfig
 from unipar.config.validation_errors import KeyOrigins, join_mistakes, list_option_mistakes
-from unipar.errors import BackendNotFound, BackendNotInstalled, ConfigError, UniparError, Unsupported
+from unipar.distributed.place import Place
+from unipar.errors import BackendNotFound, BackendNotInstalled, ConfigError, UniparError, Unsupported, WorldMismatch
 from unipar.tracking import tracker
 from unipar.utils.text import did_you_mean, show_value, yaml_word
 
@@ -225,6 +227,41 @@ def _value_of(config: Config, key: str) -> Any:
     return value
 
 
+def settle_run(
+    source: CheckedSource, device: str, place: Place | None, changes: Changes
+) -> tuple[SettledConfig, resources.RankCount]:
+    """Return the config of a run, checked, settled and changed, and its ranks; raise with every reason against it.
+
+    `device`: what `choose_device` returned; `place`: this process's in the world of a foreign launcher.
+    """
+    config = source.config.on_device(device) if device == "cpu" else source.config
+    check_strategy(config, source.backend, source.strategy, source.places)
+    ranks = resources.ranks_in(source.strategy, source.config, place, alone=source.alone)
+    if place is not None and place.size != ranks.number:
+        raise WorldMismatch(f"{place.launcher} started {place.size} processes, and {ranks.why}; start it with python")
+    local = None if place is None else place.local_size
+    return settle_source(source, ranks.number, device, local, launched=place is not None, changes=changes), ranks
+
+
+def settle_source(
+    source: CheckedSource,
+    ranks: int,
+    device: str,
+    local: int | None = None,
+    asked: str = "parallel.data",
+    *,
+    launched: bool = False,
+    changes: Changes = NO_CHANGES,
+) -> SettledConfig:
+    """Return a config settled for so many ranks, `local` of them here, and changed; errors name the key `asked`.
+
+    `launched`: whether a foreign launcher has started the ranks.
+    """
+    settled = SettledConfig.of(source.config, source.strategy, ranks, device, changes)
+    resources.check_device_count(settled.on_device, ranks, local, asked, launched=launched)
+    return settled
+
+
 def settle(config: Config, ranks: int) -> SettledConfig:
     """Check and settle a config that was made in code; raise with every reason why it cannot run."""
     backend = registry.find_backend(config.backend)
@@ -232,17 +269,19 @@ def settle(config: Config, ranks: int) -> SettledConfig:
     return _settled(config, backend, strategy, ranks, resources.choose_device(config)[0])
 
 
-def settled_in(settled: SettledConfig, strategy: Strategy) -> SettledConfig:
-    """Return a settled config in another strategy; raise with every reason why it cannot run there."""
+def settled_in(settled: SettledConfig, strategy: Strategy, changes: Changes) -> SettledConfig:
+    """Return a settled config in another strategy, then changed; raise with every reason why it cannot run there."""
     backend = registry.find_backend(strategy.backend)
     config = config_in_strategy(settled.config, strategy)
-    return _settled(config, backend, strategy, settled.ranks, settled.device)
+    return _settled(config, backend, strategy, settled.ranks, settled.device, changes)
 
 
-def _settled(config: Config, backend: Backend, strategy: Strategy, ranks: int, device: str) -> SettledConfig:
+def _settled(
+    config: Config, backend: Backend, strategy: Strategy, ranks: int, device: str, changes: Changes = NO_CHANGES
+) -> SettledConfig:
     check_strategy(config, backend, strategy)
     ranks = 1 if is_single_process(strategy, backend) else ranks
-    return SettledConfig.of(config, strategy, ranks, device)
+    return SettledConfig.of(config, strategy, ranks, device, changes)
 
 
 def _checked(source: ConfigSource, backend: Backend) -> CheckedSource:
@@ -317,11 +356,12 @@ def list_refusals(backend: Backend, config: Config, strategy: Strategy) -> Itera
     yield from refusals_met(conditions)
     if kind == "cpu":
         yield from _refuse_on_cpu(config)
-    for key, why in backend.idle_options(config):
+    for key, why in backend.idle_options(config) if config.options else ():
         yield f"{key}: {yaml_word(_value_of(config, key))} has no effect: {why}; leave it out"
     yield from backend.refuse(config)
-    for name in backend_names():
-        yield from find_backend(name).launch_refusals(config)
+    for other in map(find_backend, backend_names()):
+        if any(variable.startswith(other.launch_variables) for variable in os.environ):
+            yield from other.launch_refusals(config)
 
 
 def check_run_settings(source: CheckedSource, launcher: str = "") -> None:

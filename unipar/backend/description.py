@@ -115,6 +115,9 @@ class Backend(ABC):
     imports: ClassVar[str] = ""
     """Name for `unipar import` of the library's own config, read by import_config.py; empty: not read."""
 
+    launch_variables: ClassVar[str] = ""
+    """First letters of the environment variables that `launch_refusals` reads: it is asked if one of them is set."""
+
     reads_checkpoints: ClassVar[bool] = False
     """Whether import_checkpoint.py beside the description reads checkpoint folders that the library itself wrote."""
 
@@ -127,7 +130,10 @@ class Backend(ABC):
         return (self.name,)
 
     def idle_options(self, config: Config) -> Iterator[tuple[str, str]]:
-        """Yield each key of `options` that the config sets and that has no effect in its strategy, with the reason."""
+        """Yield each key of `options` that the config sets and that has no effect in its strategy, with the reason.
+
+        Asked of a config that has options.
+        """
         yield from ()
 
     def launch_refusals(self, config: Config) -> Iterator[str]:

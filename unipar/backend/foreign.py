@@ -173,6 +173,11 @@ class ForeignConfigReader:
         line = self.lines.get(theirs)
         return f"{theirs} (line {line})" if line else theirs
 
+    def drop_options(self) -> None:
+        """Leave out options that were carried, as another library trains."""
+        for key in [key for key in self.config if key.startswith("options.")]:
+            self.omit(self.notes.get(key) or key, f"{self.config.pop(key)}: an option of another library")
+
     def section(self, data: Mapping[str, Any], prefix: str = "") -> ForeignSection:
         """Return a section over a mapping of the file; `prefix` stands before its keys in messages."""
         return ForeignSection(self, dict(data), prefix)
@@ -183,16 +188,20 @@ class ForeignSection:
 
     def __init__(self, reading: ForeignConfigReader, data: dict[str, Any], prefix: str) -> None:
         self.reading, self.data, self.prefix = reading, data, prefix
+        self._known: set[str] = set()
+        """Keys that were asked for, whether the file has them or not."""
 
     def name(self, key: str) -> str:
         """Return the dotted name of a key in the file."""
         return f"{self.prefix}{key}"
 
     def __contains__(self, key: str) -> bool:
+        self._known.add(key)
         return key in self.data
 
     def take(self, key: str, kind: type[_T], default: _T) -> _T:
         """Remove a key and return its value; record an error and return the default if it has another type."""
+        self._known.add(key)
         self.reading.read.add(self.name(key))
         value: Any = self.data.pop(key, None)
         if value is None:
@@ -211,12 +220,18 @@ class ForeignSection:
 
     def open(self, key: str, ours: str, example: str) -> bool:
         """Return whether the value is `auto`; if so, remove the key and ask for the unipar key `ours`."""
+        self._known.add(key)
         if self.data.get(key) != AUTO:
             return False
         self.reading.read.add(self.name(key))
         del self.data[key]
         self.reading.ask(f'{self.name(key)}: "auto"', ours, example)
         return True
+
+    def carry(self, key: str, ours: str, default: object, *, example: str = "", note: str = "") -> None:
+        """Carry a value, or else its default, whose type it has; with an example `auto` asks for the unipar key."""
+        if not example or not self.open(key, ours, example):
+            self.reading.put(ours, self.take(key, type(default), default), note)
 
     def below(self, key: str) -> ForeignSection:
         """Remove a key and return its mapping as a section; an empty one if the key is missing."""
@@ -225,14 +240,14 @@ class ForeignSection:
     def omit(self, keys: Mapping[str, str]) -> None:
         """Leave out the keys that are present, each with its reason."""
         for key, why in keys.items():
-            if key in self.data:
+            if key in self:
                 del self.data[key]
                 self.reading.omit(self.name(key), why)
 
     def refuse(self, keys: Mapping[str, str], *, unless: tuple[Any, ...] = (None, False, {}, [], "")) -> None:
         """Refuse the keys that have an effect, each with its reason; leave out those that are off or among `unless`."""
         for key, why in keys.items():
-            if key in self.data:
+            if key in self:
                 value = self.data.pop(key)
                 off = isinstance(value, dict) and value.get("enabled") in (False, "false", AUTO)
                 if not off and not any(value is u or (type(value) is type(u) and value == u) for u in unless):
@@ -242,7 +257,7 @@ class ForeignSection:
 
     def expect(self, key: str, value: Any, why: str) -> None:
         """Refuse a key whose value is neither `value`, which unipar does anyway, nor `auto`; leave it out otherwise."""
-        if key not in self.data:
+        if key not in self:
             return
         if self.data.pop(key) in (value, AUTO):
             self.reading.omit(self.name(key), why)
@@ -258,9 +273,9 @@ class ForeignSection:
         """Leave out all keys that remain, with one reason."""
         self.omit(dict.fromkeys(list(self.data), why))
 
-    def end(self, known: Iterable[str]) -> None:
-        """Record each remaining key as unknown."""
-        words = sorted(known)
+    def end(self, known: Iterable[str] = ()) -> None:
+        """Record each remaining key as unknown; `known`: keys that may be meant besides those that were asked for."""
+        words = sorted({*known, *self._known})
         for key in self.data:
             name = self.name(key)
             if name in self.reading.leave:

@@ -118,6 +118,9 @@ def config_in_strategy(config: Config, strategy: Strategy) -> Config:
     check_offers(backend, strategy)
     can, one = backend.capabilities, is_single_process(strategy, backend)
     parallel = _parallel_in_strategy(config.parallel, strategy, one=one)
+    changes: dict[str, Any] = {"backend": strategy.backend}
+    if one and config.train.local_steps is not None:
+        changes["train"] = config.train.changed({"local_steps": None})
     if strategy.shard == "nothing":
         parallel = parallel.model_copy(update={"shard_over": None})
     options = dict(config.options)
@@ -125,10 +128,8 @@ def config_in_strategy(config: Config, strategy: Strategy) -> Config:
         options[backend.name] = _with_variant(options.get(backend.name, {}), can.variants[strategy.variant], strategy)
     elif backend.name in options:
         options[backend.name] = _without_variants(options[backend.name], can.variants.values())
-    moved = _with_parallel(config.changed({"backend": strategy.backend, "options": options}), parallel, one=one)
-    if one:
-        moved = moved.changed({"train.local_steps": None})
-    return _without_idle_options(moved, backend)
+    moved = _with_parallel(config, parallel, {**changes, "options": options}, one=one)
+    return _without_idle_options(moved, backend) if options else moved
 
 
 def named_strategy(config: Config, text: str) -> tuple[Strategy, dict[str, Any]]:
@@ -171,7 +172,7 @@ def config_with_strategy(config: Config, strategy: Strategy, *, keep_data: bool 
     if strategy.variant:
         variant = backend.capabilities.variants[strategy.variant]
         options[backend.name] = {**options.get(backend.name, {}), **variant.options}
-    return _with_parallel(config.changed({"backend": strategy.backend, "options": options}), parallel, one=one)
+    return _with_parallel(config, parallel, {"backend": strategy.backend, "options": options}, one=one)
 
 
 def _parallel_in_strategy(parallel: Parallel, strategy: Strategy, *, one: bool) -> Parallel:
@@ -185,8 +186,11 @@ def _parallel_in_strategy(parallel: Parallel, strategy: Strategy, *, one: bool) 
     return parallel.model_copy(update={"data": data, "shard": strategy.shard, **keys})
 
 
-def _with_parallel(config: Config, parallel: Parallel, *, one: bool) -> Config:
-    """Return `config` with another section `parallel`, and the same global batch; `one`: in one process."""
+def _with_parallel(config: Config, parallel: Parallel, changes: Mapping[str, Any], *, one: bool) -> Config:
+    """Return `config` with another section `parallel` and other sections in `changes`, and the same global batch.
+
+    `one`: in one process.
+    """
     before, data, batch = config.parallel.data, parallel.data, config.batch
     other = one or data != before
     if batch.tokens is not None:
@@ -199,7 +203,7 @@ def _with_parallel(config: Config, parallel: Parallel, *, one: bool) -> Config:
         batch = batch.model_copy(update={"micro": batch.settle(before).micro, "accumulate": None})
     elif other and batch.micro is not None:
         batch = batch.model_copy(update={"accumulate": None})
-    return config.model_copy(update={"parallel": parallel, "batch": batch})
+    return config.model_copy(update={**changes, "parallel": parallel, "batch": batch})
 
 
 def _without_idle_options(config: Config, backend: Backend) -> Config:

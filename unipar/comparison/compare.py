@@ -23,7 +23,7 @@ from unipar.config.sections.optimizer_settings import OptimizerSettings
 from unipar.config.settled import SettledConfig
 from unipar.errors import ConfigError, Unsupported
 from unipar.launcher.processes.signals import sigterm_as_interrupt
-from unipar.launcher.strategy_selection import library_name, select_strategies
+from unipar.launcher.strategy_selection import library_names, select_strategies
 from unipar.report.build import try_write_page, write_html
 from unipar.report.data.comparison_data import ComparisonPageData
 from unipar.report.data.headline import comparison_headline
@@ -127,7 +127,7 @@ def compare_strategies(
         machines=asked.machines_of(ranks),
         warmup=asked.turns.warmup,
         rows=[row for row, _ in selected.values()],
-        library_names={name: library_name(at) for name, (_, at) in selected.items() if at is not None},
+        library_names=library_names(selected),
         unwatched=asked.unwatched,
     )
     with lock_folder(folder):
@@ -254,9 +254,7 @@ def _compare_by_world_size(
             threads=threads_per_rank(asked.ranks_here(ranks[-1])),
             device=prepared.device,
             warmup=asked.turns.warmup,
-            library_names={
-                name: library_name(at) for of in selected.values() for name, (_, at) in of.items() if at is not None
-            },
+            library_names={name: words for of in selected.values() for name, words in library_names(of).items()},
             held=settings.train.local_steps is None,
             unwatched=asked.unwatched,
             interrupted=any(one.interrupted for one in found.values()),

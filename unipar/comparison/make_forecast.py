@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import tempfile
 import time
@@ -96,8 +95,7 @@ def _in_process(
     run: Path,
     most_seconds: float,
 ) -> Forecast:
-    launch = {"task": ref.to_json(), "settled": compared.to_json(), "forecast": job_of(asked, compared, strategies)}
-    texts = compared.config.json_for_ranks(), json.dumps(launch)
+    texts = compared.texts({"task": ref.to_json(), "forecast": job_of(asked, compared, strategies)})
     began = time.monotonic()
     with (
         folder.create_run_folder(run, *texts, overwrite=False),

@@ -90,6 +90,8 @@ class CompareRequest:
 
     def settle_micro(self, patterns: Sequence[str], worlds: Sequence[int]) -> Self:
         """Return the same with one microbatch for all strategies and numbers of ranks, if its config says auto."""
+        if not self.source.config.batch.is_auto:
+            return self
         prepared, micro = settle_one_micro(self.prepared, patterns, worlds)
         return replace(self, prepared=prepared, micro=micro)
 

@@ -31,7 +31,7 @@ from unipar.config.sections.batch import Batch
 from unipar.config.settled import SettledConfig
 from unipar.errors import ConfigError, Unsupported
 from unipar.launcher.processes.signals import sigterm_as_interrupt
-from unipar.launcher.strategy_selection import library_name, result_of_check
+from unipar.launcher.strategy_selection import library_names, result_of_check
 from unipar.report.build import try_write_page, write_html
 from unipar.report.pages.scaling_page import render_scaling
 from unipar.results.live_table import LiveTable
@@ -84,7 +84,7 @@ def _scale_worlds(
         unit=settings.batch.unit,
         worlds=tuple(replace(world, machines=asked.machines_of(world.ranks)) for world, _, _ in selected),
         rows=[row for _, row, _ in selected],
-        library_names={world.strategy: library_name(at) for world, _, at in selected if at is not None},
+        library_names=library_names({world.strategy: (row, at) for world, row, at in selected}),
         cores=len(os.sched_getaffinity(0)),
         threads=each,
         device=prepared.device,

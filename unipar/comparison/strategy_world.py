@@ -71,13 +71,12 @@ class StrategyWorld:
     def start(self, threads: str) -> float:
         """Start the ranks, wait until all have built their engines, and return the seconds that this took."""
         began = time.monotonic()
-        config = self.settled.config
-        launch = {"task": self.ref.to_json(), "settled": self.settled.to_json(), "watch": self._watch}
+        launch: dict[str, Any] = {"task": self.ref.to_json(), "watch": self._watch}
         if self._micro is not None:
             launch["micro"] = self._micro.to_json()
-        texts = config.json_for_ranks(), json.dumps(launch, indent=2)
+        texts = self.settled.texts(launch)
         self._open_contexts.enter_context(folder.create_run_folder(self.run, *texts, overwrite=True))
-        hosted = self._open_contexts.enter_context(self.backend.host(config, self.size))
+        hosted = self._open_contexts.enter_context(self.backend.host(self.settled.config, self.size))
         self._workers = self._open_contexts.enter_context(
             WorkerGroup.of(
                 self.settled,

@@ -237,6 +237,10 @@ class Config(Section):
         changes = {key: value for key in ("optimizer", "clip") if (value := getattr(own, key)) is not None}
         return self.model_copy(update={"train": self.train.model_copy(update=changes)})
 
+    def on_device(self, device: str) -> Config:
+        """Return the config with a device that was chosen, so that nobody chooses another."""
+        return self if self.device == device else self.model_copy(update={"device": device})
+
     def json_for_ranks(self) -> str:
         """Return JSON for the ranks of a run, without keys of `data` that were not set: a DataLoader may set them."""
         whole = self.model_dump(mode="json")

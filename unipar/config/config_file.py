@@ -1,9 +1,13 @@
-"""Reading of a config file: its text, or an error that says why it cannot be read."""
+"""Reading of a config file: its text or its keys, or an error that says why it cannot be read."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from unipar.config import safe_yaml
 from unipar.errors import ConfigError
 from unipar.utils.text import closest
 
@@ -32,6 +36,48 @@ def read_config_text(file: Path) -> str:
         raise ConfigError(
             f"{file}, line {line}: byte 0x{raw[e.start]:02x} is not UTF-8; save the file as UTF-8"
         ) from None
+
+
+def read_yaml_file(file: Path) -> tuple[Any, dict[str, int]]:
+    """Return the values of a .yaml file, and the line of each dotted key; raise ConfigError with the line if wrong."""
+    try:
+        data, lines = safe_yaml.parse_yaml(read_config_text(file))
+    except safe_yaml.YamlError as e:
+        raise ConfigError(f"{file}, line {e.line}: {e.sentence}") from None
+    return data, {".".join(path): line for path, line in lines.items()}
+
+
+def read_mapping_file(
+    file: Path, wanted: str = "a mapping of keys and values is wanted"
+) -> tuple[dict[str, Any], Mapping[str, int]]:
+    """Return the keys of a .json file, or a .yaml one, and the line of each dotted key, where known.
+
+    `wanted`: sentence of the error if it holds something else.
+    """
+    data, lines = (_read_json_file(file), dict[str, int]()) if file.suffix == ".json" else read_yaml_file(file)
+    if not isinstance(data, dict):
+        raise ConfigError(f"{file}, line 1: {wanted}")
+    return data, lines
+
+
+def _read_json_file(file: Path) -> Any:
+    def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        mapping: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in mapping:
+                raise ConfigError(f"{file}: the key {key!r} is given twice; remove one")
+            mapping[key] = value
+        return mapping
+
+    def refuse_constant(word: str) -> Any:
+        raise ConfigError(f"{file}: the number {word} is not finite")
+
+    try:
+        return json.loads(read_config_text(file), object_pairs_hook=without_duplicates, parse_constant=refuse_constant)
+    except json.JSONDecodeError as e:
+        raise ConfigError(f"{file}, line {e.lineno}: {e.msg}") from None
+    except RecursionError:
+        raise ConfigError(f"{file}: nested too deep to be a config") from None
 
 
 def _why_no_file(file: Path) -> str:

@@ -15,7 +15,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from unipar.config import safe_yaml
 from unipar.config.config import Config
-from unipar.config.config_file import read_config_text
+from unipar.config.config_file import read_yaml_file
 from unipar.config.foreign_words import library_of_file
 from unipar.config.sections.schedule import Schedule
 from unipar.config.validation_errors import KeyOrigins, join_mistakes, list_mistakes
@@ -109,7 +109,7 @@ def load_config_file(
     If it is invalid, the error also has the sentences of `names`.
     """
     label = str(file)
-    data, lines = _parse_file(read_config_text(file), label)
+    data, lines = read_yaml_file(file)
     if not isinstance(data, dict):
         what = "empty" if data is None else f"{'a list' if isinstance(data, list) else show_value(data)}, not a mapping"
         raise ConfigError(
@@ -119,7 +119,7 @@ def load_config_file(
         raise ConfigError(
             f"{label} is a config of {library}: `unipar import {shlex.quote(label)} -o train.yaml` makes one of unipar"
         )
-    draft = _ConfigDraft(data, {".".join(path): f"line {n}" for path, n in lines.items()}, label)
+    draft = _ConfigDraft(data, {key: f"line {n}" for key, n in lines.items()}, label)
     draft.locate(file.resolve().parent)
     draft.finish_written()
     for text in sets:
@@ -342,13 +342,6 @@ def _is_count(value: Any) -> TypeGuard[int]:
 
 def _places(origins: Mapping[str, str]) -> dict[str, str]:
     return {key: origin for key, origin in origins.items() if origin != FROM_SCRIPT}
-
-
-def _parse_file(text: str, label: str) -> tuple[Any, dict[safe_yaml.KeyPath, int]]:
-    try:
-        return safe_yaml.parse_yaml(text)
-    except safe_yaml.YamlError as e:
-        raise ConfigError(f"{label}, line {e.line}: {e.sentence}") from None
 
 
 def parse_set_argument(text: str) -> tuple[str, Any]:

@@ -6,11 +6,17 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from types import MappingProxyType
+from typing import Any, Final, Self
 
 from unipar.config.config import Config
 from unipar.config.sections.batch import BatchSizes
 from unipar.config.sections.strategy import Strategy
+
+Changes = Mapping[str, Any]
+"""Values of a config by dotted key."""
+
+NO_CHANGES: Final[Changes] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -28,26 +34,33 @@ class SettledConfig:
     """Device: `cpu`, `cuda`, `cuda:N` ...; `config.device` may still be auto."""
 
     @classmethod
-    def of(cls, config: Config, strategy: Strategy, ranks: int, device: str) -> Self:
-        """Return the config settled for a number of ranks; raise ConfigError if they or the batch do not fit."""
+    def of(cls, config: Config, strategy: Strategy, ranks: int, device: str, changes: Changes = NO_CHANGES) -> Self:
+        """Return the config settled for a number of ranks; raise ConfigError if they or the batch do not fit.
+
+        `changes`: values under other dotted keys, none of which is one of the batch.
+        """
         config.parallel.settle(ranks)
         data = ranks // config.parallel.axes.ranks
         sizes = config.batch.settle(data)
-        return cls(config.changed({"parallel.data": data}), strategy, sizes, device)
+        return cls(config.changed({"parallel.data": data, **changes}), strategy, sizes, device)
 
     @property
     def on_device(self) -> Config:
         """Config with its device known, so that no rank chooses another."""
-        return self.config.changed({"device": self.device})
+        return self.config.on_device(self.device)
 
     @property
     def ranks(self) -> int:
         """Number of ranks in all."""
         return self.sizes.ranks * self.strategy.axes.ranks
 
-    def changed(self, changes: Mapping[str, Any]) -> Self:
+    def changed(self, changes: Changes) -> Self:
         """Return a copy with other values under dotted keys, in the same strategy; the batch is settled again."""
         return self.of(self.config.changed(changes), self.strategy, self.ranks, self.device)
+
+    def texts(self, launch: Mapping[str, Any]) -> tuple[str, str]:
+        """Return the texts of config.json and launch.json, as `read_settled` reads them; `launch`: its other keys."""
+        return self.config.json_for_ranks(), json.dumps({**launch, "settled": self.to_json()}, indent=2)
 
     def to_json(self) -> dict[str, Any]:
         """Return strategy, sizes and device for launch.json; the config itself is in config.json."""

@@ -175,16 +175,6 @@ UNKNOWN_CHANGES = {
 }
 """Arguments that change training and have no key of unipar, with the value that changes nothing."""
 
-_NUMBERS = frozenset(
-    {
-        *("learning_rate", "weight_decay", "adam_epsilon", "max_grad_norm", "adam_beta1", "adam_beta2", "warmup_ratio"),
-        *("per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps"),
-        *("warmup_steps", "seed", "dataloader_num_workers", "logging_steps"),
-    }
-)
-_FLAGS = frozenset({"bf16", "fp16", "gradient_checkpointing", "torch_compile", "dataloader_drop_last"})
-
-
 KEY_TO_SAY = {
     **dict.fromkeys(("evals_per_epoch", "do_eval"), "eval.every"),
     **dict.fromkeys(("load_best_model_at_end", "metric_for_best_model", "greater_is_better"), "checkpoint.best"),

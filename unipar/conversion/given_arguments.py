@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from unipar.config import safe_yaml
-from unipar.config.config_file import read_config_text
+from unipar.config.config_file import read_mapping_file
 from unipar.conversion.argument_names import AXOLOTL_DEFAULTS, AXOLOTL_NAMES, READ_ARGUMENTS, TRAINER_DEFAULTS
 from unipar.conversion.training_arguments import RefusedArgument, TrainingArguments
 from unipar.errors import ConfigError
@@ -72,15 +70,7 @@ def read_arguments(text: str | None) -> TrainingArguments:
             f"--args {words}: give a .json or .yaml file of training arguments, or the arguments themselves: "
             "--args '--learning_rate 1e-4 --num_train_epochs 2'"
         )
-    content = read_config_text(file)
-    try:
-        data: Any = json.loads(content) if file.suffix == ".json" else safe_yaml.parse_yaml(content)[0]
-    except json.JSONDecodeError as e:
-        raise ConfigError(f"{file}, line {e.lineno}: {e.msg}") from None
-    except safe_yaml.YamlError as e:
-        raise ConfigError(f"{file}, line {e.line}: {e.sentence}") from None
-    if not isinstance(data, dict):
-        raise ConfigError(f"{file}, line 1: a mapping of training arguments is wanted")
+    data, _ = read_mapping_file(file, "a mapping of training arguments is wanted")
     return arguments_of({str(k): v for k, v in data.items()}, file.name)
 
 

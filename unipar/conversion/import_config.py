@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,8 +10,8 @@ from typing import Any
 from unipar.backend import Backend, checks, registry
 from unipar.backend.checks import CheckedSource, given_source
 from unipar.backend.foreign import Answers, ForeignConfigReader, import_error
-from unipar.config import Config, safe_yaml
-from unipar.config.config_file import read_config_text
+from unipar.config import Config
+from unipar.config.config_file import read_mapping_file
 from unipar.config.config_source import parse_set_argument
 from unipar.config.sections.optimizer import OPTIMIZERS, AdamW
 from unipar.config.yaml_edit import yaml_value
@@ -63,7 +62,7 @@ def import_library_config(
 
     What the file leaves to the script is taken from `args` or assumed, and asked for if `strict`.
     """
-    data, lines = _read_library_config(file)
+    data, lines = read_mapping_file(file)
     overrides = dict(parse_set_argument(text) for text in sets)
     reading = ForeignConfigReader(str(file), file.resolve().parent, lines, overrides, frozenset(leave), world)
     reading.strict = strict
@@ -75,7 +74,7 @@ def import_library_config(
         answers = replace(answers, by_key={k: a for k, a in answers.by_key.items() if a.given})
     reading.answers = None if strict and args is None and not whole_file else answers
     if whole_file:
-        backend = read_trainer_file(reading, data, lambda path: _read_library_config(path)[0], _find_reader)
+        backend = read_trainer_file(reading, data, lambda path: read_mapping_file(path)[0], _find_reader)
     else:
         backend = _find_reader(file, data)
         backend.read_foreign(reading, data)
@@ -199,11 +198,6 @@ def _carry_trainers_rules(reading: ForeignConfigReader, arguments: TrainingArgum
         reading.put("train.schedule.timing", "transformers")
 
 
-def write_imported_config(imported: ImportedConfig, out: Path, *, overwrite: bool = False) -> None:
-    """Write the config to `out`, as `write_config` does."""
-    write_config(imported.text, out, overwrite=overwrite)
-
-
 def write_config(text: str, out: Path, *, overwrite: bool = False) -> None:
     """Write a config's text to `out`, as a whole or not at all; never follow a symbolic link."""
     if out.is_symlink():
@@ -217,42 +211,6 @@ def write_config(text: str, out: Path, *, overwrite: bool = False) -> None:
             partial.chmod(0o644)
     except OSError as e:
         raise ConfigError(f"{out}: it cannot be written ({e.strerror}); name another file with -o") from None
-
-
-def _read_library_config(file: Path) -> tuple[Mapping[str, Any], Mapping[str, int]]:
-    text = read_config_text(file)
-    lines: dict[str, int] = {}
-    if file.suffix == ".json":
-        data = _parse_json(text, file)
-    else:
-        try:
-            data, places = safe_yaml.parse_yaml(text)
-        except safe_yaml.YamlError as e:
-            raise ConfigError(f"{file}, line {e.line}: {e.sentence}") from None
-        lines = {".".join(path): line for path, line in places.items()}
-    if not isinstance(data, dict):
-        raise ConfigError(f"{file}, line 1: a mapping of keys and values is wanted")
-    return data, lines
-
-
-def _parse_json(text: str, file: Path) -> Any:
-    def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        mapping: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in mapping:
-                raise ConfigError(f"{file}: the key {key!r} is given twice; remove one")
-            mapping[key] = value
-        return mapping
-
-    def refuse_constant(word: str) -> Any:
-        raise ConfigError(f"{file}: the number {word} is not finite")
-
-    try:
-        return json.loads(text, object_pairs_hook=without_duplicates, parse_constant=refuse_constant)
-    except json.JSONDecodeError as e:
-        raise ConfigError(f"{file}, line {e.lineno}: {e.msg}") from None
-    except RecursionError:
-        raise ConfigError(f"{file}: nested too deep to be a config") from None
 
 
 def _best_reader(data: Mapping[str, Any]) -> tuple[int, Backend | None]:

@@ -11,9 +11,10 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Literal
 
@@ -45,6 +46,16 @@ class MachineCheck:
 
     remedy: str = ""
     """Command or action that helps; empty where the status is ok."""
+
+
+def rows_of_checks(checks: Sequence[MachineCheck]) -> list[tuple[str, str, str]]:
+    """Return a row for each check, below its heads "", what and found, and one for a remedy, once where it repeats."""
+    rows: list[tuple[str, str, str]] = []
+    for check, following in zip_longest(checks, checks[1:]):
+        rows.append((check.status, check.name, check.found))
+        if check.remedy and (following is None or (check.name, check.remedy) != (following.name, following.remedy)):
+            rows.append(("", "", f"-> {check.remedy}"))
+    return rows
 
 
 def check_machine() -> Iterator[MachineCheck]:

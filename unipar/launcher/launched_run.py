@@ -138,31 +138,33 @@ def run_join(
 
 def _start_workers(plan: PreparedRun, entry: str, quiet: bool, script: Sequence[str] = ()) -> Path:
     """Start a worker for each rank and wait until all have ended, again after a failure; return the run folder."""
-
-    def attempt(plan: PreparedRun) -> None:
-        with (
-            plan.backend.host(plan.config, plan.size) as environment,
-            WorkerGroup.of(
-                plan.settled,
-                plan.backend,
-                run,
-                entry,
-                {**environment, **metered},
-                pickled_task=plan.ref.pickled_task if plan.ref is not None else b"",
-                starter=server.starter_of(plan.backend),
-                debug_rank=plan.rank_with_terminal,
-            ) as workers,
-        ):
-            workers.wait(shown.tick, shown.every)
-
     with (
         plan.create_folder(script) as plan,
         record_run_error(run := plan.out.resolve()),
         Progress(run, plan.config.train.steps, quiet=quiet, goes_on=plan.goes_on) as shown,
         _fork_server(plan, metered := step_log_environment(plan.config), shown.tick) as server,
     ):
-        Restarts(plan, shown, tuple(script)).run(attempt)
-    return plan.out
+        restarts = Restarts(shown, tuple(script))
+        while True:
+            try:
+                with (
+                    plan.backend.host(plan.config, plan.size) as environment,
+                    WorkerGroup.of(
+                        plan.settled,
+                        plan.backend,
+                        run,
+                        entry,
+                        {**environment, **metered},
+                        pickled_task=plan.ref.pickled_task if plan.ref is not None else b"",
+                        starter=server.starter_of(plan.backend),
+                        debug_rank=plan.rank_with_terminal,
+                    ) as workers,
+                ):
+                    workers.wait(shown.tick, shown.every)
+            except UniparError as e:
+                plan = restarts.next_attempt(plan, e)
+            else:
+                return plan.out
 
 
 @contextmanager

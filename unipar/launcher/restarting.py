@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import select
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from unipar.errors import OutOfMemory, UniparError, WorkerFailed
@@ -39,9 +38,6 @@ def pause_before(restart: int) -> float:
 class Restarts:
     """Restarts of one run, counted."""
 
-    plan: PreparedRun
-    """Run as its current attempt has it."""
-
     shown: Progress
     script: tuple[str, ...] = ()
     """Script that the ranks run again, for launch.json."""
@@ -49,42 +45,32 @@ class Restarts:
     made: int = 0
     """Number of restarts so far."""
 
-    def run(self, attempt: Callable[[PreparedRun], None]) -> None:
-        """Call `attempt` until it succeeds, or raises an error that a restart cannot mend, or none is left."""
-        while True:
-            try:
-                return attempt(self.plan)
-            except UniparError as e:
-                if not self._again(e):
-                    raise
-
-    def _again(self, error: UniparError) -> bool:
-        """Wait for the next attempt and prepare it; return False if there is none."""
-        of = self.plan.config.launch.restarts
+    def next_attempt(self, plan: PreparedRun, error: UniparError) -> PreparedRun:
+        """Return the next attempt of a run, after a pause; raise its error again if none is left, or would help."""
+        of = plan.config.launch.restarts
         if not of or not is_worth_restart(error):
-            return False
+            raise error
         self.shown.tick()  # what the ranks printed and logged last
         if self.made == of:
             self.shown.say(f"launch.restarts: {count_of(of, 'restart')} made, none left")
-            return False
+            raise error
         self.made += 1
         pause = pause_before(self.made)
         with SignalReceiver() as signals:
-            plan = self.plan.next_attempt(self.script, error)
+            plan = plan.next_attempt(self.script, error)
             first, *_ = str(error).splitlines()
             self.shown.say(first)
             kept = relative_path(plan.out / f"attempt-{count_attempts(plan.out)}")
             self.shown.say(f"restart {self.made} of {of} in {pause:g} s: {plan.describe_start()}; logs so far: {kept}")
-            self._wait(pause, signals)
+            self._wait(plan, pause, signals)
         self.shown.begin_attempt()
-        self.plan = plan
-        return True
+        return plan
 
-    def _wait(self, seconds: float, signals: SignalReceiver) -> None:
+    def _wait(self, plan: PreparedRun, seconds: float, signals: SignalReceiver) -> None:
         """Wait so long; a signal, which may have come before, stops the run."""
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
             select.select([signals], [], [], min(left, self.shown.every))
             if signals.received_signals:
-                raise make_stopped_error(self.plan.out.resolve(), self.plan.size, signals.received_signals[0].name)
+                raise make_stopped_error(plan.out.resolve(), plan.size, signals.received_signals[0].name)
             self.shown.tick()

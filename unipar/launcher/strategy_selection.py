@@ -15,7 +15,7 @@ from unipar.backend.offered_strategies import (
 )
 from unipar.config import Config, Strategy
 from unipar.config.config import Eval
-from unipar.config.settled import SettledConfig
+from unipar.config.settled import Changes, SettledConfig
 from unipar.errors import BackendNotInstalled, ConfigError, UniparError, Unsupported
 from unipar.launcher.micro_batch.choice import CandidateWorld, ChosenMicro, list_candidates, usable_memory, with_micro
 from unipar.launcher.preparation.prepare import Prepared
@@ -24,13 +24,16 @@ from unipar.results.row import StrategyResult
 SelectedStrategies = dict[str, tuple[StrategyResult, SettledConfig | None]]
 """Row and config of each strategy, by name; a strategy that cannot run has a row with the reason, and no config."""
 
+_WITHOUT_EXTRAS: Changes = {"eval": Eval(), "log.to": (), "log.memory": False}
+"""Changes that leave out evaluation, trackers and memory logging, which would be timed with the steps."""
+
 
 def select_strategies(settled: SettledConfig, patterns: Iterable[str]) -> SelectedStrategies:
     """Return a row and a config for each strategy that these patterns name; `single` is always the first."""
     one, changes = ONE, _in_one_process(settled.config)
-    alone = settled.changed({key: value for key, (value, _) in changes.items()})
+    alone = settled.changed({key: value for key, (value, _) in changes.items()}) if changes else settled
     row = StrategyResult(strategy=str(one), outcome="waits", note="; ".join(note for _, note in changes.values()))
-    found: SelectedStrategies = {str(one): (row, _without_extras(settled_in(alone, one)))}
+    found: SelectedStrategies = {str(one): (row, settled_in(alone, one, _WITHOUT_EXTRAS))}
     for pattern in patterns:
         try:
             strategies = expand_strategy_patterns((pattern,))
@@ -43,9 +46,10 @@ def select_strategies(settled: SettledConfig, patterns: Iterable[str]) -> Select
     return found
 
 
-def library_name(at: SettledConfig) -> str:
-    """Return what the library of a config's strategy calls it."""
-    return registry.find_backend(at.strategy.backend).library_name(at.config)
+def library_names(selected: SelectedStrategies) -> dict[str, str]:
+    """Return what its library calls each strategy that can run."""
+    running = {name: at for name, (_, at) in selected.items() if at is not None}
+    return {name: registry.find_backend(at.strategy.backend).library_name(at.config) for name, at in running.items()}
 
 
 def _in_one_process(config: Config) -> dict[str, tuple[str, str]]:
@@ -62,19 +66,14 @@ def result_of_check(settled: SettledConfig, strategy: Strategy) -> tuple[Strateg
     """Return the row of a strategy and its config, or a row with the reason and None if the strategy cannot run."""
     name = str(strategy)
     try:
-        at = settled_in(settled, strategy)
+        at = settled_in(settled, strategy, _WITHOUT_EXTRAS)
     except Unsupported as e:
         return StrategyResult(strategy=name, outcome="refused", note="; ".join(e.reasons)), None
     except ConfigError as e:  # an option contradicts this strategy
         return StrategyResult(strategy=name, outcome="refused", note=str(e)), None
     except BackendNotInstalled as e:
         return StrategyResult(strategy=name, outcome="absent", note=str(e)), None
-    return StrategyResult(strategy=name, outcome="waits"), _without_extras(at)
-
-
-def _without_extras(settled: SettledConfig) -> SettledConfig:
-    """Return the config without evaluation, trackers and memory logging, which would be timed with the steps."""
-    return settled.changed({"eval": Eval(), "log.to": (), "log.memory": False})
+    return StrategyResult(strategy=name, outcome="waits"), at
 
 
 def settle_one_micro(
@@ -84,8 +83,7 @@ def settle_one_micro(
 
     Lines of progress go to stderr.
     """
-    config = prepared.source.config
-    if not config.batch.is_auto:
+    if not prepared.source.config.batch.is_auto:
         return prepared, None
     from unipar.launcher.micro_batch.choose import choose_microbatch, write_line
     from unipar.launcher.micro_batch.trials import TrialCode
@@ -130,5 +128,5 @@ def _candidate_world(prepared: Prepared, strategy: Strategy, ranks: int) -> Cand
     moved = config_in_strategy(whole, strategy)
     sizes = list_candidates(moved, backend, strategy, data)
     checks.check_strategy(with_micro(moved, sizes[0]), backend, strategy)
-    settled = SettledConfig.of(with_micro(moved, sizes[0]), strategy, ranks, prepared.device)
-    return CandidateWorld(_without_extras(settled), backend, sizes)
+    settled = SettledConfig.of(with_micro(moved, sizes[0]), strategy, ranks, prepared.device, _WITHOUT_EXTRAS)
+    return CandidateWorld(settled, backend, sizes)

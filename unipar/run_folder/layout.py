@@ -11,9 +11,6 @@ from unipar.utils.address import Location, parse_location
 PAGE_FILE_NAME = "report.html"
 """Name of the page beside results."""
 
-IMAGES_OF_RUN = "images"
-"""Name of the folder of images in a run folder."""
-
 CHECKPOINTS_OF_RUN = "checkpoints"
 """Name of the folder of checkpoints in a run folder."""
 

@@ -21,7 +21,7 @@ from unipar.launcher.micro_batch.choice import PREFIX, ChosenMicro
 from unipar.launcher.preparation.prepare import Prepared, prepare
 from unipar.launcher.processes.signals import sigterm_as_interrupt
 from unipar.launcher.remote.across import StarterOnMachines, starter_on_machines
-from unipar.launcher.strategy_selection import SelectedStrategies, library_name, select_strategies, settle_one_micro
+from unipar.launcher.strategy_selection import SelectedStrategies, library_names, select_strategies, settle_one_micro
 from unipar.report.build import try_write_page, write_page
 from unipar.results.live_table import LiveTable
 from unipar.results.result_files import ORIGINAL_CONFIG_FOLDER, VERIFY_JSON, original_config_path
@@ -120,7 +120,7 @@ def _verify(asked: _VerifyRequest, micro: ChosenMicro | None, *, strict: bool, o
         machine=machine_summary(),
         remarks=[] if micro is None else [f"{PREFIX}: {micro.micro}, {micro.says}"],
         rows=[_initial_row(row, patterns) for row, _ in selected.values()],
-        library_names={name: library_name(at) for name, (_, at) in selected.items() if at is not None},
+        library_names=library_names(selected),
     )
     configs = {name: at for name, (row, at) in selected.items() if row.outcome == "waits" and at is not None}
     with folder.lock_folder(out):

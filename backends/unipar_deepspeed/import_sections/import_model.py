@@ -15,7 +15,7 @@ def read_compile(keys: ForeignSection) -> None:
     backend = section.take("backend", str, "inductor")
     off = section.take("disable", bool, default=False) or not section.take("enabled", bool, default=True)
     section.omit({"kwargs": "torch.compile uses its own choice", "deepcompile": "torch.compile alone is used"})
-    section.end(("backend", "disable", "enabled", "kwargs", "deepcompile"))
+    section.end()
     if off:
         keys.reading.omit("compile", "it is off")
     elif backend == "inductor":
@@ -34,7 +34,7 @@ def read_tensor(keys: ForeignSection) -> None:
             "unipar finds how matrices are split itself",
         )
     )
-    section.end(("autotp_size",))
+    section.end()
     reading = keys.reading
     if size > 1:
         reading.put("parallel.tensor", size, "tensor_parallel.autotp_size")

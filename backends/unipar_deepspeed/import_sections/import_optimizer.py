@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from unipar.backend.foreign import ForeignSection
 
 
@@ -21,7 +23,7 @@ def read_optimizer(keys: ForeignSection) -> None:
         return
     section.omit({"legacy_fusion": "it is about speed"})
     params = section.below("params")
-    section.end(("type", "params", "legacy_fusion"))
+    section.end()
     if name == "muon":
         _read_muon(params)
         return
@@ -35,34 +37,33 @@ def read_optimizer(keys: ForeignSection) -> None:
     _read_optimizer_params(params, name, torch_adam=torch_adam)
 
 
+_OWN_PARAMS: Mapping[str, Mapping[str, float | bool]] = {
+    "sgd": {"momentum": 0.0, "nesterov": False},
+    "rmsprop": {"alpha": 0.99, "momentum": 0.0, "centered": False},
+}
+"""Parameters that an optimizer has in unipar by the same name, each with its default in DeepSpeed."""
+
+
 def _read_optimizer_params(params: ForeignSection, name: str, *, torch_adam: bool) -> None:
     reading = params.reading
-    if not params.open("lr", "train.optimizer.lr", "3.0e-4"):
-        reading.put("train.optimizer.lr", params.take("lr", float, 1e-2 if name == "rmsprop" else 1e-3))
-    if not params.open("weight_decay", "train.optimizer.weight_decay", "0.01"):
-        default = 0.01 if name == "adamw" and torch_adam else 0.0
-        note = "torch.optim.AdamW's default" if "weight_decay" not in params and default else ""
-        reading.put("train.optimizer.weight_decay", params.take("weight_decay", float, default), note)
-    if name == "sgd":
-        reading.put("train.optimizer.momentum", params.take("momentum", float, 0.0))
-        reading.put("train.optimizer.nesterov", params.take("nesterov", bool, default=False))
-    if name == "rmsprop":
-        for key, default in (("alpha", 0.99), ("momentum", 0.0)):
-            reading.put(f"train.optimizer.{key}", params.take(key, float, default))
-        reading.put("train.optimizer.centered", params.take("centered", bool, default=False))
+    params.carry("lr", "train.optimizer.lr", 1e-2 if name == "rmsprop" else 1e-3, example="3.0e-4")
+    decay = 0.01 if name == "adamw" and torch_adam else 0.0
+    note = "torch.optim.AdamW's default" if "weight_decay" not in params and decay else ""
+    params.carry("weight_decay", "train.optimizer.weight_decay", decay, example="0.01", note=note)
+    for key, default in _OWN_PARAMS.get(name, {}).items():
+        params.carry(key, f"train.optimizer.{key}", default)
     if name in ("adam", "adamw") and not params.open("betas", "train.optimizer.betas", "'[0.9, 0.999]'"):
         reading.put("train.optimizer.betas", [float(b) for b in params.take("betas", list, [0.9, 0.999])])
-    if name != "sgd" and not params.open("eps", "train.optimizer.eps", "1.0e-8"):
-        reading.put("train.optimizer.eps", params.take("eps", float, 1e-8))
+    if name != "sgd":
+        params.carry("eps", "train.optimizer.eps", 1e-8, example="1.0e-8")
     for kernel in ("foreach",) if name == "rmsprop" else ("fused", "foreach"):
         if kernel in params:
-            reading.put(f"train.optimizer.{kernel}", params.take(kernel, bool, default=False))
+            params.carry(kernel, f"train.optimizer.{kernel}", default=False)
     params.expect("bias_correction", True, "unipar's Adam always corrects the bias")
     params.expect("amsgrad", False, "unipar's Adam has no AMSGrad")
     params.expect("dampening", 0, "unipar's SGD has no dampening")
     params.expect("maximize", False, "unipar minimizes")
-    known = ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov", "torch_adam", "adam_w_mode", "fused")
-    params.end((*known, "foreach", "alpha", "centered"))
+    params.end(("betas", "eps", "fused", *(key for own in _OWN_PARAMS.values() for key in own)))
 
 
 def _read_muon(params: ForeignSection) -> None:
@@ -78,14 +79,12 @@ def _read_muon(params: ForeignSection) -> None:
         own = params.take(theirs, float, 0.0) or rate
         note = "" if own else "DeepSpeed's own default, where the file says nothing"
         reading.put(f"train.optimizer.{ours}", own or default, note)
-    if not params.open("weight_decay", "train.optimizer.weight_decay", "0.01"):
-        reading.put("train.optimizer.weight_decay", params.take("weight_decay", float, 0.0))
-    reading.put("train.optimizer.momentum", params.take("momentum", float, 0.95))
+    params.carry("weight_decay", "train.optimizer.weight_decay", 0.0, example="0.01")
+    params.carry("momentum", "train.optimizer.momentum", 0.95)
     if not params.open("betas", "train.optimizer.adamw.betas", "'[0.9, 0.95]'"):
         betas = [float(b) for b in params.take("betas", list, [0.9, 0.95])]
         reading.put("train.optimizer.adamw.betas", betas)
-    if not params.open("eps", "train.optimizer.adamw.eps", "1.0e-10"):
-        reading.put("train.optimizer.adamw.eps", params.take("eps", float, 1e-10))
+    params.carry("eps", "train.optimizer.adamw.eps", 1e-10, example="1.0e-10")
     method = params.take("ns_method", str, "gram")
     if method == "standard":
         reading.put("train.optimizer.ns_precision", "bf16", "ns_method: standard")
@@ -97,4 +96,4 @@ def _read_muon(params: ForeignSection) -> None:
     params.expect("per_head_muon", False, "unipar's Muon takes each matrix as a whole")
     params.expect("adam_w_mode", True, "Muon's Adam is AdamW")
     params.expect("torch_adam", True, "it is about speed")
-    params.end(("lr", "muon_lr", "adam_lr", "momentum", "weight_decay", "betas", "eps", "ns_method", "per_head_muon"))
+    params.end()

@@ -39,7 +39,7 @@ def read_precision(keys: ForeignSection) -> None:
         section.omit({"check_grad_overflow": "unipar checks every loss"})
         if not reading.strict:
             section.omit_unknown(("enabled", *scaling), "not known; it is about casting, or scaling the loss")
-        section.end(("enabled", "auto_cast", *scaling))
+        section.end()
     if not chosen and open_answers is not None and "train.precision" not in reading.config:
         wanted = open_answers.precision
         if wanted:

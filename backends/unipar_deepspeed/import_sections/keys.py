@@ -8,12 +8,9 @@ from typing import Any
 OMITTED_DS_KEYS = {
     "steps_per_print": "unipar logs every log.every steps",
     "wall_clock_breakdown": "unipar always times each phase",
-    "dump_state": "it is about printing",
-    "memory_breakdown": "it is about printing",
-    "log_level": "it is about printing",
+    **dict.fromkeys(("dump_state", "memory_breakdown", "log_level"), "it is about printing"),
     "flops_profiler": "it is about measuring",
-    "comms_logger": "it is about logging",
-    "comms_config": "it is about logging",
+    **dict.fromkeys(("comms_logger", "comms_config"), "it is about logging"),
     "timers": "it is about measuring",
     "tensorboard": "say log.to: [tensorboard]",
     "wandb": "say log.to",
@@ -24,9 +21,7 @@ OMITTED_DS_KEYS = {
     "disable_python_gc": "it is about speed",
     "activation_checkpointing": "it is for deepspeed.checkpointing, which your model calls itself",
     "aio": "it is about speed",
-    "comment": "it is a comment",
-    "_comment": "it is a comment",
-    "comments": "it is a comment",
+    **dict.fromkeys(("comment", "_comment", "comments"), "it is a comment"),
     "monitor_config": "say log.to",
     "seq_parallel_communication_data_type": "the model's sequences are not split",
     "vocabulary_size": "unipar does not need it",
@@ -54,8 +49,7 @@ REFUSED_DS_KEYS = {
     "sparse_attention": "attention is the model's own",
     "zenflow": "unipar has no such mode",
     "torch_autocast": "its gradients travel in bf16, which unipar's bf16-mixed does not; say train.precision",
-    "data_types": "unipar sets dtypes by train.precision",
-    "communication_data_type": "unipar sets dtypes by train.precision",
+    **dict.fromkeys(("data_types", "communication_data_type"), "unipar sets dtypes by train.precision"),
     "managed_gradient_accumulation": "unipar sets the boundary itself",
     "datastates_ckpt": "checkpoints are unipar's own",
 }
@@ -72,7 +66,6 @@ CARRIED_DS_KEYS = (
 SPEED = "it is about speed"
 OTHER_STAGE = "it has no effect at this stage"
 SCALED_TO_MODEL = "unipar scales it to the model"
-ZERO_CARRIED = ("stage", "overlap_comm", "contiguous_gradients")
 ZERO_SPEED = (
     *("reduce_scatter", "stage3_model_persistence_threshold", "allgather_partitions", "sub_group_size"),
     *("round_robin_gradients", "use_multi_rank_bucket_allreduce", "stage3_module_granularity_threshold"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +13,9 @@ import pytest
 from unipar.distributed.machine_checks import MachineCheck
 from unipar.distributed.place import Place
 from unipar.distributed.world_machines import WorldMachines
-from unipar.launcher.preflight.examination import judge_findings
+from unipar.launcher.preflight.examination import EXAMINATION, FINDINGS, judge_findings
 from unipar.launcher.preflight.facts import ConfigFacts, MachineFacts
-from unipar.launcher.preflight.judging import ExaminedMachine, judge_machines
+from unipar.launcher.preflight.judging import ExaminedMachine, Findings, judge_machines
 from unipar.launcher.preflight.network import NetworkFacts
 from unipar.launcher.preflight.outcome import Examination
 from unipar.launcher.preflight.run_folder import FolderFacts
@@ -37,9 +38,13 @@ FACTS = MachineFacts(
 )
 OPEN = NetworkFacts(ports={"1": "open"}, latency=0.00021, bandwidth=1.1e9, reduced=64 * 2**20)
 FOLDER = FolderFacts(out="/home/me/runs/train", base="/home/me/runs", free=2**40, writable=True)
-NODE1 = ExaminedMachine("node1", "10.0.0.1", FACTS, OPEN, FOLDER)
+NODE1 = ExaminedMachine(name="node1", address="10.0.0.1", facts=FACTS, network=OPEN, folder=FOLDER)
 NODE2 = ExaminedMachine(
-    "node2", "10.0.0.2", replace(FACTS, own_address="10.0.0.2"), replace(OPEN, ports={"0": "open"}), FOLDER
+    name="node2",
+    address="10.0.0.2",
+    facts=replace(FACTS, own_address="10.0.0.2"),
+    network=replace(OPEN, ports={"0": "open"}),
+    folder=FOLDER,
 )
 
 
@@ -359,7 +364,7 @@ def test_a_machine_that_could_not_look() -> None:
     """Nothing is compared then: it is the one thing to see to."""
     machines = WorldMachines.of_ranks("abb", ["node1", "node2", "node2"], ["10.0.0.1", "10.0.0.2", "10.0.0.2"])
     place = Place(rank=0, size=3, local_rank=0, local_size=1, launcher="srun")
-    told = [{}, {"error": "OSError: no /proc"}, {}]
+    told = [Findings(), Findings(error="OSError: no /proc"), Findings()]
     assert judge_findings(place, machines, told).checks == (
         MachineCheck(
             "examination",
@@ -393,7 +398,9 @@ def test_the_table_in_the_docs() -> None:
 def test_facts_travel_as_json() -> None:
     """What a machine writes is what rank 0 reads."""
     facts = replace(FACTS, limits=[MachineCheck("open files", "warn", "at most 256", "ulimit -n 4096")])
-    assert MachineFacts.from_json(facts.to_json()) == facts
+    found = Findings(facts=with_config(NODE1).facts, network=NODE1.network, folder=NODE1.folder)
+    for one in (found, replace(found, facts=facts), Findings(error="none")):
+        assert FINDINGS.validate_json(FINDINGS.dump_json(one)) == one
     outcome = Examination("srun", ("a",), tuple(facts.limits))
-    assert Examination.from_json(outcome.to_json()) == outcome
+    assert EXAMINATION.validate_json(json.dumps(outcome.to_json())) == outcome
     assert outcome.to_json()["ok"] is True

@@ -20,13 +20,13 @@ from pathlib import Path
 import pytest
 
 from tests.support.world import PYTHONPATH_VARIABLE
+from unipar.distributed.meeting.frames import FramedConnection
 from unipar.distributed.place import Place
 from unipar.distributed.world_machines import WorldMachine
 from unipar.errors import NonFinite, Stopped, WorkerFailed, WorldMismatch
 from unipar.launcher.processes.group import WorkerGroup
 from unipar.launcher.remote.across import AgentAddress, StarterOnMachines
 from unipar.launcher.remote.agent import serve_workers
-from unipar.launcher.remote.frames import FramedConnection
 from unipar.run_folder.heartbeat import HeartbeatWriter, read_heartbeat, with_own_clock
 
 WORD = "word"

@@ -69,7 +69,7 @@ def import_(
     unipar import accelerate.yaml --set train.epochs=3 --set batch.total=32 --set 'train.optimizer={lr: 3.0e-4}'
     """
     from unipar.conversion.config_schema import write_schema_beside
-    from unipar.conversion.import_config import import_library_config, write_imported_config
+    from unipar.conversion.import_config import import_library_config, write_config
 
     imported = import_library_config(file, sets or (), world=world, leave=leave or (), args=args, strict=strict)
     assumed = [f"assumed: {note}" for note in imported.assumed]
@@ -78,5 +78,5 @@ def import_(
         for line in assumed:
             typer.echo(line, err=True)
         return
-    write_imported_config(imported, out, overwrite=overwrite)
+    write_config(imported.text, out, overwrite=overwrite)
     typer.echo("\n".join([write_schema_beside(out), *assumed, *(f"left out: {note}" for note in imported.left_out)]))

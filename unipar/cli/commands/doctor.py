@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -15,7 +17,9 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from unipar.cli.commands.options import JsonOption, OutOption
-from unipar.distributed.machine_checks import MachineCheck, check_machine
+from unipar.distributed.machine_checks import MachineCheck, check_machine, rows_of_checks
+from unipar.errors import ConfigError
+from unipar.utils.table import format_table
 
 if TYPE_CHECKING:
     from unipar.launcher.preflight.outcome import Examination
@@ -45,12 +49,14 @@ def run_doctor(
 
     \b
     torchrun --nnodes 2 --node-rank K --master-addr HOST --master-port 29500 -m unipar doctor --across train.yaml
-    accelerate launch --multi_gpu --num_machines 2 --num_processes 2 --machine_rank K --main_process_ip HOST
-      --main_process_port 29500 -m unipar doctor --across train.yaml
+    accelerate launch --multi_gpu --num_machines 2 --num_processes 2 --machine_rank K
+      --main_process_ip HOST --main_process_port 29500 -m unipar doctor --across train.yaml
+        (these on each machine, with its number K; HOST is that of K = 0)
     deepspeed --hostfile hosts --num_gpus 1 --module unipar doctor --across train.yaml
     horovodrun -np 2 -H a:1,b:1 python -m unipar doctor --across train.yaml
     mpirun -np 2 -H a,b -x MASTER_ADDR=a -x MASTER_PORT=29500 python -m unipar doctor --across train.yaml
     srun --nodes 2 --ntasks-per-node 1 python -m unipar doctor --across train.yaml
+        (these once)
     """
     if across:
         examine_machines(file, out, as_json=as_json)
@@ -60,27 +66,20 @@ def run_doctor(
         raise typer.Exit(1)
 
 
-NO_LAUNCHER = """doctor --across compares machines, and no launcher started this process. Start it as a run:
-  torchrun --nnodes 2 --node-rank K --master-addr HOST --master-port 29500 -m unipar doctor --across
-  accelerate launch --multi_gpu --num_machines 2 --num_processes 2 --machine_rank K
-    --main_process_ip HOST --main_process_port 29500 -m unipar doctor --across
-      (these on each machine, with its number K; HOST is that of K = 0)
-  deepspeed --hostfile hosts --num_gpus 1 --module unipar doctor --across
-  horovodrun -np 2 -H a:1,b:1 python -m unipar doctor --across
-  mpirun -np 2 -H a,b -x MASTER_ADDR=a -x MASTER_PORT=29500 python -m unipar doctor --across
-  srun --nodes 2 --ntasks-per-node 1 python -m unipar doctor --across
-      (these once)"""
-"""Error of `--across` without a launcher."""
+def _refuse_no_launcher() -> ConfigError:
+    """Return the error of `--across` without a launcher, with the commands of the help."""
+    commands = inspect.cleandoc(run_doctor.__doc__ or "").rpartition("\b\n")[2].replace(" train.yaml", "")
+    head = "doctor --across compares machines, and no launcher started this process. Start it as a run:"
+    return ConfigError(f"{head}\n{textwrap.indent(commands, '  ')}")
 
 
 def examine_machines(file: Path | None, out: str | None, *, as_json: bool) -> NoReturn:
     """Compare all machines of a launcher; rank 0 prints what came of it, and all exit with the same code."""
-    from unipar.errors import ConfigError
     from unipar.launcher.preflight.examination import examine_across, place_under_launcher
 
     place = place_under_launcher()
     if place is None:
-        raise ConfigError(NO_LAUNCHER)
+        raise _refuse_no_launcher()
 
     def show(outcome: Examination) -> None:
         typer.echo(json.dumps(outcome.to_json(), indent=2) if as_json else outcome.table())
@@ -109,9 +108,9 @@ def examine_machine(*, as_json: bool = False) -> bool:
     if as_json:
         sys.stdout.write(json.dumps({"ok": ok, "checks": [asdict(check) for check in checks]}, indent=2) + "\n")
     elif sys.stdout.isatty():
-        _draw_checks(checks)
+        _draw_rows(rows_of_checks(checks))
     else:
-        sys.stdout.write(format_checks(checks) + "\n")
+        sys.stdout.write(format_table(("", "what", "found"), rows_of_checks(checks), width=120) + "\n")
     return ok
 
 
@@ -196,28 +195,14 @@ def _check_launchers() -> Iterator[MachineCheck]:
         yield MachineCheck(f"launcher {program}", "ok", f"found: {note}")
 
 
-def format_checks(checks: list[MachineCheck]) -> str:
-    """Return the checks as plain lines for a pipe or a file, each remedy below its check."""
-    from unipar.utils.table import format_table
-
-    rows: list[tuple[str, ...]] = []
-    for check in checks:
-        rows.append((check.status, check.name, check.found))
-        if check.remedy:
-            rows.append(("", "", f"-> {check.remedy}"))
-    return format_table(("", "what", "found"), rows, width=120)
-
-
-def _draw_checks(checks: list[MachineCheck]) -> None:
+def _draw_rows(rows: Sequence[tuple[str, str, str]]) -> None:
+    """Print the rows in colours, as wide as the terminal."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     style = {"ok": "green", "warn": "yellow", "fail": "bold red"}
     drawn = Table.grid(padding=(0, 2))
-    for check in checks:
-        finding = Text(check.found)
-        if check.remedy:
-            finding.append(f"\n-> {check.remedy}", style="bold")
-        drawn.add_row(Text(check.status, style=style[check.status]), check.name, finding)
+    for status, name, found in rows:
+        drawn.add_row(Text(status, style=style.get(status, "")), name, Text(found, style="" if status else "bold"))
     Console().print(drawn)

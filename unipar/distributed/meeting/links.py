@@ -6,21 +6,18 @@ for a machine that is lost.
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import selectors
 import socket
 import threading
 import time
-import zlib
-from base64 import b64decode, b64encode
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, final
 
 from unipar.distributed.addresses import is_ipv6, with_port
+from unipar.distributed.meeting.frames import FramedConnection
 from unipar.distributed.meeting.roll_call import wait_for_key
 from unipar.errors import WorldMismatch
 
@@ -33,29 +30,18 @@ if TYPE_CHECKING:
 CONNECT_SECONDS: Final = 10.0
 """Seconds in which a connection between two machines must be made; more means that it is blocked."""
 
-_PROBES: Final = 4
-
-_LONG: Final = 2000
-"""Bytes of a message from which on it is sent compressed."""
+_MOST_OF_A_STRANGER: Final = 200
+"""Bytes that a connection may say before it is known to be a rank's."""
 
 
 @final
-@dataclass
-class RankLink:
+class RankLink(FramedConnection):
     """One end of a connection to another rank."""
 
-    rank: int
-    """Rank at the other end."""
-
-    connection: socket.socket
-    unread: bytearray = field(default_factory=bytearray)
-    sent: int = 0
-    """Bytes of the messages that were sent."""
-
-    received: int = 0
-    """Bytes of the messages that have come."""
-
-    writing: threading.Lock = field(default_factory=threading.Lock)
+    def __init__(self, connection: socket.socket, rank: int) -> None:
+        super().__init__(connection)
+        self.rank = rank
+        """Rank at the other end."""
 
 
 @final
@@ -85,7 +71,7 @@ class Links:
             if above is not None:
                 late = f"rank {rank} waited {3 * CONNECT_SECONDS:g} s for rank {above} to open a port"
                 port, said = wait_for_key(store, f"{key}/{above}", time.monotonic() + 3 * CONNECT_SECONDS, late).split()
-                self.parent = RankLink(above, failed.enter_context(self._connect(above, int(port))))
+                self.parent = RankLink(failed.enter_context(self._connect(above, int(port))), above)
                 self._send(self.parent, {"rank": rank, "word": said})
             if listener is not None:
                 self.children = _accept(listener, word, len(below), failed)
@@ -114,17 +100,8 @@ class Links:
 
     def set_patience(self, silence: float) -> None:
         """Have the system tell when another end has not answered for `silence` seconds."""
-        pause = max(1, int(silence / (_PROBES + 1)))
         for link in self.all:
-            connection = link.connection
-            with suppress(OSError):  # it is lost, which whoever reads it learns
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, pause)
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, pause)
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(silence * 1000))
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                connection.settimeout(None)
+            link.set_patience(silence)
 
     def read_in_background(
         self, told: Callable[[RankLink, dict[str, Any]], None], lost: Callable[[RankLink, OSError | None], None]
@@ -140,6 +117,8 @@ class Links:
             selector.register(self._wake, selectors.EVENT_READ)
             for link in self.all:
                 selector.register(link.connection, selectors.EVENT_READ, link)
+                for message, _ in link.messages():  # that have come with the first one
+                    told(link, message)
             while not self._closing:
                 for found, _ in selector.select():
                     link: RankLink | None = found.data
@@ -153,23 +132,16 @@ class Links:
         lost: Callable[[RankLink, OSError | None], None],
     ) -> bool:
         """Read what has come over a link; return whether more may come."""
-        why: OSError | None = None
+        goes_on, why = False, None
         try:
-            got = link.connection.recv(2**20)
+            goes_on = link.read()
         except OSError as e:
-            got, why = b"", e
-        link.received += len(got)
-        link.unread += got
-        if b"\n" in got:
-            *lines, link.unread = link.unread.split(b"\n")
-            for line in lines:
-                message: dict[str, Any] = json.loads(line)
-                if "packed" in message:
-                    message = json.loads(zlib.decompress(b64decode(message["packed"])))
-                told(link, message)
-        if not got and not self._closing:
+            why = e
+        for message, _ in link.messages():
+            told(link, message)
+        if not goes_on and not self._closing:
             lost(link, why)
-        return bool(got)
+        return goes_on
 
     def send_up(self, message: dict[str, Any]) -> bool:
         """Send a message to the rank above; return whether there is one, and its system took it."""
@@ -188,15 +160,10 @@ class Links:
 
     @staticmethod
     def _send(link: RankLink, message: dict[str, Any]) -> bool:
-        line = json.dumps(message).encode()
-        if len(line) > _LONG:
-            line = json.dumps({"packed": b64encode(zlib.compress(line, 1)).decode()}).encode()
         try:
-            with link.writing:
-                link.connection.sendall(line + b"\n")
+            link.send(message)
         except OSError:
             return False
-        link.sent += len(line) + 1
         return True
 
     def close(self) -> None:
@@ -237,22 +204,13 @@ def _accept(listener: socket.socket, word: str, number: int, failed: ExitStack) 
             ) from None
         failed.enter_context(connection)
         connection.settimeout(CONNECT_SECONDS)
-        rank = _rank_of_stranger(connection, word)
-        if rank is None:
-            connection.close()
+        link = RankLink(connection, -1)
+        with suppress(OSError, ValueError, KeyError, TypeError):  # it is no rank
+            first, _ = link.receive(_MOST_OF_A_STRANGER)
+            link.rank = int(first["rank"]) if first["word"] == word else -1
+        if link.rank < 0:
+            link.close()
         else:
-            links.append(RankLink(rank, connection))
+            link.received = 0
+            links.append(link)
     return links
-
-
-def _rank_of_stranger(connection: socket.socket, word: str) -> int | None:
-    """Return the rank that a new connection says to be; None if it does not know the word."""
-    line = b""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        while not line.endswith(b"\n") and len(line) < 200:
-            if not (byte := connection.recv(1)):  # what follows the line stays unread
-                return None
-            line += byte
-        first: dict[str, Any] = json.loads(line)
-        return int(first["rank"]) if first["word"] == word else None
-    return None

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 from unipar.distributed.addresses import is_loopback
 from unipar.distributed.meeting.neighbours import Neighbours
-from unipar.distributed.meeting.text_rounds import result_of
+from unipar.distributed.meeting.text_rounds import result_of, tell_result
 from unipar.distributed.world_machines import WorldMachines, name_ranks
 from unipar.errors import WorldMismatch
 
@@ -238,12 +238,10 @@ def decide_together(
         sentence = f"rank {rank} waited {patience:g} s for rank 0, which has ended or hangs; its log may say why"
         told: dict[str, str] = json.loads(wait_for_key(store, f"{name}/told", until, sentence))
         return result_of(told)
-    try:
+
+    def judged() -> str:
         keys = [f"{name}/{one}" for one in range(size)]
         _await_all(store, keys, until, patience)
-        result = judge([text.decode() for text in store.multi_get(keys)])
-    except Exception as e:
-        store.set(f"{name}/told", json.dumps({"error": str(e), "kind": type(e).__name__}))
-        raise
-    store.set(f"{name}/told", json.dumps({"result": result}))
-    return result
+        return judge([text.decode() for text in store.multi_get(keys)])
+
+    return tell_result(judged, lambda told: store.set(f"{name}/told", json.dumps(told)))

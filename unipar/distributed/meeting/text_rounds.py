@@ -45,6 +45,17 @@ def result_of(told: Mapping[str, str]) -> str:
     return told["result"]
 
 
+def tell_result(judge: Callable[[], str], tell: Callable[[dict[str, str]], object]) -> str:
+    """Return what `judge` returns, and tell it as `result_of` takes it; an error that it raises is told, and raised."""
+    try:
+        result = judge()
+    except Exception as e:
+        tell({"error": str(e), "kind": type(e).__name__})
+        raise
+    tell({"result": result})
+    return result
+
+
 def open_rounds(world: World, name: str, waiting: Callable[[], None] = lambda: None) -> Decide:
     """Return a collective of all ranks, each call of which is another round.
 
@@ -87,20 +98,12 @@ class StoreRounds:
             self._await([self._key("all", "parts")])
             told = json.loads(self._read("all"))
         else:
-            told = self._judge(partial(judge, [mine, *self._read_others()]))
+            judged = partial(judge, [mine, *self._read_others()])
+            told = {"result": tell_result(judged, lambda told: self._send("all", json.dumps(told)))}
         if self._round > 2:  # all ranks have read it: they have sent their next text since
             for key in self._sent.pop(self._round - 2, ()):
                 self._store.delete_key(key)
         return result_of(told)
-
-    def _judge(self, judge: Callable[[], str]) -> dict[str, str]:
-        try:
-            told = {"result": judge()}
-        except Exception as e:
-            self._send("all", json.dumps({"error": str(e), "kind": type(e).__name__}))
-            raise
-        self._send("all", json.dumps(told))
-        return told
 
     def _key(self, whose: str | int, part: int | str) -> str:
         return f"{self._name}/{self._round}/{whose}/{part}"

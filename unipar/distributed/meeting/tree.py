@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, final
 
 from unipar.distributed.meeting.links import Links, RankLink
 from unipar.distributed.meeting.neighbours import Neighbours
-from unipar.distributed.meeting.text_rounds import result_of
+from unipar.distributed.meeting.text_rounds import result_of, tell_result
 from unipar.distributed.world_machines import WorldMachines, name_ranks
 from unipar.errors import WorldMismatch
 
@@ -152,13 +152,10 @@ class RankTree:
         if self._rank:
             self.links.send_up({"round": name, "ranks": ranks, "lost": lost})
             return self._pass_on(name, began, patience, waiting)
-        try:
-            result = judge(self._texts(ranks, lost, patience))
-        except Exception as e:
-            self.links.send_down({"round": name, "error": str(e), "kind": type(e).__name__})
-            raise
-        self.links.send_down({"round": name, "result": result})
-        return result
+        return tell_result(
+            lambda: judge(self._texts(ranks, lost, patience)),
+            lambda told: self.links.send_down({"round": name, **told}),
+        )
 
     def tell(self, name: str, text: str | None, patience: float = math.inf) -> str:
         """Return rank 0's text on all ranks; all call this, the others with None."""

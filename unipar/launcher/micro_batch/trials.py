@@ -157,8 +157,7 @@ class Trials:
         """Run a world to its end, and return its folder; raise the error with which it ended."""
         self._number += 1
         run = self._folder / f"trial-{self._number}"
-        launch = {**self._code.to_json(), "settled": settled.to_json(), **wanted}
-        texts = settled.config.json_for_ranks(), json.dumps(launch)
+        texts = settled.texts({**self._code.to_json(), **wanted})
         limits = settled.config.launch
         with (
             folder.create_run_folder(run, *texts, overwrite=False),

@@ -8,9 +8,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Final, final
+
+from pydantic import TypeAdapter
 
 from unipar.backend import registry
 from unipar.distributed.addresses import resolve_host
@@ -18,14 +20,8 @@ from unipar.distributed.launchers import place_from_environment
 from unipar.distributed.machine_checks import MachineCheck
 from unipar.distributed.meeting.roll_call import decide_together, wait_for_key
 from unipar.errors import UniparError, WorldMismatch
-from unipar.launcher.preflight.facts import (
-    ConfigFacts,
-    MachineFacts,
-    collect_facts,
-    find_missing_interface,
-    read_config_facts,
-)
-from unipar.launcher.preflight.judging import ExaminedMachine, judge_machines
+from unipar.launcher.preflight.facts import ConfigFacts, collect_facts, find_missing_interface, read_config_facts
+from unipar.launcher.preflight.judging import ExaminedMachine, Findings, judge_machines
 from unipar.launcher.preflight.network import NetworkFacts, compare_clocks, measure_all_reduce, open_port, try_ports
 from unipar.launcher.preflight.outcome import Examination
 from unipar.launcher.preflight.run_folder import FolderFacts, look_at_folder
@@ -36,6 +32,10 @@ if TYPE_CHECKING:
     from unipar.backend.checks import CheckedSource
     from unipar.distributed.place import Place
     from unipar.distributed.world_machines import WorldMachines
+
+FINDINGS: Final = TypeAdapter(Findings)
+EXAMINATION: Final = TypeAdapter(Examination)
+"""As JSON, in which they go between the machines."""
 
 _SECONDS_TO_MEET: Final = 600.0
 """Value of launch.rendezvous_timeout where no config can be read."""
@@ -75,13 +75,13 @@ def examine_across(
             rank,
             place.size,
             "examined",
-            json.dumps(examiner.examine() if session.machines.leads(rank) else {}),
+            FINDINGS.dump_json(examiner.examine() if session.machines.leads(rank) else Findings()).decode(),
             lambda texts: json.dumps(
-                judge_findings(place, session.machines, [json.loads(text) for text in texts]).to_json()
+                judge_findings(place, session.machines, [*map(FINDINGS.validate_json, texts)]).to_json()
             ),
             _SECONDS_FOR_ALL,
         )
-        outcome = Examination.from_json(json.loads(told))
+        outcome = EXAMINATION.validate_json(told)
         if rank == 0:
             show(outcome)
         _leave(session.store, rank, place.size)
@@ -108,17 +108,17 @@ class _Examiner:
         meet = source.config.launch.rendezvous_timeout if source is not None else _SECONDS_TO_MEET
         self.session = session_of(place, meet, _SECONDS_OF_STORE, self._chosen, linked=False)
 
-    def examine(self) -> dict[str, Any]:
-        """Return all that this machine finds, or why it could not look, as plain values.
+    def examine(self) -> Findings:
+        """Return all that this machine finds, or why it could not look.
 
         The first ranks of all machines do this together.
         """
         try:
             return self._examine()
         except Exception as e:  # the others are to be told, whatever it is
-            return {"error": str(e) if isinstance(e, UniparError) else f"{type(e).__name__}: {e}"}
+            return Findings(error=str(e) if isinstance(e, UniparError) else f"{type(e).__name__}: {e}")
 
-    def _examine(self) -> dict[str, Any]:
+    def _examine(self) -> Findings:
         from unipar.distributed.meeting.world_session import interface_for
 
         interface = interface_for(self.session, self._chosen)
@@ -131,12 +131,7 @@ class _Examiner:
         network = NetworkFacts(ports, ahead, uncertainty)
         if all_open:  # else the group would wait for its own timeout
             network = self._with_all_reduce(network, interface)
-        folder = self._look_at_folder() if all_read else None
-        return {
-            "facts": facts.to_json(),
-            "network": asdict(network),
-            "folder": None if folder is None else asdict(folder),
-        }
+        return Findings(facts=facts, network=network, folder=self._look_at_folder() if all_read else None)
 
     @property
     def _index(self) -> int:
@@ -178,30 +173,25 @@ def _all_true(texts: list[str]) -> str:
     return json.dumps({name: all(row[name] for row in rows) for name in rows[0]})
 
 
-def judge_findings(place: Place, world: WorldMachines, told: Sequence[dict[str, Any]]) -> Examination:
+def judge_findings(place: Place, world: WorldMachines, told: Sequence[Findings]) -> Examination:
     """Return what all machines' findings mean; those of ranks that do not speak for a machine are empty."""
     machines = world.all
-    broken = [(machine, told[machine.ranks[0]].get("error")) for machine in machines]
     checks = [
         MachineCheck("examination", "fail", f"{machine}: {error}", "see to that first, and start it again")
-        for machine, error in broken
-        if error
+        for machine in machines
+        if (error := told[machine.ranks[0]].error)
     ]
     if checks:
         return Examination(place.launcher, tuple(map(str, machines)), tuple(checks))
     times = Counter(machine.name for machine in machines)
-    examined: list[ExaminedMachine] = []
-    for machine in machines:
-        found = told[machine.ranks[0]]
-        examined.append(
-            ExaminedMachine(
-                str(machine) if times[machine.name] > 1 else machine.name,
-                machine.address,
-                MachineFacts.from_json(found["facts"]),
-                NetworkFacts(**found["network"]),
-                None if found["folder"] is None else FolderFacts(**found["folder"]),
-            )
+    examined = [
+        ExaminedMachine(
+            name=str(machine) if times[machine.name] > 1 else machine.name,
+            address=machine.address,
+            **vars(told[machine.ranks[0]]),
         )
+        for machine in machines
+    ]
     checks = [*judge_machines(examined), *judge_meeting_point(place)]
     return Examination(place.launcher, tuple(map(str, machines)), tuple(checks))
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 import socket
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self, final
+from typing import TYPE_CHECKING, Final, final
 
 from unipar.backend.checks import read_source
 from unipar.backend.installed import installed_versions, machine_summary
@@ -93,18 +93,6 @@ class MachineFacts:
 
     config: ConfigFacts | None = None
     """None: no config was given."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the facts as plain values."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, row: dict[str, Any]) -> Self:
-        """Return the facts that `to_json` gave."""
-        rest = dict(row)
-        limits = [MachineCheck(**check) for check in rest.pop("limits")]
-        config: dict[str, Any] | None = rest.pop("config")
-        return cls(**rest, limits=limits, config=None if config is None else ConfigFacts(**config))
 
 
 def find_missing_interface(chosen: str | None, peer: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from unipar.distributed.addresses import is_loopback
@@ -30,18 +30,27 @@ _LEAST_FREE: Final = 2**30
 _SAME_FILES: Final = "copy the same files to all machines"
 
 
-@dataclass(frozen=True)
-class ExaminedMachine:
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """Findings of a machine about itself and its way to the others."""
+
+    facts: MachineFacts = field(default_factory=MachineFacts)
+    network: NetworkFacts = field(default_factory=NetworkFacts)
+    folder: FolderFacts | None = None
+    """None: no config was given."""
+
+    error: str = ""
+    """Why it could not look; empty: it could."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExaminedMachine(Findings):
     """A machine with all that was found out about it."""
 
     name: str
     """Its host name, with its address where two machines have the same one."""
 
     address: str
-    facts: MachineFacts
-    network: NetworkFacts
-    folder: FolderFacts | None = None
-    """None: no config was given."""
 
 
 def judge_machines(machines: Sequence[ExaminedMachine]) -> list[MachineCheck]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import textwrap
 from dataclasses import asdict, dataclass
-from itertools import zip_longest
-from typing import Any, Final, Self
+from typing import Any, Final
 
-from unipar.distributed.machine_checks import MachineCheck
+from unipar.distributed.machine_checks import MachineCheck, rows_of_checks
 from unipar.utils.table import format_table
 from unipar.utils.text import count_of
 
@@ -39,19 +38,9 @@ class Examination:
             "checks": [asdict(check) for check in self.checks],
         }
 
-    @classmethod
-    def from_json(cls, row: dict[str, Any]) -> Self:
-        """Return what `to_json` gave."""
-        return cls(row["launcher"], tuple(row["machines"]), tuple(MachineCheck(**check) for check in row["checks"]))
-
     def table(self) -> str:
         """Return what differs or fails, each with its remedy, and in a few words what does not; 80 columns."""
-        rows: list[tuple[str, ...]] = []
-        wrong = [*self._having("fail"), *self._having("warn")]
-        for check, following in zip_longest(wrong, wrong[1:]):
-            rows.append((check.status, check.name, check.found))
-            if following is None or (check.name, check.remedy) != (following.name, following.remedy):
-                rows.append(("", "", f"-> {check.remedy}"))
+        rows = rows_of_checks([*self._having("fail"), *self._having("warn")])
         rows.append(("ok", "the rest" if rows else "all", "; ".join(check.found for check in self._having("ok"))))
         shown, more = ", ".join(self.machines[:_MOST_NAMES]), len(self.machines) - _MOST_NAMES
         head = f"{count_of(len(self.machines), 'machine')}, started by {self.launcher}: {shown}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal, Self
 
-from unipar.backend import registry, resources
+from unipar.backend import checks, registry, resources
 from unipar.backend.checks import CheckedSource, given_source
 from unipar.config import Config
 from unipar.config.config_source import ConfigSource, Given
@@ -58,7 +58,7 @@ class Prepared:
     @property
     def computed(self) -> Config:
         """Config with its device known, so that GPUs are not counted again."""
-        return self.source.config.changed({"device": self.device})
+        return self.source.config.on_device(self.device)
 
     def ranks(self) -> resources.RankCount:
         """Return how many ranks the config asks for on this machine, and why."""
@@ -82,9 +82,8 @@ class Prepared:
 
     def settled(self, ranks: int, local: int | None = None, asked: str = "parallel.data") -> SettledConfig:
         """Return the config settled for this many ranks, `local` of them here; errors name the key `asked`."""
-        settled = SettledConfig.of(self.source.config, self.source.strategy, ranks, self.device)
-        resources.check_device_count(self.computed, ranks, local, asked, launched=self.place is not None)
-        return settled
+        launched = self.place is not None
+        return checks.settle_source(self.source, ranks, self.device, local, asked, launched=launched)
 
 
 def prepare(

@@ -122,10 +122,15 @@ class PreparedRun:
             sizes = prepared.candidates(prepared.ranks().number)
             prepared = prepared.with_micro(sizes[0])
         source, place = prepared.source, prepared.place
-        config, kind = source.config, prepared.device
-        checks.check_strategy(
-            prepared.computed if kind == "cpu" else config, source.backend, source.strategy, source.places
-        )
+        config, job, earlier = source.config, find_job(restarts=restarts), None
+        if job.restarted_by:
+            earlier = folder.newest_run_folder(source.out, alone=config.out is not None, job=job.restarted_names)
+        elif config.resume == "auto":
+            earlier = folder.newest_run_folder(source.out, alone=config.out is not None)
+        numbered = source.out if config.out is None and (earlier is not None or not overwrite) else None
+        out = earlier or (source.out if numbered is None else folder.first_free_folder(numbered))
+        wanted = _resume_of_restart(config, job) if job.restarted_by and config.resume is None else config.resume
+        settled, ranks = checks.settle_run(source, prepared.device, place, {"out": str(out), "resume": wanted})
         for tracker in config.log.to:
             require_tracker(tracker)
         _require_file_systems(config)
@@ -134,28 +139,7 @@ class PreparedRun:
                 "resume: auto (--resume) goes on in a run's folder, and --overwrite deletes what is in it: leave out "
                 "one of them, or begin anew with --overwrite and --set resume=never"
             )
-        ranks = prepared.ranks()
-        if place is not None and place.size != ranks.number:
-            raise WorldMismatch(
-                f"{place.launcher} started {place.size} processes, and {ranks.why}; start it with python"
-            )
-        settled = prepared.settled(ranks.number, place.local_size if place else None)
-        if (job := find_job(restarts=restarts)).restarted_by and config.resume is None:
-            settled = replace(settled, config=settled.config.changed({"resume": _resume_of_restart(config, job)}))
-        out, numbered = source.out, None
-        earlier = None
-        if job.restarted_by:
-            earlier = folder.newest_run_folder(out, alone=config.out is not None, job=job.restarted_names)
-        elif config.resume == "auto":
-            earlier = folder.newest_run_folder(out, alone=config.out is not None)
-        if config.out is None and (earlier is not None or not overwrite):
-            numbered = out
-        if earlier is not None:
-            out = earlier
-        elif numbered is not None:
-            out = folder.first_free_folder(out)
         said = tuple(sections_said(source.origins))
-        wanted = settled.config.resume
         finished = describe_finished_run(out, config) if earlier is not None and wanted != "never" else ""
         if finished and (newer := folder.newer_run_without_step(source.out, out, alone=config.out is not None)):
             finished += f"; {relative_path(newer)} was begun later and has ended before its first step"
@@ -172,7 +156,6 @@ class PreparedRun:
             launched = folder.launch_time(earlier) if job.same_clock else None
             launched = run.launched if launched is None else launched
             run = replace(run, goes_on=True, finished=finished, launched=launched)
-        run = run.in_folder(out)
         return run._with_candidates(sizes) if auto and not finished else run
 
     def _with_candidates(self, sizes: Sequence[int]) -> Self:
@@ -295,14 +278,14 @@ class PreparedRun:
         """Return the texts of config.json and launch.json."""
         launch: dict[str, Any] = {"script": list(script)} if self.ref is None else {"task": self.ref.to_json()}
         ran = {"versions": library_versions(self.backend.requires), "machine": machine_summary()}
-        launch |= {"settled": self.settled.to_json(), "boot": boot_id(), "said": list(self.said)}
+        launch |= {"boot": boot_id(), "said": list(self.said)}
         launch |= {"launched": self.launched, "ranks": self.size, "job": list(self.job)}
         launch["checkpoints"] = self._own_folder()
         if self.micro is not None:
             launch["micro"] = self.micro.to_json()
         if self.source is not None:
             launch |= {"given": given_config(self.source)} | self._changes(self.source)
-        return self.config.json_for_ranks(), json.dumps(launch | ran, indent=2)
+        return self.settled.texts(launch | ran)
 
     def _changes(self, source: ConfigSource) -> dict[str, Any]:
         """Return for launch.json how the config differs from that of the run, or the state, that this goes on from."""

@@ -15,14 +15,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, final
 
 from unipar.config import Config
-from unipar.distributed.addresses import is_ipv6
+from unipar.distributed.meeting.frames import FramedConnection
+from unipar.distributed.meeting.links import listen_for_ranks
 from unipar.distributed.meeting.roll_call import wait_for_key
 from unipar.distributed.place import Place
 from unipar.errors import WorldMismatch
 from unipar.launcher.processes.process import ChildProcess, SubprocessStarter, WorkerProcess
 from unipar.launcher.processes.worker_arguments import WorkerArguments
 from unipar.launcher.remote.agent import serve_workers
-from unipar.launcher.remote.frames import FramedConnection
 from unipar.launcher.remote.stand_in import AGENT_VARIABLE
 
 if TYPE_CHECKING:
@@ -142,8 +142,7 @@ def starter_on_machines(config: Config, place: Place | None) -> Generator[Starte
 def _serve(session: Session, name: str) -> None:
     """Serve as the agent of this machine until rank 0's process is done."""
     index = session.machines.index_of(session.place.rank)
-    address = session.machines.all[index].address
-    listener = socket.create_server((address, 0), family=socket.AF_INET6 if is_ipv6(address) else socket.AF_INET)
+    listener = listen_for_ranks(session.machines.all[index])
     word = secrets.token_hex(16)
     session.store.set(f"{name}/{index}", f"{listener.getsockname()[1]} {word}")
     serve_workers(listener, word)

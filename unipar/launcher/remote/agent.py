@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, final
 
+from unipar.distributed.meeting.frames import FramedConnection
 from unipar.launcher.processes.process import (
     SubprocessStarter,
     WorkerProcess,
@@ -25,7 +26,6 @@ from unipar.launcher.processes.process import (
     send_signal_to_group,
 )
 from unipar.launcher.processes.worker_arguments import WorkerArguments
-from unipar.launcher.remote.frames import FramedConnection
 from unipar.memory.sources.malloc_build import MeterUnavailable, build_meter, preload_environment
 
 _SECONDS_BETWEEN_LOOKS: Final = 0.25
@@ -145,7 +145,14 @@ class _RemoteWorker:
     def _relay(self, process: WorkerProcess, control: socket.socket | None) -> int:
         """Pass on messages, signals and files until the worker has ended; return its exit code."""
         watched: list[Any] = [self._connection, process.pidfd, *([control] if control is not None else [])]
+        came = self._connection.messages()  # with the last file
         while True:
+            for message, content in came:
+                if "signal" in message:
+                    send_signal(process, signal.Signals(message["signal"]))
+                elif control is not None:
+                    with suppress(BrokenPipeError, ConnectionResetError):
+                        control.send(content)
             ready, _, _ = select.select(watched, [], [], _SECONDS_BETWEEN_LOOKS)
             if control is not None and control in ready:
                 try:
@@ -159,13 +166,7 @@ class _RemoteWorker:
                     watched.remove(control)
             if process.pidfd in ready:
                 return reap_process(process)
-            if self._connection in ready:
-                message, content = self._connection.receive()
-                if "signal" in message:
-                    send_signal(process, signal.Signals(message["signal"]))
-                elif control is not None:
-                    with suppress(BrokenPipeError, ConnectionResetError):
-                        control.send(content)
+            came = self._connection.receive_all() if self._connection in ready else iter(())
             if not ready:
                 self._send_files()
 

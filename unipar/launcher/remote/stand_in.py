@@ -18,9 +18,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final, NoReturn
 
+from unipar.distributed.meeting.frames import FramedConnection
 from unipar.errors import WorkerFailed
 from unipar.launcher.processes.worker_arguments import WorkerArguments, die_when_pipe_closes, die_with_parent
-from unipar.launcher.remote.frames import FramedConnection
 from unipar.run_folder.error_file import write_error
 from unipar.run_folder.heartbeat import with_own_clock
 from unipar.utils.files import whole
@@ -55,12 +55,8 @@ def _run(arguments: WorkerArguments, told: Mapping[str, Any]) -> int:
     """Return the worker's exit code, or minus the signal that ended it."""
     run = Path(arguments.run)
     connection = socket.create_connection((told["host"], told["port"]), timeout=_CONNECT_SECONDS)
-    connection.settimeout(None)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(told["silence"] * 1000))
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(told["silence"] / 5)))
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, int(told["silence"] / 5)))
     framed = FramedConnection(connection)
+    framed.set_patience(told["silence"])
     framed.send({"arguments": asdict(arguments), "environment": told["environment"], "word": told["word"]})
     for path in run.iterdir():
         if path.is_file() and not path.name.startswith((".", "rank-")):
@@ -85,8 +81,7 @@ def _run(arguments: WorkerArguments, told: Mapping[str, Any]) -> int:
                 framed.send({"control": True}, said)
             else:
                 watched.remove(control)
-        if framed in ready:
-            message, content = framed.receive()
+        for message, content in framed.receive_all() if framed in ready else ():
             if "exit" in message:
                 return int(message["exit"])
             if "file" in message:

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError
 
-from unipar.config import Precision, Section, safe_yaml
-from unipar.config.config_file import read_config_text
+from unipar.config import Precision, Section
+from unipar.config.config_file import read_yaml_file
 from unipar.config.sections.strategy import Axes
 from unipar.config.validation_errors import join_mistakes, list_section_mistakes
 from unipar.errors import ConfigError
@@ -152,17 +152,14 @@ def load_machine(given: str) -> Machine:
 
 
 def _read_machine(file: Path) -> Machine:
-    try:
-        data, places = safe_yaml.parse_yaml(read_config_text(file))
-    except safe_yaml.YamlError as e:
-        raise ConfigError(f"{file}, line {e.line}: {e.sentence}") from None
+    data, places = read_yaml_file(file)
     if not isinstance(data, dict):
         raise ConfigError(f"{file}, line 1: a machine consists of keys and values, such as `ranks: 8`")
     preset = data.pop("preset", None)
     if preset is not None and preset not in PRESETS:
         raise ConfigError(f"{file}: preset: {preset!r} is none of {', '.join(PRESETS)}")
     start = PRESETS[preset].model_dump() if preset is not None else {}
-    lines = {".".join(path): f"line {number}" for path, number in places.items()}
+    lines = {key: f"line {number}" for key, number in places.items()}
     try:
         return Machine.model_validate({**start, "name": file.stem, **data})
     except ValidationError as e:
