@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -66,14 +66,22 @@ class ModelFacts:
 
 
 @final
-class _Run:
+class LossRun:
     """Record of one run of the loss: the order of blocks, what they get and return, how long they take."""
 
-    def __init__(self, model: nn.Module, blocks: Sequence[str]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Sequence[str],
+        clock: Callable[[], float] = time.perf_counter,
+        *,
+        keeps_inputs: bool = True,
+    ) -> None:
+        """`clock`: function that returns the time, or the operations, since some moment."""
         self.order: list[str] = []
         self.inputs: dict[str, tuple[Any, Any]] = {}
         self.tuples: dict[str, int] = {}
-        self.seconds: dict[str, float] = {}
+        self.times: dict[str, float] = {}
         self.buffers: dict[str, int] = {}
         """Number of blocks that have begun when a module with buffers is first called, by the module's name."""
 
@@ -81,6 +89,7 @@ class _Run:
         self._begun = 0.0
         self._blocks = blocks
         self._model = model
+        self._clock, self._keeps_inputs = clock, keeps_inputs
 
     @contextmanager
     def recorded(self) -> Generator[None]:
@@ -105,16 +114,18 @@ class _Run:
     def _enter(self, name: str) -> Any:
         def hook(block: nn.Module, args: Any, kwargs: Any) -> None:
             self.order.append(name)
-            if name not in self.inputs:  # a copy: the block puts keys into a cache, which was empty when it was called
+            if (
+                self._keeps_inputs and name not in self.inputs
+            ):  # a copy: the block puts keys into a cache, which was empty when it was called
                 self.inputs[name] = meta_arguments(args, kwargs, gradients=False)
-            self._begun = time.perf_counter()
+            self._begun = self._clock()
 
         return hook
 
     def _leave(self, name: str) -> Any:
         def hook(block: nn.Module, args: Any, out: Any) -> None:
-            self.end = time.perf_counter()
-            self.seconds[name] = self.seconds.get(name, 0.0) + self.end - self._begun
+            self.end = self._clock()
+            self.times[name] = self.times.get(name, 0.0) + self.end - self._begun
             self.tuples[name] = len(out) if isinstance(out, tuple | list) else 0
 
         return hook
@@ -131,9 +142,9 @@ def look_at_model(
 ) -> ModelFacts:
     """Return the facts of a model that is whole, by running the task's loss on one microbatch."""
     with unchanged(model, fn):
-        runs: list[tuple[_Run, float]] = []
+        runs: list[tuple[LossRun, float]] = []
         for _ in range(_TIMED_RUNS if stages > 1 and given_cuts is None else 1):  # times only matter to a balance
-            run = _Run(model, blocks)
+            run = LossRun(model, blocks)
             with torch.no_grad(), run.recorded(), unchanged(model, fn):
                 fn(model, batch)
             runs.append((run, time.perf_counter() - run.end))
@@ -218,9 +229,9 @@ def check_block_order(order: Sequence[str], blocks: Sequence[str]) -> None:
     )
 
 
-def _seconds_of_blocks(model: nn.Module, blocks: Sequence[str], runs: Sequence[_Run]) -> list[float]:
+def _seconds_of_blocks(model: nn.Module, blocks: Sequence[str], runs: Sequence[LossRun]) -> list[float]:
     """Return the time of each block; those of one kind take equally long."""
-    each = {name: median(run.seconds[name] for run in runs) for name in blocks}
+    each = {name: median(run.times[name] for run in runs) for name in blocks}
     kinds: dict[Any, list[str]] = {}
     for name in blocks:
         kinds.setdefault(kind_of_block(model.get_submodule(name)), []).append(name)

@@ -19,6 +19,7 @@ from unipar.config import BatchSizes, Config
 from unipar.config.config_source import load_given_config
 from unipar.distributed.mesh import Mesh, fake_groups
 from unipar.errors import TaskError
+from unipar.prediction.request import PredictionRequest
 from unipar.prediction.timeline import Payload, StepTimeline, TurnOfStep
 from unipar.training.fake_run.task_traces import PredictedStep, TaskTraces
 from unipar.training.fake_run.trace_task import TracedTask
@@ -74,7 +75,11 @@ def step_of(traces: TaskTraces, name: str, ranks: int) -> PredictedStep:
     config = in_strategy(name, ranks)
     data = config.parallel.data
     assert isinstance(data, int)
-    return traces.predict(config, ranks, config.batch.settle(data), device="cpu")
+    return predicted(traces, config, ranks, config.batch.settle(data))
+
+
+def predicted(traces: TaskTraces, config: Config, ranks: int, sizes: BatchSizes) -> PredictedStep:
+    return traces.predict(PredictionRequest(config, ranks, sizes, "cpu"))
 
 
 def test_matrices_over_two_ranks(traces: TaskTraces) -> None:
@@ -110,7 +115,7 @@ def test_two_stages(traces: TaskTraces) -> None:
     assert names[0]["token.weight"] == names[1]["token.weight"] == 2
     assert sent(first) == {("pipeline", "send"): (HEADER, HIDDEN, 2)}
     assert sent(second) == {("pipeline", "send"): (0.0, HIDDEN, 1)}
-    assert (first.stage and first.stage.sent_on, second.stage and second.stage.sent_back) == ((0, HIDDEN), (0, HIDDEN))
+    assert (first.rank.whole.sent_on, second.rank.whole.sent_back) == ((0, HIDDEN), (0, HIDDEN))
 
 
 def test_a_sequence_in_two_parts(traces: TaskTraces) -> None:
@@ -175,7 +180,7 @@ def test_what_the_proof_holds_before_the_first_step(traces: TaskTraces) -> None:
 
     def built(proof: str) -> dict[str, int]:
         config = in_strategy("native/nothing+context2", 2).changed({"options": {"native": {"proof": proof}}})
-        (first, *_) = traces.predict(config, 2, config.batch.settle(1).with_micro(1), device="cpu").phases
+        (first, *_) = predicted(traces, config, 2, config.batch.settle(1).with_micro(1)).phases
         assert first.phase == "built"
         return {term.name: term.size for term in first.terms}
 
@@ -201,8 +206,7 @@ def test_two_stages_on_each_of_two_ranks(traces_of_four: TaskTraces) -> None:
     assert "place.weight" not in names[1]
     assert sent(first) == {("pipeline", "send"): (2 * STATE, 3 * HIDDEN, 2 * 2 + 1)}
     assert sent(second) == {("pipeline", "send"): (STATE, 3 * HIDDEN, 2 + 2)}
-    assert first.pieces is not None
-    assert [(piece.sent_on, piece.sent_back, piece.received) for piece in first.pieces.pieces] == [
+    assert [(stage.sent_on, stage.sent_back, stage.received) for stage in first.rank.stages] == [
         ((STATE, HIDDEN), (0, 0), (0, HIDDEN)),
         ((STATE, HIDDEN), (0, HIDDEN), (STATE, 2 * HIDDEN)),
     ]
@@ -214,14 +218,9 @@ def test_halves_of_a_backward(traces_of_four: TaskTraces) -> None:
         traces_of_four.of(in_strategy(f"native/nothing+pipeline2+{schedule}", 2))
         for schedule in ("zerobubble", "interleaved")
     )
-    assert first.pieces is not None
-    assert second.pieces is not None
-    assert whole.pieces is not None
-    kept = [
-        [p.kept_at(way, 2) for way in ("backward", "weights")] for p in (*first.pieces.pieces, second.pieces.pieces[1])
-    ]
+    kept = [[p.kept_at(way, 2) for way in ("backward", "weights")] for p in (*first.rank.stages, second.rank.stages[1])]
     assert kept == [[22912, 22912], [21824, 33088], [24072, 37380]]
-    assert whole.pieces.pieces[1].kept_at("backward", 2) == 21824
+    assert whole.rank.stages[1].kept_at("backward", 2) == 21824
     trained = {number for number, p in enumerate(second.timeline.parameters) if p.trained}
     assert set(second.timeline.gradient_order) == trained
 
@@ -252,12 +251,12 @@ def test_activations_of_the_proof(given: dict[str, Any], precision: str) -> None
     """Rank 0 runs a microbatch of the whole model in fp32: what one process holds in a step, but for the optimizer."""
     sizes = BatchSizes(total=64, micro=64, accumulate=1, ranks=1)
     traces = TaskTraces(load_given_config(given | {"train": {"steps": 1, "precision": precision}}).config, 2)
-    alone = TaskTraces(load_given_config(given).config, 2).predict(in_strategy("single", 1), 1, sizes, device="cpu")
+    alone = predicted(TaskTraces(load_given_config(given).config, 2), in_strategy("single", 1), 1, sizes)
     for strategy in ("native/nothing+tensor2", "deepspeed/nothing+tensor2"):
         config = in_strategy(strategy, 2).changed({"train.precision": precision})
-        (first, *_) = traces.predict(config, 2, sizes, device="cpu").phases
+        (first, *_) = predicted(traces, config, 2, sizes).phases
         assert first.peak == alone.step_peak.peak - alone.step_peak.held["optimizer"]
-        assert traces.predict_needed(config, 2, sizes, device="cpu") >= first.peak
+        assert traces.predict_needed(PredictionRequest(config, 2, sizes, "cpu")) >= first.peak
 
 
 def test_parts_of_accelerate(traces: TaskTraces) -> None:
@@ -267,7 +266,7 @@ def test_parts_of_accelerate(traces: TaskTraces) -> None:
     (traced,) = traces.of(config)
     (native,) = traces.of(in_strategy("native/parameters+tensor2", 4))
     assert (traced.timeline.parameters, sent(traced)) == (native.timeline.parameters, sent(native))
-    step = traces.predict(config, 4, config.batch.settle(2), device="cpu")
+    step = predicted(traces, config, 4, config.batch.settle(2))
     blocks = 3 * (3 * 16 * 16 + 16 * 16 + 2 * 64 * 16 + 64 + 2 * (4 * 16 + 16)) // 2 * 4
     rest = TIED + (8 * 16 + 2 * 16) * 4
     assert step.sent == (
@@ -350,13 +349,13 @@ def test_the_proof_before_the_first_step(traces: TaskTraces, given: dict[str, An
     as in fp32."""
     config, sizes = in_strategy("native/nothing+tensor2", 2), BatchSizes(total=8, micro=8, accumulate=1, ranks=1)
     mixed = config.changed({"train.precision": "bf16-mixed"})
-    whole = traces.predict(config, 2, sizes, device="cpu").phases[0]
+    whole = predicted(traces, config, 2, sizes).phases[0]
     halved = TaskTraces(load_given_config(given).config.changed({"train.precision": "bf16-mixed"}), 2)
-    built, forward, *_ = halved.predict(mixed, 2, sizes, device="cpu").phases
+    built, forward, *_ = predicted(halved, mixed, 2, sizes).phases
     assert (built.phase, built.peak, built.held) == (whole.phase, whole.peak, whole.held)
     assert built.peak > forward.peak
     unproved = config.changed({"options": {"native": {"proof": "off"}}})
-    assert traces.predict(unproved, 2, sizes, device="cpu").phases[0].held == {
+    assert predicted(traces, unproved, 2, sizes).phases[0].held == {
         "temporaries": 45376,
         "parameters": 26560,
     }

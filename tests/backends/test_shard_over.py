@@ -10,6 +10,7 @@ import pytest
 from tests.conformance import tasks
 from tests.support.placed_inside import Placed, train_placed
 from unipar.backend.checks import settle
+from unipar.prediction.request import PredictionRequest
 from unipar.training.fake_run.task_traces import TaskTraces
 
 pytestmark = pytest.mark.forked
@@ -70,7 +71,7 @@ def test_bytes_are_those_planned(name: str, said: Said) -> None:
     per = 2 if "b" in job.machines else 4
     sizes = settle(job.config, 4).sizes
     traces = TaskTraces(job.config, sizes.micro, tasks.Grouped())
-    sent = traces.predict(job.config, 4, sizes, device="cpu", per=per).sent
+    sent = traces.predict(PredictionRequest(job.config, 4, sizes, "cpu", per)).sent
     by: Counter[tuple[str, str]] = Counter()
     for payload in sent:
         by[payload.axis, payload.collective] += payload.size

@@ -13,7 +13,8 @@ from unipar.config import Strategy
 from unipar.config.config_source import load_given_config
 from unipar.errors import Unsupported
 from unipar.planning.activations import Activations, AllocatedBlock
-from unipar.planning.peaks import late_bytes, predict_needed, predict_peaks
+from unipar.planning.cpu_copies import late_bytes, needed_with_gloo
+from unipar.planning.peaks import PlannedMemory
 from unipar.prediction.timeline import Moment, Payload, PredictedParameter, Prediction, StepTimeline, Term
 
 MOMENTS = (
@@ -56,7 +57,7 @@ def peaks(strategy: str, ranks: int, device: str = "cpu", **train: object) -> di
     given = {"batch": {"total": 8}, "train": {"steps": 1, **train}, "parallel": {"data": ranks}}
     config = strategies.config_in_strategy(load_given_config(given).config, Strategy.parse(strategy))
     prediction = registry.find_backend(config.backend).predict(config, TIMELINE, ranks, device=device)
-    found = predict_peaks(TIMELINE, prediction, ALLOCATED, 2)
+    found = PlannedMemory(TIMELINE, prediction, ALLOCATED, 2).peaks()
     return {peak.phase: (peak.peak, {name: size for name, size in peak.held.items() if size}) for peak in found}
 
 
@@ -136,7 +137,7 @@ def test_parameters_that_stay_gathered() -> None:
 def test_terms_of_a_peak() -> None:
     """The largest first, each with its name; equal instants belong to the span that begins there."""
     extra = Prediction((Term("library", "late", 1000, first=len(MOMENTS) - 1),))
-    found = {peak.phase: peak for peak in predict_peaks(TIMELINE, extra, ALLOCATED, 2)}
+    found = {peak.phase: peak for peak in PlannedMemory(TIMELINE, extra, ALLOCATED, 2).peaks()}
     assert [(t.name, t.size) for t in found["steady"].terms] == [("late", 1000), ("mm", 40)]
     assert [(t.category, t.name, t.size) for t in found["forward"].terms] == [
         ("activations", "mm in a", 200),
@@ -159,7 +160,7 @@ def test_several_microbatches() -> None:
     )
     later = replace(TIMELINE, microbatches=2)
     prediction = registry.find_backend("native").predict(config, later, 2, device="cpu")
-    found = predict_peaks(later, prediction, replace(ALLOCATED, batch=(1.0, 3.0)), 2, accumulate=4)
+    found = PlannedMemory(later, prediction, replace(ALLOCATED, batch=(1.0, 3.0)), 2, accumulate=4).peaks()
     held = {peak.phase: peak.held for peak in found}
     assert held["forward"]["gradients"] == 64
     assert held["steady"]["activations"] == 40 + 4 * (1 + 3 * 2)
@@ -179,7 +180,8 @@ def test_a_block_without_a_backward() -> None:
         Strategy.parse("native/gradients"),
     )
     prediction = registry.find_backend("native").predict(config, timeline, 2, device="cuda")
-    held = {p.phase: p.held for p in predict_peaks(timeline, prediction, replace(ALLOCATED, moments=without), 2)}
+    memory = PlannedMemory(timeline, prediction, replace(ALLOCATED, moments=without), 2)
+    held = {peak.phase: peak.held for peak in memory.peaks()}
     assert held["backward"]["communication"] == 64 + 64  # parameters of both blocks, or of one beside a reduction
     assert held["update"]["gradients"] == 64
 
@@ -194,11 +196,11 @@ def test_a_parameter_without_dimensions_is_refused() -> None:
 
 def test_what_gloo_frees_late() -> None:
     """A copy may be there for some moments after its end, also in the next step, and a sum has scratch memory."""
-    peak = max(predict_peaks(TIMELINE, Prediction(()), ALLOCATED, 2), key=lambda phase: phase.peak).peak
     update = TIMELINE.at("update")
     early = Term("communication", "gathered", 1_000, 0, 1)
     at_end = Term("communication", "flat", 10, update, update + 1)
     sent = (Payload("data", "all_reduce", 96, 1, 4),)
-    needed = [predict_needed(TIMELINE, Prediction(terms, sent), ALLOCATED, 2) for terms in ((), (early,), (at_end,))]
-    assert [size - peak for size in needed] == [24, 1_024, 24 + 10]
+    steps = [PlannedMemory(TIMELINE, Prediction(terms, sent), ALLOCATED, 2) for terms in ((), (early,), (at_end,))]
+    needed = [needed_with_gloo(step) - steps[0].highest() for step in steps]
+    assert needed == [24, 1_024, 24 + 10]
     assert late_bytes(Prediction((early, at_end), sent), ALLOCATED, 2) == 1_024

@@ -71,9 +71,9 @@ def runs_of_blocks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     numbers: list[int] = []
     run = trace_module.trace_step
 
-    def counted(model: Any, blocks: Any, *more: Any, **settings: Any) -> Any:
-        numbers.append(len(blocks))
-        return run(model, blocks, *more, **settings)
+    def counted(fake: Any, micro: int, part: Any = None, blocks: Any = None) -> Any:
+        numbers.append(len(blocks or fake.blocks))
+        return run(fake, micro, part, blocks)
 
     monkeypatch.setattr(trace_module, "trace_step", counted)
     return numbers

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from unipar.backend import Category, registry
 from unipar.backend.offered_strategies import is_single_process
-from unipar.comparison.make_plan import PlanLimits, PlannedDevice, StrategyPlanner, import_what_traces
+from unipar.comparison.make_plan import PlanLimits, StrategyPlanner, import_what_traces
 from unipar.config import BatchSizes, Config
 from unipar.config.sections.batch import Batch
 from unipar.config.settled import SettledConfig
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from unipar.planning.peaks import PredictedPeak
     from unipar.planning.planned_strategy import PlannedStrategy
     from unipar.task import Task
-    from unipar.training.fake_run.task_traces import PredictedStep, TaskTraces
-    from unipar.training.fake_run.token_traces import TokenTraces
 
 FORECAST_ENTRY: Final = f"{__name__}:write_forecast"
 MOST_SECONDS: Final = 120.0
@@ -173,10 +171,10 @@ class Forecaster:
     asked: Forecast
     """The forecast without its strategies: device, world and limit."""
 
-    _traces: dict[str, TaskTraces | TokenTraces | UniparError] = field(
-        default_factory=dict[str, "TaskTraces | TokenTraces | UniparError"]
+    _planners: dict[str, StrategyPlanner | UniparError] = field(
+        default_factory=dict[str, "StrategyPlanner | UniparError"]
     )
-    """Traces by precision, or why there are none."""
+    """Planners by precision, or why there are none."""
 
     def forecast(self, at: SettledConfig) -> StrategyForecast:
         """Return the predictions for a strategy, or why there are none."""
@@ -192,7 +190,7 @@ class Forecaster:
 
     def _forecast(self, name: str, at: SettledConfig) -> StrategyForecast:
         planner = self._planner(at.config)
-        row = planner.row(at.strategy, at.config, at.ranks, at.sizes)
+        row = planner.row(at.strategy, planner.request(at.config, at.ranks, at.sizes))
         sent: dict[str, dict[str, int]] = {}
         for payload in row.sent:
             of = sent.setdefault(payload.axis, {})
@@ -211,37 +209,29 @@ class Forecaster:
     @property
     def notes(self) -> tuple[str, ...]:
         """Sentences on what the numbers lack."""
-        found: dict[str, None] = {}
-        for traces in self._traces.values():
-            if isinstance(traces, UniparError):
-                continue
-            planner = StrategyPlanner(self.compared.config, traces, self._device, self._limits, None, self.asked.per)
-            found |= dict.fromkeys(planner.notes(()))
-        return tuple(found)
-
-    @property
-    def _device(self) -> PlannedDevice:
-        return self.asked.device
-
-    @cached_property
-    def _limits(self) -> PlanLimits:
-        return PlanLimits(self.asked.memory, self.asked.headroom)
+        planners = [planner for planner in self._planners.values() if isinstance(planner, StrategyPlanner)]
+        return tuple(dict.fromkeys(note for planner in planners for note in planner.notes(())))
 
     def _planner(self, config: Config) -> StrategyPlanner:
         """Return the planner of strategies with a config's precision, which `single` may have for itself."""
+        precision = config.train.precision
+        if precision not in self._planners:
+            try:
+                self._planners[precision] = self._new_planner(config)
+            except UniparError as e:
+                self._planners[precision] = e
+        planner = self._planners[precision]
+        if isinstance(planner, UniparError):
+            raise planner
+        return planner
+
+    def _new_planner(self, config: Config) -> StrategyPlanner:
         from unipar.training.fake_run.token_traces import traces_of
 
-        precision = config.train.precision
-        if precision not in self._traces:
-            try:
-                self._traces[precision] = traces_of(config, self.compared.sizes.micro, self.task)
-            except UniparError as e:
-                self._traces[precision] = e
-        traces = self._traces[precision]
-        if isinstance(traces, UniparError):
-            raise traces
-        base = self.compared.config.changed({"train.precision": precision})
-        return StrategyPlanner(base, traces, self._device, self._limits, None, self.asked.per)
+        traces = traces_of(config, self.compared.sizes.micro, self.task)
+        base = self.compared.config.changed({"train.precision": config.train.precision})
+        limits = PlanLimits(self.asked.memory, self.asked.headroom)
+        return StrategyPlanner(base, traces, self.asked.device, limits, None, self.asked.per)
 
     def _other_worlds(self, planner: StrategyPlanner, at: SettledConfig) -> Iterator[ForecastWorld]:
         """Yield a strategy's peak on other numbers of ranks; nothing for a strategy of one process."""
@@ -259,14 +249,14 @@ class Forecaster:
         for batch in self._batches:
             scaled = replace(planner, config=planner.config.model_copy(update={"batch": batch}))
             try:
-                moved, sizes = scaled.settle(at.strategy, ranks)
+                request = scaled.settle(at.strategy, ranks)
             except ConfigError:
                 if batch is self._batches[-1]:
                     raise
                 continue  # the total batch cannot be divided among so many
-            step: PredictedStep = scaled.predict(moved, ranks, sizes).memory
+            step = scaled.predict(request)
             fullest = max(step.phases, key=lambda phase: phase.peak)
-            return _world_of(fullest, step.late, ranks, sizes)
+            return _world_of(fullest, step.late, ranks, request.sizes)
         raise AssertionError("the last batch is planned, or its error raised")
 
     @cached_property

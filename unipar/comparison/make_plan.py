@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final
 
 from unipar.backend import checks, registry, resources
 from unipar.backend import offered_strategies as backend_strategies
@@ -18,6 +18,7 @@ from unipar.config.config_source import Given, load_given_config
 from unipar.config.sections.parallel import Parallel
 from unipar.config.sections.strategy import AXES
 from unipar.errors import ConfigError, UniparError
+from unipar.prediction.request import PlannedDevice, PredictionRequest
 from unipar.utils.text import format_size, parse_bytes
 
 if TYPE_CHECKING:
@@ -25,12 +26,9 @@ if TYPE_CHECKING:
     from unipar.planning.plan import Plan
     from unipar.planning.planned_strategy import PlannedStrategy
     from unipar.planning.speed import StepSpeed
-    from unipar.prediction.timeline import Term
     from unipar.training.fake_run.task_traces import PredictedStep, TaskTraces
     from unipar.training.fake_run.token_traces import TokenTraces
     from unipar.training.fake_run.trace_task import TracedTask
-
-PlannedDevice = Literal["cpu", "cuda"]
 
 MOST_RANKS: Final = 1024
 """Largest world in which a strategy that does not fit is tried."""
@@ -147,28 +145,12 @@ class PlanLimits:
         return usable_bytes(self.memory, self.headroom)
 
 
-@dataclass(frozen=True)
-class _Forecast:
-    """Memory and speed of one strategy on a number of ranks, with one size of microbatches."""
-
-    memory: PredictedStep
-    speed: StepSpeed | None
-
-    @property
-    def peak(self) -> int:
-        return self.memory.peak
-
-    @property
-    def needed(self) -> int:
-        return self.memory.needed
-
-
 def predict_strategy(config: Config, strategy: Strategy, ranks: int, device: PlannedDevice) -> PredictedStep:
     """Return what a strategy needs, for a config that is in it; raise Unsupported if it is not planned."""
     from unipar.training.fake_run.token_traces import traces_of
 
     sizes = config.batch.settle(ranks // strategy.axes.ranks)
-    return traces_of(config, sizes.micro).predict(config, ranks, sizes, device=device, per=ranks)
+    return traces_of(config, sizes.micro).predict(PredictionRequest(config, ranks, sizes, device, ranks))
 
 
 @dataclass(frozen=True)
@@ -205,35 +187,34 @@ class StrategyPlanner:
         if backend_strategies.is_single_process(strategy) and ranks > 1:
             return
         try:
-            moved, sizes = self.settle(strategy, ranks)
-            yield self.row(strategy, moved, ranks, sizes)
+            yield self.row(strategy, self.settle(strategy, ranks))
         except UniparError as e:
             yield PlannedStrategy(str(strategy), ranks, refusal=str(e).replace("\n", " "))
 
-    def row(self, strategy: Strategy, moved: Config, ranks: int, sizes: BatchSizes) -> PlannedStrategy:
+    def row(self, strategy: Strategy, request: PredictionRequest) -> PlannedStrategy:
         """Return the row of a strategy whose config is settled; raise Unsupported if it is not planned."""
         from unipar.planning.planned_strategy import PlannedStrategy
 
-        now = self.predict(moved, ranks, sizes)
+        now = self.predict(request)
         limit = self.limits.bytes
-        fitting = None if limit is None else self._largest(moved, ranks, sizes, limit)
+        fitting = None if limit is None else self._largest(request, limit)
         row = PlannedStrategy(
             str(strategy),
-            ranks,
-            self.traces.micro_of(sizes),
-            now.memory.phases,
-            late=now.memory.late,
-            offloaded=now.memory.offloaded,
-            sent=now.memory.sent,
+            request.ranks,
+            self.traces.micro_of(request.sizes),
+            now.phases,
+            late=now.late,
+            offloaded=now.offloaded,
+            sent=now.sent,
             speed=now.speed,
             simplicity=simplicity(strategy),
-            library_name=registry.find_backend(strategy.backend).library_name(moved),
+            library_name=registry.find_backend(strategy.backend).library_name(request.config),
         )
         if fitting is not None:
             micro, found = fitting
             row = replace(row, largest=micro, largest_peak=found.peak, largest_speed=found.speed)
         if limit is not None and now.needed > limit:
-            least = self._least(moved, ranks, sizes) if fitting is None else None
+            least = self._least(request) if fitting is None else None
             row = replace(row, least=least)
             row = replace(row, ways=tuple(self._ways(row, strategy, limit)))
         return row
@@ -263,33 +244,34 @@ class StrategyPlanner:
             names = ", ".join(dict.fromkeys(silent))
             yield f"no seconds for {names}: the bytes that they send are not planned yet; `unipar compare` measures it"
 
-    def settle(self, strategy: Strategy, ranks: int) -> tuple[Config, BatchSizes]:
-        """Return the config in a strategy on so many ranks, and its batch; raise an error if they do not fit."""
+    def settle(self, strategy: Strategy, ranks: int) -> PredictionRequest:
+        """Return a strategy on so many ranks with its config and batch; raise an error if they do not fit."""
         backend = registry.find_backend(strategy.backend)
         moved = backend_strategies.config_in_strategy(config_on_ranks(self.config, ranks), strategy)
         checks.check_strategy(moved, backend, strategy)
-        return moved, moved.batch.settle(ranks // strategy.axes.ranks or 1)
+        return self.request(moved, ranks, moved.batch.settle(ranks // strategy.axes.ranks or 1))
 
-    def predict(self, config: Config, ranks: int, sizes: BatchSizes) -> _Forecast:
+    def request(self, config: Config, ranks: int, sizes: BatchSizes) -> PredictionRequest:
+        """Return what to predict for a config in its strategy."""
+        from unipar.planning.cuda_total import runtime_terms
+
+        named = None if self.machine is None else self.machine.ranks
+        per_machine = self.per or named or self.config.ranks_of_machine(ranks)
+        runtime = tuple(runtime_terms(ranks)) if self.device == "cuda" else ()
+        return PredictionRequest(config, ranks, sizes, self.device, per_machine, runtime)
+
+    def predict(self, request: PredictionRequest) -> PredictedStep:
         """Return the memory and the speed of a config in its strategy."""
-        per, runtime = self._ranks_of_machine(ranks), self._runtime(ranks)
-        memory = self.traces.predict(config, ranks, sizes, device=self.device, runtime=runtime, per=per)
-        speed = None
-        if self.machine is not None and (ranks == 1 or memory.sent) and not memory.offloaded:
-            speed = self._speed(config, ranks, sizes, memory)
-        return _Forecast(memory, speed)
+        step = self.traces.predict(request)
+        if self.machine is not None and (request.ranks == 1 or step.sent) and not step.offloaded:
+            return replace(step, speed=self._speed(self.machine, request, step))
+        return step
 
-    def _speed(
-        self,
-        config: Config,
-        ranks: int,
-        sizes: BatchSizes,
-        step: PredictedStep,
-    ) -> StepSpeed | None:
+    def _speed(self, machine: Machine, request: PredictionRequest, step: PredictedStep) -> StepSpeed | None:
         from unipar.planning.speed import StepWork, predict_speed
 
-        assert self.machine is not None
-        activations, mean = step.traced.activations, self.traces.mean_step(sizes)
+        config = request.config
+        activations, mean = step.traced.activations, self.traces.mean_step(request.sizes)
         micros = mean.microbatches
         flops = activations.flops[0] + activations.flops[1] * mean.micro
         again = activations.recomputed[0] + activations.recomputed[1] * mean.micro
@@ -304,44 +286,29 @@ class StrategyPlanner:
             microbatches=math.ceil(micros),
         )
         overlaps = registry.find_backend(config.backend).overlaps(config)
-        axes = config.parallel.axes
-        return predict_speed(self.machine, config.train.precision, work, step.sent, overlaps, axes, ranks)
+        axes, precision = config.parallel.axes, config.train.precision
+        return predict_speed(machine, precision, work, step.sent, overlaps, axes, request.ranks)
 
-    def _largest(self, config: Config, ranks: int, sizes: BatchSizes, limit: int) -> tuple[int, _Forecast] | None:
+    def _largest(self, request: PredictionRequest, limit: int) -> tuple[int, PredictedStep] | None:
         """Return the largest microbatch that fits, among those that divide a rank's share of the batch."""
-        micros = self.traces.possible_micros(sizes)
+        micros = self.traces.possible_micros(request.sizes)
 
         def needed(micro: int) -> int:
-            return self._needed(config, ranks, sizes.with_micro(micro))
+            return self.traces.predict_needed(request.with_micro(micro))
 
-        largest = micros[-1] if needed(micros[-1]) <= limit else 0
-        low, high = 0, 0 if largest else len(micros) - 1  # larger microbatches need more
-        while low < high:
-            middle = (low + high) // 2
-            if needed(micros[middle]) <= limit:
-                largest, low = micros[middle], middle + 1
-            else:
-                high = middle
-        return (largest, self.predict(config, ranks, sizes.with_micro(largest))) if largest else None
+        if needed(micros[-1]) <= limit:
+            fitting = len(micros)
+        else:  # larger microbatches need more
+            fitting = bisect_right(micros, limit, hi=len(micros) - 1, key=needed)
+        if not fitting:
+            return None
+        largest = micros[fitting - 1]
+        return largest, self.predict(request.with_micro(largest))
 
-    def _needed(self, config: Config, ranks: int, sizes: BatchSizes) -> int:
-        per, runtime = self._ranks_of_machine(ranks), self._runtime(ranks)
-        return self.traces.predict_needed(config, ranks, sizes, device=self.device, runtime=runtime, per=per)
-
-    def _ranks_of_machine(self, ranks: int) -> int | None:
-        """Return how many ranks a machine has in a world of so many; None if nothing says that."""
-        named = None if self.machine is None else self.machine.ranks
-        return self.per or named or self.config.ranks_of_machine(ranks)
-
-    def _runtime(self, ranks: int) -> Sequence[Term]:
-        from unipar.planning.cuda_total import runtime_terms
-
-        return tuple(runtime_terms(ranks)) if self.device == "cuda" else ()
-
-    def _least(self, config: Config, ranks: int, sizes: BatchSizes) -> int:
+    def _least(self, request: PredictionRequest) -> int:
         """Return the fewest bytes that a rank needs, with the smallest microbatch or one alone, which makes no sums."""
-        micros = self.traces.possible_micros(sizes)
-        return min(self._needed(config, ranks, sizes.with_micro(micro)) for micro in {micros[0], micros[-1]})
+        micros = self.traces.possible_micros(request.sizes)
+        return min(self.traces.predict_needed(request.with_micro(micro)) for micro in {micros[0], micros[-1]})
 
     def _ways(self, row: PlannedStrategy, strategy: Strategy, limit: int) -> Iterator[str]:
         """Yield what would have to change for a row to fit."""
@@ -377,8 +344,7 @@ class StrategyPlanner:
         limit = self.limits.bytes
         assert limit is not None
         try:
-            moved, sizes = self.settle(strategy, ranks)
-            return self._least(moved, ranks, sizes) <= limit
+            return self._least(self.settle(strategy, ranks)) <= limit
         except UniparError:
             return False
 

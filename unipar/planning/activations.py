@@ -78,10 +78,6 @@ class Activations:
     operators: int = 0
     """Number of operators that compute something: kernels, about."""
 
-    def largest_staged(self, micro: int) -> int:
-        """Return the bytes of the largest copy that gloo makes."""
-        return max((block.size(micro) for block in self.blocks if block.copied_by == "gloo"), default=0)
-
     @cached_property
     def without_copies(self) -> Activations:
         """The same without copies that are made on the CPU alone."""

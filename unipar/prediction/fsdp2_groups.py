@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from math import ceil, prod
 from typing import Final
@@ -17,17 +17,12 @@ class ShardedModel:
 
     timeline: StepTimeline
     ranks: int
-    gathered: Mapping[int, int]
-    """Bytes of a group as it computes, by number of its block."""
-
-    gradient_bytes: Mapping[int, int]
-    """Bytes of the whole gradients of a group as they are summed up over ranks: of all that the loss uses."""
-
+    _: KW_ONLY
     masters: bool
     """True if shards, gradients and the optimizer's state are fp32 beside parameters that compute in bf16."""
 
     staged: bool
-    """True if collectives copy what they send, as gloo does."""
+    """True if collectives of several ranks copy what they send, as gloo does."""
 
     reshard: bool
     """True if blocks are freed between their forward and their backward."""
@@ -38,47 +33,31 @@ class ShardedModel:
     once: bool
     """True if parameters stay gathered, and gradients whole, until the last microbatch of a step."""
 
-    offloaded: bool
+    offloaded: bool = False
     """True if shards, their gradients and the optimizer's tensors are on the host."""
 
-    in_copies: bool
+    in_copies: bool = False
     """True if the mesh has a dimension of copies, be it of one: what was reduced is then kept until backward ends."""
 
-    @classmethod
-    def of(
-        cls,
-        timeline: StepTimeline,
-        ranks: int,
-        *,
-        masters: bool,
-        staged: bool,
-        reshard: bool,
-        reshard_rest: bool,
-        once: bool,
-        offloaded: bool = False,
-        in_copies: bool = False,
-    ) -> ShardedModel:
-        """Return the model with the bytes of its groups."""
-        gathered: dict[int, int] = {-1: 0, **dict.fromkeys(range(len(timeline.blocks)), 0)}
-        gradients = dict(gathered)
-        for number, p in enumerate(timeline.parameters):
-            elements = padded_elements(p, ranks)
-            gathered[p.block] += elements * (COMPUTING_BYTES if masters else p.element_size)
-            gradients[p.block] += elements * p.element_size if p.trained and timeline.has_gradient(number) else 0
-        alone = ranks == 1
-        return cls(
-            timeline,
-            ranks,
-            gathered,
-            gradients,
-            masters=masters,
-            staged=staged and not alone,
-            reshard=reshard,
-            reshard_rest=reshard_rest,
-            once=once,
-            offloaded=offloaded,
-            in_copies=in_copies,
-        )
+    @cached_property
+    def gathered(self) -> Mapping[int, int]:
+        """Bytes of a group as it computes, by number of its block."""
+        sizes = dict.fromkeys(self._groups, 0)
+        for p in self.timeline.parameters:
+            sizes[p.block] += padded_elements(p, self.ranks) * (COMPUTING_BYTES if self.masters else p.element_size)
+        return sizes
+
+    @cached_property
+    def gradient_bytes(self) -> Mapping[int, int]:
+        """Bytes of the whole gradients of a group as they are summed up over ranks: of all that the loss uses."""
+        return {
+            group: sum(padded_elements(p, self.ranks) * p.element_size for _, p in self.used_in(group))
+            for group in self._groups
+        }
+
+    @property
+    def _groups(self) -> Sequence[int]:
+        return -1, *range(len(self.timeline.blocks))
 
     @property
     def home(self) -> MemoryPlace:

@@ -111,21 +111,15 @@ def pinned_bytes(size: int) -> int:
 
 def refuse_unplanned(strategy: str, config: Config, *more: str, planned: Collection[str] = ()) -> None:
     """Raise Unsupported for settings that hardly any closed forms cover, but for those `planned`, and for `more`."""
-    if unplanned := [*(what for what in _unplanned_settings(config) if what not in planned), *more]:
+    parallel, model = config.parallel, config.model
+    settings = {
+        f"parallel ({parallel.axes})": parallel.axes.ranks > 1,
+        f"model.offload: {model.offload}": model.offload != "none",
+    }
+    if unplanned := [*(what for what, is_set in settings.items() if is_set and what not in planned), *more]:
         raise Unsupported(strategy, [not_planned_yet(what) for what in unplanned])
 
 
 def not_planned_yet(what: str) -> str:
     """Return the reason why there is no plan: no closed form covers `what`."""
     return f"{what} is not planned yet; `unipar compare` measures it"
-
-
-def _unplanned_settings(config: Config) -> Iterator[str]:
-    parallel, model = config.parallel, config.model
-    unplanned = {
-        f"parallel ({parallel.axes})": parallel.axes.ranks > 1,
-        f"model.offload: {model.offload}": model.offload != "none",
-    }
-    for key, is_so in unplanned.items():
-        if is_so:
-            yield key

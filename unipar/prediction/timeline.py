@@ -244,6 +244,10 @@ class Term:
     place: MemoryPlace = "device"
     """Place of its bytes."""
 
+    def is_there(self, position: int) -> bool:
+        """Return whether its bytes are held between a moment and the next."""
+        return self.first <= position and (self.until is None or self.until > position)
+
 
 @dataclass(frozen=True, slots=True)
 class Payload:

@@ -60,11 +60,11 @@ def predict_fsdp2(
         )
     over = config.parallel.shard_over or ranks
     assert over != "machine"  # a plan gives a number
-    model = ShardedModel.of(
+    model = ShardedModel(
         timeline,
         over,
         masters=config.train.precision == "bf16-master",
-        staged=device == "cpu",
+        staged=device == "cpu" and over > 1,
         reshard=shard == "parameters",
         reshard_rest=shard == "parameters" and reshard_rest,
         once=shard == "optimizer",

@@ -201,8 +201,8 @@ class TurnResults(ShownAsPage):
 
     def work_remarks(self, *, reasons: bool = True) -> list[Remark]:
         """Return explanations of the table of work; `reasons`: with those of graph breaks and recompiles."""
-        given = self.work_by_samples, self.step_figures(), self.peak_description
-        return describe_work_columns(*given, unit=self.unit, reasons=reasons)
+        figures, peak = self.step_figures(), self.peak_description
+        return describe_work_columns(self.work_by_samples, figures, peak, unit=self.unit, reasons=reasons)
 
     def timing(self) -> list[str]:
         """Return an explanation of the step times."""

@@ -166,8 +166,8 @@ def _measured(live: FedRun, source: DataSource) -> SampleLengths | None:
         live.mark("waiting")
         return world.sum(lengths.to(world.device)).cpu()
 
-    given = live.task, source.dataset, live.config.train.seed, live.sizes
-    lengths = measure_lengths(*given, share=(world.rank, world.size), add_up=add_up, report=report)
+    seed, share = live.config.train.seed, (world.rank, world.size)
+    lengths = measure_lengths(live.task, source.dataset, seed, live.sizes, share=share, add_up=add_up, report=report)
     assert lengths is not None
     live.heartbeat.set_work("")
     live.mark("data")

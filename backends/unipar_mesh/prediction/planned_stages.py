@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from unipar.backend import Fn, Part
 from unipar.config.sections.strategy import Axes
 from unipar.distributed.mesh import Mesh, MeshGroups
 from unipar.engines.batch_transfer import map_tensors
-from unipar_mesh.look_at_model import CutTrial, check_block_order, kind_of_block
+from unipar_mesh.look_at_model import CutTrial, LossRun, check_block_order, kind_of_block
 from unipar_mesh.pipeline.balance import balanced_cuts, cuts_at
 from unipar_mesh.pipeline.channel import Channel
 from unipar_mesh.pipeline.stage import Arrival, Stage
@@ -68,64 +68,23 @@ def plan_stages(part: Part, blocks: Sequence[str], axes: Axes, batch: Any, mode:
     """Return the stages of a model on fake tensors, `mode`, for which the loss runs on one batch of any tensors."""
     model, loss = part.module, part.loss
     assert loss is not None
-    run = _Operations(model, blocks)
+    counter = FlopCounterMode(display=False)
+    run = LossRun(model, blocks, counter.get_total_flops, keeps_inputs=False)
     with mode, unchanged(model, loss):
         batch = map_tensors(batch, mode.from_tensor)
-        with torch.no_grad():
-            run.record(partial(loss, model, batch))
+        with torch.no_grad(), run.recorded(), counter:
+            loss(model, batch)
         check_block_order(run.order, blocks)
         numbers = [sum(p.numel() for p in model.get_submodule(name).parameters()) for name in blocks]
         rest = sum(p.numel() for p in model.parameters()) - sum(numbers)
         if part.cuts is None:
-            cuts = balanced_cuts(axes.stages, run.flops, numbers, last_seconds=run.behind, last_numbers=rest)
+            flops, behind = [run.times[name] for name in blocks], counter.get_total_flops() - run.end
+            cuts = balanced_cuts(axes.stages, flops, numbers, last_seconds=behind, last_numbers=rest)
         else:
             cuts = cuts_at(part.cuts, blocks, axes.stages)
         tuples = [run.tuples[name] for name in blocks]
         needs, _ = CutTrial(model, blocks, tuples, loss, batch).needs(cuts)
     return PlannedStages(blocks, tuples, cuts, needs, axes.pipeline)
-
-
-@final
-class _Operations:
-    """Record of one run of the loss: order of blocks, lengths of the tuples that they return, operations of each."""
-
-    def __init__(self, model: nn.Module, blocks: Sequence[str]) -> None:
-        self.order: list[str] = []
-        self.tuples: dict[str, int] = {}
-        self.flops: list[int] = []
-        self.behind = 0
-        """Operations behind the last block."""
-
-        self._modules = {name: model.get_submodule(name) for name in blocks}
-        self._counter = FlopCounterMode(display=False)
-        self._begun = self._ended = 0
-
-    def record(self, run: Any) -> None:
-        """Call the function, and count."""
-        handles = [m.register_forward_pre_hook(self._enter(name)) for name, m in self._modules.items()]
-        handles += [m.register_forward_hook(self._leave(name)) for name, m in self._modules.items()]
-        try:
-            with self._counter:
-                run()
-        finally:
-            for handle in handles:
-                handle.remove()
-        self.behind = self._counter.get_total_flops() - self._ended
-
-    def _enter(self, name: str) -> Any:
-        def hook(module: nn.Module, args: Any) -> None:
-            self.order.append(name)
-            self._begun = self._counter.get_total_flops()
-
-        return hook
-
-    def _leave(self, name: str) -> Any:
-        def hook(module: nn.Module, args: Any, out: Any) -> None:
-            self._ended = self._counter.get_total_flops()
-            self.flops.append(self._ended - self._begun)
-            self.tuples[name] = len(out) if isinstance(out, tuple | list) else 0
-
-        return hook
 
 
 @dataclass(frozen=True)

@@ -68,11 +68,11 @@ def predict_mesh(
     if len(alike) == 1 or axes.schedule == "zerobubble":
         norm_of_whole = norm_terms(timeline, whole_tensors(timeline.parameters)) if fp64 else ()
         return Prediction((*predict_whole(timeline, buckets=False), *norm_of_whole), tuple(traffic), built)
-    model = ShardedModel.of(
+    model = ShardedModel(
         timeline,
         shards,
         masters=False,
-        staged=device == "cpu",
+        staged=device == "cpu" and shards > 1,
         reshard=parallel.shard == "parameters",
         reshard_rest=parallel.shard == "parameters" and reshard_rest,
         once=parallel.shard in ("nothing", "optimizer"),

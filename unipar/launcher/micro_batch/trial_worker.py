@@ -55,8 +55,8 @@ def predict_microbatches(task: Task, run: Path) -> None:
     from unipar.config.settled import SettledConfig
     from unipar.errors import UniparError
     from unipar.run_folder.layout import read_launch_file
+    from unipar.training.fake_run.fake_task import FEWEST_SAMPLES
     from unipar.training.fake_run.task_traces import TaskTraces, predict_peaks_by_micro
-    from unipar.training.fake_run.trace_task import FEWEST_SAMPLES
     from unipar.training.task_facts import prepare_task
 
     prepare_task(task)

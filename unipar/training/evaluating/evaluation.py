@@ -185,7 +185,7 @@ class Evaluation:
 
     def _measured(self) -> SampleLengths | None:
         """Return the lengths of the samples, of which each rank measures a part; None without `batch.tokens`."""
-        world, given = self.world, (self.task, self.source.dataset, self.seed, self.sizes)
+        world, dataset = self.world, self.source.dataset
 
         def add_up(lengths: Tensor) -> Tensor:
             return world.sum(lengths.to(world.device)).cpu()
@@ -194,7 +194,9 @@ class Evaluation:
             self.mark("evaluate")
 
         share = (world.rank, world.size)
-        return measure_lengths(*given, of="validation()", share=share, add_up=add_up, report=report)
+        return measure_lengths(
+            self.task, dataset, self.seed, self.sizes, of="validation()", share=share, add_up=add_up, report=report
+        )
 
     def _stream_batches(self) -> Iterator[tuple[Any, int, SampleKey]]:
         """Yield the same of a stream, which every rank reads as a whole."""

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from importlib import import_module
-from itertools import accumulate
 from typing import Any, Final
 
 import torch
@@ -31,7 +30,7 @@ from unipar.optimizers.chunked_updates import InPieces
 from unipar.optimizers.matrix_optimizer import MatrixOptimizer
 from unipar.prediction.timeline import UpdatedTensor
 from unipar.task import Task
-from unipar.training.fake_run.step_recorder import StepRecorder
+from unipar.training.fake_run.step_recorder import StepRecorder, levels_of
 
 _MOST_ALIKE: Final = 2
 """Tensors of a shape that show what a loop over tensors needs: one, and what is left of the one before."""
@@ -139,12 +138,7 @@ class FakeOptimizer:
             gradients = [p.grad for p in trained if p.grad is not None]
             with StepRecorder([*trained, *gradients, *kept]) as recorder:
                 optimizer.step()
-        changes = [0] * (recorder.ticks + 1)
-        for block in recorder.blocks:
-            changes[block.born] += block.size
-            if block.died is not None:
-                changes[block.died + 1] -= block.size
-        return max(accumulate(changes))
+        return int(levels_of(recorder.blocks, recorder.ticks).max())
 
 
 def _sizes(p: Tensor, state: Mapping[str, Any]) -> tuple[int | Fraction, ...]:

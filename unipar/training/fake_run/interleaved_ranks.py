@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from unipar.config.sections.strategy import Axes
 from unipar.planning.activations import Activations, MicrobatchPayload
-from unipar.planning.interleaved_peaks import PlannedPieces
+from unipar.planning.schedule_walk import PlannedRank, PlannedStage
 from unipar.prediction.timeline import Moment, PredictedParameter, StepTimeline
 from unipar.training.fake_run.trace_task import TracedTask
 
@@ -25,18 +25,12 @@ def ranks_of_pieces(axes: Axes, traced: Mapping[int, TracedTask], alike: Sequenc
         if stages in seen and axes.schedule != "zerobubble":
             continue
         seen.add(stages)
-        tasks = [traced[stage] for stage in stages]
-        own = [task.piece for task in tasks if task.piece is not None]
-        found.append(
-            replace(
-                tasks[0],
-                piece=None,
-                timeline=timeline_of_rank([piece.timeline for piece in own]),
-                activations=_work_of_rank([piece.activations for piece in own]),
-                sent=tuple(_sent_by_rank([task.sent for task in tasks])),
-                pieces=PlannedPieces(axes.schedule, axes.pipeline, rank, own),
-            )
-        )
+        own = [traced[stage].rank.whole for stage in stages]
+        work = _work_of_rank([stage.activations for stage in own])
+        whole = PlannedStage(timeline_of_rank([stage.timeline for stage in own]), work)
+        sent = tuple(_sent_by_rank([traced[stage].sent for stage in stages]))
+        planned = PlannedRank(whole, own, axes.schedule, axes.pipeline, rank)
+        found.append(replace(traced[stages[0]], rank=planned, sent=sent))
     return found
 
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import unipar.training.fake_run.fake_kernels  # noqa: F401  # pyright: ignore[reportUnusedImport] - registers fake forms
 from unipar.backend.precision import autocast_dtype, batch_dtype
@@ -22,12 +21,14 @@ from unipar.engines.forward import ForwardCall, OpaqueBatch
 from unipar.errors import TaskError
 from unipar.memory.account import UNKNOWN_AXIS
 from unipar.memory.recording.bytes_sent_recorder import CollectiveCounter, axis_of_ranks
+from unipar.model.without_values import explain_values
 from unipar.prediction.rank_part import RankPart
 from unipar.prediction.timeline import Payload
 from unipar.profiling.compiling import graphs_compiled
-from unipar.training.fake_run.assumed_values import AssumedValues
 from unipar.training.fake_run.compiled import run_until_compiled
+from unipar.training.fake_run.fake_task import FakeTask
 from unipar.training.fake_run.step_recorder import StepRecord, StepRecorder
+from unipar.training.task_facts import user_errors_as_task_errors
 
 _NUMBER_BYTES: Final = 8
 """Bytes of a number in fp64, in which the training loop adds over ranks."""
@@ -79,43 +80,40 @@ def _only_asked_collection() -> Generator[None]:
 
 
 def trace_step(
-    model: nn.Module,
-    blocks: Sequence[str],
-    loss: Callable[[nn.Module, Any], Tensor],
-    batch: Any,
-    micro: int,
-    config: Config,
-    mode: FakeTensorMode,
-    part: RankPart | None = None,
-    assumed: AssumedValues | None = None,
-    *,
-    compiled: bool = False,
+    fake: FakeTask, micro: int, part: RankPart | None = None, blocks: Sequence[str] | None = None
 ) -> FakeStep:
-    """Run the task's loss on a fake batch, and its backward; return what was allocated. `model` is fake, too.
+    """Run the task's loss on a fake microbatch of so many samples, and its backward; return what was allocated.
 
-    `part`: what a rank has of the model, already in its place. `assumed`: mode that stands in for values. `compiled`:
-    torch.compile is at work, and what it compiles runs before once.
+    `part`: what a rank has of the model, already in its place. `blocks`: those that are there, if not all. What
+    torch.compile compiles, if it is at work, runs before once.
     """
-    precision = config.train.precision
+    batch = fake.batch(micro)
+    with user_errors_as_task_errors("loss()"), explain_values("loss()"):
+        with fake.mode:
+            batch = tree_map_only(Tensor, fake.mode.from_tensor, batch)
+        if part is None:
+            return _record_step(fake, micro, batch, blocks or fake.blocks)
+        return _record_step(fake, micro, batch, part.blocks, part)
+
+
+def _record_step(
+    fake: FakeTask, micro: int, batch: Any, blocks: Sequence[str], part: RankPart | None = None
+) -> FakeStep:
+    model, loss, mode, assumed = fake.model, fake.task.loss, fake.mode, fake.assumed
+    precision = fake.config.train.precision
     call = ForwardCall(model, torch.device("cpu"), autocast=autocast_dtype(precision), cast=batch_dtype(precision))
-
-    def faked(x: Any) -> Any:
-        return mode.from_tensor(x) if isinstance(x, Tensor) else x
-
-    with mode:
-        fake = tree_map(faked, batch)
-    given = [x for x in tree_leaves(fake) if isinstance(x, Tensor)]
+    tensors = [x for x in tree_leaves(batch) if isinstance(x, Tensor)]
 
     def run() -> None:
         with mode, nullcontext() if assumed is None else assumed:
-            call(loss, OpaqueBatch(fake)).backward()
+            call(loss, OpaqueBatch(batch)).backward()
         for p in model.parameters():
             p.grad = None
 
-    if compiled:
+    if fake.compiled:
         run_until_compiled(run)
     before = graphs_compiled()
-    recorder = StepRecorder([*model.parameters(), *model.buffers(), *given])
+    recorder = StepRecorder([*model.parameters(), *model.buffers(), *tensors])
     traffic = Counter[tuple[str, str]]()
     counter = None if part is None else CollectiveCounter(traffic, part.mesh)
     if part is not None:
@@ -133,7 +131,7 @@ def trace_step(
             if entered is not None:
                 stack.enter_context(entered)
         recorder.begin("forward")
-        opaque = OpaqueBatch(fake)
+        opaque = OpaqueBatch(batch)
         out = call(loss, opaque) if part is None else part.forward(call, loss, opaque)
         recorder.begin("backward")
         out.backward() if part is None else part.backward(out)
@@ -148,7 +146,7 @@ def trace_step(
         recorder.begin("steady")
     for p in model.parameters():
         p.grad = None
-    if compiled and graphs_compiled() > before:
+    if fake.compiled and graphs_compiled() > before:
         raise TaskError(
             "the model is compiled again when its memory is recorded, so that it cannot be planned; set "
             "model.compile: false"
@@ -156,7 +154,7 @@ def trace_step(
     return FakeStep(
         micro,
         recorder.record(),
-        sum(x.untyped_storage().nbytes() for x in given),
+        sum(x.untyped_storage().nbytes() for x in tensors),
         traffic,
         {} if counter is None else counter.calls,
     )

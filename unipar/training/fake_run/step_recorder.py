@@ -8,8 +8,9 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Final, NamedTuple, final
+from typing import Any, NamedTuple, final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
@@ -17,11 +18,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
-from unipar.memory.recording.bytes_sent_recorder import collective_of, payload_of_call
 from unipar.planning.activations import CopyOnCPU
+from unipar.planning.cpu_copies import copies_in_operation
 from unipar.prediction.timeline import Moment, MomentKind, PredictedPhase
 from unipar.profiling.flops import count_operations
-from unipar.training.fake_run.kernel_copies import copies_of_convolution
 
 
 @dataclass(slots=True)
@@ -46,12 +46,6 @@ class FakeBlock:
     """What makes it, if it is a copy that is made on the CPU alone."""
 
 
-STAGED = "copied by gloo"
-
-_STAGED: Final = ("all_gather", "reduce_scatter")
-"""Collectives whose tensors gloo copies."""
-
-
 class Work(NamedTuple):
     """Counts of what was computed."""
 
@@ -63,6 +57,16 @@ class Work(NamedTuple):
 
     operators: int
     """Operators that made something."""
+
+
+def levels_of(blocks: Sequence[FakeBlock], ticks: int) -> Any:
+    """Return the bytes that are allocated at each of so many ticks."""
+    changes = np.zeros(ticks + 1, dtype=np.int64)
+    for block in blocks:
+        changes[block.born] += block.size
+        if block.died is not None:
+            changes[block.died + 1] -= block.size
+    return np.cumsum(changes)
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,11 @@ class StepRecord:
 
     viewed_again: frozenset[str]
     """Names of those of which it keeps one when a module has been computed again in backward."""
+
+    @property
+    def levels(self) -> Any:
+        """Bytes that are allocated at each tick."""
+        return levels_of(self.blocks, len(self.blocks) + len(self.moments))
 
     @property
     def work(self) -> Work:
@@ -205,12 +214,9 @@ class StepRecorder(TorchDispatchMode):
             number, block = told
             self.note("gradient", block, number)
             self.note("taken", block, number)
-        for size in copies_of_convolution(func, args, out):
-            name = f"{func.__name__}, copied by oneDNN"
-            self.blocks.append(FakeBlock(size, name, self._where, self.ticks, self.ticks, copied_by="oneDNN"))
+        for size, name, made_by in copies_in_operation(func, args, out):
+            self.blocks.append(FakeBlock(size, name, self._where, self.ticks, self.ticks, copied_by=made_by))
             self.ticks += 1
-        if (kind := collective_of(func._schema.name)) in _STAGED:
-            self._stage(kind, payload_of_call(args, out))
         return out
 
     def _count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
@@ -221,11 +227,6 @@ class StepRecorder(TorchDispatchMode):
         more = count_operations(func, args, kwargs, out) or 0
         again = self.phase == "backward" and torch.is_grad_enabled()
         self._work = Work(flops + more, recomputed + more * again, operators + (not func.is_view))
-
-    def _stage(self, kind: str, size: int) -> None:
-        """Record a copy of what a collective sends, which is there while it runs."""
-        self.blocks.append(FakeBlock(size, f"{kind}, {STAGED}", self._where, self.ticks, self.ticks, copied_by="gloo"))
-        self.ticks += 1
 
     @property
     def _where(self) -> str:

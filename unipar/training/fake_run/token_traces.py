@@ -11,10 +11,11 @@ from unipar.config.sections.batch import TokenLimits
 from unipar.data.dataset import training_data_source
 from unipar.data.lengths import TokenRows, measure_lengths
 from unipar.data.microbatch_loader import MicrobatchLoader
-from unipar.prediction.timeline import Term
+from unipar.prediction.request import PredictionRequest
 from unipar.task import Task
+from unipar.training.fake_run.fake_task import FEWEST_SAMPLES
 from unipar.training.fake_run.task_traces import PredictedStep, TaskTraces
-from unipar.training.fake_run.trace_task import FEWEST_SAMPLES, TracedTask
+from unipar.training.fake_run.trace_task import TracedTask
 from unipar.training.task_facts import load_task, user_errors_as_task_errors
 from unipar.training.warm_up.largest import LargestMicrobatches, MeanStep, find_largest_microbatches
 
@@ -98,44 +99,20 @@ class TokenTraces:
         longest = self._lengths.longest
         return range(longest, max(longest, self.micro_of(sizes), sizes.local) + 1)
 
-    def predict(
-        self,
-        config: Config,
-        ranks: int,
-        sizes: BatchSizes,
-        *,
-        device: str,
-        runtime: Sequence[Term] = (),
-        per: int | None = None,
-    ) -> PredictedStep:
+    def predict(self, request: PredictionRequest) -> PredictedStep:
         """Return a step of the fullest rank on the largest microbatches; raise Unsupported for what is not planned."""
-        steps = [
-            traces.predict(config, ranks, own, device=device, runtime=runtime, per=per)
-            for traces, own in self._steps(sizes)
-        ]
-        return max(steps, key=lambda step: step.needed)
+        return max((traces.predict(own) for traces, own in self._requests(request)), key=lambda step: step.needed)
 
-    def predict_needed(
-        self,
-        config: Config,
-        ranks: int,
-        sizes: BatchSizes,
-        *,
-        device: str,
-        runtime: Sequence[Term] = (),
-        per: int | None = None,
-    ) -> int:
+    def predict_needed(self, request: PredictionRequest) -> int:
         """Return the bytes that the fullest rank needs, sooner than `predict` does."""
-        return max(
-            traces.predict_needed(config, ranks, own, device=device, runtime=runtime, per=per)
-            for traces, own in self._steps(sizes)
-        )
+        return max(traces.predict_needed(own) for traces, own in self._requests(request))
 
-    def _steps(self, sizes: BatchSizes) -> Iterator[tuple[TaskTraces, BatchSizes]]:
-        """Yield the traces of each of the largest microbatches, and its sizes."""
-        rounds = self._rounds(sizes)
+    def _requests(self, request: PredictionRequest) -> Iterator[tuple[TaskTraces, PredictionRequest]]:
+        """Yield the traces of each of the largest microbatches, and what to ask of them."""
+        sizes, rounds = request.sizes, self._rounds(request.sizes)
         for rows in self._rows(sizes):
-            yield self._traced(rows), replace(sizes, micro=rows.tokens, accumulate=rounds)
+            own = replace(sizes, micro=rows.tokens, accumulate=rounds)
+            yield self._traced(rows), replace(request, sizes=own)
 
     def _rows(self, sizes: BatchSizes) -> tuple[_Rows, _Rows]:
         """Return the largest microbatches: as many of the longest samples as fit, and the fullest."""

@@ -3,52 +3,36 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from dataclasses import dataclass, replace
 
-import torch
-from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-
-from unipar.backend.precision import parameter_dtype
-from unipar.config import BatchSizes, Config
-from unipar.data.dataset import training_data_source
+from unipar.backend.precision import autocast_dtype
+from unipar.config import Config
+from unipar.config.sections.strategy import Axes
 from unipar.data.lengths import TokenRows
-from unipar.engines.placement import cast_buffers, replace_parameters
 from unipar.errors import TaskError
-from unipar.model.blocks import find_blocks
-from unipar.model.create import cast_if_float, check_parts, narrow_frozen_parameters
-from unipar.model.modes import enter_training_mode
-from unipar.model.transforms import apply_transforms
-from unipar.model.without_values import NeedsValuesError, create_without_values, explain_values
+from unipar.model.without_values import NeedsValuesError
 from unipar.planning.activations import Activations, AllocatedBlock, MicrobatchPayload
-from unipar.planning.interleaved_peaks import PlannedPieces, StagePiece
-from unipar.planning.pipeline_stages import PlannedStage
+from unipar.planning.schedule_walk import Line, PlannedRank, PlannedStage
 from unipar.prediction.rank_part import RankPart
-from unipar.prediction.timeline import PredictedModule, PredictedParameter, StepTimeline
+from unipar.prediction.request import PlannedDevice
+from unipar.prediction.timeline import StepTimeline
 from unipar.task import Task
 from unipar.training.fake_run.assumed_values import AssumedValues
 from unipar.training.fake_run.compiled import compile_parts
-from unipar.training.fake_run.fake_optimizer import FakeOptimizer
+from unipar.training.fake_run.fake_task import FEWEST_SAMPLES, FakeTask, fake_task
 from unipar.training.fake_run.repeats import KEPT, ShortModel, find_equal_blocks
 from unipar.training.fake_run.step import FakeStep, trace_step
-from unipar.training.fake_run.step_recorder import FakeBlock, owners_of_parameters
-from unipar.training.local_batches import read_first_microbatch
-from unipar.training.task_facts import checkpoint_bytes, load_task, user_errors_as_task_errors
-
-FEWEST_SAMPLES: Final = 2
-"""Samples of the smallest microbatch that is traced: one of a single sample may run other operations than larger ones,
-so that it is planned from those."""
+from unipar.training.fake_run.step_recorder import FakeBlock
+from unipar.training.task_facts import user_errors_as_task_errors
 
 
 @dataclass(frozen=True)
 class TracedTask:
     """A step of a task: what a backend needs for its closed forms, and what the model itself allocates."""
 
-    timeline: StepTimeline
-    activations: Activations
+    rank: PlannedRank
     parameters: int
     """Number of the model's parameters."""
 
@@ -70,120 +54,33 @@ class TracedTask:
     sent: tuple[MicrobatchPayload, ...] = ()
     """Bytes that a microbatch sends along the axes of a mesh."""
 
-    stage: PlannedStage | None = None
-    """Stage of a pipeline; None: there is none, or there are several on a rank."""
-
-    piece: StagePiece | None = None
-    """One of several stages that a rank has."""
-
-    pieces: PlannedPieces | None = None
-    """Several stages of a pipeline, which are all of the rank."""
-
     proof: Proof | None = None
     """Proof in the set-up that parts are the whole model; None: there is none."""
+
+    @property
+    def timeline(self) -> StepTimeline:
+        """What a rank does with a microbatch."""
+        return self.rank.whole.timeline
+
+    @property
+    def activations(self) -> Activations:
+        """What the model allocates then; of several stages, blocks of the first and work of all."""
+        return self.rank.whole.activations
+
+    def rank_on(self, device: PlannedDevice) -> PlannedRank:
+        """Return the rank with what it allocates on a device."""
+        return self.rank if device == "cpu" else self.rank.without_copies
 
 
 @dataclass(frozen=True)
 class Proof:
     """Passes of the set-up without autocast, which hold no optimizer's tensors."""
 
-    whole: TracedTask
+    whole: PlannedStage
     """That of the whole model, on the CPU of rank 0."""
 
-    part: Activations | None
+    part: PlannedStage | None
     """That of the rank's part; None: it needs less than a step, which computes in the same precision."""
-
-
-@dataclass(frozen=True)
-class FakeTask:
-    """A task with its model on tensors without memory, ready to be traced."""
-
-    task: Task
-    name: str
-    """Name of the model's part."""
-
-    model: nn.Module
-    blocks: Sequence[str]
-    config: Config
-    mode: FakeTensorMode
-    optimizer: FakeOptimizer
-    element_sizes: Mapping[str, int]
-    """Bytes of an element of each parameter, before bf16 takes its place beside an fp32 master."""
-
-    data: Any
-    micro: int
-    """Samples, or tokens, of the smallest microbatch that is traced."""
-
-    checkpoint: int | None
-    allocated: int
-    rows: TokenRows | None = None
-    """Microbatches if they are counted in tokens; None: in samples."""
-
-    assumed: AssumedValues | None = None
-    """Mode that stands in for the values that the loss needs; None: it is not known to need any."""
-
-    compiled: bool = False
-    """True if torch.compile compiles it as it runs."""
-
-    _batches: dict[int, Any] = field(default_factory=dict[int, Any])
-
-    def batch(self, count: int) -> Any:
-        """Return a microbatch of so many samples, or tokens, with its values; each is read once."""
-        if count not in self._batches and self.rows is not None:
-            with user_errors_as_task_errors("data()"):
-                self._batches[count] = self.rows.read(count // self.rows.length)
-        elif count not in self._batches:
-            sizes = BatchSizes(total=count, micro=count, accumulate=1, ranks=1)
-            with user_errors_as_task_errors("data()"):
-                self._batches[count] = read_first_microbatch(self.task, self.data, self.config, sizes)
-        return self._batches[count]
-
-    def trace(self, count: int, part: RankPart | None = None, blocks: Sequence[str] | None = None) -> FakeStep:
-        """Run a microbatch of so many samples; `blocks`: those that are there, if not all."""
-        own = (blocks or self.blocks) if part is None else part.blocks
-        batch = self.batch(count)
-        with user_errors_as_task_errors("loss()"), explain_values("loss()"):
-            given = self.model, own, self.task.loss, batch, count, self.config, self.mode, part, self.assumed
-            return trace_step(*given, compiled=self.compiled)
-
-    def timeline(
-        self, blocks: Sequence[str], step: FakeStep, stages_of: Mapping[str, int] | None = None
-    ) -> StepTimeline:
-        """Return a step of the model as it is now, for closed forms.
-
-        `stages_of`: number of stages that have a parameter, by its name, where several do.
-        """
-        owners = owners_of_parameters(self.model, blocks)
-        numbers = {id(p): number for number, p in enumerate(self.model.parameters())}
-        return StepTimeline(
-            parameters=tuple(
-                PredictedParameter(
-                    name,
-                    tuple(p.shape),
-                    self.element_sizes.get(name, p.element_size()),
-                    p.requires_grad,
-                    owners.get(name, -1),
-                    self.optimizer.states.get(name, ()),
-                    self.optimizer.tables.get(name, 0),
-                    self.optimizer.group_of.get(name, 0),
-                    name in step.record.viewed,
-                    name in step.record.viewed_again,
-                    (stages_of or {}).get(name, 1),
-                )
-                for name, p in self.model.named_parameters()
-            ),
-            buffers={name: b.untyped_storage().nbytes() for name, b in self.model.named_buffers()},
-            blocks=tuple(blocks),
-            moments=tuple(moment for _, moment in step.record.moments),
-            modules=tuple(
-                PredictedModule(
-                    name, tuple(numbers[id(p)] for p in m.parameters(recurse=False)), name in step.record.passing
-                )
-                for name, m in self.model.named_modules()
-            ),
-            temporaries_of_update=self.optimizer.temporaries,
-            averages=self.config.train.ema is not None,
-        )
 
 
 def trace_task(config: Config, micro: int, task: Task | None = None) -> TracedTask:
@@ -212,45 +109,6 @@ def trace_fake_task(
         return fake, trace_whole(fake)
 
 
-def fake_task(config: Config, micro: int, task: Task | None = None, rows: TokenRows | None = None) -> FakeTask:
-    """Return a task on tensors without memory; raise TaskError if its model needs values.
-
-    `task`: None for the config's own. `rows`: microbatches if they are counted in tokens.
-    """
-    task = task or load_task(config)
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with user_errors_as_task_errors("model()"), explain_values("model()"):
-        made, allocated = create_without_values(task.model, mode)
-        parts = check_parts(made)
-        if len(parts) > 1:
-            raise TaskError(
-                f"plan: model() returned several parts ({', '.join(parts)}), and a plan has one model: "
-                "measure it (unipar compare)"
-            )
-        ((name, model),) = parts.items()
-        enter_training_mode(model, keep=task.keep_modes)
-        with mode:
-            checkpoint = checkpoint_bytes(task, {name: model}, config)
-    blocks = find_blocks(model, config, given=task.blocks(model))
-    masters = config.train.precision == "bf16-master"
-    with mode:
-        _cast_parameters(model, torch.float32 if masters else parameter_dtype(config.train.precision))
-    with explain_values("the optimizer's step"):
-        optimizer = FakeOptimizer.of(task, model, config, mode)
-    element_sizes = {name: p.element_size() for name, p in model.named_parameters()}
-    if masters:  # the optimizer steps fp32 copies of what computes in bf16
-        with mode:
-            _cast_parameters(model, torch.bfloat16)
-            cast_buffers(model, torch.bfloat16)
-    apply_transforms(model, blocks, config.changed({"model.compile": False}))
-    with user_errors_as_task_errors("data()"):
-        data = task.data()
-        micro = rows.length * rows.samples if rows is not None else _samples_to_trace(task, data, config, micro)
-    return FakeTask(
-        task, name, model, blocks, config, mode, optimizer, element_sizes, data, micro, checkpoint, allocated, rows
-    )
-
-
 def trace_whole(fake: FakeTask) -> TracedTask:
     """Return a step of the whole model."""
     first, second, third = _trace_steps(fake, [n * fake.micro for n in (1, 2, 3)])
@@ -259,8 +117,7 @@ def trace_whole(fake: FakeTask) -> TracedTask:
     with user_errors_as_task_errors("weight()"):
         weight = fake.task.weight(fake.batch(fake.micro))
     return TracedTask(
-        fake.timeline(fake.blocks, first),
-        activations,
+        PlannedRank.alone(PlannedStage(fake.timeline(fake.blocks, first.record), activations)),
         sum(p.numel() for p in fake.model.parameters()),
         even=_is_even(activations, third),
         units=None if weight is None else float(weight) / fake.micro,
@@ -268,29 +125,6 @@ def trace_whole(fake: FakeTask) -> TracedTask:
         allocated=fake.allocated,
         assumed=() if fake.assumed is None else tuple(fake.assumed.notes()),
     )
-
-
-def _cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
-    """Give all parameters that are floats this dtype, but for frozen ones that stay narrower."""
-    kept = {id(p) for p in narrow_frozen_parameters(model, dtype)}
-
-    def cast(p: nn.Parameter) -> nn.Parameter:
-        return p if id(p) in kept else nn.Parameter(cast_if_float(p.detach(), dtype), p.requires_grad)
-
-    replace_parameters(model, cast)
-
-
-def _samples_to_trace(task: Task, data: Any, config: Config, micro: int) -> int:
-    """Return how many samples the smallest microbatch has: three times as many must be there."""
-    micro = max(micro, FEWEST_SAMPLES)
-    sizes = BatchSizes(total=micro, micro=micro, accumulate=1, ranks=1)
-    collate = task.collate if task.defines("collate") else None
-    length = training_data_source(data, collate, task.collate, config, sizes).length
-    if length is None or length >= 3 * micro:
-        return micro
-    if length < 3:
-        raise TaskError(f"plan: data() has {length} samples, and a plan needs 3, for microbatches of three sizes")
-    return length // 3
 
 
 def refuse_repeated_blocks(blocks: Sequence[str], activations: Activations) -> None:
@@ -315,7 +149,52 @@ def trace_compiled(fake: FakeTask, whole: TracedTask, micro: int) -> TracedTask:
     found = combine_steps(step, replace(step, micro=micro + 1))
     counted = whole.activations
     activations = replace(found, batch=counted.batch, flops=counted.flops, recomputed=counted.recomputed)
-    return replace(whole, timeline=fake.timeline(fake.blocks, step), activations=activations)
+    return replace(whole, rank=PlannedRank.alone(PlannedStage(fake.timeline(fake.blocks, step.record), activations)))
+
+
+def trace_part(
+    fake: FakeTask, whole: TracedTask, part: RankPart, axes: Axes, proof_of_whole: PlannedStage | None
+) -> TracedTask:
+    """Return a step of a rank's part of the model, or of one of its stages; `whole`: a step of the whole model.
+
+    `proof_of_whole`: that step without autocast, if the set-up proves by it that the parts are the whole model.
+    """
+    few = max(FEWEST_SAMPLES, fake.micro)  # of one sample, parts of a sequence may need no copies
+    counts = (few, few + fake.micro)
+    in_full: Activations | None = None
+    steps: list[FakeStep] = []
+    sizes: list[tuple[int, int, int]] = []
+    with part.placed():
+        if proof_of_whole is not None and axes.pieces == 1 and autocast_dtype(fake.config.train.precision) is not None:
+            in_full = combine_steps(*(trace_step(in_full_precision(fake), count, part) for count in counts))
+        for count in counts:
+            steps.append(trace_step(fake, count, part))
+            sizes.append((part.sent_on, part.sent_back, part.received))
+        timeline = fake.timeline(part.blocks, steps[0].record, part.stages_of)
+    timeline = replace(timeline, whole=whole.timeline.parameters)
+    on, back, received = (line_through(*zip(counts, each, strict=True)) for each in zip(*sizes, strict=True))
+    stage = PlannedStage(timeline, combine_steps(*steps), sent_on=on, sent_back=back, received=received)
+    schedule = axes.schedule if axes.pipeline > 1 else None
+    rank = PlannedRank.alone(stage, schedule, axes.pipeline, part.stage % axes.pipeline)
+    proof = None
+    if proof_of_whole is not None:
+        proof = Proof(proof_of_whole, None if in_full is None else replace(stage, activations=in_full))
+    return replace(whole, rank=rank, sent=tuple(_payloads(steps, part)), proof=proof)
+
+
+def in_full_precision(fake: FakeTask) -> FakeTask:
+    """Return a task that computes without autocast."""
+    return replace(fake, config=fake.config.changed({"train.precision": "fp32"}))
+
+
+def _payloads(steps: Sequence[FakeStep], part: RankPart) -> Sequence[MicrobatchPayload]:
+    first, second = steps
+    found: list[MicrobatchPayload] = []
+    for (axis, collective), size in first.sent.items():
+        base, slope = line_through((first.micro, size), (second.micro, second.sent[axis, collective]))
+        calls, ranks = first.calls[axis, collective], part.mesh.sizes.get(axis, part.mesh.ranks)
+        found.append(MicrobatchPayload(axis, collective, base, slope, calls, ranks))
+    return found
 
 
 def _trace_steps(fake: FakeTask, counts: Sequence[int]) -> list[FakeStep]:
@@ -328,12 +207,12 @@ def _trace_steps(fake: FakeTask, counts: Sequence[int]) -> list[FakeStep]:
         short, longer = (ShortModel(model, blocks, equal, kept) for kept in (KEPT, KEPT + 1))
         with suppress(Exception):  # the model needs all blocks: they run below, and tell what is wrong
             with longer.open():
-                expected = fake.trace(counts[0], blocks=longer.blocks)
+                expected = trace_step(fake, counts[0], blocks=longer.blocks)
             with short.open():
-                steps = [fake.trace(count, blocks=short.blocks) for count in counts]
+                steps = [trace_step(fake, count, blocks=short.blocks) for count in counts]
             if short.stands_for(longer, steps[0].record, expected.record):
                 return [replace(step, record=short.extended(step.record)) for step in steps]
-    return [fake.trace(count) for count in counts]
+    return [trace_step(fake, count) for count in counts]
 
 
 def combine_steps(first: FakeStep, second: FakeStep) -> Activations:
@@ -346,27 +225,34 @@ def combine_steps(first: FakeStep, second: FakeStep) -> Activations:
             "memory cannot be told in advance: pad batches alike, and let no operation depend on their sizes"
         )
 
-    def line(x: int, y: int) -> tuple[float, float]:
+    def line(x: int, y: int) -> Line:
         return line_through((first.micro, x), (second.micro, y))
 
-    blocks = [
-        AllocatedBlock(
-            *line(x.size, y.size), x.operation, x.where, x.born, _earlier(x.died, y.died), x.is_gradient, x.copied_by
-        )
-        for x, y in zip(a.blocks, b.blocks, strict=True)
-    ]
-    work, of_more = a.work, b.work
     return Activations(
-        tuple(blocks),
-        a.moments,
-        line(first.batch, second.batch),
-        line(work.flops, of_more.flops),
-        line(work.recomputed, of_more.recomputed),
-        work.operators,
+        blocks=tuple(_combine_blocks(x, y, line(x.size, y.size)) for x, y in zip(a.blocks, b.blocks, strict=True)),
+        moments=a.moments,
+        batch=line(first.batch, second.batch),
+        flops=line(a.work.flops, b.work.flops),
+        recomputed=line(a.work.recomputed, b.work.recomputed),
+        operators=a.work.operators,
     )
 
 
-def line_through(first: tuple[int, int], second: tuple[int, int]) -> tuple[float, float]:
+def _combine_blocks(one: FakeBlock, other: FakeBlock, size: Line) -> AllocatedBlock:
+    """Return a block of a microbatch of any size."""
+    ends = [died for died in (one.died, other.died) if died is not None]  # cycles of references end by chance
+    return AllocatedBlock(
+        *size,
+        one.operation,
+        one.where,
+        one.born,
+        died=min(ends, default=None),
+        becomes_gradient=one.is_gradient,
+        copied_by=one.copied_by,
+    )
+
+
+def line_through(first: tuple[int, int], second: tuple[int, int]) -> Line:
     """Return base and slope of the line through two points, each a number of samples and a size."""
     slope = (second[1] - first[1]) / (second[0] - first[0])
     return first[1] - slope * first[0], slope
@@ -374,11 +260,6 @@ def line_through(first: tuple[int, int], second: tuple[int, int]) -> tuple[float
 
 def _what(block: FakeBlock) -> tuple[object, ...]:
     return block.operation, block.born, block.is_gradient
-
-
-def _earlier(one: int | None, other: int | None) -> int | None:
-    """Return the earlier of two ticks: what is in a cycle of references goes when Python collects garbage."""
-    return min(one, other) if one is not None and other is not None else other if one is None else one
 
 
 def _is_even(activations: Activations, third: FakeStep) -> bool:

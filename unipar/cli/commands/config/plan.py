@@ -25,8 +25,8 @@ from unipar.errors import ConfigError, Unsupported
 from unipar.utils.text import did_you_mean, parse_bytes
 
 if TYPE_CHECKING:
-    from unipar.comparison.make_plan import PlannedDevice
     from unipar.planning.plan import Plan
+    from unipar.prediction.request import PlannedDevice
 
 MACHINE_FILE = Path("machine.yaml")
 """Name of the file of a calibration, unless another is given."""

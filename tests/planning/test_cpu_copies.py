@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from unipar.training.fake_run.kernel_copies import copies_of_convolution
+from unipar.planning.cpu_copies import copies_of_convolution
 
 ATEN: Any = torch.ops.aten
 Settings = tuple[tuple[int, ...], tuple[int, ...], int, int]
