@@ -12,8 +12,7 @@ from tests.support.tiny import CONFIG, Tiny
 from unipar.comparison.compare import compare
 from unipar.comparison.worlds.collect import collect_worlds
 from unipar.errors import ReportError
-from unipar.results.result_files import read_mapping
-from unipar.results.scaling import Scaling
+from unipar.results.result_files import parse_scaling, read_mapping
 
 pytestmark = pytest.mark.forked
 
@@ -37,7 +36,7 @@ def test_two_worlds(tmp_path: Path) -> None:
     assert found.agreements[0][1].within
     assert found.speed_up(found.worlds[0]) == 1.0
     file = tmp_path / "worlds/worlds.json"
-    assert Scaling.read(file, read_mapping(file, "scaling")).worlds == found.worlds
+    assert parse_scaling(file, read_mapping(file, "scaling")).worlds == found.worlds
     assert (tmp_path / "worlds/report.html").exists()
     shutil.rmtree(tmp_path / "worlds/world-2/compare")
     with pytest.raises(ReportError) as e:

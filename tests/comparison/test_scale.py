@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -219,7 +218,7 @@ def test_memory_has_three_columns_in_a_table_of_its_own() -> None:
 def test_on_cuda_the_second_column_is_what_was_reserved() -> None:
     """And the third is measured."""
     world, row = timed("native/nothing", 1, 0.08, "strong", "weak")
-    told = made((world, replace(row, memory=[on_cuda()])))
+    told = made((world, row.changed(memory=[on_cuda()])))
     assert told.tables(80)[2] == [
         "memory          ranks  scaling  allocated  reserved  on CUDA",
         "native/nothing      1  both       1.0 GiB   1.4 GiB  1.9 GiB",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +65,7 @@ def test_worlds_that_the_axes_do_not_divide(monkeypatch: pytest.MonkeyPatch) -> 
     ]
     assert selected[1][1].note == "toy/nothing+tensor2 needs a multiple of 2 ranks (tensor 2), and there are 3"
     timed_rows = [
-        row if at is None else replace(row, outcome="ran", losses=[1.0, 0.5], seconds=[[seconds]])
+        row if at is None else row.changed(outcome="ran", losses=[1.0, 0.5], seconds=[[seconds]])
         for (_, row, at), seconds in zip(selected, (0, 0, 0.08, 0.05, 0.1), strict=True)
     ]
     scaled = made(*zip([world for world, _, _ in selected], timed_rows, strict=True))

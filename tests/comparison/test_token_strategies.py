@@ -82,7 +82,7 @@ def test_worlds_are_scaled_in_tokens(tmp_path: Path) -> None:
     table = found.table(200)
     assert "strong: at most 70 tokens a step in every world; weak: 70 for each rank" in table
     assert "speed-up: tokens/s in proportion to the smallest world's" in table
-    assert found.to_json()["worlds"][0]["samples_per_second"] is None
+    assert found.model_dump(mode="json")["worlds"][0]["samples_per_second"] is None
     page = (tmp_path / "scale" / "report.html").read_text()
     assert "tokens a step" in page
     assert "Tokens a second, relative to the smallest world." in page

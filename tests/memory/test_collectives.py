@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -328,7 +327,7 @@ def test_a_peak_of_the_set_up_is_said_to_be_that() -> None:
     step = PhasePeak(name="backward", peak=3 * 2**20, held={})
     rows = hybrid().rows
     memory = [account.model_copy(update={"phases": (step, built)[: 2 - account.rank]}) for account in rows[2].memory]
-    found = replace(hybrid(), rows=[*rows[:2], replace(rows[2], memory=memory)])
+    found = hybrid().changed(rows=[*rows[:2], rows[2].changed(memory=memory)])
     said = (
         "native/nothing+pipeline2: its peak is of the set-up, in which rank 0 tries the whole model; in the steps the "
         "largest rank holds 3.0 MiB"
@@ -339,13 +338,13 @@ def test_a_peak_of_the_set_up_is_said_to_be_that() -> None:
 
 def test_without_axes_the_table_is_as_before() -> None:
     """All that plain strategies send goes along the data."""
-    plain = replace(hybrid(), rows=hybrid().rows[:2])
+    plain = hybrid().changed(rows=hybrid().rows[:2])
     assert not [line for line in plain.table(80).splitlines() if line.startswith("sent")]
 
 
 def test_the_page_shows_what_each_rank_sends_along_each_axis(tmp_path: Path) -> None:
     """Ranks that send the same share a row."""
-    (tmp_path / "compare.json").write_text(json.dumps(hybrid().to_json()), encoding="utf-8")
+    (tmp_path / "compare.json").write_text(json.dumps(hybrid().model_dump(mode="json")), encoding="utf-8")
     text = render_comparison(ComparisonPageData.read(tmp_path))
     table = text[text.index("by axis of the mesh</caption>") :].partition("</table>")[0]
     rows = [re.sub("<[^>]*>", "|", row).strip("|") for row in table.splitlines()[1:-1]]

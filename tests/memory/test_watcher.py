@@ -22,7 +22,7 @@ from unipar.memory.account import CATEGORIES, MEMORY_PHASES, MemoryAccount, acco
 from unipar.memory.sources import malloc_build
 from unipar.results.forecast.forecast_difference import forecast_differences
 from unipar.results.forecast.records import Forecast
-from unipar.results.row import StrategyResult, strategy_result_from_json
+from unipar.results.row import StrategyResult
 
 PLANTED, LISTED = 5_000_000, 3_000_000
 
@@ -163,7 +163,7 @@ def test_malloc_keeps_what_is_freed_while_steps_are_timed(found: dict[str, Any])
 def test_strategies_are_planned_after_they_ran(found: dict[str, Any]) -> None:
     """Payloads are equal, peaks near what was measured; a backend that plans nothing is one sentence."""
     told = Forecast.model_validate(found["forecast"], strict=False)
-    rows = [strategy_result_from_json(found[name]) for name in ("single", "native/nothing", "native/parameters")]
+    rows = [StrategyResult.read(found[name]) for name in ("single", "native/nothing", "native/parameters")]
     compared_strategies = forecast_differences(told, rows)
     assert [(each.strategy, each.same_payload) for each in compared_strategies] == [
         (row.strategy, True) for row in rows

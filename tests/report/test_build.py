@@ -22,7 +22,7 @@ def run(tmp_path: Path) -> Path:
     run = write_example_comparison(plain(tmp_path / "run"))
     for folder, name in (("scale", "scale.json"), ("worlds", "worlds.json")):
         (run / folder).mkdir()
-        (run / folder / name).write_text(json.dumps(two_strategies().to_json()), encoding="utf-8")
+        (run / folder / name).write_text(json.dumps(two_strategies().model_dump(mode="json")), encoding="utf-8")
     (run / "compare").rename(run / "worlds/world-2")
     write_example_comparison(tmp_path / "again")
     (tmp_path / "again/compare").rename(run / "compare")

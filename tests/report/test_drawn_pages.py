@@ -9,7 +9,6 @@ import math
 import re
 import shutil
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -163,9 +162,9 @@ def test_the_other_pages_can_be_read(tmp_path: Path, width: int, flags: tuple[st
     strong = [
         (w, row) for w, row in zip(two_strategies().worlds, two_strategies().rows, strict=True) if "strong" in w.kinds
     ]
-    alone = [(replace(w, kinds=("strong",)), row) for w, row in strong]
-    sizes = replace(two_strategies(), verb="compare", worlds=tuple(w for w, _ in alone))
-    sizes = replace(sizes, rows=[replace(row, strategy=w.name) for w, row in alone])
+    alone = [(w.changed(kinds=("strong",)), row) for w, row in strong]
+    sizes = two_strategies().changed(verb="compare", worlds=tuple(w for w, _ in alone))
+    sizes = sizes.changed(rows=[row.changed(strategy=w.name) for w, row in alone])
     before, now = (RunPageData.read(plain(tmp_path / name) / "rank-0.jsonl") for name in ("before", "now"))
     verified = VerificationPageData(folder=tmp_path, verdicts=disagreeing_verdicts(), config={"backend": "native"})
     pipelines = [(p, PipelineFacts(Axes(pipeline=p), m)) for p, m in ((2, 3), (2, 8), (4, 16), (8, 128))]

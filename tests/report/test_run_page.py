@@ -192,7 +192,7 @@ def test_a_scaling_has_its_page_again(tmp_path: Path) -> None:
     found = two_strategies()
     (tmp_path / "scale").mkdir()
     file = tmp_path / "scale/scale.json"
-    file.write_text(json.dumps(found.to_json()), encoding="utf-8")
+    file.write_text(json.dumps(found.model_dump(mode="json")), encoding="utf-8")
     assert write_page(tmp_path) == tmp_path / "scale/report.html"
     text = (tmp_path / "scale/report.html").read_text("utf-8")
     assert "strong scaling: 89\N{NO-BREAK SPACE}% for native/parameters on 2 ranks" in text
@@ -256,7 +256,7 @@ def test_a_foreign_scaling_is_a_sentence(tmp_path: Path, text: str, sentence: st
 
 def test_figures_of_another_kind_are_a_sentence(tmp_path: Path) -> None:
     """Times that are words, and an empty list of worlds, are errors."""
-    data = two_strategies().to_json()
+    data = two_strategies().model_dump(mode="json")
     data["worlds"][0]["seconds"] = [["soon"]]
     file = tmp_path / "scale.json"
     file.write_text(json.dumps(data), encoding="utf-8")
@@ -303,7 +303,7 @@ def test_unlike_kinds_are_not_laid_over_one_another(run: Path, tmp_path: Path) -
     assert str(e.value) == (
         f"{comparison} holds a comparison and {run} a run: only two of the same kind can be compared"
     )
-    (tmp_path / "scale.json").write_text(json.dumps(two_strategies().to_json()), encoding="utf-8")
+    (tmp_path / "scale.json").write_text(json.dumps(two_strategies().model_dump(mode="json")), encoding="utf-8")
     with pytest.raises(ReportError) as e:
         write_page(tmp_path, tmp_path)
     assert str(e.value) == (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -87,14 +86,14 @@ def test_the_page_has_the_config_and_a_command(tmp_path: Path) -> None:
         asked = tmp_path / folder / where
         asked.mkdir(parents=True)
         (asked / "x.json").write_text('{"batch": {"total": 8}, "train": {"steps": 14}}', encoding="utf-8")
-        told = render_scaling(replace(two_strategies(), verb=verb), tmp_path / folder)
+        told = render_scaling(two_strategies().changed(verb=verb), tmp_path / folder)
         assert "<pre class='keys'>batch.total: 8\ntrain.steps: 14</pre>" in told
         assert (
             f"<pre>unipar {verb} {asked}/x.json --out {tmp_path} --world 1,2 --strategy native/nothing "
             "--strategy native/parameters --overwrite</pre>"
         ) in told
     (asked / "x.json").write_text('{"batch', encoding="utf-8")
-    told = render_scaling(replace(two_strategies(), verb="compare"), tmp_path / "worlds")
+    told = render_scaling(two_strategies().changed(verb="compare"), tmp_path / "worlds")
     assert f'<p class="worry">{asked}/x.json cannot be read: it is truncated' in told
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from tests.support.compared_rows import ONE, compared
@@ -55,7 +53,7 @@ def test_a_loss_beside_one_of_zero_has_no_digits() -> None:
 )
 def test_a_loss_in_bf16_has_the_room_of_its_last_digits(precision: str, off: float, within: bool) -> None:
     """With bf16 parameters the loss is bf16 too, and one process in fp32 does not round it."""
-    other = replace(ONE, strategy="native/parameters", losses=[x * (1 + off) for x in ONE.losses])
+    other = ONE.changed(strategy="native/parameters", losses=[x * (1 + off) for x in ONE.losses])
     assert (compared(ONE, other, precision=precision).disagreeing_rows == []) is within
 
 

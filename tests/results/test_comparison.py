@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,6 @@ from unipar.results.loss_agreement import measure_agreement
 from unipar.results.row import (
     OLDER_REUSED,
     StrategyResult,
-    strategy_result_from_json,
-    strategy_result_to_json,
 )
 from unipar.results.scaling import ScaledStrategy, Scaling
 
@@ -29,7 +26,7 @@ from unipar.results.scaling import ScaledStrategy, Scaling
 def scaled(row: StrategyResult, **changed: Any) -> Scaling:
     told: dict[str, Any] = {"name": "x", "out": "o", "precision": "fp32", "warmup": 2, "cores": 2, "threads": "1"}
     world = ScaledStrategy(strategy="native/nothing", ranks=1, kinds=("strong",), samples=8, micro=8, accumulate=1)
-    return Scaling(rows=[replace(row, strategy=world.name)], worlds=(world,), device="cpu", **(told | changed))
+    return Scaling(rows=[row.changed(strategy=world.name)], worlds=(world,), device="cpu", **(told | changed))
 
 
 NEAR = ran("native/parameters", [4.0, 3.5000007, 3.0], 15.0)
@@ -48,7 +45,7 @@ def test_the_table_fits_eighty_columns() -> None:
         outcome="absent",
         note="backend 'horovod' needs horovod, not installed here: unipar install horovod",
     )
-    long = replace(NEAR, strategy="deepspeed/gradients+library")
+    long = NEAR.changed(strategy="deepspeed/gradients+library")
     text = compared(ONE, SAME, long, refused, gone).table()
     assert text.splitlines() == [
         "all 2 strategies agree with one process to 6 digits or more, over 3 steps",
@@ -70,8 +67,8 @@ def test_the_table_fits_eighty_columns() -> None:
 
 def test_a_table_that_would_be_too_wide_leaves_x_out() -> None:
     """Steps of seconds have longer figures."""
-    slow = replace(SAME, strategy="deepspeed/gradients+library", seconds=[[1.2, 1.5, 1.6]])
-    lines = compared(replace(ONE, seconds=[[1.1]]), slow).table().splitlines()
+    slow = SAME.changed(strategy="deepspeed/gradients+library", seconds=[[1.2, 1.5, 1.6]])
+    lines = compared(ONE.changed(seconds=[[1.1]]), slow).table().splitlines()
     assert lines[3].split() == ["strategy", "loss", "step", "ms", "samples/s", "RSS"]
     assert not any(line.startswith("x:") for line in lines)
     assert max(map(len, lines)) <= 80
@@ -80,8 +77,8 @@ def test_a_table_that_would_be_too_wide_leaves_x_out() -> None:
 def test_a_remark_belongs_to_a_column_by_its_field() -> None:
     """A note that begins like a column's name is shown where the table has not that column."""
     said = "RSS: this is what somebody wrote"
-    slow = replace(SAME, strategy="deepspeed/gradients+library", seconds=[[1.2, 1.5, 1.6]])
-    found = compared(replace(ONE, seconds=[[1.1]]), slow, note="x: " + said)
+    slow = SAME.changed(strategy="deepspeed/gradients+library", seconds=[[1.2, 1.5, 1.6]])
+    found = compared(ONE.changed(seconds=[[1.1]]), slow, note="x: " + said)
     lines = found.table().splitlines()
     assert "x" not in lines[3].split()
     assert f"x: {said}" in lines
@@ -101,22 +98,22 @@ def test_a_disagreement_is_said_and_is_a_failure() -> None:
 
 def test_frozen_weights_of_few_bits_have_the_tolerance_of_bf16() -> None:
     """As `single` computes; a strategy that multiplies in bf16 by itself gets none of it."""
-    near = replace(SAME, losses=[4.0, 3.5, 3.01])
+    near = SAME.changed(losses=[4.0, 3.5, 3.01])
     for computed, allowed in ((("bfloat16", "float32"), 5e-3), (("float32", "float32 under autocast"), 2e-6)):
         mine, other = marks(computed=computed), marks(computed=("bfloat16",))
-        found = compared(replace(ONE, marks=mine), replace(near, marks=other))
+        found = compared(ONE.changed(marks=mine), near.changed(marks=other))
         assert found.agreement(found.rows[1]) == measure_agreement([4.0, 3.5, 3.01], ONE.losses, allowed)
     assert found.judged_as == "fp32"
     assert (
-        compared(replace(ONE, marks=marks(computed=("bfloat16",))), precision="bf16-master").judged_as == "bf16-master"
+        compared(ONE.changed(marks=marks(computed=("bfloat16",))), precision="bf16-master").judged_as == "bf16-master"
     )
 
 
 def test_parts_are_held_one_by_one() -> None:
     """Two parts that are off by the same amount in opposite directions are found, though the sum is equal."""
-    one = replace(ONE, parts={"a": [1.0, 2.0], "b": [2.0]})
+    one = ONE.changed(parts={"a": [1.0, 2.0], "b": [2.0]})
     found = compared(
-        one, replace(SAME, parts={"a": [1.0, 2.00001], "b": [1.9]}), replace(SAME, strategy="x", parts=one.parts)
+        one, SAME.changed(parts={"a": [1.0, 2.00001], "b": [1.9]}), SAME.changed(strategy="x", parts=one.parts)
     )
     assert found.code == 1
     assert (
@@ -151,8 +148,8 @@ def test_refusals_are_an_answer_and_failures_are_not(rows: list[StrategyResult],
 
 def test_an_interrupted_comparison_shows_what_it_has() -> None:
     """Times of the turns that were taken, and the code of a signal."""
-    half = replace(SAME, outcome="waits", losses=[], seconds=[[0.01]], peak_rss=[])
-    found = compared(replace(ONE, outcome="waits", losses=[], peak_rss=[]), half, interrupted=True)
+    half = SAME.changed(outcome="waits", losses=[], seconds=[[0.01]], peak_rss=[])
+    found = compared(ONE.changed(outcome="waits", losses=[], peak_rss=[]), half, interrupted=True)
     assert found.code == 130
     assert found.tables(80)[0][2].split() == ["native/nothing", "-", "10", "[10..10]", "1.00", "800", "-"]
     assert "interrupted: strategies without figures did not finish" in str(found)
@@ -180,10 +177,10 @@ def test_a_finished_comparison_is_read_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize("note", [OLDER_REUSED, f"in fp32; {OLDER_REUSED}", "in fp32", ""])
 def test_an_older_file_says_in_its_note_that_a_row_was_reused(note: str) -> None:
     """Older files have no field for that; in newer ones the note decides nothing."""
-    told = strategy_result_to_json(replace(ONE, note=note, reused=False))
-    assert strategy_result_from_json(told).reused is False
+    told = ONE.changed(note=note, reused=False).model_dump(mode="json")
+    assert StrategyResult.read(told).reused is False
     del told["reused"]
-    assert strategy_result_from_json(told).reused is (OLDER_REUSED in note)
+    assert StrategyResult.read(told).reused is (OLDER_REUSED in note)
 
 
 @pytest.mark.parametrize("text", ['{"of": {"ce', '{"of": {}}', "[]"])
@@ -206,7 +203,7 @@ def test_a_comparison_of_which_nothing_is_whole_runs_anew(tmp_path: Path) -> Non
     store.write_comparison(
         tmp_path,
         OF,
-        compared(replace(ONE, outcome="waits"), StrategyResult(strategy="native/nothing", outcome="failed")),
+        compared(ONE.changed(outcome="waits"), StrategyResult(strategy="native/nothing", outcome="failed")),
     )
     (tmp_path / "native-nothing").mkdir()
     assert store.reuse_or_clear(tmp_path, OF | {"versions": {"torch": "3"}}, overwrite=False) is None
@@ -248,7 +245,7 @@ def test_another_comparison_is_not_overwritten_unasked(tmp_path: Path, key: str)
 @pytest.mark.parametrize("finished", [True, False])
 def test_memory_that_was_watched_otherwise_is_not_set_beside_this(tmp_path: Path, finished: bool) -> None:
     """A compiler came between two goes: what the strategies of the first hold is counted in another way."""
-    left = SAME if finished else replace(SAME, outcome="failed")
+    left = SAME if finished else SAME.changed(outcome="failed")
     store.write_comparison(tmp_path, OF | {"memory": "of torch's own tensors"}, compared(ONE, left))
     with pytest.raises(errors.OutExists) as e:
         store.reuse_or_clear(tmp_path, OF | {"memory": ""}, overwrite=False)
@@ -374,8 +371,8 @@ def test_what_could_not_be_kept_is_shown_and_said(found: Comparison | Scaling) -
     assert "\nno room" in found.table()
     assert " 20 " in found.table()
     assert found.code == 1
-    assert replace(found, unkept="").code == 0
-    assert "unkept" not in found.to_json()
+    assert found.changed(unkept="").code == 0
+    assert "unkept" not in found.model_dump(mode="json")
 
 
 def test_a_folder_of_somebody_else_is_never_cleared(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from unipar.memory.account import MemoryAccount, PhasePeak, ResidentMemory
 from unipar.planning.cuda_total import MeasuredCudaMemory, PredictedCudaMemory, total_on_cuda
 from unipar.report.data.comparison_data import ComparisonPageData
 from unipar.report.pages.comparison_page import render_comparison
-from unipar.results.memory_tables import describe_memory_columns, format_memory_tables
+from unipar.results.memory_tables import RanksMemory, describe_memory_columns, format_memory_tables
 
 HOST = MemoryAccount(
     rank=0,
@@ -40,13 +40,19 @@ def test_without_the_driver_the_rest_is_assumed() -> None:
 
 def test_the_table_of_a_run_on_cuda() -> None:
     """Allocated, reserved, gaps, all that the process takes, and the host."""
-    lines = format_memory_tables([("native/nothing", 2, [account(host=HOST)]), ("single", 1, [account(None)])], 80)
+    lines = format_memory_tables(
+        [RanksMemory("native/nothing", 2, [account(host=HOST)]), RanksMemory("single", 1, [account(None)])], 80
+    )
     assert lines[:3] == [
         "memory          fullest in  allocated  reserved     gaps  on CUDA     host",
         "native/nothing  backward      1.0 GiB   1.4 GiB  300 MiB  1.9 GiB  364 MiB",
         "single          backward      1.0 GiB   1.4 GiB  300 MiB  1.9 GiB        -",
     ]
-    assert format_memory_tables([("native/nothing", 2, [account(None)])], 80)[1].split()[-3:] == ["2.1", "GiB", "-"]
+    assert format_memory_tables([RanksMemory("native/nothing", 2, [account(None)])], 80)[1].split()[-3:] == [
+        "2.1",
+        "GiB",
+        "-",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -166,16 +165,16 @@ def test_a_size_that_trained_otherwise_gets_no_figures() -> None:
         verb="compare",
     )
     seen = (marks(), marks(values={"a": "01", "b": "09", "c": "03"}), marks())
-    rows = [replace(row, marks=m) for row, m in zip(found.rows, seen, strict=True)]
-    sifted = replace(found, rows=rows).mark_different_training()
+    rows = [row.changed(marks=m) for row, m in zip(found.rows, seen, strict=True)]
+    sifted = found.changed(rows=rows).mark_different_training()
     assert [row.outcome for row in sifted.rows] == ["ran", "unlike", "ran"]
     assert sifted.rows[1].note == (
         "b starts with other values than in native/nothing x1 strong: model() must depend on train.seed only"
     )
     assert sifted.efficiency(sifted.worlds[1]) is None
     assert "native/nothing         2  strong   trained differently: b starts with other values" in sifted.table(120)
-    assert (replace(found, rows=rows).code, sifted.code) == (0, 1)
-    wrong = replace(found, wrong=("2 ranks: DISAGREES: native/nothing by 1",))
+    assert (found.changed(rows=rows).code, sifted.code) == (0, 1)
+    wrong = found.changed(wrong=("2 ranks: DISAGREES: native/nothing by 1",))
     assert (wrong.code, wrong.remarks()[0]) == (1, "2 ranks: DISAGREES: native/nothing by 1")
 
 

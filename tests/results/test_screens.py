@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from tests.support.compared_rows import FAR, ONE, SAME, compared, ran
 from tests.support.scalings import made, one_strategy, timed
 from tests.support.verifications import cut_dependent_verdicts, disagreeing_verdicts
@@ -62,7 +60,7 @@ def test_ten_strategies_fit_in_twenty_four_lines() -> None:
 
 def test_compare_says_what_changes_the_answer() -> None:
     """A strategy that failed, one that disagrees, one that was reused, and results that were not kept."""
-    found = compared(ONE, replace(SAME, reused=True), FAILED, unkept="no room on the disk")
+    found = compared(ONE, SAME.changed(reused=True), FAILED, unkept="no room on the disk")
     assert found.screen().splitlines()[:4] == [
         "native/nothing agrees with one process bit for bit, over 3 steps; 1 failed:",
         "  horovod/nothing",
@@ -82,7 +80,7 @@ def test_compare_says_what_changes_the_answer() -> None:
 def test_many_failures_are_a_line() -> None:
     """Fourteen strategies, of which four failed: the others' rows, and a line that says where to read on."""
     strategies = [ran(f"native/{i}", [4.0, 3.5, 3.0]) for i in range(10)]
-    failed = [replace(FAILED, strategy=f"horovod/{i}") for i in range(4)]
+    failed = [FAILED.changed(strategy=f"horovod/{i}") for i in range(4)]
     lines = compared(ONE, *strategies, *failed).screen().splitlines()
     assert sum(line.startswith("native/") for line in lines) == 10
     assert lines[0].endswith("over 3 steps; 4 failed:")
@@ -94,7 +92,7 @@ def test_many_failures_are_a_line() -> None:
 
 def test_scale() -> None:
     """Parts of the ideal speed, what the ranks share, and the table."""
-    found = replace(one_strategy(), note="page: x", library_names=NAMES)
+    found = one_strategy().changed(note="page: x", library_names=NAMES)
     assert found.screen(80, ["unipar plan x.yaml --world 8,64"]).splitlines() == [
         "Part of the ideal speed: strong scaling: 80 % for native/nothing on 2 ranks;",
         "  weak scaling: 80 % for native/nothing on 2 ranks; the losses of strong scaling",
@@ -170,7 +168,9 @@ def test_results_print_as_their_screen() -> None:
     found = compared(ONE, SAME, library_names=NAMES)
     assert str(found) == found.screen()
     assert str(disagreeing_verdicts()) == disagreeing_verdicts().screen()
-    scaled = replace(one_strategy(), library_names=NAMES)
-    verified = replace(disagreeing_verdicts(), library_names=NAMES)
-    assert [key for one in (found, scaled, verified) for key in one.to_json() if key == "library_names"] == []
-    assert Comparison.from_json(found.to_json()).library_names == {}
+    scaled = one_strategy().changed(library_names=NAMES)
+    verified = disagreeing_verdicts().changed(library_names=NAMES)
+    assert [
+        key for one in (found, scaled, verified) for key in one.model_dump(mode="json") if key == "library_names"
+    ] == []
+    assert Comparison.read(found.model_dump(mode="json")).library_names == {}

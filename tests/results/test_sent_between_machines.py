@@ -55,7 +55,7 @@ def test_the_table() -> None:
 
 def test_the_page(tmp_path: Path) -> None:
     """A column of the table by collective, and what it counts."""
-    (tmp_path / "compare.json").write_text(json.dumps(compared(2**20, 0).to_json()), encoding="utf-8")
+    (tmp_path / "compare.json").write_text(json.dumps(compared(2**20, 0).model_dump(mode="json")), encoding="utf-8")
     text = render_comparison(ComparisonPageData.read(tmp_path))
     sent = text[text.index("What a step sends") :].partition("</section>")[0]
     assert '<th scope="col">between machines</th>' in sent

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,9 +35,9 @@ def test_a_row_a_strategy(tmp_path: Path) -> None:
     )
     planned = ForecastPhase(name="backward", peak=2_500_000, held={"parameters": 1_000_000, "activations": 1_500_000})
     strategy = StrategyForecast(strategy="native/nothing", phases=(planned,), sent={"data": {"all_reduce": 700}})
-    ddp = replace(SAME, memory=[account, account])
+    ddp = SAME.changed(memory=[account, account])
     found = compared(ONE, ddp, FAR, StrategyResult(strategy="horovod/nothing", outcome="absent", note="not here, so"))
-    found = replace(found, forecast=Forecast(strategies=(strategy,)))
+    found = found.changed(forecast=Forecast(strategies=(strategy,)))
     store.write_comparison(tmp_path, {}, found)
     text = (tmp_path / "compare.csv").read_text("utf-8")
     assert text == format_comparison_csv(found)
@@ -59,7 +58,7 @@ def test_a_row_a_strategy(tmp_path: Path) -> None:
 def test_what_a_strategy_held_till_it_failed_is_not_in_the_sheet(outcome: StrategyOutcome, *, known: bool) -> None:
     """A failed strategy has no memory in the CSV; one whose memory was recorded completely has, even if not timed."""
     accounts = [comparisons.account("native/nothing", rank) for rank in (0, 1)]
-    lines = format_comparison_csv(compared(ONE, replace(SAME, outcome=outcome, memory=accounts))).splitlines()
+    lines = format_comparison_csv(compared(ONE, SAME.changed(outcome=outcome, memory=accounts))).splitlines()
     held = dict(zip(lines[0].split(","), lines[2].split(","), strict=True))
     assert (held["allocated"], held["predicted_on_cuda"], held["parameters"]) == (
         ("186205122", "920649728", "35707392") if known else ("", "", "")
@@ -70,10 +69,10 @@ def test_what_a_strategy_held_till_it_failed_is_not_in_the_sheet(outcome: Strate
 def test_a_row_a_world() -> None:
     """Rows of worlds of several sizes have all figures; a failed world has none."""
     late = timed("native/nothing", 4, 0.02, "weak")
-    lost = late[0], replace(late[1], outcome="failed", note="no, not so", seconds=[], peak_rss=[])
+    lost = late[0], late[1].changed(outcome="failed", note="no, not so", seconds=[], peak_rss=[])
     work = [RankWork(flops=8e9, weights=(64.0,) * 5, waits=((share, 1.0),)) for share in (0.1, 0.2)]
     small, large = timed("native/nothing", 1, 0.08, "strong", "weak"), timed("native/nothing", 2, 0.05, "strong")
-    full = large[0], replace(large[1], memory=[comparisons.account("native/nothing", 0)] * 2, work=work)
+    full = large[0], large[1].changed(memory=[comparisons.account("native/nothing", 0)] * 2, work=work)
     assert format_scaling_csv(scaling(small, full, lost)).splitlines() == [
         "strategy,ranks,scaling,samples,micro,accumulate,outcome,digits,within,median_step_s,samples_per_s,speed_up,"
         "efficiency,allocated,resident,predicted_on_cuda,measured_on_cuda,reserved,host,parameters,masters,gradients,"

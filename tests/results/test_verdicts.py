@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 
@@ -66,39 +65,39 @@ def test_a_strategy_that_was_named_and_cannot_run(outcome: VerdictOutcome) -> No
     found = verdicts("agrees", outcome)
     agrees, missing = found.rows
     assert found.code == 0
-    assert replace(found, rows=[agrees, replace(missing, named=True)]).code == 3
-    wrong = replace(agrees, outcome="disagrees")
-    assert replace(found, rows=[wrong, replace(missing, named=True)]).code == 1
+    assert found.changed(rows=[agrees, missing.changed(named=True)]).code == 3
+    wrong = agrees.changed(outcome="disagrees")
+    assert found.changed(rows=[wrong, missing.changed(named=True)]).code == 1
 
 
 def test_one_process_out_of_a_pattern_is_not_counted() -> None:
     """All strategies agree, although the pattern also gave nn.DataParallel, which is one process."""
     found = verdicts("agrees", "agrees", "refused")
-    rows = [*found.rows[:2], replace(found.rows[2], alone=True)]
-    assert replace(found, rows=rows).summary == "all 2 strategies agree with one process over 10 steps on 2 ranks"
+    rows = [*found.rows[:2], found.rows[2].changed(alone=True)]
+    assert found.changed(rows=rows).summary == "all 2 strategies agree with one process over 10 steps on 2 ranks"
 
 
 def test_a_training_that_depends_on_the_cut_is_no_plain_yes() -> None:
     """The first line says so; with strict the exit code is 1, without it 0."""
-    found = replace(verdicts("agrees", "agrees"), cut_dependence=CUT)
+    found = verdicts("agrees", "agrees").changed(cut_dependence=CUT)
     whole = (
         "all 2 strategies agree with one process over 10 steps on 2 ranks, and the training depends on how a batch is "
         "cut, so another number of ranks trains another model"
     )
     assert (found.remark_lines()[:2], found.code) == ([whole, "  way out: return the mean"], 0)
-    strict = replace(found, strict=True)
+    strict = found.changed(strict=True)
     assert strict.code == 1
     assert strict.remark_lines()[2] == "  with --strict, this alone makes the exit code 1"
-    assert replace(strict, cut_dependence=None).code == 0
-    fixed = replace(found, cut_dependence=replace(CUT, micro=8))
+    assert strict.changed(cut_dependence=None).code == 0
+    fixed = found.changed(cut_dependence=CUT.changed(micro=8))
     assert fixed.summary == f"{whole} unless batch.micro stays 8"
 
 
 def test_json_holds_the_verdict() -> None:
     """The summary, the reason and the exit code are in verify.json."""
-    found = replace(verdicts("agrees"), cut_dependence=CUT, strict=True, fp64_error="RuntimeError: no Double")
-    said = json.loads(json.dumps(found.to_json()))
+    found = verdicts("agrees").changed(cut_dependence=CUT, strict=True, fp64_error="RuntimeError: no Double")
+    said = json.loads(json.dumps(found.model_dump(mode="json")))
     assert said["cut_dependence"] == {"kind": "sum", "off": 0.5, "micro": None, "way_out": "return the mean"}
     assert (said["summary"], said["strict"], said["code"]) == (found.summary, True, 1)
     assert said["fp64_error"] == "RuntimeError: no Double"
-    assert json.loads(json.dumps(verdicts("agrees").to_json()))["cut_dependence"] is None
+    assert json.loads(json.dumps(verdicts("agrees").model_dump(mode="json")))["cut_dependence"] is None

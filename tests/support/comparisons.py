@@ -214,8 +214,8 @@ def example_with_points(page: ComparisonPageData, points: Sequence[tuple[float, 
         name = f"{backends[i % 5]}/{SHARDS[i // 5 % 4]}" + (f"+variant{i // 20}" if i >= 20 else "")
         step = PhasePeak(name="update", peak=round(size * 2**20), held={"parameters": round(size * 2**20)})
         known = account("native/nothing", 0).model_copy(update={"phases": (step,)})
-        result = replace(
-            page.strategies[1].row, strategy=name, seconds=[[page.comparison.samples / rate]], memory=[known]
+        result = page.strategies[1].row.changed(
+            strategy=name, seconds=[[page.comparison.samples / rate]], memory=[known]
         )
         strategies.append(replace(page.strategies[1], row=result, memory=[known]))
     return replace(page, strategies=tuple(strategies))

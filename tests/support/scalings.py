@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from tests.support.comparisons import account
@@ -60,7 +59,7 @@ def with_work(world: Any, *shares: float, flops: float | None, device: str = "")
         RankWork(flops=flops, weights=weights, waits=((share, 1.0),), device=device, device_id=f"{device}{rank}")
         for rank, share in enumerate(shares)
     ]
-    return scaled, replace(row, work=ranks)
+    return scaled, row.changed(work=ranks)
 
 
 def worlds_with_work(device: str = "", **changed: Any) -> Scaling:

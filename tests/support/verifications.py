@@ -7,7 +7,6 @@ import math
 import os
 import subprocess
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,16 +100,14 @@ def disagreeing_verdicts() -> Verdicts:
         parameters=4,
         backward="first, on rank 1, microbatch 1",
     )
-    doubled = replace(
-        _strategy("deepspeed/parameters", 1e-3, 812.5),
+    doubled = _strategy("deepspeed/parameters", 1e-3, 812.5).changed(
         outcome="disagrees",
         digits=2,
         bits="",
         worst="loss at step 3 is off by 1.0e-03, 1.0e-06 is allowed",
         finding=fault,
     )
-    broken = replace(
-        _strategy("horovod/nothing", 0.0, math.inf),
+    broken = _strategy("horovod/nothing", 0.0, math.inf).changed(
         outcome="disagrees",
         bits="",
         worst="loss at step 9 is missing or not a number",
@@ -120,7 +117,7 @@ def disagreeing_verdicts() -> Verdicts:
     failed = Verdict(
         strategy="accelerate/nothing", outcome="failed", note="rank 1 died of SIGKILL\nits log is rank-1.log"
     )
-    return replace(now, rows=[*now.rows, doubled, broken, failed])
+    return now.changed(rows=[*now.rows, doubled, broken, failed])
 
 
 def cut_dependent_verdicts() -> Verdicts:
@@ -128,8 +125,7 @@ def cut_dependent_verdicts() -> Verdicts:
     now = agreeing_verdicts()
     replay = "a replay, share by share, as configured"
     cut = CutDependence(kind="sum", off=1.9, micro=None, way_out="return the mean over the batch")
-    return replace(
-        now,
+    return now.changed(
         cut_dependence=cut,
         base=replay,
         one={
@@ -145,6 +141,6 @@ def write_example_verification(run: Path, verdicts: Verdicts | None = None) -> P
     (folder / "asked").mkdir(parents=True)
     (folder / "asked/digits.json").write_text(json.dumps({"backend": "native", "train": {"steps": 12}}), "utf-8")
     (folder / "verify.json").write_text(
-        json.dumps((verdicts or agreeing_verdicts()).to_json(), allow_nan=True), "utf-8"
+        json.dumps((verdicts or agreeing_verdicts()).model_dump(mode="json"), allow_nan=True), "utf-8"
     )
     return run

@@ -156,7 +156,7 @@ def read_memory(file: Path) -> tuple[dict[str, str], dict[str, int]]:
     """Return, for each strategy that ran, why its memory does not hold, or ""; and its peak on the largest rank."""
     if not file.exists():
         return {}, {}
-    compared = Comparison.from_json(json.loads(file.read_text("utf-8")))
+    compared = Comparison.read(json.loads(file.read_text("utf-8")))
     problems: dict[str, str] = {}
     peaks: dict[str, int] = {}
     for row in compared.rows:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from unipar.utils.screen import Column, Reason, Screen, format_next_steps
+from unipar.utils.columns import Column, Reason
+from unipar.utils.screen import Screen, format_next_steps
 
 Figures = tuple[str, str, str, str]
 """Name, name in the library, figure, reason."""
 
 COLUMNS: list[Column[Figures]] = [
-    Column(head="strategy", text=lambda row: row[0], right=False),
-    Column(head="known as", text=lambda row: row[1], right=False, shortened=True, dropped=1),
-    Column(head="step", text=lambda row: row[2]),
+    Column("strategy", lambda row: row[0], right=False),
+    Column("known as", lambda row: row[1] or None, right=False, shortened=True, dropped=1, optional=True),
+    Column("step", lambda row: row[2]),
 ]
 LONG = "batch.total (8) is not a multiple of micro x data (2 x 8 = 16); the smallest is 16\nsecond line"
 

@@ -137,9 +137,9 @@ def compare_strategies(
             more = any(row.outcome == "waits" and row.strategy not in whole for row in first.rows)
             if not more and not earlier.interrupted:
                 note = f"from {folder / store.COMPARE_JSON}; --overwrite runs it again"
-                return _write_page(folder, replace(earlier, note=note, library_names=first.library_names))
+                return _write_page(folder, earlier.changed(note=note, library_names=first.library_names))
             kept_rows = {strategy: _reused(row) if more else row for strategy, row in whole.items()}
-            first = replace(first, rows=[kept_rows.get(row.strategy, row) for row in first.rows])
+            first = first.changed(rows=[kept_rows.get(row.strategy, row) for row in first.rows])
         server = asked.fork_server()
         runs = {
             row.strategy: StrategyWorld(
@@ -160,13 +160,13 @@ def compare_strategies(
             ran = [at for row in now.rows if row.outcome == "ran" and (at := selected[row.strategy][1]) is not None]
             if ran and config.compare.memory and not now.interrupted:
                 board.show(now, f"{count_of(len(ran), 'strategy')} to be planned")
-                now = replace(
-                    now, forecast=make_forecast(settled, ran, asked.ref, server, each, per=asked.ranks_here(ranks))
+                now = now.changed(
+                    forecast=make_forecast(settled, ran, asked.ref, server, each, per=asked.ranks_here(ranks))
                 )
         if config.train.narrow_moments is not None and now.reference is not None and not (widest or now.interrupted):
-            now = replace(now, moments=_describe_moments(asked, ranks, now.reference, folder))
+            now = now.changed(moments=_describe_moments(asked, ranks, now.reference, folder))
         why = keep(now)
-        return replace(now, unkept=why) if why else _write_page(folder, now)
+        return now.changed(unkept=why) if why else _write_page(folder, now)
 
 
 def _describe_moments(asked: CompareRequest, ranks: int, row: StrategyResult, folder: Path) -> str:
@@ -240,7 +240,7 @@ def _compare_by_world_size(
                 worlds.append(ScaledStrategy(strategy=strategy, ranks=n, kinds=("strong",), machines=where, **batch))
                 row = rows[i].get(strategy) if i < len(rows) else None
                 results.append(
-                    replace(row or StrategyResult(strategy=strategy, outcome="waits"), strategy=worlds[-1].name)
+                    (row or StrategyResult(strategy=strategy, outcome="waits")).changed(strategy=worlds[-1].name)
                 )
         now = Scaling(
             verb="compare",
@@ -265,8 +265,7 @@ def _compare_by_world_size(
             machine=machine_summary(),
         ).mark_different_training()
         why = store.write_or_explain(out, lambda: store.write_scaling(out, WORLDS_JSON, WORLDS_CSV, now))
-        return replace(
-            now,
+        return now.changed(
             unkept=why,
             note=try_write_page(lambda: write_html(scaling.render_scaling(now, out), out / PAGE_FILE_NAME)),
         )
@@ -282,7 +281,7 @@ def describe_comparison_errors(one: Comparison) -> list[str]:
 
 def _reused(row: StrategyResult) -> StrategyResult:
     """Return the row of a strategy that does not run again, with a note that says so."""
-    return row if row.reused else replace(row, reused=True, note="; ".join(filter(None, [row.note, REUSED])))
+    return row if row.reused else row.changed(reused=True, note="; ".join(filter(None, [row.note, REUSED])))
 
 
 def _write_page(folder: Path, now: Comparison) -> Comparison:
@@ -296,7 +295,7 @@ def _write_page(folder: Path, now: Comparison) -> Comparison:
         return write_html(comparison.render_comparison(data), folder / PAGE_FILE_NAME)
 
     page = try_write_page(write)
-    return replace(now, answer="".join(sentence), note="; ".join(filter(None, [now.note, page])))
+    return now.changed(answer="".join(sentence), note="; ".join(filter(None, [now.note, page])))
 
 
 def suggest_next_commands(result: Comparison | Scaling, file: Path) -> list[str]:

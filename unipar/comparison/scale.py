@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from unipar.backend import resources
@@ -82,7 +81,7 @@ def _scale_worlds(
         out=str(out),
         precision=settings.train.precision,
         unit=settings.batch.unit,
-        worlds=tuple(replace(world, machines=asked.machines_of(world.ranks)) for world, _, _ in selected),
+        worlds=tuple(world.changed(machines=asked.machines_of(world.ranks)) for world, _, _ in selected),
         rows=[row for _, row, _ in selected],
         library_names=library_names({world.strategy: (row, at) for world, row, at in selected}),
         cores=len(os.sched_getaffinity(0)),
@@ -117,8 +116,7 @@ def _scale_worlds(
 
         with sigterm_as_interrupt(), LiveTable() as board, server:
             now = TurnRunner(first, board, runs, each, keep, server).run_turns(asked.turns)
-        return replace(
-            now,
+        return now.changed(
             unkept=keep(now),
             note=try_write_page(lambda: write_html(render_scaling(now, out), out / PAGE_FILE_NAME)),
         )
@@ -152,7 +150,7 @@ def select_worlds(
                 yield world, StrategyResult(strategy=world.name, outcome="refused", note=str(e)), None
         for world, batch in _worlds_of_strategy(_batch_of_strategy(config, sizes[0], strategy), divisible, strategy):
             row, at = _check_world(config, batch, world, strategy, device)
-            yield world, replace(row, strategy=world.name), at
+            yield world, row.changed(strategy=world.name), at
             if row.outcome != "waits" and world.ranks == divisible[0]:
                 break  # without the smallest world the larger ones have nothing to be compared with
 

@@ -133,14 +133,14 @@ def _remove_result_files(folder: Path) -> None:
 def write_comparison(folder: Path, of: dict[str, Any], now: Comparison) -> None:
     """Write all figures as JSON, and one row for each strategy as CSV."""
     folder.mkdir(parents=True, exist_ok=True)
-    data = {"of": of, "finished": now.finished, **now.to_json()}
+    data = {"of": of, "finished": now.finished, **now.model_dump(mode="json")}
     write_file_atomically(folder / COMPARE_JSON, json.dumps(data, indent=2) + "\n")
     write_file_atomically(folder / COMPARE_CSV, format_comparison_csv(now))
 
 
 def write_scaling(folder: Path, figures: str, rows: str, now: Scaling) -> None:
     """Write all figures as JSON, and one row for each world as CSV."""
-    write_file_atomically(folder / figures, json.dumps(now.to_json(), indent=2) + "\n")
+    write_file_atomically(folder / figures, json.dumps(now.model_dump(mode="json"), indent=2) + "\n")
     write_file_atomically(folder / rows, format_scaling_csv(now))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from unipar.comparison.library_traffic import has_library_traffic, with_library_traffic
@@ -58,7 +57,7 @@ class TurnRunner(Generic[ResultsT]):
                 self._take_turns(turns)
                 self._finish()
             except (KeyboardInterrupt, Stopped):
-                self.results = replace(self.results, interrupted=True)
+                self.results = self.results.changed(interrupted=True)
         return self.results
 
     def _start(self) -> None:
@@ -161,8 +160,8 @@ class TurnRunner(Generic[ResultsT]):
         return next(row for row in self.results.rows if row.strategy == name)
 
     def _say(self, name: str, line: str, **changed: Any) -> None:
-        rows = [replace(row, **changed) if row.strategy == name else row for row in self.results.rows]
-        self.results = replace(self.results, rows=rows)
+        rows = [row.changed(**changed) if row.strategy == name else row for row in self.results.rows]
+        self.results = self.results.changed(rows=rows)
         self._board.show(self.results, f"{name} {line}")
 
 

@@ -15,7 +15,8 @@ from unipar.planning.plan_table import (
 )
 from unipar.planning.planned_strategy import UNEVEN, PlannedStrategies, PlannedStrategy
 from unipar.planning.recommendation import recommend
-from unipar.utils.screen import Reason, Screen
+from unipar.utils.columns import Reason
+from unipar.utils.screen import Screen
 
 _IN_DETAILS_ONLY: Final = (
     *("in", "micro", "param", "grad", "optim", "ema", "comm", "activ", "temp", "runtime"),

@@ -12,8 +12,7 @@ from unipar.planning.planned_strategy import PlannedStrategies, PlannedStrategy
 from unipar.planning.recommendation import recommend
 from unipar.planning.speed import StepSpeed
 from unipar.prediction.timeline import MemoryPlace
-from unipar.utils.screen import Column
-from unipar.utils.table import format_table
+from unipar.utils.columns import Column, Reason, fitting_table
 from unipar.utils.text import format_duration, format_rate, format_size
 
 _CATEGORIES: Final[dict[str, tuple[Category, ...]]] = {
@@ -28,7 +27,7 @@ _CATEGORIES: Final[dict[str, tuple[Category, ...]]] = {
 }
 """Categories in each column of the table."""
 
-_OUTSIDE_MEANS: Final[dict[MemoryPlace, str]] = {
+_OUTSIDE_REMARKS: Final[dict[MemoryPlace, str]] = {
     "host": "host: bytes of a rank that are offloaded to the host's memory, pinned ones rounded up as torch does; "
     "the ranks of a machine share that memory, and 'fits' does not count it",
     "disk": "disk: bytes of the files in which a rank keeps what is offloaded; 'fits' does not count them",
@@ -43,14 +42,15 @@ _MOST_WAYS = 3
 
 def format_plan(plan: PlannedStrategies, width: int) -> str:
     """Return the plan as text, of lines of at most so many characters where that is possible."""
-    columns = [column for column in plan_columns(plan) if column.head != LIBRARY_NAME]
-    table = _table(plan, columns, width)
-    for place in sorted({column.dropped for column in columns} - {0}):
-        if max(map(len, table.splitlines())) <= width:
-            break
-        columns = [column for column in columns if column.dropped != place]
-        table = _table(plan, columns, width)
+    columns, blocks = fitting_table(
+        [column for column in plan_columns(plan) if column.head != LIBRARY_NAME],
+        [*(row for row in plan.rows if not row.refusal), *merge_refusals(plan, "strategies")],
+        width=width,
+        reason=lambda row: Reason("refused", row.refusal) if row.refusal else None,
+        leading=2,
+    )
     answer = _wrap([*describe_recommendations(plan), *ways_to_fit(plan)], width)
+    table = "\n".join(line for block in blocks for line in block)
     return "\n\n".join([answer, table, _wrap(_explanations(plan, columns), width)])
 
 
@@ -64,24 +64,27 @@ def plan_columns(plan: PlannedStrategies) -> list[Column[PlannedStrategy]]:
     on_gpus = plan.device != "cpu"
     weighs = "; weight: what the task's weight counts, such as tokens" if plan.units == "weight" else ""
 
-    def size_of(categories: Sequence[Category]) -> Callable[[PlannedStrategy], str]:
-        return lambda row: _size_or_dash(sum(row.peak.held.get(category, 0) for category in categories))
+    def bytes_of(categories: Sequence[Category]) -> Callable[[PlannedStrategy], int | None]:
+        return lambda row: sum(row.peak.held.get(category, 0) for category in categories) or None
 
-    def size_in(place: MemoryPlace) -> Callable[[PlannedStrategy], str]:
-        return lambda row: _size_or_dash(row.offloaded_to(place))
+    def bytes_in(place: MemoryPlace) -> Callable[[PlannedStrategy], int | None]:
+        return lambda row: row.offloaded_to(place) or None
 
-    def of_speed(shown: Callable[[StepSpeed], str]) -> Callable[[PlannedStrategy], str]:
-        return lambda row: "-" if row.speed is None else shown(row.speed)
+    def speed_of(row: PlannedStrategy) -> StepSpeed | None:
+        return row.speed
 
     columns: list[Column[PlannedStrategy]] = [
-        Column(head="strategy", text=lambda row: row.strategy, right=False),
-        Column(head="ranks", text=lambda row: str(row.ranks or "all")),
-        Column(head=LIBRARY_NAME, text=lambda row: row.library_name, right=False, shortened=True, dropped=8),
-        Column(head="micro", text=lambda row: str(row.micro), dropped=5),
+        Column("strategy", lambda row: row.strategy, right=False),
+        Column("ranks", lambda row: row.ranks or "all"),
         Column(
-            head="peak",
-            text=lambda row: format_size(row.peak.peak),
-            means="peak: tensors of the fullest rank at the fullest moment of a step"
+            LIBRARY_NAME, lambda row: row.library_name or None, right=False, shortened=True, dropped=8, optional=True
+        ),
+        Column("micro", lambda row: row.micro, dropped=5),
+        Column(
+            "peak",
+            lambda row: row.peak.peak,
+            format_size,
+            remark="peak: tensors of the fullest rank at the fullest moment of a step"
             + (
                 ", CUDA's context and NCCL; not in it: gaps between tensors, scratch memory of kernels"
                 if on_gpus
@@ -89,52 +92,54 @@ def plan_columns(plan: PlannedStrategies) -> list[Column[PlannedStrategy]]:
                 "which 'fits' counts"
             ),
         ),
-        Column(head="in", text=lambda row: row.peak.phase, right=False, dropped=2),
+        Column("in", lambda row: row.peak.phase, right=False, dropped=2),
     ]
     for name, categories in _CATEGORIES.items():
         averages = name != "ema" or any("averages" in row.peak.held for row in planned)
         if averages and (on_gpus or name != "runtime"):
-            columns.append(Column(head=name, text=size_of(categories), dropped=1))
+            columns.append(Column(name, bytes_of(categories), format_size, dropped=1))
     columns += [
-        Column(head=place, text=size_in(place), means=means)
-        for place, means in _OUTSIDE_MEANS.items()
+        Column(place, bytes_in(place), format_size, remark=remark)
+        for place, remark in _OUTSIDE_REMARKS.items()
         if any(row.offloaded_to(place) for row in planned)
     ]
     if any(row.sent for row in planned):
-        says = "sent: bytes of a rank's collectives in a step, as compare counts them"
-        columns.append(Column(head="sent", text=lambda row: _size_or_dash(row.sent_bytes), means=says, dropped=3))
+        remark = "sent: bytes of a rank's collectives in a step, as compare counts them"
+        sent = Column[PlannedStrategy](
+            "sent", lambda row: row.sent_bytes or None, format_size, remark=remark, dropped=3
+        )
+        columns.append(sent)
     if any(row.sent_across for row in planned):
-        says = "between machines: those of collectives whose ranks are on several machines"
-        columns.append(Column(head="between machines", text=lambda row: _size_or_dash(row.sent_across), means=says))
+        remark = "between machines: those of collectives whose ranks are on several machines"
+        across = Column[PlannedStrategy](
+            "between machines", lambda row: row.sent_across or None, format_size, remark=remark
+        )
+        columns.append(across)
     if plan.machine:
-        says = (
+        remark = (
             f"step, {plan.units}/s, MFU: predicted for {plan.machine}{weighs}; MFU: the model's own operations, of the "
             "device's peak"
         )
-        columns.append(Column(head="step", text=of_speed(lambda speed: format_duration(speed.seconds)), means=says))
-        columns.append(Column(head=f"{plan.units}/s", text=of_speed(lambda speed: format_rate(speed.rate))))
-        columns.append(Column(head="MFU", text=of_speed(lambda speed: f"{speed.mfu:.1%}"), dropped=4))
+        speed = [
+            Column[StepSpeed]("step", lambda speed: speed.seconds, format_duration, remark=remark),
+            Column[StepSpeed](f"{plan.units}/s", lambda speed: speed.rate, format_rate),
+            Column[StepSpeed]("MFU", lambda speed: speed.mfu, "{:.1%}".format, dropped=4),
+        ]
+        columns += [column.of(speed_of) for column in speed]
     if plan.memory is not None:
-        says = (
+        remark = (
             f"fits: at most {format_size(plan.memory)} less {plan.headroom:.0%}; largest micro: the most "
             f"{plan.counted} a microbatch that do, with the total batch kept"
         )
-        columns.append(
-            Column(head="fits", text=lambda row: "yes" if row.fits(plan.limit) else "no", means=says, right=False)
+        fits = Column[PlannedStrategy](
+            "fits", lambda row: "yes" if row.fits(plan.limit) else "no", remark=remark, right=False
         )
-        columns.append(Column(head="largest micro", text=lambda row: str(row.largest or "-"), dropped=7))
+        columns += [fits, Column("largest micro", _largest_micro, dropped=7)]
     return columns
 
 
-def _size_or_dash(size: int) -> str:
-    return format_size(size) if size else "-"
-
-
-def _table(plan: PlannedStrategies, columns: Sequence[Column[PlannedStrategy]], width: int) -> str:
-    right = [place for place, column in enumerate(columns) if column.right]
-    planned = [[column.text(row) for column in columns] for row in plan.rows if not row.refusal]
-    refused = [(row.strategy, str(row.ranks or "all"), row.refusal) for row in merge_refusals(plan, "strategies")]
-    return format_table([column.head for column in columns], [*planned, *refused], right=right, width=width)
+def _largest_micro(row: PlannedStrategy) -> int | None:
+    return row.largest or None
 
 
 def merge_refusals(plan: PlannedStrategies, what: str) -> Iterator[PlannedStrategy]:
@@ -191,6 +196,6 @@ def _explanations(plan: PlannedStrategies, columns: Sequence[Column[PlannedStrat
         whole = ", where the whole model that rank 0 creates at set-up (built) does not count" if built else ""
         yield f"planned for the CPU; --device cuda or --machine plans for GPUs{whole}"
     for column in columns:
-        if column.means:
-            yield column.means
+        if column.remark:
+            yield column.remark
     yield from plan.notes

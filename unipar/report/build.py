@@ -16,8 +16,7 @@ from unipar.report.pages import comparison_page as comparison
 from unipar.report.pages import run_page as pages_run
 from unipar.report.pages import scaling_page as scaling
 from unipar.report.pages import verification_page as verification
-from unipar.results.result_files import RESULT_FILES, ResultKind, find_result_file, read_mapping
-from unipar.results.scaling import Scaling
+from unipar.results.result_files import RESULT_FILES, ResultKind, find_result_file, parse_scaling, read_mapping
 from unipar.run_folder.layout import PAGE_FILE_NAME
 from unipar.utils.files import write_file_atomically
 
@@ -101,7 +100,7 @@ def _render_page(kind: ResultKind, file: Path) -> str:
         return pages_run.render_run(RunPageData.read(file))
     if kind == "verification":
         return verification.render_verification(VerificationPageData.read(file))
-    return scaling.render_scaling(Scaling.read(file, read_mapping(file, "scaling")), file.parent)
+    return scaling.render_scaling(parse_scaling(file, read_mapping(file, "scaling")), file.parent)
 
 
 def _check_replaceable(out: Path) -> None:

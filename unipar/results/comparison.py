@@ -5,25 +5,34 @@ from __future__ import annotations
 import math
 import textwrap
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Any, Self
+from typing import Any
 
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 from typing_extensions import override
 
 from unipar.config import Precision
 from unipar.errors import Stopped
 from unipar.memory.account import MemoryAccount
 from unipar.planning.machines.device_peaks import find_device_peaks
-from unipar.results.forecast.forecast_difference import describe_forecast
+from unipar.results.forecast.forecast_difference import FORECAST_COLUMNS, describe_forecast, forecast_differences
 from unipar.results.forecast.records import Forecast
-from unipar.results.loss_agreement import Agreement, loss_tolerance, measure_agreement
+from unipar.results.loss_agreement import (
+    AGREEMENT_COLUMNS,
+    Agreement,
+    agreement_for_readers,
+    loss_tolerance,
+    measure_agreement,
+)
 from unipar.results.memory_tables import (
     ACROSS_REMARK,
+    MEMORY_COLUMNS,
     RSS,
     SENT_REMARK,
+    RanksMemory,
     describe_memory_columns,
     describe_peak_ranges,
     describe_setup_peaks,
@@ -34,26 +43,26 @@ from unipar.results.memory_tables import (
     sent_axes,
 )
 from unipar.results.row import (
-    OUTCOME_PREFIXES,
     StrategyResult,
+    format_median,
     format_spread,
+    format_units_a_second,
     library_name_column,
     row_reason,
-    strategy_result_from_json,
-    strategy_result_to_json,
 )
 from unipar.results.same_training import TrainingMarks, describe_training_difference, judged_precision
 from unipar.results.step_work.figures import StepFigures, StrategyWork, flops_of_step, step_figures
-from unipar.results.step_work.work_table import describe_work_columns, format_work_table
+from unipar.results.step_work.work_table import describe_work_columns, figure_columns, format_work_table
+from unipar.results.stored import StoredResult
 from unipar.run_folder.layout import PAGE_FILE_NAME
+from unipar.utils.columns import Column, Row, choose_columns, fitting_table
 from unipar.utils.notebook import ShownAsPage
-from unipar.utils.screen import Column, Screen
-from unipar.utils.table import Remark, format_table_rows, table_remarks
+from unipar.utils.screen import Screen
+from unipar.utils.table import Remark, table_remarks
 from unipar.utils.text import count_of, first_few, format_duration, format_size
 
 
-@dataclass(frozen=True, kw_only=True)
-class TurnResults(ShownAsPage):
+class TurnResults(StoredResult, ShownAsPage):
     """Results of worlds that trained in turns, a row for each."""
 
     name: str
@@ -71,10 +80,10 @@ class TurnResults(ShownAsPage):
     """Reason why memory was not recorded, or not completely."""
 
     interrupted: bool = False
-    unkept: str = ""
+    unkept: str = Field(default="", exclude=True)
     """Reason why the results could not be written to their folder."""
 
-    library_names: Mapping[str, str] = field(default_factory=dict[str, str])
+    library_names: Mapping[str, str] = Field(default={}, exclude=True)
     """What each strategy's library calls it, by strategy; not stored."""
 
     @abstractmethod
@@ -117,6 +126,57 @@ class TurnResults(ShownAsPage):
         known = [(name, p.flops[self.precision]) for name, p in peaks if p is not None and self.precision in p.flops]
         each = [f"{flops / 1e12:,.0f} TFLOP/s of {name}" for name, flops in known]
         return f"the peak of all devices in {self.precision}, {', '.join(each)} each"
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether memory was recorded in any row."""
+        return any(row.memory for row in self.rows)
+
+    def measured_columns(
+        self,
+        result_of: Callable[[Row], StrategyResult],
+        ranks_of: Callable[[Row], int],
+        rate_of: Callable[[Row], float | None],
+        agreement_of: Callable[[Row], Agreement | None],
+    ) -> list[Column[Row]]:
+        """Return the columns of what every row of such results has measured, for rows that hold a result each."""
+        figures = self.step_figures()
+
+        def seconds(row: Row) -> list[float] | None:
+            result = result_of(row)
+            return result.timed_seconds or None if result.outcome in ("ran", "waits") else None
+
+        def rate(row: Row) -> float | None:
+            return None if seconds(row) is None else rate_of(row)
+
+        def memory(row: Row) -> RanksMemory | None:
+            result = result_of(row)
+            known = result.memory and result.outcome not in ("failed", "unlike")
+            return RanksMemory(result.strategy, ranks_of(row), result.memory) if known else None
+
+        def work(row: Row) -> StepFigures:
+            return figures[result_of(row).strategy]
+
+        timed: list[Column[list[float]]] = [
+            Column("step", median, format_duration, key="median_step_s", optional=True),
+            Column("step ms", list, format_spread, key="spread", short=format_median),
+        ]
+        return [
+            Column("outcome", lambda row: result_of(row).outcome),
+            *(column.of(agreement_of) for column in AGREEMENT_COLUMNS),
+            *(column.of(seconds) for column in timed),
+            Column(
+                f"{self.unit}/s", rate, format_units_a_second, key=f"{self.unit}_per_s", page_format="{:.1f}".format
+            ),
+            Column("RSS", lambda row: max(result_of(row).peak_rss, default=None), format_size, key="rss"),
+            *(column.of(memory) for column in MEMORY_COLUMNS),
+            Column(
+                "operations",
+                lambda row: self.step_flops(result_of(row)) if work(row) != StepFigures() else None,
+                key="step_flops",
+            ),
+            *(column.of(work) for column in figure_columns(list(figures.values()))),
+        ]
 
     @abstractmethod
     def training_difference(self, row: StrategyResult) -> str:
@@ -222,11 +282,6 @@ class TurnResults(ShownAsPage):
         return {name: marks for name, marks in others if marks is not None}
 
 
-_FIELDS_NOT_STORED = ("rows", "answer", "unkept", "forecast", "library_names")
-"""Fields that compare.json holds under another name, or not at all."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Comparison(TurnResults):
     """Results of all strategies of one comparison; `single`, the reference, is the first row."""
 
@@ -242,11 +297,30 @@ class Comparison(TurnResults):
     moments: str = ""
     """Sentence on moments of 8 or 16 bits beside those of AdamW: bytes and digits; empty with another optimizer."""
 
-    answer: str = ""
+    answer: str = Field(default="", exclude=True)
     """Sentence on the smallest and the fastest strategy, and why; the page's first sentence, not stored."""
 
     forecast: Forecast | None = None
     """Prediction for the strategies that ran; None in files of earlier versions, and until they have ended."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_rows(cls, data: dict[str, Any]) -> dict[str, Any]:
+        """Return the values of a file, with the number of ranks, which an older one does not say."""
+        if "rows" in data:
+            return data
+        ranks = max((len(row.get("peak_rss", [])) for row in data["strategies"]), default=0)
+        return {"ranks": ranks, **data, "rows": data["strategies"]}
+
+    @model_serializer(mode="wrap")
+    def _store(self, figures: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Return what compare.json holds: every figure, and the agreement of each strategy for readers of the file."""
+        data = figures(self)
+        rows, forecast = data.pop("rows"), data.pop("forecast")
+        agreements = [{"agreement": agreement_for_readers(self.agreement(row))} for row in self.rows]
+        return {**data, "strategies": [row | found for row, found in zip(rows, agreements, strict=True)]} | {
+            "forecast": forecast
+        }
 
     @property
     def reference(self) -> StrategyResult | None:
@@ -332,39 +406,55 @@ class Comparison(TurnResults):
             *wrong,
             self.moments,
             f"{first_few(reused)}: reused from an earlier run, not timed in turns with the others" if reused else "",
-            *([] if self._has_memory else [self.unwatched, RSS.text]),
+            *([] if self.has_memory else [self.unwatched, RSS.text]),
         ]
         return Screen(
             answer=f"{answer}; {self.answer}" if self.answer else answer,
             warnings=limits,
-            columns=self._screen_columns(),
+            columns=choose_columns(
+                self.columns(),
+                "strategy",
+                "known_as",
+                "median_step_s",
+                f"{self.unit}_per_s",
+                self._peak_key,
+                "agreement",
+            ),
             rows=self.rows,
             reason=row_reason,
             next_steps=next_steps,
             last=[self.note],
         ).format(width)
 
-    def _screen_columns(self) -> list[Column[StrategyResult]]:
+    @property
+    def _peak_key(self) -> str:
+        """Key of the column with the memory that was recorded."""
+        return "peak" if self.has_memory else "rss"
+
+    def columns(self) -> list[Column[StrategyResult]]:
+        """Return the columns of every table and file."""
+        differences = {each.strategy: each for each in forecast_differences(self.forecast, self.rows)}
         return [
-            Column(head="strategy", text=lambda row: row.strategy, right=False),
+            Column("strategy", lambda row: row.strategy, right=False),
             library_name_column(self.library_names, StrategyResult, dropped=1),
-            Column(
-                head="step", text=lambda row: format_duration(median(row.timed_seconds)) if row.timed_seconds else ""
-            ),
-            Column(head=f"{self.unit}/s", text=self._rate_text),
-            Column(head="peak" if self._has_memory else "RSS", text=self._memory_text),
-            Column(head="agreement", text=self._agreement_text, right=False),
+            Column("agreement", self._agreement_text, right=False, page_format=lambda text: text.replace("!", " ✗")),
+            Column("x", self._factor, "{:.2f}".format, key="factor", dropped=1),
+            Column("peak", lambda row: largest_peak_bytes(row.memory) if row.memory else None, format_size),
+            *self.measured_columns(lambda row: row, self.rank_count, self.rate, self.agreement),
+            *(column.of(lambda row: differences.get(row.strategy)) for column in FORECAST_COLUMNS),
         ]
 
-    def _agreement_text(self, row: StrategyResult) -> str:
+    def _agreement_text(self, row: StrategyResult) -> str | None:
         if row is self.reference:
             return "reference"
         found = self.agreement(row)
-        return f"{found or '-'}{'' if found is None or found.within else '!'}"
+        return None if found is None else f"{found}{'' if found.within else '!'}"
 
-    def _rate_text(self, row: StrategyResult) -> str:
-        rate = self.rate(row)
-        return "-" if rate is None else f"{rate:.{1 if rate < 100 else 0}f}"
+    def _factor(self, row: StrategyResult) -> float | None:
+        """Return the step time of a row in proportion to that of the baseline."""
+        if self.baseline is None or not row.timed_seconds:
+            return None
+        return median(row.timed_seconds) / median(self.baseline.timed_seconds)
 
     @override
     def answer_lines(self) -> list[str]:
@@ -374,7 +464,7 @@ class Comparison(TurnResults):
     def tables(self, width: int) -> list[list[str]]:
         work = [((strategy,), one) for strategy, one in self.step_figures().items()]
         known = [row for row in self.rows if row.memory and row.outcome != "unlike"]
-        strategies = [(row.name_until_failure, self.rank_count(row), row.memory) for row in known]
+        strategies = [RanksMemory(row.name_until_failure, self.rank_count(row), row.memory) for row in known]
         memory = [*format_memory_tables(strategies, width), *format_sent_table(strategies, width)] if strategies else []
         main = [line for block in self.blocks(width) for line in block]
         return [main, format_work_table(("work",), work, width), memory]
@@ -382,43 +472,17 @@ class Comparison(TurnResults):
     @override
     def blocks(self, width: int) -> list[list[str]]:
         """Return the lines of the header, then of each row; without column x if they would be too wide."""
-        last = "allocated" if self._has_memory else "RSS"
-        rows = [("strategy", "loss", "step ms", "x", f"{self.unit}/s", last), *map(self._shown, self.rows)]
-        blocks = format_table_rows(rows[0], rows[1:], right=(2, 3, 4, 5), width=width)
-        if max(len(line) for block in blocks for line in block) <= width:
-            return blocks
-        narrow = [row[:3] + row[4:] for row in rows]
-        return format_table_rows(narrow[0], narrow[1:], right=(2, 3, 4), width=width, fold=True)
-
-    def _shown(self, row: StrategyResult) -> tuple[str, ...]:
-        if not row.timed_seconds or row.outcome not in ("ran", "waits"):
-            return row.strategy, OUTCOME_PREFIXES[row.outcome] + (row.note or "waits")
-        middle = median(row.timed_seconds)
-        factor = f"{middle / median(self.baseline.timed_seconds):.2f}" if self.baseline is not None else "-"
-        return (
-            row.strategy,
-            self._agreement_text(row),
-            format_spread(row.timed_seconds),
-            factor,
-            self._rate_text(row),
-            self._memory_text(row),
-        )
-
-    @property
-    def _has_memory(self) -> bool:
-        return any(row.memory for row in self.rows)
-
-    def _memory_text(self, row: StrategyResult) -> str:
-        if self._has_memory:
-            return format_size(largest_peak_bytes(row.memory)) if row.memory else "-"
-        return format_size(max(row.peak_rss)) if row.peak_rss else "-"
+        keys = ("strategy", "agreement", "spread", "factor", f"{self.unit}_per_s", self._peak_key)
+        columns = choose_columns(self.columns(), *keys, agreement="loss", peak="allocated")
+        shown = [replace(c, dropped=int(c.key == "factor"), short=None) for c in columns]
+        return fitting_table(shown, self.rows, width=width, reason=row_reason)[1]
 
     @override
     def remarks_by_table(self) -> list[list[Remark]]:
         main = table_remarks(*self.row_notes(), *self.timing())
         if self.baseline is not None:
             main.append(Remark(column="x", text=f"x: step time in proportion to {self.baseline.strategy}"))
-        if not self._has_memory:
+        if not self.has_memory:
             main += [RSS] if any(row.outcome == "ran" for row in self.rows) else []
             return [main, self.work_remarks(), []]
         known, measured = [account for row in self.rows for account in row.memory], self._rows_with_memory
@@ -466,29 +530,6 @@ class Comparison(TurnResults):
             f"{strategies} with one process {how}, over {count_of(steps, 'step')}{where}",
             f"loss of one process: {first:.4f} at step 1, {last:.4f} at step {steps}",
         ]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return every figure, and the agreement of each strategy for readers of the file."""
-        data = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _FIELDS_NOT_STORED}
-        forecast = None if self.forecast is None else self.forecast.model_dump(mode="json")
-        return {**data, "strategies": [self._row_json(row) for row in self.rows], "forecast": forecast}
-
-    def _row_json(self, row: StrategyResult) -> dict[str, Any]:
-        found = self.agreement(row)
-        return strategy_result_to_json(row) | {
-            "agreement": None if found is None else {"says": str(found), **asdict(found)}
-        }
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any], **changed: Any) -> Self:
-        """Return the comparison of a file's mapping, with some fields `changed`."""
-        rows = [strategy_result_from_json(strategy) for strategy in data["strategies"]]
-        ranks = max((len(row.peak_rss) for row in rows), default=0)
-        data = {"unwatched": "", "moments": "", "machines": 1, "unit": "samples", "ranks": ranks, **data}
-        stored = {f.name: data[f.name] for f in fields(cls) if f.name not in _FIELDS_NOT_STORED}
-        planned = data.get("forecast")
-        forecast = None if planned is None else Forecast.model_validate(planned, strict=False)
-        return cls(**{**stored, **changed}, rows=rows, forecast=forecast)
 
 
 def _loss_furthest_off(row: StrategyResult, found: Agreement) -> float:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any, Final
 
 from typing_extensions import override
 
 from unipar.config import Precision
+from unipar.utils.columns import Column
 
 TOLERANCE_STEPS = 20
 """Steps in which the tolerance must be kept: later, training amplifies a difference of one bit."""
@@ -51,6 +53,18 @@ class Agreement:
         if self.digits is None:
             return "same bits"
         return "1 digit" if self.digits == 1 else f"{self.digits} digits"
+
+
+AGREEMENT_COLUMNS: Final[Sequence[Column[Agreement]]] = (
+    Column("digits", lambda found: "all" if found.digits is None else found.digits),
+    Column("within", lambda found: found.within),
+)
+"""Agreement as CSV files have it; digits are `all` if losses are equal to the bit."""
+
+
+def agreement_for_readers(agreement: Agreement | None) -> dict[str, Any] | None:
+    """Return the agreement as files of results have it, for their readers: nothing reads it back."""
+    return None if agreement is None else {"says": str(agreement), **asdict(agreement)}
 
 
 def measure_agreement(losses: Sequence[float], reference: Sequence[float], allowed: float) -> Agreement:

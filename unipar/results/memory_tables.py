@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from unipar.backend import Category
 from unipar.config import Strategy
-from unipar.memory.account import SENT_AXES, MemoryAccount, PhasePeak
+from unipar.memory.account import CATEGORIES, SENT_AXES, MemoryAccount, PhasePeak
 from unipar.memory.sources.malloc_build import METER_ENVIRONMENT
-from unipar.planning.cuda_total import total_on_cuda
-from unipar.utils.table import Remark, format_table_rows, table_remarks
+from unipar.planning.cuda_total import MeasuredCudaMemory, PredictedCudaMemory, total_on_cuda
+from unipar.utils.columns import Column, choose_columns, table_blocks
+from unipar.utils.table import Remark, table_remarks
 from unipar.utils.text import format_size
 
 _CATEGORIES_BY_COLUMN: Final[dict[str, tuple[Category, ...]]] = {
@@ -101,70 +104,74 @@ def bytes_on_this_machine(accounts: Sequence[MemoryAccount]) -> int | None:
     return largest_resident_bytes(accounts) if reserved is None else reserved
 
 
-def format_memory_tables(strategies: Sequence[tuple[str, int, Sequence[MemoryAccount]]], width: int) -> list[str]:
-    """Return the lines of two tables: total memory of each strategy, counted in several ways, and memory by category.
+@dataclass(frozen=True)
+class RanksMemory:
+    """Memory of a strategy's ranks: its name in a table, how many ranks it has, and the accounts that they left."""
 
-    `strategies`: name, number of ranks and accounts of each.
-    """
-    header: tuple[str, ...] = ("memory", "fullest in", "allocated", "resident", "on CUDA")
-    rows = [_host_memory_row(*strategy) for strategy in strategies]
-    if any(a.on is not None for *_, accounts in strategies for a in accounts):
-        header = ("memory", "fullest in", "allocated", "reserved", "gaps", "on CUDA", "host")
-        rows = [_cuda_memory_row(*strategy) for strategy in strategies]
-    lines = [
-        line
-        for block in format_table_rows(header, rows, right=range(2, len(header)), width=width, fold=True)
-        for line in block
-    ]
-    averages = any("averages" in largest_account(accounts).peak.held for *_, accounts in strategies)
+    strategy: str
+    ranks: int
+    accounts: Sequence[MemoryAccount]
+
+    @property
+    def largest(self) -> MemoryAccount:
+        """Account of the rank with the highest peak."""
+        return largest_account(self.accounts)
+
+    @property
+    def on_cuda(self) -> PredictedCudaMemory | MeasuredCudaMemory:
+        """Total of that rank on CUDA."""
+        return total_on_cuda(self.largest, self.ranks)
+
+
+def _bytes_column(key: str, head: str, value: Callable[[RanksMemory], int | None]) -> Column[RanksMemory]:
+    return Column(head, value, format_size, key=key)
+
+
+MEMORY_COLUMNS: Final[Sequence[Column[RanksMemory]]] = (
+    Column("fullest in", lambda row: row.largest.peak.name, key="phase", right=False),
+    _bytes_column("allocated", "allocated", lambda row: row.largest.peak.peak),
+    _bytes_column("resident", "resident", lambda row: largest_resident_bytes(row.accounts)),
+    _bytes_column("on_cuda", "on CUDA", lambda row: row.on_cuda.total),
+    _bytes_column("predicted_on_cuda", "on CUDA", lambda row: _total_if(row, PredictedCudaMemory)),
+    _bytes_column("measured_on_cuda", "on CUDA", lambda row: _total_if(row, MeasuredCudaMemory)),
+    _bytes_column("reserved", "reserved", lambda row: row.largest.reserved),
+    _bytes_column("gaps", "gaps", lambda row: row.largest.gaps(row.largest.peak)),
+    _bytes_column("host", "host", lambda row: largest_host_bytes(row.accounts)),
+    _bytes_column("taken", "resident", lambda row: bytes_on_this_machine(row.accounts)),
+    *(_bytes_column(c, c, lambda row, c=c: row.largest.peak.held.get(c, 0)) for c in CATEGORIES),
+)
+"""Memory of the largest rank; its categories add up to what is allocated."""
+
+
+def _total_if(row: RanksMemory, kind: type[PredictedCudaMemory | MeasuredCudaMemory]) -> int | None:
+    return row.on_cuda.total if isinstance(row.on_cuda, kind) else None
+
+
+def format_memory_tables(strategies: Sequence[RanksMemory], width: int) -> list[str]:
+    """Return the lines of two tables: total memory of each strategy, counted in several ways, and by category."""
+    on_gpus = any(a.on is not None for row in strategies for a in row.accounts)
+    keys = ("reserved", "gaps", "on_cuda", "host") if on_gpus else ("resident", "on_cuda")
+    totals = [_name_column("memory"), *choose_columns(MEMORY_COLUMNS, "phase", "allocated", *keys)]
+    averages = any("averages" in row.largest.peak.held for row in strategies)
     columns = {name: group for name, group in _CATEGORIES_BY_COLUMN.items() if name != "ema" or averages}
-    parts = [
-        ("MiB", *columns),
-        *(_category_row(strategy, accounts, columns.values()) for strategy, _, accounts in strategies),
-    ]
-    right = range(1, len(columns) + 1)
-    by_category = format_table_rows(parts[0], parts[1:], right=right, width=width, fold=True)
-    return [*lines, "", *(line for block in by_category for line in block)]
+    by_category = [_name_column("MiB"), *(_group_column(name, group) for name, group in columns.items())]
+    return [*_lines(totals, strategies, width), "", *_lines(by_category, strategies, width)]
 
 
-def _host_memory_row(strategy: str, ranks: int, accounts: Sequence[MemoryAccount]) -> tuple[str, ...]:
-    account = largest_account(accounts)
-    resides = largest_resident_bytes(accounts)
-    return (
-        strategy,
-        account.peak.name,
-        format_size(account.peak.peak),
-        _size_or_dash(resides),
-        format_size(total_on_cuda(account, ranks).total),
+def _name_column(head: str) -> Column[RanksMemory]:
+    return Column(head, lambda row: row.strategy, right=False)
+
+
+def _group_column(head: str, group: Sequence[Category]) -> Column[RanksMemory]:
+    return Column(
+        head,
+        lambda row: sum(size for category, size in row.largest.peak.held.items() if category in group) or None,
+        format_mib,
     )
 
 
-def _cuda_memory_row(strategy: str, ranks: int, accounts: Sequence[MemoryAccount]) -> tuple[str, ...]:
-    account = largest_account(accounts)
-    peak = account.peak
-    took = format_size(total_on_cuda(account, ranks).total)
-    gaps = account.gaps(peak)
-    return (
-        strategy,
-        peak.name,
-        format_size(peak.peak),
-        _size_or_dash(account.reserved),
-        _size_or_dash(gaps),
-        took,
-        _size_or_dash(largest_host_bytes(accounts)),
-    )
-
-
-def _size_or_dash(number: int | None) -> str:
-    return "-" if number is None else format_size(number)
-
-
-def _category_row(
-    strategy: str, accounts: Sequence[MemoryAccount], columns: Iterable[tuple[Category, ...]]
-) -> tuple[str, ...]:
-    held = largest_account(accounts).peak.held
-    sums = (sum(size for category, size in held.items() if category in group) for group in columns)
-    return (strategy, *(format_mib(total) if total else "-" for total in sums))
+def _lines(columns: Sequence[Column[RanksMemory]], rows: Sequence[RanksMemory], width: int) -> list[str]:
+    return [line for block in table_blocks(columns, rows, width=width, fold=True) for line in block]
 
 
 def format_mib(number: int) -> str:
@@ -185,26 +192,21 @@ def bytes_along(account: MemoryAccount, axis: str) -> int:
     return sum(account.sent_along.get(axis, {}).values())
 
 
-def format_sent_table(strategies: Sequence[tuple[str, int, Sequence[MemoryAccount]]], width: int) -> list[str]:
-    """Return the lines of a table of bytes sent by axis and between machines; nothing where there is only the data's.
-
-    `strategies`: name, number of ranks and accounts of each.
-    """
-    known = [account for *_, accounts in strategies for account in accounts]
+def format_sent_table(strategies: Sequence[RanksMemory], width: int) -> list[str]:
+    """Return the lines of a table of bytes sent by axis and between machines; none if only the data's axis sends."""
+    known = [account for row in strategies for account in row.accounts]
     axes, across = sent_axes(known), sends_across(known)
     if across:
         axes = axes or ["data"]
     if not axes:
         return []
-    rows: list[tuple[str, ...]] = []
-    for strategy, ranks, accounts in strategies:
-        if ranks > 1:
-            most = [max(bytes_along(account, axis) for account in accounts) for axis in axes]
-            most += [max(account.sent_across for account in accounts)] * across
-            rows.append((strategy, *(format_size(size) if size else "-" for size in most)))
-    columns = ("sent", *axes, *(("between machines",) if across else ()))
-    blocks = format_table_rows(columns, rows, right=range(1, len(columns)), width=width, fold=True)
-    return ["", *(line for block in blocks for line in block)]
+
+    def sent(head: str, bytes_of: Callable[[MemoryAccount], int]) -> Column[RanksMemory]:
+        return Column(head, lambda row: max(map(bytes_of, row.accounts)) or None, format_size)
+
+    columns = [_name_column("sent"), *(sent(axis, partial(bytes_along, axis=axis)) for axis in axes)]
+    columns += [sent("between machines", lambda account: account.sent_across)] if across else []
+    return ["", *_lines(columns, [row for row in strategies if row.ranks > 1], width)]
 
 
 def sends_across(accounts: Iterable[MemoryAccount]) -> bool:

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from pydantic import TypeAdapter, ValidationError
-
 from unipar.errors import ReportError
 from unipar.results.comparison import Comparison
 from unipar.results.row import StrategyResult
+from unipar.results.scaling import Scaling
+from unipar.results.stored import parse_result
 from unipar.results.verdicts import Verdicts
 
 ResultKind = Literal["comparison", "scaling", "run", "verification"]
@@ -83,12 +83,7 @@ def read_mapping(file: Path, what: str) -> dict[str, Any]:
 
 def parse_comparison(file: Path, data: dict[str, Any]) -> Comparison:
     """Return the comparison in a file's mapping; raise ReportError if unipar cannot have written it."""
-    try:
-        raw = Comparison.from_json(data)
-        result = TypeAdapter(Comparison).validate_python(vars(raw) | {"rows": [vars(row) for row in raw.rows]})
-    except (LookupError, TypeError, ValidationError) as e:
-        why = f"no key {e}" if isinstance(e, LookupError) else str(e).partition("\n")[0]
-        raise ReportError(f"{file} is not a comparison written by unipar: {why}") from None
+    result = parse_result(Comparison, file, data, "a comparison")
     if not result.rows:
         raise ReportError(f"{file} is not a comparison written by unipar: it has no strategies")
     one = result.reference
@@ -101,14 +96,17 @@ def parse_comparison(file: Path, data: dict[str, Any]) -> Comparison:
     return result
 
 
+def parse_scaling(file: Path, data: dict[str, Any]) -> Scaling:
+    """Return the scaling in a file's mapping; raise ReportError if unipar cannot have written it."""
+    result = parse_result(Scaling, file, data, "a scaling")
+    if not result.worlds:
+        raise ReportError(f"{file} is not a scaling written by unipar: it has no worlds")
+    return result
+
+
 def parse_verdicts(file: Path, data: dict[str, Any]) -> Verdicts:
     """Return the verdicts in a file's mapping; raise ReportError if unipar cannot have written it."""
-    try:
-        now = Verdicts.from_json(data)
-    except (LookupError, TypeError, AttributeError, ValidationError) as e:
-        why = f"no key {e}" if isinstance(e, LookupError) else str(e).partition("\n")[0]
-        raise ReportError(f"{file} is not a verification written by unipar: {why}") from None
-    return now
+    return parse_result(Verdicts, file, data, "a verification")
 
 
 def _missing_results(row: StrategyResult) -> str:

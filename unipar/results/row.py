@@ -1,17 +1,19 @@
-"""`StrategyResult`: results of one strategy of a comparison, to and from JSON."""
+"""`StrategyResult`: results of one strategy of a comparison."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from statistics import median, quantiles
 from typing import Any, Final, Literal, Protocol, TypeVar
 
+from pydantic import Field, ValidationInfo, field_validator, model_validator
+
 from unipar.memory.account import MemoryAccount
 from unipar.profiling.work import RankWork
 from unipar.results.same_training import TrainingMarks
-from unipar.utils.screen import Column, Reason
+from unipar.results.stored import StoredResult
+from unipar.utils.columns import Column, Reason
 
 StrategyOutcome = Literal["waits", "ran", "refused", "absent", "failed", "unlike"]
 """Outcome of a strategy; absent: its library is not installed; unlike: it trained something else than others."""
@@ -44,8 +46,7 @@ OUTCOME_NAMES: Final = {
 """Outcome of a row without figures, as a sentence on several rows has it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class StrategyResult:
+class StrategyResult(StoredResult):
     """Results of one strategy."""
 
     strategy: str
@@ -53,22 +54,22 @@ class StrategyResult:
     note: str = ""
     """Reason why the strategy did not run, or remark on how it ran."""
 
-    losses: list[float] = field(default_factory=list[float])
+    losses: list[float] = Field(default_factory=list)
     """Losses of the global batch, step by step, with the warm-up."""
 
-    parts: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+    parts: dict[str, list[float]] = Field(default_factory=dict)
     """Losses of each part's own steps, if there are several parts; `losses` are the sums of the last ones."""
 
-    seconds: list[list[float]] = field(default_factory=list[list[float]])
+    seconds: list[list[float]] = Field(default_factory=list)
     """Seconds of each step on the slowest rank, by timed round."""
 
-    peak_rss: list[int] = field(default_factory=list[int])
+    peak_rss: list[int] = Field(default_factory=list)
     """Peak of resident memory by rank, in bytes."""
 
-    memory: list[MemoryAccount] = field(default_factory=list[MemoryAccount])
+    memory: list[MemoryAccount] = Field(default_factory=list)
     """Memory account of each rank."""
 
-    work: list[RankWork] = field(default_factory=list[RankWork])
+    work: list[RankWork] = Field(default_factory=list)
     """Work in the steps of each rank; empty in files of earlier versions, and until the strategy has ended."""
 
     marks: TrainingMarks | None = None
@@ -82,6 +83,20 @@ class StrategyResult:
 
     reused: bool = False
     """Whether the row is from an earlier run of the same comparison, and was not timed in turns with the others."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_older(cls, data: dict[str, Any]) -> dict[str, Any]:
+        """Return the values with `reused`, which the note of an older file says."""
+        return {"reused": OLDER_REUSED in data.get("note", ""), **data}
+
+    @field_validator("memory", mode="before")
+    @classmethod
+    def _check_phases(cls, memory: Sequence[Any], row: ValidationInfo) -> Sequence[Any]:
+        """Return the accounts; raise ValueError if a file has one without phases."""
+        if any(isinstance(account, dict) and account.get("phases") in (None, []) for account in memory):
+            raise ValueError(f"{row.data['strategy']} has an account without phases")
+        return memory
 
     @property
     def name_until_failure(self) -> str:
@@ -103,35 +118,7 @@ def row_reason(row: StrategyResult) -> Reason | None:
 
 def outcome_reason(outcome: str, note: str) -> Reason:
     """Return the reason why a row has no figures, from its outcome and note."""
-    return Reason(kind=OUTCOME_NAMES[outcome], text=OUTCOME_PREFIXES[outcome] + (note or "waits"))
-
-
-def strategy_result_to_json(row: StrategyResult) -> dict[str, Any]:
-    """Return a row as a mapping for JSON."""
-    memory = [account.model_dump(mode="json") for account in row.memory]
-    marks = None if row.marks is None else row.marks.model_dump(mode="json")
-    work = [one.model_dump(mode="json") for one in row.work]
-    return asdict(replace(row, memory=[], marks=None, work=[])) | {"memory": memory, "marks": marks, "work": work}
-
-
-def strategy_result_from_json(data: Mapping[str, Any]) -> StrategyResult:
-    """Return the row of a mapping from JSON; raise TypeError if its memory has no phases."""
-    known = {f.name: data[f.name] for f in fields(StrategyResult) if f.name in data and f.name not in _OWN_CLASSES}
-    memory = [MemoryAccount.model_validate(account, strict=False) for account in data.get("memory", [])]
-    if not all(account.phases for account in memory):
-        raise TypeError(f"{known['strategy']} has an account without phases")
-    marks = data.get("marks")
-    known.setdefault("reused", OLDER_REUSED in known.get("note", ""))
-    return StrategyResult(
-        **known,
-        memory=memory,
-        marks=None if marks is None else TrainingMarks.model_validate(marks, strict=False),
-        work=[RankWork.model_validate(one, strict=False) for one in data.get("work", [])],
-    )
-
-
-_OWN_CLASSES = ("memory", "marks", "work")
-"""Fields that are objects of classes of their own."""
+    return Reason(kind=OUTCOME_NAMES.get(outcome, outcome), text=OUTCOME_PREFIXES.get(outcome, "") + (note or outcome))
 
 
 def format_spread(seconds: list[float]) -> str:
@@ -140,6 +127,16 @@ def format_spread(seconds: list[float]) -> str:
     middle = median(seconds)
     places = 0 if middle >= 0.01 else 1 if middle >= 0.001 else 2
     return "{:.{p}f} [{:.{p}f}..{:.{p}f}]".format(middle * 1e3, low * 1e3, high * 1e3, p=places)
+
+
+def format_median(seconds: list[float]) -> str:
+    """Return the median alone, in milliseconds: `212`."""
+    return format_spread(seconds).partition(" ")[0]
+
+
+def format_units_a_second(rate: float) -> str:
+    """Return samples or tokens a second, with a decimal below 100."""
+    return f"{rate:.{1 if rate < 100 else 0}f}"
 
 
 class RowOfStrategy(Protocol):
@@ -155,5 +152,11 @@ RowOfStrategyT = TypeVar("RowOfStrategyT", bound=RowOfStrategy)
 def library_name_column(names: Mapping[str, str], row: type[RowOfStrategyT], *, dropped: int) -> Column[RowOfStrategyT]:
     """Return the column with what each strategy's library calls it, for rows of this type."""
     return Column(
-        head="known as", text=lambda row: names.get(row.strategy, ""), right=False, shortened=True, dropped=dropped
+        "known as",
+        lambda row: names.get(row.strategy) or None,
+        key="known_as",
+        right=False,
+        shortened=True,
+        dropped=dropped,
+        optional=True,
     )

@@ -2,56 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import replace
 from statistics import median
-from typing import Any, Literal, Self
+from typing import Any, Final, Literal, Self
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 from typing_extensions import override
 
 from unipar.config import Strategy
-from unipar.errors import ReportError
-from unipar.memory.account import MemoryAccount
-from unipar.planning.cuda_total import total_on_cuda
 from unipar.results.comparison import TurnResults
-from unipar.results.loss_agreement import Agreement, loss_tolerance, measure_agreement
+from unipar.results.loss_agreement import Agreement, agreement_for_readers, loss_tolerance, measure_agreement
 from unipar.results.memory_tables import (
     RSS,
-    bytes_on_this_machine,
     describe_memory_columns,
-    largest_account,
     largest_peak_bytes,
 )
 from unipar.results.row import (
-    OUTCOME_PREFIXES,
     StrategyResult,
-    format_spread,
     library_name_column,
     row_reason,
-    strategy_result_from_json,
-    strategy_result_to_json,
 )
 from unipar.results.same_training import describe_training_difference
 from unipar.results.step_work.figures import StepFigures
 from unipar.results.step_work.work_table import format_work_table
-from unipar.utils.screen import Column, Screen
-from unipar.utils.table import Remark, format_table_rows, table_remarks
-from unipar.utils.text import count_of, first_few, format_duration, format_size
+from unipar.results.stored import StoredResult
+from unipar.utils.columns import Column, Reason, choose_columns, fitting_table, table_blocks
+from unipar.utils.screen import Screen
+from unipar.utils.table import Remark, table_remarks
+from unipar.utils.text import count_of, first_few, format_size
 
 ScalingKind = Literal["strong", "weak"]
 SCALING_KINDS: tuple[ScalingKind, ...] = ("strong", "weak")
 """Kinds of scaling; strong: the total batch is the same in every world; weak: each rank's share of it is."""
 
-NO_FIGURE = "-"
 
-_FIELDS_STORED_ELSEWHERE = ("worlds", "rows", "unkept", "library_names")
-"""Fields that the file holds in another form, or not at all."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScaledStrategy:
+class ScaledStrategy(StoredResult):
     """One strategy in a world of one size."""
 
     strategy: str
@@ -84,7 +70,19 @@ class ScaledStrategy:
         return self.strategy, f"{self.ranks}{where}", " ".join(self.kinds) if len(self.kinds) == 1 else "both"
 
 
-@dataclass(frozen=True, kw_only=True)
+WORLD_COLUMNS: Final[Sequence[Column[ScaledStrategy]]] = (
+    Column("strategy", lambda world: world.strategy, right=False),
+    Column("ranks", lambda world: world.ranks),
+    Column("ranks", lambda world: world.table_head[1], key="place"),
+    Column("scaling", lambda world: world.table_head[2], right=False),
+    Column("scaling", lambda world: " and ".join(world.kinds), key="kinds", right=False),
+    Column("samples a step", lambda world: world.samples or None, key="samples"),
+    Column("micro", lambda world: world.micro if world.samples else None),
+    Column("accumulate", lambda world: world.accumulate if world.samples else None),
+)
+"""Columns of what a world is."""
+
+
 class Scaling(TurnResults):
     """Results of all worlds; the smallest world of each strategy comes first and is the reference for its others."""
 
@@ -107,8 +105,45 @@ class Scaling(TurnResults):
     wrong: tuple[str, ...] = ()
     """Errors of the comparisons in worlds of one size."""
 
-    versions: dict[str, str] = field(default_factory=dict[str, str])
-    machine: dict[str, Any] = field(default_factory=dict[str, Any])
+    versions: dict[str, str] = Field(default_factory=dict)
+    machine: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_rows(cls, data: dict[str, Any]) -> dict[str, Any]:
+        """Return the values of a file, whose worlds hold their rows; raise LookupError without worlds."""
+        if "rows" in data:
+            return data
+        names = [ScaledStrategy.read(world).name for world in data["worlds"]]
+        rows = [world | {"strategy": name} for world, name in zip(data["worlds"], names, strict=True)]
+        return {**data, "rows": rows}
+
+    @model_serializer(mode="wrap")
+    def _store(self, figures: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Return what the file holds: every figure, and for its readers what follows from them."""
+        data = figures(self)
+        worlds, rows, work = data.pop("worlds"), data.pop("rows"), self.step_figures()
+        of_rows = {row["strategy"]: row for row in rows}
+        return data | {
+            "worlds": [
+                {**of_rows[at.name], **world, **self._figures_for_readers(at, work[at.name])}
+                for at, world in zip(self.worlds, worlds, strict=True)
+            ]
+        }
+
+    def _figures_for_readers(self, world: ScaledStrategy, figures: StepFigures) -> dict[str, Any]:
+        return {
+            "samples_per_second": self.rate(world) if self.unit == "samples" else None,
+            "tokens_per_second": figures.tokens_per_second,
+            "flops": self.step_flops(self.row(world)),
+            "flops_per_second": figures.flops_per_second,
+            "mfu": figures.mfu,
+            "waiting": figures.waiting,
+            "most_waiting": figures.most_waiting,
+            "speed_up": self.speed_up(world),
+            "efficiency": self.efficiency(world),
+            "agreement": agreement_for_readers(self.agreement(world)),
+        }
 
     def row(self, world: ScaledStrategy) -> StrategyResult:
         """Return the row of a world."""
@@ -170,12 +205,12 @@ class Scaling(TurnResults):
         rows: list[StrategyResult] = []
         for i, row in enumerate(self.rows):
             why = (
-                replace(self, worlds=self.worlds[: i + 1], rows=[*rows, row]).training_difference(row)
+                self.changed(worlds=self.worlds[: i + 1], rows=[*rows, row]).training_difference(row)
                 if row.outcome == "ran"
                 else ""
             )
-            rows.append(replace(row, outcome="unlike", note=why) if why else row)
-        return replace(self, rows=rows)
+            rows.append(row.changed(outcome="unlike", note=why) if why else row)
+        return self.changed(rows=rows)
 
     def memory(self, world: ScaledStrategy) -> int | None:
         """Return the peak of the largest rank's allocated memory, or None if the world has no figures."""
@@ -212,64 +247,52 @@ class Scaling(TurnResults):
         return Screen(
             answer="; ".join([self.summary, *ends]),
             warnings=[self.unkept, *(() if right else said), f"measured on {self.shared()}"],
-            columns=self._screen_columns(),
+            columns=choose_columns(
+                self.columns(),
+                *("strategy", "place", "scaling", "known_as", "median_step_s", f"{self.unit}_per_s"),
+                *("speed_up", "efficiency", "peak", "agreement"),
+            ),
             rows=self.worlds,
-            reason=lambda world: row_reason(self.row(world)),
+            reason=self.reason_of,
             leading=3,
             next_steps=next_steps,
             last=[self.note],
         ).format(width)
 
-    def _screen_columns(self) -> list[Column[ScaledStrategy]]:
-        def percent(world: ScaledStrategy) -> str:
-            share = self.efficiency(world)
-            return NO_FIGURE if share is None else format_percent(share)
+    def columns(self) -> list[Column[ScaledStrategy]]:
+        """Return the columns of every table and file."""
 
-        def factor(world: ScaledStrategy) -> str:
-            faster = self.speed_up(world)
-            return NO_FIGURE if faster is None else f"{faster:.2f}"
-
-        def peak(world: ScaledStrategy) -> str:
-            size = self.memory(world)
-            return "" if size is None else format_size(size)
-
-        def agrees(world: ScaledStrategy) -> str:
+        def agreement(world: ScaledStrategy) -> str | None:
             found = self.agreement(world)
-            return "" if found is None else f"{found}{'' if found.within else '!'}"
+            return None if found is None else f"{found}{'' if found.within else '!'}"
 
-        def step(world: ScaledStrategy) -> str:
-            seconds = self.row(world).timed_seconds
-            return format_duration(median(seconds)) if seconds else ""
+        def share(world: ScaledStrategy) -> str | None:
+            if self.unit == "tokens":  # in microbatches whose number varies
+                return str(world.share) if world.samples else None
+            return f"{world.micro} × {world.accumulate}" if world.samples else None
 
         return [
-            Column(head="strategy", text=lambda world: world.table_head[0], right=False),
-            Column(head="ranks", text=lambda world: world.table_head[1]),
-            Column(head="scaling", text=lambda world: world.table_head[2], right=False),
+            *WORLD_COLUMNS,
+            Column("on a rank", share, key="share"),
             library_name_column(self.library_names, ScaledStrategy, dropped=3),
-            Column(head="step", text=step),
-            Column(head=f"{self.unit}/s", text=self._rate_text),
-            Column(head="speed-up", text=factor, dropped=1),
-            Column(head="efficiency", text=percent),
-            Column(head="peak", text=peak, dropped=4),
-            Column(head="agreement", text=agrees, right=False, dropped=2),
+            *self.measured_columns(self.row, lambda world: world.ranks, self.rate, self.agreement),
+            Column("speed-up", self.speed_up, "{:.2f}".format, key="speed_up", dropped=1),
+            Column("efficiency", self.efficiency, format_percent),
+            Column("peak", self.memory, format_size, dropped=4, optional=True),
+            Column("agreement", agreement, right=False, dropped=2, optional=True),
         ]
-
-    def _rate_text(self, world: ScaledStrategy) -> str:
-        rate = self.rate(world)
-        return NO_FIGURE if rate is None else f"{rate:.{1 if rate < 100 else 0}f}"
 
     @override
     def blocks(self, width: int) -> list[list[str]]:
         """Return the lines of the header, then of each world; if too wide, without the middle half and RSS."""
-        header = ("strategy", "ranks", "scaling", "step ms", f"{self.unit}/s", "speed-up", "efficiency")
-        last = () if any(row.memory for row in self.rows) else ("RSS",)
-        blocks: list[list[str]] = []
-        for narrow, more, fold in ((False, last, False), (True, last, False), (True, (), True)):
-            rows = [self._shown(world, narrow=narrow, rss=bool(more)) for world in self.worlds]
-            blocks = format_table_rows((*header, *more), rows, right=(1, 3, 4, 5, 6, 7), width=width, fold=fold)
-            if max(len(line) for block in blocks for line in block) <= width:
-                break
-        return blocks
+        keys = ["strategy", "place", "scaling", "spread", f"{self.unit}_per_s", "speed_up", "efficiency"]
+        columns = choose_columns(self.columns(), *keys, *([] if self.has_memory else ["rss"]))
+        shown = [replace(column, dropped=int(column.key == "rss")) for column in columns]
+        return fitting_table(shown, self.worlds, width=width, reason=self.reason_of, leading=3)[1]
+
+    def reason_of(self, world: ScaledStrategy) -> Reason | None:
+        """Return why a world has no figures, or None if it has some."""
+        return row_reason(self.row(world))
 
     @override
     def answer_lines(self) -> list[str]:
@@ -287,29 +310,11 @@ class Scaling(TurnResults):
         measured = [world for world in self.worlds if self.memory(world) is not None]
         if not measured:
             return []
-        accounts = {world: self.row(world).memory for world in measured}
-        second = "reserved" if any(a.on is not None for of in accounts.values() for a in of) else "resident"
-        rows = [
-            [*world.table_head, format_size(largest_peak_bytes(of)), *_other_memory_columns(of, world.ranks)]
-            for world, of in accounts.items()
-        ]
-        header = ("memory", "ranks", "scaling", "allocated", second, "on CUDA")
-        blocks = format_table_rows(header, rows, right=(1, 3, 4, 5), width=width, fold=True)
-        return [line for lines in blocks for line in lines]
-
-    def _shown(self, world: ScaledStrategy, *, narrow: bool, rss: bool) -> tuple[str, ...]:
-        row, rate, at = self.row(world), self.rate(world), world.table_head
-        if rate is None:
-            return *at, OUTCOME_PREFIXES[row.outcome] + (row.note or "waits")
-        step, (faster, efficient) = format_spread(row.timed_seconds), (self.speed_up(world), self.efficiency(world))
-        return (
-            *at,
-            step.partition(" ")[0] if narrow else step,
-            self._rate_text(world),
-            NO_FIGURE if faster is None else f"{faster:.2f}",
-            NO_FIGURE if efficient is None else format_percent(efficient),
-            *([format_size(max(row.peak_rss)) if row.peak_rss else NO_FIGURE] if rss else []),
-        )
+        reserved = any(a.on is not None for world in measured for a in self.row(world).memory)
+        keys = ("strategy", "place", "scaling", "allocated", "taken", "on_cuda")
+        heads = {"strategy": "memory", "taken": "reserved" if reserved else "resident"}
+        columns = choose_columns(self.columns(), *keys, **heads)
+        return [line for block in table_blocks(columns, measured, width=width, fold=True) for line in block]
 
     @override
     def remarks_by_table(self) -> list[list[Remark]]:
@@ -398,69 +403,6 @@ class Scaling(TurnResults):
         least = min((a.digits for _, a in found if a.digits is not None), default=None)
         how = "bit for bit" if least is None else f"to {least} digits or more"
         return [f"the losses of strong scaling agree with the smallest world's {how}"]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return every figure as a mapping for JSON."""
-        data = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _FIELDS_STORED_ELSEWHERE}
-        figures = self.step_figures()
-        return {**data, "worlds": [self._world_json(world, figures[world.name]) for world in self.worlds]}
-
-    @classmethod
-    def read(cls, file: Path, data: Mapping[str, Any]) -> Self:
-        """Return the result in a file's mapping; raise ReportError if unipar cannot have written it."""
-        try:
-            raw = cls.from_json(data)
-            lists = {"rows": [vars(row) for row in raw.rows], "worlds": [vars(world) for world in raw.worlds]}
-            result = TypeAdapter(cls).validate_python(vars(raw) | lists)
-        except (LookupError, TypeError, ValidationError) as e:
-            why = f"no key {e}" if isinstance(e, LookupError) else str(e).partition("\n")[0]
-            raise ReportError(f"{file} is not a scaling written by unipar: {why}") from None
-        if not result.worlds:
-            raise ReportError(f"{file} is not a scaling written by unipar: it has no worlds")
-        return result
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Return the result in a file's mapping, without checks."""
-        entries: list[dict[str, Any]] = data["worlds"]
-        worlds = tuple(_scaled_strategy_from_json(world) for world in entries)
-        rows = [
-            strategy_result_from_json(world | {"strategy": at.name}) for at, world in zip(worlds, entries, strict=True)
-        ]
-        known = {f.name: data[f.name] for f in fields(cls) if f.name in data and f.name not in _FIELDS_STORED_ELSEWHERE}
-        return cls(**known, worlds=worlds, rows=rows)
-
-    def _world_json(self, world: ScaledStrategy, figures: StepFigures) -> dict[str, Any]:
-        row, found = self.row(world), self.agreement(world)
-        return {
-            **strategy_result_to_json(row),
-            **asdict(world),
-            "samples_per_second": self.rate(world) if self.unit == "samples" else None,
-            "tokens_per_second": figures.tokens_per_second,
-            "flops": self.step_flops(row),
-            "flops_per_second": figures.flops_per_second,
-            "mfu": figures.mfu,
-            "waiting": figures.waiting,
-            "most_waiting": figures.most_waiting,
-            "speed_up": self.speed_up(world),
-            "efficiency": self.efficiency(world),
-            "agreement": None if found is None else {"says": str(found), **asdict(found)},
-        }
-
-
-def _other_memory_columns(accounts: Sequence[MemoryAccount], ranks: int) -> tuple[str, str]:
-    """Return the memory taken on this machine (resident, or reserved on CUDA) and the total on CUDA, as text."""
-    taken = bytes_on_this_machine(accounts)
-    return NO_FIGURE if taken is None else format_size(taken), format_size(
-        total_on_cuda(largest_account(accounts), ranks).total
-    )
-
-
-def _scaled_strategy_from_json(data: Mapping[str, Any]) -> ScaledStrategy:
-    data = {"machines": 1, **data}
-    values: dict[str, Any] = {f.name: data[f.name] for f in fields(ScaledStrategy)}
-    values["kinds"] = tuple(values["kinds"])
-    return ScaledStrategy(**values)
 
 
 def format_percent(share: float) -> str:

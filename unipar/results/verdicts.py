@@ -6,20 +6,20 @@ import math
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Literal
 
-from pydantic import TypeAdapter
+from pydantic import Field, SerializerFunctionWrapHandler, field_serializer, model_serializer, model_validator
 from typing_extensions import override
 
 from unipar.config import Precision
 from unipar.errors import Stopped, Unsupported
-from unipar.results.row import OUTCOME_PREFIXES, library_name_column, outcome_reason
+from unipar.results.row import library_name_column, outcome_reason
+from unipar.results.stored import StoredResult
 from unipar.run_folder.layout import PAGE_FILE_NAME
+from unipar.utils.columns import NO_TEXT, Column, choose_columns, table_blocks
 from unipar.utils.notebook import ShownAsPage
-from unipar.utils.screen import Column, Screen
-from unipar.utils.table import format_table_rows
+from unipar.utils.screen import Reason, Screen
 from unipar.utils.text import count_of, first_few
 
 VerdictOutcome = Literal["waits", "agrees", "disagrees", "refused", "absent", "failed"]
@@ -32,15 +32,14 @@ CUT_ALIKE_RUN_NAME: Final = "a replay, share by share, as configured"
 
 CutKind = Literal["sum", "batch statistics", "samples combined"]
 
-_FIELDS_NOT_STORED: Final = ("rows", "cut_dependence", "note", "library_names")
-"""Fields that verify.json holds under another name or in another form, or not at all."""
+_REPLAY_ORDERS: Final = {"shares": "share by share", "micros": "microbatch by microbatch"}
+"""Orders of a replay, in words."""
 
 LONGEST_REASON: Final = 100
 """Characters of the reason why a strategy did not run that the sentence on all strategies shows."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Finding:
+class Finding(StoredResult):
     """Diagnosis of a strategy that disagrees with one process: the first difference, and the kind of fault."""
 
     step: int
@@ -72,8 +71,7 @@ class Finding:
     """Whether modules were compared; false for a strategy that differs with dropout only."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class CutDependence:
+class CutDependence(StoredResult):
     """Dependence of the training on how a batch is cut into microbatches, measured in one process."""
 
     kind: CutKind
@@ -98,8 +96,7 @@ class CutDependence:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
+class Verdict(StoredResult):
     """Verdict on one strategy."""
 
     strategy: str
@@ -117,16 +114,16 @@ class Verdict:
     share: float | None = None
     """Largest difference, divided by the allowed one."""
 
-    shares: dict[str, float] = field(default_factory=dict[str, float])
+    shares: dict[str, float] = Field(default_factory=dict)
     """Largest difference of each quantity, divided by the allowed one; empty in files of earlier versions."""
 
     finding: Finding | None = None
-    losses: list[float] = field(default_factory=list[float])
-    norms: list[float] = field(default_factory=list[float])
+    losses: list[float] = Field(default_factory=list)
+    norms: list[float] = Field(default_factory=list)
     base: str = ""
     """Run of one process with which the strategy is compared; "" if it is the one of the whole verification."""
 
-    allowed: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+    allowed: dict[str, list[float]] = Field(default_factory=dict)
     """Allowed difference of a loss and of a norm, by step; {} if it is that of the whole verification."""
 
     named: bool = False
@@ -135,14 +132,22 @@ class Verdict:
     alone: bool = False
     """Whether the strategy is one process and a pattern gave it: verify cannot compare it, and it is not counted."""
 
+    @field_serializer("share")
+    def _store_share(self, share: float | None) -> float | None:
+        """Return None for an infinite share, because JSON has no infinity."""
+        return share if share is not None and math.isfinite(share) else None
+
+    @field_serializer("shares")
+    def _store_shares(self, shares: dict[str, float]) -> dict[str, float | None]:
+        return {what: self._store_share(share) for what, share in shares.items()}
+
     @property
     def short_reason(self) -> str:
         """Beginning of the reason why the strategy did not run, for a sentence on several strategies."""
         return textwrap.shorten(re.split(r"; |\n", self.note, maxsplit=1)[0], LONGEST_REASON, placeholder=" ...")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Verdicts(ShownAsPage):
+class Verdicts(StoredResult, ShownAsPage):
     """Verdicts on all strategies, and the runs of one process with which they were compared."""
 
     name: str
@@ -154,22 +159,22 @@ class Verdicts(ShownAsPage):
     machines: int = 1
     """Machines on which the ranks of every strategy are."""
 
-    one: dict[str, dict[str, list[float]]] = field(default_factory=dict[str, dict[str, list[float]]])
+    one: dict[str, dict[str, list[float]]] = Field(default_factory=dict)
     """Losses and norms of one process, by run."""
 
     base: str = ""
     """Run of one process with which the strategies are compared; "" in files of earlier versions."""
 
-    allowed: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+    allowed: dict[str, list[float]] = Field(default_factory=dict)
     """Allowed difference of a loss and of a norm, by step."""
 
-    remarks: list[str] = field(default_factory=list[str])
+    remarks: list[str] = Field(default_factory=list)
     """Remarks on the task itself."""
 
     cut_dependence: CutDependence | None = None
     """Dependence of the training on how a batch is cut; None if there is none, or if it was not examined."""
 
-    numbers: dict[str, str] = field(default_factory=dict[str, str])
+    numbers: dict[str, str] = Field(default_factory=dict)
     """Settings that decide the last digits on a device, as every run has them; {} on the CPU."""
 
     unrepeatable: tuple[str, ...] = ()
@@ -185,20 +190,27 @@ class Verdicts(ShownAsPage):
     """Reason why there is no verdict on any strategy."""
 
     interrupted: bool = False
-    versions: dict[str, str] = field(default_factory=dict[str, str])
-    machine: dict[str, Any] = field(default_factory=dict[str, Any])
+    versions: dict[str, str] = Field(default_factory=dict)
+    machine: dict[str, Any] = Field(default_factory=dict)
 
-    note: str = ""
+    note: str = Field(default="", exclude=True)
     """Last line of the table: the path of the page, or why there is none; not stored."""
 
-    library_names: Mapping[str, str] = field(default_factory=dict[str, str])
+    library_names: Mapping[str, str] = Field(default={}, exclude=True)
     """What each strategy's library calls it, by strategy; not stored."""
 
+    @model_validator(mode="before")
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Self:
-        """Return the verdicts in a file's mapping; raise LookupError or ValueError if unipar cannot have written it."""
-        rows = [_restore_infinities(row) for row in data["strategies"]]
-        return TypeAdapter(cls).validate_python({**data, "rows": rows})
+    def _read_rows(cls, data: dict[str, Any]) -> dict[str, Any]:
+        """Return the values of a file with the shares that are infinite; raise LookupError without rows."""
+        return data if "rows" in data else {**data, "rows": [_restore_infinities(row) for row in data["strategies"]]}
+
+    @model_serializer(mode="wrap")
+    def _store(self, figures: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Return what verify.json holds: every figure, and for its readers the summary and the exit code."""
+        data = figures(self)
+        rows, cut = data.pop("rows"), data.pop("cut_dependence")
+        return {**data, "cut_dependence": cut, "summary": self.summary, "code": self.code, "strategies": rows}
 
     def base_of(self, row: Verdict) -> dict[str, list[float]]:
         """Return losses and norms of the run with which a strategy is compared; {} if it is not known."""
@@ -278,23 +290,29 @@ class Verdicts(ShownAsPage):
     def page(self) -> Path:
         return Path(self.out) / PAGE_FILE_NAME
 
+    def columns(self) -> list[Column[Verdict]]:
+        """Return the columns of every table."""
+        return [
+            Column("strategy", lambda row: row.strategy, right=False),
+            library_name_column(self.library_names, Verdict, dropped=1),
+            Column("loss", _digits_text, key="agreement", right=False),
+            Column("of allowed", lambda row: row.share, format_share, key="share"),
+            Column("verdict", _verdict_text, right=False),
+            Column("verdict", _exact_verdict_text, key="exact_verdict", right=False),
+            Column("bit for bit", lambda row: _REPLAY_ORDERS.get(row.bits), key="bits", right=False),
+        ]
+
     def screen(self, width: int = 80, next_steps: Sequence[str] = ()) -> str:
         """Return the verdict, the table and the next steps, in one screen."""
         faults = [line for row in self.rows if row.outcome == "disagrees" for line in describe_verdict(row)]
         return Screen(
             answer=self.summary,
             warnings=[*self.cut_lines(), *faults],
-            columns=[
-                Column(head="strategy", text=lambda row: row.strategy, right=False),
-                library_name_column(self.library_names, Verdict, dropped=1),
-                Column(head="agreement", text=_digits_text, right=False),
-                Column(head="of allowed", text=lambda row: format_share(row.share)),
-                Column(head="verdict", text=_verdict_text, right=False),
-            ],
-            rows=self.rows,
-            reason=lambda row: (
-                None if row.outcome in ("agrees", "disagrees") else outcome_reason(row.outcome, row.note)
+            columns=choose_columns(
+                self.columns(), "strategy", "known_as", "agreement", "share", "verdict", agreement="agreement"
             ),
+            rows=self.rows,
+            reason=_reason,
             next_steps=next_steps,
             last=[self.note],
         ).format(width)
@@ -312,16 +330,8 @@ class Verdicts(ShownAsPage):
 
     def blocks(self, width: int) -> list[list[str]]:
         """Return the lines of the header, then of each row."""
-        return format_table_rows(
-            ("strategy", "loss", "of allowed", "verdict"), [self._shown(r) for r in self.rows], right=(2,), width=width
-        )
-
-    def _shown(self, row: Verdict) -> tuple[str, ...]:
-        if row.outcome not in ("agrees", "disagrees"):
-            return row.strategy, OUTCOME_PREFIXES[row.outcome] + (row.note or "waits")
-        exact = row.outcome == "agrees" and row.bits
-        verdict = "agrees; bit-for-bit equal to the replay" if exact else _verdict_text(row)
-        return row.strategy, _digits_text(row), format_share(row.share), verdict
+        columns = choose_columns(self.columns(), "strategy", "agreement", "share", "exact_verdict")
+        return table_blocks(columns, self.rows, width=width, reason=_reason)
 
     def answer_lines(self) -> list[str]:
         """Return the verdict in sentences: on all strategies, then on each that disagrees or has a note."""
@@ -364,22 +374,6 @@ class Verdicts(ShownAsPage):
         how = "all of them" if exact == len(ran) else f"{exact} of them"
         return [f"{how} bit for bit with a replay in one process (optimizer by for-loop, norm in fp64)"]
 
-    def to_json(self) -> dict[str, Any]:
-        """Return every figure as a mapping for JSON."""
-        data = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _FIELDS_NOT_STORED}
-        cut = None if self.cut_dependence is None else asdict(self.cut_dependence)
-        strategies = [_replace_infinities(asdict(row)) for row in self.rows]
-        return {**data, "cut_dependence": cut, "summary": self.summary, "code": self.code, "strategies": strategies}
-
-
-def _replace_infinities(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the row with None for an infinite share, because JSON has no infinity."""
-
-    def finite(share: float | None) -> float | None:
-        return share if share is not None and math.isfinite(share) else None
-
-    return row | {"share": finite(row["share"]), "shares": {what: finite(s) for what, s in row["shares"].items()}}
-
 
 def _restore_infinities(row: dict[str, Any]) -> dict[str, Any]:
     """Return the row of a file with the shares that are infinite."""
@@ -390,6 +384,11 @@ def _restore_infinities(row: dict[str, Any]) -> dict[str, Any]:
 
 def _wrap_lines(texts: Sequence[str], width: int) -> list[str]:
     return [line for text in texts for line in textwrap.wrap(text, width, subsequent_indent="  ")]
+
+
+def _reason(row: Verdict) -> Reason | None:
+    """Return why there is no verdict on a strategy, or None if there is one."""
+    return None if row.outcome in ("agrees", "disagrees") else outcome_reason(row.outcome, row.note)
 
 
 def _digits_text(row: Verdict) -> str:
@@ -403,10 +402,15 @@ def _verdict_text(row: Verdict) -> str:
     return f"DISAGREES: {kind}"
 
 
+def _exact_verdict_text(row: Verdict) -> str:
+    exact = row.outcome == "agrees" and row.bits
+    return "agrees; bit-for-bit equal to the replay" if exact else _verdict_text(row)
+
+
 def format_share(share: float | None) -> str:
     """Return a difference as a multiple of the allowed one; an infinite one is `beyond`."""
     if share is None:
-        return "-"
+        return NO_TEXT
     if share >= 100 or math.isnan(share):
         return "beyond" if not math.isfinite(share) else f"{share:.1e}"
     return f"{share:.2f}"

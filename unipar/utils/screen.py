@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import Final, Generic, TypeVar
+from typing import Final, Generic
 
+from unipar.utils.columns import Column, Reason, Row, row_texts
 from unipar.utils.table import format_table_rows
 from unipar.utils.text import first_few
-
-Row = TypeVar("Row")
 
 MOST_LINES: Final = 24
 """Lines of a screen whose table has at most ten rows; a longer table is shown in full, and takes more."""
@@ -25,40 +24,8 @@ MOST_REASONS: Final = 3
 SHORTEST_TEXT: Final = 8
 """Characters to which a column that may be shortened is cut at most, before columns are left out."""
 
-NO_TEXT: Final = "-"
-
 _COMMENT: Final = "   # "
 """Beginning of the comment on a command that may be typed next."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Column(Generic[Row]):
-    """A column: how it shows a row, what it means, and what becomes of it where the table is too wide."""
-
-    head: str
-    text: Callable[[Row], str]
-    means: str = ""
-    """Sentence for those who read the details; empty if the head says it."""
-
-    right: bool = True
-    """Whether texts are aligned right."""
-
-    shortened: bool = False
-    """Whether texts may be cut, with "..." at the end."""
-
-    dropped: int = 0
-    """Place in the order in which columns are left out; 0: the column always stays."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reason:
-    """Reason why a row has no figures."""
-
-    kind: str
-    """Kind of reason in a word or two: failed, refused, not installed."""
-
-    text: str
-    """The reason, of which the table shows the first line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +94,11 @@ class Screen(Generic[Row]):
     def _rows_that_fit(self, rows: Sequence[Row], width: int) -> list[str]:
         """Return the table's lines: texts are cut first, then names are folded, then columns are left out."""
         figures = [row for row in rows if self.reason(row) is None]
-        columns = [c for i, c in enumerate(self.columns) if i < self.leading or any(c.text(row) for row in figures)]
+        columns = [
+            c
+            for i, c in enumerate(self.columns)
+            if i < self.leading or any(not c.optional or c.value(row) is not None for row in figures)
+        ]
         order = sorted((c for c in columns if c.dropped), key=lambda c: c.dropped)
         while True:
             for fold in (False, True):
@@ -150,28 +121,25 @@ class Screen(Generic[Row]):
     def _lines(
         self, columns: Sequence[Column[Row]], rows: Sequence[Row], width: int, *, fold: bool, cut: int | None = None
     ) -> list[str]:
-        def text(column: Column[Row], row: Row) -> str:
-            shown = column.text(row) or (NO_TEXT if column.head else "")
-            return _shorten(shown, cut) if cut is not None and column.shortened else shown
+        def cut_texts(row: Row) -> list[str]:
+            texts = row_texts(columns, row)
+            return [_shorten(t, cut) if cut and c.shortened else t for c, t in zip(columns, texts, strict=True)]
 
         if len(columns) == self.leading + 1:  # a row with a reason has to be shorter than the others
-            columns = [*columns, Column(head="", text=lambda _: "", right=False)]
-        leading = columns[: self.leading]
-        texts: list[tuple[str, ...]] = []
-        for row in rows:
-            why = self.reason(row)
-            if why is None:
-                texts.append(tuple(text(column, row) for column in columns))
-            else:
-                texts.append((*(column.text(row) for column in leading), why.text.partition("\n")[0]))
+            columns = [*columns, Column("", lambda _: "", right=False)]
+        whys = [self.reason(row) for row in rows]
+        lines = [why and replace(why, text=why.text.partition("\n")[0]) for why in whys]
+        texts = [
+            row_texts(columns, row, reason=why, leading=self.leading) if why else cut_texts(row)
+            for row, why in zip(rows, lines, strict=True)
+        ]
         right = [i for i, column in enumerate(columns) if column.right]
         head = tuple(column.head for column in columns)
         blocks = format_table_rows(head, texts, right=right, width=width, fold=fold)
-        reasons = [False, *(self.reason(row) is not None for row in rows)]
         return [
             line
-            for block, why in zip(blocks, reasons, strict=True)
-            for line in (_without_rest(block, width) if why else block)
+            for block, why in zip(blocks, [None, *whys], strict=True)
+            for line in (block if why is None else _without_rest(block, width))
         ]
 
 

@@ -49,7 +49,7 @@ class SecondLook:
             step, tolerance = _first_bad_step(judgement), tolerance_of(key)
             own, exact = replays[self._shares_of(key), step]
             if isinstance(result, UniparError):
-                yield key, replace(_create_finding(judgement, {}), says=f"the step could not be run again: {result}")
+                yield key, _create_finding(judgement, {}).changed(says=f"the step could not be run again: {result}")
                 continue
             run = combine_ranks(result)
             limit = tolerance.norms[step - 1] / max(tolerance.base.norms[step - 1][0], 1e-300)
@@ -139,7 +139,7 @@ def _gradient_factor(case: FaultCase, step: int) -> float:
 
 def _of_kind(finding: Finding, kind: Fault | None) -> Finding:
     """Return the finding with the kind of fault that fits, or unchanged if none does."""
-    return finding if kind is None else replace(finding, kind=kind.name, says=kind.says, candidates=kind.candidates)
+    return finding if kind is None else finding.changed(kind=kind.name, says=kind.says, candidates=kind.candidates)
 
 
 def _create_finding(judgement: Judgement, differences: Mapping[str, ModuleDifference]) -> Finding:

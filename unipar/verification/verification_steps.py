@@ -67,7 +67,7 @@ class VerificationSession:
                 self._dropout()
                 self._second_look()
         except (KeyboardInterrupt, Stopped):
-            self.verdicts = replace(self.verdicts, interrupted=True)
+            self.verdicts = self.verdicts.changed(interrupted=True)
         return self.verdicts
 
     # One process
@@ -89,8 +89,8 @@ class VerificationSession:
         if result[0]["tf32"]:
             said.append("the task allows TF32 for products of fp32 matrices; it is off in this verification")
         remarks = [*self.verdicts.remarks, *said]
-        self.verdicts = replace(
-            self.verdicts, numbers=numbers.settings(), unrepeatable=numbers.unrepeatable, remarks=remarks
+        self.verdicts = self.verdicts.changed(
+            numbers=numbers.settings(), unrepeatable=numbers.unrepeatable, remarks=remarks
         )
         self._show(self.verdicts, f"{key}: done")
 
@@ -98,15 +98,15 @@ class VerificationSession:
         """Run what strategies are compared with."""
         self._worlds.run_jobs(self._runs.reference_jobs(), self._take_reference, side_by_side=2)
         if not self._task_facts["again"]:
-            rows = [replace(row, note="was not run") if row.outcome == "waits" else row for row in self.verdicts.rows]
-            self.verdicts = replace(self.verdicts, stopped=RANDOM_DATA_TEXT, rows=rows)
+            rows = [row.changed(note="was not run") if row.outcome == "waits" else row for row in self.verdicts.rows]
+            self.verdicts = self.verdicts.changed(stopped=RANDOM_DATA_TEXT, rows=rows)
             return
         cuts = [
             f"one process cannot run with microbatches of {micro} ({error}), so such a run is not part of the spread"
             for micro, error in self._errors_by_micro.items()
         ]
         remarks = [*self.verdicts.remarks, *cuts, *describe_task(self._task_facts)]
-        self.verdicts = replace(self.verdicts, remarks=remarks)
+        self.verdicts = self.verdicts.changed(remarks=remarks)
         further = self._runs.further_reference_jobs(cut_matters=self._cut_matters)
         self._worlds.run_jobs(further, self._take_reference, side_by_side=2)
         if self._cut_matters:
@@ -126,10 +126,10 @@ class VerificationSession:
             error: str = result[0]["unable"]
             if key.kind != "one process":
                 sentence = f"{key} failed ({error}), so such a run is not part of the spread"
-                self.verdicts = replace(self.verdicts, remarks=[*self.verdicts.remarks, sentence])
+                self.verdicts = self.verdicts.changed(remarks=[*self.verdicts.remarks, sentence])
             elif key.micro is None:
                 self._runs = replace(self._runs, fp64=False)
-                self.verdicts = replace(self.verdicts, fp64_error=error)
+                self.verdicts = self.verdicts.changed(fp64_error=error)
             else:
                 self._errors_by_micro[key.micro] = error
             self._show(self.verdicts, f"{key}: cannot run: {error}")
@@ -152,10 +152,10 @@ class VerificationSession:
             f"; one process that splits batches in another way is off by up to {off:.1e}, so strategies are compared "
             "with one that splits them as they do"
         )
-        self.verdicts = replace(self.verdicts, remarks=[*others[::-1], why])
+        self.verdicts = self.verdicts.changed(remarks=[*others[::-1], why])
         if kind := kind_of_cut_dependence(self._task_facts):
             dependence = CutDependence(kind=kind, off=off, micro=self._runs.fixed_micro, way_out=CUT_WAYS_OUT[kind])
-            self.verdicts = replace(self.verdicts, cut_dependence=dependence)
+            self.verdicts = self.verdicts.changed(cut_dependence=dependence)
 
     def _add_precision_remark(self) -> None:
         """Say that the model cannot run in fp64, and what is done instead."""
@@ -164,7 +164,7 @@ class VerificationSession:
             f"{self._runs.precision}: the spread comes from other microbatches, other orders of addition and weights "
             "that were changed in the last place"
         )
-        self.verdicts = replace(self.verdicts, remarks=[remark, *self.verdicts.remarks])
+        self.verdicts = self.verdicts.changed(remarks=[remark, *self.verdicts.remarks])
 
     @property
     def _other_cuts(self) -> list[RunRecord]:
@@ -187,7 +187,7 @@ class VerificationSession:
                 "process; as many elements may be as far off as in all tensors of those runs together"
             )
         allowed, base = allowed_by_quantity(tolerance), self._base_run(first)
-        self.verdicts = replace(self.verdicts, one=one, base=str(base), allowed=allowed, remarks=remarks)
+        self.verdicts = self.verdicts.changed(one=one, base=str(base), allowed=allowed, remarks=remarks)
 
     def _base_run(self, shares: int) -> RunKey:
         """Return the key of the run with which strategies are compared that split a batch into so many shares."""
@@ -240,7 +240,7 @@ class VerificationSession:
             f"every strategy goes on from {source}, and is compared from there on with one process that was not "
             "interrupted"
         )
-        self.verdicts = replace(self.verdicts, remarks=[said, *self.verdicts.remarks])
+        self.verdicts = self.verdicts.changed(remarks=[said, *self.verdicts.remarks])
         self.go_on_from(path)
 
     def go_on_from(self, checkpoint: Location) -> None:
@@ -256,7 +256,7 @@ class VerificationSession:
                 f"{first_few(counted)} changed while it trained and are not in a checkpoint, which holds tensors: make "
                 "them buffers, or return them in the task's state() and take them back in load_state(state)"
             )
-            self.verdicts = replace(self.verdicts, remarks=[*self.verdicts.remarks, said])
+            self.verdicts = self.verdicts.changed(remarks=[*self.verdicts.remarks, said])
         self._show(self.verdicts, f"{key}: done")
 
     def _take_strategy_result(self, key: RunKey, result: JobResult) -> None:
@@ -267,7 +267,7 @@ class VerificationSession:
             return
         if unequal := sorted({name for rank in result for name in rank["unequal"]}):
             note = f"after it was loaded, {first_few(unequal)} is not what the checkpoint holds"
-            self._replace_row(replace(row, outcome="disagrees", worst=note, note=note), f"disagrees: {note}")
+            self._replace_row(row.changed(outcome="disagrees", worst=note, note=note), f"disagrees: {note}")
             return
         record, shares = combine_ranks(result), self._runs.strategies[key.strategy].sizes.ranks
         replays = self._runs.replays(shares)
@@ -279,7 +279,7 @@ class VerificationSession:
             orders = replays.bitwise_shares, replays.bitwise_micros
             alike = (k.kind for k in orders if k in self._records and equals_bitwise(record, self._records[k]))
             bits = next(alike, "")
-            row = replace(row, bits=bits)
+            row = row.changed(bits=bits)
             if bits or judgement.agrees or row.outcome in ("disagrees", "refused", "failed"):
                 self._replace_row(
                     row,
@@ -301,8 +301,7 @@ class VerificationSession:
         tolerance, shares = self._tolerance_of(key), self._runs.strategies[key.strategy].sizes.ranks
         near = measure_agreement(record.losses, tolerance.base.losses, 1.0)
         base, allowed = str(self._base_run(shares)), allowed_by_quantity(tolerance)
-        return replace(
-            self._verdict(key),
+        return self._verdict(key).changed(
             base="" if base == self.verdicts.base else base,
             allowed={} if allowed == self.verdicts.allowed else allowed,
             outcome="agrees" if judgement.agrees else "disagrees",
@@ -319,11 +318,11 @@ class VerificationSession:
         refused = isinstance(error, Unsupported)
         outcome, said = ("refused", "; ".join(error.reasons)) if refused else ("failed", str(error))
         note = f"{when}{said}"
-        self._replace_row(replace(row, outcome=outcome, note=note), f"{outcome}: {note.splitlines()[0]}")
+        self._replace_row(row.changed(outcome=outcome, note=note), f"{outcome}: {note.splitlines()[0]}")
 
     def _replace_row(self, row: Verdict, line: str) -> None:
-        self.verdicts = replace(
-            self.verdicts, rows=[row if old.strategy == row.strategy else old for old in self.verdicts.rows]
+        self.verdicts = self.verdicts.changed(
+            rows=[row if old.strategy == row.strategy else old for old in self.verdicts.rows]
         )
         self._show(self.verdicts, f"{row.strategy} {line}")
 
@@ -339,7 +338,7 @@ class VerificationSession:
         was = next(remark for remark in self.verdicts.remarks if remark.startswith(DROPOUT_REMARK))
         now = f"{was}; strategies whose ranks share the work on the same samples were run once more with it"
         remarks = [now if remark == was else remark for remark in self.verdicts.remarks]
-        self.verdicts = replace(self.verdicts, remarks=remarks)
+        self.verdicts = self.verdicts.changed(remarks=remarks)
 
     def _dropout_keys(self, settled: SettledConfig) -> list[RunKey]:
         """Return the keys of the replays with dropout that drew the same masks: as configured, finest, and others."""
@@ -362,7 +361,7 @@ class VerificationSession:
             first = judgement.first
             finding = Finding(step=first.step, what=first.what, kind=fault.name, says=fault.says, traced=False)
             worst = f"with dropout, {judgement.worst.says}"
-            row = replace(row, outcome="disagrees", worst=worst, share=judgement.worst.share, finding=finding, bits="")
+            row = row.changed(outcome="disagrees", worst=worst, share=judgement.worst.share, finding=finding, bits="")
         self._replace_row(row, f"with dropout {row.outcome}")
 
     # Strategies that disagree
@@ -372,7 +371,7 @@ class VerificationSession:
             self._runs, self._worlds, self._task_facts, lambda line: self._show(self.verdicts, line)
         )
         for key, finding in looks.findings(self._disagreements, self._tolerance_of):
-            row = replace(self._verdict(key), finding=finding)
+            row = self._verdict(key).changed(finding=finding)
             self._replace_row(row, f"differs from step {finding.step} on: {finding.kind or 'unknown kind of fault'}")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -133,8 +133,10 @@ def _verify(asked: _VerifyRequest, micro: ChosenMicro | None, *, strict: bool, o
         path = checkpoint.path if checkpoint is not None else None
         path = path.absolute() if isinstance(path, Path) else path
         now = _run_session(asked, prepared.ref, configs, first, halfway, path) if configs else first
-        (out / VERIFY_JSON).write_text(json.dumps(now.to_json(), indent=2, allow_nan=True) + "\n", encoding="utf-8")
-        return replace(now, note=try_write_page(lambda: write_page(out)))
+        (out / VERIFY_JSON).write_text(
+            json.dumps(now.model_dump(mode="json"), indent=2, allow_nan=True) + "\n", encoding="utf-8"
+        )
+        return now.changed(note=try_write_page(lambda: write_page(out)))
 
 
 def select_multi_rank_strategies(settled: SettledConfig, patterns: Iterable[str]) -> SelectedStrategies:
@@ -144,7 +146,7 @@ def select_multi_rank_strategies(settled: SettledConfig, patterns: Iterable[str]
     for name, (row, at) in selected.items():
         if row.outcome == "waits" and is_single_process(Strategy.parse(name)):
             note = "it is one process, and verify compares several ranks with one process; `unipar compare` runs it"
-            selected[name] = replace(row, outcome="refused", note=note), at
+            selected[name] = row.changed(outcome="refused", note=note), at
     return selected
 
 

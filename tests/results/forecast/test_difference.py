@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +69,7 @@ def test_a_workspace_of_a_library_does_not_choose_the_moment() -> None:
 @pytest.mark.parametrize(("peak", "off"), [(1_500, 0.0), (1_550, 0.0), (1_600, 0.0), (1_650, 0.03125), (1_200, -0.2)])
 def test_the_distance_is_that_from_the_range(peak: int, off: float) -> None:
     """A peak between the lowest and the highest recorded step is right."""
-    row = replace(SAME, memory=[account(), account(1)])
+    row = SAME.changed(memory=[account(), account(1)])
     (found,) = forecast_differences(Forecast(strategies=(planned(peak),)), [row])
     assert found.off == pytest.approx(off)
 
@@ -90,7 +89,7 @@ def test_payloads_are_compared_to_the_byte(
     told: dict[str, dict[str, int]], changed: dict[str, Any], same: bool | None, differing: list[tuple[str, int, int]]
 ) -> None:
     """By axis and collective; nothing is said of what was not planned or not recorded."""
-    row = replace(SAME, memory=[account(**changed), account(1, **changed)])
+    row = SAME.changed(memory=[account(**changed), account(1, **changed)])
     (found,) = forecast_differences(Forecast(strategies=(planned(1_600, told),)), [row])
     assert (found.same_payload, list(found.differing_payloads())) == (same, differing)
 
@@ -98,7 +97,7 @@ def test_payloads_are_compared_to_the_byte(
 @pytest.mark.parametrize(("across", "same"), [(100, True), (0, False)])
 def test_bytes_between_machines_are_compared(across: int, same: bool) -> None:
     """Those of the rank that has most of them."""
-    row = replace(SAME, memory=[account(), account(1, sent_across=100)])
+    row = SAME.changed(memory=[account(), account(1, sent_across=100)])
     strategy = planned(1_600).model_copy(update={"sent_across": across})
     (found,) = forecast_differences(Forecast(strategies=(strategy,)), [row])
     assert found.same_payload is same
@@ -109,11 +108,11 @@ def test_which_strategies_are_compared() -> None:
     """Those that ran, and were planned and measured."""
     alone, full = [account(sent_along={})], [account(), account(1)]
     rows = [
-        replace(ONE, memory=alone),
-        replace(SAME, memory=full),
-        replace(SAME, strategy="a", memory=[]),
-        replace(SAME, strategy="b", memory=full, outcome="failed"),
-        replace(SAME, strategy="c", memory=full),
+        ONE.changed(memory=alone),
+        SAME.changed(memory=full),
+        SAME.changed(strategy="a", memory=[]),
+        SAME.changed(strategy="b", memory=full, outcome="failed"),
+        SAME.changed(strategy="c", memory=full),
     ]
     strategies = [
         planned(1_600, {}, "single"),
@@ -133,7 +132,7 @@ def test_which_strategies_are_compared() -> None:
 
 def test_sentences_below_the_table() -> None:
     """Why nothing was planned; which strategies send something else; nothing for an older file."""
-    other = replace(SAME, memory=[account(), account(1)])
+    other = SAME.changed(memory=[account(), account(1)])
     told = Forecast(strategies=(planned(1_600, {"data": {"all_reduce": 300}}),))
     assert describe_forecast(told, [other]) == [
         "plan: predicted peaks of native/nothing are within 0.00 % of the measured ones; other bytes are sent than "
@@ -160,4 +159,4 @@ def test_files_keep_it(tmp_path: Path) -> None:
     data = json.loads(file.read_text("utf-8"))
     assert parse_comparison(file, data).forecast == told
     del data["forecast"]
-    assert Comparison.from_json(data).forecast is None
+    assert Comparison.read(data).forecast is None

@@ -7,14 +7,12 @@ import pytest
 from tests.support.compared_rows import ONE, SAME, compared
 from unipar.profiling.work import CompiledWork, RankWork
 from unipar.results.comparison import Comparison
-from unipar.results.row import StrategyResult, strategy_result_from_json, strategy_result_to_json
+from unipar.results.row import StrategyResult
 from unipar.results.step_work.figures import StepFigures, flops_of_step, step_figures
 
 
 def with_work(row: StrategyResult, *work: RankWork) -> StrategyResult:
-    return strategy_result_from_json(
-        strategy_result_to_json(row) | {"work": [one.model_dump(mode="json") for one in work]}
-    )
+    return StrategyResult.read(row.model_dump(mode="json") | {"work": [one.model_dump(mode="json") for one in work]})
 
 
 def test_figures_of_two_ranks() -> None:
@@ -67,9 +65,9 @@ def test_the_table_of_work() -> None:
 
 def test_older_files_have_no_work() -> None:
     """A row without the key is read, and the table is not there."""
-    data = strategy_result_to_json(SAME)
+    data = SAME.model_dump(mode="json")
     del data["work"]
-    assert strategy_result_from_json(data) == SAME
+    assert StrategyResult.read(data) == SAME
     assert "work " not in compared(ONE, SAME).table()
 
 

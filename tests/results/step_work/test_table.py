@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from tests.support.compared_rows import SAME, compared
 from tests.support.scalings import made, timed, with_work, worlds_with_work
 from unipar.profiling.work import CompiledWork, RankWork
@@ -30,7 +28,7 @@ def test_the_table_of_worlds() -> None:
 def test_a_world_without_figures_has_no_row() -> None:
     """A world that failed is in the first table only."""
     found = worlds_with_work()
-    found.rows[2] = replace(found.rows[2], outcome="failed", note="rank 1 died")
+    found.rows[2] = found.rows[2].changed(outcome="failed", note="rank 1 died")
     assert [line.split()[:3] for line in found.tables(80)[1][1:]] == [
         ["native/nothing", "1", "both"],
         ["native/nothing", "2", "strong"],
@@ -41,12 +39,12 @@ def test_the_figures_of_worlds_as_data() -> None:
     """`scale.json` has what the table has, with all digits; MFU is of the devices of that world."""
     found = worlds_with_work("NVIDIA H200", precision="bf16-mixed")
     named = ("tokens_per_second", "flops", "flops_per_second", "mfu", "waiting", "most_waiting")
-    assert [[world[name] for name in named] for world in found.to_json()["worlds"]] == [
+    assert [[world[name] for name in named] for world in found.model_dump(mode="json")["worlds"]] == [
         [6400.0, 8e9, 1e11, 1e11 / 989.4e12, None, None],
         [10240.0, 8e9, 1.6e11, 1.6e11 / (2 * 989.4e12), 0.05, 0.1],
         [10240.0, 16e9, 1.6e11, 1.6e11 / (2 * 989.4e12), 0.2, 0.3],
     ]
-    assert Scaling.from_json(found.to_json()).step_figures() == found.step_figures()
+    assert Scaling.read(found.model_dump(mode="json")).step_figures() == found.step_figures()
     assert "MFU: that in proportion to the peak of all devices in bf16-mixed, 989 TFLOP/s of NVIDIA H200 each" in (
         found.remarks()
     )
@@ -81,6 +79,6 @@ def test_a_narrow_table_has_fewer_columns() -> None:
 def test_a_device_without_a_peak_in_this_precision() -> None:
     """A T4 computes no bf16: the table is there, without MFU."""
     ranks = [RankWork(flops=8e9, device="Tesla T4", device_id=str(rank)) for rank in (0, 1)]
-    text = compared(replace(SAME, work=ranks), precision="bf16-mixed").table()
+    text = compared(SAME.changed(work=ranks), precision="bf16-mixed").table()
     assert "native/nothing      800" in text
     assert "MFU" not in text

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,7 @@ def collect_worlds(out: Path) -> Scaling:
             if row is None:
                 continue
             worlds.append(_world(config, strategy, ranks))
-            rows.append(replace(row, strategy=worlds[-1].name))
+            rows.append(row.changed(strategy=worlds[-1].name))
     first, config, of = next(iter(ended.values()))
     now = Scaling(
         verb="compare",
@@ -70,7 +69,7 @@ def collect_worlds(out: Path) -> Scaling:
     ).mark_different_training()
     why = store.write_or_explain(folder, lambda: store.write_scaling(folder, WORLDS_JSON, WORLDS_CSV, now))
     page = try_write_page(lambda: write_html(render_scaling(now, folder), folder / PAGE_FILE_NAME))
-    return replace(now, unkept=why, note="; ".join(filter(None, [now.note, page])))
+    return now.changed(unkept=why, note="; ".join(filter(None, [now.note, page])))
 
 
 def _world_folders(folder: Path) -> list[tuple[int, Path]]:

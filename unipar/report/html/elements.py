@@ -7,11 +7,13 @@ import html
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
 from unipar.report.data.result_changes import differing_key_rows
+from unipar.utils.columns import Column, Reason, Row, row_texts
 from unipar.utils.text import count_of, format_size
 
 SCREEN_PIXELS, PHONE_PIXELS = 920, 350
@@ -22,6 +24,9 @@ GENERATOR_TAG: Final = '<meta name="generator" content="unipar">'
 
 BODY_START_TAG: Final = "</head><body>"
 """Tags between head and body, after which links are inserted."""
+
+NO_VALUE: Final = "–"
+"""What tables of pages show of a value that is not known."""
 
 escape = html.escape
 
@@ -171,6 +176,21 @@ def html_table(head: Sequence[str], rows: Iterable[Sequence[str]], label: str, t
         f"<table><caption>{escape(label)}</caption>"
         f"<thead><tr>{tops}</tr></thead><tbody>\n{body}\n</tbody></table></div>"
     )
+
+
+def columns_table(
+    columns: Sequence[Column[Row]],
+    rows: Iterable[Row],
+    label: str,
+    *,
+    reason: Callable[[Row], Reason | None] = lambda _: None,
+    leading: int = 1,
+) -> str:
+    """Return a table; a row with a reason why it has no figures has the leading texts and the reason."""
+    columns = [replace(column, format=column.page_format or column.format) for column in columns]
+    texts = [row_texts(columns, row, unknown=NO_VALUE, reason=reason(row), leading=leading) for row in rows]
+    text = [i for i, column in enumerate(columns) if not column.right]
+    return html_table([column.head for column in columns], texts, label, text)
 
 
 def config_listing(config: Mapping[str, Any], label: str) -> str:

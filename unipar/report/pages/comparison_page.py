@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from statistics import median
 
 from unipar.planning.cuda_total import PredictedCudaMemory, total_on_cuda
 from unipar.report.charts.bars import draw_step_times
@@ -19,6 +18,7 @@ from unipar.report.html.elements import (
     BadgeKind,
     bullet_list,
     colour_key,
+    columns_table,
     config_differences,
     config_listing,
     describe_machine,
@@ -33,7 +33,7 @@ from unipar.report.html.elements import (
 )
 from unipar.report.pages.devices import devices_section
 from unipar.report.pages.failed_strategies import failed_strategies_section
-from unipar.report.pages.memory.columns import column_notes, cuda_assumptions, memory_column_heads, memory_strategies
+from unipar.report.pages.memory.columns import column_notes, cuda_assumptions, memory_columns
 from unipar.report.pages.memory.forecast_section import forecast_section, forecast_worlds_section
 from unipar.report.pages.memory.sections import (
     balance_section,
@@ -47,10 +47,9 @@ from unipar.report.pages.step_work import step_work_section
 from unipar.results.loss_agreement import loss_tolerance
 from unipar.results.memory_tables import describe_allocator_settings, largest_account
 from unipar.results.result_files import original_config_path
-from unipar.results.row import OUTCOME_PREFIXES, StrategyResult
+from unipar.results.row import outcome_reason
+from unipar.utils.columns import choose_columns
 from unipar.utils.text import format_duration, format_size
-
-_NO_VALUE = "–"
 
 
 def render_comparison(page: ComparisonPageData, before: ComparisonPageData | None = None) -> str:
@@ -60,7 +59,11 @@ def render_comparison(page: ComparisonPageData, before: ComparisonPageData | Non
     sections = [
         memory_section(page, before),
         _strategies(page),
-        step_work_section(page.comparison, ["strategy"], {c.strategy: [c.strategy] for c in page.strategies}),
+        step_work_section(
+            page.comparison,
+            choose_columns(page.comparison.columns(), "strategy"),
+            {row.strategy: row for row in page.comparison.rows},
+        ),
         failed_strategies_section(page),
         devices_section(page),
         _changes_section(page, before),
@@ -108,37 +111,22 @@ def describe_machine_and_devices(page: ComparisonPageData) -> str:
 
 
 def _strategies(page: ComparisonPageData) -> str:
-    head = ["strategy", "loss", "median step", "× time", f"{page.comparison.unit}/s"]
-    cuda, measured = (
-        any(a.on is not None for c in page.measured_strategies for a in c.memory),
-        not _has_cuda_predictions(page),
+    comparison, measured = page.comparison, not _has_cuda_predictions(page)
+    cuda = any(a.on is not None for c in page.measured_strategies for a in c.memory)
+    keys = ("strategy", "agreement", "median_step_s", "factor", f"{comparison.unit}_per_s")
+    columns = choose_columns(
+        comparison.columns(), *keys, agreement="loss", median_step_s="median step", factor="× time"
     )
-    memory = memory_column_heads(cuda=cuda, measured=measured)
-    base = page.comparison.baseline
-    rows: list[list[str]] = []
-    for strategy in page.strategies:
-        row = strategy.row
-        if row.outcome != "ran" or not row.timed_seconds:
-            rows.append([strategy.strategy, OUTCOME_PREFIXES.get(row.outcome, "") + (row.note or row.outcome)])
-            continue
-        agreement = page.comparison.agreement(row)
-        verdict = "reference" if row is page.comparison.reference else str(agreement or _NO_VALUE)
-        factor = f"{strategy.median_seconds / median(base.timed_seconds):.2f}" if base is not None else _NO_VALUE
-        rows.append(
-            [
-                strategy.strategy,
-                verdict + (" ✗" if agreement is not None and not agreement.within else ""),
-                format_duration(strategy.median_seconds),
-                factor,
-                _rate_text(page, row),
-                *memory_strategies(row, page.comparison.rank_count(row)),
-            ]
-        )
     return html_section(
         "strategies",
         "Every strategy",
-        html_table([*head, *memory], rows, "What each strategy costs, and whether it agrees", (0, 1)),
-        column_notes(cuda=cuda, measured=not _has_cuda_predictions(page)),
+        columns_table(
+            [*columns, *memory_columns(lambda row: row, comparison.rank_count, cuda=cuda, measured=measured)],
+            comparison.rows,
+            "What each strategy costs, and whether it agrees",
+            reason=lambda row: None if row.outcome == "ran" else outcome_reason(row.outcome, row.note),
+        ),
+        column_notes(cuda=cuda, measured=measured),
     )
 
 
@@ -203,17 +191,13 @@ def _losses(page: ComparisonPageData) -> str:
     )
 
 
-def _rate_text(page: ComparisonPageData, row: StrategyResult) -> str:
-    rate = page.comparison.rate(row)
-    return _NO_VALUE if rate is None else f"{rate:.1f}"
-
-
 def _pareto(page: ComparisonPageData, before: ComparisonPageData | None) -> str:
     strategies = [c for c in page.measured_strategies if c.timed]
     if not strategies:
         return ""
-    rows = [[c.strategy, format_size(c.peak), _rate_text(page, c.row)] for c in strategies]
-    table = html_table(["strategy", "memory at the peak", f"{page.comparison.unit}/s"], rows, "Throughput and memory")
+    keys = ("strategy", "peak", f"{page.comparison.unit}_per_s")
+    columns = choose_columns(page.comparison.columns(), *keys, peak="memory at the peak")
+    table = columns_table(columns, [c.row for c in strategies], "Throughput and memory")
     aside = f" {one.strategy}, one process, is not ranked." if (one := page.comparison.reference) is not None else ""
     compared = before is not None and before.measured_strategies
     moved = " A line leads from each strategy's place in the earlier comparison." if compared else ""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from unipar.backend import Category
-from unipar.memory.account import CATEGORIES, MemoryAccount, PhasePeak
+from unipar.memory.account import MemoryAccount, PhasePeak
 from unipar.report.data.comparison_data import ComparisonPageData
-from unipar.report.data.headline import CATEGORY_LABELS
-from unipar.report.html.elements import html_section, html_table, paragraph
+from unipar.report.html.elements import NO_VALUE, columns_table, html_section, html_table, paragraph
+from unipar.report.pages.memory.columns import phase_columns
+from unipar.utils.columns import Column
 from unipar.utils.text import format_size
-
-_NO_VALUE = "–"
 
 
 def devices_section(page: ComparisonPageData) -> str:
@@ -41,7 +39,7 @@ def devices_section(page: ComparisonPageData) -> str:
 
 def _phase_rows(strategy: str, account: MemoryAccount) -> list[list[str]]:
     sizes = [(p, (p.peak, p.requested, p.active, p.reserved, account.gaps(p))) for p in account.phases]
-    return [[strategy, p.name, *(_NO_VALUE if s is None else format_size(s) for s in those)] for p, those in sizes]
+    return [[strategy, p.name, *(NO_VALUE if s is None else format_size(s) for s in those)] for p, those in sizes]
 
 
 def _driver_table(strategies: list[tuple[str, MemoryAccount]]) -> str:
@@ -66,16 +64,13 @@ def _host_table(strategies: list[tuple[str, MemoryAccount]]) -> str:
             peaks.append((strategy, "pinned", max(a.pinned, key=lambda phase: phase.peak)))
     if not peaks:
         return paragraph("Host memory was not recorded.", "note")
-    shown: list[Category] = [c for c in CATEGORIES if any(c in phase.held for _, _, phase in peaks)]
-    rows = [
-        [
-            strategy,
-            kind,
-            p.name,
-            format_size(p.peak),
-            *(format_size(p.held[c]) if c in p.held else _NO_VALUE for c in shown),
-        ]
-        for strategy, kind, p in peaks
+    named: list[Column[tuple[str, str, PhasePeak]]] = [
+        Column("strategy", lambda row: row[0], right=False),
+        Column("by", lambda row: row[1], right=False),
     ]
-    head = ["strategy", "by", "phase", "peak", *(CATEGORY_LABELS[c] for c in shown)]
-    return html_table(head, rows, "Host memory at its own peak", (0, 1, 2))
+    phases = [column.of(_phase) for column in phase_columns([phase for _, _, phase in peaks])]
+    return columns_table([*named, *phases], peaks, "Host memory at its own peak")
+
+
+def _phase(row: tuple[str, str, PhasePeak]) -> PhasePeak:
+    return row[2]

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from unipar.backend import Category
-from unipar.memory.account import CATEGORIES
 from unipar.report.data.comparison_data import ComparisonPageData, StrategyPageData
-from unipar.report.data.headline import CATEGORY_LABELS
-from unipar.report.html.elements import html_section, html_table, paragraph
-from unipar.utils.text import format_size
+from unipar.report.html.elements import html_section, paragraph
+from unipar.report.pages.memory.columns import phase_table
 
 
 def failed_strategies_section(page: ComparisonPageData) -> str:
@@ -25,13 +22,7 @@ def failed_strategies_section(page: ComparisonPageData) -> str:
 def _failed_strategy_parts(strategy: StrategyPageData) -> tuple[str, str]:
     account = strategy.fullest_account
     assert account is not None
-    shown: list[Category] = [c for c in CATEGORIES if any(c in phase.held for phase in account.phases)]
-    rows = [
-        [p.name, format_size(p.peak), *(format_size(p.held[c]) if c in p.held else "–" for c in shown)]
-        for p in account.phases
-    ]
-    head = ["phase", "peak", *(CATEGORY_LABELS[c] for c in shown)]
     where = f" {strategy.row.at}" if strategy.row.at else ""
     reason = strategy.row.note.splitlines()[0] if strategy.row.note else "the reason is not known"
     sentence = f"{strategy.strategy} failed{where}: {reason}"
-    return paragraph(sentence), html_table(head, rows, f"{strategy.strategy}, by phase, until it failed", (0,))
+    return paragraph(sentence), phase_table(account.phases, f"{strategy.strategy}, by phase, until it failed")

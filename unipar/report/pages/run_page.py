@@ -6,15 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from unipar.backend import Category
-from unipar.memory.account import CATEGORIES, MemoryAccount, PhasePeak
+from unipar.memory.account import MemoryAccount
 from unipar.report.charts.lines import LineSeries, StepMark, draw_lines
 from unipar.report.data import result_changes as changes
 from unipar.report.data.attempt_rows import ShownAttempt
-from unipar.report.data.headline import CATEGORY_LABELS
 from unipar.report.data.pipeline_data import read_pipeline
 from unipar.report.data.run_data import RunPageData
 from unipar.report.html.elements import (
+    NO_VALUE,
     Badge,
     bullet_list,
     config_differences,
@@ -30,11 +29,11 @@ from unipar.report.html.elements import (
     paragraph,
     repeat_command_block,
 )
+from unipar.report.pages.memory.columns import phase_table
 from unipar.report.pages.pipeline_section import pipeline_section
 from unipar.results.memory_tables import describe_counting, largest_account
 from unipar.utils.text import count_of, format_duration, format_flops, format_size
 
-_NO_VALUE = "–"
 _IMAGES_SHOWN = 6
 """Images of one name that a page shows."""
 
@@ -121,7 +120,7 @@ def _losses(run: RunPageData, before: RunPageData | None) -> str:
         [
             str(row["step"]),
             f"{row['loss']:.8g}",
-            _NO_VALUE if row.get("norm") is None else f"{row['norm']:.4g}",
+            NO_VALUE if row.get("norm") is None else f"{row['norm']:.4g}",
             _format_rates(row.get("lr")),
         ]
         for row in run.rows
@@ -144,7 +143,7 @@ def _losses(run: RunPageData, before: RunPageData | None) -> str:
 def _format_rates(lr: float | Sequence[float] | None) -> str:
     """Return the rate of a logged step, or those of the optimizer's groups."""
     rates = lr if isinstance(lr, Sequence) else [lr]
-    return ", ".join(_NO_VALUE if rate is None else f"{rate:.4g}" for rate in rates)
+    return ", ".join(NO_VALUE if rate is None else f"{rate:.4g}" for rate in rates)
 
 
 def _describe_losses(run: RunPageData, before: RunPageData | None) -> str:
@@ -173,8 +172,8 @@ def _attempts_table(attempts: Sequence[ShownAttempt]) -> str:
         return ""
     rows: list[list[str]] = []
     for a in attempts:
-        first = _NO_VALUE if a.after is None else str(a.after + 1)
-        rows.append([str(a.number), a.strategy, str(a.ranks or _NO_VALUE), first, str(a.reached), a.end])
+        first = NO_VALUE if a.after is None else str(a.after + 1)
+        rows.append([str(a.number), a.strategy, str(a.ranks or NO_VALUE), first, str(a.reached), a.end])
     head = ["attempt", "strategy", "ranks", "from step", "to step", "end"]
     changes = [f"Config of attempt {a.number}: {'; '.join(a.changes)}." for a in attempts if a.changes]
     return html_table(head, rows, "Attempts of this run", text=(0, 1, 5)) + "".join(map(paragraph, changes))
@@ -199,7 +198,7 @@ def _evals(run: RunPageData) -> str:
         return ""
     names = list(dict.fromkeys(name for _, values in run.report.evals for name in values))
     rows = [
-        [str(s), *(f"{v[n]:.6g}" if v.get(n) is not None else _NO_VALUE for n in names)] for s, v in run.report.evals
+        [str(s), *(f"{v[n]:.6g}" if v.get(n) is not None else NO_VALUE for n in names)] for s, v in run.report.evals
     ]
     table = html_table(["step", *names], rows, "Metrics of the validation data")
     return html_section("evals", "Evaluations", table, paragraph(_early_stop(run)))
@@ -252,7 +251,7 @@ def _times(run: RunPageData, before: RunPageData | None) -> str:
             str(row["step"]),
             format_duration(row["seconds"]),
             f"{row.get('samples_per_second', row['samples'] / row['seconds']):.1f}",
-            *(_NO_VALUE if _WORK_COLUMNS[head][0] not in row else of(row) for head, of in shown.items()),
+            *(NO_VALUE if _WORK_COLUMNS[head][0] not in row else of(row) for head, of in shown.items()),
         ]
         for row in run.rows
         if row.get("seconds") and row.get("samples")
@@ -280,7 +279,7 @@ def _times_of(run: RunPageData) -> list[tuple[int, float]]:
 
 
 def _memory(run: RunPageData) -> str:
-    peaks = [[str(rank), _NO_VALUE if peak is None else format_size(peak)] for rank, peak in run.peaks.items()]
+    peaks = [[str(rank), NO_VALUE if peak is None else format_size(peak)] for rank, peak in run.peaks.items()]
     logged, ended = run.report.memory[-1:], any(run.peaks.values())
     if not ended and not run.memory and not logged:
         return html_section(
@@ -291,11 +290,11 @@ def _memory(run: RunPageData) -> str:
         parts.append(
             html_table(["rank", "peak RSS"], peaks, "Peak resident memory of each rank, as the system counts it")
         )
-        parts.append(paragraph("" if all(run.peaks.values()) else f"{_NO_VALUE}: the rank recorded no end.", "note"))
+        parts.append(paragraph("" if all(run.peaks.values()) else f"{NO_VALUE}: the rank recorded no end.", "note"))
     if run.memory:
         parts += _account_parts(largest_account(run.memory))
     for step, phases in () if run.memory else logged:
-        parts.append(_phase_table(phases, f"Step {step} on the fullest rank, by phase and category"))
+        parts.append(phase_table(phases, f"Step {step} on the fullest rank, by phase and category"))
         parts.append(paragraph("Counted beyond what was allocated before the model was built."))
     notes = [f"rank {account.rank}: {note}" for account in run.memory for note in account.notes]
     return html_section("memory", "Memory", *parts, bullet_list([*run.watched, *notes]))
@@ -305,20 +304,7 @@ def _account_parts(account: MemoryAccount) -> list[str]:
     label = f"Allocated on rank {account.rank}, the fullest, by phase and category"
     how = f"{describe_counting([account])} ({account.method})"
     base = f"Allocated: beyond the {format_size(account.base)} that were allocated before the model was built; {how}."
-    return [_phase_table(account.phases, label), paragraph(base)]
-
-
-def _phase_table(phases: Sequence[PhasePeak], label: str) -> str:
-    shown: list[Category] = [c for c in CATEGORIES if any(c in phase.held for phase in phases)]
-    rows = [
-        [
-            phase.name,
-            format_size(phase.peak),
-            *(format_size(phase.held[c]) if c in phase.held else _NO_VALUE for c in shown),
-        ]
-        for phase in phases
-    ]
-    return html_table(["phase", "peak", *(CATEGORY_LABELS[c] for c in shown)], rows, label)
+    return [phase_table(account.phases, label), paragraph(base)]
 
 
 def _config(run: RunPageData) -> str:

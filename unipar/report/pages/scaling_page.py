@@ -6,7 +6,6 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from unipar.planning.cuda_total import MeasuredCudaMemory, total_on_cuda
@@ -14,10 +13,12 @@ from unipar.report.charts.bars import NARROW_BELOW_PIXELS, byte_ticks
 from unipar.report.charts.svg import AxisScale, Drawing, line_class, round_ticks, text_width
 from unipar.report.data.comparison_data import read_config_keys
 from unipar.report.html.elements import (
+    NO_VALUE,
     Badge,
     BadgeKind,
     bullet_list,
     colour_key,
+    columns_table,
     config_listing,
     describe_machine,
     environment_tables,
@@ -29,15 +30,13 @@ from unipar.report.html.elements import (
     paragraph,
     repeat_command_block,
 )
-from unipar.report.pages.memory.columns import column_notes, cuda_assumptions, memory_column_heads, memory_strategies
+from unipar.report.pages.memory.columns import column_notes, cuda_assumptions, memory_columns
 from unipar.report.pages.step_work import step_work_section
 from unipar.results.memory_tables import largest_account
 from unipar.results.result_files import original_config_path
-from unipar.results.row import OUTCOME_PREFIXES
 from unipar.results.scaling import ScaledStrategy, Scaling, ScalingKind, format_percent
-from unipar.utils.text import count_of, format_duration, format_size
-
-_NO_VALUE = "–"
+from unipar.utils.columns import choose_columns
+from unipar.utils.text import count_of, format_size
 
 
 @dataclass(frozen=True)
@@ -169,50 +168,25 @@ def _is_all_measured(scaling: Scaling) -> bool:
 
 
 def _worlds(scaling: Scaling) -> str:
-    head = [
-        "strategy",
-        "scaling",
-        "ranks",
-        f"{scaling.unit} a step",
-        "on a rank",
-        "median step",
-        f"{scaling.unit}/s",
-        "speed-up",
-        "efficiency",
-    ]
     cuda = any(a.on is not None for row in scaling.rows for a in row.memory)
-    memory = ["strategy", "scaling", "ranks", *memory_column_heads(cuda=cuda, measured=_is_all_measured(scaling))]
-    rows: list[list[str]] = []
-    memory_rows: list[list[str]] = []
-    for world in scaling.worlds:
-        row, rate = scaling.row(world), scaling.rate(world)
-        share = f"{world.micro} × {world.accumulate}" if world.samples else _NO_VALUE
-        if world.samples and scaling.unit == "tokens":  # in microbatches whose number varies
-            share = str(world.share)
-        samples = str(world.samples or _NO_VALUE)
-        start = [world.strategy, " and ".join(world.kinds), str(world.ranks), samples, share]
-        if rate is None:
-            rows.append([*start, OUTCOME_PREFIXES.get(row.outcome, "") + (row.note or row.outcome)])
-            continue
-        faster, efficient = scaling.speed_up(world), scaling.efficiency(world)
-        ratios = [
-            _NO_VALUE if faster is None else f"{faster:.2f}",
-            _NO_VALUE if efficient is None else format_percent(efficient),
-        ]
-        memory_rows.append([*start[:3], *memory_strategies(row, world.ranks)])
-        rows.append([*start, format_duration(median(row.timed_seconds)), f"{rate:.1f}", *ratios])
+    measured = _is_all_measured(scaling)
+    keys = ("kinds", "ranks", "samples", "share", "median_step_s", f"{scaling.unit}_per_s", "speed_up", "efficiency")
+    heads = {"samples": f"{scaling.unit} a step", "median_step_s": "median step"}
+    columns = choose_columns(scaling.columns(), "strategy", *keys, **heads)
+    memory = memory_columns(scaling.row, lambda world: world.ranks, cuda=cuda, measured=measured)
+    timed = [world for world in scaling.worlds if scaling.rate(world) is not None]
     return html_section(
         "worlds",
         "Every world",
-        html_table(head, rows, "Time of each world", (0, 1)),
-        html_table(memory, memory_rows, "Memory of its largest rank", (0, 1)),
-        column_notes(cuda=cuda, measured=_is_all_measured(scaling)),
+        columns_table(columns, scaling.worlds, "Time of each world", reason=scaling.reason_of, leading=5),
+        columns_table([*columns[:3], *memory], timed, "Memory of its largest rank"),
+        column_notes(cuda=cuda, measured=measured),
     )
 
 
 def _work(scaling: Scaling) -> str:
-    names = {w.name: [w.strategy, " and ".join(w.kinds), str(w.ranks)] for w in scaling.worlds}
-    return step_work_section(scaling, ["strategy", "scaling", "ranks"], names, (0, 1))
+    names = choose_columns(scaling.columns(), "strategy", "kinds", "ranks")
+    return step_work_section(scaling, names, {world.name: world for world in scaling.worlds})
 
 
 def _table(scaling: Scaling, shown: ScalingFigure) -> str:
@@ -222,7 +196,7 @@ def _table(scaling: Scaling, shown: ScalingFigure) -> str:
         for kind in scaling.kinds:
             by = {world.ranks: shown.value_of(world) for world in scaling.timed_worlds(strategy, kind)}
             rows.append(
-                [strategy, kind, *(_NO_VALUE if (v := by.get(n)) is None else shown.format_value(v) for n in ranks)]
+                [strategy, kind, *(NO_VALUE if (v := by.get(n)) is None else shown.format_value(v) for n in ranks)]
             )
     return html_table(
         ["strategy", "scaling", *(count_of(n, "rank") for n in ranks)], rows, f"{shown.label} by ranks", (0, 1)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from unipar.report.charts.svg import line_class
 from unipar.report.charts.verification_chart import draw_step_shares, draw_verdict_shares, draw_verified_losses
 from unipar.report.data.verification_data import StepQuantity, VerificationPageData
 from unipar.report.html.elements import (
+    NO_VALUE,
     Badge,
     bullet_list,
     colour_key,
+    columns_table,
     config_listing,
     describe_machine,
     environment_tables,
@@ -28,16 +31,15 @@ from unipar.report.html.elements import (
 from unipar.results.result_files import original_config_path
 from unipar.results.row import OUTCOME_PREFIXES
 from unipar.results.verdicts import Verdict, describe_verdict, format_share
+from unipar.utils.columns import Column, Reason, choose_columns
 from unipar.utils.text import count_of, first_few
 
-_NO_VALUE = "–"
 _PARTS = (
     " Runs that add up matrix products, or sequences, in parts stand for ranks that split these, and widen what is "
     "allowed for strategies with such ranks only."
 )
 """Explanation of the runs that only strategies with axes need."""
 
-_REPLAY_ORDERS = {"shares": "share by share", "micros": "microbatch by microbatch", "": _NO_VALUE}
 _STEPS_IN_A_TABLE = 10
 _QUANTITY_TITLES: dict[StepQuantity, str] = {"loss": "Losses", "norm": "Norms of the gradient"}
 
@@ -92,23 +94,23 @@ def _verdict_of(row: Verdict) -> str:
 
 def _strategies(page: VerificationPageData) -> str:
     now = page.verdicts
-    rows: list[list[str]] = []
-    for row in now.rows:
-        if row.outcome not in ("agrees", "disagrees"):
-            rows.append([row.strategy, _verdict_of(row)])
-            continue
-        digits = "same bits" if row.digits is None else count_of(row.digits, "digit")
-        orders = _REPLAY_ORDERS.get(row.bits, row.bits)
-        rows.append([row.strategy, _verdict_of(row), digits, format_share(row.share), orders])
-    head = ["strategy", "verdict", "loss", "of allowed", "bit for bit"]
+    strategy, loss, *columns = choose_columns(now.columns(), "strategy", "agreement", "share", "bits")
+    verdict = Column[Verdict]("verdict", _verdict_of, right=False)
     return html_section(
         "strategies",
         "Every strategy",
-        html_table(head, rows, "Whether each strategy gives the numbers of one process", (0, 1, 4)),
+        columns_table(
+            [strategy, verdict, replace(loss, right=True), *columns],
+            now.rows,
+            "Whether each strategy gives the numbers of one process",
+            reason=lambda row: (
+                None if row.outcome in ("agrees", "disagrees") else Reason(row.outcome, _verdict_of(row))
+            ),
+        ),
         bullet_list(now.column_notes()),
         paragraph(
             "bit for bit: the order of a replay in one process that gives the same bits in every weight and moment, "
-            f"with the optimizer as a for-loop and the norm in fp64; {_NO_VALUE}: it adds in an order of its own",
+            f"with the optimizer as a for-loop and the norm in fp64; {NO_VALUE}: it adds in an order of its own",
             "note",
         ),
     )
@@ -139,7 +141,7 @@ def _largest_differences(page: VerificationPageData) -> str:
         [
             row.strategy,
             format_share(row.share),
-            *(format_share(row.shares[what]) if what in row.shares else _NO_VALUE for what in known),
+            *(format_share(row.shares[what]) if what in row.shares else NO_VALUE for what in known),
         ]
         for row in strategies
     ]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from unipar.backend import Category
 from unipar.memory.account import MemoryAccount, PhasePeak
 from unipar.results.forecast.records import NOT_PLANNED, Forecast, StrategyForecast
-from unipar.utils.text import join_with_and
+from unipar.utils.columns import Column
+from unipar.utils.text import format_size, join_with_and
 
 Payloads = Mapping[str, Mapping[str, int]]
 """Bytes of one step by axis of the mesh, then collective."""
@@ -132,6 +133,20 @@ class ForecastDifference:
 
 def _flat(sent: Payloads) -> dict[tuple[str, str], int]:
     return {(axis, kind): size for axis, kinds in sent.items() for kind, size in kinds.items() if size}
+
+
+FORECAST_COLUMNS: Final[Sequence[Column[ForecastDifference]]] = (
+    Column("predicted", lambda each: each.planned.peak.peak, format_size, key="planned_peak"),
+    Column("measured", lambda each: each.measured.high, format_size, key="measured_peak"),
+    Column("sent, predicted", lambda each: each.planned_bytes_sent, format_size, key="planned_sent"),
+    Column(
+        "sent, measured",
+        lambda each: each.measured_bytes_sent,
+        lambda sent: format_size(sent) if sent else "nothing",
+        key="measured_sent",
+    ),
+)
+"""Predicted and measured bytes of the fullest rank; measured without what libraries and Python hold for themselves."""
 
 
 def forecast_differences(forecast: Forecast | None, rows: Sequence[ComparedRow]) -> list[ForecastDifference]:

@@ -2,57 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
+from unipar.profiling.work import CompiledWork
 from unipar.results.step_work.figures import StepFigures, StrategyWork, differing_counts, flops_of_step
-from unipar.utils.table import Remark, format_table_rows, table_remarks
+from unipar.utils.columns import Column, fitting_table
+from unipar.utils.table import Remark, table_remarks
 from unipar.utils.text import count_of, flops_scale, format_flops
 
 _MOST_REASONS: Final = 3
 """Number of graph breaks and recompiles whose reasons are below the table; the page has all."""
 
-NO_VALUE: Final = "-"
 
-
-def work_columns(figures: Sequence[StepFigures]) -> Mapping[str, Callable[[StepFigures], str]]:
-    """Return a text of each figure by the head of its column, for the columns in which a strategy has a figure."""
+def figure_columns(figures: Sequence[StepFigures]) -> list[Column[StepFigures]]:
+    """Return the columns of all figures; operations a second are in the unit that suits these ones."""
     scale, prefix = flops_scale(one.flops_per_second or 0.0 for one in figures)
-
-    def breaks(one: StepFigures) -> str:
-        return NO_VALUE if one.compiled is None else str(one.compiled.break_count)
-
-    def recompiles(one: StepFigures) -> str:
-        return NO_VALUE if one.compiled is None else str(one.compiled.recompile_count)
-
-    columns: dict[str, Callable[[StepFigures], str]] = {
-        "tokens/s": lambda one: _number(one.tokens_per_second),
-        f"{prefix}FLOP/s": lambda one: _number(one.flops_per_second, scale),
-        "MFU": lambda one: _percent(one.mfu),
-        "waits": lambda one: _percent(one.waiting),
-        "breaks": breaks,
-        "recompiles": recompiles,
-    }
-    return {head: of for head, of in columns.items() if any(of(one) != NO_VALUE for one in figures)}
+    compiled: list[Column[CompiledWork]] = [
+        Column("breaks", lambda work: work.break_count, key="graph_breaks"),
+        Column("recompiles", lambda work: work.recompile_count),
+    ]
+    return [
+        Column("tokens/s", lambda one: one.tokens_per_second, _number, key="weight_per_s"),
+        Column(
+            f"{prefix}FLOP/s", lambda one: one.flops_per_second, lambda flops: _number(flops / scale), key="flops_per_s"
+        ),
+        Column("MFU", lambda one: one.mfu, _percent, key="mfu"),
+        Column("waits", lambda one: one.waiting, _percent, key="waits_least"),
+        Column("waits most", lambda one: one.most_waiting, _percent, key="waits_most"),
+        *(column.of(lambda one: one.compiled) for column in compiled),
+    ]
 
 
-def format_work_table(heads: Sequence[str], rows: Sequence[tuple[Sequence[str], StepFigures]], width: int) -> list[str]:
+def work_columns(figures: Sequence[StepFigures]) -> list[Column[StepFigures]]:
+    """Return the columns that a table shows: those in which a strategy has a figure."""
+    shown = [column for column in figure_columns(figures) if column.key != "waits_most"]
+    return [column for column in shown if any(column.value(one) is not None for one in figures)]
+
+
+_NamedFigures = tuple[Sequence[str], StepFigures]
+"""Texts of the first columns of a row, and its figures."""
+
+
+def _figures(row: _NamedFigures) -> StepFigures:
+    return row[1]
+
+
+def format_work_table(heads: Sequence[str], rows: Sequence[_NamedFigures], width: int) -> list[str]:
     """Return the lines of the table, or nothing if no row has a figure.
 
     `heads`: those of the first columns, whose texts each row has beside its figures. Where the table is too wide, it is
     without operations a second if MFU is there, and then without its last columns.
     """
     known = [(texts, figures) for texts, figures in rows if figures != StepFigures()]
-    columns = dict(work_columns([figures for _, figures in known]))
-    while columns:
-        strategies = [(*texts, *(of(figures) for of in columns.values())) for texts, figures in known]
-        right = [i for i, head in enumerate((*heads, *columns)) if head not in ("work", "scaling")]
-        blocks = format_table_rows((*heads, *columns), strategies, right=right, width=width, fold=True)
-        if len(columns) == 1 or max(len(line) for block in blocks for line in block) <= width:
-            return [line for block in blocks for line in block]
-        rate = next((head for head in columns if head.endswith("FLOP/s") and "MFU" in columns), None)
-        del columns[rate or list(columns)[-1]]
-    return []
+    columns = work_columns([figures for _, figures in known])
+    if not columns:
+        return []
+    keys = [column.key for column in columns][::-1]
+    order = sorted(keys, key=lambda key: key != "flops_per_s" or "mfu" not in keys)[:-1]
+    names: list[Column[_NamedFigures]] = [
+        Column(head, lambda row, i=i: row[0][i], right=head not in ("work", "scaling")) for i, head in enumerate(heads)
+    ]
+    places = [order.index(column.key) + 1 if column.key in order else 0 for column in columns]
+    work = [replace(column, dropped=place).of(_figures) for column, place in zip(columns, places, strict=True)]
+    blocks = fitting_table([*names, *work], known, width=width, fold=True)[1]
+    return [line for block in blocks for line in block]
 
 
 def describe_work_columns(
@@ -71,7 +86,7 @@ def describe_work_columns(
     """
     known, strategies = list(figures.values()), [strategy for group in batches.values() for strategy in group]
     counted = {samples: flops for samples, group in batches.items() if (flops := flops_of_step(group)) is not None}
-    columns = work_columns(known)
+    columns = [column.head for column in work_columns(known)]
     remarks: list[Remark] = []
     if "tokens/s" in columns:
         of = "tokens, or " if unit == "tokens" else ""
@@ -152,11 +167,9 @@ def _describe_reasons(figures: Iterable[StepFigures]) -> list[str]:
     return [*lines, *([f"{more} more reasons are on the page"] if more > 0 else [])]
 
 
-def _number(value: float | None, scale: float = 1.0) -> str:
-    if value is None:
-        return NO_VALUE
-    return f"{value / scale:.{0 if value / scale >= 100 else 1 if value / scale >= 10 else 2}f}"
+def _number(value: float) -> str:
+    return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
 
 
-def _percent(value: float | None) -> str:
-    return NO_VALUE if value is None else f"{100 * value:.{0 if value >= 0.0995 or value == 0 else 1}f} %"
+def _percent(value: float) -> str:
+    return f"{100 * value:.{0 if value >= 0.0995 or value == 0 else 1}f} %"

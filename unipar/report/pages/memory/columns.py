@@ -1,20 +1,64 @@
-"""Memory columns of a page's tables: allocated here, resident or reserved here, and on CUDA."""
+"""Memory columns of a page's tables: allocated here, resident or reserved here, on CUDA, and by category."""
 
 from __future__ import annotations
 
-from unipar.planning.cuda_total import CUDA_ASSUMPTIONS, total_on_cuda
-from unipar.report.html.elements import bullet_list, paragraph
-from unipar.results.memory_tables import bytes_on_this_machine, largest_account
+from collections.abc import Callable, Collection, Iterable, Mapping
+
+from unipar.backend import Category
+from unipar.memory.account import CATEGORIES, PhasePeak
+from unipar.planning.cuda_total import CUDA_ASSUMPTIONS
+from unipar.report.data.headline import CATEGORY_LABELS
+from unipar.report.html.elements import bullet_list, columns_table, paragraph
+from unipar.results.memory_tables import MEMORY_COLUMNS, RanksMemory, bytes_on_this_machine
 from unipar.results.row import StrategyResult
+from unipar.utils.columns import Column, Row, choose_columns
 from unipar.utils.text import format_size
 
-_NO_VALUE = "–"
 
+def memory_columns(
+    result_of: Callable[[Row], StrategyResult], ranks_of: Callable[[Row], int], *, cuda: bool, measured: bool
+) -> list[Column[Row]]:
+    """Return the three memory columns, for rows that hold a result each; without accounts only RSS (~) is known."""
 
-def memory_column_heads(*, cuda: bool, measured: bool) -> list[str]:
-    """Return the heads of the three memory columns."""
+    def memory(row: Row) -> RanksMemory | None:
+        result = result_of(row)
+        return RanksMemory(result.strategy, ranks_of(row), result.memory) if result.memory else None
+
+    def taken(row: Row) -> str | None:
+        result = result_of(row)
+        size = bytes_on_this_machine(result.memory) if result.memory else None
+        rss = f"~{format_size(max(result.peak_rss))}" if result.peak_rss else None
+        return rss if size is None else format_size(size)
+
     how = "measured" if cuda and measured else "predicted"
-    return ["allocated here", "reserved here" if cuda else "resident here", f"on CUDA ({how})"]
+    allocated, on_cuda = choose_columns(
+        MEMORY_COLUMNS, "allocated", "on_cuda", allocated="allocated here", on_cuda=f"on CUDA ({how})"
+    )
+    here = Column[Row]("reserved here" if cuda else "resident here", taken)
+    return [allocated.of(memory), here, on_cuda.of(memory)]
+
+
+def held_categories(held: Iterable[Mapping[Category, int]]) -> list[Category]:
+    """Return the categories that any of these hold, in the order in which they are drawn."""
+    present = {category for categories in held for category in categories}
+    return [category for category in CATEGORIES if category in present]
+
+
+def phase_columns(phases: Collection[PhasePeak]) -> list[Column[PhasePeak]]:
+    """Return the columns of phases: name, peak, and bytes by category."""
+    return [
+        Column("phase", lambda phase: phase.name, right=False),
+        Column("peak", lambda phase: phase.peak, format_size),
+        *(
+            Column[PhasePeak](CATEGORY_LABELS[c], lambda phase, c=c: phase.held.get(c), format_size)
+            for c in held_categories(phase.held for phase in phases)
+        ),
+    ]
+
+
+def phase_table(phases: Collection[PhasePeak], label: str) -> str:
+    """Return a table of phases, each with its peak by category."""
+    return columns_table(phase_columns(phases), phases, label)
 
 
 def column_notes(*, cuda: bool, measured: bool) -> str:
@@ -32,16 +76,3 @@ def column_notes(*, cuda: bool, measured: bool) -> str:
 def cuda_assumptions() -> str:
     """Return the list of assumptions behind the figures that are predicted for CUDA."""
     return "<h3>On CUDA: assumed, not measured</h3>" + bullet_list(CUDA_ASSUMPTIONS)
-
-
-def memory_strategies(row: StrategyResult, ranks: int) -> list[str]:
-    """Return the three memory columns of a strategy that ran with `ranks` ranks."""
-    rss = f"~{format_size(max(row.peak_rss))}" if row.peak_rss else _NO_VALUE
-    if not row.memory:
-        return [_NO_VALUE, rss, _NO_VALUE]
-    account, resident = largest_account(row.memory), bytes_on_this_machine(row.memory)
-    return [
-        format_size(account.peak.peak),
-        rss if resident is None else format_size(resident),
-        format_size(total_on_cuda(account, ranks).total),
-    ]

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from unipar.backend import Category
-from unipar.memory.account import CATEGORIES
 from unipar.report.charts.forecast_chart import (
     draw_forecast_pairs,
     draw_peaks_by_ranks,
@@ -16,17 +15,28 @@ from unipar.report.charts.forecast_chart import (
 from unipar.report.data.comparison_data import ComparisonPageData
 from unipar.report.data.forecast_data import forecast_lines, ranks_with_other_batch
 from unipar.report.data.headline import CATEGORY_LABELS
-from unipar.report.html.elements import bullet_list, colour_key, html_figure, html_section, html_table, paragraph
+from unipar.report.html.elements import (
+    NO_VALUE,
+    bullet_list,
+    colour_key,
+    columns_table,
+    html_figure,
+    html_section,
+    html_table,
+    paragraph,
+)
+from unipar.report.pages.memory.columns import held_categories
 from unipar.results.forecast.forecast_difference import (
+    FORECAST_COLUMNS,
     ForecastDifference,
     describe_refusals,
     forecast_differences,
     summarise_differences,
 )
 from unipar.results.forecast.records import Forecast, StrategyForecast
+from unipar.utils.columns import Column, choose_columns
 from unipar.utils.text import count_of, format_duration, format_size
 
-_NO_VALUE: Final = "–"
 _TITLE: Final = "Predicted and measured memory"
 
 
@@ -53,8 +63,7 @@ def forecast_section(page: ComparisonPageData) -> str:
 
 
 def _compared_parts(found: Sequence[ForecastDifference]) -> Iterator[str]:
-    held = {category for each in found for category in (*each.measured.held, *each.planned.peak.held)}
-    shown: list[Category] = [category for category in CATEGORIES if category in held]
+    shown = held_categories(held for each in found for held in (each.measured.held, each.planned.peak.held))
     cut = [
         f"{e.strategy} holds {format_size(e.measured.peak)}" for e in found if e.strategy in scale_of_pairs(found)[1]
     ]
@@ -70,40 +79,40 @@ def _compared_parts(found: Sequence[ForecastDifference]) -> Iterator[str]:
         f"A bar with a gap is cut short, so that all others stay readable: {', '.join(cut)}." if cut else ""
     )
     yield html_figure(lambda width: draw_forecast_pairs(found, width), _category_table(found, shown))
-    head = ["strategy", "measured", "in", "predicted", "in", "difference", "sent, measured", "sent, predicted"]
-    yield html_table(head, map(_difference_row, found), "Peak and payload of a step, measured and predicted", (0, 2, 4))
+    planned, sent = choose_columns(FORECAST_COLUMNS, "planned_peak", "measured_sent")
+    columns: list[Column[ForecastDifference]] = [
+        Column("strategy", lambda each: each.strategy, right=False),
+        Column("measured", _measured_range),
+        Column("in", lambda each: each.measured.phase, right=False),
+        planned,
+        Column("in", lambda each: each.planned.peak.name, right=False),
+        Column("difference", lambda each: each.off, format_difference),
+        sent,
+        Column("sent, predicted", _planned_payload),
+    ]
+    yield columns_table(columns, found, "Peak and payload of a step, measured and predicted")
 
 
 def _category_table(found: Sequence[ForecastDifference], shown: Sequence[Category]) -> str:
     rows: list[list[str]] = []
     for each in found:
         for what, held in (("measured", each.measured.held), ("predicted", each.planned.peak.held)):
-            parts = [format_size(held[c]) if held.get(c) else _NO_VALUE for c in shown]
+            parts = [format_size(held[c]) if held.get(c) else NO_VALUE for c in shown]
             rows.append([each.strategy, what, format_size(sum(held.values())), *parts])
     head = ["strategy", "", "peak", *(CATEGORY_LABELS[c] for c in shown)]
     return html_table(head, rows, "Measured and predicted bytes by category at the peak", (0, 1))
 
 
-def _difference_row(each: ForecastDifference) -> list[str]:
+def _measured_range(each: ForecastDifference) -> str:
     low, high = format_size(each.measured.low), format_size(each.measured.high)
-    planned, sent = each.planned.peak, each.measured_bytes_sent
-    return [
-        each.strategy,
-        high if low == high else f"{low} to {high}",
-        each.measured.phase,
-        format_size(planned.peak),
-        planned.name,
-        format_difference(each.off),
-        _NO_VALUE if sent is None else format_size(sent) if sent else "nothing",
-        _planned_payload(each),
-    ]
+    return high if low == high else f"{low} to {high}"
 
 
 def _planned_payload(each: ForecastDifference) -> str:
     size = each.planned_bytes_sent
     if each.same_payload:
         return "equal" if size else "nothing"
-    return format_size(size) if size else _NO_VALUE
+    return format_size(size) if size else NO_VALUE
 
 
 def _planned_parts(page: ComparisonPageData, forecast: Forecast) -> Iterator[str]:
@@ -120,7 +129,7 @@ def _planned_parts(page: ComparisonPageData, forecast: Forecast) -> Iterator[str
 
 def _payload_text(strategy: StrategyForecast) -> str:
     size = sum(size for kinds in strategy.sent.values() for size in kinds.values())
-    return format_size(size) if size else _NO_VALUE
+    return format_size(size) if size else NO_VALUE
 
 
 def _sentences(forecast: Forecast, found: Sequence[ForecastDifference]) -> Iterator[str]:
@@ -170,7 +179,7 @@ def _worlds_table(forecast: Forecast) -> str:
     for strategy in forecast.strategies:
         peaks = {world.ranks: format_size(world.peak or 0) for world in strategy.planned_worlds}
         if peaks:
-            rows.append([strategy.strategy, *(peaks.get(ranks, _NO_VALUE) for ranks in numbers)])
+            rows.append([strategy.strategy, *(peaks.get(ranks, NO_VALUE) for ranks in numbers)])
     return html_table(["strategy", *(count_of(n, "rank") for n in numbers)], rows, "Predicted peak by number of ranks")
 
 

@@ -7,17 +7,26 @@ from typing import Final
 from unipar.backend import Category
 from unipar.config import Strategy
 from unipar.errors import ConfigError
-from unipar.memory.account import CATEGORIES, MEMORY_PHASES
+from unipar.memory.account import MEMORY_PHASES, PhasePeak
 from unipar.report.charts.bars import choose_bar_scale, draw_bridge, draw_memory_bars, draw_rank_balance
 from unipar.report.charts.lines import draw_memory_through_step, strategies_with_curves
 from unipar.report.data.comparison_data import ComparisonPageData, StrategyPageData
 from unipar.report.data.headline import CATEGORY_LABELS, baseline_with_memory, category_differences, strategies_to_rank
-from unipar.report.html.elements import colour_key, escape, html_figure, html_section, html_table, paragraph
+from unipar.report.html.elements import (
+    NO_VALUE,
+    colour_key,
+    columns_table,
+    escape,
+    html_figure,
+    html_section,
+    html_table,
+    paragraph,
+)
+from unipar.report.pages.memory.columns import held_categories, phase_columns
 from unipar.report.pages.memory.library_defaults import library_default_note
 from unipar.results.memory_tables import bytes_along, describe_setup_peaks, sends_across, sent_axes
+from unipar.utils.columns import Column
 from unipar.utils.text import format_size
-
-_NO_VALUE = "–"
 
 _STAGES_DIFFER: Final = (
     " Stages of a pipeline hold different things: other blocks, the first the embedding, the last the head and the "
@@ -27,6 +36,11 @@ _STAGES_DIFFER: Final = (
 """Explanation of differences between ranks that are in the nature of a pipeline."""
 
 
+def _peak(strategy: StrategyPageData) -> PhasePeak:
+    assert strategy.fullest_account is not None
+    return strategy.fullest_account.peak
+
+
 def _key(page: ComparisonPageData) -> str:
     """Return the legend of colours, in the order in which categories are drawn."""
     return colour_key((f"c-{c}", CATEGORY_LABELS[c]) for c in _categories_at_peak(page))
@@ -34,13 +48,7 @@ def _key(page: ComparisonPageData) -> str:
 
 def _categories_at_peak(page: ComparisonPageData) -> list[Category]:
     """Return the categories that any strategy holds at its peak."""
-    present = {
-        c
-        for strategy in page.measured_strategies
-        if strategy.fullest_account
-        for c in strategy.fullest_account.peak.held
-    }
-    return [c for c in CATEGORIES if c in present]
+    return held_categories(_peak(strategy).held for strategy in page.measured_strategies)
 
 
 def memory_section(page: ComparisonPageData, before: ComparisonPageData | None) -> str:
@@ -51,19 +59,9 @@ def memory_section(page: ComparisonPageData, before: ComparisonPageData | None) 
             "memory", title, paragraph("Memory was not measured in this comparison: no strategy has a memory account.")
         )
     missing = [c.strategy for c in page.strategies if c.row.outcome == "ran" and c.fullest_account is None]
-    shown = _categories_at_peak(page)
-    rows: list[list[str]] = []
-    for strategy in page.measured_strategies:
-        assert strategy.fullest_account is not None
-        peak = strategy.fullest_account.peak
-        parts = [format_size(peak.held[c]) if c in peak.held else _NO_VALUE for c in shown]
-        rows.append([strategy.strategy, peak.name, format_size(peak.peak), *parts])
-    table = html_table(
-        ["strategy", "phase", "peak", *(CATEGORY_LABELS[c] for c in shown)],
-        rows,
-        "Bytes by category at the peak",
-        (0, 1),
-    )
+    strategy = Column[StrategyPageData]("strategy", lambda strategy: strategy.strategy, right=False)
+    phases = [column.of(_peak) for column in phase_columns([_peak(c) for c in page.measured_strategies])]
+    table = columns_table([strategy, *phases], page.measured_strategies, "Bytes by category at the peak")
     setup_peaks = describe_setup_peaks((c.strategy, c.memory) for c in page.measured_strategies)
     return html_section(
         "memory",
@@ -124,16 +122,8 @@ def step_memory_section(page: ComparisonPageData, before: ComparisonPageData | N
     drawn = strategies_with_curves(page.measured_strategies)
     if not drawn:
         return ""
-    rows = [
-        [
-            c.strategy,
-            *(
-                format_size(p.peak) if (p := next((p for p in a.phases if p.name == n), None)) else _NO_VALUE
-                for n in MEMORY_PHASES
-            ),
-        ]
-        for c, a in drawn
-    ]
+    peaks = [(c.strategy, {phase.name: format_size(phase.peak) for phase in a.phases}) for c, a in drawn]
+    rows = [[strategy, *(by_phase.get(name, NO_VALUE) for name in MEMORY_PHASES)] for strategy, by_phase in peaks]
     dashed = " Dashed: the earlier comparison." if before is not None else ""
     return html_section(
         "through",
@@ -155,7 +145,7 @@ def balance_section(page: ComparisonPageData) -> str:
         return ""
     ranks = sorted({a.rank for c in page.measured_strategies for a in c.memory})
     rows = [
-        [c.strategy, *(next((format_size(a.peak.peak) for a in c.memory if a.rank == r), _NO_VALUE) for r in ranks)]
+        [c.strategy, *(next((format_size(a.peak.peak) for a in c.memory if a.rank == r), NO_VALUE) for r in ranks)]
         for c in page.measured_strategies
     ]
     return html_section(
@@ -188,12 +178,12 @@ def communication_section(page: ComparisonPageData) -> str:
     known = [
         (c.strategy, max(c.memory, key=lambda a: sum(a.sent.values()))) for c in page.measured_strategies if c.memory
     ]
-    rows = [[strategy, *(format_size(a.sent[k]) if k in a.sent else _NO_VALUE for k in kinds)] for strategy, a in known]
+    rows = [[strategy, *(format_size(a.sent[k]) if k in a.sent else NO_VALUE for k in kinds)] for strategy, a in known]
     columns, between = ["strategy", *kinds], ""
     if sends_across(a for c in page.measured_strategies for a in c.memory):
         columns.append("between machines")
         for row, (_, account) in zip(rows, known, strict=True):
-            row.append(format_size(account.sent_across) if account.sent_across else _NO_VALUE)
+            row.append(format_size(account.sent_across) if account.sent_across else NO_VALUE)
         between = " Between machines: those of them in calls whose ranks are on several machines, the whole tensor too."
     ways = {
         a.sent_by: [strategy for strategy, b in known if b.sent and b.sent_by == a.sent_by]
@@ -228,5 +218,5 @@ def _sent_by_axis(page: ComparisonPageData) -> str:
                 ranks_of.setdefault(tuple(bytes_along(account, axis) for axis in axes), []).append(account.rank)
         for sizes, ranks in ranks_of.items():
             which = "all" if len(ranks) == len(strategy.memory) else ", ".join(map(str, ranks))
-            rows.append([strategy.strategy, which, *(format_size(size) if size else _NO_VALUE for size in sizes)])
+            rows.append([strategy.strategy, which, *(format_size(size) if size else NO_VALUE for size in sizes)])
     return html_table(["strategy", "ranks", *axes], rows, "Payload bytes of one step by axis of the mesh", (0, 1))
