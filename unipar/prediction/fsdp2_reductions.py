@@ -49,7 +49,7 @@ class LastReductions:
             yield from _whole_gradients(self.model, group, self._moment(is_reduced), self.freed(group))
             if is_now:
                 yield from _sent(self.model, group, end, update, update)
-            yield from _shares(self.model, group, self._moment(is_reduced))
+            yield from _local_batches(self.model, group, self._moment(is_reduced))
 
     def _moment(self, is_over: bool) -> int:
         """Return the moment at which something ends that is over, or is not, when the rank holds most."""
@@ -82,7 +82,7 @@ def reduce_block(model: ShardedModel, last: LastReductions, group: int) -> Itera
         until = timeline.at("backward", "finish") if last.groups else timeline.at("update")
     yield from _whole_gradients(model, group, reduced, finish)
     yield from _sent(model, group, finish, leave, until)
-    yield from _shares(model, group, reduced)
+    yield from _local_batches(model, group, reduced)
 
 
 def _sent(model: ShardedModel, group: int, first: int, leave: int, until: int) -> Iterator[Term]:
@@ -134,7 +134,7 @@ def _bytes_of_share(model: ShardedModel, group: int) -> int:
     return model.gradient_bytes[group] // model.ranks
 
 
-def _shares(model: ShardedModel, group: int, reduced: int) -> Iterator[Term]:
+def _local_batches(model: ShardedModel, group: int, reduced: int) -> Iterator[Term]:
     """Yield a rank's share of a group's gradients, which is there from the first microbatch on, or once reduced."""
     since, steady = 0 if model.reduced_before else reduced, model.timeline.at("steady")
     if not model.offloaded:
