@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
 from unipar_mesh.tensor.cuts import BlockPlan, is_transposed
-from unipar_mesh.tensor.tensor_parallel import Handle, arm_block, replace_forward
+from unipar_mesh.tensor.tensor_parallel import Undo, arm_block, replace_forward
 
 
 def matrices_left_whole(block: nn.Module) -> dict[str, str]:
@@ -26,17 +26,17 @@ def matrices_left_whole(block: nn.Module) -> dict[str, str]:
     return found
 
 
-def arm_as_autotp(block: nn.Module, plan: BlockPlan, group: dist.ProcessGroup) -> list[Handle]:
+def arm_as_autotp(block: nn.Module, plan: BlockPlan, group: dist.ProcessGroup) -> list[Undo]:
     """Make a block with this rank's parts of matrices compute as it does under AutoTP, for `unipar plan`.
 
     The same operations in the same order as in DeepSpeed's `LinearLayer` and `LinearAllreduce`: they decide what
     autograd keeps.
     """
-    handles = [
+    undo = [
         replace_forward(block.get_submodule(name), _layer(block.get_submodule(name), cut.kind, group))
         for name, cut in plan.cuts.items()
     ]
-    return handles + arm_block(block, replace(plan, cuts={}), group)
+    return undo + arm_block(block, replace(plan, cuts={}), group)
 
 
 def _layer(module: Any, kind: str, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from unipar_mesh.scripts.pipeline_script import pipeline_script
-from unipar_mesh.scripts.split_script import split_script
+from unipar_mesh.scripts.mesh_script import mesh_script
 
 from unipar.backend.export import (
     Outline,
@@ -32,16 +31,13 @@ def script(outline: Outline) -> Script:
     shard = config.parallel.shard
     refuse_uncarried_options("native", f"native/{shard}", config.options.get("native", {}), _CARRIED_OPTIONS)
     outline = replace(outline, autocast=config.train.precision == "bf16-mixed")
-    if (axes := config.parallel.axes).ranks > 1:
-        write = pipeline_script if axes.pipeline > 1 else split_script
-    else:
-        write = _ddp_script if uses_ddp(config) else _fsdp2_script
-    text = write(outline)
+    axes = config.parallel.axes
+    write = mesh_script if axes.ranks > 1 else _ddp_script if uses_ddp(config) else _fsdp2_script
     command = ["torchrun", "--standalone", "--nproc-per-node", str(outline.sizes.ranks * axes.ranks), "$@", "train.py"]
-    return Script({"train.py": text, **sample_files(outline)}, command)
+    return Script({**write(outline), **sample_files(outline)}, command)
 
 
-def _ddp_script(outline: Outline) -> str:
+def _ddp_script(outline: Outline) -> dict[str, str]:
     options = options_of(outline.config)
     words = ["Loss(task, model)", f"bucket_cap_mb={options.bucket_cap_mb}", "gradient_as_bucket_view=True"]
     words += ["find_unused_parameters=True"] * (options.find_unused_parameters is True)
@@ -53,10 +49,10 @@ def _ddp_script(outline: Outline) -> str:
         words = ["groups", f"torch.optim.{optimizer_class_name(outline.config)}", *more]
         values["optimizer"] = format_call("    optimizer = ZeroRedundancyOptimizer", words)
         values["groups"] = groups_code(outline, listed=True)  # a list: ZeroRedundancyOptimizer iterates twice
-    return fill_template(outline, "unipar_native", "ddp.txt", flags, values)
+    return {"train.py": fill_template(outline, "unipar_native", "ddp.txt", flags, values)}
 
 
-def _fsdp2_script(outline: Outline) -> str:
+def _fsdp2_script(outline: Outline) -> dict[str, str]:
     shard, master = outline.config.parallel.shard, outline.config.train.precision == "bf16-master"
     words = ['"mesh": init_device_mesh(device.type, (ranks,))', f'"reshard_after_forward": {shard == "parameters"}']
     if master:
@@ -72,7 +68,7 @@ def _fsdp2_script(outline: Outline) -> str:
         "optimizer": optimizer_code(outline, split=True),
         "lower": _CAST_BUFFERS_CODE if master else "",
     }
-    return fill_template(outline, "unipar_native", "fsdp2.txt", flags, values)
+    return {"train.py": fill_template(outline, "unipar_native", "fsdp2.txt", flags, values)}
 
 
 _CAST_BUFFERS_CODE = '''def constants_to_bf16(model: nn.Module) -> None:

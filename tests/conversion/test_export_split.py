@@ -88,6 +88,7 @@ def test_the_tables_of_a_script(tmp_path: Path) -> None:
         columns={"attn.c_attn": (32, 32, 32), "mlp.c_fc": (128,)},
         rows={"attn.c_proj": (32,), "mlp.c_proj": (128,)},
         numbers=("attn.split_size",),
+        attention=True,
     ),
 ]
 """

@@ -111,7 +111,6 @@ def test_the_tables_of_parts(tmp_path: Path) -> None:
 """
         in text
     )
-    assert "class Enter" not in text
     assert "HIDDEN = 0  # place or name of a block's hidden states among its arguments" in text
 
 
@@ -211,7 +210,7 @@ def test_attention_that_gathers(tmp_path: Path) -> None:
         for way in ("auto", "gather")
     ]
     assert texts[0] == texts[1]
-    assert "both = Gather.apply(torch.cat([key, value], -1), key.ndim - 2, sequences)" in texts[0]
+    assert "    surround(model, BLOCKS, sequences=sequences)\n" in texts[0]
     (tmp_path / "none").mkdir()
     ring = told("dry", {"context": 2}, options={"native": {"attention": "ring"}})
     assert refused(ring, tmp_path / "none") == (

@@ -44,7 +44,7 @@ TASKS: dict[str, dict[str, Any]] = {
     **{kind: {"use": f"{MODELS}:Kinds", "args": {"kind": kind}} for kind in ("plain", "dry", "dropped")},
 }
 WEIGHTS = """
-    weights, named = {}, dict(locals()).get("parts", ())
+    weights, named = {}, getattr(dict(locals()).get("blocks"), "cut", ())
     for name, p in model.named_parameters():
         p = p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach()
         sketch = torch.stack([p.double().sum(), p.double().square().sum()])
@@ -124,7 +124,7 @@ def require_clean(told: Mapping[str, Any], tmp_path: Path) -> None:
         ["check", "--isolated", "--select", "E,F,I,UP,B,RUF", "--ignore", "B905", "--line-length", "120"],
         ["format", "--isolated", "--line-length", "120", "--diff"],
     ):
-        command = [str(BIN / "ruff"), *words, "train.py", "samples.py"]
+        command = [str(BIN / "ruff"), *words, *(file.name for file in folder.glob("*.py") if file.name != "task.py")]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout
 

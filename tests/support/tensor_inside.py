@@ -19,7 +19,6 @@ from typing_extensions import override
 
 from tests.support.tensor_blocks import Called, library_blocks, own_blocks
 from unipar.backend import registry
-from unipar.backend.export import read_template, render_template
 from unipar.config import Config
 from unipar.distributed.place import Place
 from unipar.errors import TaskError
@@ -125,7 +124,7 @@ def compared(name: str, called: Called, rank: int, ranks: int, *, sequence: bool
             one.train(way != "eval")
             if way == "recompute":
                 _recompute_forward(one, selective=False)
-        handles = arm_block(part, plans[0], dist.group.WORLD)
+        arm_block(part, plans[0], dist.group.WORLD)
         given = longer(name, (args, kwargs)) if way == "other shape" else (args, kwargs)
         expected, gradients, state = results(whole, *fresh(given, torch.float64))
         found, own, own_state = results(part, *fresh(given, torch.float64))
@@ -135,8 +134,6 @@ def compared(name: str, called: Called, rank: int, ranks: int, *, sequence: bool
             worst.append(off(own[path], local))
         said[way] = max(worst)
         said[f"{way}: same random numbers"] = torch.equal(state, own_state)
-        for handle in handles:
-            handle.remove()
     return said
 
 
@@ -199,15 +196,12 @@ def cut_by_engine(model: nn.Module, rank: int, ranks: int) -> None:
 
 def cut_by_script(model: nn.Module, rank: int, ranks: int) -> None:
     """Cut a model's vocabulary as an exported script does."""
-    flags: dict[str, bool] = dict.fromkeys(("numbers", "dropouts", "transposed", "padding", "wholes"), True)
-    flags |= dict.fromkeys(("sequence", "behind", "masks"), False)
-    head = "from __future__ import annotations\nfrom collections.abc import *\nfrom dataclasses import dataclass\n"
-    names: dict[str, Any] = {"torch": torch, "dist": dist, "nn": nn, "F": F, "Tensor": Tensor, "Any": Any}
-    names |= {"TENSOR": ranks, "EMBEDDING": "table", "HEAD": "head"}
-    for name in ("tensor.txt", "vocabulary.txt"):
-        text = read_template("unipar_mesh.scripts", name)
-        exec(head + render_template(text, flags, {"tensor": str(ranks), "plans": ""}), names)
-    assert names["Words"](dist.group.WORLD).cut(model) >= {"table.weight", "head.weight"}
+    from unipar_mesh.scripts.mesh_parts import Blocks, Ranks
+    from unipar_mesh.tensor.cut_logits import compute_on_words
+
+    blocks = Blocks(Ranks(dist.group.WORLD), [])
+    blocks.cut_words(model, "table", "head", compute_on_words)
+    assert blocks.cut >= {"table.weight", "head.weight"}
 
 
 def words(place: Place, folder: Path, control: socket.socket | None) -> None:

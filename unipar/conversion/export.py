@@ -6,11 +6,11 @@ import os
 import shlex
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import BaseModel
 from typing_extensions import override
@@ -21,12 +21,13 @@ from unipar.backend.refusals import SCRIPT, conditions_of, refusals_met
 from unipar.config import Config, Strategy
 from unipar.errors import BackendNotFound, ConfigError, OutExists, TaskError, Unsupported
 from unipar.task.reference import TaskRef
-from unipar.task.task import LOSS_ACROSS, TASK_FUNCTIONS
+from unipar.task.task import LOSS_ACROSS, TASK_FUNCTIONS, Task
 from unipar.utils.text import yaml_word
 
 if TYPE_CHECKING:
     from unipar.backend.export import Outline, Script
     from unipar.config.config_source import ConfigSource
+    from unipar.training.task_facts import TaskFacts
 
 _EXPORTED_KEYS = (
     *("task", "backend", "device", "parallel.data", "parallel.shard", "batch", "model.blocks", "data", "options"),
@@ -95,6 +96,8 @@ def export_script(source: ConfigSource, to: str, out: Path | None = None, *, ove
     _check_out_folder(folder, overwrite=overwrite)
     outline, files = _make_outline(source)
     script = backend.script(outline)
+    for name in sorted(files.keys() & script.files.keys()):
+        raise TaskError(f"{outline.task} imports {name}, and a script has a file of that name itself: rename yours")
     left_out = tuple(_ignored_key_notes(source))
     files = {**files, **script.files, "run.sh": _run_script_text(script)}
     files["README.md"] = _readme_text(source, to, outline, script, sorted(files), left_out)
@@ -156,51 +159,17 @@ def _make_outline(source: ConfigSource) -> tuple[Outline, dict[str, str]]:
     assert ref.task is not None
     file = _task_file(ref)
     files = extract_user_code(file, ref.task.name)
-    depth = gather_task_facts(config, sizes)
-    if depth.parts:
-        raise TaskError(
-            f"{ref.task.shown}: model() returned several parts ({', '.join(depth.parts)}), and a script trains one "
-            "module: export a task whose model() returns one of them"
-        )
-    if depth.stream_description:
-        raise TaskError(
-            f"{ref.task.shown}: data() returns a stream, and a script supports map-style datasets only: export a task "
-            "whose data() returns one"
-        )
-    if depth.sampler:
-        raise TaskError(
-            f"{ref.task.shown}: data() returns a DataLoader with a sampler of its own ({depth.sampler}), and a script "
-            "draws the order by the seed: export a task without it, and put yours into the loader of train.py"
-        )
-    assert depth.per_epoch is not None
-    steps = config.train.steps or depth.steps
-    assert steps is not None
+    facts = gather_task_facts(config, sizes)
     task = load_task(config, prepared=False)  # it was, for its facts
-    if task.defines("train"):
-        raise TaskError(
-            f"{ref.task.shown}: train() is a loop over unipar's Run, which does not exist in a script: export a task "
-            "without train(), and write the loop into train.py"
-        )
-    if task.defines("optimizer"):
-        raise TaskError(
-            f"{ref.task.shown}: optimizer() creates the task's own optimizer, but a script creates the config's: "
-            "export a task without optimizer(), and create yours in train.py"
-        )
+    for feature, value in _features(facts, task):
+        reason, way_out = _TASK_REFUSALS[feature]
+        raise TaskError(f"{ref.task.shown}: {reason.format(value=value)}: {way_out}")
     if refused := next(refusals_met(conditions_of(config) | {SCRIPT: ""}), None):
         raise ConfigError(refused)
-    if task.defines("schedule"):
-        raise TaskError(
-            f"{ref.task.shown}: schedule() is the task's own, but a script computes the config's: export a task "
-            "without schedule(), and write yours into rate() of train.py"
-        )
-    if any(task.defines(name) for name in LOSS_ACROSS):
-        raise TaskError(
-            f"{ref.task.shown}: loss_across() compares samples of the whole global batch, for which unipar computes "
-            "features first, and a script computes the loss of one microbatch: export a task whose loss is a mean, or "
-            "train this one by unipar"
-        )
     _check_bases(type(task), file)
-    from_loader = {name: value for name, value in depth.data.items() if name not in config.data.model_fields_set}
+    steps = config.train.steps or facts.steps
+    assert steps is not None
+    from_loader = {name: value for name, value in facts.data.items() if name not in config.data.model_fields_set}
     config = config.model_copy(update={"data": config.data.model_copy(update=from_loader)})
     outline = Outline(
         config=config,
@@ -210,15 +179,59 @@ def _make_outline(source: ConfigSource) -> tuple[Outline, dict[str, str]]:
         origin=Path(source.label).name,
         task=ref.task.name,
         gives=frozenset(name for name in (*TASK_FUNCTIONS, "prepare", "tensor") if task.defines(name)),
-        loader=bool(depth.data),
-        taken=depth.loader_arguments,
-        blocks=depth.blocks,
-        parameters=depth.parameters,
-        woken=depth.modes.woken,
+        loader=bool(facts.data),
+        taken=facts.loader_arguments,
+        blocks=facts.blocks,
+        parameters=facts.parameters,
+        woken=facts.modes.woken,
         cuts=cuts_of_task(task, config.parallel.axes.stages) if config.parallel.pipeline > 1 else None,
         load=partial(load_part, config, sizes),
     )
     return outline, files
+
+
+_TASK_REFUSALS: Final[Mapping[str, tuple[str, str]]] = {
+    "parts": (
+        "model() returned several parts ({value}), and a script trains one module",
+        "export a task whose model() returns one of them",
+    ),
+    "stream": (
+        "data() returns a stream, and a script supports map-style datasets only",
+        "export a task whose data() returns one",
+    ),
+    "sampler": (
+        "data() returns a DataLoader with a sampler of its own ({value}), and a script draws the order by the seed",
+        "export a task without it, and put yours into the loader of train.py",
+    ),
+    "train": (
+        "train() is a loop over unipar's Run, which does not exist in a script",
+        "export a task without train(), and write the loop into train.py",
+    ),
+    "optimizer": (
+        "optimizer() creates the task's own optimizer, but a script creates the config's",
+        "export a task without optimizer(), and create yours in train.py",
+    ),
+    "schedule": (
+        "schedule() is the task's own, but a script computes the config's",
+        "export a task without schedule(), and write yours into rate() of train.py",
+    ),
+    **dict.fromkeys(
+        LOSS_ACROSS,
+        (
+            "loss_across() compares samples of the whole global batch, for which unipar computes features first, and a "
+            "script computes the loss of one microbatch",
+            "export a task whose loss is a mean, or train this one by unipar",
+        ),
+    ),
+}
+"""Reason and way out of each feature of a task that a script does not carry."""
+
+
+def _features(facts: TaskFacts, task: Task) -> Iterator[tuple[str, str]]:
+    """Yield the features of a task that a script does not carry, each with words for it."""
+    values = {"parts": ", ".join(facts.parts), "stream": facts.stream_description, "sampler": facts.sampler}
+    yield from ((feature, str(value)) for feature, value in values.items() if value)
+    yield from ((name, name) for name in _TASK_REFUSALS if name not in values and task.defines(name))
 
 
 def _task_file(ref: TaskRef) -> Path:
@@ -277,11 +290,12 @@ def _readme_text(
         "samples.py": "which samples each rank reads, in which order",
         "token_split.py": "how samples are put into batches and microbatches by their tokens",
         "run.sh": "the command",
+        **{name: "config of the library" for name in script.files if not name.endswith(".py")},
     }
-    listed = [
-        f"- `{name}`: {about.get(name, 'your module' if name.endswith('.py') else 'config of the library')}"
-        for name in files
-    ]
+    for name in script.files.keys() - about.keys():
+        first_line = script.files[name].partition("\n")[0].strip('".')
+        about[name] = first_line[0].lower() + first_line[1:]
+    listed = [f"- `{name}`: {about.get(name, 'your module')}" for name in files]
     lines = [
         f"# {outline.task} with {to}",
         "",

@@ -29,7 +29,7 @@ from unipar_mesh.refusal_sentences import refuse_empty_plans, refuse_part
 from unipar_mesh.sequence.sequence_parts import join_before
 from unipar_mesh.tensor.cuts import BlockPlan, ParameterCut
 from unipar_mesh.tensor.tensor_model import cuts_of_model, derive_model_plan
-from unipar_mesh.tensor.tensor_parallel import Handle, arm_block
+from unipar_mesh.tensor.tensor_parallel import Undo, arm_block
 from unipar_mesh.tensor.vocabulary import Vocabulary, arm_vocabulary, find_vocabulary
 
 
@@ -101,8 +101,8 @@ class MeshPart(RankPart):
                 block = self.model.get_submodule(name)
                 if (plan := split.plans.get(name)) is None:
                     continue
-                for handle in split.library.arm(block, plan, self._groups.group("tensor")):
-                    undo.callback(handle.remove)
+                for take_back in split.library.arm(block, plan, self._groups.group("tensor")):
+                    undo.callback(take_back)
                 if self._axes.sequence and plan.sequence is None:
                     undo.callback(join_before(block))
             if split.vocabulary is not None:
@@ -181,7 +181,7 @@ class MeshPart(RankPart):
 class TensorLibrary:
     """Way in which a library computes with parts of matrices."""
 
-    arm: Callable[[nn.Module, BlockPlan, dist.ProcessGroup], Sequence[Handle]]
+    arm: Callable[[nn.Module, BlockPlan, dist.ProcessGroup], Sequence[Undo]]
     """Function that makes a block with parts of matrices compute what the whole one does."""
 
     left_whole: Callable[[nn.Module], Mapping[str, str]] | None = None

@@ -1,10 +1,9 @@
-"""Table of a script that cuts sequences: which arguments of the blocks go along them, and what else a script needs."""
+"""Table of a script that cuts sequences: which arguments of the blocks go along them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -18,29 +17,12 @@ from unipar_mesh.context.inside import InsideBlock, Pass
 from unipar_mesh.context.spread_attention import SequenceLayout
 from unipar_mesh.look_at_model import kind_of_block
 from unipar_mesh.scripts.look_at_calls import BlockCall, ModelLook
-
-Key = str | int
-
-
-@dataclass(frozen=True)
-class SequenceTable:
-    """Literals of a script that cuts sequences."""
-
-    hidden: Key
-    """Place or name of the hidden states among a block's arguments."""
-
-    arguments: dict[Key, int | None]
-    """Dimension of positions of each other argument that is a tensor, or None if it has none."""
-
-    drops: bool
-    """True if there is dropout inside blocks, apart from that of attention."""
-
-    attention_dropout: bool
-    """True if attention has dropout of its own."""
+from unipar_mesh.scripts.mesh_parts import Place
 
 
-def table_of_sequences(look: ModelLook, ranks: int) -> tuple[SequenceTable, list[str]]:
-    """Return the table, and sentences on what a script cannot do; raise TaskError for what no engine can cut."""
+def table_of_arguments(look: ModelLook, ranks: int) -> tuple[Place, dict[Place, int | None], list[str]]:
+    """Return the place or name of hidden states, the dimension of positions of each other argument that is a tensor,
+    or None, and sentences on what a script cannot do; raise TaskError for what no engine can cut."""
     blocks = tuple(look.part.blocks)
     reasons = [*_refused_blocks(look, ranks)]
     for number, name in enumerate(look.order[: len(blocks) + 1]):
@@ -50,8 +32,8 @@ def table_of_sequences(look: ModelLook, ranks: int) -> tuple[SequenceTable, list
                 f"parallel.context: {look.order[-1] if name == due else name} came where {due} was due: between the "
                 "first block and the last, the loss must call each block once, in order"
             )
-    hidden: set[Key] = set()
-    arguments: dict[Key, int | None] = {}
+    hidden: set[Place] = set()
+    arguments: dict[Place, int | None] = {}
     for calls in look.calls:
         for name in blocks:
             block = look.part.module.get_submodule(name)
@@ -78,13 +60,7 @@ def table_of_sequences(look: ModelLook, ranks: int) -> tuple[SequenceTable, list
         )
     _try_blocks(look, ranks)
     reasons += _refused_draws(look)
-    table = SequenceTable(
-        hidden=min(hidden, key=str),
-        arguments=arguments,
-        drops=any(d.drops and d.block for d in look.draws),
-        attention_dropout=any(d.arguments.get("dropout_p", 0.0) > 0 for d in look.draws),
-    )
-    return table, [*dict.fromkeys(reasons)]
+    return min(hidden, key=str), arguments, [*dict.fromkeys(reasons)]
 
 
 def _refused_blocks(look: ModelLook, ranks: int) -> Iterator[str]:

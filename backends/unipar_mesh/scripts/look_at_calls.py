@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -42,112 +43,113 @@ class Draw:
         return self.function == "dropout" and bool(given.get("training", True)) and given.get("p", 0.5) > 0
 
 
-@dataclass(frozen=True)
-class ModelLook:
+@final
+class ModelLook(TorchFunctionMode):
     """Blocks of a model in the order in which the loss calls them, and what each is given."""
 
-    part: Part
-    order: tuple[str, ...]
-    calls: tuple[Mapping[str, BlockCall], ...]
-    """Arguments by block, in each of the microbatches."""
+    def __init__(self, part: Part, rows: tuple[str, ...] = ()) -> None:
+        """`rows`: modules whose parameters nothing else should use."""
+        super().__init__()
+        self.part = part
+        self.order: list[str] = []
+        self.calls: list[dict[str, BlockCall]] = []
+        """Arguments by block, in each of the microbatches."""
 
-    draws: tuple[Draw, ...]
-    passed: tuple[str, ...]
-    """Blocks that are given what a block before has put out, in addition to the hidden states."""
+        self.draws: list[Draw] = []
+        self.passed: list[str] = []
+        """Blocks that are given what a block before has put out, in addition to the hidden states."""
 
-    detours: tuple[str, ...]
-    """Blocks whose hidden states are not what the block before has put out."""
+        self.detours: list[str] = []
+        """Blocks whose hidden states are not what the block before has put out."""
 
-    tuples: bool
-    """True if the last block puts out a tuple, whose first item are the hidden states."""
+        self.uses: list[tuple[str, str, str]] = []
+        """Uses of the parameters of `rows` outside of these: name of the parameter, function and line."""
 
+        self._rows = {id(p): f"{n}.{k}" for n in rows for k, p in part.module.get_submodule(n).named_parameters()}
+        self._hooked = [part.module.get_submodule(name) for name in rows]
+        self._inside_rows = False
+        self._block: str | None = None
+        self._hidden: tuple[int, ...] = ()
+        self._out: list[Tensor] = []
+        self._last: list[Tensor] = []
 
-def look_at_calls(part: Part, batches: list[Any]) -> ModelLook:
-    """Run the loss on each microbatch, as in training; calls tell which arguments take gradients."""
-    assert part.loss is not None
-    model, order = part.module, list[str]()
-    calls = list[dict[str, BlockCall]]()
-    watch = _Watch()
-    handles: list[Any] = []
+    def run(self, batches: list[Any]) -> None:
+        """Run the loss on each microbatch, as in training: calls tell which arguments take gradients."""
+        model, names, loss = self.part.module, self.part.blocks, self.part.loss
+        assert loss is not None
+        handles: list[Any] = []
+        for name in names:
+            module = model.get_submodule(name)
+            handles.append(module.register_forward_pre_hook(partial(self._before, name), with_kwargs=True))
+            handles.append(module.register_forward_hook(partial(self._behind, None if name == names[-1] else "")))
+        for module in self._hooked:
+            handles.append(module.register_forward_pre_hook(partial(self._in_rows, True)))
+            handles.append(module.register_forward_hook(partial(self._in_rows, False)))
+        try:
+            with torch.random.fork_rng([]), torch.enable_grad(), self:
+                for batch in batches:
+                    self._block, self._out, self._last = None, [], []
+                    self.calls.append({})
+                    loss(model, batch)
+        except UniparError:
+            raise
+        except Exception as e:
+            text = (str(e).splitlines() or [""])[0]
+            raise TaskError(
+                f"loss() raised {type(e).__name__}: {text}; export runs it to see how blocks are called"
+            ) from e
+        finally:
+            for handle in handles:
+                handle.remove()
+        for name in names:
+            if name not in self.calls[0]:
+                raise TaskError(f"parallel: the loss does not call {name}, one of the model's blocks")
 
-    def before(name: str) -> Any:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if len(calls) == 1:
-                order.append(name)
-            calls[-1].setdefault(name, tree_map(_detached, (args, kwargs)))
-            watch.block = name
-            floats = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_floating_point()]
-            watch.hidden = tuple(floats[0].shape) if floats else ()
-            others = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x is not (*floats, None)[0]]
-            if any(x is other for x in others for other in watch.out):
-                watch.passed.append(name)
-            if watch.last and (not floats or floats[0] is not watch.last[0]):
-                watch.detours.append(name)
+    def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if len(self.calls) == 1:
+            self.order.append(name)
+        self.calls[-1].setdefault(name, tree_map(_detached, (args, kwargs)))
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        hidden = next((x for x in tensors if x.is_floating_point()), None)
+        self._block, self._hidden = name, () if hidden is None else tuple(hidden.shape)
+        if any(x is other for x in tensors if x is not hidden for other in self._out):
+            self.passed.append(name)
+        if self._last and hidden is not self._last[0]:
+            self.detours.append(name)
 
-        return hook
+    def _in_rows(self, inside: bool, *_: Any) -> None:
+        self._inside_rows = inside
 
-    def behind(module: nn.Module, args: Any, out: Any) -> None:
-        watch.block = None if module is last else ""
-        watch.tuples = isinstance(out, tuple)
-        watch.last = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
-        watch.out += watch.last
+    def _behind(self, block: str | None, module: nn.Module, args: Any, out: Any) -> None:
+        self._block = block
+        self._last = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        self._out += self._last
 
-    last = model.get_submodule(part.blocks[-1])
-    for name in part.blocks:
-        module = model.get_submodule(name)
-        handles.append(module.register_forward_pre_hook(before(name), with_kwargs=True))
-        handles.append(module.register_forward_hook(behind))
-    try:
-        with torch.random.fork_rng([]), torch.enable_grad(), watch:
-            for batch in batches:
-                watch.block, watch.out, watch.last = None, [], []
-                calls.append({})
-                part.loss(model, batch)
-    except UniparError:
-        raise
-    except Exception as e:
-        text = (str(e).splitlines() or [""])[0]
-        raise TaskError(f"loss() raised {type(e).__name__}: {text}; export runs it to see how blocks are called") from e
-    finally:
-        for handle in handles:
-            handle.remove()
-    missing = [name for name in part.blocks if name not in calls[0]]
-    if missing:
-        raise TaskError(f"parallel: the loss does not call {missing[0]}, one of the model's blocks")
-    seen = tuple(watch.draws), tuple(watch.passed), tuple(watch.detours)
-    return ModelLook(part, tuple(order), tuple(calls), *seen, watch.tuples)
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._block is not None and func in _ARGUMENTS:
+            names = _ARGUMENTS[func]
+            given = dict(zip(names, args, strict=False)) | kwargs
+            facts = {k: tuple(v.shape) if isinstance(v, Tensor) else v for k, v in given.items()}
+            facts["contiguous"] = given[names[0]].is_contiguous()
+            self.draws.append(Draw(self._block, func.__name__, line_of(frames_to(BLOCK)), self._hidden, facts))
+        if self._rows and not self._inside_rows:
+            name = func.__self__.__name__ if func.__name__ == "__get__" else func.__name__
+            for parameter in self._parameters_in(args, kwargs) if name not in _PLAIN_FACTS else ():
+                self.uses.append((parameter, name, line_of(frames_to(BLOCK))))
+        return func(*args, **kwargs)
+
+    def _parameters_in(self, args: Any, kwargs: Any) -> Iterator[str]:
+        return (self._rows[id(x)] for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and id(x) in self._rows)
 
 
 def _detached(x: Any) -> Any:
     return x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
 
 
-class _Watch(TorchFunctionMode):
-    """Mode that notes calls of dropout and attention from the first block on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block: str | None = None
-        self.hidden: tuple[int, ...] = ()
-        self.tuples = False
-        self.out: list[Tensor] = []
-        self.last: list[Tensor] = []
-        self.passed: list[str] = []
-        self.detours: list[str] = []
-        self.draws: list[Draw] = []
-
-    @override
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self.block is not None and func in (F.dropout, F.scaled_dot_product_attention, torch.dropout):
-            names = _ARGUMENTS[func]
-            given = dict(zip(names, args, strict=False)) | kwargs
-            facts = {k: tuple(v.shape) if isinstance(v, Tensor) else v for k, v in given.items()}
-            first = given[names[0]]
-            facts["contiguous"] = first.is_contiguous()
-            self.draws.append(Draw(self.block, func.__name__, line_of(frames_to(BLOCK)), self.hidden, facts))
-        return func(*args, **kwargs)
-
+_PLAIN_FACTS = ("dtype", "device", "requires_grad")
+"""Attributes of a parameter that are the same for a part of it."""
 
 _ARGUMENTS: dict[Any, tuple[str, ...]] = {
     F.dropout: ("input", "p", "training", "inplace"),

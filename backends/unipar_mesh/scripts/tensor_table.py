@@ -1,61 +1,41 @@
-"""Tables of a script that cuts blocks: matrices, and numbers of heads or widths that a part of a block has fewer of."""
+"""Plans of a script that cuts blocks: matrices, and numbers of heads or widths that a part of a block has fewer of."""
 
 from __future__ import annotations
 
 import os
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from unipar_mesh.scripts.block_check import Mismatch, compare_runs, prepared_for_check, run_parts, run_whole
 from unipar_mesh.scripts.look_at_calls import BlockCall
-from unipar_mesh.scripts.parts_check import compare_parts
+from unipar_mesh.scripts.mesh_parts import Plan
 from unipar_mesh.tensor.cuts import BlockPlan, Cut, is_transposed
 from unipar_mesh.tensor.metas import meta_arguments, meta_block
-from unipar_mesh.tensor.sites import module_of_site
+from unipar_mesh.tensor.sites import PACKAGE, module_of_site
 from unipar_mesh.tensor.tensor_plan import Derivation
 from unipar_mesh.tensor.tensor_trial import CannotCut, Trial
 
 
-@dataclass(frozen=True)
-class BlockTable:
-    """Cuts of one kind of block as literals of a script; names are those in the block."""
-
-    columns: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
-    """Linear layers whose outputs are cut, with the sizes of groups that are cut each by itself."""
-
-    rows: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
-    """Linear layers whose inputs are cut, with the sizes of groups."""
-
-    numbers: tuple[str, ...] = ()
-    """Attributes of modules that are divided by the number of ranks."""
-
-    dropouts: Mapping[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
-    """Dropout modules that are given a part: its dimension, counted from the right, and its number of groups."""
-
-    attention_dropout: bool = False
-    """True if attention has dropout of its own."""
-
-
-def table_of_block(
+def plan_for_script(
     name: str, block: nn.Module, call: BlockCall, ranks: int, given: Mapping[str, str], dropping: Collection[str]
-) -> tuple[BlockPlan, BlockTable | None, list[str]]:
-    """Return the plan of a block, the same as a table, and sentences on what keeps a script from it.
+) -> tuple[BlockPlan, Plan | None, list[str]]:
+    """Return the engine's plan of a block, that of a script, and sentences on what keeps a script from it.
 
-    `dropping`: lines at which dropout drops something. There is no table if nothing is cut or if there are such
+    `dropping`: lines at which dropout drops something. A script has no plan if nothing is cut or if there are such
     sentences. `block` has values, and so have the arguments.
     """
     args, kwargs = meta_arguments(*call)
     derivation = Derivation(meta_block(block), args, kwargs, ranks, given)
-    plan = derivation.plan()
-    if not plan.cuts:
-        return plan, None, []
-    reasons, dropouts = [*_refused_modules(name, block, plan)], dict[str, tuple[int, int]]()
-    attention_dropout = False
+    derived = derivation.plan()
+    if not derived.cuts:
+        return derived, None, []
+    reasons, dropouts = [*_refused_modules(name, block, derived)], dict[str, tuple[int, int]]()
+    attention = False
     for trial in derivation.last:
         for site, rewrites in trial.sites.items():
             for rewrite in rewrites:
@@ -63,10 +43,10 @@ def table_of_block(
                 if rewrite.kind == "part":
                     reasons.append(
                         f"parallel.tensor: {name} uses a whole tensor with one that is cut ({trial.lines[site]}), so "
-                        "that a rank needs its part of it: " + _whole_words(name, plan, trial, site)
+                        "that a rank needs its part of it: " + _whole_words(name, derived, trial, site)
                     )
                 elif rewrite.kind == "dropout attention":
-                    attention_dropout = True
+                    attention = True
                 elif rewrite.kind == "dropout" and trial.lines[site].rpartition(" at ")[2] in dropping:
                     owner = block.get_submodule(module) if module != "?" else None
                     if isinstance(owner, nn.Dropout):
@@ -77,33 +57,47 @@ def table_of_block(
                             "masks of nn.Dropout modules only: use one there, or set its rate to 0"
                         )
     if reasons:
-        return plan, None, [*dict.fromkeys(reasons)]
+        return derived, None, [*dict.fromkeys(reasons)]
     try:
-        numbers = _find_numbers(derivation, plan)
+        numbers = _find_numbers(derivation, derived)
     except CannotCut as e:
-        return plan, None, [_numbers_sentence(name, block, ranks, e)]
-    table = BlockTable(
-        columns={n: _groups(block, n, cut, 0) for n, cut in plan.cuts.items() if cut.kind == "column"},
-        rows={n: _groups(block, n, cut, 1) for n, cut in plan.cuts.items() if cut.kind == "row"},
+        return derived, None, [_numbers_sentence(name, block, ranks, e)]
+    plan = Plan(
+        columns={n: _groups(block, n, cut, 0) for n, cut in derived.cuts.items() if cut.kind == "column"},
+        rows={n: _groups(block, n, cut, 1) for n, cut in derived.cuts.items() if cut.kind == "row"},
         numbers=numbers,
         dropouts=dropouts,
-        attention_dropout=attention_dropout,
+        attention=attention,
     )
-    off = compare_parts(block, call, plan, partial(divide_numbers, numbers=numbers, ranks=ranks), dropouts)
-    if off is not None:
+    if (off := _difference(block, call, derived, plan)) is not None:
         shown = f" with {', '.join(numbers)} divided by {ranks}" if numbers else ""
-        return plan, None, [
+        return derived, None, [
             f"parallel.tensor: {name} in parts{shown} puts out something else than the whole ({off}), so a script "
             f"cannot cut it: {_WAY_OUT}"
         ]  # fmt: skip
-    return plan, table, []
+    return derived, plan, []
+
+
+def _difference(block: nn.Module, call: BlockCall, derived: BlockPlan, plan: Plan) -> str | None:
+    """Return what a block's parts compute otherwise than the whole, or None if they agree."""
+    prepared = prepared_for_check(block)
+    whole, runs = run_whole(prepared, call), run_parts(prepared, call, plan, derived.ranks)
+    if isinstance(runs, BaseException):
+        return f"{type(runs).__name__}: {(str(runs).splitlines() or [''])[0]}"
+    for name in plan.dropouts:
+        if name in whole.strided:
+            return f"{name} is given a tensor that is not contiguous, whose mask would be drawn in another order"
+    difference = compare_runs(block, derived, whole, runs)
+    if isinstance(difference, Mismatch):
+        return difference.off
+    return f"{difference[0]} is used on parts" if difference else None
 
 
 _WAY_OUT = "keep its matrices whole by the task's tensor(), or leave tensor out of the export"
 
 
-def _refused_modules(name: str, block: nn.Module, plan: BlockPlan) -> Iterator[str]:
-    for inner in plan.cuts:
+def _refused_modules(name: str, block: nn.Module, derived: BlockPlan) -> Iterator[str]:
+    for inner in derived.cuts:
         if isinstance(block.get_submodule(inner), nn.MultiheadAttention):
             yield (
                 f"parallel.tensor: {name}.{inner} is a torch.nn.MultiheadAttention, whose forward is written for all "
@@ -112,8 +106,8 @@ def _refused_modules(name: str, block: nn.Module, plan: BlockPlan) -> Iterator[s
             )
 
 
-def _whole_words(name: str, plan: BlockPlan, trial: Trial, site: str) -> str:
-    sources = [n for n in trial.blame.get(site, ()) if n in plan.cuts] or [*plan.cuts]
+def _whole_words(name: str, derived: BlockPlan, trial: Trial, site: str) -> str:
+    sources = [n for n in trial.blame.get(site, ()) if n in derived.cuts] or [*derived.cuts]
     return f"keep {name}.{sources[0]} whole by the task's tensor(), or leave tensor out of the export"
 
 
@@ -130,11 +124,11 @@ def _numbers_sentence(name: str, block: nn.Module, ranks: int, e: CannotCut) -> 
 def line_of_error(e: BaseException | None) -> str:
     """Return the line of the user's code at which a call on parts has failed, behind a comma; "" if there is none."""
     frames = traceback.extract_tb(e.__traceback__) if e is not None else []
-    own = [f for f in frames if not f.filename.startswith((_TORCH, _OWN, "<"))]
+    own = [f for f in frames if not f.filename.startswith((_TORCH, PACKAGE, "<"))]
     return f", {os.path.basename(own[-1].filename)}:{own[-1].lineno}" if own else ""
 
 
-_TORCH, _OWN = os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+_TORCH = os.path.dirname(torch.__file__)
 
 
 def _groups(block: nn.Module, name: str, cut: Cut, dim: int) -> tuple[int, ...]:
@@ -162,16 +156,16 @@ def divide_numbers(block: nn.Module, numbers: tuple[str, ...], ranks: int) -> No
         setattr(module, attribute, getattr(module, attribute) // ranks)
 
 
-def _find_numbers(derivation: Derivation, plan: BlockPlan) -> tuple[str, ...]:
+def _find_numbers(derivation: Derivation, derived: BlockPlan) -> tuple[str, ...]:
     """Return attributes that make the block run on its parts once they are divided; raise CannotCut if none do.
 
     Greedy: the one with which a rehearsal comes furthest is kept, until it comes to its end.
     """
-    bare = BlockPlan(plan.cuts, {}, 0, plan.ranks)
-    names = [name for name, _ in _candidates(derivation.block, plan.ranks)]
+    bare = BlockPlan(derived.cuts, {}, 0, derived.ranks)
+    names = [name for name, _ in _candidates(derivation.block, derived.ranks)]
 
     def progress(numbers: tuple[str, ...]) -> CannotCut | None:
-        change: Callable[[nn.Module], None] = partial(divide_numbers, numbers=numbers, ranks=plan.ranks)
+        change: Callable[[nn.Module], None] = partial(divide_numbers, numbers=numbers, ranks=derived.ranks)
         for trial in derivation.last:
             try:
                 derivation.rehearse(bare, trial, change)

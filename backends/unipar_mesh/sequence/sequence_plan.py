@@ -19,7 +19,7 @@ from unipar_mesh.tensor.cut_tensors import cut_like, cut_sequence, mark_sources,
 from unipar_mesh.tensor.cuts import BlockPlan, Rewrite, SequencePlan, is_linear
 from unipar_mesh.tensor.metas import meta_arguments, meta_block
 from unipar_mesh.tensor.sites import run_block
-from unipar_mesh.tensor.tensor_plan import rehearse
+from unipar_mesh.tensor.tensor_plan import Expected, rehearse
 from unipar_mesh.tensor.tensor_trial import CannotCut, Trial
 
 _unseen: Any = torch._C.DisableTorchFunction  # pyright: ignore[reportPrivateUsage]
@@ -82,12 +82,6 @@ def _check_results(plan: SequencePlan, results: list[Any], span: Span) -> None:
 
 
 @final
-class _Shapes:
-    def __init__(self, shapes: Any, blame: Any, lines: Any) -> None:
-        self.shapes, self.blame, self.lines = shapes, blame, lines
-
-
-@final
 class _SequenceTrial:
     """Run of a block with whole matrices, in which hidden states are cut, and gathered where cut matrices take them."""
 
@@ -138,11 +132,11 @@ class _SequenceTrial:
         """Return a rank's part of the sequence."""
         return Span(self._length, self._ranks, rank, None)
 
-    def expected(self, *, shapes: bool) -> _Shapes:
+    def expected(self, *, shapes: bool) -> Expected:
         """Return the shapes of what is cut, those of the first rank, for a rehearsal."""
         trial = self._trial
         found = {key: trial.shapes[key] for key in trial.blame if key in trial.shapes} if shapes else {}
-        return _Shapes(found, trial.blame, trial.lines)
+        return Expected(found, trial.blame, trial.lines)
 
     def _take_over(self, copied: nn.Module, plain: Mapping[str, Callable[..., Any]], plan: BlockPlan) -> None:
         """Replace the forwards of matrices by those in which the sequence is gathered, and parts are made again."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib.resources import files
 from types import CodeType, FrameType
 from typing import Any
 
@@ -13,11 +14,14 @@ from torch import nn
 from unipar_mesh.tensor.rules import name_of_call
 
 _TORCH = os.path.dirname(torch.__file__)
+PACKAGE = str(files("unipar_mesh"))
+"""Folder of this package, wherever in it a file lies."""
+
 _QUIET = (
     os.path.join(_TORCH, "nn", "modules", "module.py"),
     os.path.join(_TORCH, "overrides.py"),
     *(os.path.join(_TORCH, name) for name in ("utils", "_dynamo", "autograd", "distributed", "_compile.py")),
-    os.path.dirname(os.path.dirname(__file__)),
+    PACKAGE,
 )
 """Files whose frames differ from run to run: hooks, checkpoints, this package."""
 

@@ -120,24 +120,30 @@ def plan_blocks(
     `calls`: arguments of one block of each kind, by its name. `left_whole`: returns matrices that a library cannot cut,
     each with the reason. `sequence`: hidden states are cut as well.
     """
-    refuse_unknown_patterns(given, model, blocks)
     arguments = {kind_of_block(model.get_submodule(name)): call for name, call in calls.items()}
-    tried: dict[Any, BlockPlan] = {}
     plans: dict[str, BlockPlan] = {}
+    for names, wanted in blocks_by_kind(model, blocks, given):
+        block = model.get_submodule(names[0])
+        if (call := arguments.get(kind_of_block(block))) is not None:
+            reasons = {} if left_whole is None else left_whole(block)
+            plan = derive_block_plan(block, *call, ranks, wanted | dict.fromkeys(reasons, "whole"))
+            if sequence:
+                plan = add_sequence(names[0], block, *call, plan)
+            plans |= dict.fromkeys(names, replace(plan, whole={**plan.whole, **reasons}))
+    return {name: plans[name] for name in blocks if name in plans}
+
+
+def blocks_by_kind(
+    model: nn.Module, blocks: Sequence[str], given: Mapping[str, str]
+) -> list[tuple[list[str], dict[str, str]]]:
+    """Return the names of equal blocks of which `given` says the same, and what it says of their matrices."""
+    refuse_unknown_patterns(given, model, blocks)
+    found: dict[Any, tuple[list[str], dict[str, str]]] = {}
     for name in blocks:
         block = model.get_submodule(name)
-        kind, wanted = kind_of_block(block), kinds_in_block(given, name, block)
-        if kind not in arguments:
-            continue
-        key = (kind, *sorted(wanted.items()))
-        if key not in tried:
-            reasons = {} if left_whole is None else left_whole(block)
-            plan = derive_block_plan(block, *arguments[kind], ranks, wanted | dict.fromkeys(reasons, "whole"))
-            if sequence:
-                plan = add_sequence(name, block, *arguments[kind], plan)
-            tried[key] = replace(plan, whole={**plan.whole, **reasons})
-        plans[name] = tried[key]
-    return plans
+        wanted = kinds_in_block(given, name, block)
+        found.setdefault((kind_of_block(block), *sorted(wanted.items())), ([], wanted))[0].append(name)
+    return [*found.values()]
 
 
 @final

@@ -16,17 +16,8 @@ from unipar_mesh.tensor.rewrites import PartCalls
 from unipar_mesh.tensor.sites import run_block
 from unipar_mesh.tensor.sum_collectives import enter, leave
 
-
-@final
-class Handle:
-    """One change to a module that can be taken back."""
-
-    def __init__(self, undo: Callable[[], None]) -> None:
-        self._undo = undo
-
-    def remove(self) -> None:
-        """Take the change back."""
-        self._undo()
+Undo = Callable[[], None]
+"""Function that takes one change to a module back."""
 
 
 def arm_block(
@@ -37,7 +28,7 @@ def arm_block(
     rank: int | None = None,
     watch: Callable[[nn.Module, Any], Any] | None = None,
     sites: SitesOfCall | None = None,
-) -> list[Handle]:
+) -> list[Undo]:
     """Make a block, whose cut parameters are this rank's parts already, compute what the whole block does.
 
     Forward and backward then communicate over `group`. `watch`: another maker of the mode (a trial's). `sites`: which
@@ -45,33 +36,33 @@ def arm_block(
     """
     seat = dist.get_rank(group) if rank is None else rank
     entered = _Entered(group)
-    handles: list[Handle] = []
+    undo: list[Undo] = []
     sequence = plan.sequence
     parts = None if sequence is None else BlockParts(sequence, plan.ranks, seat, group)
     for name, cut in plan.cuts.items():
         module: Any = block.get_submodule(name)
         if isinstance(module, nn.MultiheadAttention):
-            handles.append(replace_forward(module, _attention(module, group, plan.ranks, seat, parts, name)))
+            undo.append(replace_forward(module, _attention(module, group, plan.ranks, seat, parts, name)))
         elif isinstance(block.get_submodule(name.rpartition(".")[0]), nn.MultiheadAttention):
             continue  # the output projection of the one above
         elif cut.kind == "column":
             if is_transposed(module):
-                handles.append(_set(module, "nf", module.nf // plan.ranks))
+                undo.append(_set(module, "nf", module.nf // plan.ranks))
             dim = None if sequence is None else sequence.gathered.get(name, (None,))[0]
-            handles.append(replace_forward(module, _column(module, entered, parts, dim)))
+            undo.append(replace_forward(module, _column(module, entered, parts, dim)))
         else:
             dim = None if sequence is None else sequence.scattered.get(name)
-            handles.append(replace_forward(module, _row(module, group, parts, dim)))
+            undo.append(replace_forward(module, _row(module, group, parts, dim)))
     for name in () if sequence is None else sequence.on_parts:
         module = block.get_submodule(name)
-        handles.append(replace_forward(module, _on_part(module, group)))
-    handles += [Handle(undo) for undo in (() if group is None or parts is None else hook_parts(block))]
+        undo.append(replace_forward(module, _on_part(module, group)))
+    undo += [] if group is None or parts is None else hook_parts(block)
     mode: Any = PartCalls(block, plan.sites, seat, plan.ranks, group)
     if watch is not None:
         mode = watch(block, mode)
-    calls = _RewrittenCalls(block, mode, handles, sites, everywhere=watch is not None)
-    handles.append(_wrap(block, entered, calls, parts))
-    return handles
+    calls = _RewrittenCalls(block, mode, undo, sites, everywhere=watch is not None)
+    undo.append(_wrap(block, entered, calls, parts))
+    return undo
 
 
 SitesOfCall = Callable[[tuple[Any, ...], Mapping[str, Any]], Mapping[str, tuple[Rewrite, ...]]]
@@ -83,10 +74,10 @@ class _RewrittenCalls:
     """Mode of a block's calls, on only within the modules that make one: there each costs some microseconds."""
 
     def __init__(
-        self, block: nn.Module, mode: Any, handles: list[Handle], sites: SitesOfCall | None, *, everywhere: bool
+        self, block: nn.Module, mode: Any, undo: list[Undo], sites: SitesOfCall | None, *, everywhere: bool
     ) -> None:
-        """`handles` takes what undoes the changes to modules; `everywhere`: the mode is on in all of the block."""
-        self.mode, self._block, self._sites, self._handles = mode, block, sites, handles
+        """`undo` gets what takes changes to modules back; `everywhere`: the mode is on in all of the block."""
+        self.mode, self._block, self._sites, self._undo = mode, block, sites, undo
         self._names = {name for name, _ in block.named_modules()} - {""}
         self._wrapped: set[str] = set()
         self._always = everywhere
@@ -118,7 +109,7 @@ class _RewrittenCalls:
         if not self._everywhere:
             for name in self.mode.modules - self._wrapped:
                 module = self._block.get_submodule(name)
-                self._handles.append(replace_forward(module, self._within(module.forward)))
+                self._undo.append(replace_forward(module, self._within(module.forward)))
                 self._wrapped.add(name)
 
     def _within(self, plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -221,12 +212,12 @@ def _attention(
     return forward
 
 
-def replace_forward(module: Any, forward: Callable[..., Any]) -> Handle:
+def replace_forward(module: Any, forward: Callable[..., Any]) -> Undo:
     """Give one module another forward."""
     return _set(module, "forward", forward)
 
 
-def _set(module: Any, name: str, value: Any) -> Handle:
+def _set(module: Any, name: str, value: Any) -> Undo:
     had, before = name in module.__dict__, module.__dict__.get(name)
     setattr(module, name, value)
 
@@ -236,10 +227,10 @@ def _set(module: Any, name: str, value: Any) -> Handle:
         else:
             delattr(module, name)
 
-    return Handle(undo)
+    return undo
 
 
-def _wrap(block: Any, entered: _Entered, calls: _RewrittenCalls, parts: BlockParts | None) -> Handle:
+def _wrap(block: Any, entered: _Entered, calls: _RewrittenCalls, parts: BlockParts | None) -> Undo:
     """Wrap the block's forward, inside what recomputes or compiles it."""
     outer = block.__dict__.get("forward")
     inner: list[Callable[..., Any]] | None = getattr(outer, "unipar_inner", None)
@@ -271,9 +262,9 @@ def _wrap(block: Any, entered: _Entered, calls: _RewrittenCalls, parts: BlockPar
     def undo() -> None:
         inner[0] = plain
         if replaced is not None:
-            replaced.remove()
+            replaced()
 
-    return Handle(undo)
+    return undo
 
 
 _ARRIVED: Final = "unipar_arrived"

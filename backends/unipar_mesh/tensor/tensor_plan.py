@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -87,16 +87,10 @@ class Derivation:
         return wanted
 
     def _keep_whole(self, name: str, reason: str) -> None:
-        if self.wanted_kind(name) in ("column", "row"):
-            raise TaskError(
-                f"tensor() says {self.wanted_kind(name)} for {name}, which cannot be: {reason}; leave {name} out of it"
-            )
+        if (kind := self.wanted.get(name)) in ("column", "row"):
+            raise TaskError(f"tensor() says {kind} for {name}, which cannot be: {reason}; leave {name} out of it")
         self.ways[name] = WHOLE
         self.reasons.setdefault(name, reason)
-
-    def wanted_kind(self, name: str) -> str | None:
-        """Return what the task says of a matrix."""
-        return self.wanted.get(name)
 
     def plan(self) -> BlockPlan:
         """Return the plan, once a trial has come to its end."""
@@ -109,7 +103,7 @@ class Derivation:
                     self._keep_whole(name, self.reasons[name])
         found = self._found()
         for name in self.matrices:
-            kind = self.wanted_kind(name)
+            kind = self.wanted.get(name)
             cut = found.cuts.get(name)
             if kind in ("column", "row") and (cut is None or cut.kind != kind):
                 fed = (
@@ -271,7 +265,8 @@ class Derivation:
 
         `change` is made to the copy of the block that runs. The error tells how many calls were right.
         """
-        rehearse(self.block, plan, self._arguments(), trial, training=trial.block.training, change=change)
+        expected = Expected(trial.shapes, trial.blame, trial.lines)
+        rehearse(self.block, plan, self._arguments(), expected, training=trial.block.training, change=change)
 
 
 def _no_values(e: Exception) -> str:
@@ -280,7 +275,8 @@ def _no_values(e: Exception) -> str:
     return f"the block does not run on meta tensors: {type(e).__name__}: {text}"
 
 
-class Expected(Protocol):
+@dataclass(frozen=True)
+class Expected:
     """Findings of a trial, with which a run on parts must agree: the first rank's shapes by site, and words."""
 
     shapes: dict[str, list[tuple[int, ...] | None]]
