@@ -27,7 +27,7 @@ WORKERS := $(shell [ "$$(nproc)" -gt 1 ] && echo 2 || echo 0)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo verify test lint style bench layout route settings memory mesh examples bubble pairs conformance chaos matrix machines ray sweeps emulated device-lines planted compiled versions fresh torchtune docs gpu gpu-wheels setup horovod clean
+.PHONY: help demo verify test lint style bench layout reference route settings memory mesh examples bubble pairs conformance chaos matrix machines ray sweeps emulated device-lines planted compiled versions fresh torchtune docs gpu gpu-wheels setup horovod clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
@@ -64,6 +64,9 @@ route: setup ## the way of a config from launch to the first step: modules, call
 
 layout: setup ## the shape of unipar/: modules, packages, floors, import circles, largest folder, longest file
 	$(IN_VENV) $(BIN)/python -m tools.layout $(ARGS)
+
+reference: setup ## write the tables of docs/config.md and docs/cli.md from the schema and the commands (ARGS=--check)
+	$(IN_VENV) $(BIN)/python -m tools.reference $(ARGS)
 
 settings: setup $(DONE)/tests ## every key of the config, from every source, in every strategy: obeyed or refused, as a table
 	$(IN_VENV) $(BIN)/python -m tests.support.every_setting

@@ -81,6 +81,7 @@ def test_no_python(system: Path) -> None:
         "lint",
         "bench",
         "mesh",
+        "reference",
         "examples",
         "chaos",
         "sweeps",
