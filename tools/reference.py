@@ -112,7 +112,7 @@ class Schema:
             "array": "list",
             "object": "mapping",
             "null": "`null`",
-        }.get(node["type"], node["type"])
+        }.get(node["type"], str(node["type"]))
         return kind + self._bounds(node)
 
     @staticmethod
@@ -178,13 +178,13 @@ class Rows:
             if key == "name" and "const" in node:
                 continue
             if choice and path.startswith("train.parts."):
-                self._row(path, "section, `null`", node, section, name)
+                self.row(path, "section, `null`", node, section, name)
                 continue
             if choice:
                 self._choice(path, node, choice)
                 continue
             row_type = self.schema.type_of(node)
-            self._row(path, row_type, node, section, name)
+            self.row(path, row_type, node, section, name)
             for inner in sections:
                 self.add(inner, path, name)
             for inner in [node.get("additionalProperties", {})]:
@@ -205,7 +205,7 @@ class Rows:
             if under and row[0].startswith(f"`{path}.") and set(under) == set(names):
                 self.names[row] = []
 
-    def _row(self, path: str, kind: str, node: Node, section: Node, name: str) -> None:
+    def row(self, path: str, kind: str, node: Node, section: Node, name: str) -> None:
         description = node.get("description") or self.schema.resolved(node).get("description", "")
         key = path.rpartition(".")[2]
         default = self.schema.default_of(node, key in section.get("required", ()))
@@ -249,7 +249,7 @@ def keys() -> Iterator[str]:
     yield "Beside these keys a config has the sections below."
     yield ""
     for key, node in plain.items():
-        top._row(key, schema.type_of(node), node, schema.root, "")
+        top.row(key, schema.type_of(node), node, schema.root, "")
     yield from top.lines()
     for key, node in sections.items():
         yield f"### {key}"
@@ -301,14 +301,14 @@ def described(name: str, command: Any) -> Iterator[str]:
     if links:
         yield f"More: {links}."
         yield ""
-    rows = [row for parameter in command.params if (row := parameter_row(parameter))]
+    rows = [row for parameter in command.params if (row := parameterrow(parameter))]
     if rows:
         yield from table(("argument or option", "default", "meaning"), rows)
     for inner_name, inner in getattr(command, "commands", {}).items():
         yield from described(f"{name} {inner_name}", inner)
 
 
-def parameter_row(parameter: Any) -> tuple[str, str, str] | None:
+def parameterrow(parameter: Any) -> tuple[str, str, str] | None:
     """Return the row of an argument or an option."""
     if parameter.name == "help" or getattr(parameter, "hidden", False):
         return None
