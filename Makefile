@@ -27,7 +27,7 @@ WORKERS := $(shell [ "$$(nproc)" -gt 1 ] && echo 2 || echo 0)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo verify test lint style bench layout reference route settings memory mesh examples bubble pairs conformance chaos matrix machines ray sweeps emulated device-lines planted compiled versions fresh torchtune docs gpu gpu-wheels setup horovod clean
+.PHONY: help demo verify test lint style bench layout reference words route settings memory mesh examples bubble pairs conformance chaos matrix machines ray sweeps emulated device-lines planted compiled versions fresh torchtune docs gpu gpu-wheels setup horovod clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
@@ -58,6 +58,9 @@ style: setup $(DONE)/tests ## ruff
 
 bench: setup $(DONE)/bench ## what unipar costs a step, beside Accelerate, Fabric and loops written by hand
 	$(IN_VENV) $(BIN)/python -m benchmarks.overhead $(ARGS)
+
+words: setup ## patterns and words that docs, help, errors and pages of reports may not have: each place (ARGS: words of places)
+	$(IN_VENV) $(BIN)/python -m tools.words $(ARGS)
 
 route: setup ## the way of a config from launch to the first step: modules, calls to higher floors, lookups
 	$(IN_VENV) $(BIN)/python -m tools.route $(ARGS)

@@ -82,6 +82,7 @@ def test_no_python(system: Path) -> None:
         "bench",
         "mesh",
         "reference",
+        "words",
         "examples",
         "chaos",
         "sweeps",

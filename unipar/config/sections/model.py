@@ -30,8 +30,8 @@ class Weights(Section):
     """The names to load, `*` allowed: `["body.*"]`; all other parameters keep their initial values."""
 
     strict: bool = True
-    """Whether to refuse a file that lacks one of these names, or has one that the model lacks; false: load the names
-    that both have."""
+    """Whether to refuse a file that does not have one of these names, or has one that the model does not have; false:
+    load the names that both have."""
 
 
 class Model(Section):
