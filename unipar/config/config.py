@@ -151,7 +151,13 @@ class Compare(Section):
 
 
 class Config(Section):
-    """Config of a run: what is trained, how it is split, and which backend trains it."""
+    """Config of a run: what is trained, how it is split, and which backend trains it.
+
+    Example:
+        >>> config = unipar.Config(batch={"total": 16}, train={"steps": 8})
+        >>> config.train.optimizer.name, config.batch.settle(ranks=2).micro
+        ('adamw', 8)
+    """
 
     task: TaskUse | None = None
     """The task to train; a script may give it to `launch` instead."""

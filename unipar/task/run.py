@@ -71,7 +71,20 @@ class TrainedModule(Protocol):
 
 
 class Run(ABC):
-    """One rank's side of a run, as a task's training loop uses it."""
+    """One rank of a run, as a training loop uses it: `Task.train` receives it, and `join` yields it.
+
+    Example:
+        ```python
+        import unipar
+        from train import Line
+
+        with unipar.join("train.yaml", task=Line, quiet=True) as run:
+            for batch in run.batches():
+                outcome = run.step(batch)
+                run.log(twice=2 * outcome.loss)
+            assert run.done == run.steps
+        ```
+    """
 
     done: int
     """Number of optimizer steps that are done."""

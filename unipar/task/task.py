@@ -29,7 +29,26 @@ LOSS_ACROSS = ("features", "loss_across")
 
 
 class Task(ABC):
-    """Training task in plain PyTorch: the model, its data and its loss."""
+    """Training task in plain PyTorch. A subclass defines `model`, `data` and `loss`; all other methods are optional.
+
+    Arguments of its constructor are `task.args` of the config. Each rank creates its own instance.
+
+    Example:
+        >>> class Line(unipar.Task):
+        ...     def model(self):
+        ...         return torch.nn.Linear(1, 1)
+        ...
+        ...     def data(self):
+        ...         x = torch.linspace(-1, 1, 64).unsqueeze(1)
+        ...         return torch.utils.data.TensorDataset(x, 3 * x + 1)
+        ...
+        ...     def loss(self, model, batch):
+        ...         x, y = batch
+        ...         return torch.nn.functional.mse_loss(model(x), y)
+        >>> task = Line()
+        >>> task.loss(task.model(), task.data()[:4]).ndim
+        0
+    """
 
     keep_modes: ClassVar[bool] = False
     """True: modules train in the mode in which model() returns them, those in eval mode too. False: a model that is in

@@ -16,6 +16,21 @@ class Tracker(ABC):
     """Base class of trackers. Name a subclass in the entry-point group `unipar.trackers`.
 
     Rank 0 creates one instance, and calls its methods, in a thread of its own.
+
+    Example:
+        >>> class Lines(unipar.Tracker):
+        ...     def __init__(self, run, config):
+        ...         self.lines = []
+        ...
+        ...     def write(self, step, named):
+        ...         self.lines.append((step, named))
+        ...
+        ...     def close(self):
+        ...         pass
+        >>> tracker = Lines(pathlib.Path("runs/train"), {})
+        >>> tracker.write(1, {"loss": 0.5})
+        >>> tracker.lines
+        [(1, {'loss': 0.5})]
     """
 
     requires: ClassVar[tuple[str, ...]] = ()
