@@ -100,7 +100,7 @@ def join(
 
     Args:
         config: Path of a config, a mapping, or a `Config`.
-        task: The `Task` class, if the config has no `task.use`.
+        task: The `Task` class; a script without one passes `model` and `loss`.
         model: Function in place of `Task.model`, for a script without a class.
         loss: Function in place of `Task.loss`.
         data: Function in place of `Task.data`.
