@@ -29,7 +29,7 @@ from typing_extensions import override
 class UniparError(Exception):
     """Base class of all errors that unipar raises on purpose.
 
-    Example:
+    Examples:
         >>> try:
         ...     unipar.launch({"batch": {"total": 16}, "train": {"step": 8}})
         ... except unipar.UniparError as error:
@@ -88,7 +88,7 @@ class Unsupported(UniparError):
         strategy: The strategy, such as `horovod/parameters`.
         reasons: A sentence for each reason.
 
-    Example:
+    Examples:
         >>> error = unipar.Unsupported("horovod/parameters", ["it splits no parameters"])
         >>> str(error)
         'horovod/parameters: it splits no parameters'
@@ -122,7 +122,7 @@ class WorkerFailed(UniparError):
         traceback: The traceback of that rank.
         log: Path of its log.
 
-    Example:
+    Examples:
         >>> error = unipar.WorkerFailed("rank 1 failed: ...", rank=1, log="runs/train/rank-1.log")
         >>> error.rank, error.code
         (1, 1)

@@ -38,7 +38,7 @@ def doc_of(name: str) -> str:
 
 def examples_of(name: str) -> str:
     """Return the section with the example, or "" if there is none."""
-    return doc_of(name).partition("\nExample:\n")[2]
+    return doc_of(name).partition("\nExamples:\n")[2]
 
 
 def test_every_public_name_has_an_example() -> None:

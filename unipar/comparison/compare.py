@@ -94,7 +94,7 @@ def compare(
         TaskError: The task is missing or incomplete.
         OutExists: The run folder is in use.
 
-    Example:
+    Examples:
         >>> comparison = unipar.compare("train.yaml", strategies=["native/nothing"], overwrite=True)
         >>> comparison.ran_and_agrees
         True

@@ -72,7 +72,7 @@ def plan(
         ConfigError: The config is invalid, or a strategy does not exist.
         TaskError: The config names no task, or the task cannot run on such tensors.
 
-    Example:
+    Examples:
         >>> plan = unipar.plan("train.yaml", strategies=["native/*"], worlds=[2], memory="1GiB")
         >>> "native/nothing" in str(plan)
         True

@@ -72,7 +72,7 @@ def scale(
         Unsupported: No world can run.
         OutExists: The run folder is in use.
 
-    Example:
+    Examples:
         >>> scaling = unipar.scale("train.yaml", worlds=[1, 2], overwrite=True)
         >>> scaling.code
         0

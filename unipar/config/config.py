@@ -153,7 +153,7 @@ class Compare(Section):
 class Config(Section):
     """Config of a run: what is trained, how it is split, and which backend trains it.
 
-    Example:
+    Examples:
         >>> config = unipar.Config(batch={"total": 16}, train={"steps": 8})
         >>> config.train.optimizer.name, config.batch.settle(ranks=2).micro
         ('adamw', 8)

@@ -62,7 +62,7 @@ def launch(
         Unsupported: The strategy cannot run this config.
         WorkerFailed: A rank failed.
 
-    Example:
+    Examples:
         >>> report = unipar.launch("train.yaml", overrides={"train.steps": 4}, quiet=True)
         >>> report.steps, report.size
         (4, 2)
@@ -123,7 +123,7 @@ def join(
         TaskError: The task is missing or incomplete.
         Unsupported: The strategy cannot run this config.
 
-    Example:
+    Examples:
         ```python
         import unipar
         from train import Line

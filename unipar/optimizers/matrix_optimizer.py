@@ -31,7 +31,7 @@ class MatrixOptimizer(Optimizer, ABC):
     A subclass defines `direction`, as if there were one process. Its state of a matrix is on that rank alone, where it
     is saved and loaded by name, in any number of ranks.
 
-    Example:
+    Examples:
         >>> class Signs(unipar.MatrixOptimizer):
         ...     def direction(self, gradient, state, group):
         ...         return gradient.sign()

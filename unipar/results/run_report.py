@@ -42,7 +42,7 @@ SPEED_NAMES = (
 class Report(ShownAsPage):
     """Results of a run, finished or not: what its ranks have logged. It prints as a few lines of text.
 
-    Example:
+    Examples:
         >>> report = unipar.launch("train.yaml", overrides={"train.steps": 4}, quiet=True)
         >>> [step for step, loss in report.losses]
         [1, 2, 3, 4]

@@ -33,7 +33,7 @@ def gathered(*columns: Any, score: Score) -> Gathered:
     Raises:
         TypeError: There is no column.
 
-    Example:
+    Examples:
         ```python
         import unipar
 

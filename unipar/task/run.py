@@ -73,7 +73,7 @@ class TrainedModule(Protocol):
 class Run(ABC):
     """One rank of a run, as a training loop uses it: `Task.train` receives it, and `join` yields it.
 
-    Example:
+    Examples:
         ```python
         import unipar
         from train import Line
@@ -213,8 +213,8 @@ class Run(ABC):
         Args:
             tensor: A tensor with rows of this rank.
             of: The local batch, or its microbatch, from which the rows were computed. Rows of a microbatch with scale
-                0, which a rank has only because others have more samples, are left out. None: the current local batch if
-                the tensor has a row for each of its samples on every rank; otherwise every row counts, rank by rank.
+                0, which a rank has only because others have more samples, are left out. None: the current local batch
+                if the tensor has a row for each of its samples on every rank; otherwise every row counts, rank by rank.
 
         Returns:
             The rows of all ranks, on every rank.

@@ -33,7 +33,7 @@ class Task(ABC):
 
     Arguments of its constructor are `task.args` of the config. Each rank creates its own instance.
 
-    Example:
+    Examples:
         >>> class Line(unipar.Task):
         ...     def model(self):
         ...         return torch.nn.Linear(1, 1)

@@ -17,7 +17,7 @@ class Tracker(ABC):
 
     Rank 0 creates one instance, and calls its methods, in a thread of its own.
 
-    Example:
+    Examples:
         >>> class Lines(unipar.Tracker):
         ...     def __init__(self, run, config):
         ...         self.lines = []

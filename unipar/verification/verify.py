@@ -77,7 +77,7 @@ def verify(
         TaskError: The task is missing or incomplete.
         OutExists: The run folder is in use.
 
-    Example:
+    Examples:
         >>> verdicts = unipar.verify("train.yaml", strategies=["native/nothing"], steps=4, overwrite=True)
         >>> verdicts.code
         0

@@ -95,7 +95,7 @@ class Strategy:
 
     Further axes of the mesh follow with their sizes: `native/parameters+tensor2+pipeline2`.
 
-    Example:
+    Examples:
         >>> strategy = unipar.Strategy.parse("native/parameters+tensor2")
         >>> strategy.backend, strategy.shard, strategy.axes.tensor
         ('native', 'parameters', 2)
