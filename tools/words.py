@@ -34,7 +34,7 @@ FORBIDDEN: Final = {
     ),
     r"\b(?:crew|zygote|autopsy|ledger|payload|till|heed|birth|contest)s?\b": "a private word: see the glossary",
     r"\b(?:strategy|strategies) cells?\b|\bcells? of (?:the|a) (?:matrix|comparison)\b": "a strategy",
-    r"\b[Ff]eeds?\b(?! forward)": "a loader",
+    r"\b[Ff]eeds?\b(?![ -]forward)": "a loader",
     r"\bmended\b|\b[Tt]ried once\b|\bset aside\b": "history: say what holds now",
     r"\bbusy with\b|\bslow hour\b|\bon one (?:day|afternoon)\b|\bbeside other work\b|\bin an hour\b": (
         "circumstances of a measurement: only its command, and index.md's paragraph on machines"
