@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from typing_extensions import override
+
 ROOT = Path(__file__).parents[1]
 
 START: Final = r"(?:^|(?<=[.!?:;] )|(?<=[.!?]\n))"
@@ -59,6 +61,7 @@ class Hit:
     words: str
     reason: str
 
+    @override
     def __str__(self) -> str:
         return f"{self.place}: {self.words!r}: {self.reason}"
 
