@@ -42,7 +42,7 @@ FORBIDDEN: Final = {
         "circumstances of a measurement: only its command, and index.md's paragraph on machines"
     ),
     r"\b(?:the|what is|as) (?:told|given|seen|odd|apart|found)(?=[.,;:])": "a participle as a noun: name the thing",
-    r"\bif (?:it|they) (?:is|are) none\b|\bis none\b": "is not a ...",
+    r"\bif (?:it|they) (?:is|are) none\b|(?<!there )\bis none\b": "is not a ...",
     r"\bin one go\b|\bgoes? (?:with|without|by)\b": "works, uses, supports",
     r"\b(?:for|since) (?:else|otherwise)\b": "because otherwise",
     r"\b[Tt]hereby|\b[Tt]hereof|\b[Ww]herein\b|\b[Ww]hereof\b|\b[Tt]hither\b": "a word of contracts: by this, of it",

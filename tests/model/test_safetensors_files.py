@@ -261,7 +261,7 @@ def _nothing(tensors: dict[str, Tensor], placed: dict[str, str]) -> None:
          "safetensors file in the folder"),
         (_elsewhere, "{}/model.safetensors.index.json names model-00003-of-00003.safetensors, which is not in the "
          "folder"),
-        (_lacks, "{}/model-00001-of-00002.safetensors lacks gone, which the index says is in it"),
+        (_lacks, "{}/model-00001-of-00002.safetensors does not have gone, which the index says is in it"),
         (_unsaid, "{}/model-00001-of-00002.safetensors has more, which the index does not say"),
         (_nothing, "{}/model.safetensors.index.json is no index: it has no weight_map from names to files"),
     ],

@@ -85,7 +85,9 @@ def _validate_weight_folder(folder: Path, wanted: Weights) -> None:
                 continue
             wanted_there = {name for name, called in placed.items() if called == file.name}
             if lacked := sorted(wanted_there - set(inside)):
-                raise ConfigError(f"model.weights: {file} lacks {first_few(lacked)}, which the index says is in it")
+                raise ConfigError(
+                    f"model.weights: {file} does not have {first_few(lacked)}, which the index says is in it"
+                )
             if extra := sorted(set(inside) - wanted_there):
                 raise ConfigError(f"model.weights: {file} has {first_few(extra)}, which the index does not say")
     except OSError as e:

@@ -71,7 +71,9 @@ def _compared_parts(found: Sequence[ForecastDifference]) -> Iterator[str]:
     )
     yield html_figure(lambda width: draw_forecast_pairs(found, width), _category_table(found, shown))
     head = ["strategy", "measured", "in", "predicted", "in", "difference", "sent, measured", "sent, predicted"]
-    yield html_table(head, map(_difference_row, found), "Peak and payload of a step, measured and predicted", (0, 2, 4))
+    yield html_table(
+        head, map(_difference_row, found), "Peak and bytes sent in a step, measured and predicted", (0, 2, 4)
+    )
 
 
 def _category_table(found: Sequence[ForecastDifference], shown: Sequence[Category]) -> str:
@@ -115,7 +117,9 @@ def _planned_parts(page: ComparisonPageData, forecast: Forecast) -> Iterator[str
         [strategy.strategy, format_size(peak.peak), peak.name, _payload_text(strategy)] for strategy, peak in planned
     ]
     if rows:
-        yield html_table(["strategy", "predicted", "in", "sent, predicted"], rows, "Predicted peak and payload", (0, 2))
+        yield html_table(
+            ["strategy", "predicted", "in", "sent, predicted"], rows, "Predicted peak and bytes sent", (0, 2)
+        )
 
 
 def _payload_text(strategy: StrategyForecast) -> str:
