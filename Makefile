@@ -27,7 +27,7 @@ WORKERS := $(shell [ "$$(nproc)" -gt 1 ] && echo 2 || echo 0)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo verify test lint style bench layout reference words route settings memory mesh examples bubble pairs conformance chaos matrix machines ray sweeps emulated device-lines planted compiled versions fresh torchtune docs gpu gpu-wheels setup horovod clean
+.PHONY: help demo verify test lint style bench layout reference words route errors settings memory mesh examples bubble pairs conformance chaos matrix machines ray sweeps emulated device-lines planted compiled versions fresh torchtune docs gpu gpu-wheels setup horovod clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
@@ -64,6 +64,9 @@ words: setup ## patterns and words that docs, help, errors and pages of reports 
 
 route: setup ## the way of a config from launch to the first step: modules, calls to higher floors, lookups
 	$(IN_VENV) $(BIN)/python -m tools.route $(ARGS)
+
+errors: setup ## each place that raises an error, with its text; --without-way-out, --sample N --seed S
+	$(IN_VENV) $(BIN)/python -m tools.raises $(ARGS)
 
 layout: setup ## the shape of unipar/: modules, packages, floors, import circles, largest folder, longest file
 	$(IN_VENV) $(BIN)/python -m tools.layout $(ARGS)

@@ -17,6 +17,7 @@ import typer.main
 
 from unipar import errors
 from unipar.cli.app import COMMANDS, build_app
+from unipar.config.foreign_words import FOREIGN_KEYS, FOREIGN_STRATEGIES, FOREIGN_VALUES
 from unipar.conversion.config_schema import schema_text
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -350,7 +351,29 @@ def exit_codes() -> Iterator[str]:
     yield from table(("code", "meaning", "errors"), rows)
 
 
-PARTS: Mapping[str, Callable[[], Iterator[str]]] = {"keys": keys, "commands": commands, "exit-codes": exit_codes}
+def words() -> Iterator[str]:
+    """Yield a table of each library's words, with what to write for them here."""
+    tables = {
+        **FOREIGN_KEYS,
+        **{f"Values of {key}": answers for key, answers in FOREIGN_VALUES.items()},
+        "Strategies": FOREIGN_STRATEGIES,
+    }
+    for name, answers in tables.items():
+        rows = [
+            (", ".join(f"`{word}`" for word in theirs.split()), answer.removeprefix("write "))
+            for theirs, answer in answers.items()
+        ]
+        yield f"### {name}"
+        yield ""
+        yield from table(("their word", "write"), rows)
+
+
+PARTS: Mapping[str, Callable[[], Iterator[str]]] = {
+    "keys": keys,
+    "commands": commands,
+    "exit-codes": exit_codes,
+    "words": words,
+}
 PAGES = ("config.md", "cli.md")
 
 

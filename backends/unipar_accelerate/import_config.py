@@ -360,7 +360,7 @@ def _load_deepspeed_file(reading: ForeignConfigReader, file: str) -> Mapping[str
     except json.JSONDecodeError as e:
         raise ConfigError(f"{path}, line {e.lineno}: {e.msg}") from None
     if not isinstance(data, dict):
-        raise ConfigError(f"{path}, line 1: a ds_config.json is one mapping")
+        raise ConfigError(f'{path}, line 1: a ds_config.json is one mapping: {{"train_batch_size": ...}}')
     return data
 
 

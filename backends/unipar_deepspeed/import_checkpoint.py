@@ -84,7 +84,10 @@ def _refuse_missing_ranks(folder: Path, states: Sequence[Mapping[str, Any]]) -> 
     wanted = states[0]["partition_count"]
     wanted = max(wanted) if isinstance(wanted, list) else wanted
     if wanted != len(states):
-        raise CheckpointError(f"{folder}: {len(states)} files of {wanted} ranks' optimizer states; some are missing")
+        raise CheckpointError(
+            f"{folder}: {len(states)} files of {wanted} ranks' optimizer states; copy the missing files there, or "
+            "import the weights alone"
+        )
 
 
 def _collect_unsplit(model: Mapping[str, Any], into: StateCollector, *, weights_only: bool) -> None:

@@ -58,7 +58,9 @@ def install_horovod(*, force: bool = False) -> str:
     """Build the wheel if the cache has none (with `force`, always), install and test it; return what was done."""
     torch = query_torch()
     if (missing := list_missing(torch)) or isinstance(torch, str):
-        raise BackendNotInstalled(f"horovod {HOROVOD_VERSION} cannot be built yet; missing: {'; '.join(missing)}")
+        raise BackendNotInstalled(
+            f"horovod {HOROVOD_VERSION} cannot be built yet; install what is missing: {'; '.join(missing)}"
+        )
     log = _cache_subfolder("logs") / f"horovod-{HOROVOD_VERSION}-{os.getpid()}.log"
     keep = False
     try:
@@ -229,8 +231,8 @@ def _prove_or_uninstall(wheel: Wheel, log: Path) -> None:
             [*PIP_COMMAND, "uninstall", "-y", "horovod"], log, "its wheel does not run, and pip did not uninstall it"
         )
         raise BackendNotInstalled(
-            f"horovod {HOROVOD_VERSION} was installed, failed its self-test, and was uninstalled again: {e} "
-            f"(the whole log: {log})"
+            f"horovod {HOROVOD_VERSION} was installed, failed its self-test, and was uninstalled again: {e}; "
+            f"`unipar install horovod --force` builds it anew (the full log: {log})"
         ) from None
 
 

@@ -35,7 +35,7 @@ def refuse_unknown_patterns(given: Mapping[str, str], module: nn.Module, blocks:
             weights = [(name, getattr(module.get_submodule(name), "weight", None)) for name in known]
             matrices = [name for name, weight in weights if isinstance(weight, Tensor) and weight.ndim > 1]
             raise TaskError(
-                f"tensor() says {given[pattern]} for {pattern!r}, and no module of a block is called so; matrices are "
+                f"tensor() says {given[pattern]} for {pattern!r}, and no module of a block has that name; name one of "
                 f"{first_few(matrices, most=8)}"
             )
 

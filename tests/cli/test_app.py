@@ -441,3 +441,18 @@ def test_no_torch_before_a_process_starts(words: str) -> None:
     answer = typed("-c", program)
     assert answer.stdout.rpartition("loaded:")[2].split() == []
     assert "loaded:" in answer.stdout
+
+
+def test_help_of_a_command_by_the_word_help(unipar: Any) -> None:
+    """As `COMMAND --help`; alone it lists the commands."""
+    assert unipar("help", "plan").out == unipar("plan", "--help").out
+    assert unipar("help").out == unipar("--help").out
+
+
+@pytest.mark.parametrize(("typed", "completed"), [("unipar comp", "compare"), ("unipar run --ov", "--overwrite")])
+def test_a_shell_completes(unipar: Any, monkeypatch: pytest.MonkeyPatch, typed: str, completed: str) -> None:
+    """Commands and their options, after `unipar --install-completion`."""
+    monkeypatch.setenv("_UNIPAR_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", typed)
+    monkeypatch.setenv("COMP_CWORD", str(len(typed.split()) - 1))
+    assert unipar().out.split() == [completed]

@@ -313,7 +313,11 @@ def test_check_without_a_task(source: ConfigSource) -> None:
             "horovod has: horovod/nothing",
         ),
         ("task.use=net.py:Nat", TaskError, "task.use: {folder}/net.py has no class Nat; did you mean Net?"),
-        ("task.use=nat.py:Net", TaskError, "task.use: the file {folder}/nat.py does not exist"),
+        (
+            "task.use=nat.py:Net",
+            TaskError,
+            "task.use: the file {folder}/nat.py does not exist; the path is relative to the config",
+        ),
         ("task.args.widht=4", TaskError, "task.args.widht: Net has no such argument; did you mean 'width'?"),
     ],
 )

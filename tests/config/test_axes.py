@@ -44,8 +44,8 @@ def test_a_variant_beside_axes() -> None:
     ("text", "why"),
     [
         ("native/nothing+tensor0", "a size is at least 1"),
-        ("native/nothing+tensor2+tensor3", "it says tensor twice"),
-        ("native/nothing+pipeline2+gpipe+interleaved", "it says schedule twice"),
+        ("native/nothing+tensor2+tensor3", "it says tensor twice; say it once"),
+        ("native/nothing+pipeline2+gpipe+interleaved", "it says schedule twice; say it once"),
         (
             "native/nothing+sequence",
             "sequence splits activations over the ranks of tensor, and tensor is 1: give tensor, or leave it out",

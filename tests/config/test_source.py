@@ -158,7 +158,7 @@ def test_two_lengths_given_together_are_an_error(config: Reader) -> None:
         ),
         (
             "task.args={}",
-            "--set task.args: {} changes nothing; a section changes the keys it names",
+            "--set task.args: {} changes nothing; name a key, or leave it out",
         ),
         (
             "options.deepspeed.buckets=scald",

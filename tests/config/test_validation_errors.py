@@ -42,7 +42,7 @@ def said(changes: dict[str, Any], where: dict[str, str] | None = None) -> str:
         # a key that is not there
         ({"trian": {}}, "trian: there is no such key; did you mean 'train'?"),
         ({"steps": 3}, "steps: there is no such key; did you mean 'train.steps'?"),
-        ({"lr": 3}, "lr: there is no such key; did you mean 'train.optimizer.lr'?"),
+        ({"lr": 3}, "lr: there is no such key; the learning rate is train.optimizer.lr"),
         (
             {"zebra": 3},
             "zebra: there is no such key; a config has task, backend, device, parallel, batch, model, data, train, "
@@ -185,7 +185,7 @@ def said(changes: dict[str, Any], where: dict[str, str] | None = None) -> str:
         (
             {"train/precision": "bf16"},
             "train.precision: wanted fp32, fp64, fp16, bf16-mixed or bf16-master, got 'bf16'; "
-            "did you mean 'bf16-mixed' or 'bf16-master'?",
+            "write bf16-mixed (fp32 parameters, bf16 compute)",
         ),
         (
             {"data": {"last_batch": "kepe"}},
@@ -194,7 +194,7 @@ def said(changes: dict[str, Any], where: dict[str, str] | None = None) -> str:
         (
             {"device": "gpu"},
             "device: wanted auto, cpu, cuda, xpu, npu, hpu, mps, or one device such as cuda:0, "
-            "which several ranks may share, got 'gpu'",
+            "which several ranks may share, got 'gpu'; write cuda",
         ),
         ({"log": {"to": [1]}}, "log.to.0: wanted text, got 1"),
         (

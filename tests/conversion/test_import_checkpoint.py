@@ -185,7 +185,10 @@ def test_groups_of_the_task_say_whose_moments_they_are(tmp_path: Path) -> None:
 def test_refusals(tmp_path: Path) -> None:
     """Each source that does not fit has its sentence, also out of the process that reads it."""
     (tmp_path / "empty").mkdir()
-    assert refused(tmp_path, tmp_path / "no.pt") == f"{tmp_path / 'no.pt'} does not exist"
+    assert (
+        refused(tmp_path, tmp_path / "no.pt")
+        == f"{tmp_path / 'no.pt'} does not exist; name the library's checkpoint folder or file"
+    )
     assert refused(tmp_path, tmp_path / "empty") == (
         f"{tmp_path / 'empty'}: no checkpoint of another library that is known: a folder with model.safetensors, "
         "model.safetensors.index.json, pytorch_model.bin, .metadata or *_model_states.pt, or a file ending in "

@@ -76,12 +76,12 @@ def program(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ),
         (
             ["machines.ranks_per_node=2", "batch.micro=auto", "batch.memory=1GiB"],
-            "batch.micro: auto is found by trials in processes that unipar starts, not under a job system; `unipar "
-            "plan FILE --memory SIZE` tells what to expect",
+            "batch.micro: auto is found by trials in processes that unipar starts, not under a job system; write "
+            "a number, which `unipar plan FILE --memory SIZE` predicts",
         ),
         (
             ["machines.ranks_per_node=2", "backend=single"],
-            "backend: single is one process, and machines asks for 2 ranks",
+            "backend: single is one process, and machines asks for 2 ranks: choose another strategy",
         ),
     ],
 )

@@ -335,7 +335,10 @@ def test_an_account_that_cannot_be_read_is_a_sentence(tmp_path: Path) -> None:
 
     with pytest.raises(ReportError) as e:
         read_account(tmp_path, 0)
-    assert str(e.value) == f"rank 0 wrote no account of its memory: there is no {account_path(tmp_path, 0)}"
+    assert (
+        str(e.value) == f"rank 0 wrote no account of its memory ({account_path(tmp_path, 0)} is missing); "
+        "run it again with log.memory: true"
+    )
     whole = MemoryAccount(rank=0, method="m", device="cpu", base=1, phases=(), peaks=()).model_dump_json()
     account_path(tmp_path, 0).write_text(whole[:-9], encoding="utf-8")
     with pytest.raises(ReportError, match=r"memory.json is not the account of a rank's memory \(the whole file: "):

@@ -140,9 +140,10 @@ WRONG: list[tuple[Groups, str]] = [
     (lambda m: [{"params": [m[0].weight]}],
      "groups() leaves out 0.bias, 1.weight, 1.bias, 2.weight and 1 more: give every trained parameter a group, "
      "or freeze it"),
-    (lambda m: [{"params": m.parameters()}, {"params": [m[0].bias]}], "groups(): '0.bias' is in two groups"),
+    (lambda m: [{"params": m.parameters()}, {"params": [m[0].bias]}],
+     "groups(): '0.bias' is in two groups; leave it in one"),
     (lambda m: [{"params": [nn.Parameter(torch.ones(1))]}],
-     "groups(): group 0 holds a parameter that is not the model's"),
+     "groups(): group 0 holds a parameter that is not the model's; take parameters from model.parameters()"),
     (lambda m: [{"parameters": m.parameters()}], "groups(): group 0 has no 'params'"),
     (lambda m: [{"params": m.parameters(), "learning_rate": 1.0}],
      "groups(): group 0 sets 'learning_rate'; this optimizer has betas, eps, lr, weight_decay"),
@@ -270,7 +271,7 @@ def _with_closure(groups: Any) -> Any:
         ),
         (_none, "optimizer() returned 3; it must return a torch.optim.Optimizer over the groups that it is given"),
         (_first, "optimizer() leaves out '0.bias': give it all groups, or freeze the parameter"),
-        (_more, "optimizer() holds a parameter that is in none of the groups that it was given"),
+        (_more, "optimizer() holds a parameter that is in none of the groups passed to it; build it from these groups"),
     ],
 )
 def test_an_optimizer_that_is_none(make: Any, message: str) -> None:

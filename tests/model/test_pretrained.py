@@ -247,9 +247,13 @@ def test_what_is_no_file_of_weights(tmp_path: Path) -> None:
     (tmp_path / "d.pt").mkdir()
     file = _saved(tmp_path, "w.safetensors", {"module.body.0.weight": torch.ones(1)})
     validate_weight_file(Weights(file=file, only=("body.*",)), [tmp_path])
-    assert _refused(tmp_path / "x.pt", tmp_path) == "model.weights: DIR/x.pt does not exist"
+    assert (
+        _refused(tmp_path / "x.pt", tmp_path)
+        == "model.weights: DIR/x.pt does not exist; the path is relative to the config"
+    )
     assert _refused(tmp_path / "d.pt", tmp_path) == (
-        "model.weights: DIR/d.pt is a folder with neither model.safetensors.index.json nor model.safetensors"
+        "model.weights: DIR/d.pt is a folder with neither model.safetensors.index.json nor model.safetensors; "
+        "name a file in it"
     )
     assert _refused(tmp_path / "w.npz", tmp_path) == (
         "model.weights: DIR/w.npz ends in .npz; it must be one of .safetensors, .pt, .pth, .bin"
@@ -309,7 +313,7 @@ def test_refused_before_any_process(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """A missing file is refused before a run folder is made."""
     monkeypatch.chdir(tmp_path)
     config = {"batch": {"total": 4}, "train": {"steps": 1}, "model": {"weights": "w.pt"}, "device": "cpu"}
-    with pytest.raises(ConfigError, match=r"w\.pt does not exist$"):
+    with pytest.raises(ConfigError, match=r"w\.pt does not exist; the path is relative to the config$"):
         start(config, task=Line)
     assert list(tmp_path.iterdir()) == []
 

@@ -260,9 +260,11 @@ def _nothing(tensors: dict[str, Tensor], placed: dict[str, str]) -> None:
         (_outside, "{}/model.safetensors.index.json says that body.bias is in '../secret.safetensors'; it must name a "
          "safetensors file in the folder"),
         (_elsewhere, "{}/model.safetensors.index.json names model-00003-of-00003.safetensors, which is not in the "
-         "folder"),
-        (_lacks, "{}/model-00001-of-00002.safetensors does not have gone, which the index says is in it"),
-        (_unsaid, "{}/model-00001-of-00002.safetensors has more, which the index does not say"),
+         "folder; download or copy it"),
+        (_lacks, "{}/model-00001-of-00002.safetensors does not have gone, which the index names; "
+          "download the folder again"),
+        (_unsaid, "{}/model-00001-of-00002.safetensors has more, which the index does not name; "
+         "download the folder again"),
         (_nothing, "{}/model.safetensors.index.json is no index: it has no weight_map from names to files"),
     ],
 )  # fmt: skip
@@ -278,7 +280,10 @@ def test_folders_that_hold_no_weights(tmp_path: Path) -> None:
     """Neither index nor file; a file that is a link out of the folder; a truncated file."""
     with pytest.raises(ConfigError) as caught:
         validate_weight_file(Weights(file=str(tmp_path)), [])
-    assert str(caught.value) == f"model.weights: {tmp_path} is a folder with neither {INDEX} nor model.safetensors"
+    assert (
+        str(caught.value)
+        == f"model.weights: {tmp_path} is a folder with neither {INDEX} nor model.safetensors; name a file in it"
+    )
     made = folder(tmp_path)
     file = made / "model-00001-of-00002.safetensors"
     file.rename(tmp_path / "elsewhere")

@@ -28,8 +28,12 @@ MAY_REUSE = {
 }
 """Backends that unipar splits models for use the mesh; Accelerate wraps DeepSpeed."""
 
-HELP = {ROOT / "unipar/cli/app.py", *(ROOT / "unipar/cli/commands").rglob("*.py")}
-"""Files in which a text may name a library: `--help` teaches by example."""
+HELP = {
+    ROOT / "unipar/cli/app.py",
+    ROOT / "unipar/config/foreign_words.py",
+    *(ROOT / "unipar/cli/commands").rglob("*.py"),
+}
+"""Files in which a text may name a library: `--help` teaches by example, an answer says what to write."""
 
 PACKAGES = sorted(package for floor in FLOORS[1:] for package in floor)
 

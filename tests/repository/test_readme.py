@@ -19,11 +19,17 @@ def block(language: str, name: str) -> str:
 
 
 def test_it_opens_with_the_two_commands() -> None:
-    """One line of what the system must give, then make demo and make test."""
-    first, _, _, demo, test, *_ = README.splitlines()
-    assert first.startswith("On Debian, once: `apt install make git g++ python3-venv python3-dev`.")
+    """What it is; what the system must give; make demo and make test."""
+    title, _, _, _, _, system, _, _, demo, test, *_ = README.splitlines()
+    assert title == "# unipar"
+    assert system.startswith("From a checkout, on Debian: `apt install make git g++ python3-venv python3-dev`, then")
     assert demo.startswith("$ make demo")
     assert test.startswith("$ make test")
+
+
+def test_it_is_short() -> None:
+    """650 words, code and tables included."""
+    assert len(README.split()) <= 650
 
 
 def test_the_example_trains(tmp_path: Path, forks: Forks) -> None:
@@ -41,12 +47,3 @@ def test_every_command_is_there(command: str, forks: Forks) -> None:
     """A name that the README shows is one that the program knows."""
     done = forks.unipar([command, "--help"])
     assert done.returncode == 0, done.stderr
-
-
-def test_the_example_of_a_submission(forks: Forks) -> None:
-    """It shows a job for Slurm on a machine without Slurm and without a GPU, such as this one may be."""
-    (line,) = re.findall(r"^\$ unipar (submit .* --print)\b", README, re.MULTILINE)
-    done = forks.unipar(line.split())
-    assert done.returncode == 0, done.stderr
-    assert "\n#SBATCH --nodes=2\n" in done.stdout
-    assert done.stdout.splitlines()[-1].startswith("$ sbatch ")

@@ -12,7 +12,6 @@ from tools import words
 
 NOT_YET_DOCS: frozenset[str] = frozenset(
     {
-        "README.md",
         "docs/averages.md",
         "docs/checkpoint-format.md",
         "docs/checkpoints.md",

@@ -1,6 +1,6 @@
 """README's commands on a bare Debian that is made on the spot: `make fresh`.
 
-A minimal Debian with the packages of README's first line and nothing else is put into a folder, and entered in
+A minimal Debian with the packages that README names and nothing else is put into a folder, and entered in
 namespaces of its own: when its first process ends, all others and every mount are gone. The checkout's last commit is
 cloned into it, for root and for an ordinary user, who run the commands that README prints. pip's settings and
 certificates of this machine count there, too. It takes 10 GB in TMPDIR, which are freed at the end.
@@ -99,9 +99,9 @@ def say(text: str) -> None:
 
 
 def readme_packages(text: str) -> list[str]:
-    """Return the packages of README's first line."""
-    found = re.match(r".*`apt install ([^`]+)`", text)
-    assert found, "README's first line names no packages"
+    """Return the packages that README installs with apt."""
+    found = re.search(r"`apt install ([^`]+)`", text)
+    assert found, "README names no packages of Debian"
     return found[1].split()
 
 

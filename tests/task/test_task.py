@@ -148,9 +148,13 @@ def test_look_reads_the_encoding_that_a_file_names(tmp_path: Path) -> None:
 
 def test_look_at_what_is_not_there(tmp_path: Path) -> None:
     """A missing file, a missing module and a wrong `task.use` are refused."""
-    with pytest.raises(TaskError, match=r"^task.use: the file .*absent.py does not exist$"):
+    with pytest.raises(
+        TaskError, match=r"^task.use: the file .*absent.py does not exist; the path is relative to the config$"
+    ):
         TaskRef.of(None, TaskUse(use=f"{tmp_path}/absent.py:Mine"), {}).check_code()
-    with pytest.raises(TaskError, match=r"^task.use: there is no module 'no.such' on the path$"):
+    with pytest.raises(
+        TaskError, match=r"^task.use: there is no module 'no.such' on the path; install it, or write file.py:Class$"
+    ):
         TaskRef.of(None, TaskUse(use="no.such:Mine"), {}).check_code()
     with pytest.raises(TaskError, match=r"^task.use: 'mine.py' should be file.py:Class or package.module:Class$"):
         TaskRef.of(None, TaskUse(use="mine.py"), {})
@@ -212,7 +216,9 @@ def test_load_of_a_module_that_fails(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
         TaskRef(CodeLocation("Mine", module="abad"), path=(str(tmp_path),)).load()
     assert "abad" not in sys.modules
-    with pytest.raises(TaskError, match=r"^there is no module 'nowhere_at_all' on the path$"):
+    with pytest.raises(
+        TaskError, match=r"^there is no module 'nowhere_at_all' on the path; install it, or write file.py:Class$"
+    ):
         TaskRef(CodeLocation("Mine", module="nowhere_at_all")).load()
 
 

@@ -291,7 +291,10 @@ def test_the_start_is_taken_where_all_own_checkpoints_are_broken(tmp_path: Path)
     (start / "state.json").unlink()
     with pytest.raises(CheckpointError) as caught:
         trained(run, **settings(4, checkpoint={}, resume=str(start)))
-    assert str(caught.value) == (f"{start / 'state.json'}: missing, though manifest.json lists it; {missing}")
+    assert str(caught.value) == (
+        f"{start / 'state.json'}: missing, though manifest.json lists it; {missing}; "
+        f"`unipar checkpoint list {start.parent}` shows the others"
+    )
 
 
 def test_a_run_whose_end_was_not_written_only_ends(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ from unipar.config.config_source import (
     load_config_file,
     load_given_config,
 )
+from unipar.config.foreign_words import advise_on_value
 from unipar.config.job_system import find_job_system, job_system_names
 from unipar.config.sections.machines import Machines
 from unipar.config.settled import SettledConfig
@@ -176,7 +177,9 @@ def _unknown_backend(name: str, key: str, places: KeyOrigins) -> Iterator[tuple[
     try:
         find_backend(name)
     except BackendNotFound as e:
-        yield BackendNotFound, f"{key}{_place(places, key)}: {e}"
+        advice = advise_on_value("backend", name)
+        why = f"no backend {name!r}; {advice}" if advice else str(e)
+        yield BackendNotFound, f"{key}{_place(places, key)}: {why}"
 
 
 STRATEGY: Final = "--backend"

@@ -6,13 +6,14 @@ from functools import cache
 from itertools import chain
 
 from unipar.backend.description import Backend
+from unipar.config.foreign_words import advise_on_strategy
 from unipar.distributed.known_launchers import KNOWN_LAUNCHERS
 from unipar.distributed.launchers import Launcher
 from unipar.errors import BackendNotFound
 from unipar.utils.entry_points import PluginGroup
 
 BACKENDS = PluginGroup[Backend](
-    "unipar.backends", "backend", "backend {!r}", "an instance of Backend", Backend, BackendNotFound
+    "unipar.backends", "backend", "backend {!r}", "an instance of Backend", Backend, BackendNotFound, advise_on_strategy
 )
 """Group of entry points under which packages register their backends."""
 

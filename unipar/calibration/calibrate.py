@@ -142,7 +142,10 @@ def _collect(receiver: Any, workers: Sequence[Any], tell: Callable[[str], None])
     while time.monotonic() < deadline:
         if not receiver.poll(0.2):
             if dead := [w for w in workers if w.exitcode not in (None, 0)]:
-                raise UniparError(f"--calibrate: a rank ended with exit code {dead[0].exitcode}; nothing is written")
+                raise UniparError(
+                    f"--calibrate: a rank ended with exit code {dead[0].exitcode}, and nothing is written; run it "
+                    "again with --debug"
+                )
             continue
         try:
             kind, value = receiver.recv()
@@ -153,7 +156,10 @@ def _collect(receiver: Any, workers: Sequence[Any], tell: Callable[[str], None])
         if kind == "error":
             raise UniparError(f"--calibrate: {value}; nothing is written")
         tell(value)
-    raise UniparError(f"--calibrate: the ranks did not answer within {CALIBRATION_PATIENCE:.0f} s; nothing is written")
+    raise UniparError(
+        f"--calibrate: the ranks did not answer within {CALIBRATION_PATIENCE:.0f} s, and nothing is written; run it "
+        "again when no other program uses the machine"
+    )
 
 
 def _end(workers: Sequence[Any]) -> None:

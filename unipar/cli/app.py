@@ -9,6 +9,8 @@ from importlib import import_module
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
+from typing_extensions import override
 
 from unipar.cli.commands.options import EXIT_CODES_HELP, VersionOption
 from unipar.distributed.launchers import without_launcher_arguments
@@ -55,12 +57,29 @@ GROUPS = ("checkpoint", "jobs")
 """Commands that have commands of their own; their function returns them."""
 
 
+class _Command(TyperCommand):
+    """Command that answers another library's option with the key that says the same."""
+
+    @override
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as e:
+            from unipar.config.foreign_words import advise_on_key
+
+            option = getattr(e, "option_name", None)  # of click's NoSuchOption, of which typer may have its own copy
+            if option and (advice := advise_on_key(option)):
+                error: Any = e
+                error.message += f"; {advice}; --set KEY=VALUE changes a key"
+                error.possibilities = None
+            raise
+
+
 def build_app(names: Iterable[str] = COMMANDS) -> typer.Typer:
     """Return the program with some of its commands; only their modules are imported."""
     app = typer.Typer(
         help=HELP,
         epilog=EXIT_CODES_HELP,
-        add_completion=False,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
@@ -72,7 +91,7 @@ def build_app(names: Iterable[str] = COMMANDS) -> typer.Typer:
         if name in GROUPS:
             app.add_typer(command(), name=name)
         else:
-            app.command(name, epilog=EXIT_CODES_HELP)(command)
+            app.command(name, cls=_Command, epilog=EXIT_CODES_HELP)(command)
     return app
 
 
@@ -82,6 +101,8 @@ def main() -> None:
     del sys.argv[1:]  # a task's file has no arguments here; what it sets by itself are their defaults
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
+    if words[:1] == ["help"]:
+        words = [*words[1:], "--help"]
     asked = next((word for word in words if not word.startswith("-")), "")
     if asked == "run" and "--help" not in words:
         early.begin_imports()

@@ -138,7 +138,10 @@ class StrategyWorld:
         losses = _sum_shares([rank["loss"] for rank in ranks])
         for step, loss in enumerate(losses, 1):
             if not math.isfinite(loss):
-                raise NonFinite(f"the loss of step {step} is {loss}")
+                raise NonFinite(
+                    f"the loss of step {step} is {loss}; lower train.optimizer.lr, or look for the cause in the task's "
+                    "loss"
+                )
         names = ranks[0].get("parts", {})
         parts = {name: _sum_shares([rank["parts"][name]["loss"] for rank in ranks]) for name in names}
         work = [RankWork.model_validate(rank["work"], strict=False) for rank in ranks]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import os
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from unipar.config import safe_yaml
 from unipar.config.config import Config
 from unipar.config.config_file import read_config_text
+from unipar.config.foreign_words import library_of_file
 from unipar.config.sections.schedule import Schedule
 from unipar.config.validation_errors import KeyOrigins, join_mistakes, list_mistakes
 from unipar.errors import ConfigError
@@ -112,6 +114,10 @@ def load_config_file(
         what = "empty" if data is None else f"{'a list' if isinstance(data, list) else show_value(data)}, not a mapping"
         raise ConfigError(
             f"{label}, line 1: a config consists of keys and values, such as `batch: {{total: 32}}`; this is {what}"
+        )
+    if not data.keys() & {"batch", "train"} and (library := library_of_file(data)):
+        raise ConfigError(
+            f"{label} is a config of {library}: `unipar import {shlex.quote(label)} -o train.yaml` makes one of unipar"
         )
     draft = _ConfigDraft(data, {".".join(path): f"line {n}" for path, n in lines.items()}, label)
     draft.locate(file.resolve().parent)
@@ -212,9 +218,7 @@ class _ConfigDraft:
         old = into.get(key)
         if isinstance(value, dict) and isinstance(old, dict) and not _has_other_name(old, value):
             if not value and old:
-                raise ConfigError(
-                    f"{origin} {'.'.join(path)}: {{}} changes nothing; a section changes the keys it names"
-                )
+                raise ConfigError(f"{origin} {'.'.join(path)}: {{}} changes nothing; name a key, or leave it out")
             for name, inner in value.items():
                 self._merge(old, name, inner, (*path, name), origin)
             return

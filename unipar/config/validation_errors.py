@@ -13,6 +13,7 @@ from pydantic import BaseModel, Tag, ValidationError
 from pydantic.fields import FieldInfo
 
 from unipar.config.config import Config
+from unipar.config.foreign_words import advise_on_key, advise_on_value
 from unipar.config.sections.section import Section
 from unipar.utils.text import did_you_mean, join_with_and, join_with_or, show_value
 
@@ -215,9 +216,9 @@ def _describe_mistake(m: _Mistake, model: type[BaseModel], prefix: str, where: K
         name = given["name"]
         return (
             f"{key}.name{_origin_text(f'{key}.name', where)}: wanted {join_with_or(tags)}, "
-            f"got {show_value(name)}{did_you_mean(str(name), tags)}"
+            f"got {show_value(name)}{_suggest_word(f'{key}.name', str(name), tags)}"
         )
-    return f"{key}{place}: wanted {m.kind.described()}, got {show_value(given)}{_suggest_value(m.kind, given)}"
+    return f"{key}{place}: wanted {m.kind.described()}, got {show_value(given)}{_suggest_value(key, m.kind, given)}"
 
 
 def _origin_text(key: str, where: KeyOrigins) -> str:
@@ -233,6 +234,8 @@ def _suggest_key(m: _Mistake, model: type[BaseModel], prefix: str) -> str:
     """Return a suggestion for an unknown key: a similar one, its section, or the keys that are known."""
     word, path = m.key[-1], list(list_known_keys(model, prefix))
     assert m.owner.section is not None
+    if advice := advise_on_key(word):
+        return f"; {advice}"
     if word in path and "." in word:
         steps = word.split(".")
         return f"; in a file keys are nested: {': {'.join(steps)}: ...{'}' * (len(steps) - 1)}"
@@ -247,9 +250,14 @@ def _suggest_key(m: _Mistake, model: type[BaseModel], prefix: str) -> str:
     return f"; {above} has {', '.join(m.owner.section.model_fields) or 'none'}"
 
 
-def _suggest_value(kind: _Annotation, given: object) -> str:
+def _suggest_value(key: str, kind: _Annotation, given: object) -> str:
     if not isinstance(given, str):
-        return ""
+        return f"; {advice}" if (advice := advise_on_value(key, given)) else ""
     if given in (tags := [m.tag for m in kind.members() if m.tag]):
         return f"; write {{name: {given}}}"
-    return did_you_mean(given, [*kind.choices, *tags])
+    return _suggest_word(key, given, [*kind.choices, *tags])
+
+
+def _suggest_word(key: str, word: str, known: Sequence[str]) -> str:
+    """Return what another library's word means here, or else the known word that is most like it."""
+    return f"; {advice}" if (advice := advise_on_value(key, word)) else did_you_mean(word, known)

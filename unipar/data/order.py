@@ -56,7 +56,8 @@ class SampleOrder:
             )
         if self.per_epoch == 0:
             raise ConfigError(
-                f"data.last_batch: drop leaves nothing: {self.samples} samples do not fill one batch of {self.total}"
+                f"data.last_batch: drop leaves nothing: {self.samples} samples do not fill one batch of {self.total}; "
+                "choose keep, or a smaller batch.total"
             )
 
     @cached_property

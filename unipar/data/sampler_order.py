@@ -54,7 +54,7 @@ class SamplerOrder:
                 set_epoch(epoch)
             found = array("q", self._checked_indices(epoch))
         if not found:
-            raise TaskError(f"{self._called} gave no index in epoch {epoch + 1}")
+            raise TaskError(f"{self._called} gave no index in epoch {epoch + 1}; it must yield at least one")
         if self._drawn and len(found) != len(self._drawn[0]):
             raise TaskError(
                 f"{self._called} gave {len(self._drawn[0])} indices in epoch 1 and {len(found)} in epoch {epoch + 1}: "

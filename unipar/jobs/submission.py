@@ -199,14 +199,17 @@ def _check_config(source: CheckedSource, ranks: int) -> None:
     """Raise with each reason why the config cannot run on so many ranks; libraries may be missing on this machine."""
     config, strategy, backend = source.config, source.strategy, source.backend
     if source.alone and ranks > 1:
-        raise ConfigError(f"backend: {strategy} is one process, and machines asks for {count_of(ranks, 'rank')}")
+        raise ConfigError(
+            f"backend: {strategy} is one process, and machines asks for {count_of(ranks, 'rank')}: choose another "
+            "strategy"
+        )
     if reasons := list(checks.list_refusals(backend, config, strategy)):
         raise Unsupported(str(Strategy(backend.name, config.parallel.shard, axes=strategy.axes)), reasons)
     check_offers(backend, strategy)
     if config.batch.is_auto:
         raise ConfigError(
             "batch.micro: auto is found by trials in processes that unipar starts, not under a job system; "
-            "`unipar plan FILE --memory SIZE` tells what to expect"
+            "write a number, which `unipar plan FILE --memory SIZE` predicts"
         )
     SettledConfig.of(config, strategy, ranks, "cpu" if config.device == "cpu" else "cuda")
     TaskRef.of(None, config.task, {}).check_code()

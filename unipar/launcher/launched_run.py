@@ -261,7 +261,7 @@ def _join_as_worker(
 
 
 def _refuse_launch_with_join() -> Report:
-    raise TaskError("launch() and join() are both called in one script; a script that joins does nothing else")
+    raise TaskError("launch() and join() are both called in one script; call one of them")
 
 
 def _launches_without(out: Path) -> list[str]:

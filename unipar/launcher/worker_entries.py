@@ -62,4 +62,4 @@ def rerun_script(place: Place, run: Path, control: socket.socket | None) -> None
         sys.argv = [what, *rest]
         runpy.run_path(what, run_name="__main__")
     if not script_context.has_joined:
-        raise TaskError(f"{what} ended in this worker without a join()")
+        raise TaskError(f"{what} ended in this worker without a join(); call it in every process")

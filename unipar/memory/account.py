@@ -189,7 +189,9 @@ def read_account(run: Path, rank: int) -> MemoryAccount:
     try:
         account = MemoryAccount.model_validate_json(file.read_bytes())
     except FileNotFoundError:
-        raise ReportError(f"rank {rank} wrote no account of its memory: there is no {file}") from None
+        raise ReportError(
+            f"rank {rank} wrote no account of its memory ({file} is missing); run it again with log.memory: true"
+        ) from None
     except OSError as e:
         raise ReportError(f"{file} cannot be read: {e.strerror}") from None
     except ValidationError as e:

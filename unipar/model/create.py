@@ -58,7 +58,7 @@ def check_parts(made: Any) -> dict[str, nn.Module]:
         raise TaskError(f"model() returned {made!r}; it must return a torch.nn.Module")
     parts: dict[Any, Any] = made
     if not parts:
-        raise TaskError("model() returned no part at all: {}")
+        raise TaskError("model() returned no part: {}; return a module, or modules by name")
     for name, module in parts.items():
         if not isinstance(name, str) or not name.isidentifier():
             raise TaskError(f"model() calls a part {name!r}; the name must be a word of letters, digits and _")

@@ -143,11 +143,14 @@ def _groups_of_task(
             raise TaskError(f"groups(): group {i} sets {unknown[0]!r}; this optimizer has {', '.join(sorted(allowed))}")
         for p in members:
             if id(p) not in names:
-                raise TaskError(f"groups(): group {i} holds a parameter that is not the model's")
+                raise TaskError(
+                    f"groups(): group {i} holds a parameter that is not the model's; take parameters from "
+                    "model.parameters()"
+                )
         mine = [names[id(p)] for p in members if p.requires_grad]
         twice = [n for n in mine if n in seen]
         if twice:
-            raise TaskError(f"groups(): {twice[0]!r} is in two groups")
+            raise TaskError(f"groups(): {twice[0]!r} is in two groups; leave it in one")
         seen.update(mine)
         groups.append(ParameterGroup(tuple(mine), {k: v for k, v in group.items() if k != "params"}))
     left = [n for n in trained if n not in seen]
@@ -252,7 +255,9 @@ def _create_own_optimizer(
     if left := [name for name, p in names.items() if id(p) in wanted - covered]:
         raise TaskError(f"optimizer() leaves out {left[0]!r}: give it all groups, or freeze the parameter")
     if covered - wanted:
-        raise TaskError("optimizer() holds a parameter that is in none of the groups that it was given")
+        raise TaskError(
+            "optimizer() holds a parameter that is in none of the groups passed to it; build it from these groups"
+        )
     return optimizer
 
 

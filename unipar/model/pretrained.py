@@ -202,7 +202,7 @@ def _without_prefixes(read: Iterable[tuple[str, _Value]], file: Path) -> dict[st
             raise ConfigError(f"model.weights: {file} has {bare!r} twice, with and without a wrapper's prefix")
         tensors[bare] = value
     if not tensors:
-        raise ConfigError(f"model.weights: {file} holds no tensors")
+        raise ConfigError(f"model.weights: {file} holds no tensors: name a file of weights")
     return tensors
 
 

@@ -96,6 +96,8 @@ class TensorInFile:
         while left:
             read = os.preadv(fd, [left], at)
             if read == 0:
-                raise ConfigError(f"model.weights: {self.file} ends at byte {at:,}, within a tensor")
+                raise ConfigError(
+                    f"model.weights: {self.file} ends at byte {at:,}, within a tensor; download or copy it again"
+                )
             left, at = left[read:], at + read
         self.owner.bytes_read += data.nbytes

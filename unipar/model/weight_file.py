@@ -50,7 +50,7 @@ def validate_weight_file(wanted: Weights, roots: Sequence[Path]) -> None:
         known = ", ".join((".safetensors", *PICKLE_SUFFIXES))
         raise ConfigError(f"model.weights: {file} ends in {file.suffix or 'nothing'}; it must be one of {known}")
     if not os.path.lexists(file):
-        raise ConfigError(f"model.weights: {file} does not exist")
+        raise ConfigError(f"model.weights: {file} does not exist; the path is relative to the config")
     _check_link(file, roots)
     if not file.is_file():
         raise ConfigError(
@@ -75,10 +75,13 @@ def _validate_weight_folder(folder: Path, wanted: Weights) -> None:
         names: list[str] = []
         for file in safetensors_in(folder):
             if not file.exists():
-                raise ConfigError(f"model.weights: {folder / INDEX_FILE} names {file.name}, which is not in the folder")
+                raise ConfigError(
+                    f"model.weights: {folder / INDEX_FILE} names {file.name}, which is not in the folder; "
+                    "download or copy it"
+                )
             _check_link(file, [folder])
             if not file.is_file():
-                raise ConfigError(f"model.weights: {file} is not a file")
+                raise ConfigError(f"model.weights: {file} is not a file; replace it by one")
             _, inside = read_safetensors_header(file)
             names += inside
             if placed is None:
@@ -86,10 +89,14 @@ def _validate_weight_folder(folder: Path, wanted: Weights) -> None:
             wanted_there = {name for name, called in placed.items() if called == file.name}
             if lacked := sorted(wanted_there - set(inside)):
                 raise ConfigError(
-                    f"model.weights: {file} does not have {first_few(lacked)}, which the index says is in it"
+                    f"model.weights: {file} does not have {first_few(lacked)}, which the index names; "
+                    "download the folder again"
                 )
             if extra := sorted(set(inside) - wanted_there):
-                raise ConfigError(f"model.weights: {file} has {first_few(extra)}, which the index does not say")
+                raise ConfigError(
+                    f"model.weights: {file} has {first_few(extra)}, which the index does not name; "
+                    "download the folder again"
+                )
     except OSError as e:
         raise ConfigError(f"model.weights: {e.filename} cannot be read ({e.strerror})") from None
     check_weight_patterns(wanted.only, map(strip_wrapper_prefixes, names), f"the names in {folder}")
@@ -109,7 +116,9 @@ def _read_index(folder: Path) -> Mapping[str, str] | None:
     if not path.exists():
         if (folder / ONE_FILE).exists():
             return None
-        raise ConfigError(f"model.weights: {folder} is a folder with neither {INDEX_FILE} nor {ONE_FILE}")
+        raise ConfigError(
+            f"model.weights: {folder} is a folder with neither {INDEX_FILE} nor {ONE_FILE}; name a file in it"
+        )
     if path.stat().st_size > _MAX_INDEX_BYTES:
         raise ConfigError(f"model.weights: {path} has {path.stat().st_size:,} bytes: it is no index")
     try:

@@ -67,7 +67,7 @@ def _import_module(name: str, earlier: Sequence[str]) -> ModuleType:
     package = importlib.import_module(above) if above else None
     spec = importlib.util.find_spec(name)
     if spec is None or spec.loader is None:
-        raise TaskError(f"there is no module {name!r} on the path")
+        raise TaskError(f"there is no module {name!r} on the path; install it, or write file.py:Class")
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         with _until_launch(earlier):  # an import statement would discard what was defined before the launch
@@ -100,7 +100,7 @@ def _import_file(file: str, earlier: Sequence[str]) -> ModuleType:
     name = "unipar_task" if "unipar_task" not in sys.modules else f"unipar_task_{len(imported_files)}"
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None or not Path(file).exists():
-        raise TaskError(f"the task's file {file} does not exist")
+        raise TaskError(f"the task's file {file} does not exist; name it in task.use")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     folder = str(Path(file).parent)

@@ -21,9 +21,11 @@ def check_task_code(where: CodeLocation, args: Mapping[str, Any], path: Sequence
     """Raise TaskError unless the file exists, parses, and has the class with the methods that a task needs."""
     file = Path(where.file) if where.file else find_module_file(str(where.module), path)
     if file is None:
-        raise TaskError(f"task.use: there is no module {where.module!r} on the path")
+        raise TaskError(
+            f"task.use: there is no module {where.module!r} on the path; install it, or write file.py:Class"
+        )
     if not file.is_file():
-        raise TaskError(f"task.use: the file {file} does not exist")
+        raise TaskError(f"task.use: the file {file} does not exist; the path is relative to the config")
     try:
         tree = ast.parse(file.read_bytes(), str(file))  # bytes: the file may name an encoding of its own
     except SyntaxError as e:

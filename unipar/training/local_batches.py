@@ -43,7 +43,10 @@ class LocalBatchMaker:
         weights = [self._weight(batch, plan.tokens or len(plan.keys)) if plan.weight else 0.0 for batch, plan in read]
         whole = self._world.sum_over_data_on_host(torch.tensor(sum(weights), dtype=torch.float64)).item()
         if not whole > 0:
-            raise TaskError(f"weight(batch) is {whole:g} over the whole global batch of step {done + 1}")
+            raise TaskError(
+                f"weight(batch) is {whole:g} over the global batch of step {done + 1}; it must be above 0 for one "
+                "sample"
+            )
         self._batch_with_weight = next(
             (b for (b, _), w in zip(read, weights, strict=True) if w > 0), self._batch_with_weight
         )

@@ -36,7 +36,7 @@ class PartChoice:
     def member(self, part: str) -> ActivePart:
         """Return a part by its name."""
         if part not in self._members:
-            raise TaskError(f"there is no part {part!r}; model() returned {', '.join(self._members)}")
+            raise TaskError(f"there is no part {part!r}; name one of {', '.join(self._members)}")
         return self._members[part]
 
     def select(self, part: str | None, loss: object, stepped: Sequence[ActivePart]) -> ActivePart:

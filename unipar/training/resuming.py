@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -103,7 +104,8 @@ def choose_checkpoint(
             told = refuse_changes(found.state["config"], config.model_dump(mode="json"), said, called)
             return ChosenCheckpoint(found, tuple(passed), tuple(told), tuple(said), own=is_own)
         if not is_own:
-            raise CheckpointError("; ".join([first, *passed]))
+            others = f"`unipar checkpoint list {shlex.quote(str(path.parent))}` shows the others"
+            raise CheckpointError("; ".join([first, *passed, others]))
         passed.append(first)
     if passed:
         raise CheckpointError(

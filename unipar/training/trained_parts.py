@@ -161,7 +161,10 @@ class TrainedPart:
     def skip(self, number: int, skipped: bool | Tensor, *, expected: bool) -> None:
         """Count an update if it was skipped: the schedule waits; raise NonFinite unless fp16's loss scale caused it."""
         if not expected:
-            raise NonFinite(f"a gradient{self.error_suffix} is not finite at step {number}, so its update was left out")
+            raise NonFinite(
+                f"a gradient{self.error_suffix} is not finite at step {number}, so its update was skipped; lower "
+                "train.optimizer.lr or set train.clip"
+            )
         if isinstance(skipped, Tensor) and self._on_device:
             self._skips.add(number, skipped)
             self.lately_skipped = skipped + (0 if self.lately_skipped is None else self.lately_skipped)

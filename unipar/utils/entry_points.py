@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import EntryPoint, distributions
@@ -36,6 +36,9 @@ class PluginGroup(Generic[P]):
     """Class of the plugins, or their base class."""
 
     not_found: type[UniparError]
+    advise: Callable[[str], str] = lambda _: ""
+    """Return what to write in place of a name that other libraries have, or "" if it is not known."""
+
     are_classes: bool = False
     """Whether an entry point names a subclass of `kind` instead of an instance."""
 
@@ -48,8 +51,9 @@ class PluginGroup(Generic[P]):
         by_package = {point.value: point for point in _entry_points(self.group) if point.name == name}
         if not by_package:
             known = self.names()
-            near = closest(name, known)
-            hint = f"did you mean {near!r}? " if near else ""
+            advice = self.advise(name)
+            near = None if advice else closest(name, known)
+            hint = f"{advice}; " if advice else f"did you mean {near!r}? " if near else ""
             raise self.not_found(f"no {self.noun} {name!r}; {hint}known: {', '.join(known)}")
         if len(by_package) > 1:
             packages = ", ".join(sorted(by_package))

@@ -98,10 +98,13 @@ class Arguments:
                 if value.dim() == 3:
                     return value
                 raise TaskError(
-                    f"parallel.context: {self.name} is given hidden states of shape {tuple(value.shape)}; only those "
+                    f"parallel.context: {self.name} gets hidden states of shape {tuple(value.shape)}; only those "
                     "of shape (batch, sequence, width) can be cut along the sequence"
                 )
-        raise TaskError(f"parallel.context: {self.name} is given no hidden states of shape (batch, sequence, width)")
+        raise TaskError(
+            f"parallel.context: {self.name} gets no hidden states of shape (batch, sequence, width): name the blocks "
+            "that do in model.blocks"
+        )
 
     def changed(self, change: Callable[[Tensor, str], Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments with each tensor replaced; `change` gets the tensor, and words for it."""

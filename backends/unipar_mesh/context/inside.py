@@ -114,7 +114,9 @@ class InsideBlock(TorchFunctionMode):
             if is_causal or dropout_p:
                 raise TaskError(
                     f"parallel.context: {self.name} attends from {n} of {whole} positions to {key.shape[-2]} keys of "
-                    f"another sequence, {'causally' if is_causal else 'with dropout'}: that cannot be cut over ranks"
+                    f"another sequence, {'causally' if is_causal else 'with dropout'}: that cannot be split over "
+                    "ranks; set "
+                    "parallel.context: 1"
                 )
             return F.scaled_dot_product_attention(
                 query, key, value, self._rows(attn_mask), scale=scale, enable_gqa=enable_gqa

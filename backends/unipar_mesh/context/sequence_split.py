@@ -242,7 +242,7 @@ def _hidden_of(name: str, result: Any, layout: SequenceLayout) -> Tensor:
     shown = f"a tensor of shape {tuple(hidden.shape)}" if isinstance(hidden, Tensor) else f"a {type(hidden).__name__}"
     raise TaskError(
         f"parallel.context: {name} puts out {shown}, where hidden states of {layout.count()} positions were expected "
-        "(batch, sequence, width)"
+        "(batch, sequence, width): return them from the block, or set parallel.context: 1"
     )
 
 

@@ -82,13 +82,15 @@ class Derivation:
         wanted: dict[str, str] = {}
         for pattern, kind in given.items():
             if kind not in KINDS:
-                raise TaskError(f"tensor() says {kind!r} for {pattern!r}; it is one of {', '.join(KINDS)}")
+                raise TaskError(f"tensor() says {kind!r} for {pattern!r}; return one of {', '.join(KINDS)}")
             wanted |= {n: kind for n in self.matrices if fnmatchcase(n, pattern)}
         return wanted
 
     def _keep_whole(self, name: str, reason: str) -> None:
         if self.wanted_kind(name) in ("column", "row"):
-            raise TaskError(f"tensor() says {self.wanted_kind(name)} for {name}, which cannot be: {reason}")
+            raise TaskError(
+                f"tensor() says {self.wanted_kind(name)} for {name}, which cannot be: {reason}; leave {name} out of it"
+            )
         self.ways[name] = WHOLE
         self.reasons.setdefault(name, reason)
 
@@ -113,7 +115,7 @@ class Derivation:
                 fed = (
                     "a row needs an input that is cut" if kind == "row" else "its input is cut or T does not divide it"
                 )
-                raise TaskError(f"tensor() says {kind} for {name}, which cannot be: {fed}")
+                raise TaskError(f"tensor() says {kind} for {name}, which cannot be: {fed}; leave {name} out of it")
             if cut is None and name not in self.reasons:
                 self.reasons[name] = "the block did not call it"
         return BlockPlan(found.cuts, self._whole(found.cuts), self.trials, self.ranks, found.sites)

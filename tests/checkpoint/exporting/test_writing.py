@@ -180,7 +180,7 @@ def test_refusals(tmp_path: Path) -> None:
     assert refused(contents, out, size="big") == "--size big: not a size; write it as 5GB, 500MB or 2GiB"
     assert refused(contents, out, size="0.1B") == "--size 0.1B: a file must hold at least one byte"
     assert refused(contents, out, only=["lora*"]) == (
-        f"--only 'lora*' matches none of the names in {path}: net.a.weight, net.b.weight, net.cos and 2 more"
+        f"--only 'lora*' matches no name in {path}; write one of net.a.weight, net.b.weight, net.cos and 2 more"
     )
     assert refused(contents, out, only=["net.b*"], trainable=True) == (
         f"--trainable and --only net.b* have no name in common in {path}: trained are net.a.weight, net.nothing"
@@ -217,7 +217,9 @@ def test_a_failed_export_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError) as caught:
         export_checkpoint(saved(tmp_path), tmp_path / "file" / "out", ExportWish())
-    assert str(caught.value) == f"-o {tmp_path / 'file' / 'out'}: it cannot be written (File exists)"
+    assert (
+        str(caught.value) == f"-o {tmp_path / 'file' / 'out'}: it cannot be written (File exists); choose another path"
+    )
 
 
 def test_sizes() -> None:

@@ -47,7 +47,7 @@ def choose_tensors(
     for pattern in only:
         if not any(fnmatchcase(name, pattern) for name in (*names, *(n for more in tied.values() for n in more))):
             raise CheckpointError(
-                f"--only {pattern!r} matches none of the names in {contents.path}: {first_few(list(names))}"
+                f"--only {pattern!r} matches no name in {contents.path}; write one of {first_few(list(names))}"
             )
     trained = trained_names(contents) if trainable else None
     chosen: list[ChosenTensor] = []

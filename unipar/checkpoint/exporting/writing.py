@@ -178,7 +178,7 @@ def _whole(out: Path, needed: int) -> Generator[Path]:
         yield part
         part.rename(out)
     except OSError as e:
-        raise CheckpointError(f"-o {out}: it cannot be written ({e.strerror or e})") from e
+        raise CheckpointError(f"-o {out}: it cannot be written ({e.strerror or e}); choose another path") from e
     finally:
         if part.is_dir():
             shutil.rmtree(part, ignore_errors=True)

@@ -228,5 +228,5 @@ def _piece(value: Any, called: str) -> StoredPiece:
     )
     where = Region(start, length, stride, runs)
     if where != normal_region(where) or (runs > 1 and stride < length):
-        raise CheckpointError(f"{called} is {show_value(value)}: runs that touch, overlap, or are one with a stride")
+        raise CheckpointError(f"{called} is {show_value(value)}: its runs touch or overlap, as unipar writes none")
     return StoredPiece(file, key, where)

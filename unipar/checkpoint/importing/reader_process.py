@@ -34,7 +34,7 @@ TRANSIT_STEP = 1
 def kind_of_source(path: Path) -> str:
     """Return how a path is read: the name of a backend, "dcp" or "files"; raise CheckpointError if it is not known."""
     if not path.exists():
-        raise CheckpointError(f"{path} does not exist")
+        raise CheckpointError(f"{path} does not exist; name the library's checkpoint folder or file")
     for name in registry.backend_names():
         if registry.find_backend(name).recognizes_checkpoint(path):
             return name

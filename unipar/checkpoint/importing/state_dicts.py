@@ -74,7 +74,7 @@ def _safetensors(files: Sequence[Path]) -> dict[str, Tensor]:
 def _collect_content(content: Any, into: StateCollector, file: Path, *, weights_only: bool) -> None:
     """Collect what a training script has saved: a state dict, or one beside other things."""
     if not isinstance(content, Mapping):
-        raise CheckpointError(f"{file} holds {type(content).__name__}, not a state dict")
+        raise CheckpointError(f"{file} holds {type(content).__name__}, not a state dict: save model.state_dict() in it")
     weights: Any = content
     if not any(isinstance(value, Tensor) for value in content.values()):
         weights = next((content[key] for key in WEIGHT_KEYS if isinstance(content.get(key), Mapping)), {})

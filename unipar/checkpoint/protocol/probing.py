@@ -90,7 +90,10 @@ class _Probe:
         """Raise CheckpointError unless rank 0's file is there, and this rank may write beside it."""
         if isinstance(self.folder, Address):
             if not RemoteFolder(self.folder).has(name):
-                raise CheckpointError(f"what rank 0 wrote to {self.folder / name} is not there for this rank")
+                raise CheckpointError(
+                    f"what rank 0 wrote to {self.folder / name} is not there for this rank: give all ranks the same "
+                    "checkpoint.to"
+                )
             return
         until = time.monotonic() + self.patience
         while not (self.folder / name).exists():

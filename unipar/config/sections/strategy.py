@@ -157,7 +157,7 @@ class Strategy:
                 variants.append(word)
                 continue
             if key in given:
-                raise ConfigError(f"{text!r} is not a strategy: it says {key} twice")
+                raise ConfigError(f"{text!r} is not a strategy: it says {key} twice; say it once")
             given[key] = value
         axes = Axes(**given)
         if 0 in (axes.tensor, axes.pipeline, axes.context):

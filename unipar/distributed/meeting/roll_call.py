@@ -214,7 +214,9 @@ def _wait_for_keys(store: dist.Store, keys: list[str], until: float) -> bool:
 def _await_all(store: dist.Store, keys: list[str], until: float, patience: float) -> None:
     if not _wait_for_keys(store, keys, until):
         late = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        raise WorldMismatch(f"rank 0 waited {patience:g} s for {name_ranks(late)}, which ended or hang")
+        raise WorldMismatch(
+            f"rank 0 waited {patience:g} s for {name_ranks(late)}, which ended or hang: look into their logs"
+        )
 
 
 def decide_together(

@@ -142,7 +142,10 @@ def _tell_time(store: dist.Store, questions: int, until: float) -> None:
             store.set(f"answer/{question}", repr(time.time()))
         answered = asked
         if time.monotonic() > until:
-            raise WorldMismatch(f"{answered} of {questions} questions for the time came in {SECONDS_TO_ANSWER:g} s")
+            raise WorldMismatch(
+                f"{answered} of {questions} questions for the time came in {SECONDS_TO_ANSWER:g} s: look into the "
+                "other machine's log"
+            )
         time.sleep(0.0005)
 
 

@@ -216,7 +216,10 @@ class PreparedRun:
         if not 0 <= rank < self.size:
             raise ConfigError(f"--debug-rank (debug_rank=) {rank}: the run has the ranks 0 to {self.size - 1}")
         if not os.isatty(0):
-            raise ConfigError(f"--debug-rank (debug_rank=) {rank}: standard input is not a terminal")
+            raise ConfigError(
+                f"--debug-rank (debug_rank=) {rank}: standard input is not a terminal; start the command in one, "
+                "without a pipe"
+            )
         waits = {"launch.timeout": max(self.config.launch.timeout, DEBUG_TIMEOUT_SECONDS)}
         return replace(self, debug_rank=rank, settled=self.settled.changed(waits))
 

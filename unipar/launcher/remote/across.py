@@ -158,8 +158,8 @@ def _connect(session: Session, key: str, index: int, stack: ExitStack) -> AgentA
         connection = socket.create_connection((machine.address, int(port)), timeout=_SECONDS_TO_CONNECT)
     except OSError as e:
         raise WorldMismatch(
-            f"{session.machines.all[0]} cannot connect to {machine} at port {port} ({e.strerror or e}): a firewall "
-            "between the two?"
+            f"{session.machines.all[0]} cannot connect to {machine} at port {port} ({e.strerror or e}); "
+            "open that port in the firewall between them, or set machines.interface"
         ) from None
     connection.settimeout(None)
     framed = FramedConnection(connection)

@@ -63,7 +63,10 @@ def run_until_compiled(run: Callable[[], None]) -> None:
         run()
         if graphs_compiled() == before:
             return
-    raise TaskError(f"the model is compiled anew in each of {_MOST_STEPS} steps")
+    raise TaskError(
+        f"the model is compiled again in each of {_MOST_STEPS} steps, so that it cannot be planned; set model.compile: "
+        "false"
+    )
 
 
 def summarize_error(error: BaseException) -> str:

@@ -149,7 +149,10 @@ def trace_step(
     for p in model.parameters():
         p.grad = None
     if compiled and graphs_compiled() > before:
-        raise TaskError("the model is compiled once more when its memory is recorded")
+        raise TaskError(
+            "the model is compiled again when its memory is recorded, so that it cannot be planned; set "
+            "model.compile: false"
+        )
     return FakeStep(
         micro,
         recorder.record(),
