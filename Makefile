@@ -27,7 +27,7 @@ WORKERS := $(shell [ "$$(nproc)" -gt 1 ] && echo 2 || echo 0)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo verify test lint style bench layout route errors settings memory mesh examples bubble pairs conformance chaos matrix machines ray sweeps emulated device-lines planted compiled versions fresh torchtune docs gpu gpu-wheels setup horovod clean
+.PHONY: help demo verify test lint style bench layout reference words route errors settings memory mesh examples bubble pairs conformance chaos matrix machines ray sweeps emulated device-lines planted compiled versions fresh torchtune docs gpu gpu-wheels setup horovod clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
@@ -59,6 +59,9 @@ style: setup $(DONE)/tests ## ruff
 bench: setup $(DONE)/bench ## what unipar costs a step, beside Accelerate, Fabric and loops written by hand
 	$(IN_VENV) $(BIN)/python -m benchmarks.overhead $(ARGS)
 
+words: setup ## patterns and words that docs, help, errors and pages of reports may not have: each place (ARGS: words of places)
+	$(IN_VENV) $(BIN)/python -m tools.words $(ARGS)
+
 route: setup ## the walk of a config through launch and compare: stays, rooms, climbs, returns
 	$(IN_VENV) $(BIN)/python -m tools.route $(ARGS)
 
@@ -67,6 +70,9 @@ errors: setup ## each place that raises an error, with its text; --without-way-o
 
 layout: setup ## the shape of unipar/: modules, packages, floors, import circles, largest folder, longest file
 	$(IN_VENV) $(BIN)/python -m tools.layout $(ARGS)
+
+reference: setup ## write the tables of docs/config.md and docs/cli.md from the schema and the commands (ARGS=--check)
+	$(IN_VENV) $(BIN)/python -m tools.reference $(ARGS)
 
 settings: setup $(DONE)/tests ## every key of the config, from every source, in every strategy: obeyed or refused, as a table
 	$(IN_VENV) $(BIN)/python -m tests.support.every_setting

@@ -27,14 +27,22 @@ from typing_extensions import override
 
 
 class UniparError(Exception):
-    """Base class of all errors that unipar raises on purpose."""
+    """Base class of all errors that unipar raises on purpose.
+
+    Examples:
+        >>> try:
+        ...     unipar.launch({"batch": {"total": 16}, "train": {"step": 8}})
+        ... except unipar.UniparError as error:
+        ...     type(error).__name__, error.code
+        ('ConfigError', 2)
+    """
 
     code: ClassVar[int] = 1
     """Exit code of the command line."""
 
 
 class ConfigError(UniparError, ValueError):
-    """Error for an invalid config."""
+    """Error for an invalid config: a key, a value, or numbers that do not fit together."""
 
     code = 2
 
@@ -74,7 +82,17 @@ class BackendNotInstalled(UniparError, ImportError):
 
 
 class Unsupported(UniparError):
-    """Error for a strategy that does not exist or cannot run the config; `reasons` holds a sentence for each reason."""
+    """Error for a strategy that does not exist or cannot run the config.
+
+    Args:
+        strategy: The strategy, such as `horovod/parameters`.
+        reasons: A sentence for each reason.
+
+    Examples:
+        >>> error = unipar.Unsupported("horovod/parameters", ["it splits no parameters"])
+        >>> str(error)
+        'horovod/parameters: it splits no parameters'
+    """
 
     code = 3
 
@@ -96,7 +114,19 @@ class WorldMismatch(UniparError):
 
 
 class WorkerFailed(UniparError):
-    """Error for a rank that failed: `traceback` is the traceback of that rank, `log` the path of its log."""
+    """Error for a rank that failed.
+
+    Args:
+        message: One sentence with the cause and the innermost line of the user's code.
+        rank: The rank; None if it is not known.
+        traceback: The traceback of that rank.
+        log: Path of its log.
+
+    Examples:
+        >>> error = unipar.WorkerFailed("rank 1 failed: ...", rank=1, log="runs/train/rank-1.log")
+        >>> error.rank, error.code
+        (1, 1)
+    """
 
     def __init__(self, message: str, *, rank: int | None = None, traceback: str = "", log: str = "") -> None:
         super().__init__(message)

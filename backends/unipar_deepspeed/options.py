@@ -42,8 +42,8 @@ class DeepSpeedOptions(Section):
     """Elements that are whole at once, at most (`stage3_max_live_parameters`); `parameters`. scaled: 2 buckets."""
 
     reuse: BucketSize | None = None
-    """Parameters that are used again within so many elements stay whole (`stage3_max_reuse_distance`); `parameters`.
-    scaled: 0."""
+    """Parameters that are used again within this number of elements stay full (`stage3_max_reuse_distance`);
+    `parameters`. scaled: 0."""
 
     overlap: bool | None = None
     """Reduce while the backward goes on (`overlap_comm`); null: as DeepSpeed decides. Needs CUDA's streams."""

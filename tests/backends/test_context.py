@@ -121,7 +121,7 @@ REFUSALS = [
     (
         "as many samples as positions",
         "parallel.context: position_embeddings of model.layers.0 has the shape (24, 24, 4), and with 24 samples of "
-        "24 positions and a width of 16 that can mean several things, so that it cannot be told what to cut over "
+        "24 positions and a width of 16 that can mean several things, so it is not known what to cut over "
         "ranks: take another batch.micro or length, or make the tensor inside the block",
     ),
     (
@@ -276,7 +276,7 @@ def test_a_dimension_that_cannot_be_told_is_refused(shape: tuple[int, ...], why:
         _dimension(shape, name="gate of layers.0")
     assert str(refused.value) == (
         f"parallel.context: gate of layers.0 has the shape {shape}, and with 3 samples of 24 positions and a width of "
-        f"16 {why}, so that it cannot be told what to cut over ranks: take another batch.micro or length, or make the "
+        f"16 {why}, so it is not known what to cut over ranks: take another batch.micro or length, or make the "
         "tensor inside the block"
     )
 
@@ -287,7 +287,7 @@ def test_another_sequence_as_long_as_a_part_is_refused() -> None:
         _dimension((3, 12, 16), name="encoder_hidden_states of layers.0")
     assert str(refused.value) == (
         "parallel.context: encoder_hidden_states of layers.0 has 12 positions, as many as this rank's part of 24: "
-        "whether they are the same cannot be told; take another length"
+        "whether they are the same is not known; take another length"
     )
 
 

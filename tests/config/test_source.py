@@ -154,7 +154,7 @@ def test_two_lengths_given_together_are_an_error(config: Reader) -> None:
         (
             "train.clip.norm=fp64",
             "--set train.clip.norm: train.clip is 1.0 (line 8), not a section; "
-            "give train.clip as a whole: {norm: ..., ...}",
+            "give train.clip in full: {norm: ..., ...}",
         ),
         (
             "task.args={}",

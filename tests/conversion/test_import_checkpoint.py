@@ -204,8 +204,8 @@ def test_refusals(tmp_path: Path) -> None:
     assert refused(tmp_path, file) == f"{file}: inner.weight (weight) has the shape [2, 2], in the model [7, 5]"
     torch.save({n: t for n, t in weights().items() if n != "out.weight"} | {"head": torch.ones(1)}, file)
     assert refused(tmp_path, file) == (
-        f"{file} lacks out.weight, which the model has; it has head, which the model lacks; if only the beginning of "
-        "names differs: --rename OLD=NEW"
+        f"{file} does not have out.weight, which the model has; it has head, which the model does not have; if only "
+        "the beginning of names differs: --rename OLD=NEW"
     )
     other = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))]).state_dict()
     torch.save({"model": weights(), "optimizer": other}, file)

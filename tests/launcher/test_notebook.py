@@ -106,7 +106,7 @@ def test_a_class_that_cannot_travel(held: str, why: str, kernel: Kernel) -> None
 def test_a_class_that_is_not_whole(kernel: Kernel) -> None:
     """A task in a cell is checked like one in a file."""
     said = kernel.run("class Half(unipar.Task):\n    def model(self): ...\nunipar.launch(CONFIG, task=Half)")
-    assert said.error == "TaskError: Half lacks data(), loss()"
+    assert said.error == "TaskError: Half does not have data(), loss()"
 
 
 def test_join_in_a_cell(kernel: Kernel) -> None:

@@ -261,7 +261,8 @@ def _nothing(tensors: dict[str, Tensor], placed: dict[str, str]) -> None:
          "safetensors file in the folder"),
         (_elsewhere, "{}/model.safetensors.index.json names model-00003-of-00003.safetensors, which is not in the "
          "folder; download or copy it"),
-        (_lacks, "{}/model-00001-of-00002.safetensors lacks gone, which the index names; download the folder again"),
+        (_lacks, "{}/model-00001-of-00002.safetensors does not have gone, which the index names; "
+          "download the folder again"),
         (_unsaid, "{}/model-00001-of-00002.safetensors has more, which the index does not name; "
          "download the folder again"),
         (_nothing, "{}/model.safetensors.index.json is no index: it has no weight_map from names to files"),

@@ -42,7 +42,7 @@ def test_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("preset: l5\n", "box.yaml: preset: 'l5' is none of b200-sxm, h200-sxm, h100-sxm"),
+        ("preset: l5\n", "box.yaml: preset: 'l5' is not one of b200-sxm, h200-sxm, h100-sxm"),
         ("preset: l4\nmemory: 24Gib\n", "box.yaml: memory (line 2): a size is a number and one of B, KiB, MiB, GiB, "
          "TiB, KB, MB, GB, TB; did you mean 24GiB?"),
         ("preset: l4\nrank: 2\n", "box.yaml: rank (line 2): there is no such key; did you mean 'ranks'?"),

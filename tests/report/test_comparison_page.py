@@ -200,7 +200,7 @@ def test_what_only_the_environment_can_set_is_stated(run: Path, tmp_path: Path) 
     told = ComparisonPageData.read(run)
     said = "set: MKL_DISABLE_FAST_MM=1 always, MALLOC_MMAP_THRESHOLD_=65536 while recording"
     assert (said in told.comparison.table().splitlines(), told.comparison.remarks().count(said)) == (True, 1)
-    assert f"<li>{said}</li><li>before the timed steps malloc is told to keep what is freed</li>" in render_comparison(
+    assert f"<li>{said}</li><li>before the timed steps malloc is set to keep what is freed</li>" in render_comparison(
         told
     )
     without = ComparisonPageData.read(write_example_comparison(tmp_path / "without", memory=False))

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 import zlib
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -20,8 +21,10 @@ from tests.support.programs import skip_because
 
 ROOT = Path(__file__).parents[2]
 CONFIG = (ROOT / "mkdocs.yml").read_text("utf-8")
-HERE = {"contributing.md", "changes.md"}
-"""Pages that docs/site_pages.py makes."""
+HERE = {"contributing.md", "changes.md", "testing.md"}
+"""Pages that docs/site_pages.py makes, besides reports and scripts of examples."""
+
+GROUPS = ("Tutorials", "How-to", "Reference", "Explanation")
 
 LOADED = (
     r"""<(?:script|img|iframe|source|video)\b[^>]*?\bsrc=["']?(\S+?)["'\s>]|<link\b[^>]*?\bhref=["']?(\S+?)["'\s>]"""
@@ -64,6 +67,15 @@ def test_the_navigation_names_every_page() -> None:
     assert sorted(named) == sorted(there | HERE)
 
 
+def test_four_groups_with_twenty_pages() -> None:
+    """Each group is a tab; the API counts as one page."""
+    groups = {name: pages for group in yaml.safe_load(CONFIG)["nav"] for name, pages in group.items()}
+    assert list(groups) == ["Home", *GROUPS, "More"]
+    pages = {page.replace("api/", "api/|").partition("|")[0] for name in GROUPS for page in named_pages(groups[name])}
+    assert len(pages) <= 20
+    assert "navigation.tabs" in yaml.safe_load(CONFIG)["theme"]["features"]
+
+
 def test_links_to_the_repository_lead_somewhere() -> None:
     """Those that leave docs/, which the site names without a link: a file or a folder is there."""
     for page in sorted((ROOT / "docs").rglob("*.md")):
@@ -84,6 +96,15 @@ def test_no_host_is_named() -> None:
     assert "://" not in CONFIG
 
 
+def test_the_version_is_on_each_page(site: Path) -> None:
+    """In the header; links for editing are there if pyproject.toml has the repository's address."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    for name in ("index", "config", "api/functions", "reports/gpu"):
+        page = (site / f"{name}.html").read_text("utf-8")
+        assert f"unipar {project['version']}" in page
+        assert ("md-source__repository" in page) == ("Repository" in project.get("urls", {}))
+
+
 def test_pages_load_nothing_from_elsewhere(site: Path) -> None:
     """No script, style, picture or font of another host, in no page and no style sheet."""
     pages = sorted(site.rglob("*.html"))
@@ -93,6 +114,14 @@ def test_pages_load_nothing_from_elsewhere(site: Path) -> None:
     assert [link for link in loaded if re.match(r"(?:https?:)?//", link)] == []
     for style in site.rglob("*.css"):
         assert not re.search(r"(?:@import|url\()\s*[\"']?(?:https?:)?//", style.read_text("utf-8"))
+
+
+def test_links_between_files_are_links_between_pages(site: Path) -> None:
+    """Whether they lead out of docs/, into it or past it; what the site does not have is named without a link."""
+    assert 'href="reports/gpu.html"' in (site / "backends.html").read_text("utf-8")
+    assert 'href="../testing.html#on-a-machine-with-a-gpu"' in (site / "reports/gpu.html").read_text("utf-8")
+    assert 'href="reports/versions.html"' in (site / "testing.html").read_text("utf-8")
+    assert 'href="contributing.html#add-a-backend"' in (site / "backends.html").read_text("utf-8")
 
 
 def test_every_public_name_has_its_entry(site: Path) -> None:
@@ -109,7 +138,7 @@ def test_search_works_from_files(site: Path) -> None:
     """The index is a script too, as a browser reads no data from files; it has our pages and the API."""
     index = (site / "search/search_index.js").read_text("utf-8")
     assert index.startswith("var __index = ")
-    for place in ("tutorial.html#a-proof", "api/config.html#unipar.config.sections.batch.Batch.accumulate"):
+    for place in ("config.html#schedules", "api/config.html#unipar.config.sections.batch.Batch.accumulate"):
         assert f'"location":"{place}"' in index
 
 

@@ -81,6 +81,8 @@ def test_no_python(system: Path) -> None:
         "lint",
         "bench",
         "mesh",
+        "reference",
+        "words",
         "examples",
         "chaos",
         "sweeps",

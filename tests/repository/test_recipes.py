@@ -47,6 +47,16 @@ def apply_recipe(title: str, tree: Path, *folders: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def written_page(tree: Path, name: str) -> str:
+    """Return a page of the docs after `make reference` in a tree."""
+    shutil.copytree(ROOT / "tools", tree / "tools", ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
+    (tree / "docs").mkdir(exist_ok=True)
+    for page in ("config.md", "cli.md"):
+        shutil.copy(ROOT / "docs" / page, tree / "docs" / page)
+    assert f"written: docs/{name}" in run_python(tree, "-m", "tools.reference")
+    return (tree / "docs" / name).read_text("utf-8")
+
+
 def run_python(tree: Path, *words: str, more: Path | None = None) -> str:
     """Return what a new Python prints that imports unipar, its backends and `tools` from a tree."""
     path = os.pathsep.join(map(str, (tree, tree / "backends", *([more] if more else []))))
@@ -97,8 +107,9 @@ def test_a_backend(tmp_path: Path) -> None:
 
 
 def test_a_command(tmp_path: Path) -> None:
-    """Its help has an example, and it answers."""
+    """Its help has an example, it answers, and the reference has it."""
     apply_recipe("Add a command", tmp_path / "tree", "unipar", "backends")
+    assert "\n### unipar divide\n" in written_page(tmp_path / "tree", "cli.md")
     assert "unipar divide configs/char_gpt.yaml" in run_python(tmp_path / "tree", "-m", "unipar", "divide", "--help")
     said = run_python(tmp_path / "tree", "-m", "unipar", "divide", write_config(tmp_path))
     assert said == "4 samples: 2 ranks x 1 microbatches of 2\n"
@@ -112,6 +123,7 @@ def test_a_config_key(tmp_path: Path) -> None:
     assert re.search(r"^eval\.first +true +--set$", said, re.MULTILINE)
     schema = json.loads(run_python(tree, "-m", "unipar", "schema"))
     assert schema["$defs"]["Eval"]["properties"]["first"]["default"] is False
+    assert "\n| `eval.first` | `true`, `false` | `false` | Whether" in written_page(tree, "config.md")
     shutil.copy(ROOT / "pyproject.toml", tree)
     played = ("tests/repository/test_every_setting.py", "-k", "eval.first or every_key")
     assert run_python(tree, "-m", "pytest", "-q", "-p", "no:cacheprovider", *played).startswith("....")

@@ -62,7 +62,7 @@ def test_look_sees_a_whole_class(tmp_path: Path) -> None:
     [
         ("Mime", {}, "task.use: {file} has no class Mime; did you mean Mine?"),
         ("Zebra", {}, "task.use: {file} has no class Zebra; its classes: Base, Mine, Lacking"),
-        ("Lacking", {}, "task.use: Lacking in {file} lacks data(), loss()"),
+        ("Lacking", {}, "task.use: Lacking in {file} does not have data(), loss()"),
         ("Mine", {"witdh": 3}, "task.args.witdh: Mine has no such argument; did you mean 'width'?"),
         ("Mine", {"depth": 3}, "task.args: Mine needs width"),
     ],
@@ -227,7 +227,7 @@ def test_load_refuses(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match=r"mine.py:helper is 7; it must be a class that derives from unipar.Task$"):
         _ref(tmp_path, "helper = 7", "helper").load()
     (tmp_path / "b").mkdir()
-    with pytest.raises(TaskError, match=r"mine.py:Lacking lacks data\(\), loss\(\)$"):
+    with pytest.raises(TaskError, match=r"mine.py:Lacking does not have data\(\), loss\(\)$"):
         _ref(tmp_path / "b", GOOD, "Lacking").load()
     with pytest.raises(TaskError, match=r"^task.args do not fit Mine: .*unexpected keyword argument 'hight'$"):
         _ref(tmp_path / "b", GOOD, "Mine", hight=3).load()

@@ -120,7 +120,7 @@ def test_autocast_makes_copies(once: TracedTask) -> None:
          "plan: loss() needs the values of a tensor (aten._local_scalar_dense.default), and a plan computes without "
          "values: keep such numbers in Python, or choose by shapes"),
         ("return (model(x).relu() if len(x) > 2 else model(x)).sum()", "return nn.Linear(4, 4)",
-         "plan: microbatches of 2 and 4 samples run different operations, so that their memory cannot be told in"),
+         "plan: microbatches of 2 and 4 samples run different operations, so that their memory cannot be known in"),
         ("return model[0](model[0](x)).sum()", "return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))",
          "plan: the loss runs the block 0 more than once, and a plan knows blocks that run once: name other blocks"),
         ("return model['a'](x).sum()", "return {'a': nn.Linear(4, 4), 'b': nn.Linear(4, 4)}",

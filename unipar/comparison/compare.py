@@ -76,10 +76,28 @@ def compare(
     overrides: Mapping[str, Any] | None = None,
     overwrite: bool = False,
 ) -> Comparison | Scaling:
-    """Train what `config` says in every strategy, in turns; `strategies` replaces its `compare.strategies`.
+    """Train what `config` says in every strategy, in turns. Progress goes to stderr.
 
-    `world`: the number of ranks; several numbers make a comparison for each, and the result is a Scaling.
-    Progress goes to stderr; the result prints as a table.
+    Args:
+        config: Path of a config, a mapping, or a `Config`.
+        task: The `Task` class, if the config has no `task.use`.
+        strategies: Strategies in place of `compare.strategies`, such as `native/*`.
+        world: Number of ranks in place of `parallel.data`; several numbers make a comparison for each.
+        overrides: Values by dotted key that replace those of the config.
+        overwrite: Replace the contents of the run folder.
+
+    Returns:
+        The comparison, which prints as a table; a Scaling for several numbers of ranks.
+
+    Raises:
+        ConfigError: The config is invalid, or a strategy does not exist.
+        TaskError: The task is missing or incomplete.
+        OutExists: The run folder is in use.
+
+    Examples:
+        >>> comparison = unipar.compare("train.yaml", strategies=["native/nothing"], overwrite=True)
+        >>> comparison.ran_and_agrees
+        True
     """
     if isinstance(world, int) and world < 1:
         raise ConfigError(f"--world: {world}: wanted a whole number above 0, or several: 1,2,4")

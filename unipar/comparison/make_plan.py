@@ -47,12 +47,33 @@ def plan(
     pick: str | Path | None = None,
     overwrite: bool = False,
 ) -> Plan:
-    """Return what each strategy needs on each number of ranks, and which of them to take.
+    """Predict the memory and speed of each strategy, and recommend one. Nothing is trained.
 
-    The task's model and loss run on tensors without memory. Strategies are those of compare.strategies unless they are
-    given, and worlds the config's number of ranks. `memory` is what a rank has, in bytes or in words (80GiB); unless it
-    is given, that of the machine. `machine`: a preset's name (h100-sxm) or a file, for seconds and rates. `exclude`:
-    strategies that are not to be recommended. `pick`: file to which the recommended config is written.
+    The task's model and loss run on tensors without memory.
+
+    Args:
+        config: Path of a config, a mapping, or a `Config`.
+        strategies: Strategies in place of `compare.strategies`.
+        worlds: Numbers of ranks in place of that of the config; this machine need not have them.
+        memory: Memory of a rank, in bytes or as text such as `80GiB`; None: that of the machine.
+        headroom: Fraction of that memory to keep free.
+        machine: Name of a preset, such as `h100-sxm`, or a file, for seconds and rates.
+        device: Device to plan for; None: that of the config.
+        exclude: Strategies that are never recommended.
+        pick: File to which the recommended config is written.
+        overwrite: Replace that file.
+
+    Returns:
+        A row for each strategy and number of ranks, and the recommendations; it prints as a table.
+
+    Raises:
+        ConfigError: The config is invalid, or a strategy does not exist.
+        TaskError: The config names no task, or the task cannot run on such tensors.
+
+    Examples:
+        >>> plan = unipar.plan("train.yaml", strategies=["native/*"], worlds=[2], memory="1GiB")
+        >>> "native/nothing" in str(plan)
+        True
     """
     from unipar.planning.machines.machine import load_machine
     from unipar.planning.plan import Plan

@@ -53,9 +53,28 @@ def scale(
     overrides: Mapping[str, Any] | None = None,
     overwrite: bool = False,
 ) -> Scaling:
-    """Train what `config` says in worlds of these sizes, in turns; `strategies` replaces its own strategy.
+    """Train what `config` says in worlds of several sizes, in turns. Progress goes to stderr.
 
-    Progress goes to stderr; the Scaling prints as a table.
+    Args:
+        config: Path of a config, a mapping, or a `Config`.
+        worlds: Numbers of ranks, as in `[1, 2, 4]` or `"1,2,4"`.
+        task: The `Task` class, if the config has no `task.use`.
+        strategies: Strategies in place of that of the config.
+        overrides: Values by dotted key that replace those of the config.
+        overwrite: Replace the contents of the run folder.
+
+    Returns:
+        Samples a second and efficiency of each world, which print as a table.
+
+    Raises:
+        ConfigError: The config is invalid.
+        Unsupported: No world can run.
+        OutExists: The run folder is in use.
+
+    Examples:
+        >>> scaling = unipar.scale("train.yaml", worlds=[1, 2], overwrite=True)
+        >>> scaling.code
+        0
     """
     sizes = parse_world_sizes(worlds)
     asked = CompareRequest.of(config, overrides, task, "scale starts a world for each size")

@@ -62,7 +62,7 @@ class EarlyStopRule(Section):
     """Whether a smaller or a larger value is an improvement."""
 
     patience: PositiveInt = 3
-    """Number of evaluations one after another without an improvement after which the run ends."""
+    """Number of successive evaluations without an improvement after which the run ends."""
 
 
 class Eval(Section):
@@ -75,11 +75,11 @@ class Eval(Section):
     """Number of batches of `batch.total` samples that an evaluation reads; null: all."""
 
     check: bool = True
-    """Whether a run's first evaluation checks that the numbers which the task's metrics() returns are means: those of a
-    batch must be the means of its halves'."""
+    """Whether the first evaluation of a run checks that the numbers of the task's metrics() are means: those of a batch
+    must be the means of those of its halves."""
 
     stop: EarlyStopRule | None = None
-    """When the run ends before its last step, for a metric that no longer improves; null: never."""
+    """End of the run before its last step if a metric no longer improves; null: no early stop."""
 
     @model_validator(mode="after")
     def _stop_is_decided(self) -> Self:
@@ -105,25 +105,26 @@ class Launch(Section):
     """Config section `launch`."""
 
     heartbeat: Seconds | None = 60.0
-    """Seconds without a heartbeat after which a training rank counts as hung; null: never."""
+    """Seconds without a heartbeat after which a rank counts as hung; null: never."""
 
     timeout: Seconds = 120.0
-    """Seconds that a collective may wait for its peers; always more than heartbeat."""
+    """Seconds that a collective may wait for its peers; always more than `heartbeat`."""
 
     rendezvous_timeout: Seconds = 600.0
-    """Seconds in which ranks on several machines must find each other: machines may be slow to start."""
+    """Seconds in which ranks on several machines must find each other."""
 
     shutdown_timeout: Seconds = 30.0
-    """Seconds that a run may take to reach a step boundary after a signal; a save that makes progress is waited for."""
+    """Seconds that a run may take to reach a step boundary after a signal; a save in progress may take longer."""
 
     deadline: Seconds | None = None
-    """Seconds, or a duration such as 3h50m, after which the run saves and stops at a step boundary; null: never."""
+    """Seconds after which the run saves and stops at a step boundary; null: never."""
 
     restarts: Annotated[int, Field(ge=0)] = 0
-    """How often a run whose ranks failed starts again, by unipar's own launcher, from its newest whole checkpoint."""
+    """Number of times that unipar's own launcher starts a failed run again from its newest complete checkpoint."""
 
     fork: bool = True
-    """Start processes on the CPU as forks of one process that has imported the libraries; false: import in each."""
+    """Whether processes on the CPU are forks of one process that has imported the libraries; false: each imports
+    them."""
 
     @model_validator(mode="after")
     def _peers_wait_longer(self) -> Self:
@@ -150,7 +151,13 @@ class Compare(Section):
 
 
 class Config(Section):
-    """Config of a run: what is trained, how it is split, and which backend trains it."""
+    """Config of a run: what is trained, how it is split, and which backend trains it.
+
+    Examples:
+        >>> config = unipar.Config(batch={"total": 16}, train={"steps": 8})
+        >>> config.train.optimizer.name, config.batch.settle(ranks=2).micro
+        ('adamw', 8)
+    """
 
     task: TaskUse | None = None
     """The task to train; a script may give it to `launch` instead."""
@@ -184,11 +191,11 @@ class Config(Section):
     """Metrics to write, and how often."""
 
     checkpoint: Checkpoint | None = None
-    """When the state is saved, where, and what is kept; null: never."""
+    """When the state is saved, where, and how many checkpoints are kept; null: nothing is saved."""
 
     resume: str | None = None
-    """auto: go on from the newest whole checkpoint of the newest run of this name; never: start anew; or the path of
-    one checkpoint, or its address. null: never for a start by hand, auto for a restart by a launcher."""
+    """Checkpoint to continue from: its path or address. auto: the newest complete checkpoint of the newest run of this
+    name; never: start anew; null: never for a start by hand, auto for a restart by a launcher."""
 
     @field_validator("resume")
     @classmethod
@@ -196,10 +203,11 @@ class Config(Section):
         return str(parse_address(resume)) if resume is not None and is_address(resume) else resume
 
     launch: Launch = Launch()
-    """Time limits for the processes of the run."""
+    """Time limits, restarts and start of the processes of a run. A time is a number of seconds, or text such as 90s,
+    30m or 3h50m; at most 30 days."""
 
     machines: Machines | None = None
-    """Several machines: how many, and the job system that starts the run there; null: this machine."""
+    """Several machines: how many, and the job system that starts the run there; null: this machine alone."""
 
     def ranks_of_machine(self, ranks: int) -> int | None:
         """Return how many of so many ranks a machine has, by section `machines`; None: it does not say."""
@@ -210,7 +218,7 @@ class Config(Section):
         return -(-ranks // self.machines.nodes) if self.machines.nodes > 1 else None
 
     options: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """Settings of each backend, by its name; all are checked, those of `backend` are used."""
+    """Settings of each backend, by its name. All are checked; only those of `backend` are used."""
 
     compare: Compare = Compare()
     """Settings of `unipar compare`."""
@@ -226,8 +234,8 @@ class Config(Section):
         return self
 
     out: str | None = None
-    """The run folder, relative to the working directory; null: runs/NAME, where NAME is the config's, or for
-    a further run runs/NAME-2, runs/NAME-3, ..."""
+    """The run folder, relative to the working directory; null: runs/NAME, where NAME is the config's file name without
+    .yaml, or for a further run runs/NAME-2, runs/NAME-3, ..."""
 
     def of_part(self, name: str) -> Config:
         """Return the config with the optimizer and the clip of one part of the model."""

@@ -208,7 +208,7 @@ class _ConfigDraft:
                 place = self.origins.get(above, "a default")
                 raise ConfigError(
                     f"{origin} {dotted}: {above} is {show_value(into)} ({place}), not a section; "
-                    f"give {above} as a whole: {{{steps[i + 1]}: ..., ...}}"
+                    f"give {above} in full: {{{steps[i + 1]}: ..., ...}}"
                 )
         if origin != FROM_SCRIPT:
             self._drop_other_length(steps, value, origin)

@@ -68,5 +68,5 @@ def _simplify_schema(node: Any) -> Any:
     if isinstance(simple.get("title"), str) and "$schema" not in simple:
         del simple["title"]
     if isinstance(simple.get("description"), str):
-        simple["description"] = " ".join(simple["description"].split())
+        simple["description"] = " ".join(simple["description"].partition("\nExamples:\n")[0].split())
     return simple

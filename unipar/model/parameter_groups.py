@@ -230,8 +230,8 @@ def refuse_whole_matrices(own: MakeOptimizer, ranks: int) -> None:
     if float((updated[0] - updated[1]).norm()) > 1e-4 * float(change):
         raise TaskError(
             f"parallel.tensor: {ranks} gives each rank a part of each matrix, and the task's optimizer() updates a "
-            "matrix as a whole (two halves of one are updated otherwise): leave parallel.tensor out, or take an "
-            "optimizer that goes by elements"
+            "full matrix (two halves of one are updated otherwise): leave parallel.tensor out, or take an "
+            "optimizer that updates element by element"
         )
 
 

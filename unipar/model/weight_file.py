@@ -89,7 +89,8 @@ def _validate_weight_folder(folder: Path, wanted: Weights) -> None:
             wanted_there = {name for name, called in placed.items() if called == file.name}
             if lacked := sorted(wanted_there - set(inside)):
                 raise ConfigError(
-                    f"model.weights: {file} lacks {first_few(lacked)}, which the index names; download the folder again"
+                    f"model.weights: {file} does not have {first_few(lacked)}, which the index names; "
+                    "download the folder again"
                 )
             if extra := sorted(set(inside) - wanted_there):
                 raise ConfigError(

@@ -28,8 +28,19 @@ from unipar.optimizers.matrix_parts import (
 class MatrixOptimizer(Optimizer, ABC):
     """Optimizer that gets each matrix whole on one rank, whatever splits it, and leaves other parameters to AdamW.
 
-    A subclass says in `direction` where a matrix goes, as if there were one process. Its state of a matrix is on that
-    rank alone, where it is saved and loaded by name, in any number of ranks.
+    A subclass defines `direction`, as if there were one process. Its state of a matrix is on that rank alone, where it
+    is saved and loaded by name, in any number of ranks.
+
+    Examples:
+        >>> class Signs(unipar.MatrixOptimizer):
+        ...     def direction(self, gradient, state, group):
+        ...         return gradient.sign()
+        >>> weight = torch.nn.Parameter(torch.zeros(2, 2))
+        >>> optimizer = Signs([{"params": [weight], "matrices": True}], {"lr": 0.5, "weight_decay": 0.0})
+        >>> weight.grad = torch.ones(2, 2)
+        >>> _ = optimizer.step()
+        >>> weight.tolist()
+        [[-0.5, -0.5], [-0.5, -0.5]]
     """
 
     def __init__(

@@ -40,7 +40,15 @@ SPEED_NAMES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Report(ShownAsPage):
-    """Results of a run, finished or not: what its ranks have logged."""
+    """Results of a run, finished or not: what its ranks have logged. It prints as a few lines of text.
+
+    Examples:
+        >>> report = unipar.launch("train.yaml", overrides={"train.steps": 4}, quiet=True)
+        >>> [step for step, loss in report.losses]
+        [1, 2, 3, 4]
+        >>> report.load().weight.shape
+        torch.Size([1, 1])
+    """
 
     out: Path
     """The run folder."""
@@ -107,7 +115,17 @@ class Report(ShownAsPage):
 
     @classmethod
     def read(cls, run: Path) -> Self:
-        """Return the report of a run folder; raise FileNotFoundError if it holds no run."""
+        """Return the report of a run folder.
+
+        Args:
+            run: The run folder.
+
+        Returns:
+            The report, also of a run that is not finished.
+
+        Raises:
+            FileNotFoundError: The folder holds no run.
+        """
         return cls.of(run, [list(RunLog.read(path)) for path in _find_run_logs(run)])
 
     @classmethod
@@ -167,8 +185,17 @@ class Report(ShownAsPage):
     def load(self, part: str | None = None, *, averages: bool = False) -> nn.Module:
         """Return the trained model in this process, on the CPU and in evaluation mode, from the newest checkpoint.
 
-        The checkpoint may be of any strategy and number of ranks. Of several parts, all as a ModuleDict, or `part`.
-        `averages`: those of `train.ema` in place of the weights. Raise CheckpointError if the run has saved nothing.
+        The checkpoint may be of any strategy and number of ranks.
+
+        Args:
+            part: Name of the part to return, if `model()` returned several; None: all of them, as a ModuleDict.
+            averages: Whether to load the averages of `train.ema` in place of the weights.
+
+        Returns:
+            The model.
+
+        Raises:
+            CheckpointError: The run has saved nothing.
         """
         from unipar.results.trained_model import import_task_of_run, load_model
 

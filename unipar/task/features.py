@@ -57,5 +57,5 @@ def check_across_loss(loss: object) -> Tensor:
     """Return what `Task.loss_across` returned; raise TaskError unless that is a scalar tensor."""
     if not isinstance(loss, Tensor) or loss.ndim:
         shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
-        raise TaskError(f"loss_across() returned {shown}; return the loss of the whole batch as a scalar tensor")
+        raise TaskError(f"loss_across() returned {shown}; return the loss of the full batch as a scalar tensor")
     return loss

@@ -20,10 +20,35 @@ class Gathered:
 
 
 def gathered(*columns: Any, score: Score) -> Gathered:
-    """Return a metric of `Task.metrics`: `score(*columns)` over all validation samples, in their order.
+    """Return a metric for `Task.metrics` that is not a mean: `score(*columns)` over all validation samples, in order.
 
-    Each column is a tensor or an array whose first dimension runs over samples, or a list with one entry for each. They
-    are collected from all ranks, without samples that a rank runs twice, and `score` is called once, on one rank.
+    Args:
+        columns: Tensors or arrays whose first dimension runs over samples, or lists with one entry for each. They are
+            collected from all ranks, without samples that a rank runs twice.
+        score: Function of the collected columns; it is called once, on one rank.
+
+    Returns:
+        A value for the mapping that `metrics` returns.
+
+    Raises:
+        TypeError: There is no column.
+
+    Examples:
+        ```python
+        import unipar
+
+
+        def accuracy(guesses, targets):
+            return (guesses == targets).float().mean().item()
+
+
+        class Classifier(unipar.Task):
+            ...
+
+            def metrics(self, model, batch):
+                x, y = batch
+                return {"accuracy": unipar.gathered(model(x).argmax(1), y, score=accuracy)}
+        ```
     """
     if not columns:
         raise TypeError("gathered() takes at least one column, such as predictions and targets")

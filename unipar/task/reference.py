@@ -155,4 +155,4 @@ def _check_task_class(definition: Any, shown: str) -> None:
         lacking |= {"loss"} if len(other) == len(LOSS_ACROSS) else other
     unwritten = sorted(lacking)
     if unwritten:
-        raise TaskError(f"{shown} lacks {', '.join(f'{m}()' for m in unwritten)}")
+        raise TaskError(f"{shown} does not have {', '.join(f'{m}()' for m in unwritten)}")

@@ -71,7 +71,20 @@ class TrainedModule(Protocol):
 
 
 class Run(ABC):
-    """One rank's side of a run, as a task's training loop uses it."""
+    """One rank of a run, as a training loop uses it: `Task.train` receives it, and `join` yields it.
+
+    Examples:
+        ```python
+        import unipar
+        from train import Line
+
+        with unipar.join("train.yaml", task=Line, quiet=True) as run:
+            for batch in run.batches():
+                outcome = run.step(batch)
+                run.log(twice=2 * outcome.loss)
+            assert run.done == run.steps
+        ```
+    """
 
     done: int
     """Number of optimizer steps that are done."""
@@ -111,15 +124,29 @@ class Run(ABC):
 
     @abstractmethod
     def over(self, dataloader: Any) -> Iterator[LocalBatch]:
-        """Yield local batches of another DataLoader, of which the dataset, collate_fn and workers are used."""
+        """Yield local batches of another DataLoader.
+
+        Args:
+            dataloader: A DataLoader; its dataset, collate_fn and workers are used.
+
+        Yields:
+            The local batch of each step.
+        """
 
     @abstractmethod
     def step(
         self, local_batch: LocalBatch, part: str | None = None, loss: Fn | Sequence[Fn] | None = None
     ) -> StepOutcome:
-        """Do one optimizer step (forward, backward, accumulate, clip, update); `part` and `loss` limit it to a part.
+        """Do one optimizer step: forward, backward, accumulation, clip, update.
 
-        Of several losses each has a forward and backward of its own; the step is that of their sum.
+        Args:
+            local_batch: A batch that `batches` or `over` yielded.
+            part: Name of the part to train, if `model()` returned several.
+            loss: Function in place of `Task.loss`. Each of several losses has its own forward and backward; the step
+                is that of their sum.
+
+        Returns:
+            The number of the step, and the loss of the global batch if the step is logged.
         """
 
     @abstractmethod
@@ -141,19 +168,33 @@ class Run(ABC):
     def frozen(self, part: str) -> Callable[[Fn, Any], Any]:
         """Return a function that calls another part inside a loss: `run.frozen("critic")(fn, x)` is fn(critic, x).
 
-        The parameters of that part get no gradients in this step; gradients flow through it to `x`.
+        Args:
+            part: Name of the part, whose parameters get no gradients in this step.
+
+        Returns:
+            A function of a function and its input; gradients flow through the part to the input.
         """
 
     @abstractmethod
     def whole(self, part: str | None = None) -> AbstractContextManager[nn.Module]:
         """Context manager: the model, or a part, with all its parameters on every rank, for `generate` and the like.
 
-        In evaluation mode, without gradients. All ranks enter and leave it together, between two steps.
+        The model is in evaluation mode, without gradients. All ranks enter and leave it together, between two steps.
+
+        Args:
+            part: Name of the part; None: the model.
+
+        Raises:
+            TaskError: It is called inside a step or an evaluation, or the model does not fit.
         """
 
     @abstractmethod
     def evaluate(self) -> dict[str, float]:
-        """Return the metrics over the task's validation data, equal on every rank; of several parts, for the first."""
+        """Evaluate on the task's validation data. All ranks call it.
+
+        Returns:
+            The metrics, equal on every rank; of several parts, those of the first.
+        """
 
     @abstractmethod
     def averaged(self) -> AbstractContextManager[None]:
@@ -166,19 +207,26 @@ class Run(ABC):
     def gather(self, tensor: Tensor, of: LocalBatch | Micro | None = None) -> Tensor:
         """Return the rows of a tensor (its first dimension) of all ranks, in the order of the global batch.
 
-        All ranks call it, and each gets all rows; ranks may have different numbers of them. `of`: the local batch, or
-        the microbatch of it, from which the rows were computed; rows of a microbatch that a rank has only because
-        others have more samples (its scale is 0) are left out. None: the local batch that the loop has now, if the
-        tensor has a row for each of its samples on every rank; else every row counts, rank after rank. Ranks that have
-        the same samples, as those of `parallel.tensor`, count once.
+        All ranks call it; they may have different numbers of rows. Ranks with the same samples, such as those of
+        `parallel.tensor`, count once.
+
+        Args:
+            tensor: A tensor with rows of this rank.
+            of: The local batch, or its microbatch, from which the rows were computed. Rows of a microbatch with scale
+                0, which a rank has only because others have more samples, are left out. None: the current local batch
+                if the tensor has a row for each of its samples on every rank; otherwise every row counts, rank by rank.
+
+        Returns:
+            The rows of all ranks, on every rank.
         """
 
     @abstractmethod
     def log(self, **named: Any) -> None:
         """Write named values of this rank into its run log; rank 0's go to the trackers too.
 
-        A value is a number, or an image: an array or tensor of height x width x channels, uint8 or floats from 0 to 1,
-        or an image of PIL. Rank 0's images are kept as PNG files in the run folder.
+        Args:
+            named: Numbers, or images: an array or tensor of height x width x channels, uint8 or floats from 0 to 1, or
+                an image of PIL. Images of rank 0 are kept as PNG files in the run folder.
         """
 
     @property

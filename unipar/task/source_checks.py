@@ -89,7 +89,7 @@ def _check_methods(node: ast.ClassDef, classes: Mapping[str, ast.ClassDef], file
     needed = _NEEDED_METHODS if "loss" in have or not have & {*LOSS_ACROSS} else ("model", "data", *LOSS_ACROSS)
     lacking = [f"{m}()" for m in needed if m not in have]
     if lacking:
-        raise TaskError(f"task.use: {node.name} in {file} lacks {', '.join(lacking)}")
+        raise TaskError(f"task.use: {node.name} in {file} does not have {', '.join(lacking)}")
 
 
 def _check_spelling(node: ast.ClassDef, tree: ast.Module, file: Path) -> None:

@@ -29,7 +29,26 @@ LOSS_ACROSS = ("features", "loss_across")
 
 
 class Task(ABC):
-    """Training task in plain PyTorch: the model, its data and its loss."""
+    """Training task in plain PyTorch. A subclass defines `model`, `data` and `loss`; all other methods are optional.
+
+    Arguments of its constructor are `task.args` of the config. Each rank creates its own instance.
+
+    Examples:
+        >>> class Line(unipar.Task):
+        ...     def model(self):
+        ...         return torch.nn.Linear(1, 1)
+        ...
+        ...     def data(self):
+        ...         x = torch.linspace(-1, 1, 64).unsqueeze(1)
+        ...         return torch.utils.data.TensorDataset(x, 3 * x + 1)
+        ...
+        ...     def loss(self, model, batch):
+        ...         x, y = batch
+        ...         return torch.nn.functional.mse_loss(model(x), y)
+        >>> task = Line()
+        >>> task.loss(task.model(), task.data()[:4]).ndim
+        0
+    """
 
     keep_modes: ClassVar[bool] = False
     """True: modules train in the mode in which model() returns them, those in eval mode too. False: a model that is in
@@ -55,9 +74,14 @@ class Task(ABC):
         """Return a dataset (map-style or stream), or a DataLoader, whose dataset, collate_fn and workers are used."""
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """Return the loss as the mean over the batch, a scalar tensor; it may call the model in any way.
+        """Return the loss. Required unless the task has `features` and `loss_across`.
 
-        Required unless the task has `features` and `loss_across`.
+        Args:
+            model: The model, or the part that is trained.
+            batch: A microbatch, as `collate` made it, on the device.
+
+        Returns:
+            The mean over the batch, a scalar tensor.
         """
         from unipar.task.features import FeatureColumns, check_across_loss
 
@@ -79,11 +103,25 @@ class Task(ABC):
         raise TaskError("the task has features(model, batch) and no loss_across(features): add it")
 
     def weight(self, batch: Any) -> float | Tensor | None:
-        """Return how many items of this batch the loss is a mean over; None if these are its samples."""
+        """Return the number of items that the loss is a mean over, such as tokens that are not padding.
+
+        Args:
+            batch: A microbatch, as `collate` made it.
+
+        Returns:
+            The number; None: that of samples.
+        """
         return None
 
     def collate(self, samples: list[Any]) -> Any:
-        """Return the batch made of these samples."""
+        """Return a batch made of samples.
+
+        Args:
+            samples: Entries of the dataset that `data` returned.
+
+        Returns:
+            The batch; by default that of PyTorch's `default_collate`.
+        """
         from torch.utils.data import default_collate
 
         return default_collate(samples)
@@ -101,10 +139,17 @@ class Task(ABC):
         return None
 
     def metrics(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
-        """Return means over the batch by name, or (mean, weight); unipar averages them over batches and ranks.
+        """Return the metrics of a batch of validation data; by default the loss.
 
-        For what is no mean: `unipar.gathered(predictions, targets, score=function)`, or a Metric of torchmetrics.
-        By default the loss; a loss across the batch is computed from all validation samples at once.
+        A loss across the batch is computed from all validation samples at once.
+
+        Args:
+            model: The model in evaluation mode.
+            batch: A batch, as `collate` made it.
+
+        Returns:
+            Values by name: a mean over the batch, or (mean, weight), which unipar averages over batches and ranks;
+            for other metrics `unipar.gathered(...)` or a Metric of torchmetrics.
         """
         if not self.defines("loss_across"):
             return {"loss": self.loss(model, batch)}
@@ -115,17 +160,36 @@ class Task(ABC):
         return {"loss": gathered(*found.columns, score=lambda *rows: self.loss_across(found.nest(rows)))}
 
     def groups(self, model: nn.Module) -> Iterable[Mapping[str, Any]] | None:
-        """Return the optimizer's groups in PyTorch's form; None for those of `train.optimizer`."""
+        """Return the groups of the optimizer.
+
+        Args:
+            model: The model.
+
+        Returns:
+            Groups in PyTorch's form, with every trained parameter; None: those of `train.optimizer`.
+        """
         return None
 
     def optimizer(self, groups: Sequence[dict[str, Any]]) -> Optimizer | None:
-        """Return your own optimizer over these groups (parameters, rate, decay); None for that of `train.optimizer`."""
+        """Return your own optimizer.
+
+        Args:
+            groups: Groups with parameters, rate and decay.
+
+        Returns:
+            An optimizer over these groups; None: that of `train.optimizer`.
+        """
         return None
 
     def schedule(self, step: int, steps: int) -> float:
-        """Return the factor of the learning rate at optimizer step `step` (from 0) of `steps`, instead of the config's.
+        """Return the factor of the learning rate, in place of `train.schedule`.
 
-        The same on every rank: it may depend on step and steps alone.
+        Args:
+            step: The optimizer step, from 0.
+            steps: Number of steps of the run.
+
+        Returns:
+            The factor, which may depend on these two numbers only.
         """
         return 1.0
 
@@ -160,7 +224,11 @@ class Task(ABC):
             raise TaskError("the checkpoint holds a state() of the task, and this task has no load_state(state)")
 
     def train(self, run: Run) -> None:
-        """Run the training loop; override to write your own."""
+        """Run the training loop; override it to write your own.
+
+        Args:
+            run: This rank of the run.
+        """
         if len(run.parts) > 1:
             raise TaskError(
                 f"model() returned several parts ({', '.join(run.parts)}) and the task has no train(run): write one, "

@@ -16,6 +16,21 @@ class Tracker(ABC):
     """Base class of trackers. Name a subclass in the entry-point group `unipar.trackers`.
 
     Rank 0 creates one instance, and calls its methods, in a thread of its own.
+
+    Examples:
+        >>> class Lines(unipar.Tracker):
+        ...     def __init__(self, run, config):
+        ...         self.lines = []
+        ...
+        ...     def write(self, step, named):
+        ...         self.lines.append((step, named))
+        ...
+        ...     def close(self):
+        ...         pass
+        >>> tracker = Lines(pathlib.Path("runs/train"), {})
+        >>> tracker.write(1, {"loss": 0.5})
+        >>> tracker.lines
+        [(1, {'loss': 0.5})]
     """
 
     requires: ClassVar[tuple[str, ...]] = ()
@@ -26,7 +41,12 @@ class Tracker(ABC):
 
     @abstractmethod
     def __init__(self, run: Path, config: Mapping[str, Any]) -> None:
-        """Begin a run: `run` is the run folder, `config` all keys of the config as plain values."""
+        """Begin a run.
+
+        Args:
+            run: The run folder.
+            config: All keys of the config as plain values.
+        """
 
     def go_on(self, step: int) -> None:  # noqa: B027 - trackers from before need not have it
         """Go on as the tracker of a run that continues after `step` in the folder of an earlier attempt.
@@ -38,10 +58,21 @@ class Tracker(ABC):
 
     @abstractmethod
     def write(self, step: int, named: Mapping[str, float]) -> None:
-        """Write the metrics of one step, by name."""
+        """Write the metrics of one step.
+
+        Args:
+            step: The optimizer step, from 1.
+            named: Values by name.
+        """
 
     def write_image(self, step: int, name: str, file: Path) -> None:  # noqa: B027 - not every tracker shows images
-        """Write an image of one step: `file` is a PNG in the run folder, which stays there."""
+        """Write an image of one step.
+
+        Args:
+            step: The optimizer step, from 1.
+            name: Name of the image.
+            file: A PNG in the run folder, which stays there.
+        """
 
     @abstractmethod
     def close(self) -> None:

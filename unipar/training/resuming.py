@@ -109,7 +109,7 @@ def choose_checkpoint(
         passed.append(first)
     if passed:
         raise CheckpointError(
-            f"{folder} holds no whole checkpoint: " + "; ".join(passed) + "; start anew with `resume: never`"
+            f"{folder} holds no complete checkpoint: " + "; ".join(passed) + "; start anew with `resume: never`"
         )
     return None
 

@@ -55,10 +55,32 @@ def verify(
 ) -> Verdicts:
     """Train some steps of `config` in one process and in every strategy, and compare the numbers.
 
-    `strategies` replaces the config's `compare.strategies`, `world` its `parallel.data` (2 if that is not set), `steps`
-    the default of 10. With `strict`, a training that depends on how a batch is cut has the exit code 1. With `resume`
-    one strategy runs the first half and saves, or it is the path of a checkpoint, and every strategy goes on from
-    there. Progress goes to stderr; the returned Verdicts print as a table.
+    Progress goes to stderr.
+
+    Args:
+        config: Path of a config, a mapping, or a `Config`.
+        task: The `Task` class, if the config has no `task.use`.
+        strategies: Strategies in place of `compare.strategies`.
+        world: Number of ranks in place of `parallel.data`, which is 2 if it is not set.
+        steps: Number of optimizer steps; None: 10.
+        overrides: Values by dotted key that replace those of the config.
+        overwrite: Replace the contents of the run folder.
+        strict: Whether `code` is 1 if the training depends on how a batch is cut.
+        resume: True: one strategy trains the first half and saves, and every strategy continues from there; or the path
+            of a checkpoint to continue from.
+
+    Returns:
+        A verdict for each strategy: whether it agrees, or the step, module and kind of fault.
+
+    Raises:
+        ConfigError: The config is invalid, or a strategy does not exist.
+        TaskError: The task is missing or incomplete.
+        OutExists: The run folder is in use.
+
+    Examples:
+        >>> verdicts = unipar.verify("train.yaml", strategies=["native/nothing"], steps=4, overwrite=True)
+        >>> verdicts.code
+        0
     """
     prepared = prepare(config, task, overrides, starts="verify starts a world for each library")
     number = _count_ranks(prepared, world)

@@ -49,7 +49,7 @@ def position_dimension(tensor: Tensor, hidden: Tensor, layout: SequenceLayout, w
     if shape == (batch, n, width) and n != length:
         raise TaskError(
             f"parallel.context: {where} has {n} positions, as many as this rank's part of {length}: whether they are "
-            "the same cannot be told; take another length"
+            "the same is not known; take another length"
         )
     if length not in shape:
         return None
@@ -70,7 +70,7 @@ def position_dimension(tensor: Tensor, hidden: Tensor, layout: SequenceLayout, w
         f"parallel.context: {where} has the shape {shape}, and with {batch} samples of {length} positions and a width "
         f"of {width} "
         + ("that can mean several things" if fits else "none of its dimensions is known to be the sequence")
-        + ", so that it cannot be told what to cut over ranks: take another batch.micro or length, or make the tensor "
+        + ", so it is not known what to cut over ranks: take another batch.micro or length, or make the tensor "
         "inside the block"
     )
 

@@ -209,7 +209,7 @@ class InsideBlock(TorchFunctionMode):
                 raise TaskError(
                     f"parallel.context: {self.name} draws random numbers for a tensor of shape {shape}, and two of its "
                     f"dimensions are as long as this rank's part of the sequence ({n} of {self.run.layout.length}): "
-                    "which one is cut cannot be told; take another length"
+                    "which one is cut is not known; take another length"
                 )
         return None
 

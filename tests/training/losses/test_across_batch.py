@@ -186,8 +186,8 @@ class _Changing(Spread):
 @pytest.mark.parametrize(
     ("task", "sections", "message"),
     [
-        (_Weighted, {}, "the task has weight(batch) and loss_across(features): a loss of the whole batch at once is no "
-         "mean over microbatches; weigh samples in loss_across, by a column of features, and leave weight out"),
+        (_Weighted, {}, "the task has weight(batch) and loss_across(features): a loss of the full batch at once is not "
+         "a mean over microbatches; weigh samples in loss_across, by a column of features, and leave weight out"),
         (_Bare, {}, "the task has no loss_across(): a loss across the batch needs features(model, batch) and "
          "loss_across(features)"),
         (Spread, {"backend": "native", "train": {"steps": 2, "local_steps": 2, "optimizer": _SGD}},
@@ -195,7 +195,7 @@ class _Changing(Spread):
          "ranks in every step: leave local_steps out"),
         (_Detached, {}, "loss_across() returned a loss that does not depend on the features: compute it from them, "
          "without detach() or torch.no_grad()"),
-        (_Rows, {}, "loss_across() returned a tensor of shape (4, 1); return the loss of the whole batch as a scalar "
+        (_Rows, {}, "loss_across() returned a tensor of shape (4, 1); return the loss of the full batch as a scalar "
          "tensor"),
         (_Random, {}, "features() gave other values when microbatch 0 was computed again, with gradients (tensor 0 of "
          "them): it must be the same in both calls; draw random numbers from PyTorch's generators only, and let "

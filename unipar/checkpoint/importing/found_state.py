@@ -111,7 +111,9 @@ class StateCollector:
         """Add a tensor or number that the optimizer keeps for a parameter, or a region of it."""
         name = self.name(theirs)
         if name is None or name not in self.model.parameters:
-            raise CheckpointError(f"{self.source}: the optimizer has a state for {theirs}, which the model lacks")
+            raise CheckpointError(
+                f"{self.source}: the optimizer has a state for {theirs}, which the model does not have"
+            )
         self.add_moment_of(name, kind, value, where)
 
     def add_moment_of(self, name: str, kind: str, value: Any, where: Region | None = None) -> None:
@@ -152,13 +154,13 @@ class StateCollector:
         missing = [n for n in self.model.parameters if (n, "weight") not in have]
         missing += [n for n in self.model.buffers if (n, "buffer") not in have]
         if missing:
-            there = f"; it has {first_few(self._unknown)}, which the model lacks" if self._unknown else ""
+            there = f"; it has {first_few(self._unknown)}, which the model does not have" if self._unknown else ""
             raise CheckpointError(
-                f"{self.source} lacks {first_few(missing)}, which the model has{there}; "
+                f"{self.source} does not have {first_few(missing)}, which the model has{there}; "
                 "if only the beginning of names differs: --rename OLD=NEW"
             )
         if self._unknown:
-            self.found.remarks.append(f"left out, since the model lacks it: {first_few(self._unknown)}")
+            self.found.remarks.append(f"left out, since the model does not have it: {first_few(self._unknown)}")
         for called, before in sorted(self._cast.items(), key=lambda item: item[0] != self.model.dtype):
             frozen = "frozen " if called != self.model.dtype else ""
             self.found.remarks.append(f"{frozen}weights cast from {', '.join(sorted(before))} to {called}")

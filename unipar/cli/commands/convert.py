@@ -59,8 +59,8 @@ def import_(
 ) -> None:
     """Write a config of unipar from the config of another library.
 
-    A key that cannot be converted is refused, with the reason. What FILE leaves to the script is taken from --args, or
-    else from the defaults of Hugging Face's Trainer, and told.
+    A key that cannot be converted is refused, with the reason. Values that FILE leaves to the script come from --args,
+    or else from the defaults of Hugging Face's Trainer, and are listed.
 
     \b
     unipar import ds_config.json --args "--learning_rate 2e-5 --num_train_epochs 1" -o train.yaml

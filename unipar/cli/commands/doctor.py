@@ -36,16 +36,16 @@ def run_doctor(
 ) -> None:
     """Check this machine, or with --across all machines of a launcher.
 
-    Prints the status of each check, and a remedy where it is not ok; exit 1 where a check fails.
+    Prints the status of each check, and a remedy if it is not ok; exit 1 if a check fails.
 
     \b
     unipar doctor
     unipar doctor --json
 
-    With --across, started as a run would be, rank 0 prints one table of what differs between the machines or fails:
-    versions, processors, GPUs, clocks, network, limits. With FILE also the task's code, the config, its backend and
-    device, and the run folder. One process on each machine is enough; every machine runs the line under its launcher,
-    but for those where one says --hostfile, -H or srun.
+    With --across, start it as you would start a run. Rank 0 prints one table of what differs between the machines or
+    fails: versions, processors, GPUs, clocks, network, limits. With FILE it also compares the task's code, the config,
+    its backend and device, and the run folder. One process on each machine is enough. Run the line on every machine;
+    with --hostfile, -H or srun, run it on one.
 
     \b
     torchrun --nnodes 2 --node-rank K --master-addr HOST --master-port 29500 -m unipar doctor --across train.yaml

@@ -67,28 +67,32 @@ ConfigArgument = Annotated[Path, typer.Argument(metavar="FILE", help="The config
 
 SetOption = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Change a key: train.steps=100. Repeat it for more."),
+    typer.Option("--set", metavar="KEY=VALUE", help="Set a key: train.steps=100. May be repeated."),
 ]
 
 
 BackendOption = Annotated[
     str | None,
-    typer.Option("--backend", metavar="STRATEGY", help="Another strategy: native/parameters, horovod. The rest stays."),
+    typer.Option(
+        "--backend", metavar="STRATEGY", help="Run in this strategy: native/parameters, horovod. Other keys stay."
+    ),
 ]
 
 
-OutOption = Annotated[str | None, typer.Option("--out", metavar="DIR", help="Another run folder.")]
+OutOption = Annotated[
+    str | None, typer.Option("--out", metavar="DIR", help="Run folder, instead of that of the config.")
+]
 
 
 OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace the contents of the run folder.")]
 
 
 DetailsOption = Annotated[
-    bool, typer.Option("--details", help="Print all tables and what their figures are, not one screen.")
+    bool, typer.Option("--details", help="Print all tables, with the meaning of each figure, instead of one screen.")
 ]
 
 
-JsonOption = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
 def split_at_commas(strategies: list[str] | None) -> list[str] | None:

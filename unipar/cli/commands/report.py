@@ -24,7 +24,7 @@ RUNS_FOLDER = Path("runs")
 def report(
     run: Annotated[
         Path | None,
-        typer.Argument(metavar="[RUN]", help="A run folder. Default: the newest in runs/.", show_default=False),
+        typer.Argument(metavar="[RUN]", help="A run folder; by default the newest in runs/.", show_default=False),
     ] = None,
     after: Annotated[
         Path | None,
@@ -36,10 +36,9 @@ def report(
 ) -> None:
     """Write the HTML pages of a run folder.
 
-    Each page is one file with figures and tables, for a browser or to be sent on: memory, losses, time, config,
-    versions. The folder's comparison, scaling, verification and run have a page each, with links. With two
-    run folders, the page shows what changed from the first to the second. Without a folder it is the one in runs/
-    whose results are the newest.
+    Each page is one file with figures and tables of memory, losses, time, config and versions. The folder's
+    comparison, scaling, verification and run have a page each, with links. With two run folders, the page shows
+    what changed from the first to the second. Without a folder, the folder in runs/ with the newest results is taken.
 
     \b
     unipar report
@@ -62,13 +61,14 @@ def print_runs(
     *,
     as_json: JsonOption = False,
 ) -> None:
-    """List what was run: runs, comparisons, scalings and verifications.
+    """List runs, comparisons, scalings and verifications.
 
-    Each with its strategy, ranks, steps done, last loss, speed, MFU, duration, size on disk and state, the latest start
-    last; a narrow terminal has fewer columns. Speed: samples a second up to the last logged step, or tokens a second
-    where the task has a weight. MFU: share of the devices' peak, where that is known.
-    running: a process of it is alive; ended; failed and stopped: below is why; died: its processes are gone, and none
-    has recorded an end, as after kill -9 or a power cut; unreadable: a file of it is broken.
+    Columns: strategy, ranks, steps done, last loss, speed, MFU, duration, size on disk and state, the latest start
+    last; a narrow terminal has fewer columns. Speed is in samples a second up to the last logged step, or in tokens a
+    second if the task has a weight. MFU is the fraction of the devices' peak, if that is known.
+
+    States: `running`: one of its processes is alive; `ended`; `failed` and `stopped`: the reason is below; `died`: its
+    processes are gone without a record of an end, as after kill -9 or a power cut; `unreadable`: a file is broken.
 
     \b
     unipar runs

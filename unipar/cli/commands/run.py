@@ -60,7 +60,8 @@ def run(
     *,
     overwrite: OverwriteOption = False,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest whole checkpoint of the newest run of this name.")
+        bool,
+        typer.Option("--resume", help="Continue from the newest complete checkpoint of the newest run of this name."),
     ] = False,
     checkpoint: Annotated[
         str | None, typer.Option("--from", metavar="PATH", help="Begin a run with the state of this checkpoint.")
@@ -71,8 +72,8 @@ def run(
             "--debug-rank",
             metavar="N",
             min=0,
-            help="Give rank N the terminal when breakpoint() starts there; the other ranks wait for it, up to a week, "
-            "and no time limit but launch.deadline ends the run. A single rank needs no flag.",
+            help="Give rank N the terminal when breakpoint() is called there. The other ranks wait, up to a week, and "
+            "launch.deadline is the only time limit. A single rank needs no flag.",
         ),
     ] = None,
 ) -> None:

@@ -33,9 +33,9 @@ def scale(
 ) -> None:
     """Measure how much faster more ranks train.
 
-    Strong scaling keeps the total batch, and each rank's share shrinks; weak scaling keeps each
-    rank's share, and the batch grows. Ranks along tensor, pipeline and context have one share together.
-    All worlds exist at the same time and take turns. Efficiency is the samples/s of a world
+    Strong scaling keeps the total batch, so local batches shrink; weak scaling keeps the local batch, so the
+    total batch grows. Ranks along tensor, pipeline and context have one local batch together.
+    The worlds of all sizes exist at the same time and take turns. Efficiency is the samples/s of a world
     divided by (ranks / ranks of the smallest world) x the smallest world's samples/s.
 
     \b

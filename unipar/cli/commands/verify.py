@@ -51,21 +51,22 @@ def verify(
         bool, typer.Option("--strict", help="Exit 1 as well if the training depends on how a batch is cut.")
     ] = False,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Save after half of the steps, and go on in every strategy from there.")
+        bool, typer.Option("--resume", help="Save after half of the steps, and continue in every strategy from there.")
     ] = False,
     checkpoint: Annotated[
-        str | None, typer.Option("--from", metavar="PATH", help="Go on in every strategy from this checkpoint of FILE.")
+        str | None,
+        typer.Option("--from", metavar="PATH", help="Continue in every strategy from this checkpoint of FILE."),
     ] = None,
 ) -> None:
     """Check that all strategies give the numbers of one process.
 
     Runs some steps of your task in one process, in fp64 and as configured, with the batch split in several ways;
     then in every strategy. For a strategy that differs: the first step, module and parameter, and the kind of fault.
-    Strategies with axes (native/nothing+tensor2) split a batch into fewer shares and are compared with one process that
+    Strategies with axes (native/nothing+tensor2) split a batch into fewer parts and are compared with one process that
     does so too; their copies of parameters, buffers and dropout masks are checked as well.
-    Exit 0 when all strategies that ran agree, 3 if another one was named and cannot run. A loss that is a sum, or that
-    combines samples, and BatchNorm without sync train another model on another number of ranks: the first line says
-    so, and with --strict this is exit 1.
+    Exit 0 if all strategies that ran agree, 3 if one that was named cannot run. A loss that is a sum, or that combines
+    samples, and BatchNorm without sync depend on the number of ranks: the first line reports it, and with --strict the
+    exit code is 1.
 
     \b
     unipar verify configs/char_gpt.yaml

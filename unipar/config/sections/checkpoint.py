@@ -23,7 +23,7 @@ class Best(Section):
     """Config section `checkpoint.best`: checkpoints that are kept for their metric."""
 
     metric: str = "loss"
-    """Name of a metric of the evaluation; eval.every says when there is one."""
+    """Name of a metric of the evaluation; it needs eval.every."""
 
     mode: Literal["min", "max"] = "min"
     """Whether the smallest or the largest value is the best one."""

@@ -27,11 +27,11 @@ class Weights(Section):
     `.pth`, `.bin`); relative to this file."""
 
     only: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = ("*",)
-    """The names to load, `*` allowed: ["body.*"]; all other parameters keep their initial values."""
+    """The names to load, `*` allowed: `["body.*"]`; all other parameters keep their initial values."""
 
     strict: bool = True
-    """Whether to refuse a file that lacks one of these names, or has one that the model lacks; false: load the names
-    that both have."""
+    """Whether to refuse a file that does not have one of these names, or has one that the model does not have; false:
+    load the names that both have."""
 
 
 class Model(Section):
@@ -42,7 +42,7 @@ class Model(Section):
 
     blocks: Literal["auto", "none"] | Annotated[tuple[str, ...], Field(strict=False)] = "auto"
     """The repeated blocks, split one by one if parameters are split. auto: detected; none: the model is not divided
-    into blocks; or their names, `*` allowed: ["layers.*"]."""
+    into blocks; or their names, `*` allowed: `["layers.*"]`."""
 
     recompute: Literal["none", "blocks", "selective"] = "none"
     """Activations that the backward pass computes again instead of keeping them. blocks: all in each block; selective:
@@ -52,11 +52,12 @@ class Model(Section):
     """torch.compile on each block, or on the model; true: blocks if the model has any, else the model."""
 
     sync_batchnorm: bool = False
-    """Whether BatchNorm uses the statistics of a microbatch on all ranks together, instead of on each rank."""
+    """Whether BatchNorm uses the statistics of a microbatch on all ranks together, instead of on each rank; CUDA
+    only."""
 
     offload: Literal["none", "optimizer", "parameters"] = "none"
-    """State that is kept in host memory while the device does not need it. parameters: parameters, gradients and
-    optimizer states."""
+    """State that is kept in host memory while the device does not need it; CUDA only. optimizer: its states;
+    parameters: parameters, gradients and optimizer states."""
 
     @property
     def compiling(self) -> Compile | None:

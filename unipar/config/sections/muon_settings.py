@@ -36,7 +36,7 @@ class MuonSettings(KernelSettings):
     whole_matrices = True
 
     name: Literal["muon"] = "muon"
-    """Momentum of each matrix, made orthogonal; AdamW for embeddings, the head, and what is no matrix."""
+    """Momentum of each matrix, made orthogonal; AdamW for embeddings, the head, and all that is not a matrix."""
 
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
     """Share of the momentum that stays at each step."""

@@ -142,7 +142,7 @@ class Polynomial(_Schedule):
     """Config section `train.schedule` with name: polynomial."""
 
     name: Literal["polynomial"] = "polynomial"
-    """A power of what is left of the steps, down to `min_lr_ratio` at the last step."""
+    """A power of the remaining fraction of steps, down to `min_lr_ratio` at the last step."""
 
     power: PositiveFloat = 2.0
     """Exponent; 1 is a straight line."""
@@ -160,7 +160,7 @@ class InverseRoot(_Schedule):
     """Config section `train.schedule` with name: inverse-root."""
 
     name: Literal["inverse-root"] = "inverse-root"
-    """sqrt(scale / (scale + steps since the warm-up)): it falls for ever, ever more slowly."""
+    """sqrt(scale / (scale + steps since the warm-up))."""
 
     scale: PositiveInt | None = None
     """Steps after the warm-up at which the factor is sqrt(1/2); null: as many as the warm-up has, or 10,000."""
@@ -184,7 +184,7 @@ class Steps(_Schedule):
     """Config section `train.schedule` with name: step."""
 
     name: Literal["step"] = "step"
-    """The learning rate is multiplied by `by` after every so many steps, or after some."""
+    """The learning rate is multiplied by `gamma` every `every` steps, or after each of `milestones`."""
 
     every: PositiveInt | None = None
     """Optimizer steps from one fall of the rate to the next, counted from the run's first step."""

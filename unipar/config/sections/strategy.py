@@ -94,6 +94,11 @@ class Strategy:
     """A backend with a level of sharding: `native/parameters`, `deepspeed/gradients+library`, `single`.
 
     Further axes of the mesh follow with their sizes: `native/parameters+tensor2+pipeline2`.
+
+    Examples:
+        >>> strategy = unipar.Strategy.parse("native/parameters+tensor2")
+        >>> strategy.backend, strategy.shard, strategy.axes.tensor
+        ('native', 'parameters', 2)
     """
 
     backend: str
@@ -120,7 +125,17 @@ class Strategy:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Return the strategy that a text such as `native/parameters+tensor2` names."""
+        """Return the strategy that a text such as `native/parameters+tensor2` names.
+
+        Args:
+            text: Backend, level of sharding, variant and axes.
+
+        Returns:
+            The strategy; its backend need not be installed.
+
+        Raises:
+            ConfigError: The text is not a strategy.
+        """
         head, *words = text.split("+")
         backend, slash, shard = head.partition("/")
         if not backend or (slash and shard not in SHARDS) or "" in words:

@@ -28,7 +28,7 @@ class Watch(Section):
     """Config section `train.consistency_check`: a guard in ordinary runs."""
 
     every: PositiveInt = 100
-    """Steps from one check to the next; the second step is checked too."""
+    """Steps from one check to the next; the second step is also checked."""
 
 
 class Ema(Section):
@@ -89,19 +89,20 @@ class Train(Section):
     """Optimizer and clip of single parts, by name, if model() returns several parts."""
 
     local_steps: PositiveInt | None = None
-    """Steps after which parameters and moments are averaged over ranks, each of which steps by itself in between;
-    null: gradients are summed over ranks in every step."""
+    """Steps after which parameters and moments are averaged over ranks; between two averages each rank steps by itself
+    (native/nothing only). null: gradients are summed over ranks in every step."""
 
     ema: Ema | None = None
-    """Moving averages of the trained weights, each rank's of what it keeps: evaluations and exports take the averages,
-    and checkpoints hold both; null: none."""
+    """Moving averages of the trained weights. Evaluations and exports use the averages, checkpoints hold both; {}: the
+    defaults below; null: none."""
 
     consistency_check: Watch | None = None
-    """Check in one step of every so many that copies of weights are equal, and norm, rate, samples, updates and dtypes
-    are what they should be; the first fault ends the run with a sentence."""
+    """Check, every `every` steps, that copies of weights are equal and that norm, rate, samples, updates and dtypes are
+    correct. The first fault ends the run with an error; {}: the defaults below; null: no check."""
 
     precision: Precision = "fp32"
-    """bf16-mixed computes in bf16 on fp32 parameters; bf16-master keeps bf16 parameters with fp32 masters."""
+    """Dtype of parameters and of the computation. bf16-mixed: fp32 parameters, computed in bf16; bf16-master: bf16
+    parameters with fp32 masters; fp16: fp32 parameters, computed in fp16 with loss scaling (CUDA only)."""
 
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of the initial weights, the order of the data and every random number."""

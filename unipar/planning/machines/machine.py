@@ -157,7 +157,7 @@ def _read_machine(file: Path) -> Machine:
         raise ConfigError(f"{file}, line 1: a machine consists of keys and values, such as `ranks: 8`")
     preset = data.pop("preset", None)
     if preset is not None and preset not in PRESETS:
-        raise ConfigError(f"{file}: preset: {preset!r} is none of {', '.join(PRESETS)}")
+        raise ConfigError(f"{file}: preset: {preset!r} is not one of {', '.join(PRESETS)}")
     start = PRESETS[preset].model_dump() if preset is not None else {}
     lines = {key: f"line {number}" for key, number in places.items()}
     try:

@@ -266,7 +266,7 @@ def _method_section(page: ComparisonPageData) -> str:
     accounts = [(c, a) for c in page.strategies if (a := c.fullest_account) is not None]
     methods = sorted({a.method for _, a in accounts})
     keeps = (
-        ["before the timed steps malloc is told to keep what is freed"]
+        ["before the timed steps malloc is set to keep what is freed"]
         if describe_allocator_settings(a for _, a in accounts)
         else []
     )

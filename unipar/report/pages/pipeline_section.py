@@ -34,7 +34,7 @@ def pipeline_section(pipelines: Iterable[tuple[str, PipelineFacts | None]]) -> s
         if "zerobubble" in schedules
         else ""
     )
-    several = " A rank has two stages, told apart by colour." if schedules & {"interleaved", "zerobubble"} else ""
+    several = " A rank has two stages, with a colour each." if schedules & {"interleaved", "zerobubble"} else ""
     parts: list[str] = []
     for pipeline, strategies in strategies_of.items():
         parts += [f"<h3>{escape(first_few(strategies))}</h3>", *_one_pipeline(pipeline)]

@@ -158,8 +158,8 @@ def _largest_differences(page: VerificationPageData) -> str:
         "largest",
         "Largest difference",
         paragraph(
-            "Of all that was compared, over all steps and tensors: the difference from one process, divided by the "
-            "allowed one. Beyond 1 the strategy disagrees."
+            "The largest difference from one process over all steps and tensors, divided by the allowed difference. "
+            "Beyond 1 the strategy disagrees."
         ),
         html_figure(lambda width: draw_verdict_shares(page, width), f"{table}\n{where}"),
     )

@@ -222,7 +222,7 @@ def combine_steps(first: FakeStep, second: FakeStep) -> Activations:
     if not same:
         raise TaskError(
             f"plan: microbatches of {first.micro} and {second.micro} samples run different operations, so that their "
-            "memory cannot be told in advance: pad batches alike, and let no operation depend on their sizes"
+            "memory cannot be known in advance: pad batches alike, and let no operation depend on their sizes"
         )
 
     def line(x: int, y: int) -> Line:

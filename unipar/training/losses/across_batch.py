@@ -113,7 +113,7 @@ class AcrossBatch:
             )
         if task.defines("weight"):
             raise TaskError(
-                "the task has weight(batch) and loss_across(features): a loss of the whole batch at once is no mean "
+                "the task has weight(batch) and loss_across(features): a loss of the full batch at once is not a mean "
                 "over microbatches; weigh samples in loss_across, by a column of features, and leave weight out"
             )
         if config.train.local_steps is not None:

@@ -21,7 +21,7 @@ def print_list(
     """List checkpoints: step, age, size, metrics, the strategy and ranks that saved them, and what is wrong.
 
     Files, sizes, headers and the manifest's hash are checked; the hashes of tensors are what `verify` checks.
-    `best` is as the newest whole checkpoint counts it.
+    `best` is as recorded in the newest complete checkpoint.
 
     \b
     unipar checkpoint list runs/char_gpt

@@ -32,9 +32,9 @@ def check_run(
     overwrite: OverwriteOption = False,
     deep: Annotated[bool, typer.Option("--deep", help="Import the task's file as well.")] = False,
 ) -> None:
-    """Say whether FILE would train here.
+    """Check whether FILE would train on this machine.
 
-    Answered from the config and the text of the task's file, without torch.
+    Reads the config and the text of the task's file, and does not import torch.
 
     \b
     unipar check configs/char_gpt.yaml

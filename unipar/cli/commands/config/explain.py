@@ -54,7 +54,7 @@ def explain(
     """Show every value of the config, and where it came from; with --backend, as `run` in that strategy has them.
 
     Then, for each strategy, the settings that its library will get, and the dtype of parameters, gradients and so on;
-    with further axes of the mesh (native/nothing+pipeline2) its share of the batch, and how long a stage waits.
+    with further axes of the mesh (native/nothing+pipeline2) its part of the batch, and how long a stage waits.
 
     \b
     unipar explain configs/char_gpt.yaml

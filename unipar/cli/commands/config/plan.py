@@ -37,21 +37,26 @@ def plan(
     strategies: StrategiesOption = None,
     world: Annotated[
         str | None,
-        typer.Option("--world", metavar="N,N,...", help="Numbers of ranks: 1,8,64. Any, whatever is here."),
+        typer.Option(
+            "--world", metavar="N,N,...", help="Numbers of ranks, such as 1,8,64; this machine need not have them."
+        ),
     ] = None,
     memory: Annotated[
         str | None,
-        typer.Option("--memory", metavar="SIZE", help="Memory that a rank has, if not the machine's: 80GiB, 512MiB."),
+        typer.Option(
+            "--memory", metavar="SIZE", help="Memory of a rank, such as 80GiB; by default that of the machine."
+        ),
     ] = None,
     headroom: Annotated[
-        str, typer.Option("--headroom", metavar="SHARE", help="Share of it that is to stay free.")
+        str, typer.Option("--headroom", metavar="SHARE", help="Fraction of that memory to keep free.")
     ] = "5%",
     machine: Annotated[
         str | None,
         typer.Option("--machine", metavar="PRESET|FILE", help="For seconds and rates: h100-sxm, or a machine's file."),
     ] = None,
     device: Annotated[
-        str | None, typer.Option("--device", metavar="cpu|cuda", help="Plan for this device, whatever is here.")
+        str | None,
+        typer.Option("--device", metavar="cpu|cuda", help="Plan for this device, whether this machine has it or not."),
     ] = None,
     exclude: Annotated[
         list[str] | None,
@@ -82,9 +87,9 @@ def plan(
     """Predict the memory and speed of each strategy, without starting a process or allocating the model.
 
     The task's model and loss run on tensors without memory; what each backend holds and sends beside them is computed.
-    First it names the strategy to take: one that fits, then the fastest, then the simplest. The table has each rank's
-    peak; with --memory or --machine, whether it fits, and the largest microbatch that does, with the total batch kept;
-    with --machine, seconds and rates. --details prints the peak by category, in the phases of compare's account.
+    The first line recommends a strategy: among those that fit the fastest, then the simplest. The table has the peak of
+    each rank; with --memory or --machine, whether it fits, and the largest microbatch that does, with the same total
+    batch; with --machine, seconds and rates. --details prints the peak by category and phase.
 
     \b
     unipar plan configs/char_gpt.yaml --world 1,2,8 --memory 80GiB

@@ -105,9 +105,9 @@ def logs(
     name: JobArgument,
     folder: FolderOption = RUNS,
     *,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what it prints from now on.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing while the job runs.")] = False,
 ) -> None:
-    """Print what a job has printed.
+    """Print the output of a job.
 
     \b
     unipar jobs logs 4711
@@ -141,7 +141,7 @@ def cancel(name: JobArgument, folder: FolderOption = RUNS) -> None:
 def collect(
     out: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder that `unipar submit scale` has named.")],
 ) -> None:
-    """Put the results of the jobs of `unipar submit scale` together: one table, one page.
+    """Combine the results of the jobs of `unipar submit scale` into one table and one page.
 
     \b
     unipar jobs collect runs/char_gpt

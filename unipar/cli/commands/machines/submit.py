@@ -42,16 +42,16 @@ def submit(
     *,
     show: Annotated[bool, typer.Option("--print", help="Show the files and the command, and do nothing.")] = False,
     overwrite: OverwriteOption = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest whole checkpoint.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest complete checkpoint.")] = False,
     detach: Annotated[
         bool, typer.Option("--detach", help="For mpi: do not wait for the end; `unipar jobs` shows it.")
     ] = False,
 ) -> None:
-    """Start FILE on several machines, through a job system that is there.
+    """Start FILE on several machines, through a job system.
 
-    Writes what the job system reads, and hands it over with its own program: sbatch, kubectl, ray or mpirun. The
-    section `machines` of FILE says how many machines; options of each job system are in a section of its name. Ranks
-    join by themselves, with every backend. `unipar jobs` tells how jobs stand.
+    Writes the files that the job system reads, and submits them with its own program: sbatch, kubectl, ray or mpirun.
+    The section `machines` of FILE says how many machines; options of each job system are in a section of its name.
+    Ranks find each other with every backend. `unipar jobs` shows the state of each job.
 
     \b
     unipar submit train.yaml --print                       the files and the command; nothing is done

@@ -90,7 +90,7 @@ def _compared_parts(found: Sequence[ForecastDifference]) -> Iterator[str]:
         sent,
         Column("sent, predicted", _planned_payload),
     ]
-    yield columns_table(columns, found, "Peak and payload of a step, measured and predicted")
+    yield columns_table(columns, found, "Peak and bytes sent in a step, measured and predicted")
 
 
 def _category_table(found: Sequence[ForecastDifference], shown: Sequence[Category]) -> str:
@@ -124,7 +124,9 @@ def _planned_parts(page: ComparisonPageData, forecast: Forecast) -> Iterator[str
         [strategy.strategy, format_size(peak.peak), peak.name, _payload_text(strategy)] for strategy, peak in planned
     ]
     if rows:
-        yield html_table(["strategy", "predicted", "in", "sent, predicted"], rows, "Predicted peak and payload", (0, 2))
+        yield html_table(
+            ["strategy", "predicted", "in", "sent, predicted"], rows, "Predicted peak and bytes sent", (0, 2)
+        )
 
 
 def _payload_text(strategy: StrategyForecast) -> str:
