@@ -1,6 +1,6 @@
 """Models that others wrote, split over a mesh and verified: `python -m benchmarks.mesh [MODEL ...]`.
 
-With `--write` the table replaces that of docs/mesh-models.md. `--drawn SEED` verifies twenty small models instead that
+With `--write` the table replaces that of its report. `--drawn SEED` verifies twenty small models instead that
 are drawn by this seed. Exit 1: a strategy disagrees, or fails without a refusal.
 """
 
@@ -34,7 +34,7 @@ from unipar.utils.table import format_table
 from unipar.utils.text import count_of, format_duration
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "mesh-models.md"
+PAGE = ROOT / "benchmarks/reports/mesh-models.md"
 STEPS = 4
 STRATEGIES = {
     "native/nothing+tensor2": 2,
@@ -263,7 +263,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--strategies", action="append", default=[], metavar="STRATEGY", help=", ".join(STRATEGIES))
     parser.add_argument("--drawn", type=int, metavar="SEED", help="models that are drawn by this seed")
     parser.add_argument("--count", type=int, default=20, metavar="N", help="how many are drawn; default: 20")
-    parser.add_argument("--write", action="store_true", help="write the table into docs/mesh-models.md")
+    parser.add_argument("--write", action="store_true", help="write the table into benchmarks/reports/mesh-models.md")
     given = parser.parse_args(words)
     usual = STRATEGIES if given.drawn is None else DRAWN_STRATEGIES
     strategies = [strategy for text in given.strategies for strategy in text.split(",")] or list(usual)

@@ -96,8 +96,8 @@ CASES: dict[str, Case] = {
     ),
     "same-order": Case(
         "pytorch/pytorch#31771",
-        "DistributedSampler shuffles by an epoch that it has to be told (set_epoch); untold, every epoch has the same "
-        "order.",
+        "DistributedSampler shuffles by an epoch that the caller must set (set_epoch); without it every epoch has the "
+        "same order.",
         "other samples",
         "step 5, forward token (rank 0, microbatch 1), backward head (rank 0, microbatch 1)",
         "faults._classify_samples",

@@ -1,4 +1,4 @@
-"""Table of docs/silent-errors.md: a row for each case, made of what `verify` has found.
+"""Table of benchmarks/reports/silent-errors.md: a row for each case, made of what `verify` has found.
 
 Run as a module (`python -m tests.corpus.page`), it verifies every case and writes the table.
 """
@@ -15,7 +15,7 @@ from tests.corpus.cases import CASES, Case
 from tests.corpus.verifying import Verified, place_of, verify_cases
 from tests.support.forks import ROOT, Forks
 
-PAGE = ROOT / "docs" / "silent-errors.md"
+PAGE = ROOT / "benchmarks/reports/silent-errors.md"
 
 HEAD = "| thread | what was wrong | what `verify` names |\n|---|---|---|\n"
 
@@ -45,8 +45,8 @@ def counts() -> str:
     """Return the sentence that counts the cases."""
     alive, all_of_them = sum(bool(case.alive) for case in CASES.values()), len(CASES)
     return (
-        f"Of {all_of_them} errors {all_of_them} are found and {all_of_them} named with kind and place. {alive} can "
-        "still be seen in the versions that `constraints.txt` pins."
+        f"All {all_of_them} errors are found and named with kind and place. {alive} can still be seen in the "
+        "versions that `constraints.txt` pins."
     )
 
 
@@ -54,7 +54,7 @@ def write_page(verified: Mapping[str, Verified]) -> None:
     """Replace the sentence that counts the cases, and the table."""
     text = PAGE.read_text("utf-8")
     table = HEAD + "\n".join(row_of(CASES[name], found) for name, found in verified.items())
-    text = re.sub(r"Of \d+ errors .*?\n\n", lambda _: f"{fill(counts(), 120)}\n\n", text, flags=re.DOTALL)
+    text = re.sub(r"All \d+ errors .*?\n\n", lambda _: f"{fill(counts(), 120)}\n\n", text, flags=re.DOTALL)
     text = re.sub(r"\| thread \|.*?\n\n", lambda _: f"{table}\n\n", text, flags=re.DOTALL)
     PAGE.write_text(text, "utf-8")
 

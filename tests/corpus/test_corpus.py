@@ -54,7 +54,7 @@ def test_without_its_check_it_is_not_named(
 
 @pytest.mark.parametrize("name", EACH)
 def test_the_page_has_what_was_found(verified: dict[str, Verified], name: str) -> None:
-    """The row of docs/silent-errors.md is the one that this verification makes."""
+    """The row of the report is the one that this verification makes."""
     assert rows_of_page(PAGE.read_text("utf-8"))[thread_link(CASES[name].thread)] == row_of(CASES[name], verified[name])
 
 

@@ -1,4 +1,4 @@
-"""The page "DeepSpeed or FSDP2?": its ds_config.json is carried, its commands run, both libraries train the same."""
+"""docs/strategies.md, "DeepSpeed or FSDP2": the ds_config.json is carried, the commands run, both train the same."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from tests.support.transcript import check_shown, numberless, played
 from unipar.config.config_source import load_config_file
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs/deepspeed-or-fsdp2.md").read_text("utf-8")
-PROOF = "## Do they train the same?"
+PAGE = (ROOT / "docs/strategies.md").read_text("utf-8")
+SECTION = PAGE.partition("\n## DeepSpeed or FSDP2\n")[2].partition("\n## ")[0]
+PROOF, END = "### Verify both", "### Differences"
 
 
-@pytest.mark.parametrize(
-    "until", [PROOF, pytest.param("## What differs", marks=pytest.mark.sweep)], ids=["the import", "whole"]
-)
-def test_the_page(until: str, tmp_path: Path, forks: Forks) -> None:
+@pytest.mark.parametrize("until", [PROOF, pytest.param(END, marks=pytest.mark.sweep)], ids=["the import", "whole"])
+def test_deepspeed_or_fsdp2(until: str, tmp_path: Path, forks: Forks) -> None:
     """What is shown is printed, numbers apart; the config is ZeRO-2 with the file's buckets; all strategies agree."""
     shutil.copy(ROOT / "examples/char_gpt.py", tmp_path / "train.py")
-    page, _, _ = PAGE.partition(until)
+    assert until in SECTION
+    section, _, _ = SECTION.partition(until)
     done: list[str] = []
-    for shown, printed in played(page, tmp_path, forks):
+    for shown, printed in played(section, tmp_path, forks):
         check_shown(numberless(shown.output), numberless(printed))
         verdict = {
             "verify": "all 3 strategies agree with one process over",
