@@ -1,4 +1,4 @@
-"""docs/machines.md: what it shows is what `unipar submit --print` prints, and no option is missing."""
+"""docs/launchers.md: what it shows is what `unipar submit --print` prints; docs/config.md has every option."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import pytest
 from unipar.config.job_system import find_job_system
 from unipar.config.validation_errors import list_known_keys
 
-PAGE = (Path(__file__).parents[2] / "docs/machines.md").read_text("utf-8")
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "launchers.md").read_text("utf-8")
 NET = """
 import unipar
 
@@ -29,7 +30,7 @@ SYSTEMS = ("slurm", "kubernetes", "ray", "mpi")
 
 def section(name: str) -> str:
     """The part of the page below a heading."""
-    (found,) = re.findall(rf"^## {name}\n(.*?)(?=^## )", PAGE, re.MULTILINE | re.DOTALL | re.IGNORECASE)
+    (found,) = re.findall(rf"^### {name}\n(.*?)(?=^###? )", PAGE, re.MULTILINE | re.DOTALL | re.IGNORECASE)
     return found
 
 
@@ -51,6 +52,7 @@ def test_what_is_printed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_every_option_is_there(name: str) -> None:
-    """A row for each key, in order."""
-    rows = re.findall(r"^\| `(\w+)` \| `", section(name), re.MULTILINE)
+    """A row for each key, in order, with its default."""
+    page = (DOCS / "config.md").read_text("utf-8")
+    rows = re.findall(rf"^\| `machines\.{name}\.(\w+)` \| [^|]+ \| `", page, re.MULTILINE)
     assert rows == list(list_known_keys(find_job_system(name).options))

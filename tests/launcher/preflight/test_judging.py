@@ -385,11 +385,11 @@ def test_many_machines_are_few_words() -> None:
 
 
 def test_the_table_in_the_docs() -> None:
-    """docs/machines.md shows what is printed for a version and a packet size that differ, in at most 80 columns."""
+    """docs/launchers.md shows what is printed for a version and a packet size that differ, in at most 80 columns."""
     odd = with_facts(NODE2, versions=VERSIONS | {"torch": "2.12.0"}, mtu=1400)
     checks = judge_machines([NODE1, with_network(odd, uncertainty=0.0004)])
     table = Examination("srun", ("node1 (10.0.0.1)", "node2 (10.0.0.2)"), tuple(checks)).table()
-    page = (ROOT / "docs/machines.md").read_text("utf-8")
+    page = (ROOT / "docs/launchers.md").read_text("utf-8")
     (shown,) = re.findall(r"```console\n\$ srun [^\n]*doctor --across[^\n]*\n(.*?)```", page, re.DOTALL)
     assert shown == f"{table}\n"
     assert max(map(len, table.splitlines())) <= 80
