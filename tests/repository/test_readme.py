@@ -31,8 +31,8 @@ def test_it_opens_with_the_two_commands() -> None:
 
 
 def test_it_is_short() -> None:
-    """650 words, code and tables included."""
-    assert len(README.split()) <= 650
+    """650 words, those of code and tables included, marks of Markdown left out."""
+    assert len(re.sub(r"\]\(\S*\)|-{3,}|[|`#]", " ", README).split()) <= 650
 
 
 def test_the_example_trains(tmp_path: Path, forks: Forks) -> None:
@@ -74,7 +74,7 @@ def test_its_step_times_are_those_of_the_report() -> None:
         for name, ratio in re.findall(r"^(\w+(?: ZeRO-\d)?) +\w+/\w+ +\d+ +\d+ +(\d\.\d+) \[", report, re.MULTILINE)
     }
     stages = [ratio for name, ratio in ratios.items() if name.startswith("DeepSpeed")]
-    (row,) = re.findall(r"^\|\[our step time.*", README, re.MULTILINE)
+    (row,) = re.findall(r"^\|\[unipar's step time.*", README, re.MULTILINE)
     shown = [ratios["Accelerate"], ratios["Fabric"], min(stages), max(stages)]
     assert re.findall(r"\d\.\d+", row) == [f"{ratio:.2f}" for ratio in shown]
 
