@@ -132,7 +132,7 @@ fresh: ## README's commands on a bare Debian that is made on the spot, as root a
 	@.ci/needs "$(PYTHON)"
 	@$(PYTHON) -m tests.support.bare_machine $(ARGS)
 
-torchtune: $(DONE)/tests build/torchtune ## both programs of docs/from-torchtune.md on two ranks; torchtune in build/, 0.2 GB, once
+torchtune: $(DONE)/tests build/torchtune ## both scripts of docs/migrate.md's section on torchtune on two ranks; torchtune in build/, 0.2 GB, once
 	@$(PYTEST) -m slow tests/repository/test_coming_from.py $(ARGS)
 
 build/torchtune: pyproject.toml

@@ -1,7 +1,7 @@
 """Every example, small, verified in every strategy that it can run in: `python -m benchmarks.examples [NAME ...]`.
 
-`--strategies STRATEGY` picks strategies; with `--write` the table replaces that of docs/examples.md. Exit 1: a strategy
-disagrees, or fails without a refusal.
+`--strategies STRATEGY` picks strategies; with `--write` the table replaces that of benchmarks/reports/examples.md.
+Exit 1: a strategy disagrees, or fails without a refusal.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from unipar.utils.table import format_table
 from unipar.utils.text import count_of, format_duration
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "examples.md"
+REPORT = ROOT / "benchmarks" / "reports" / "examples.md"
 STEPS = 4
 STRATEGIES = ("*", "native/nothing+tensor2", "native/nothing+pipeline2", "native/nothing+context2")
 """All strategies that split no sample, and three that do, on two ranks."""
@@ -91,7 +91,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument(
         "--strategies", action="append", default=[], metavar="STRATEGY", help="strategies instead of all"
     )
-    parser.add_argument("--write", action="store_true", help="write the table into docs/examples.md")
+    parser.add_argument("--write", action="store_true", help="write the table into benchmarks/reports/examples.md")
     given = parser.parse_args(words)
     if unknown := {*given.examples} - {*EXAMPLES}:
         parser.error(f"{', '.join(sorted(unknown))}: the examples are {', '.join(EXAMPLES)}")
@@ -112,8 +112,8 @@ def main(words: Sequence[str]) -> int:
         f"{refused} are refused and say why" + (f"; {wrong} DISAGREE or FAILED" if wrong else "")
     )
     if given.write:
-        PAGE.write_text(written(PAGE.read_text("utf-8"), examples_table(rows)), "utf-8")
-        print(f"written: {PAGE.relative_to(ROOT)}")
+        REPORT.write_text(written(REPORT.read_text("utf-8"), examples_table(rows)), "utf-8")
+        print(f"written: {REPORT.relative_to(ROOT)}")
     return 1 if wrong else 0
 
 

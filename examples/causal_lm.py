@@ -1,4 +1,4 @@
-"""Llama of transformers on Python's own help texts: a tokenizer trained on the spot, packed rows, weights by tokens."""
+"""Language model of transformers on Python's help texts, in packed rows: `unipar run configs/causal_lm.yaml`."""
 # pyright: reportImplicitOverride=false
 
 from __future__ import annotations

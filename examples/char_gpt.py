@@ -1,4 +1,4 @@
-"""Character GPT on the sources of Python's standard library: real text that every machine has."""
+"""Character GPT on the sources of Python's standard library: `unipar run configs/char_gpt.yaml`."""
 # pyright: reportImplicitOverride=false
 
 from __future__ import annotations

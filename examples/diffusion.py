@@ -1,4 +1,4 @@
-"""Diffusion transformer (DiT) on scikit-learn's digits, trained by flow matching; samples by the averaged weights."""
+"""Diffusion transformer (DiT) on scikit-learn's digits, by flow matching: `unipar run configs/diffusion.yaml`."""
 # pyright: reportImplicitOverride=false
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Image classifier on scikit-learn's digits: 1,797 handwritten digits of 8 x 8 pixels."""
+"""Image classifier on scikit-learn's 1,797 handwritten digits: `unipar run configs/digits.yaml`."""
 # pyright: reportImplicitOverride=false
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Distillation on scikit-learn's digits: a wide network learns first, is frozen, and a narrow one learns from it."""
+"""Frozen teacher in the loss of a student, on scikit-learn's digits: `unipar run configs/distillation.yaml`."""
 # pyright: reportImplicitOverride=false
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Small GAN with two optimizers: a generator learns to put points on a ring, a critic to tell them from real ones."""
+"""GAN on a ring of points, two models with an optimizer each: `unipar run configs/gan.yaml`."""
 # pyright: reportImplicitOverride=false
 
 from __future__ import annotations

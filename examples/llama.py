@@ -1,4 +1,4 @@
-"""Llama of transformers, from its sizes alone, on the sources of Python's standard library: one byte is one token."""
+"""Llama of transformers from its sizes: `unipar plan configs/llama_7b.yaml --world 8,64 --machine h100-sxm`."""
 # pyright: reportImplicitOverride=false
 
 from __future__ import annotations

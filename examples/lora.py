@@ -1,4 +1,4 @@
-"""LoRA by peft over the frozen Llama of causal_lm.py, in bf16, on docstrings of Python's standard library."""
+"""LoRA by peft over the frozen bf16 Llama of causal_lm.py, on docstrings: `unipar run configs/lora.yaml`."""
 # pyright: reportImplicitOverride=false
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Two towers, contrastive: pictures of coloured shapes, and captions in words, find one another across the batch."""
+"""Two towers, pictures and captions, by a contrastive loss: `unipar run configs/two_towers.yaml`."""
 # pyright: reportImplicitOverride=false
 
 from __future__ import annotations

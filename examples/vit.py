@@ -1,4 +1,4 @@
-"""ViT of transformers on scikit-learn's digits, each turned, scaled, moved and partly erased at random."""
+"""ViT of transformers on digits that are distorted at random: `unipar run configs/vit.yaml`."""
 # pyright: reportImplicitOverride=false
 
 from __future__ import annotations

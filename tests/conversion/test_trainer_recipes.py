@@ -129,7 +129,7 @@ class _Summed(Trained):
 
 @pytest.mark.sweep
 def test_a_loss_that_is_not_divided(tmp_path: Path) -> None:
-    """The Trainer adds up T5's losses over two microbatches, where a mean is meant, as docs/from-hf-trainer.md says."""
+    """The Trainer adds up T5's losses over two microbatches, where a mean is meant, as docs/migrate.md says."""
     recipe = RECIPES["t5"]
     arguments = arguments_of(recipe, tmp_path, gradient_accumulation_steps=2)
     theirs = by_trainer(recipe, arguments)

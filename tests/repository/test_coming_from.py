@@ -1,4 +1,4 @@
-"""The pages "From ...": both programs of each diff run on two ranks, and their losses agree."""
+"""Sections of docs/migrate.md: the old and the new script run on two ranks, and their losses agree."""
 
 from __future__ import annotations
 
@@ -12,29 +12,51 @@ from pathlib import Path
 import pytest
 
 from tests.support.forks import Forks
+from tests.support.transcript import blocks, changed
 from tests.support.world import ROOT
 from unipar.config import config_source as source
 from unipar.conversion.import_config import import_library_config
 from unipar.results.run_report import Report
 
-PAGES = ("ddp", "accelerate", "fabric", "deepspeed", "hf-trainer")
+PAGE = (ROOT / "docs/migrate.md").read_text("utf-8")
+SECTIONS = {
+    "ddp": "DDP",
+    "accelerate": "Accelerate",
+    "fabric": "Fabric",
+    "deepspeed": "DeepSpeed",
+    "hf-trainer": "the Hugging Face Trainer",
+    "torchtune": "torchtune",
+}
 TORCHTUNE = ROOT / "build/torchtune"
-"""Folder into which `make torchtune` puts what the page about it needs."""
+"""Folder into which `make torchtune` puts what the section about it needs."""
 
 
-def block(page: str, language: str) -> str:
-    text = (ROOT / f"docs/from-{page}.md").read_text("utf-8")
-    found = re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
-    assert len(found) == 1
-    return found[0]
+def files_of(library: str) -> dict[str, str]:
+    """Return the files of a section, those of the page's beginning where it has none of its own; the old script first.
+
+    A diff changes train.yaml.
+    """
+    beginning, *parts = PAGE.split("\n## From ")
+    (section,) = (part for part in parts if part.startswith(f"{SECTIONS[library]}\n"))
+    files: dict[str, str] = {}
+    for text in (beginning, section):
+        for block in blocks(text):
+            match block.language:
+                case "python" | "yaml":
+                    files[block.text.partition("\n")[0].removeprefix("# ")] = block.text
+                case "json":
+                    files["ds_config.json"] = block.text
+                case "diff":
+                    files["train.yaml"] = changed(files["train.yaml"], block.text)
+                case _:
+                    pass
+    (old,) = (name for name in files if name not in ("mine.py", "train.py", "train.yaml", "ds_config.json"))
+    return {"before.py": files.pop(old), **files}
 
 
-def sides(diff: str) -> tuple[str, str]:
-    """The program before and the program after."""
-    lines = diff.splitlines()
-    before = "\n".join(line[1:] for line in lines if line[:1] in (" ", "-", ""))
-    after = "\n".join(line[1:] for line in lines if line[:1] in (" ", "+", ""))
-    return before, after
+def write(folder: Path, files: Mapping[str, str]) -> None:
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
 
 
 def _start(page: str, folder: Path, forks: Forks) -> list[subprocess.CompletedProcess[str]]:
@@ -62,7 +84,7 @@ def _new_python(
     "page",
     [
         "ddp",
-        *(pytest.param(page, marks=pytest.mark.sweep) for page in PAGES if page != "ddp"),
+        *(pytest.param(page, marks=pytest.mark.sweep) for page in SECTIONS if page not in ("ddp", "torchtune")),
         pytest.param("torchtune", marks=pytest.mark.slow),
     ],
 )
@@ -71,12 +93,7 @@ def test_the_same_losses(page: str, tmp_path: Path, forks: Forks, monkeypatch: p
     if page == "torchtune":
         assert TORCHTUNE.is_dir(), "make torchtune"
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(TORCHTUNE)]))
-    before, after = sides(block(page, "diff"))
-    (tmp_path / "before.py").write_text(before, encoding="utf-8")
-    (tmp_path / "train.py").write_text(after, encoding="utf-8")
-    (tmp_path / "train.yaml").write_text(block(page, "yaml"), encoding="utf-8")
-    if page == "deepspeed":
-        (tmp_path / "ds_config.json").write_text(block(page, "json"), encoding="utf-8")
+    write(tmp_path, files_of(page))
     theirs = _start(page, tmp_path, forks)
     ours = _new_python(["train.py"], tmp_path) if page == "torchtune" else forks.python(["train.py"], tmp_path)
     assert ours.returncode == 0, ours.stderr
@@ -89,8 +106,7 @@ def test_the_same_losses(page: str, tmp_path: Path, forks: Forks, monkeypatch: p
 
 def test_the_pages_config_is_what_import_writes(tmp_path: Path) -> None:
     """`unipar import` of the page's ds_config.json, with what the file does not say."""
-    (tmp_path / "ds_config.json").write_text(block("deepspeed", "json"), encoding="utf-8")
-    (tmp_path / "train.yaml").write_text(block("deepspeed", "yaml"), encoding="utf-8")
+    write(tmp_path, files_of("deepspeed"))
     made = import_library_config(
         tmp_path / "ds_config.json", ["train.steps=20", "train.schedule={name: cosine}"]
     ).config
@@ -108,16 +124,12 @@ GPT2 = """    sizes = {"vocab_size": 64, "n_positions": 16, "n_embd": 32, "n_lay
 @pytest.mark.sweep
 def test_the_trainer_counts_a_token_too_many(tmp_path: Path, forks: Forks) -> None:
     """With GPT2LMHeadModel its loss is 120/136 of the mean over tokens: the first token of each sequence counts too."""
-    before, after = (
-        re.sub(r"    sizes = .*\n.*\n", GPT2, side).replace(
-            "LlamaConfig, LlamaForCausalLM", "GPT2Config, GPT2LMHeadModel"
-        )
-        for side in sides(block("hf-trainer", "diff"))
-    )
-    (tmp_path / "before.py").write_text(before.replace("max_steps=20", "max_steps=1"), encoding="utf-8")
-    (tmp_path / "train.py").write_text(after, encoding="utf-8")
-    config = block("hf-trainer", "yaml").replace("steps: 20", "steps: 1").replace("warmup: 5", "warmup: 1")
-    (tmp_path / "train.yaml").write_text(config, encoding="utf-8")
+    files = files_of("hf-trainer")
+    model = re.sub(r"    sizes = .*\n.*\n", GPT2, files["mine.py"])
+    files["mine.py"] = model.replace("LlamaConfig, LlamaForCausalLM", "GPT2Config, GPT2LMHeadModel")
+    files["before.py"] = files["before.py"].replace("max_steps=20", "max_steps=1")
+    files["train.yaml"] = files["train.yaml"].replace("steps: 20", "steps: 1").replace("warmup: 5", "warmup: 1")
+    write(tmp_path, files)
     theirs = _start("hf-trainer", tmp_path, forks)[0]
     ours = forks.python(["train.py"], tmp_path)
     assert ours.returncode == 0, ours.stderr

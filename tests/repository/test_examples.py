@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -19,14 +20,18 @@ CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 
 @pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.name)
 def test_an_example_is_under_a_hundred_lines(file: Path) -> None:
-    """One screen or two."""
-    assert len(file.read_text("utf-8").splitlines()) < 100
+    """One screen or two; the first line says what it shows and names a command."""
+    first, *others = file.read_text("utf-8").splitlines()
+    assert re.search(r"`unipar (run|plan) configs/(\w+)\.yaml\b.*`\.\"{3}$", first)
+    assert len(others) < 99
 
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.name)
 def test_every_config_reads_and_points_editors_to_the_schema(file: Path) -> None:
-    """Its task is there, and the modeline is the first line."""
-    assert file.read_text("utf-8").startswith("# yaml-language-server: $schema=../docs/config.schema.json\n")
+    """Its task is there, the modeline is the first line, and a comment says what to change first."""
+    text = file.read_text("utf-8")
+    assert text.startswith("# yaml-language-server: $schema=../docs/config.schema.json\n")
+    assert "\n# Change first: " in text.partition("\n\n")[0]
     task = load_config_file(file).config.task
     assert task is not None
     assert Path(str(task.use).partition(":")[0]).is_file()

@@ -12,7 +12,8 @@ from tests.support.transcript import check_shown, numberless, played
 
 PAGE = (Path(__file__).parents[2] / "docs/tutorial.md").read_text("utf-8")
 BUG, ELSEWHERE, COSTS, NEXT = (
-    f"\n## {title}\n" for title in ("A bug on purpose", "Going on elsewhere", "What each costs", "Where next")
+    f"\n## {title}\n"
+    for title in ("A bug on purpose", "Resume in another strategy", "Cost of each strategy", "Next pages")
 )
 """Headings: a second verification is before ELSEWHERE, and memory is recorded, in other processes, after COSTS."""
 

@@ -16,7 +16,7 @@ from tests.support import transcript
 from tests.support.forks import ROOT, Forks
 from tests.support.transcript import check_shown, numberless, played
 
-PAGE = (ROOT / "docs/tutorial.md").read_text("utf-8").partition("\n## Where next\n")[0]
+PAGE = (ROOT / "docs/tutorial.md").read_text("utf-8").partition("\n## Next pages\n")[0]
 
 
 @pytest.fixture(scope="module")

@@ -103,12 +103,21 @@ def commands(block: Block) -> list[Shown]:
     return [Shown(re.sub(" +", " ", first), rest) for first, _, rest in (part.partition("\n") for part in parts)]
 
 
+def changed(text: str, diff: str) -> str:
+    """Return a text in which the lines of a diff that begin with a minus are replaced by those with a plus.
+
+    Lines that follow one another in the diff belong together: a minus after a plus begins another change.
+    """
+    for change in re.findall(r"(?:^-.*\n)+(?:^\+.*\n)*", diff, re.MULTILINE):
+        gone, come = ("".join(f"{line[1:]}\n" for line in change.splitlines() if line[:1] == sign) for sign in "-+")
+        assert text.count(gone) == 1, gone
+        text = text.replace(gone, come)
+    return text
+
+
 def change_file(file: Path, diff: str) -> None:
-    """Replace in a file the lines that begin with a minus by those that begin with a plus."""
-    gone, come = ("".join(f"{line[1:]}\n" for line in diff.splitlines() if line[:1] == sign) for sign in "-+")
-    text = file.read_text("utf-8")
-    assert text.count(gone) == 1
-    file.write_text(text.replace(gone, come), encoding="utf-8")
+    """Change a file by a diff."""
+    file.write_text(changed(file.read_text("utf-8"), diff), encoding="utf-8")
 
 
 def played(page: str, folder: Path, forks: Forks) -> Iterator[tuple[Shown, str]]:

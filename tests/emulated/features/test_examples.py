@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import yaml
 
-from benchmarks.examples import EXAMPLES, PAGE, SMALL
+from benchmarks.examples import EXAMPLES, SMALL
 from tests.support.softcuda.emulation import ROOT
 from tests.support.softcuda.processes import EmulatedDevice
 from tests.support.softcuda.trainings.commands import losses_of_run
 from unipar.run_folder.layout import read_launch_file
+
+PAGE = ROOT / "docs" / "examples.md"
 
 SMALLER: dict[str, dict[str, Any]] = {
     "causal_lm": {"task.args": {"hidden": 32, "layers": 2, "heads": 2, "context": 32, "words": 512}},
