@@ -77,7 +77,7 @@ FAULTS = (
         "unipar/data/dataset.py",
         "if collate is not None and loader.collate_fn not in (default_collate, collate):",
         "if False:",
-        "tests/data/test_feed.py::test_a_collate_fn_beside_the_tasks_collate",
+        "tests/data/test_microbatch_loader.py::test_a_collate_fn_beside_the_tasks_collate",
     ),
     Planted(
         "A task's misspelt method is not called.",
