@@ -1,4 +1,4 @@
-"""What is exact on the CPU alone: copies that oneDNN and gloo make, gloo's scratch memory, and what gloo frees late.
+"""Memory that is exact on the CPU alone: copies by oneDNN and gloo, gloo's scratch memory, and what gloo frees late.
 
 A plan for CUDA leaves all of it out. What gloo copies of the tensors that a library sends is among that library's terms
 (`staged`), because it ends with them.

@@ -11,6 +11,7 @@ from unipar.distributed.copies_by_machine import copies_by_machine
 from unipar.distributed.mesh import MESH_AXES, Mesh
 from unipar.distributed.world_machines import WorldMachines
 from unipar.errors import ConfigError
+from unipar.prediction.request import PredictionRequest
 from unipar.prediction.timeline import Payload
 
 
@@ -30,6 +31,12 @@ def settle_shard_over(config: Config, ranks: int, per: int | None) -> Config:
     copies = copies_by_machine(mesh, WorldMachines.filled(ranks, per))
     parallel = config.parallel.model_copy(update={"shard_over": copies.shards // mesh.sizes["context"]})
     return config.model_copy(update={"parallel": parallel})
+
+
+def settle_request(request: PredictionRequest) -> PredictionRequest:
+    """Return a request whose config has a number for `parallel.shard_over: machine`."""
+    config = settle_shard_over(request.config, request.ranks, request.ranks_per_machine)
+    return replace(request, config=config)
 
 
 def count_across(sent: Sequence[Payload], config: Config, ranks: int, per: int | None) -> tuple[Payload, ...]:

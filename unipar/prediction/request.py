@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from unipar.config import BatchSizes, Config
-from unipar.prediction.ranks_of_machines import settle_shard_over
 from unipar.prediction.timeline import Term
 
 PlannedDevice = Literal["cpu", "cuda"]
@@ -39,7 +38,3 @@ class PredictionRequest:
     def with_micro(self, micro: int) -> PredictionRequest:
         """Return the request with microbatches of another size, and the same total batch."""
         return replace(self, sizes=self.sizes.with_micro(micro))
-
-    def settled(self) -> PredictionRequest:
-        """Return the request with a number of ranks for `parallel.shard_over: machine`."""
-        return replace(self, config=settle_shard_over(self.config, self.ranks, self.ranks_per_machine))

@@ -20,7 +20,7 @@ from unipar.planning.cpu_copies import late_bytes, needed_with_gloo
 from unipar.planning.peaks import OffloadedBytes, PlannedMemory, PredictedPeak, predict_offloaded
 from unipar.planning.schedule_walk import PlannedStage, predict_peaks
 from unipar.planning.speed import StepSpeed
-from unipar.prediction.ranks_of_machines import count_across
+from unipar.prediction.ranks_of_machines import count_across, settle_request
 from unipar.prediction.request import PredictionRequest
 from unipar.prediction.terms import TEMPORARIES_OF_UPDATE, averaging_terms, predict_whole
 from unipar.prediction.timeline import Payload, PredictedPhase, Prediction, StepTimeline
@@ -145,12 +145,12 @@ class TaskTraces:
 
     def predict_ranks(self, request: PredictionRequest) -> list[PredictedStep]:
         """Return a step of each rank that holds or does something else."""
-        request = request.settled()
+        request = settle_request(request)
         return [self._predict_rank(request, traced) for traced in self.of(request.config, request.sizes.micro)]
 
     def predict_needed(self, request: PredictionRequest) -> int:
         """Return the bytes that the fullest rank needs, sooner than `predict` does."""
-        request = request.settled()
+        request = settle_request(request)
         if request.config.parallel.axes.pipeline > 1:
             return self.predict(request).needed
         # what is held does not depend on how many microbatches came before, if there were some

@@ -59,12 +59,12 @@ class TracedTask:
 
     @property
     def timeline(self) -> StepTimeline:
-        """What a rank does with a microbatch."""
+        """Moments of a microbatch on the rank."""
         return self.rank.whole.timeline
 
     @property
     def activations(self) -> Activations:
-        """What the model allocates then; of several stages, blocks of the first and work of all."""
+        """Memory that the model allocates then; of several stages, blocks of the first and work of all."""
         return self.rank.whole.activations
 
     def rank_on(self, device: PlannedDevice) -> PlannedRank:
