@@ -188,7 +188,7 @@ def _worlds(scaling: Scaling) -> str:
         row, rate = scaling.row(world), scaling.rate(world)
         share = f"{world.micro} × {world.accumulate}" if world.samples else _NO_VALUE
         if world.samples and scaling.unit == "tokens":  # in microbatches whose number varies
-            share = str(world.share)
+            share = str(world.data_rank)
         samples = str(world.samples or _NO_VALUE)
         start = [world.strategy, " and ".join(world.kinds), str(world.ranks), samples, share]
         if rate is None:
