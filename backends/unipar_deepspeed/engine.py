@@ -122,7 +122,7 @@ class ZeroEngine(OptimizerEngine):
         self.holder.forget_first_step()
         if masters is not None:
             self.holder.put_masters(masters, world.device)
-        if split is not None:
+        if split is not None and whole is not None:
             prove_split(part, split, self.call, world, whole, config)
             if self.stage == 3:
                 self.zero._partition_all_parameters()  # the proof's backward ended before the hooks that do it

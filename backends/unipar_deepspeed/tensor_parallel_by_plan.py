@@ -8,17 +8,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 import torch
-import torch.distributed as dist
 from deepspeed.utils import groups as deepspeed_groups
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from unipar_mesh.look_at_model import WholeModel, look_at_model, whole_gradients
-from unipar_mesh.proof.proof_of_model import (
-    refuse_difference,
-    share_whole_model,
-    sketch_regions,
-    trained_and_narrowest_dtypes,
-)
+from unipar_mesh.model_split import made_on_first_rank
+from unipar_mesh.proof.proof_of_model import refuse_difference, sketch_regions, trained_and_narrowest_dtypes
 from unipar_mesh.refusal_sentences import refuse_empty_plans, refuse_part
 from unipar_mesh.tensor.cuts import BlockPlan, ParameterCut
 from unipar_mesh.tensor.tensor_model import CallsOfBlock, calls_of_blocks, cuts_of_model, plan_blocks
@@ -115,27 +110,17 @@ def _runs(start: int, length: int, stride: int, runs: int) -> Region:
     return Region(start, length, stride, runs) if runs > 1 else Region(start, length)
 
 
-def plan_tensor(part: Part, config: Config, world: World) -> tuple[TensorSplit, WholeModel | None]:
-    """Return how the model is split, found on rank 0 while it has it whole; there, its loss and gradients as well."""
+def plan_tensor(part: Part, config: Config, world: World) -> tuple[TensorSplit, WholeModel]:
+    """Return how the model is split, found on rank 0 while it has it whole, and loss and gradients of the whole one."""
     refuse_part(part, config)
     mesh = world.groups.devices["tensor"]
-    whole: WholeModel | None = None
-    told: list[Any] = [None]
-    if world.rank == 0:
-        try:
-            told[0], whole = _try_model(part, config, mesh)
-        except TaskError as e:
-            told = [e]
-    dist.broadcast_object_list(told, 0)
-    if isinstance(told[0], TaskError):
-        raise told[0]
-    batch, plans = told[0]
+    batch, plans, whole = made_on_first_rank(world, lambda: _try_model(part, config, mesh))
     cuts = cuts_of_model(part.module, plans, None, config.parallel.tensor)
     return TensorSplit(batch, plans, cuts, world.mesh.seat["tensor"], calls_of_blocks(part.module, plans)), whole
 
 
-def _try_model(part: Part, config: Config, mesh: DeviceMesh) -> tuple[Any, WholeModel]:
-    """Return a sample with the plans of all blocks, and loss and gradients of the model, which is whole here."""
+def _try_model(part: Part, config: Config, mesh: DeviceMesh) -> tuple[Any, Mapping[str, BlockPlan], WholeModel]:
+    """Return a sample, the plans of all blocks, and loss and gradients of the model, which is whole here."""
     assert part.loss is not None
     assert part.sample is not None
     batch = part.sample()
@@ -145,7 +130,7 @@ def _try_model(part: Part, config: Config, mesh: DeviceMesh) -> tuple[Any, Whole
     wanted = part.tensor or {}
     plans = plan_blocks(part.module, facts.blocks, facts.block_inputs, mesh, wanted, matrices_left_whole)
     refuse_empty_plans(config.parallel.tensor, plans.values(), part.blocks)
-    return (batch, plans), whole_gradients(part.module, part.loss, given)
+    return batch, plans, whole_gradients(part.module, part.loss, given)
 
 
 def use_groups(world: World) -> None:
@@ -211,11 +196,10 @@ _SEEN = "replaced"
 
 
 def prove_split(
-    part: Part, split: TensorSplit, call: ForwardCall, world: World, whole: WholeModel | None, config: Config
+    part: Part, split: TensorSplit, call: ForwardCall, world: World, whole: WholeModel, config: Config
 ) -> None:
     """Raise TaskError unless the split model has the whole one's loss and gradients on the sample."""
     assert part.loss is not None
-    names, expected_loss, expected = share_whole_model(whole)
     batch = split.batch
     if (cast_to := batch_dtype(config.train.precision)) is not None:
         batch = cast_floats(batch, cast_to)
@@ -234,11 +218,11 @@ def prove_split(
             module.training = mode
     mine = zip(named.items(), gradients, strict=True)
     held = {name: g.contiguous().view(-1) for (name, _), g in mine if g is not None and world.data_rank == 0}
-    sketches = sketch_regions(names, _regions_of_parts(split, held))
+    sketches = sketch_regions(list(whole.gradients), _regions_of_parts(split, held))
     sketches = world.sum(sketches.to(world.device)).cpu()
     mean = world.sum(loss.detach().double()) / world.size
     _, dtype = trained_and_narrowest_dtypes(part.module)
-    refuse_difference(names, (float(mean), expected_loss), (sketches, expected), dtype, str(config.parallel.axes))
+    refuse_difference(whole, float(mean), sketches, dtype, str(config.parallel.axes))
 
 
 def _regions_of_parts(split: TensorSplit, held: Mapping[str, Tensor]) -> Iterator[tuple[str, int, Region, Tensor]]:

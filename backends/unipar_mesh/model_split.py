@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
-import torch.distributed as dist
 from torch import nn
 
 from unipar.backend import Part
@@ -25,6 +24,7 @@ from unipar_mesh.tensor.tensor_model import cuts_of_model, plan_blocks
 from unipar_mesh.tensor.vocabulary import Vocabulary, find_vocabulary
 
 ProofWay = Literal["whole", "blocks", "off"]
+_Made = TypeVar("_Made")
 
 
 class LookAtModel(NamedTuple):
@@ -38,31 +38,40 @@ class LookAtModel(NamedTuple):
 def look_together(
     part: Part, config: Config, world: World, proof: ProofWay
 ) -> tuple[LookAtModel, WholeModel | WholeBlocks | None]:
-    """Return what rank 0 finds out about the whole model; on rank 0, what it computes on the sample as well."""
-    assert part.loss is not None
-    assert part.sample is not None
-    whole: WholeModel | WholeBlocks | None = None
-    sent: list[Any] = [None]
+    """Return what rank 0 finds out about the whole model, and what that computes on the sample."""
+
+    def look() -> tuple[LookAtModel, WholeModel | WholeBlocks | None]:
+        assert part.loss is not None
+        assert part.sample is not None
+        batch = part.sample()
+        cast_to = batch_dtype(config.train.precision)
+        inputs = batch if cast_to is None else cast_floats(batch, cast_to)
+        axes = config.parallel.axes
+        facts = look_at_model(part.module, part.blocks, part.loss, inputs, axes.stages, part.cuts)
+        plans = _plan_tensor(part, facts, world, axes)
+        whole: WholeModel | WholeBlocks | None = None
+        if proof == "whole":
+            whole = whole_gradients(part.module, part.loss, inputs)
+        elif proof == "blocks":
+            names = blocks_to_prove(part.module, facts, plans)
+            whole = sketch_blocks(part.module, part.loss, inputs, names)
+        return LookAtModel(batch, replace(facts, block_inputs={}), plans), whole
+
+    return made_on_first_rank(world, look)
+
+
+def made_on_first_rank(world: World, make: Callable[[], _Made]) -> _Made:
+    """Return on all ranks what a function returns on rank 0; raise a TaskError on all of them that it raises there."""
+    made: Any = None
     if world.rank == 0:
         try:
-            batch = part.sample()
-            cast_to = batch_dtype(config.train.precision)
-            inputs = batch if cast_to is None else cast_floats(batch, cast_to)
-            axes = config.parallel.axes
-            facts = look_at_model(part.module, part.blocks, part.loss, inputs, axes.stages, part.cuts)
-            plans = _plan_tensor(part, facts, world, axes)
-            if proof == "whole":
-                whole = whole_gradients(part.module, part.loss, inputs)
-            elif proof == "blocks":
-                names = blocks_to_prove(part.module, facts, plans)
-                whole = sketch_blocks(part.module, part.loss, inputs, names)
-            sent = [LookAtModel(batch, replace(facts, block_inputs={}), plans)]
+            made = make()
         except TaskError as e:
-            sent = [e]
-    dist.broadcast_object_list(sent, 0)
-    if isinstance(sent[0], TaskError):
-        raise sent[0]
-    return sent[0], whole
+            made = e
+    made = world.tell_objects(made, 0)
+    if isinstance(made, TaskError):
+        raise made
+    return made
 
 
 def _plan_tensor(part: Part, facts: ModelFacts, world: World, axes: Axes) -> dict[str, BlockPlan]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
-from unipar_mesh.look_at_model import look_at_model, whole_gradients
+from unipar_mesh.look_at_model import WholeModel, look_at_model, whole_gradients
 from unipar_mesh.proof.proof_of_blocks import sketch_blocks
 from unipar_mesh.proof.proof_of_model import refuse_difference
 
@@ -120,32 +120,22 @@ def test_two_towers_in_a_pipeline(tmp_path: Path) -> None:
 )
 def test_what_rounding_explains(dtype: torch.dtype, loss: float, gradient: float, refused: str) -> None:
     """A split model in bf16 may differ by 0.1 % of the loss and 5 % of a gradient, one in fp32 by far less."""
-    sketches = torch.tensor([[gradient, 0.0]]), torch.tensor([[1.0, 0.0]])
+    whole, found = WholeModel(2.0, {"w": torch.tensor([1.0, 0.0])}), torch.tensor([[gradient, 0.0]])
     if not refused:
-        refuse_difference(["w"], (loss, 2.0), sketches, dtype, "tensor 2")
+        refuse_difference(whole, loss, found, dtype, "tensor 2")
         return
     with pytest.raises(TaskError, match=re.escape(f"split as planned, the model is another: {refused} tensor 2. ")):
-        refuse_difference(["w"], (loss, 2.0), sketches, dtype, "tensor 2")
+        refuse_difference(whole, loss, found, dtype, "tensor 2")
 
 
 def test_a_gradient_that_is_only_rounding() -> None:
     """One of a millionth of the longest may be another one; twice one of a thousandth is refused."""
-    longest = [1.0, 0.0]
-    refuse_difference(
-        ["w", "x"],
-        (2.0, 2.0),
-        (torch.tensor([longest, [7e-7, 0.0]]), torch.tensor([longest, [0.0, 7e-7]])),
-        torch.float32,
-        "tensor 2",
-    )
+    longest = torch.tensor([1.0, 0.0])
+    whole = WholeModel(2.0, {"w": longest, "x": torch.tensor([0.0, 7e-7])})
+    refuse_difference(whole, 2.0, torch.tensor([[1.0, 0.0], [7e-7, 0.0]]), torch.float32, "tensor 2")
+    whole = WholeModel(2.0, {"w": longest, "x": torch.tensor([1e-3, 0.0])})
     with pytest.raises(TaskError, match=re.escape("the gradient of x is off by 1.0e-01 of its length; tensor 2. ")):
-        refuse_difference(
-            ["w", "x"],
-            (2.0, 2.0),
-            (torch.tensor([longest, [2e-3, 0.0]]), torch.tensor([longest, [1e-3, 0.0]])),
-            torch.float32,
-            "tensor 2",
-        )
+        refuse_difference(whole, 2.0, torch.tensor([[1.0, 0.0], [2e-3, 0.0]]), torch.float32, "tensor 2")
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from tests.support.forks import Forks
 from tests.support.split_scripts import MODELS, TASKS, TOLD, compare, exported, play, refused, require_clean, run
 from unipar.config import config_source as source
 from unipar.conversion.export import export_script
+from unipar.errors import TaskError
 
 
 @pytest.mark.parametrize(
@@ -23,6 +24,7 @@ from unipar.conversion.export import export_script
         pytest.param("gpt2", {"context": 2}, 2, marks=pytest.mark.sweep),
         pytest.param("whole", {"tensor": 2}, 2, marks=pytest.mark.sweep),
         pytest.param("dry", {"tensor": 2, "context": 2, "shard": "parameters"}, 4, marks=pytest.mark.sweep),
+        pytest.param("wholeattention", {"tensor": 2, "context": 2}, 4, marks=pytest.mark.sweep),
         pytest.param("plain", {"tensor": 2, "pipeline": 2}, 4, marks=pytest.mark.sweep),
         pytest.param("gpt2", {"context": 2, "pipeline": 2}, 4, marks=pytest.mark.sweep),
         pytest.param("bert", {"context": 2, "pipeline": 2, "schedule": "gpipe"}, 4, marks=pytest.mark.sweep),
@@ -83,7 +85,7 @@ def test_the_tables_of_a_script(tmp_path: Path) -> None:
     ).read_text()
     assert (
         """PLANS = [
-    Plan(
+    CutPlan(
         blocks=BLOCKS,
         columns={"attn.c_attn": (32, 32, 32), "mlp.c_fc": (128,)},
         rows={"attn.c_proj": (32,), "mlp.c_proj": (128,)},
@@ -95,9 +97,10 @@ def test_the_tables_of_a_script(tmp_path: Path) -> None:
         in text
     )
     told = {**TOLD, "parallel": {"data": 1, "context": 2}}
-    text = (
-        export_script(source.load_given_config(told), "torchrun", tmp_path / "other").folder / "train.py"
-    ).read_text()
+    folder = export_script(source.load_given_config(told), "torchrun", tmp_path / "other").folder
+    listed = "- `mesh_parts.py`: parts of a model over ranks, as tables say: blocks over `tensor`, sequences over"
+    assert listed in (folder / "README.md").read_text("utf-8")
+    text = (folder / "train.py").read_text("utf-8")
     assert (
         """HIDDEN = 0  # place or name of a block's hidden states among its arguments
 # along which dimension the sequence goes in other arguments; None: it does not
@@ -232,3 +235,18 @@ def test_parts_that_compute_something_else_are_refused(tmp_path: Path) -> None:
         "something else than the whole (off), so a script cannot cut it: keep its matrices whole by the "
         "task's tensor(), or leave tensor out of the export"
     )
+
+
+def test_a_module_with_the_name_of_a_file_of_the_script(tmp_path: Path) -> None:
+    """It would be written over, so it is refused."""
+    (tmp_path / "own.py").write_text(f"{MODELS.read_text('utf-8')}\n\nimport mesh_parts\n", encoding="utf-8")
+    (tmp_path / "mesh_parts.py").write_text("", encoding="utf-8")
+    task = {"use": f"{tmp_path}/own.py:Kinds", "args": {"kind": "dry"}}
+    with pytest.raises(TaskError) as e:
+        export_script(
+            source.load_given_config({**TOLD, "task": task, "parallel": {"data": 1, "tensor": 2}}),
+            "torchrun",
+            tmp_path / "made",
+        )
+    assert str(e.value) == ("Kinds imports mesh_parts.py, and a script has a file of that name itself: rename yours")
+    assert not (tmp_path / "made").exists()

@@ -54,6 +54,14 @@ class GPT2(Texts):
         return made("GPT2LMHeadModel", "GPT2Config", use_cache=False, **sizes, **ends)
 
 
+class WholeAttention(GPT2):
+    """The same, whose attention, with dropout of its own, stays whole."""
+
+    @override
+    def tensor(self, model: nn.Module) -> dict[str, str]:
+        return {"*.attn.c_attn": "whole", "*.attn.c_proj": "whole"}
+
+
 class CachedGPT2(Texts):
     """GPT-2 as its config makes it: keys are put behind an empty cache in each forward."""
 

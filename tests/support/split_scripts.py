@@ -39,7 +39,7 @@ TOLD: dict[str, Any] = {
 }
 TASKS: dict[str, dict[str, Any]] = {
     "gpt": {"use": f"{CHARACTERS}:CharGPT", "args": {"layers": 4, "width": 32, "heads": 4, "context": 16}},
-    **{name.lower(): {"use": f"{MODELS}:{name}"} for name in ("GPT2", "Llama", "Bert")},
+    **{name.lower(): {"use": f"{MODELS}:{name}"} for name in ("GPT2", "WholeAttention", "Llama", "Bert")},
     "whole": {"use": f"{MODELS}:KeptWhole", "args": {"kind": "multihead"}},
     **{kind: {"use": f"{MODELS}:Kinds", "args": {"kind": kind}} for kind in ("plain", "dry", "dropped")},
 }

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from unipar.backend import Fn, Region
@@ -124,7 +123,7 @@ def prove_blocks(
     engine: WrapperEngine,
     fn: Fn,
     batch: Any,
-    whole: WholeBlocks | None,
+    whole: WholeBlocks,
     *,
     sequences: SequenceSplit | None,
     dtype: torch.dtype,
@@ -132,12 +131,8 @@ def prove_blocks(
 ) -> None:
     """Raise TaskError unless the split model has the whole one's loss, and its blocks the outputs and gradients.
 
-    `whole` is given on rank 0, `sequences` where each rank has a part of each sequence.
+    `sequences` are given where each rank has a part of each sequence.
     """
-    told: list[WholeBlocks | None] = [whole]
-    dist.broadcast_object_list(told, 0)
-    whole = told[0]
-    assert whole is not None
     loss, rows = _split_blocks(engine, fn, batch, whole, sequences)
     if (what := describe_difference(whole, loss, rows, dtype)) is not None:
         raise refusal(what, words)

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from unipar.backend import Fn, Micro, Region
@@ -31,28 +30,19 @@ part of a gradient's own length.
 """
 
 
-def prove(
-    engine: WrapperEngine, fn: Fn, batch: Any, whole: WholeModel | None, *, dtype: torch.dtype, words: str
-) -> None:
+def prove(engine: WrapperEngine, fn: Fn, batch: Any, whole: WholeModel, *, dtype: torch.dtype, words: str) -> None:
     """Raise TaskError unless the split model has the whole one's loss and gradients on this microbatch.
 
-    `whole` is given on rank 0, `words` say how the model is split. All ranks of the data get the same microbatch;
+    `words` say how the model is split. All ranks of the data get the same microbatch;
     nothing is drawn, and no autocast is on.
     """
-    names, losses, expected = share_whole_model(whole)
-    loss, sketches = _split_gradients(engine, fn, batch, names)
-    refuse_difference(names, (loss, losses), (sketches, expected), dtype, words)
+    loss, sketches = _split_gradients(engine, fn, batch, list(whole.gradients))
+    refuse_difference(whole, loss, sketches, dtype, words)
 
 
-def refuse_difference(
-    names: Sequence[str],
-    losses: tuple[float, float],
-    sketches: tuple[torch.Tensor, torch.Tensor],
-    dtype: torch.dtype,
-    words: str,
-) -> None:
-    """Raise TaskError if loss or gradients differ; pairs are of the split model and of the whole one."""
-    (loss, expected_loss), (found, expected) = losses, sketches
+def refuse_difference(whole: WholeModel, loss: float, found: torch.Tensor, dtype: torch.dtype, words: str) -> None:
+    """Raise TaskError if the split model's loss or gradients differ; `found` are sketches in the whole one's order."""
+    names, expected_loss, expected = list(whole.gradients), whole.loss, torch.stack(list(whole.gradients.values()))
     small_loss, small = tolerances(expected_loss, dtype)
     off = off_by_length(found, expected)
     worst = int(off.argmax())
@@ -92,17 +82,6 @@ def refusal(what: str, words: str) -> TaskError:
         f"split as planned, the model is another: {what}; {words}. "
         "Leave one of the axes out, or say in the task's tensor(model) or cuts(stages) what must stay together"
     )
-
-
-def share_whole_model(whole: WholeModel | None) -> tuple[list[str], float, torch.Tensor]:
-    """Return names, loss and sketches of gradients of the whole model, which rank 0 has, on all ranks."""
-    told: list[Any] = [None]
-    if whole is not None:
-        rows = [whole.gradients[name].tolist() for name in whole.gradients]
-        told = [(list(whole.gradients), whole.loss, rows)]
-    dist.broadcast_object_list(told, 0)
-    names, loss, rows = told[0]
-    return names, loss, torch.tensor(rows, dtype=torch.float64).view(-1, SKETCH_NUMBERS)
 
 
 def sketch_regions(names: Sequence[str], regions: Iterable[tuple[str, int, Region, torch.Tensor]]) -> torch.Tensor:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from typing_extensions import override
 
 from unipar_mesh.scripts.look_at_calls import BlockCall
-from unipar_mesh.scripts.mesh_parts import Blocks, Place, Plan, Ranks
+from unipar_mesh.scripts.mesh_parts import ArgumentPlace, Blocks, CutPlan, Ranks
 from unipar_mesh.tensor.cuts import BlockPlan, cut_parameters
 from unipar_mesh.tensor.sites import BLOCK, frames_to, innermost_module, line_of
 
@@ -59,7 +59,7 @@ def run_whole(block: nn.Module, call: BlockCall) -> BlockRun:
 
 
 def run_parts(
-    block: nn.Module, call: BlockCall, plan: Plan, ranks: int, hidden: Place | None = None
+    block: nn.Module, call: BlockCall, plan: CutPlan, ranks: int, hidden: ArgumentPlace | None = None
 ) -> list[BlockRun] | BaseException:
     """Run a block's parts side by side, cut as in a script; return what went wrong if they do not run.
 

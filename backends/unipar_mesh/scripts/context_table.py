@@ -17,10 +17,10 @@ from unipar_mesh.context.inside import InsideBlock, Pass
 from unipar_mesh.context.spread_attention import SequenceLayout
 from unipar_mesh.look_at_model import kind_of_block
 from unipar_mesh.scripts.look_at_calls import BlockCall, ModelLook
-from unipar_mesh.scripts.mesh_parts import Place
+from unipar_mesh.scripts.mesh_parts import ArgumentPlace
 
 
-def table_of_arguments(look: ModelLook, ranks: int) -> tuple[Place, dict[Place, int | None], list[str]]:
+def table_of_arguments(look: ModelLook, ranks: int) -> tuple[ArgumentPlace, dict[ArgumentPlace, int | None], list[str]]:
     """Return the place or name of hidden states, the dimension of positions of each other argument that is a tensor,
     or None, and sentences on what a script cannot do; raise TaskError for what no engine can cut."""
     blocks = tuple(look.part.blocks)
@@ -32,8 +32,8 @@ def table_of_arguments(look: ModelLook, ranks: int) -> tuple[Place, dict[Place, 
                 f"parallel.context: {look.order[-1] if name == due else name} came where {due} was due: between the "
                 "first block and the last, the loss must call each block once, in order"
             )
-    hidden: set[Place] = set()
-    arguments: dict[Place, int | None] = {}
+    hidden: set[ArgumentPlace] = set()
+    arguments: dict[ArgumentPlace, int | None] = {}
     for calls in look.calls:
         for name in blocks:
             block = look.part.module.get_submodule(name)

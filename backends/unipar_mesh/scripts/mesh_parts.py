@@ -18,12 +18,12 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-Place = int | str
+ArgumentPlace = int | str
 """Place or name of an argument."""
 
 
 @dataclass(frozen=True)
-class Plan:
+class CutPlan:
     """Cuts of blocks of one kind over the ranks of `tensor`; names are those of modules in the block."""
 
     blocks: Sequence[str] = ()
@@ -43,7 +43,7 @@ class Plan:
     attention: bool = False
     """True if attention, whose heads are cut, has dropout of its own."""
 
-    gathers: Mapping[str, Place] = field(default_factory=dict[str, Any])
+    gathers: Mapping[str, ArgumentPlace] = field(default_factory=dict[str, Any])
     """Modules before which parts of a sequence are made whole, with the place or name of the argument."""
 
     behind: Sequence[str] = ()
@@ -101,7 +101,7 @@ class Ranks:
         return Along.apply(products, self.add, _same)
 
 
-class Span:
+class Positions:
     """A sequence of which each rank has a part: the first ones one position more than others, if it does not divide."""
 
     def __init__(self, ranks: Ranks, length: int) -> None:
@@ -150,10 +150,10 @@ class Span:
 class Blocks:
     """Blocks of a model, cut over the ranks of `tensor`: each computes a part of what lies between columns and rows."""
 
-    def __init__(self, ranks: Ranks, plans: Sequence[Plan], hidden: Place | None = None) -> None:
+    def __init__(self, ranks: Ranks, plans: Sequence[CutPlan], hidden: ArgumentPlace | None = None) -> None:
         """`hidden`: place or name of a block's hidden states, if these are in parts along the sequence as well."""
         self.ranks, self.plans, self.hidden = ranks, plans, hidden
-        self.span = Span(ranks, 0)
+        self.span = Positions(ranks, 0)
         self.cut, self.partial = set[str](), set[str]()
         """Names of parameters of which a rank has a part, and of those that act on parts of sequences."""
 
@@ -165,7 +165,7 @@ class Blocks:
             for name in plan.blocks:
                 self._cut_block(name, model.get_submodule(name), plan)
 
-    def _cut_block(self, name: str, block: nn.Module, plan: Plan) -> None:
+    def _cut_block(self, name: str, block: nn.Module, plan: CutPlan) -> None:
         for layer, sizes in plan.columns.items():
             module: Any = block.get_submodule(layer)
             transposed = hasattr(module, "nf")  # a Conv1D of transformers has the input first
@@ -245,17 +245,17 @@ class Blocks:
         _change_behind(model.get_submodule(names[-1]), lambda hidden: self.span.leave(hidden))
 
     def _begin(self, hidden: Tensor) -> Tensor:
-        self.span = Span(self.ranks, hidden.shape[1])
+        self.span = Positions(self.ranks, hidden.shape[1])
         return self.span.enter(hidden)
 
 
 class Sequences:
     """Sequences, cut over the ranks of `context` from the first block to the last; all else sees them whole."""
 
-    def __init__(self, ranks: Ranks, hidden: Place, arguments: Mapping[Place, int | None]) -> None:
+    def __init__(self, ranks: Ranks, hidden: ArgumentPlace, arguments: Mapping[ArgumentPlace, int | None]) -> None:
         """`hidden`: place or name of a block's hidden states; `arguments`: dimension of positions in all others."""
         self.ranks, self.hidden, self.arguments = ranks, hidden, arguments
-        self.span = Span(ranks, 0)
+        self.span = Positions(ranks, 0)
 
     def between(self, model: nn.Module, names: Sequence[str]) -> None:
         """Cut what these blocks are given; after FSDP's own hooks."""
@@ -267,14 +267,14 @@ class Sequences:
     def _begin(self, hidden: Tensor) -> Tensor:
         if hidden.shape[1] < self.ranks.size:
             raise SystemExit(f"a sequence of {hidden.shape[1]} cannot be cut over {self.ranks.size} ranks")
-        self.span = Span(self.ranks, hidden.shape[1])
+        self.span = Positions(self.ranks, hidden.shape[1])
         return self.span.own(hidden)
 
     def _take_arguments(self, block: nn.Module, args: Any, kwargs: Any) -> Any:
         args = tuple(value if i == self.hidden else self._argument(i, value) for i, value in enumerate(args))
         return args, {key: v if key == self.hidden else self._argument(key, v) for key, v in kwargs.items()}
 
-    def _argument(self, name: Place, value: Any) -> Any:
+    def _argument(self, name: ArgumentPlace, value: Any) -> Any:
         if isinstance(value, tuple):
             return tuple(self._argument(name, inner) for inner in value)
         if not isinstance(value, Tensor):
@@ -285,7 +285,7 @@ class Sequences:
         return value if dim is None else self.span.own(value, dim)
 
 
-def _change_before(module: nn.Module, place: Place, change: Callable[[Tensor], Tensor]) -> None:
+def _change_before(module: nn.Module, place: ArgumentPlace, change: Callable[[Tensor], Tensor]) -> None:
     """Change one argument of each call of a module."""
 
     def hook(_: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -55,7 +55,7 @@ def mesh_script(outline: Outline) -> dict[str, str]:
         "boundary": parallel.shard == "optimizer",
         "gradients": parallel.sequence or pipeline or clips or not shards,
     }
-    imports = ["Blocks", "Plan"] * tensor + ["Ranks"] + ["Sequences"] * context + ["surround"] * inside
+    imports = ["Blocks", "CutPlan"] * tensor + ["Ranks"] + ["Sequences"] * context + ["surround"] * inside
     values = {
         "about": "\n".join(_about(outline, tables)),
         "pipeline": str(parallel.pipeline),
@@ -156,7 +156,7 @@ def _tables_code(outline: Outline, tables: ModelTables) -> Iterator[str]:
     if tables.plans:
         yield "PLANS = ["
         for plan in tables.plans:
-            yield f"    Plan(\n        blocks={_slice(plan.blocks, outline.blocks)},"
+            yield f"    CutPlan(\n        blocks={_slice(plan.blocks, outline.blocks)},"
             for field in fields(plan)[1:]:
                 if value := getattr(plan, field.name):
                     yield f"        {field.name}={_code(value, 8, len(field.name) + 1)},"

@@ -298,7 +298,9 @@ def _loss_of_last(loss: Tensor, target: Tensor) -> Tensor:
 
 def random_state(device: torch.device) -> Tensor:
     """Return the state of the generator of dropout, in the device's memory: it travels with hidden states."""
-    return torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device).to(device)
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    return torch.get_device_module(device).get_rng_state(device).to(device)
 
 
 def set_random_state(state: Tensor) -> None:
@@ -306,7 +308,7 @@ def set_random_state(state: Tensor) -> None:
     if state.device.type == "cpu":
         torch.set_rng_state(state)
     else:
-        torch.cuda.set_rng_state(state.cpu(), state.device)
+        torch.get_device_module(state.device).set_rng_state(state.cpu(), state.device)
 
 
 def shapes(batch: Any) -> tuple[Any, ...]:

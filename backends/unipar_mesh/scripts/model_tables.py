@@ -14,7 +14,7 @@ from unipar_mesh.options import options_of
 from unipar_mesh.refusal_sentences import refuse_empty_plans, refuse_part
 from unipar_mesh.scripts.context_table import table_of_arguments
 from unipar_mesh.scripts.look_at_calls import ModelLook
-from unipar_mesh.scripts.mesh_parts import Place, Plan
+from unipar_mesh.scripts.mesh_parts import ArgumentPlace, CutPlan
 from unipar_mesh.scripts.sequence_table import hidden_of_blocks, plan_of_parts
 from unipar_mesh.scripts.tensor_table import plan_for_script
 from unipar_mesh.tensor.cuts import BlockPlan
@@ -29,13 +29,13 @@ _MICROBATCHES = 8
 class ModelTables:
     """Parts of a model as literals of a script."""
 
-    plans: tuple[Plan, ...] = ()
+    plans: tuple[CutPlan, ...] = ()
     """Cuts of each kind of block over `tensor`."""
 
-    hidden: Place = 0
+    hidden: ArgumentPlace = 0
     """Place or name of the hidden states among a block's arguments."""
 
-    arguments: Mapping[Place, int | None] | None = None
+    arguments: Mapping[ArgumentPlace, int | None] | None = None
     """Dimension of positions of each other argument that is a tensor; None if `context` does not cut sequences."""
 
     vocabulary: Vocabulary | None = None
@@ -53,7 +53,7 @@ def tables_of(outline: Outline) -> ModelTables:
     look = ModelLook(part, () if vocabulary is None else (vocabulary.embedding, vocabulary.head))
     look.run(samples(_MICROBATCHES))
     tables, reasons = ModelTables(), list[str]()
-    sequence: Place | None = None
+    sequence: ArgumentPlace | None = None
     if parallel.sequence:
         sequence, reasons = hidden_of_blocks(look)
         tables = replace(tables, hidden=sequence)
@@ -72,21 +72,23 @@ def tables_of(outline: Outline) -> ModelTables:
     return tables
 
 
-def _plans_of_blocks(look: ModelLook, ranks: int, sequence: Place | None) -> tuple[tuple[Plan, ...], list[str]]:
+def _plans_of_blocks(
+    look: ModelLook, ranks: int, sequence: ArgumentPlace | None
+) -> tuple[tuple[CutPlan, ...], list[str]]:
     """Return the plan of each kind of block that is cut, and sentences on what a script cannot do.
 
     `sequence`: place or name of the hidden states, if these are in parts along the sequence as well.
     """
     part, reasons = look.part, list[str]()
     dropping = {draw.line for draw in look.draws if draw.drops}
-    derived: list[tuple[tuple[str, ...], BlockPlan, Plan | None]] = []
+    derived: list[tuple[tuple[str, ...], BlockPlan, CutPlan | None]] = []
     for names, wanted in blocks_by_kind(part.module, part.blocks, part.tensor or {}):
         block, call = part.module.get_submodule(names[0]), look.calls[0][names[0]]
         plan, cuts, refused = plan_for_script(names[0], block, call, ranks, wanted, dropping)
         derived.append((tuple(names), plan, cuts))
         reasons += refused
     refuse_empty_plans(ranks, [plan for _, plan, _ in derived], part.blocks)
-    plans: list[Plan] = []
+    plans: list[CutPlan] = []
     for names, plan, cuts in derived:
         if sequence is not None and not reasons:
             block, call = part.module.get_submodule(names[0]), look.calls[0][names[0]]
@@ -96,7 +98,7 @@ def _plans_of_blocks(look: ModelLook, ranks: int, sequence: Place | None) -> tup
     return tuple(plans), reasons
 
 
-def _dropped_twice(plans: Collection[Plan]) -> Iterator[str]:
+def _dropped_twice(plans: Collection[CutPlan]) -> Iterator[str]:
     """Yield a sentence for each kind of block with dropout whose masks both axes would cut."""
     for plan in plans:
         for name in [*plan.dropouts, *plan.masks][:1]:

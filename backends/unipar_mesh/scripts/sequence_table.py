@@ -22,7 +22,7 @@ from unipar_mesh.scripts.block_check import (
     run_whole,
 )
 from unipar_mesh.scripts.look_at_calls import BlockCall, ModelLook
-from unipar_mesh.scripts.mesh_parts import Place, Plan
+from unipar_mesh.scripts.mesh_parts import ArgumentPlace, CutPlan
 from unipar_mesh.scripts.tensor_table import line_of_error
 from unipar_mesh.sequence.sequence_parts import hidden_place
 from unipar_mesh.sequence.sequence_plan import add_sequence
@@ -33,9 +33,9 @@ from unipar_mesh.tensor.sites import module_of_site
 _LEAVE_OUT = "leave sequence out of the export (--set parallel.sequence=false)"
 
 
-def hidden_of_blocks(look: ModelLook) -> tuple[Place, list[str]]:
+def hidden_of_blocks(look: ModelLook) -> tuple[ArgumentPlace, list[str]]:
     """Return the place or name of the hidden states among a block's arguments, and sentences on what is in the way."""
-    found: set[Place] = set()
+    found: set[ArgumentPlace] = set()
     for calls in look.calls:
         for args, kwargs in calls.values():
             named = [*enumerate(args), *kwargs.items()]
@@ -62,10 +62,10 @@ def plan_of_parts(
     block: nn.Module,
     call: BlockCall,
     derived: BlockPlan,
-    plan: Plan | None,
-    hidden: Place,
+    plan: CutPlan | None,
+    hidden: ArgumentPlace,
     dropping: Collection[str],
-) -> tuple[Plan | None, list[str]]:
+) -> tuple[CutPlan | None, list[str]]:
     """Return a script's plan of a block with what splits the sequence, or None and sentences on why a script cannot.
 
     Raise TaskError where no engine can. `plan`: how matrices are cut; `dropping`: lines at which dropout drops
@@ -110,7 +110,7 @@ def plan_of_parts(
     ]
 
 
-def _fits_a_script(sequence: SequencePlan, plan: Plan) -> bool:
+def _fits_a_script(sequence: SequencePlan, plan: CutPlan) -> bool:
     gathered = set(sequence.gathered) == set(plan.columns) and set(sequence.gathered.values()) == {(-2,)}
     scattered = set(sequence.scattered) == set(plan.rows) and set(sequence.scattered.values()) == {-2}
     return gathered and scattered and sequence.dim == 1 and sequence.outputs == (0,)
@@ -121,7 +121,9 @@ def _covered(module: str, gathers: Mapping[str, Any]) -> bool:
     return any(module == name or module.startswith(f"{name}.") for name in gathers)
 
 
-def _ways(block: nn.Module, call: BlockCall, plan: Plan) -> Iterator[tuple[dict[str, Place], tuple[str, ...]]]:
+def _ways(
+    block: nn.Module, call: BlockCall, plan: CutPlan
+) -> Iterator[tuple[dict[str, ArgumentPlace], tuple[str, ...]]]:
     """Yield modules before which and behind which to gather hidden states, the latest first.
 
     That is before cut matrices, before modules around them that take the same, or behind the one that puts it out.
@@ -133,7 +135,7 @@ def _ways(block: nn.Module, call: BlockCall, plan: Plan) -> Iterator[tuple[dict[
         options.setdefault((*around, sources[column]), []).append(column)  # all that take it in the same place
     levels = [range(len(places) + bool(places[-1])) for places in options]
     for chosen in sorted(itertools.product(*levels), key=sum):
-        gathers, behind = dict[str, Place](), list[str]()
+        gathers, behind = dict[str, ArgumentPlace](), list[str]()
         for ((*around, source), columns), level in zip(options.items(), chosen, strict=True):
             if level > len(around):
                 behind.append(source)
@@ -142,10 +144,10 @@ def _ways(block: nn.Module, call: BlockCall, plan: Plan) -> Iterator[tuple[dict[
         yield gathers, tuple(dict.fromkeys(behind))
 
 
-def _flow(block: nn.Module, call: BlockCall, plan: Plan) -> tuple[dict[str, Place], dict[str, str]]:
+def _flow(block: nn.Module, call: BlockCall, plan: CutPlan) -> tuple[dict[str, ArgumentPlace], dict[str, str]]:
     """Return where columns and the modules around them take hidden states, and which module puts out a column's."""
-    taken: dict[str, Place] = dict.fromkeys(plan.columns, 0)
-    given: dict[str, list[tuple[Place, Any]]] = {}
+    taken: dict[str, ArgumentPlace] = dict.fromkeys(plan.columns, 0)
+    given: dict[str, list[tuple[ArgumentPlace, Any]]] = {}
     inputs: dict[str, Tensor] = {}
     outputs: list[tuple[str, Any]] = []
 
@@ -177,7 +179,7 @@ def _doubled(x: Any) -> Any:
 
 
 def _masks(
-    name: str, block: nn.Module, plan: Plan, whole: BlockRun, run: BlockRun, dropping: Collection[str]
+    name: str, block: nn.Module, plan: CutPlan, whole: BlockRun, run: BlockRun, dropping: Collection[str]
 ) -> tuple[tuple[str, ...], list[str]]:
     """Return the dropout modules that are given parts, and sentences on those whose masks a script cannot cut."""
     modules, found, reasons = dict(block.named_modules()), list[str](), list[str]()

@@ -13,7 +13,7 @@ from torch import nn
 
 from unipar_mesh.scripts.block_check import Mismatch, compare_runs, prepared_for_check, run_parts, run_whole
 from unipar_mesh.scripts.look_at_calls import BlockCall
-from unipar_mesh.scripts.mesh_parts import Plan
+from unipar_mesh.scripts.mesh_parts import CutPlan
 from unipar_mesh.tensor.cuts import BlockPlan, Cut, is_transposed
 from unipar_mesh.tensor.metas import meta_arguments, meta_block
 from unipar_mesh.tensor.sites import PACKAGE, module_of_site
@@ -23,7 +23,7 @@ from unipar_mesh.tensor.tensor_trial import CannotCut, Trial
 
 def plan_for_script(
     name: str, block: nn.Module, call: BlockCall, ranks: int, given: Mapping[str, str], dropping: Collection[str]
-) -> tuple[BlockPlan, Plan | None, list[str]]:
+) -> tuple[BlockPlan, CutPlan | None, list[str]]:
     """Return the engine's plan of a block, that of a script, and sentences on what keeps a script from it.
 
     `dropping`: lines at which dropout drops something. A script has no plan if nothing is cut or if there are such
@@ -62,7 +62,7 @@ def plan_for_script(
         numbers = _find_numbers(derivation, derived)
     except CannotCut as e:
         return derived, None, [_numbers_sentence(name, block, ranks, e)]
-    plan = Plan(
+    plan = CutPlan(
         columns={n: _groups(block, n, cut, 0) for n, cut in derived.cuts.items() if cut.kind == "column"},
         rows={n: _groups(block, n, cut, 1) for n, cut in derived.cuts.items() if cut.kind == "row"},
         numbers=numbers,
@@ -78,7 +78,7 @@ def plan_for_script(
     return derived, plan, []
 
 
-def _difference(block: nn.Module, call: BlockCall, derived: BlockPlan, plan: Plan) -> str | None:
+def _difference(block: nn.Module, call: BlockCall, derived: BlockPlan, plan: CutPlan) -> str | None:
     """Return what a block's parts compute otherwise than the whole, or None if they agree."""
     prepared = prepared_for_check(block)
     whole, runs = run_whole(prepared, call), run_parts(prepared, call, plan, derived.ranks)
