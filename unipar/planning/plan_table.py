@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 from typing import Final
 
 from unipar.backend import Category
@@ -12,7 +13,8 @@ from unipar.planning.planned_strategy import PlannedStrategies, PlannedStrategy
 from unipar.planning.recommendation import recommend
 from unipar.planning.speed import StepSpeed
 from unipar.prediction.timeline import MemoryPlace
-from unipar.utils.columns import Column, Reason, fitting_table
+from unipar.utils.columns import Column, Reason, fitting_table, known_columns
+from unipar.utils.table import wrap_lines
 from unipar.utils.text import format_duration, format_rate, format_size
 
 _CATEGORIES: Final[dict[str, tuple[Category, ...]]] = {
@@ -34,6 +36,9 @@ _OUTSIDE_REMARKS: Final[dict[MemoryPlace, str]] = {
 }
 """Explanation of the column of each place other than the device."""
 
+_SENT_REMARK: Final = "sent: bytes of a rank's collectives in a step, as compare counts them"
+_ACROSS_REMARK: Final = "between machines: those of collectives whose ranks are on several machines"
+
 LIBRARY_NAME: Final = "known as"
 """Head of the column with what a strategy's library calls it; the screen has it, all of the plan as text has not."""
 
@@ -49,13 +54,9 @@ def format_plan(plan: PlannedStrategies, width: int) -> str:
         reason=lambda row: Reason("refused", row.refusal) if row.refusal else None,
         leading=2,
     )
-    answer = _wrap([*describe_recommendations(plan), *ways_to_fit(plan)], width)
-    table = "\n".join(line for block in blocks for line in block)
-    return "\n\n".join([answer, table, _wrap(_explanations(plan, columns), width)])
-
-
-def _wrap(texts: Iterable[str], width: int) -> str:
-    return "\n".join(line for text in texts for line in textwrap.wrap(text, width, subsequent_indent="  "))
+    answer = wrap_lines([*describe_recommendations(plan), *ways_to_fit(plan)], width)
+    parts = [answer, chain.from_iterable(blocks), wrap_lines(_explanations(plan, columns), width)]
+    return "\n\n".join(map("\n".join, parts))
 
 
 def plan_columns(plan: PlannedStrategies) -> list[Column[PlannedStrategy]]:
@@ -63,12 +64,6 @@ def plan_columns(plan: PlannedStrategies) -> list[Column[PlannedStrategy]]:
     planned = [row for row in plan.rows if not row.refusal]
     on_gpus = plan.device != "cpu"
     weighs = "; weight: what the task's weight counts, such as tokens" if plan.units == "weight" else ""
-
-    def bytes_of(categories: Sequence[Category]) -> Callable[[PlannedStrategy], int | None]:
-        return lambda row: sum(row.peak.held.get(category, 0) for category in categories) or None
-
-    def bytes_in(place: MemoryPlace) -> Callable[[PlannedStrategy], int | None]:
-        return lambda row: row.offloaded_to(place) or None
 
     def speed_of(row: PlannedStrategy) -> StepSpeed | None:
         return row.speed
@@ -93,28 +88,18 @@ def plan_columns(plan: PlannedStrategies) -> list[Column[PlannedStrategy]]:
             ),
         ),
         Column("in", lambda row: row.peak.phase, right=False, dropped=2),
+        *(
+            _bytes_column(name, partial(_held_bytes, categories), dropped=1, optional=name == "ema")
+            for name, categories in _CATEGORIES.items()
+            if on_gpus or name != "runtime"
+        ),
+        *(
+            _bytes_column(place, lambda row, place=place: row.offloaded_to(place), remark, optional=True)
+            for place, remark in _OUTSIDE_REMARKS.items()
+        ),
+        _bytes_column("sent", lambda row: row.sent_bytes, _SENT_REMARK, dropped=3, optional=True),
+        _bytes_column("between machines", lambda row: row.sent_across, _ACROSS_REMARK, optional=True),
     ]
-    for name, categories in _CATEGORIES.items():
-        averages = name != "ema" or any("averages" in row.peak.held for row in planned)
-        if averages and (on_gpus or name != "runtime"):
-            columns.append(Column(name, bytes_of(categories), format_size, dropped=1))
-    columns += [
-        Column(place, bytes_in(place), format_size, remark=remark)
-        for place, remark in _OUTSIDE_REMARKS.items()
-        if any(row.offloaded_to(place) for row in planned)
-    ]
-    if any(row.sent for row in planned):
-        remark = "sent: bytes of a rank's collectives in a step, as compare counts them"
-        sent = Column[PlannedStrategy](
-            "sent", lambda row: row.sent_bytes or None, format_size, remark=remark, dropped=3
-        )
-        columns.append(sent)
-    if any(row.sent_across for row in planned):
-        remark = "between machines: those of collectives whose ranks are on several machines"
-        across = Column[PlannedStrategy](
-            "between machines", lambda row: row.sent_across or None, format_size, remark=remark
-        )
-        columns.append(across)
     if plan.machine:
         remark = (
             f"step, {plan.units}/s, MFU: predicted for {plan.machine}{weighs}; MFU: the model's own operations, of the "
@@ -135,7 +120,25 @@ def plan_columns(plan: PlannedStrategies) -> list[Column[PlannedStrategy]]:
             "fits", lambda row: "yes" if row.fits(plan.limit) else "no", remark=remark, right=False
         )
         columns += [fits, Column("largest micro", _largest_micro, dropped=7)]
-    return columns
+    return known_columns(columns, planned)
+
+
+def _bytes_column(
+    head: str,
+    size_of: Callable[[PlannedStrategy], int],
+    remark: str = "",
+    *,
+    dropped: int = 0,
+    optional: bool = False,
+) -> Column[PlannedStrategy]:
+    """Return a column of bytes, which is empty where there are none."""
+    return Column(
+        head, lambda row: size_of(row) or None, format_size, remark=remark, dropped=dropped, optional=optional
+    )
+
+
+def _held_bytes(categories: Sequence[Category], row: PlannedStrategy) -> int:
+    return sum(row.peak.held.get(category, 0) for category in categories)
 
 
 def _largest_micro(row: PlannedStrategy) -> int | None:

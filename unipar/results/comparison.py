@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import textwrap
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -58,7 +57,7 @@ from unipar.run_folder.layout import PAGE_FILE_NAME
 from unipar.utils.columns import Column, Row, choose_columns, fitting_table
 from unipar.utils.notebook import ShownAsPage
 from unipar.utils.screen import Screen
-from unipar.utils.table import Remark, table_remarks
+from unipar.utils.table import Remark, table_remarks, wrap_lines
 from unipar.utils.text import count_of, first_few, format_duration, format_size
 
 
@@ -222,8 +221,7 @@ class TurnResults(StoredResult, ShownAsPage):
     def _remark_lines(remarks: Sequence[Remark], table: Sequence[str], width: int) -> list[str]:
         """Return remarks as lines, without those on columns that the table does not have."""
         head = " ".join(table).split()
-        shown = [remark.text for remark in remarks if not remark.column or remark.column in head]
-        return [line for text in shown for line in textwrap.wrap(text, width, subsequent_indent="  ")]
+        return wrap_lines((r.text for r in remarks if not r.column or r.column in head), width)
 
     @abstractmethod
     def blocks(self, width: int) -> list[list[str]]:
@@ -436,7 +434,7 @@ class Comparison(TurnResults):
         differences = {each.strategy: each for each in forecast_differences(self.forecast, self.rows)}
         return [
             Column("strategy", lambda row: row.strategy, right=False),
-            library_name_column(self.library_names, StrategyResult, dropped=1),
+            library_name_column(self.library_names, dropped=1).of(lambda row: row.strategy),
             Column("agreement", self._agreement_text, right=False, page_format=lambda text: text.replace("!", " ✗")),
             Column("x", self._factor, "{:.2f}".format, key="factor", dropped=1),
             Column("peak", lambda row: largest_peak_bytes(row.memory) if row.memory else None, format_size),

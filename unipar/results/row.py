@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from statistics import median, quantiles
-from typing import Any, Final, Literal, Protocol, TypeVar
+from typing import Any, Final, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -139,21 +139,11 @@ def format_units_a_second(rate: float) -> str:
     return f"{rate:.{1 if rate < 100 else 0}f}"
 
 
-class RowOfStrategy(Protocol):
-    """Row of a table with the strategy that it is about."""
-
-    @property
-    def strategy(self) -> str: ...
-
-
-RowOfStrategyT = TypeVar("RowOfStrategyT", bound=RowOfStrategy)
-
-
-def library_name_column(names: Mapping[str, str], row: type[RowOfStrategyT], *, dropped: int) -> Column[RowOfStrategyT]:
-    """Return the column with what each strategy's library calls it, for rows of this type."""
+def library_name_column(names: Mapping[str, str], *, dropped: int) -> Column[str]:
+    """Return the column with what each strategy's library calls it, for names of strategies."""
     return Column(
         "known as",
-        lambda row: names.get(row.strategy) or None,
+        lambda name: names.get(name) or None,
         key="known_as",
         right=False,
         shortened=True,

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from unipar import errors
 from unipar.errors import ReportError
@@ -20,8 +20,9 @@ from unipar.run_folder.folder import FOLDERS_THAT_STAY, RUN_FILES, is_locked
 from unipar.run_folder.heartbeat import LastPhase, read_heartbeat
 from unipar.run_folder.layout import heartbeat_path, run_log_path
 from unipar.run_folder.run_attempts import count_attempts
+from unipar.utils.columns import Column
 from unipar.utils.procfs import boot_id
-from unipar.utils.text import count_of, first_few, format_clock
+from unipar.utils.text import count_of, first_few, format_clock, format_number, format_rate, format_size
 
 RunState = Literal["running", "ended", "failed", "stopped", "died", "unreadable"]
 """State of a run; died: no process of it is left, and none has recorded an end or an error."""
@@ -85,6 +86,35 @@ class RunEntry:
 
     changed: float = 0.0
     """Time of the last change of a file; pages do not count."""
+
+
+def _steps_text(entry: RunEntry) -> str | None:
+    total = f"/{entry.of}" if entry.of and entry.kind == "run" else ""
+    return None if entry.steps is None else f"{entry.steps}{total}"
+
+
+def _loss_text(entry: RunEntry) -> str | None:
+    has_loss = entry.kind == "run" and bool(entry.steps) and entry.state != "unreadable"
+    return format_number(entry.loss) if has_loss else None
+
+
+def _speed_text(entry: RunEntry) -> str | None:
+    units = (unit for unit in ("tokens", "samples") if f"{unit}_per_second" in entry.speed)
+    return next((f"{format_rate(entry.speed[f'{unit}_per_second'])} {unit}/s" for unit in units), None)
+
+
+RUN_COLUMNS: Final[Sequence[Column[RunEntry]]] = (
+    Column("run", lambda entry: entry.name, right=False),
+    Column("strategy", lambda entry: entry.strategy or None, right=False),
+    Column("ranks", lambda entry: entry.ranks),
+    Column("steps", _steps_text),
+    Column("loss", _loss_text),
+    Column("speed", _speed_text, dropped=3, optional=True),
+    Column("MFU", lambda entry: entry.speed.get("mfu"), "{:.1%}".format, dropped=1, optional=True),
+    Column("took", lambda entry: entry.seconds, format_clock),
+    Column("size", lambda entry: entry.size, format_size, dropped=2),
+    Column("state", lambda entry: entry.state, right=False),
+)
 
 
 def list_runs(folder: Path) -> list[RunEntry]:

@@ -274,7 +274,7 @@ class Scaling(TurnResults):
         return [
             *WORLD_COLUMNS,
             Column("on a rank", share, key="share"),
-            library_name_column(self.library_names, ScaledStrategy, dropped=3),
+            library_name_column(self.library_names, dropped=3).of(lambda row: row.strategy),
             *self.measured_columns(self.row, lambda world: world.ranks, self.rate, self.agreement),
             Column("speed-up", self.speed_up, "{:.2f}".format, key="speed_up", dropped=1),
             Column("efficiency", self.efficiency, format_percent),

@@ -20,6 +20,7 @@ from unipar.run_folder.layout import PAGE_FILE_NAME
 from unipar.utils.columns import NO_TEXT, Column, choose_columns, table_blocks
 from unipar.utils.notebook import ShownAsPage
 from unipar.utils.screen import Reason, Screen
+from unipar.utils.table import wrap_lines
 from unipar.utils.text import count_of, first_few
 
 VerdictOutcome = Literal["waits", "agrees", "disagrees", "refused", "absent", "failed"]
@@ -294,7 +295,7 @@ class Verdicts(StoredResult, ShownAsPage):
         """Return the columns of every table."""
         return [
             Column("strategy", lambda row: row.strategy, right=False),
-            library_name_column(self.library_names, Verdict, dropped=1),
+            library_name_column(self.library_names, dropped=1).of(lambda row: row.strategy),
             Column("loss", _digits_text, key="agreement", right=False),
             Column("of allowed", lambda row: row.share, format_share, key="share"),
             Column("verdict", _verdict_text, right=False),
@@ -322,9 +323,9 @@ class Verdicts(StoredResult, ShownAsPage):
         """Return the verdict, the table as text, and all remarks: what `--details` prints."""
         said = self.answer_lines()
         parts = [
-            _wrap_lines(said, width),
+            wrap_lines(said, width),
             [line for block in self.blocks(width) for line in block],
-            _wrap_lines(self.remark_lines()[len(said) :], width),
+            wrap_lines(self.remark_lines()[len(said) :], width),
         ]
         return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
@@ -380,10 +381,6 @@ def _restore_infinities(row: dict[str, Any]) -> dict[str, Any]:
     endless = row.get("share") is None and row["outcome"] == "disagrees"
     shares = {what: math.inf if share is None else share for what, share in row.get("shares", {}).items()}
     return row | {"share": math.inf if endless else row.get("share"), "shares": shares}
-
-
-def _wrap_lines(texts: Sequence[str], width: int) -> list[str]:
-    return [line for text in texts for line in textwrap.wrap(text, width, subsequent_indent="  ")]
 
 
 def _reason(row: Verdict) -> Reason | None:

@@ -51,7 +51,7 @@ class Column(Generic[Row]):
     """Place in the order in which columns are left out; 0: the column always stays."""
 
     optional: bool = False
-    """Whether a screen leaves the column out if no row has a value."""
+    """Whether the column is left out if no row has a value."""
 
     def text(self, row: Row, unknown: str = NO_TEXT) -> str:
         """Return the text of a row's value, or `unknown`."""
@@ -84,6 +84,11 @@ def choose_columns(columns: Iterable[Column[Row]], *keys: str, **heads: str) -> 
     """Return the columns with these keys, in their order; `heads` has other heads for some of them."""
     by_key = {column.key or column.head: column for column in columns}
     return [replace(by_key[key], key=key, head=heads.get(key, by_key[key].head)) for key in keys]
+
+
+def known_columns(columns: Iterable[Column[Row]], rows: Sequence[Row]) -> list[Column[Row]]:
+    """Return the columns without optional ones in which no row has a value."""
+    return [c for c in columns if not c.optional or any(c.value(row) is not None for row in rows)]
 
 
 def row_texts(

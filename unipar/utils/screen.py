@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Final, Generic
 
-from unipar.utils.columns import Column, Reason, Row, row_texts
+from unipar.utils.columns import Column, Reason, Row, known_columns, row_texts
 from unipar.utils.table import format_table_rows
 from unipar.utils.text import first_few
 
@@ -94,11 +94,8 @@ class Screen(Generic[Row]):
     def _rows_that_fit(self, rows: Sequence[Row], width: int) -> list[str]:
         """Return the table's lines: texts are cut first, then names are folded, then columns are left out."""
         figures = [row for row in rows if self.reason(row) is None]
-        columns = [
-            c
-            for i, c in enumerate(self.columns)
-            if i < self.leading or any(not c.optional or c.value(row) is not None for row in figures)
-        ]
+        leading, further = self.columns[: self.leading], self.columns[self.leading :]
+        columns = [*leading, *(known_columns(further, figures) if figures else [])]
         order = sorted((c for c in columns if c.dropped), key=lambda c: c.dropped)
         while True:
             for fold in (False, True):

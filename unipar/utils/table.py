@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -26,6 +26,11 @@ class Remark:
 def table_remarks(*texts: str) -> list[Remark]:
     """Return remarks about the table as a whole; empty texts are left out."""
     return [Remark(text=text) for text in texts if text]
+
+
+def wrap_lines(texts: Iterable[str], width: int) -> list[str]:
+    """Return sentences as lines, the further ones of each indented."""
+    return [line for text in texts for line in textwrap.wrap(text, width, subsequent_indent="  ")]
 
 
 def format_table(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from unipar.results.run_list import RunEntry
+    from unipar.utils.columns import Column
 
 RUNS_FOLDER = Path("runs")
 """Folder of the runs whose config gives no `out`."""
@@ -79,8 +81,6 @@ def print_runs(
 
     found = list_runs(folder)
     if as_json:
-        from dataclasses import asdict
-
         typer.echo(json.dumps([asdict(entry) for entry in found], indent=2))
     elif not found:
         typer.echo(f"{folder} holds no runs")
@@ -90,61 +90,27 @@ def print_runs(
         typer.echo(format_runs(found))
 
 
-_NO_VALUE = "-"
-
-_LEFT = ("run", "strategy", "state")
-
 _FOLDED = ("run", "strategy")
 """Columns whose texts go on in a further line where the terminal is too narrow."""
-
-_DROPPED_FIRST = ("MFU", "size", "speed")
-"""Columns that are left out where the terminal is too narrow, in this order."""
 
 _STYLES = {"running": "cyan", "ended": "green", "failed": "red", "stopped": "yellow", "died": "red"}
 
 
-def _columns(found: Sequence[RunEntry]) -> dict[str, Callable[[RunEntry], str]]:
-    """Return how each column shows a run; without what a step did, if that is known of none."""
-    from unipar.utils.text import format_clock, format_number, format_rate, format_size
-
-    def steps(entry: RunEntry) -> str:
-        total = f"/{entry.of}" if entry.of and entry.kind == "run" else ""
-        return _NO_VALUE if entry.steps is None else f"{entry.steps}{total}"
-
-    def loss(entry: RunEntry) -> str:
-        has_loss = entry.kind == "run" and bool(entry.steps) and entry.state != "unreadable"
-        return format_number(entry.loss) if has_loss else _NO_VALUE
-
-    def speed(entry: RunEntry) -> str:
-        units = (unit for unit in ("tokens", "samples") if f"{unit}_per_second" in entry.speed)
-        return next((f"{format_rate(entry.speed[f'{unit}_per_second'])} {unit}/s" for unit in units), _NO_VALUE)
-
-    columns: dict[str, Callable[[RunEntry], str]] = {
-        "run": lambda entry: entry.name,
-        "strategy": lambda entry: entry.strategy or _NO_VALUE,
-        "ranks": lambda entry: _NO_VALUE if entry.ranks is None else str(entry.ranks),
-        "steps": steps,
-        "loss": loss,
-        "speed": speed,
-        "MFU": lambda entry: f"{entry.speed['mfu']:.1%}" if "mfu" in entry.speed else _NO_VALUE,
-        "took": lambda entry: _NO_VALUE if entry.seconds is None else format_clock(entry.seconds),
-        "size": lambda entry: format_size(entry.size),
-        "state": lambda entry: entry.state,
-    }
-    empty = [name for name in ("speed", "MFU") if all(columns[name](entry) == _NO_VALUE for entry in found)]
-    return {name: of for name, of in columns.items() if name not in empty}
-
-
 def format_runs(found: Sequence[RunEntry]) -> str:
     """Return the plain list for a pipe or a file: one line for each run, with the sentence on its state at the end."""
-    from unipar.utils.table import format_table
+    from unipar.results.run_list import RUN_COLUMNS
+    from unipar.utils.columns import known_columns, table_blocks
 
-    columns = _columns(found)
-    rows = [[of(entry) for of in columns.values()] for entry in found]
-    for row, entry in zip(rows, found, strict=True):
-        row[-1] += f": {entry.why}" if entry.why else ""
-    right = [i for i, name in enumerate(columns) if name not in _LEFT]
-    return format_table(tuple(columns), rows, right=right, width=sys.maxsize)
+    *columns, state = known_columns(RUN_COLUMNS, found)
+
+    def why(entry: RunEntry) -> str:
+        return f"{entry.state}: {entry.why}" if entry.why else entry.state
+
+    return "\n".join(
+        line
+        for block in table_blocks([*columns, replace(state, value=why)], found, width=sys.maxsize)
+        for line in block
+    )
 
 
 def draw_runs(found: Sequence[RunEntry]) -> None:
@@ -152,15 +118,18 @@ def draw_runs(found: Sequence[RunEntry]) -> None:
     from rich.console import Console
     from rich.text import Text
 
+    from unipar.results.run_list import RUN_COLUMNS
+    from unipar.utils.columns import known_columns
     from unipar.utils.table import NARROWEST_CELL
 
-    console, columns = Console(highlight=False), _columns(found)
+    console, columns = Console(highlight=False), known_columns(RUN_COLUMNS, found)
     drawn = _rich_table(found, columns)
-    saved = sum(max(0, max(len(columns[name](entry)) for entry in found) - NARROWEST_CELL) for name in _FOLDED)
-    for name in _DROPPED_FIRST:
+    folded = [column for column in columns if column.head in _FOLDED]
+    saved = sum(max(0, max(len(column.text(entry)) for entry in found) - NARROWEST_CELL) for column in folded)
+    for place in (1, 2, 3):
         if console.measure(drawn, options=console.options.update(width=sys.maxsize)).maximum - saved <= console.width:
             break
-        columns.pop(name, None)
+        columns = [column for column in columns if column.dropped != place]
         drawn = _rich_table(found, columns)
     console.print(drawn)
     for entry in found:
@@ -168,16 +137,16 @@ def draw_runs(found: Sequence[RunEntry]) -> None:
             console.print(Text(f"{entry.name}: {entry.why}"))
 
 
-def _rich_table(found: Sequence[RunEntry], columns: Mapping[str, Callable[[RunEntry], str]]) -> Table:
+def _rich_table(found: Sequence[RunEntry], columns: Sequence[Column[RunEntry]]) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
 
     drawn = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in columns:
-        justify = "left" if name in _LEFT else "right"
-        drawn.add_column(name, justify=justify, overflow="fold", no_wrap=name not in _FOLDED)
+    for column in columns:
+        justify = "right" if column.right else "left"
+        drawn.add_column(column.head, justify=justify, overflow="fold", no_wrap=column.head not in _FOLDED)
     for entry in found:
-        *texts, state = (of(entry) for of in columns.values())
+        *texts, state = (column.text(entry) for column in columns)
         drawn.add_row(*map(Text, texts), Text(state, style=_STYLES.get(state, "magenta")))
     return drawn

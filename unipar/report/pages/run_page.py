@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from unipar.memory.account import MemoryAccount
 from unipar.report.charts.lines import LineSeries, StepMark, draw_lines
@@ -16,6 +16,7 @@ from unipar.report.html.elements import (
     NO_VALUE,
     Badge,
     bullet_list,
+    columns_table,
     config_differences,
     config_listing,
     describe_machine,
@@ -32,20 +33,14 @@ from unipar.report.html.elements import (
 from unipar.report.pages.memory.columns import phase_table
 from unipar.report.pages.pipeline_section import pipeline_section
 from unipar.results.memory_tables import describe_counting, largest_account
+from unipar.utils.columns import Column, known_columns
 from unipar.utils.text import count_of, format_duration, format_flops, format_size
 
 _IMAGES_SHOWN = 6
 """Images of one name that a page shows."""
 
-_WORK_COLUMNS: dict[str, tuple[str, Callable[[Mapping[str, Any]], str]]] = {
-    "tokens/s": ("tokens_per_second", lambda row: f"{row['tokens_per_second']:,.0f}"),
-    "operations": ("flops_per_second", lambda row: f"{format_flops(row['flops_per_second'])}/s"),
-    "MFU": ("mfu", lambda row: f"{row['mfu']:.1%}"),
-    "waits": ("waiting", lambda row: f"{row['waiting']:.1%}"),
-    "graph breaks": ("graph_breaks", lambda row: str(row["graph_breaks"])),
-    "recompiles": ("recompiles", lambda row: str(row["recompiles"])),
-}
-"""Columns on what a step did: key of a step event, and its text."""
+
+StepEvent = Mapping[str, Any]
 
 
 def render_run(run: RunPageData, before: RunPageData | None = None) -> str:
@@ -116,16 +111,6 @@ def _losses_by_name(run: RunPageData) -> list[tuple[str, Sequence[tuple[int, flo
 def _losses(run: RunPageData, before: RunPageData | None) -> str:
     if not run.report.losses:
         return ""
-    rows = [
-        [
-            str(row["step"]),
-            f"{row['loss']:.8g}",
-            NO_VALUE if row.get("norm") is None else f"{row['norm']:.4g}",
-            _format_rates(row.get("lr")),
-        ]
-        for row in run.rows
-    ]
-    head = ["step", "loss", "norm of the gradient", "rate"]
     return html_section(
         "losses",
         "Losses",
@@ -134,7 +119,7 @@ def _losses(run: RunPageData, before: RunPageData | None) -> str:
             lambda width: draw_lines(
                 _loss_series(run, before), width, "Loss by step", marks=_marks(run.attempts), ticks=run.saved
             ),
-            html_table(head, rows, "Loss by step"),
+            columns_table(_LOSS_COLUMNS, run.rows, "Loss by step"),
         ),
         _attempts_table(run.attempts),
     )
@@ -144,6 +129,14 @@ def _format_rates(lr: float | Sequence[float] | None) -> str:
     """Return the rate of a logged step, or those of the optimizer's groups."""
     rates = lr if isinstance(lr, Sequence) else [lr]
     return ", ".join(NO_VALUE if rate is None else f"{rate:.4g}" for rate in rates)
+
+
+_LOSS_COLUMNS: Final[Sequence[Column[StepEvent]]] = (
+    Column("step", lambda row: row["step"], right=False),
+    Column("loss", lambda row: row["loss"], "{:.8g}".format),
+    Column("norm of the gradient", lambda row: row.get("norm"), "{:.4g}".format),
+    Column("rate", lambda row: row.get("lr"), _format_rates),
+)
 
 
 def _describe_losses(run: RunPageData, before: RunPageData | None) -> str:
@@ -240,22 +233,25 @@ def _spread(files: Sequence[tuple[int, Path]], count: int) -> list[tuple[int, Pa
     return [files[round(i * (len(files) - 1) / (count - 1))] for i in range(count)]
 
 
+_TIME_COLUMNS: Final[Sequence[Column[StepEvent]]] = (
+    Column("step", lambda row: row["step"], right=False),
+    Column("a step", lambda row: row["seconds"], format_duration),
+    Column("samples/s", lambda row: row.get("samples_per_second", row["samples"] / row["seconds"]), "{:.1f}".format),
+    Column("tokens/s", lambda row: row.get("tokens_per_second"), "{:,.0f}".format, optional=True),
+    Column("operations", lambda row: row.get("flops_per_second"), lambda n: f"{format_flops(n)}/s", optional=True),
+    Column("MFU", lambda row: row.get("mfu"), "{:.1%}".format, optional=True),
+    Column("waits", lambda row: row.get("waiting"), "{:.1%}".format, optional=True),
+    Column("graph breaks", lambda row: row.get("graph_breaks"), optional=True),
+    Column("recompiles", lambda row: row.get("recompiles"), optional=True),
+)
+
+
 def _times(run: RunPageData, before: RunPageData | None) -> str:
     own = LineSeries("ms a step", "curve", _times_of(run))
     if not own.points:
         return ""
     old = [LineSeries("before, ms a step", "curve before", _times_of(before))] if before and _times_of(before) else []
-    shown = {head: of for head, (name, of) in _WORK_COLUMNS.items() if any(name in row for row in run.rows)}
-    rows = [
-        [
-            str(row["step"]),
-            format_duration(row["seconds"]),
-            f"{row.get('samples_per_second', row['samples'] / row['seconds']):.1f}",
-            *(NO_VALUE if _WORK_COLUMNS[head][0] not in row else of(row) for head, of in shown.items()),
-        ]
-        for row in run.rows
-        if row.get("seconds") and row.get("samples")
-    ]
+    timed = [row for row in run.rows if row.get("seconds") and row.get("samples")]
     reasons = [[what, why] for what, why in run.compiler]
     return html_section(
         "times",
@@ -265,7 +261,7 @@ def _times(run: RunPageData, before: RunPageData | None) -> str:
         ),
         html_figure(
             lambda width: draw_lines([*old, own], width, "Milliseconds a step"),
-            html_table(["step", "a step", "samples/s", *shown], rows, "Time of a step"),
+            columns_table(known_columns(_TIME_COLUMNS, run.rows), timed, "Time of a step"),
         ),
         bullet_list(list(run.work)),
         html_table(["what", "reason"], reasons, "Graph breaks and recompiles, each reason once", (0, 1))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from unipar.report.charts.svg import line_class
@@ -195,18 +195,21 @@ def _difference_tables(page: VerificationPageData, quantity: StepQuantity) -> st
     """Return the differences of each strategy by step, in tables of so many steps that they fit on paper."""
     named = [("allowed", page.verdicts.allowed.get(quantity, []))]
     named += [(row.strategy, values) for row, values in page.differences(quantity)]
+    return _step_tables(named, _format_difference, f"Difference of each {quantity} by step")
+
+
+def _step_tables(named: Sequence[tuple[str, Sequence[float]]], format_value: Callable[[float], str], label: str) -> str:
+    """Return tables of values by step, each of so many steps that it fits on paper."""
     count = max(len(values) for _, values in named)
+    parts = [range(first, min(first + _STEPS_IN_A_TABLE, count)) for first in range(0, count, _STEPS_IN_A_TABLE)]
     return "\n".join(
-        _step_table(
-            named, range(first, min(first + _STEPS_IN_A_TABLE, count)), f"Difference of each {quantity} by step"
+        html_table(
+            ["", *(str(i + 1) for i in steps)],
+            [[name, *(format_value(values[i]) for i in steps if i < len(values))] for name, values in named],
+            label,
         )
-        for first in range(0, count, _STEPS_IN_A_TABLE)
+        for steps in parts
     )
-
-
-def _step_table(named: Sequence[tuple[str, Sequence[float]]], steps: range, label: str) -> str:
-    rows = [[name, *(_format_difference(values[i]) for i in steps if i < len(values))] for name, values in named]
-    return html_table(["", *(str(i + 1) for i in steps)], rows, label)
 
 
 def _format_difference(value: float) -> str:
@@ -216,25 +219,17 @@ def _format_difference(value: float) -> str:
 def _losses(page: VerificationPageData) -> str:
     named = [("one process", page.verdicts.base_run.get("loss", []))]
     named += [(row.strategy, row.losses) for row in page.judged_strategies if row.losses]
-    count = len(named[0][1])
-    if not count:
+    if not named[0][1]:
         return ""
-    tables = [
-        html_table(
-            ["", *(str(i + 1) for i in steps)],
-            [[name, *(f"{values[i]:.6g}" for i in steps if i < len(values))] for name, values in named],
-            "Loss by step",
-        )
-        for first in range(0, count, _STEPS_IN_A_TABLE)
-        if (steps := range(first, min(first + _STEPS_IN_A_TABLE, count)))
-    ]
     return html_section(
         "losses",
         "Losses",
         paragraph(
             "The dark line is one process, every strategy is drawn over it: where they agree, only one line is visible."
         ),
-        html_figure(lambda width: draw_verified_losses(page, width), "\n".join(tables)),
+        html_figure(
+            lambda width: draw_verified_losses(page, width), _step_tables(named, "{:.6g}".format, "Loss by step")
+        ),
     )
 
 
