@@ -82,7 +82,7 @@ def read(reading: ForeignConfigReader, data: Mapping[str, Any]) -> None:
     if kind != "DEEPSPEED":
         reading.ask("batch, which your script says", "batch", "'{total: 32, micro: 4}'")
         reading.ask_optimizer("the optimizer, which your script makes")
-        if "train.optimizer" not in reading.said:
+        if "train.optimizer" not in reading.overrides:
             reading.assume("train.clip")
     if "train.precision" not in reading.config and reading.answers and (wanted := reading.answers.precision):
         meaning = "bf16-master" if wanted == "bf16" and kind in ("FSDP", "DEEPSPEED") else _PRECISIONS[wanted]

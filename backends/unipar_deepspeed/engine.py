@@ -216,9 +216,9 @@ class ZeroEngine(OptimizerEngine):
         return sum(p.ds_numel * p.element_size() for p in parameters_away(self.model))
 
     @override
-    def call_frozen(self, fn: Fn, given: Any) -> Any:
+    def call_frozen(self, fn: Fn, inputs: Any) -> Any:
         """Call the model without DeepSpeed's engine, which would treat the other part's backward as its own."""
-        return self.call(fn, OpaqueBatch(given))
+        return self.call(fn, OpaqueBatch(inputs))
 
     @override
     def pieces(self) -> Iterator[Piece]:

@@ -238,7 +238,7 @@ def _read_sizes(section: ForeignSection, stage: int) -> None:
 def _read_gradient_settings(section: ForeignSection, stage: int) -> None:
     """Carry overlap_comm and contiguous_gradients where they differ from what DeepSpeed does by itself."""
     reading = section.reading
-    device = reading.said.get("device", reading.config.get("device", "auto"))
+    device = reading.overrides.get("device", reading.config.get("device", "auto"))
     cpu = device == "cpu" or (device == "auto" and not accelerators.count_visible_gpus())
     copied = stage < 3 and "options.deepspeed.offload_optimizer" in reading.config
     for theirs, ours, usual, idle in (

@@ -60,7 +60,7 @@ def zero_model(config: Config, timeline: StepTimeline, ranks: int, *, device: st
         timeline,
         ranks,
         2 if low else max((p.element_size for p in timeline.parameters), default=4),
-        masters_apart=low,
+        has_separate_masters=low,
         bucket=settings["reduce_bucket_size"],
         prefetch=settings["stage3_prefetch_bucket_size"],
         persistence=settings["stage3_param_persistence_threshold"],

@@ -17,25 +17,25 @@ from unipar.utils.text import first_few
 from unipar_mesh.tensor.cuts import BlockPlan
 
 
-def kinds_in_block(given: Mapping[str, str], name: str, block: nn.Module) -> dict[str, str]:
+def kinds_in_block(kinds: Mapping[str, str], name: str, block: nn.Module) -> dict[str, str]:
     """Return what the task's tensor(model) says of a block's matrices, by their names in the block."""
     return {
         inner: kind
-        for pattern, kind in given.items()
+        for pattern, kind in kinds.items()
         for inner, _ in block.named_modules()
         if inner and fnmatchcase(f"{name}.{inner}", pattern)
     }
 
 
-def refuse_unknown_patterns(given: Mapping[str, str], module: nn.Module, blocks: Sequence[str]) -> None:
+def refuse_unknown_patterns(kinds: Mapping[str, str], module: nn.Module, blocks: Sequence[str]) -> None:
     """Raise TaskError for a pattern of the task's tensor(model) that names nothing in any block."""
     known = [f"{name}.{inner}" for name in blocks for inner, _ in module.get_submodule(name).named_modules() if inner]
-    for pattern in given:
+    for pattern in kinds:
         if not any(fnmatchcase(name, pattern) for name in known):
             weights = [(name, getattr(module.get_submodule(name), "weight", None)) for name in known]
             matrices = [name for name, weight in weights if isinstance(weight, Tensor) and weight.ndim > 1]
             raise TaskError(
-                f"tensor() says {given[pattern]} for {pattern!r}, and no module of a block has that name; name one of "
+                f"tensor() says {kinds[pattern]} for {pattern!r}, and no module of a block has that name; name one of "
                 f"{first_few(matrices, most=8)}"
             )
 

@@ -32,7 +32,7 @@ class DDPEngine(LateWrappedEngine):
             # imported here: it costs 6 MB and 0.2 s, and plain DDP does not need it
             from unipar_native.zero_optimizer import split_optimizer
 
-            self.optimizer, self.apart = split_optimizer(self.base), True
+            self.optimizer, self.splits_states_by_tensor = split_optimizer(self.base), True
         if options.find_unused_parameters != "auto":
             self.settle(find_unused_parameters=options.find_unused_parameters)
 

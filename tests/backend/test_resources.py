@@ -262,7 +262,7 @@ def test_too_few_devices(
         ("npu", "parallel.data: 2 ranks on npu; one NPU visible here; lower it, set device: cpu"),
         (
             "npu:0",
-            "parallel.data: 2 ranks on npu:0, whose tensors gloo does not move: ranks cannot share it; "
+            "parallel.data: 2 ranks on npu:0, whose tensors gloo cannot move: ranks cannot share it; "
             "set device: npu or cpu",
         ),
     ],

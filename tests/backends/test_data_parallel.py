@@ -155,7 +155,11 @@ def test_verify_leaves_it_to_compare() -> None:
 def test_its_devices(device: str, ids: list[int]) -> None:
     """All that are visible, or the one that is named: explain shows what the library is told."""
     (told,) = explain_config(load_given_config(config(device=device), {})).strategies
-    assert (told.strategy, told.note, told.told) == ("native/nothing+dp", "", {"DataParallel": {"device_ids": ids}})
+    assert (told.strategy, told.note, told.library_settings) == (
+        "native/nothing+dp",
+        "",
+        {"DataParallel": {"device_ids": ids}},
+    )
 
 
 def test_no_script_is_written(tmp_path: Path) -> None:

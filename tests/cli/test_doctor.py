@@ -130,7 +130,7 @@ def test_a_host_name_that_does_not_resolve() -> None:
     """The remedy is the line that it needs."""
     check = machine_checks.check_hostname("no-such-host.invalid")
     assert check.status == "warn"
-    assert check.found.startswith("no-such-host.invalid does not resolve (")
+    assert check.finding.startswith("no-such-host.invalid does not resolve (")
     assert check.remedy == "add the line '127.0.1.1 no-such-host.invalid' to /etc/hosts"
 
 
@@ -193,8 +193,10 @@ def test_a_long_temporary_folder(tmp_path: Path) -> None:
     folder.mkdir()
     check = machine_checks.check_temporary_folder(folder)
     assert (check.status, check.remedy) == ("fail", "TMPDIR=/tmp")
-    assert check.found == f"{folder} is {len(str(folder))} bytes long; sockets in it need 60 or fewer"
-    assert machine_checks.check_temporary_folder(tmp_path / "none").found == f"{tmp_path / 'none'} cannot be written to"
+    assert check.finding == f"{folder} is {len(str(folder))} bytes long; sockets in it need 60 or fewer"
+    assert (
+        machine_checks.check_temporary_folder(tmp_path / "none").finding == f"{tmp_path / 'none'} cannot be written to"
+    )
 
 
 def test_a_lock_of_a_killed_compilation(tmp_path: Path) -> None:
@@ -212,7 +214,7 @@ def test_launchers_say_what_they_open(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each that is installed, once, though a program may start worlds in several ways."""
     here = ("torchrun", "accelerate", "mpirun", "srun", "deepspeed")
     monkeypatch.setattr("shutil.which", lambda name, path: name if name in here else None)  # pyright: ignore[reportUnknownLambdaType]
-    found = {check.name: check.found for check in doctor._check_launchers()}  # pyright: ignore[reportPrivateUsage]
+    found = {check.name: check.finding for check in doctor._check_launchers()}  # pyright: ignore[reportPrivateUsage]
     private = "; use it on a private network only"
     assert found == {
         "launcher accelerate": f"found: its agent listens on every interface at the master port{private}",

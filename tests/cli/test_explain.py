@@ -172,14 +172,14 @@ def test_strategies_that_are_asked_for(source: ConfigSource) -> None:
         "native/parameters",
         "deepspeed/gradients+library",
     ]
-    told = compared[4].told
+    told = compared[4].library_settings
     assert told["zero_optimization"] == {"stage": 2}
     assert told["gradient_clipping"] == 1.0
-    assert compared[1].told == {
-        "DistributedDataParallel": compared[0].told["DistributedDataParallel"],
+    assert compared[1].library_settings == {
+        "DistributedDataParallel": compared[0].library_settings["DistributedDataParallel"],
         "ZeroRedundancyOptimizer": {"parameters_as_bucket_view": True},
     }
-    assert list(compared[2].told) == ["fully_shard"]
+    assert list(compared[2].library_settings) == ["fully_shard"]
     assert compared[4].dtypes == {
         "parameter": "fp32",
         "master": "fp32 shards",
@@ -195,15 +195,17 @@ def test_a_strategy_that_cannot_run(source: ConfigSource) -> None:
     assert told.note.startswith(
         "deepspeed/optimizer: train.precision: fp64 is not available: ZeRO keeps its masters in fp32"
     )
-    assert told.told == told.dtypes == {}
+    assert told.library_settings == told.dtypes == {}
 
 
 def test_a_rule_until_the_parameters_are_known(source: ConfigSource) -> None:
     """Scaled buckets depend on the model, which only --deep makes."""
     (told,) = explain_config(source, ["deepspeed/gradients"]).strategies
-    assert told.told["zero_optimization"]["reduce_bucket_size"] == "parameters // 32 * 2, from 65,536 to 5e8"
+    assert (
+        told.library_settings["zero_optimization"]["reduce_bucket_size"] == "parameters // 32 * 2, from 65,536 to 5e8"
+    )
     (told,) = explain_config(source, ["deepspeed/gradients"], deep=True).strategies
-    assert told.told["zero_optimization"]["reduce_bucket_size"] == 65_536
+    assert told.library_settings["zero_optimization"]["reduce_bucket_size"] == 65_536
 
 
 def test_deep(source: ConfigSource, capsys: pytest.CaptureFixture[str]) -> None:

@@ -187,7 +187,7 @@ def test_the_number_of_devices(npu: EmulatedDevice, tmp_path: Path) -> None:
     assert "parallel.data: 4 ranks on npu; 2 NPUs visible here; lower it, set device: cpu\n" in done.stderr
     done = npu.unipar(["run", write_config(tmp_path / "one", device="npu:0")])
     assert done.returncode == 3
-    assert "2 ranks on npu:0, whose tensors gloo does not move: ranks cannot share it" in done.stderr
+    assert "2 ranks on npu:0, whose tensors gloo cannot move: ranks cannot share it" in done.stderr
 
 
 def test_one_rank_on_one_of_the_devices(npu: EmulatedDevice, losses_on_cpu: list[float], tmp_path: Path) -> None:

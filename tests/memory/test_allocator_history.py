@@ -20,7 +20,7 @@ from unipar.memory.sources.allocator_history import (
     events_from_trace,
     largest_drift,
 )
-from unipar.memory.sources.events import NamedStorage, PhaseMark, PoolPeaks, SeenEvents
+from unipar.memory.sources.events import NamedStorage, PhaseMark, PoolPeaks, RankEvents
 from unipar.memory.sources.malloc_build import why_no_history
 from unipar.memory.sources.nvml import bytes_of_process, query_bytes_used
 from unipar.memory.sources.pinned import pinned_phase
@@ -95,7 +95,7 @@ MARKS = (
 LOOKS = tuple(SizeSnapshot(m.at, SIZES) for m in MARKS)
 
 
-def seen(trace: tuple[dict[str, Any], ...] = STEP, sites: dict[str, Category] | None = None) -> SeenEvents:
+def seen(trace: tuple[dict[str, Any], ...] = STEP, sites: dict[str, Category] | None = None) -> RankEvents:
     found = events_from_trace(list(allocation_entries(trace)), LOOKS, MARKS, sites or {}, base=BASE, stream=0)
     found.named = [
         NamedStorage(2, WEIGHT, 4_000_000, "parameters", "w"),
@@ -104,7 +104,7 @@ def seen(trace: tuple[dict[str, Any], ...] = STEP, sites: dict[str, Category] | 
     return found
 
 
-def phase(name: PhaseName, found: SeenEvents) -> PhasePeak:
+def phase(name: PhaseName, found: RankEvents) -> PhasePeak:
     replay = Attribution(found)
     return replay.phase(name, replay.windows)
 

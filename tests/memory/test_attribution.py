@@ -11,7 +11,7 @@ import pytest
 from unipar.backend import Category
 from unipar.memory.account import PhaseName, PhasePeak
 from unipar.memory.recording.attribution import Attribution, plain_step_seconds
-from unipar.memory.sources.events import CallSite, NamedStorage, PhaseMark, SeenEvents, classify_callers
+from unipar.memory.sources.events import CallSite, NamedStorage, PhaseMark, RankEvents, classify_callers
 from unipar.memory.sources.malloc_meter import NOTE_DTYPE
 
 BASE, SMALL, MAIN, OTHER = 1000, 100, 7, 8
@@ -71,7 +71,7 @@ class Tape:
         self.mark("end")
         events = np.array(self.rows, dtype=NOTE_DTYPE)
         kinds, owners = classify_callers(events["caller"].tolist(), FILES)
-        seen = SeenEvents(events, kinds, owners, BASE, SMALL, MAIN, shared, self.marks, self.named, self.sites)
+        seen = RankEvents(events, kinds, owners, BASE, SMALL, MAIN, shared, self.marks, self.named, self.sites)
         return Attribution(seen)
 
 

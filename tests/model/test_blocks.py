@@ -22,7 +22,7 @@ class _Stack(nn.Module):
 
 def _blocks(blocks: Any = "auto", names: list[str] | None = None) -> tuple[str, ...]:
     config = Config.model_validate({"batch": {"total": 1}, "train": {"steps": 1}, "model": {"blocks": blocks}})
-    return find_blocks(_Stack(), config, given=names)
+    return find_blocks(_Stack(), config, patterns=names)
 
 
 def test_found() -> None:

@@ -141,7 +141,7 @@ def run(place: Place, folder: Path, control: socket.socket | None) -> None:
     for strategy, precision, micros in rows:
         config = config_of(strategy, precision, place.size)
         build = (
-            replay.replay_builder(2, "shares", apart=False)
+            replay.replay_builder(2, "shares", per_microbatch=False)
             if strategy == REPLAY
             else checks.check_can_run(config).build
         )

@@ -64,7 +64,7 @@ def _sent(place: Place, seed: int, microbatches: int, options: dict[str, Any]) -
     backend = registry.find_backend("horovod")
     world = backend.join(config, place)
     model = task.model()
-    groups = parameter_groups(model, config, given=None, own_optimizer=False)
+    groups = parameter_groups(model, config, task_groups=None, own_optimizer=False)
     factory = OptimizerFactory(groups, config, world.device, own=None)
     with mock.patch("horovod.torch.optimizer.size", return_value=2):  # on one rank it would hand on no gradients
         engine = backend.build(Part("model", model, factory, ()), config, world)

@@ -193,7 +193,7 @@ def _train(case: Case, blocks: Sequence[str], rank: int) -> Found:
     world, config = World(place, torch.device("cpu"), None), case.config
     task = library_shapes.LibraryShapes(case.seed, case.wide)
     model = task.model()
-    groups = parameter_groups(model, config, given=None, own_optimizer=False)
+    groups = parameter_groups(model, config, task_groups=None, own_optimizer=False)
     factory = OptimizerFactory(groups, config, world.device, own=None)
     inner: Any = registry.find_backend("native").build(Part("model", model, factory, blocks), config, world)
     engine = with_averages(inner, config.train.ema)

@@ -125,10 +125,10 @@ def _name_mistakes(data: Mapping[str, Any], places: KeyOrigins) -> Iterator[tupl
 
 
 def _option_mistakes(
-    options: type[Section], given: Mapping[str, Any], section: str, places: KeyOrigins
+    options: type[Section], values: Mapping[str, Any], section: str, places: KeyOrigins
 ) -> Iterator[str]:
     try:
-        options.model_validate(given)
+        options.model_validate(values)
     except ValidationError as e:
         yield from list_option_mistakes(e, options, section, places)
 

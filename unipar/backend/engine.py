@@ -181,10 +181,10 @@ class Engine(ABC):
         """Return `fn(model, batch)`, computed without gradients through the same wrapper as in training."""
 
     @abstractmethod
-    def call_frozen(self, fn: Fn, given: Any) -> Any:
+    def call_frozen(self, fn: Fn, inputs: Any) -> Any:
         """Return `fn(model, given)` inside another part's loss, while this part's parameters take no gradients.
 
-        Gradients flow through the call to `given`; every module keeps its own train or eval mode.
+        Gradients flow through the call to `inputs`; every module keeps its own train or eval mode.
         """
 
     def forward_only(self, fn: Fn, batch: Any) -> Any:
@@ -308,8 +308,8 @@ class DelegatingEngine(Engine):
         return self.inner.evaluate(fn, batch)
 
     @override
-    def call_frozen(self, fn: Fn, given: Any) -> Any:
-        return self.inner.call_frozen(fn, given)
+    def call_frozen(self, fn: Fn, inputs: Any) -> Any:
+        return self.inner.call_frozen(fn, inputs)
 
     @override
     def forward_only(self, fn: Fn, batch: Any) -> Any:

@@ -430,9 +430,9 @@ def format_json(values: Mapping[str, Any]) -> str:
     return json.dumps(values, indent=2) + "\n"
 
 
-def refuse_uncarried_options(backend: str, strategy: str, given: Mapping[str, Any], carried: frozenset[str]) -> None:
+def refuse_uncarried_options(backend: str, strategy: str, options: Mapping[str, Any], carried: frozenset[str]) -> None:
     """Raise Unsupported if options are given that the backend's template does not use."""
-    unused = sorted(set(given) - carried)
+    unused = sorted(set(options) - carried)
     if unused:
         reasons = [f"options.{backend}.{name}: a script does not carry it; leave it out" for name in unused]
         raise Unsupported(strategy, reasons)

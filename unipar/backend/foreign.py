@@ -22,7 +22,7 @@ class Answer:
 
     value: Any
     why: str
-    given: bool
+    from_user: bool
     """Whether the user gave it by `--args`, rather than a default."""
 
     usual: bool = False
@@ -51,7 +51,7 @@ class ForeignConfigReader:
     lines: Mapping[str, int]
     """Dotted key -> its line in the file, where known."""
 
-    said: Mapping[str, Any]
+    overrides: Mapping[str, Any]
     """Keys of the unipar config given by `--set`: they override the file, and fill in values that it leaves open."""
 
     leave: frozenset[str] = frozenset()
@@ -64,7 +64,7 @@ class ForeignConfigReader:
     strict: bool = False
     """Whether nothing is to be assumed."""
 
-    optimizer_asked: bool = False
+    asks_for_optimizer: bool = False
     """Whether the file leaves the optimizer to the script."""
 
     assumed: list[str] = field(default_factory=list[str])
@@ -106,7 +106,7 @@ class ForeignConfigReader:
 
     def answered(self, key: str) -> bool:
         """Return whether `--set` gave this key, one below it or one above it."""
-        return any(k == key or k.startswith(f"{key}.") or key.startswith(f"{k}.") for k in self.said)
+        return any(k == key or k.startswith(f"{key}.") or key.startswith(f"{k}.") for k in self.overrides)
 
     def refuse(self, theirs: str, why: str, ours: str | None = None) -> None:
         """Record that a key cannot be converted.
@@ -136,7 +136,7 @@ class ForeignConfigReader:
                 continue
             if answer.value is not None:
                 self.put(key, answer.value, answer.why)
-            if not answer.given and not answer.usual:
+            if not answer.from_user and not answer.usual:
                 self.assumed.append(f"{key}: {show_value(answer.value)}")
         return bool(found)
 
@@ -151,14 +151,14 @@ class ForeignConfigReader:
 
     def _fits_optimizer(self, key: str) -> bool:
         """Return whether the optimizer that `--set` names has this key, if it is one of an optimizer."""
-        if (name := self.said.get("train.optimizer.name")) is None or not key.startswith("train.optimizer."):
+        if (name := self.overrides.get("train.optimizer.name")) is None or not key.startswith("train.optimizer."):
             return True
         return str(name) in OPTIMIZERS and key.split(".")[2] in OPTIMIZERS[str(name)].model_fields
 
     def ask_optimizer(self, theirs: str) -> None:
         """Ask for the optimizer, which the file leaves to the script; what `--set` gives of it leaves the rest open."""
-        self.optimizer_asked = True
-        known = "train.optimizer" in self.said or self.assume("train.optimizer")
+        self.asks_for_optimizer = True
+        known = "train.optimizer" in self.overrides or self.assume("train.optimizer")
         if not known and not self.answered("train.optimizer"):
             way = "give it with --set train.optimizer='{name: adamw, lr: 3.0e-4}'"
             self.wrong.append(f"{self.place(theirs)}: {way}")

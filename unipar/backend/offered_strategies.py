@@ -225,17 +225,17 @@ def count_data_ranks(ranks: int, strategy: Strategy) -> int:
     return data
 
 
-def _with_variant(given: Mapping[str, Any], variant: Variant, strategy: Strategy) -> dict[str, Any]:
+def _with_variant(values: Mapping[str, Any], variant: Variant, strategy: Strategy) -> dict[str, Any]:
     for key, value in variant.options.items():
-        if key in given and given[key] != value:
+        if key in values and values[key] != value:
             raise ConfigError(
-                f"options.{strategy.backend}.{key}: {given[key]!r} contradicts the strategy {strategy}, "
+                f"options.{strategy.backend}.{key}: {values[key]!r} contradicts the strategy {strategy}, "
                 f"which sets it to {value!r}"
             )
-    return {**given, **variant.options}
+    return {**values, **variant.options}
 
 
-def _without_variants(given: Mapping[str, Any], variants: Iterable[Variant]) -> dict[str, Any]:
+def _without_variants(values: Mapping[str, Any], variants: Iterable[Variant]) -> dict[str, Any]:
     """Return the options without those that select a variant."""
-    selecting = [v.options for v in variants if v.options.items() <= given.items()]
-    return {key: value for key, value in given.items() if not any(key in options for options in selecting)}
+    selecting = [v.options for v in variants if v.options.items() <= values.items()]
+    return {key: value for key, value in values.items() if not any(key in options for options in selecting)}

@@ -95,14 +95,15 @@ def check_device_count(
     config: Config,
     number: int,
     local: int | None = None,
-    asked: str = "parallel.data",
+    asking_key: str = "parallel.data",
     *,
     launched: bool = False,
 ) -> None:
     """Raise Unsupported if there are fewer devices than ranks.
 
-    `local` is the number of ranks on this machine if not all are here; `asked` names the source of `number`. A launcher
-    that has started the ranks (`launched`) may show each its own device alone; the ranks compare them when they meet.
+    `local` is the number of ranks on this machine if not all are here; `asking_key` names the source of `number`. A
+    launcher that has started the ranks (`launched`) may show each its own device alone; the ranks compare them when they
+    meet.
     """
     kind, _, index = choose_device(config)[0].partition(":")
     if kind == "cpu":
@@ -110,7 +111,7 @@ def check_device_count(
     wanted = local or number
     if kind == "mps":
         if wanted > 1:
-            one = f"{asked}: {wanted} ranks on mps, which is one process"
+            one = f"{asking_key}: {wanted} ranks on mps, which is one process"
             raise _too_few_devices(config, kind, one, "set device: cpu")
         return
     here = visible_devices(kind)
@@ -119,12 +120,14 @@ def check_device_count(
             asked_device = f"device: {kind}:{index} does not exist; {here} visible here"
             raise _too_few_devices(config, kind, asked_device, "set device: cpu")
         if wanted > 1 and not ACCELERATORS[kind].can_be_shared:
-            one = f"{asked}: {wanted} ranks on {kind}:{index}, whose tensors gloo does not move: ranks cannot share it"
+            one = (
+                f"{asking_key}: {wanted} ranks on {kind}:{index}, whose tensors gloo cannot move: ranks cannot share it"
+            )
             raise _too_few_devices(config, kind, one, f"set device: {kind} or cpu")
     elif wanted > here.count and not (launched and here.count == 1):
         share = f", or share one {ACCELERATORS[kind].noun} with device: {kind}:0" * ACCELERATORS[kind].can_be_shared
         ways = f"lower it, set device: cpu{share}" if here.count else "set device: cpu"
-        raise _too_few_devices(config, kind, f"{asked}: {wanted} ranks on {kind}; {here} visible here", ways)
+        raise _too_few_devices(config, kind, f"{asking_key}: {wanted} ranks on {kind}; {here} visible here", ways)
 
 
 def _too_few_devices(config: Config, kind: str, what: str, way: str) -> Unsupported:

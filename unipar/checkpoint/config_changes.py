@@ -53,14 +53,14 @@ def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any], among: Colle
 
 
 def refuse_changes(
-    before: Mapping[str, Any], now: Mapping[str, Any], said: Collection[str], called: str
+    before: Mapping[str, Any], now: Mapping[str, Any], given_keys: Collection[str], called: str
 ) -> list[ChangedKey]:
     """Raise CheckpointError if a fixed key has another value than in the checkpoint `called`, unless it was said now.
 
     Return the changes that are told.
     """
     fixed = [change for change in changed_keys(before, now, FIXED) if not _within(change.key, FREE)]
-    if refused := [change for change in fixed if not _within(change.key, said)]:
+    if refused := [change for change in fixed if not _within(change.key, given_keys)]:
         first, *more = refused
         others = f" (also {', '.join(change.key for change in more)})" if more else ""
         raise CheckpointError(
@@ -101,7 +101,11 @@ def _within(key: str, sections: Collection[str]) -> bool:
 
 
 def find_new_optimizers(
-    saved: Mapping[str, Any], now: Mapping[str, str], config: Mapping[str, Any], said: Collection[str], called: str
+    saved: Mapping[str, Any],
+    now: Mapping[str, str],
+    config: Mapping[str, Any],
+    given_keys: Collection[str],
+    called: str,
 ) -> dict[str, str]:
     """Return a sentence for each part whose optimizer is of another class than in a checkpoint, and begins anew.
 
@@ -117,7 +121,7 @@ def find_new_optimizers(
             was, is_now = _optimizer_section(saved["config"], part)[1]["name"], settings["name"]
         if was.lower() == is_now.lower():
             continue
-        if not any(_within(f"{section}.{key}", said) for key in ("name", "lr")):
+        if not any(_within(f"{section}.{key}", given_keys) for key in ("name", "lr")):
             raise CheckpointError(
                 f"{called}: the optimizer{of_part} was {was} and is {is_now}, whose state is another: go on with the "
                 f"old one, or say the rate of the new one with --set {section}.lr={settings['lr']}, and it begins "
@@ -152,7 +156,7 @@ def _without_folder(key: str, value: Any) -> tuple[str, Any]:
     return key, PurePath(value).name if key == "task.use" and isinstance(value, str) else value
 
 
-def sections_said(origins: Mapping[str, str], by: Collection[str] = ("--set", "--out", "overrides")) -> Iterator[str]:
+def given_sections(origins: Mapping[str, str], by: Collection[str] = ("--set", "--out", "overrides")) -> Iterator[str]:
     """Yield the keys of a config that a person has given in the command or in the call that starts it."""
     for key, origin in origins.items():
         if origin in by:

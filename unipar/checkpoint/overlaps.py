@@ -72,8 +72,10 @@ def _merged(wanted: int, saved: int, length: int, runs: int, wanted_stride: int,
     return Overlap(wanted, saved, length, runs, wanted_stride, saved_stride)
 
 
-def _reversed(found: Overlap) -> Overlap:
-    return Overlap(found.saved, found.wanted, found.length, found.runs, found.saved_stride, found.wanted_stride)
+def _reversed(overlap: Overlap) -> Overlap:
+    return Overlap(
+        overlap.saved, overlap.wanted, overlap.length, overlap.runs, overlap.saved_stride, overlap.wanted_stride
+    )
 
 
 def _in_equal_rows(wanted: Region, saved: Region) -> Iterator[Overlap]:

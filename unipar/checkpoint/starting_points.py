@@ -58,13 +58,13 @@ def refuse_lost_checkpoints(run: Path, config: Config) -> None:
     )
 
 
-def check_start(path: str, config: Config, said: Collection[str], overwritten: Path | None) -> None:
+def check_start(path: str, config: Config, given_keys: Collection[str], overwritten: Path | None) -> None:
     """Raise an error if a run cannot begin with the state of the checkpoint at this path or address.
 
-    Hashes are left to the ranks. `said`: keys of the config that were given for this run; `overwritten`: folder that
-    is deleted first.
+    Hashes are left to the ranks. `given_keys`: keys of the config that were given for this run; `overwritten`: folder
+    that is deleted first.
     """
-    if config.model.loading is not None and any(f"{key}.".startswith("model.weights.") for key in said):
+    if config.model.loading is not None and any(f"{key}.".startswith("model.weights.") for key in given_keys):
         raise ConfigError(
             f"model.weights is given, and the run would begin with the weights of the checkpoint {path}: leave out "
             "model.weights, or the checkpoint (--from, resume)"

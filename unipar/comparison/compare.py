@@ -117,7 +117,7 @@ def compare(
 
 
 def compare_strategies(
-    asked: CompareRequest,
+    request: CompareRequest,
     ranks: int,
     strategies: Sequence[str],
     folder: Path,
@@ -130,23 +130,23 @@ def compare_strategies(
 
     `widest`: ranks of the largest world, for the threads of each rank; `by`: the key that errors name.
     """
-    settled = asked.prepared.settled(ranks, asked.ranks_here(ranks), asked=by)
+    settled = request.prepared.settled(ranks, request.ranks_here(ranks), asking_key=by)
     config = settled.config
     selected = select_strategies(settled, tuple(strategies) or config.compare.strategies)
-    each = threads_per_rank(asked.ranks_here(max(ranks, widest)))
-    of = store.comparison_identity(config, list(selected), asked.ref, each, asked.unwatched)
+    each = threads_per_rank(request.ranks_here(max(ranks, widest)))
+    of = store.comparison_identity(config, list(selected), request.ref, each, request.unwatched)
     first = Comparison(
-        name=asked.source.name,
+        name=request.source.name,
         out=str(folder),
         precision=config.train.precision,
         samples=settled.sizes.total,
         unit=settled.sizes.unit,
         ranks=ranks,
-        machines=asked.machines_of(ranks),
-        warmup=asked.turns.warmup,
+        machines=request.machines_of(ranks),
+        warmup=request.turns.warmup,
         rows=[row for row, _ in selected.values()],
         library_names=library_names(selected),
-        unwatched=asked.unwatched,
+        unwatched=request.unwatched,
     )
     with lock_folder(folder):
         earlier = store.reuse_or_clear(folder, of, overwrite=overwrite)
@@ -158,10 +158,10 @@ def compare_strategies(
                 return _write_page(folder, earlier.changed(note=note, library_names=first.library_names))
             kept_rows = {strategy: _reused(row) if more else row for strategy, row in whole.items()}
             first = first.changed(rows=[kept_rows.get(row.strategy, row) for row in first.rows])
-        server = asked.fork_server()
+        server = request.fork_server()
         runs = {
             row.strategy: StrategyWorld(
-                at, asked.ref, folder / at.strategy.slug, asked.meter_environment, server, asked.micro
+                at, request.ref, folder / at.strategy.slug, request.meter_environment, server, request.micro
             )
             for row in first.rows
             if row.outcome == "waits" and (at := selected[row.strategy][1]) is not None
@@ -174,25 +174,25 @@ def compare_strategies(
             return store.write_or_explain(folder, lambda: store.write_comparison(folder, of, so_far))
 
         with sigterm_as_interrupt(), LiveTable() as board, server:
-            now = TurnRunner(first, board, runs, each, keep, server).run_turns(asked.turns)
+            now = TurnRunner(first, board, runs, each, keep, server).run_turns(request.turns)
             ran = [at for row in now.rows if row.outcome == "ran" and (at := selected[row.strategy][1]) is not None]
             if ran and config.compare.memory and not now.interrupted:
                 board.show(now, f"{count_of(len(ran), 'strategy')} to be planned")
                 now = now.changed(
-                    forecast=make_forecast(settled, ran, asked.ref, server, each, per=asked.ranks_here(ranks))
+                    forecast=make_forecast(settled, ran, request.ref, server, each, per=request.ranks_here(ranks))
                 )
         if config.train.narrow_moments is not None and now.reference is not None and not (widest or now.interrupted):
-            now = now.changed(moments=_describe_moments(asked, ranks, now.reference, folder))
+            now = now.changed(moments=_describe_moments(request, ranks, now.reference, folder))
         why = keep(now)
         return now.changed(unkept=why) if why else _write_page(folder, now)
 
 
-def _describe_moments(asked: CompareRequest, ranks: int, row: StrategyResult, folder: Path) -> str:
+def _describe_moments(request: CompareRequest, ranks: int, row: StrategyResult, folder: Path) -> str:
     """Return what narrow moments save in one process, and how many digits they cost: it runs again with AdamW."""
-    with_full = replace(asked.source, config=asked.source.config.changed(_full_moments(asked.source.config)))
-    plain = replace(asked, prepared=replace(asked.prepared, source=with_full))
+    with_full = replace(request.source, config=request.source.config.changed(_full_moments(request.source.config)))
+    plain = replace(request, prepared=replace(request.prepared, source=with_full))
     found = compare_strategies(plain, ranks, [str(ONE)], folder.with_name(f"{folder.name}-adamw"), overwrite=True)
-    said = f"{asked.source.config.train.narrow_moments} beside adamw, in one process: "
+    said = f"{request.source.config.train.narrow_moments} beside adamw, in one process: "
     if found.reference is None:
         return f"{said}no figures, as adamw's run {found.rows[0].outcome}: {found.rows[0].note.splitlines()[0]}"
     small, full = (_optimizer_bytes(one) for one in (row, found.reference))
@@ -222,15 +222,15 @@ def _full_moments(config: Config) -> dict[str, Any]:
 
 
 def _compare_by_world_size(
-    asked: CompareRequest, ranks: Sequence[int], strategies: Sequence[str], *, overwrite: bool
+    request: CompareRequest, ranks: Sequence[int], strategies: Sequence[str], *, overwrite: bool
 ) -> Scaling:
     """Run a comparison for each size of world, one after another, all with the same total batch."""
-    prepared, out = asked.prepared, asked.source.out / "worlds"
-    resources.check_device_count(prepared.computed, ranks[-1], asked.ranks_here(ranks[-1]), asked="--world")
-    settings = asked.source.config
+    prepared, out = request.prepared, request.source.out / "worlds"
+    resources.check_device_count(prepared.computed, ranks[-1], request.ranks_here(ranks[-1]), asking_key="--world")
+    settings = request.source.config
     settings = settings.changed({"batch": batch_with_fixed_total(settings.batch, ranks[0])})
-    asked = replace(asked, prepared=replace(prepared, source=replace(asked.source, config=settings)))
-    settled = {n: SettledConfig.of(settings, asked.source.strategy, n, prepared.device) for n in ranks}
+    request = replace(request, prepared=replace(prepared, source=replace(request.source, config=settings)))
+    settled = {n: SettledConfig.of(settings, request.source.strategy, n, prepared.device) for n in ranks}
     selected = {
         n: select_strategies(one, tuple(strategies) or settings.compare.strategies) for n, one in settled.items()
     }
@@ -242,7 +242,7 @@ def _compare_by_world_size(
         for n in ranks:
             folder = out / f"world-{n}"
             found[n] = compare_strategies(
-                asked, n, strategies, folder, overwrite=overwrite, widest=ranks[-1], by="--world"
+                request, n, strategies, folder, overwrite=overwrite, widest=ranks[-1], by="--world"
             )
             if found[n].interrupted:
                 break
@@ -254,7 +254,7 @@ def _compare_by_world_size(
                 at = selected[n][strategy][1]
                 cut = (at or settled[n]).sizes
                 batch = {"samples": cut.total, "micro": cut.micro, "accumulate": cut.accumulate}
-                where = asked.machines_of(n)
+                where = request.machines_of(n)
                 worlds.append(ScaledStrategy(strategy=strategy, ranks=n, kinds=("strong",), machines=where, **batch))
                 row = rows[i].get(strategy) if i < len(rows) else None
                 results.append(
@@ -262,19 +262,19 @@ def _compare_by_world_size(
                 )
         now = Scaling(
             verb="compare",
-            name=asked.source.name,
+            name=request.source.name,
             out=str(out),
             precision=settings.train.precision,
             unit=settings.batch.unit,
             worlds=tuple(worlds),
             rows=results,
             cores=len(os.sched_getaffinity(0)),
-            threads=threads_per_rank(asked.ranks_here(ranks[-1])),
+            threads=threads_per_rank(request.ranks_here(ranks[-1])),
             device=prepared.device,
-            warmup=asked.turns.warmup,
+            warmup=request.turns.warmup,
             library_names={name: words for of in selected.values() for name, words in library_names(of).items()},
             held=settings.train.local_steps is None,
-            unwatched=asked.unwatched,
+            unwatched=request.unwatched,
             interrupted=any(one.interrupted for one in found.values()),
             wrong=tuple(
                 f"{count_of(n, 'rank')}: {said}" for n, one in found.items() for said in describe_comparison_errors(one)

@@ -84,31 +84,31 @@ def scale(
 
 
 def _scale_worlds(
-    asked: CompareRequest, sizes: Sequence[int], strategies: Sequence[str], *, overwrite: bool
+    request: CompareRequest, sizes: Sequence[int], strategies: Sequence[str], *, overwrite: bool
 ) -> Scaling:
-    source, settings = asked.source, asked.source.config
-    prepared = asked.prepared
-    resources.check_device_count(prepared.computed, sizes[-1], asked.ranks_here(sizes[-1]), asked="--world")
+    source, settings = request.source, request.source.config
+    prepared = request.prepared
+    resources.check_device_count(prepared.computed, sizes[-1], request.ranks_here(sizes[-1]), asking_key="--world")
     wanted = expand_strategy_patterns(tuple(strategies)) if strategies else [source.strategy]
     selected = list(select_worlds(settings, sizes, wanted, prepared.device))
     waiting = [(world, at) for world, row, at in selected if row.outcome == "waits" and at is not None]
     if not waiting:
         raise Unsupported(selected[0][0].strategy, list(dict.fromkeys(row.note for _, row, _ in selected)))
-    out, each = source.out / "scale", threads_per_rank(asked.ranks_here(max(world.ranks for world, _ in waiting)))
+    out, each = source.out / "scale", threads_per_rank(request.ranks_here(max(world.ranks for world, _ in waiting)))
     first = Scaling(
         name=source.name,
         out=str(out),
         precision=settings.train.precision,
         unit=settings.batch.unit,
-        worlds=tuple(world.changed(machines=asked.machines_of(world.ranks)) for world, _, _ in selected),
+        worlds=tuple(world.changed(machines=request.machines_of(world.ranks)) for world, _, _ in selected),
         rows=[row for _, row, _ in selected],
         library_names=library_names({world.strategy: (row, at) for world, row, at in selected}),
         cores=len(os.sched_getaffinity(0)),
         threads=each,
         device=prepared.device,
-        warmup=asked.turns.warmup,
+        warmup=request.turns.warmup,
         held=settings.train.local_steps is None,
-        unwatched=asked.unwatched,
+        unwatched=request.unwatched,
         versions=installed_versions(strategy.backend for strategy in wanted),
         machine=machine_summary(),
     )
@@ -122,10 +122,10 @@ def _scale_worlds(
         )
         with folder.explain_write_errors(out):
             store.write_original_config(out, source.name, settings)
-        server = asked.fork_server()
+        server = request.fork_server()
         runs = {
             world.name: StrategyWorld(
-                at, asked.ref, out / _world_folder_name(world), asked.meter_environment, server, asked.micro
+                at, request.ref, out / _world_folder_name(world), request.meter_environment, server, request.micro
             )
             for world, at in waiting
         }
@@ -134,7 +134,7 @@ def _scale_worlds(
             return store.write_or_explain(out, lambda: store.write_scaling(out, SCALE_JSON, SCALE_CSV, now))
 
         with sigterm_as_interrupt(), LiveTable() as board, server:
-            now = TurnRunner(first, board, runs, each, keep, server).run_turns(asked.turns)
+            now = TurnRunner(first, board, runs, each, keep, server).run_turns(request.turns)
         return now.changed(
             unkept=keep(now),
             note=try_write_page(lambda: write_html(render_scaling(now, out), out / PAGE_FILE_NAME)),

@@ -165,15 +165,15 @@ class TurnRunner(Generic[ResultsT]):
         self._board.show(self.results, f"{name} {line}")
 
 
-def require_same_method(found: list[MemoryAccount], rows: Iterable[StrategyResult]) -> list[MemoryAccount]:
+def require_same_method(accounts: list[MemoryAccount], rows: Iterable[StrategyResult]) -> list[MemoryAccount]:
     """Return the accounts; raise MemoryNotRecorded if they were recorded by another method than those of the rows."""
-    own = f"on rank {found[0].rank}", found[0].method
+    own = f"on rank {accounts[0].rank}", accounts[0].method
     where, method = next(((f"in {row.strategy}", theirs.method) for row in rows for theirs in row.memory), own)
-    for account in found:
+    for account in accounts:
         if account.method != method:
             ways = f"in another way ({account.method}) than {where} ({method})"
             raise MemoryNotRecorded(f"on rank {account.rank} it was recorded {ways}")
-    return found
+    return accounts
 
 
 def rotate_order(things: Sequence[Any], by: int) -> list[Any]:

@@ -250,12 +250,12 @@ def _suggest_key(m: _Mistake, model: type[BaseModel], prefix: str) -> str:
     return f"; {above} has {', '.join(m.owner.section.model_fields) or 'none'}"
 
 
-def _suggest_value(key: str, kind: _Annotation, given: object) -> str:
-    if not isinstance(given, str):
-        return f"; {advice}" if (advice := advise_on_value(key, given)) else ""
-    if given in (tags := [m.tag for m in kind.members() if m.tag]):
-        return f"; write {{name: {given}}}"
-    return _suggest_word(key, given, [*kind.choices, *tags])
+def _suggest_value(key: str, kind: _Annotation, value: object) -> str:
+    if not isinstance(value, str):
+        return f"; {advice}" if (advice := advise_on_value(key, value)) else ""
+    if value in (tags := [m.tag for m in kind.members() if m.tag]):
+        return f"; write {{name: {value}}}"
+    return _suggest_word(key, value, [*kind.choices, *tags])
 
 
 def _suggest_word(key: str, word: str, known: Sequence[str]) -> str:

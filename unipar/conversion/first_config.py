@@ -17,7 +17,7 @@ _PARTS = ("model", "data", "loss")
 
 
 @dataclass(frozen=True)
-class FoundTask:
+class ScriptTask:
     """Class of a script that can be a task."""
 
     name: str
@@ -34,7 +34,7 @@ def write_first_config(script: Path, out: Path | None = None, *, overwrite: bool
     return out
 
 
-def find_tasks(script: Path) -> list[FoundTask]:
+def find_tasks(script: Path) -> list[ScriptTask]:
     """Return the classes with model, data and loss; raise TaskError, which says what was found, if there is none."""
     tree = _parse(script)
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
@@ -52,11 +52,11 @@ def find_tasks(script: Path) -> list[FoundTask]:
     )
 
 
-def first_config_text(script: Path, found: list[FoundTask], out: Path) -> str:
+def first_config_text(script: Path, tasks: list[ScriptTask], out: Path) -> str:
     """Return a config for the first of the classes, with a comment on each choice."""
-    task = found[0]
+    task = tasks[0]
     where = Path(os.path.relpath(script.resolve(), out.resolve().parent)).as_posix()
-    others = ", ".join(other.name for other in found[1:])
+    others = ", ".join(other.name for other in tasks[1:])
     args = [
         f"  # args: {{{', '.join(f'{name}: ...' for name in task.needed)}}}    # {task.name} needs "
         f"{'this' if len(task.needed) == 1 else 'these'}: give values, and take the first # away"
@@ -135,14 +135,14 @@ def _is_task(node: ast.ClassDef) -> bool:
     return methods.issuperset(_PARTS)
 
 
-def _describe(node: ast.ClassDef) -> FoundTask:
+def _describe(node: ast.ClassDef) -> ScriptTask:
     init = next((n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None)
     if init is None:
-        return FoundTask(node.name, ())
+        return ScriptTask(node.name, ())
     named = [a.arg for a in (*init.args.posonlyargs, *init.args.args)]
     needed = named[1 : len(named) - len(init.args.defaults)]
     needed += [a.arg for a, d in zip(init.args.kwonlyargs, init.args.kw_defaults, strict=True) if d is None]
-    return FoundTask(node.name, tuple(needed))
+    return ScriptTask(node.name, tuple(needed))
 
 
 def _imports(tree: ast.Module) -> set[str]:

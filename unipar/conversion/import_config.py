@@ -71,7 +71,7 @@ def import_library_config(
         arguments = arguments_over(data, arguments.given, READ_HERE | library_arguments())
     answers = arguments.answers()
     if strict:
-        answers = replace(answers, by_key={k: a for k, a in answers.by_key.items() if a.given})
+        answers = replace(answers, by_key={k: a for k, a in answers.by_key.items() if a.from_user})
     reading.answers = None if strict and args is None and not whole_file else answers
     if whole_file:
         backend = read_trainer_file(reading, data, lambda path: read_mapping_file(path)[0], _find_reader)
@@ -122,7 +122,7 @@ def _add_given_answers(reading: ForeignConfigReader, answers: Answers) -> None:
     """Add what `--args` say beyond the file; where both say something else, that is a mistake."""
     length = ("train.steps", "train.epochs")
     for key, answer in answers.by_key.items():
-        if not answer.given or reading.answered(key):
+        if not answer.from_user or reading.answered(key):
             continue
         if key in reading.config:
             if reading.config[key] != answer.value and reading.notes.get(key) != answer.why:
@@ -186,10 +186,10 @@ def _why_no_eight_bits(reading: ForeignConfigReader, source: CheckedSource) -> s
 
 def _carry_trainers_rules(reading: ForeignConfigReader, arguments: TrainingArguments, answers: Answers) -> None:
     """Add which parameters decay and where the rates begin and end, if optimizer and schedule are the Trainer's."""
-    result = {**reading.config, **reading.said}
-    given, decays = bool(arguments.given) and reading.optimizer_asked, result.get("train.optimizer.weight_decay")
+    result = {**reading.config, **reading.overrides}
+    given, decays = bool(arguments.given) and reading.asks_for_optimizer, result.get("train.optimizer.weight_decay")
     by_element = not OPTIMIZERS.get(str(result.get(_NAME)), AdamW).whole_matrices
-    if given and decays and "train.optimizer" not in reading.said and by_element:
+    if given and decays and "train.optimizer" not in reading.overrides and by_element:
         reading.put("train.optimizer.decay", "transformers")
     answer, word = answers.by_key.get(_SCHEDULE), reading.config.get(_SCHEDULE)
     if answer is None or reading.answered(_SCHEDULE) or reading.notes.get(_SCHEDULE) != answer.why:
@@ -233,7 +233,7 @@ def _find_reader(file: Path, data: Mapping[str, Any]) -> Backend:
 def _nest_keys(reading: ForeignConfigReader) -> dict[str, Any]:
     """Return the carried keys and those of `--set` as nested sections, in the order of the config's fields."""
     tree: dict[str, Any] = {}
-    for key, value in (reading.config | dict(reading.said)).items():
+    for key, value in (reading.config | dict(reading.overrides)).items():
         into = tree
         *above, last = key.split(".")
         for name in above:
@@ -256,7 +256,7 @@ def _config_text(origin: str, reading: ForeignConfigReader, tree: Mapping[str, A
     ]
     if "task" not in tree:
         lines += ["# task: {use: train.py:YourTask}    # the class with your model, data and loss", ""]
-    notes = {**reading.notes, **dict.fromkeys(reading.said, "--set")}
+    notes = {**reading.notes, **dict.fromkeys(reading.overrides, "--set")}
     return "\n".join([*lines, *_yaml_lines(tree, notes), ""])
 
 

@@ -62,7 +62,7 @@ def read_trainer_file(
         reading.ask("per_device_train_batch_size", "batch.micro", "4")
         reading.ask("gradient_accumulation_steps", "batch.accumulate", "1")
     reading.ask_optimizer("learning_rate")
-    if "train.optimizer" not in reading.said:
+    if "train.optimizer" not in reading.overrides:
         reading.assume("train.clip")
     if reading.answers and (wanted := reading.answers.precision):
         master = wanted == "bf16" and reading.config.get("parallel.shard") in ("gradients", "parameters")

@@ -93,7 +93,7 @@ class TrainingArguments:
         for name, key in KEY_OF_ARGUMENT.items():
             if name in TRAINER_DEFAULTS or not has_default(name, self.given.get(name)):
                 self._put(found, key, name, self._number(name))
-        if (micros := found["batch.accumulate"]).given and micros.value > 1:
+        if (micros := found["batch.accumulate"]).from_user and micros.value > 1:
             found["batch.accumulate"] = replace(micros, why=f"{micros.why}; {_ADDED_UP}")
         self._add_optimizer(found)
         self._add_length(found)
@@ -109,8 +109,8 @@ class TrainingArguments:
         ):
             if self._flag(name):
                 self._put(found, key, name, value)
-        if found.get("train.clip", Answer(1, "", given=False)).value == 0:
-            found["train.clip"] = Answer(None, found["train.clip"].why, given=True)
+        if found.get("train.clip", Answer(1, "", from_user=False)).value == 0:
+            found["train.clip"] = Answer(None, found["train.clip"].why, from_user=True)
         if (order := self.given.get("train_sampling_strategy")) == "sequential":
             self._put(found, "data.shuffle", "train_sampling_strategy", value=False)
         elif self._flag("group_by_length") or not has_default("train_sampling_strategy", order):
@@ -141,7 +141,7 @@ class TrainingArguments:
         given = self.given.get(name) is not None
         who = "the Trainer" if self.defaults is TRAINER_DEFAULTS else "axolotl"
         why = self.place(name) if given else f"assumed: {name} is {show_value(value)} by default in {who}"
-        found[key] = Answer(value, why, given=given, usual=self._is_usual(name, value))
+        found[key] = Answer(value, why, from_user=given, usual=self._is_usual(name, value))
 
     def _is_usual(self, name: str, value: Any) -> bool:
         return bool(self.given) and has_default(name, value)
@@ -163,12 +163,12 @@ class TrainingArguments:
         given = "optim" in self.given
         why = self.place("optim") if given else "assumed: AdamW, the default of the Trainer"
         usual = bool(self.given) and OPTIMIZER_OF_WORD.get(word) == "adamw"
-        found["train.optimizer.name"] = Answer(name, why, given=given, usual=usual)
+        found["train.optimizer.name"] = Answer(name, why, from_user=given, usual=usual)
         details = self._optim_args(word)
         if name in ("sgd", "rmsprop"):
             del found["train.optimizer.eps"]  # adam_epsilon is Adam's
             for key, value in details.items():
-                found[f"train.optimizer.{key}"] = Answer(value, self.place("optim_args"), given=True)
+                found[f"train.optimizer.{key}"] = Answer(value, self.place("optim_args"), from_user=True)
             return
         betas = [float(self._number(f"adam_beta{i}")) for i in (1, 2)]
         said = [self.place(name) for name in ("adam_beta1", "adam_beta2") if self.given.get(name) is not None]
@@ -177,7 +177,7 @@ class TrainingArguments:
             or f"assumed: adam_beta1 and adam_beta2 are {show_value(betas)} by default in the Trainer"
         )
         usual = all(self._is_usual(f"adam_beta{i}", beta) for i, beta in enumerate(betas, 1))
-        found["train.optimizer.betas"] = Answer(betas, why, given=bool(said), usual=usual)
+        found["train.optimizer.betas"] = Answer(betas, why, from_user=bool(said), usual=usual)
 
     def _add_muon(self, found: dict[str, Answer]) -> bool:
         """Carry LLaMA-Factory's Muon, if it is asked for: with the Trainer's rate and decay, or with its own."""
@@ -201,7 +201,7 @@ class TrainingArguments:
         else:
             values |= {"adamw.betas": [float(self._number(f"adam_beta{i}")) for i in (1, 2)], "adamw.eps": eps}
         for key, value in values.items():
-            found[f"train.optimizer.{key}"] = Answer(value, self.place(name), given=True)
+            found[f"train.optimizer.{key}"] = Answer(value, self.place(name), from_user=True)
         why = "auto: all but those of embeddings and of the last module, not all without embed or lm_head in their name"
         self._assume(name, why, "take it out", "train.optimizer.matrices")
         return True

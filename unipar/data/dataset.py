@@ -67,10 +67,10 @@ def _is_stream(dataset: Any) -> bool:
 
 
 def training_data_source(
-    given: Any, collate: Collate | None, default: Collate, config: Config, sizes: BatchSizes
+    data: Any, collate: Collate | None, default: Collate, config: Config, sizes: BatchSizes
 ) -> DataSource:
     """Return the source for what data() returned; raise if a key of the config's `data` has no effect on it."""
-    source = data_source_of(given, collate, default, config, sizes)
+    source = data_source_of(data, collate, default, config, sizes)
     if source.streams and sizes.tokens is not None:
         raise ConfigError(
             f"batch.tokens: {sizes.total}: data() returned a stream, and batches of tokens are planned by the length "
@@ -91,20 +91,20 @@ def training_data_source(
 
 
 def data_source_of(
-    given: Any, collate: Collate | None, default: Collate, config: Config, sizes: BatchSizes
+    data: Any, collate: Collate | None, default: Collate, config: Config, sizes: BatchSizes
 ) -> DataSource:
     """Return the source for a dataset, or for a DataLoader, whose dataset, collate_fn and workers are used."""
     settings = config.data
-    if isinstance(given, DataLoader):
-        return _source_from_loader(given, collate, config, sizes)
-    if _is_stream(given):
-        return DataSource(given, collate or default, settings.model_copy(update={"shuffle": False}), {})
-    if not callable(getattr(given, "__getitem__", None)) or not callable(getattr(given, "__len__", None)):
+    if isinstance(data, DataLoader):
+        return _source_from_loader(data, collate, config, sizes)
+    if _is_stream(data):
+        return DataSource(data, collate or default, settings.model_copy(update={"shuffle": False}), {})
+    if not callable(getattr(data, "__getitem__", None)) or not callable(getattr(data, "__len__", None)):
         raise TaskError(
-            f"data() returned {type(given).__name__}; it must return a dataset with __getitem__ and __len__, a stream, "
+            f"data() returned {type(data).__name__}; it must return a dataset with __getitem__ and __len__, a stream, "
             "or a DataLoader"
         )
-    return DataSource(given, collate or default, settings, {})
+    return DataSource(data, collate or default, settings, {})
 
 
 def _source_from_loader(

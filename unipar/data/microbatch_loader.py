@@ -56,14 +56,17 @@ class MicrobatchLoader:
         self.order: SampleOrder | TokenOrder
         if sizes.tokens is None:
             count = len(source) if self.sampler is None else self.sampler.count
-            self.order = SampleOrder(
-                count, sizes.total, seed, settings.shuffle, settings.last_batch, given=self.sampler
-            )
+            self.order = SampleOrder(count, sizes.total, seed, settings.shuffle, settings.last_batch, draw=self.sampler)
         else:
             assert lengths is not None, "a batch of tokens is planned by the lengths of samples"
             self._dataset = MeasuredDataset(self._dataset, lengths)
             self.order = TokenOrder(
-                lengths, sizes.total, seed, shuffle=settings.shuffle, last_batch=settings.last_batch, given=self.sampler
+                lengths,
+                sizes.total,
+                seed,
+                shuffle=settings.shuffle,
+                last_batch=settings.last_batch,
+                sampler=self.sampler,
             )
 
     def steps(self, epochs: int) -> int:

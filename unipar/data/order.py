@@ -40,7 +40,7 @@ class SampleOrder:
     begin: DataPosition = START
     """Place from which batches of `total` are read; before it they may have had another size."""
 
-    given: Callable[[int], list[int]] | None = None
+    draw: Callable[[int], list[int]] | None = None
     """Function that gives the indices of an epoch, if it is not drawn here."""
 
     def __post_init__(self) -> None:
@@ -103,8 +103,8 @@ class SampleOrder:
 
     def permutation(self, epoch: int) -> list[int]:
         """Return the indices of all samples in the order of this epoch."""
-        if self.given is not None:
-            return self.given(epoch)
+        if self.draw is not None:
+            return self.draw(epoch)
         return shuffled_indices(self.samples, self.seed, epoch, shuffle=self.shuffle)
 
     def batches(self, start: int) -> Iterator[tuple[int, list[int]]]:

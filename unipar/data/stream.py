@@ -150,12 +150,12 @@ class WholeStream(IterableDataset[StreamBatch | ReadingOn]):
         self,
         held: list[tuple[SampleKey, Any]],
         spare: tuple[SampleKey, Any],
-        seen: int,
+        first: int,
         parts: Sequence[Sequence[int]],
     ) -> tuple[Any, MicrobatchPlan]:
-        of_ranks = [sum(place < seen for place in part) for part in parts]
+        of_ranks = [sum(place < first for place in part) for part in parts]
         keys, samples = zip(*(held or [spare]), strict=True)  # a real sample that does not count
-        return self.source.collate(list(samples)), MicrobatchPlan(list(keys), len(held) / seen, of_ranks=of_ranks)
+        return self.source.collate(list(samples)), MicrobatchPlan(list(keys), len(held) / first, of_ranks=of_ranks)
 
     def _fault(self, begun: int, *, ended: bool) -> str:
         length = self.source.length

@@ -34,11 +34,11 @@ class TokenOrder:
         shuffle: bool,
         last_batch: str,
         begin: DataPosition = START,
-        given: SamplerOrder | None = None,
+        sampler: SamplerOrder | None = None,
     ) -> None:
-        """`given`: order of a sampler of the user's; None: it is drawn here."""
+        """`sampler`: order of a sampler of the user's; None: it is drawn here."""
         self.lengths, self.tokens, self.seed, self.shuffle, self.last_batch = lengths, tokens, seed, shuffle, last_batch
-        self.given, self.samples = given, len(lengths.of) if given is None else given.count
+        self.given, self.samples = sampler, len(lengths.of) if sampler is None else sampler.count
         """Number of samples of an epoch."""
 
         self.begin = begin

@@ -41,7 +41,7 @@ class MachineCheck:
 
     name: str
     status: Literal["ok", "warn", "fail"]
-    found: str
+    finding: str
     """Finding, in words."""
 
     remedy: str = ""
@@ -52,7 +52,7 @@ def rows_of_checks(checks: Sequence[MachineCheck]) -> list[tuple[str, str, str]]
     """Return a row for each check, below its heads "", what and found, and one for a remedy, once where it repeats."""
     rows: list[tuple[str, str, str]] = []
     for check, following in zip_longest(checks, checks[1:]):
-        rows.append((check.status, check.name, check.found))
+        rows.append((check.status, check.name, check.finding))
         if check.remedy and (following is None or (check.name, check.remedy) != (following.name, following.remedy)):
             rows.append(("", "", f"-> {check.remedy}"))
     return rows

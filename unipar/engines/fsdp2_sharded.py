@@ -117,7 +117,7 @@ def _leave_gathered() -> None:
     """Do nothing: the function that stands for splitting gathered parameters again."""
 
 
-def _compute_nothing(model: nn.Module, given: None) -> None:
+def _compute_nothing(model: nn.Module, inputs: None) -> None:
     """Compute nothing: the function of a forward for FSDP2's own set-up alone."""
 
 

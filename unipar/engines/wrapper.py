@@ -52,7 +52,7 @@ class WrapperEngine(OptimizerEngine):
     copies: int = 1
     """Number of whole copies of a split model that the parts of all ranks make together."""
 
-    apart: bool = False
+    splits_states_by_tensor: bool = False
     """Whether every rank has all weights, while the optimizer's state of each weight is on one rank only."""
 
     def __init__(self, part: Part, config: Config, world: World) -> None:
@@ -265,8 +265,8 @@ class WrapperEngine(OptimizerEngine):
 
     @override
     @final
-    def call_frozen(self, fn: Fn, given: Any) -> Any:
-        return self.call(fn, OpaqueBatch(given))  # inside: hooks that gather split parameters; no gradient reduction
+    def call_frozen(self, fn: Fn, inputs: Any) -> Any:
+        return self.call(fn, OpaqueBatch(inputs))  # inside: hooks that gather split parameters; no gradient reduction
 
     @override
     @final
@@ -282,7 +282,7 @@ class WrapperEngine(OptimizerEngine):
                 if kind != "weight" and self._updates_whole(p):
                     if self.speaks_for(name, p):
                         yield Piece(name, kind, tuple(value.shape), Region(0, value.numel()), value)
-                elif (self.apart and kind != "weight") or self.speaks_for(name, value):
+                elif (self.splits_states_by_tensor and kind != "weight") or self.speaks_for(name, value):
                     for where, local in self.local_regions(name, value):
                         yield from split_blocks(
                             Piece(name, kind, self.whole_shape(name, value), where, local), self.base

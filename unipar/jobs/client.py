@@ -17,14 +17,14 @@ class ClientFailed(UniparError):
     """Error for a job system's client that refused, or did not answer."""
 
 
-def ask_client(command: Sequence[str], given: str | None = None) -> str:
-    """Return what a client printed; raise ClientFailed with its own words if it failed. `given` is its input."""
+def ask_client(command: Sequence[str], stdin: str | None = None) -> str:
+    """Return what a client printed; raise ClientFailed with its own words if it failed. `stdin` is its input."""
     shown = shlex.join(command)
     try:
         done = subprocess.run(
             list(command),
-            input=given,
-            stdin=subprocess.DEVNULL if given is None else None,
+            input=stdin,
+            stdin=subprocess.DEVNULL if stdin is None else None,
             capture_output=True,
             text=True,
             check=False,

@@ -80,12 +80,12 @@ def system_of(job: SubmittedJob) -> JobSystem[Any]:
 def ready_system_of(job: SubmittedJob) -> JobSystem[Any]:
     """Return the job system to which a job was handed; raise ClientFailed if the programs that it asks are not here."""
     system = system_of(job)
-    if why := _why_unasked(system):
+    if why := _why_unknown(system):
         raise ClientFailed(f"{system.name} job {job.id}: {why}")
     return system
 
 
-def _why_unasked(system: JobSystem[Any]) -> str:
+def _why_unknown(system: JobSystem[Any]) -> str:
     """Return why a job system cannot be asked from this machine, or ""; a job that is a process here needs nobody."""
     return system.why_missing() if system.prints_id else ""
 
@@ -97,7 +97,7 @@ def state_of(job: SubmittedJob) -> str:
         return kept.read_text("utf-8").strip()
     try:
         system = system_of(job)
-        if why := _why_unasked(system):
+        if why := _why_unknown(system):
             return f"unknown: {why}"
         state = system.state(job)
     except (ConfigError, ValidationError):

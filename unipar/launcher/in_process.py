@@ -104,11 +104,11 @@ def _watching_machines(plan: PreparedRun, place: Place, run: Path) -> AbstractCo
 
 def _run_log_exchange(plan: PreparedRun, run: Path) -> Callable[[World], None] | None:
     """Return what gives rank 0 the run logs of ranks that do not see its run folder; None if all see it."""
-    if not plan.apart:
+    if not plan.remote_ranks:
         return None
     from unipar.launcher.machines.run_logs import exchange_run_logs
 
-    return partial(exchange_run_logs, run=run, apart=frozenset(plan.apart))
+    return partial(exchange_run_logs, run=run, remote_ranks=frozenset(plan.remote_ranks))
 
 
 @contextmanager

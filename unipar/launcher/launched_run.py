@@ -229,7 +229,7 @@ def find_micro(plan: PreparedRun, quiet: bool, script: Sequence[str] = ()) -> Pr
     if plan.auto is None:
         return plan
     limit = usable_memory(plan.config, plan.size)
-    return plan.with_found_micro(
+    return plan.with_micro(
         choose_microbatch([plan.auto], TrialCode(plan.ref, script), limit, _say_nothing if quiet else write_line)
     )
 

@@ -42,7 +42,7 @@ class Restarts:
     script: tuple[str, ...] = ()
     """Script that the ranks run again, for launch.json."""
 
-    made: int = 0
+    count: int = 0
     """Number of restarts so far."""
 
     def next_attempt(self, plan: PreparedRun, error: UniparError) -> PreparedRun:
@@ -51,17 +51,17 @@ class Restarts:
         if not of or not is_worth_restart(error):
             raise error
         self.shown.tick()  # what the ranks printed and logged last
-        if self.made == of:
+        if self.count == of:
             self.shown.say(f"launch.restarts: {count_of(of, 'restart')} made, none left")
             raise error
-        self.made += 1
-        pause = pause_before(self.made)
+        self.count += 1
+        pause = pause_before(self.count)
         with SignalReceiver() as signals:
             plan = plan.next_attempt(self.script, error)
             first, *_ = str(error).splitlines()
             self.shown.say(first)
             kept = relative_path(plan.out / f"attempt-{count_attempts(plan.out)}")
-            self.shown.say(f"restart {self.made} of {of} in {pause:g} s: {plan.describe_start()}; logs so far: {kept}")
+            self.shown.say(f"restart {self.count} of {of} in {pause:g} s: {plan.describe_start()}; logs so far: {kept}")
             self._wait(plan, pause, signals)
         self.shown.begin_attempt()
         return plan

@@ -13,7 +13,7 @@ from unipar.errors import ConfigError, TaskError
 from unipar.utils.text import first_few
 
 
-def find_blocks(module: nn.Module, config: Config, given: Sequence[str] | None) -> tuple[str, ...]:
+def find_blocks(module: nn.Module, config: Config, patterns: Sequence[str] | None) -> tuple[str, ...]:
     """Return the names of the blocks: those of the config, else of the task, else those found in the model."""
     known = [name for name, _ in module.named_modules() if name]
     if config.model.blocks == "none":
@@ -26,14 +26,14 @@ def find_blocks(module: nn.Module, config: Config, given: Sequence[str] | None) 
                     f"model.blocks: no module of the model is called {pattern!r}; it has {first_few(known, most=8)}"
                 )
         return _outermost_names([name for name in known if any(fnmatchcase(name, p) for p in wanted)])
-    if given is None:
+    if patterns is None:
         return find_repeated_modules(module)
-    for name in given:
+    for name in patterns:
         if name not in known:
             raise TaskError(
                 f"blocks() names {name!r}, which the model does not have; it has {first_few(known, most=8)}"
             )
-    return _outermost_names(list(given))
+    return _outermost_names(list(patterns))
 
 
 def find_repeated_modules(module: nn.Module) -> tuple[str, ...]:

@@ -44,7 +44,7 @@ def optimizer_class(settings: OptimizerSettings) -> type[Optimizer]:
 
 
 def parameter_groups(
-    module: nn.Module, config: Config, given: Iterable[Mapping[str, Any]] | None, *, own_optimizer: bool
+    module: nn.Module, config: Config, task_groups: Iterable[Mapping[str, Any]] | None, *, own_optimizer: bool
 ) -> tuple[ParameterGroup, ...]:
     """Return the optimizer's groups: those of the task, else of the config.
 
@@ -52,7 +52,7 @@ def parameter_groups(
     task's groups are checked, except if it makes its own optimizer. Matrices that are updated as a whole get groups of
     their own.
     """
-    groups, wanted = _whole_groups(module, config, given, own_optimizer=own_optimizer), config.train.optimizer
+    groups, wanted = _whole_groups(module, config, task_groups, own_optimizer=own_optimizer), config.train.optimizer
     if own_optimizer:
         matrices = matrix_names(module)
         return tuple(replace(group, matrices=matrices & set(group.names)) for group in groups)
@@ -83,16 +83,16 @@ def _split_group(
 
 
 def _whole_groups(
-    module: nn.Module, config: Config, given: Iterable[Mapping[str, Any]] | None, *, own_optimizer: bool
+    module: nn.Module, config: Config, task_groups: Iterable[Mapping[str, Any]] | None, *, own_optimizer: bool
 ) -> tuple[ParameterGroup, ...]:
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    if given is not None:
+    if task_groups is not None:
         if config.train.optimizer.decay != "all":
             raise TaskError(
                 f"train.optimizer.decay: {config.train.optimizer.decay} has no effect beside the task's groups(), "
                 "which decide on the decay of each: leave one of them out"
             )
-        return _groups_of_task(given, trained, module, config, own=own_optimizer)
+        return _groups_of_task(task_groups, trained, module, config, own=own_optimizer)
     if config.train.optimizer.decay == "all":
         return (ParameterGroup(tuple(trained), {}),)
     if config.train.optimizer.decay == "matrices":
@@ -120,7 +120,7 @@ def _is_bias_or_norm(name: str) -> bool:
 
 
 def _groups_of_task(
-    given: Iterable[Mapping[str, Any]],
+    task_groups: Iterable[Mapping[str, Any]],
     trained: Mapping[str, nn.Parameter],
     module: nn.Module,
     config: Config,
@@ -133,7 +133,7 @@ def _groups_of_task(
         allowed.add("matrices")
     seen: set[str] = set()
     groups: list[ParameterGroup] = []
-    for i, group in enumerate(given):
+    for i, group in enumerate(task_groups):
         params: Any = group.get("params")
         if params is None:
             raise TaskError(f"groups(): group {i} has no 'params'")

@@ -36,7 +36,7 @@ class CompileCounts:
     def resume(self) -> None:
         """Begin to count, or count again."""
         self._paused = False
-        self._breaks_before, self._graphs_before = self._told_breaks(), graphs_compiled()
+        self._breaks_before, self._graphs_before = self._logged_breaks(), graphs_compiled()
         self._new_recompiles()
 
     def read(self) -> CompiledWork:
@@ -48,14 +48,14 @@ class CompileCounts:
         """Add what was told since the last call."""
         if self._paused:
             return
-        breaks, graphs = self._told_breaks(), graphs_compiled()
+        breaks, graphs = self._logged_breaks(), graphs_compiled()
         self._breaks.update(breaks - self._breaks_before)
         self._graphs += graphs - self._graphs_before
         self._breaks_before, self._graphs_before = breaks, graphs
         self._recompiles.update(self._new_recompiles())
 
     @staticmethod
-    def _told_breaks() -> Counter[str]:
+    def _logged_breaks() -> Counter[str]:
         import torch._dynamo.utils as dynamo
 
         told: Counter[str] = Counter()
@@ -79,14 +79,14 @@ def graphs_compiled() -> int:
     return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
 
 
-def describe_break(told: str) -> str:
+def describe_break(log_text: str) -> str:
     """Return a graph break's reason in one line: torch's first line, and what it was about."""
-    lines = [line.strip() for line in told.splitlines() if line.strip()]
+    lines = [line.strip() for line in log_text.splitlines() if line.strip()]
     about = next((line.partition(":")[2].strip() for line in lines if line.startswith("Developer debug context:")), "")
     return f"{lines[0]} ({about})" if about else lines[0] if lines else "no reason given"
 
 
-def describe_recompile(told: str) -> str:
+def describe_recompile(log_text: str) -> str:
     """Return a recompile's reason in one line, without the number of the graph that did not fit."""
-    first = re.sub(r"^\d+/\d+: ", "", told.strip())
+    first = re.sub(r"^\d+/\d+: ", "", log_text.strip())
     return first.splitlines()[0].strip() if first else "no reason given"

@@ -270,9 +270,9 @@ class StepObserver:
             self._note("waiting was not measured: no kernel of NCCL ran")
         return found
 
-    def _note(self, said: str) -> None:
-        if said not in self.notes:
-            self.notes.append(said)
+    def _note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
 
     def add_weight(self, weight: float | None) -> None:
         """Note the units of weight in a step's global batch, if they are kept."""

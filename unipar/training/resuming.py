@@ -37,10 +37,10 @@ class ChosenCheckpoint:
     passed: tuple[str, ...]
     """Sentences about newer checkpoints that are broken, and were passed over."""
 
-    told: tuple[ChangedKey, ...]
+    changes: tuple[ChangedKey, ...]
     """Keys of the config that have changed since."""
 
-    said: Collection[str] = ()
+    given_keys: Collection[str] = ()
     """Keys of the config that were given for this run."""
 
     own: bool = False
@@ -67,7 +67,7 @@ def choose_checkpoint(
     folder: Location,
     world: World,
     config: Config,
-    said: Collection[str],
+    given_keys: Collection[str],
     progress: HashProgress | None = None,
     *,
     again: bool = False,
@@ -75,7 +75,7 @@ def choose_checkpoint(
     """Return the checkpoint at the path `wanted`, or for "auto" the newest whole one in a folder, or None.
 
     All ranks call this together: each verifies a part of every candidate, and all choose the same. A broken one is
-    passed over under "auto", and an error under a path. `said`: keys of the config that were given for this run.
+    passed over under "auto", and an error under a path. `given_keys`: keys of the config that were given for this run.
     `again`: the run has begun from the path in this folder already, whose own checkpoints are newer; the path is taken
     if all of them are broken.
     """
@@ -101,8 +101,8 @@ def choose_checkpoint(
         first = decide(error, lambda texts: next(filter(None, texts), ""))
         if not first and found is not None:
             called = f"checkpoint {path}"
-            told = refuse_changes(found.state["config"], config.model_dump(mode="json"), said, called)
-            return ChosenCheckpoint(found, tuple(passed), tuple(told), tuple(said), own=is_own)
+            told = refuse_changes(found.state["config"], config.model_dump(mode="json"), given_keys, called)
+            return ChosenCheckpoint(found, tuple(passed), tuple(told), tuple(given_keys), own=is_own)
         if not is_own:
             others = f"`unipar checkpoint list {shlex.quote(str(path.parent))}` shows the others"
             raise CheckpointError("; ".join([first, *passed, others]))
@@ -124,7 +124,7 @@ def restore_run(live: TrainingRun, chosen: ChosenCheckpoint) -> None:
         total = _refuse_other_tensors(live, saved)
         classes = {name: part.optimizer for name, part in live.parts.items()}
         config, called = live.config.model_dump(mode="json"), f"checkpoint {chosen.path}"
-        begin_anew = find_new_optimizers(state, classes, config, chosen.said, called)
+        begin_anew = find_new_optimizers(state, classes, config, chosen.given_keys, called)
         saved.weights_only = tuple(f"{name}." if len(live.parts) > 1 else "" for name in begin_anew)
         saved.on_read = lambda read: live.heartbeat.set_work("loading the checkpoint", min(read, total), total)
         live.mark("save")
@@ -139,7 +139,7 @@ def restore_run(live: TrainingRun, chosen: ChosenCheckpoint) -> None:
             live.task.load_state(unpack_values(packed, lambda path: saved.whole(path, "task")))
         read = saved.bytes_read
     live.heartbeat.set_work("")
-    placed = partial(place_loader, live, saved_in=chosen.checkpoint, said=chosen.said)
+    placed = partial(place_loader, live, saved_in=chosen.checkpoint, given_keys=chosen.given_keys)
     live.go_on_from(chosen.step, placed, of_loader=of_loader)
     if live.early_stop is not None:
         live.early_stop.go_on_from(state.get("early_stop"))
@@ -153,7 +153,7 @@ def restore_run(live: TrainingRun, chosen: ChosenCheckpoint) -> None:
         bytes=read,
         seconds=time.monotonic() - began,
         passed=list(chosen.passed),
-        told=[*map(str, chosen.told), *begin_anew.values(), *_other_code(live, state)],
+        told=[*map(str, chosen.changes), *begin_anew.values(), *_other_code(live, state)],
         strategy=state["strategy"],
         size=state["ranks"],
     )

@@ -269,8 +269,8 @@ def _packed_parts(place: StreamPlace, seat: int, *, saves: bool) -> tuple[list[A
 # And back
 
 
-def place_loader(live: FedRun, loader: Loader, saved_in: CheckpointContents, said: Collection[str]) -> None:
-    """Have a loader go on where a checkpoint was saved; `said`: keys of the config that were given for this run."""
+def place_loader(live: FedRun, loader: Loader, saved_in: CheckpointContents, given_keys: Collection[str]) -> None:
+    """Have a loader go on where a checkpoint was saved; `given_keys`: keys of the config given for this run."""
     saved, path, step = saved_in.state["data"], saved_in.path, saved_in.manifest.step
     refuse_other_data(loader, saved, path, of_loader=was_in_loader(saved, live.task))
     begin = DataPosition(step, int(saved["epoch"]), int(saved["sample"]))
@@ -287,7 +287,7 @@ def place_loader(live: FedRun, loader: Loader, saved_in: CheckpointContents, sai
     if stream is None or why:
         epoch = int(stream["epoch"]) if stream else begin.epoch
         if not every or not all(one["ended"] for one in every):
-            _leave_out_rest(live, loader.source.settings.stream, epoch, f"checkpoint {path}: {why}", said)
+            _leave_out_rest(live, loader.source.settings.stream, epoch, f"checkpoint {path}: {why}", given_keys)
         loader.go_on_from(DataPosition(step, epoch + 1, 0))
         return
     seat = stream["seats"][0 if loader.whole else live.world.data_rank]
@@ -328,9 +328,9 @@ def _readers(seats: int, workers: int) -> str:
     return f"{seats} x {workers} readers (data ranks x data workers)"
 
 
-def _leave_out_rest(live: FedRun, reads: str, epoch: int, why: str, said: Collection[str]) -> None:
+def _leave_out_rest(live: FedRun, reads: str, epoch: int, why: str, given_keys: Collection[str]) -> None:
     """Say that an epoch's rest is left out if data.stream was given for this run; raise CheckpointError if not."""
-    if "data.stream" not in said:
+    if "data.stream" not in given_keys:
         raise CheckpointError(
             f"{why}: the rest of epoch {epoch + 1} cannot be read so that each sample comes once; go on as it was "
             f"saved, or begin epoch {epoch + 2} with --set data.stream={reads}"

@@ -273,7 +273,7 @@ def best_so_far(state: Mapping[str, Any]) -> list[tuple[int, float]]:
     return [(int(step), float(value)) for step, value in state["best"]]
 
 
-def rank_best(found: list[tuple[int, float]], wanted: Best) -> list[tuple[int, float]]:
+def rank_best(values: list[tuple[int, float]], wanted: Best) -> list[tuple[int, float]]:
     """Return the best of (step, value), best first; of equal values the earlier step."""
     sign = 1 if wanted.mode == "min" else -1
-    return sorted(found, key=lambda pair: (sign * pair[1], pair[0]))[: wanted.keep]
+    return sorted(values, key=lambda pair: (sign * pair[1], pair[0]))[: wanted.keep]

@@ -163,7 +163,7 @@ def _choose_checkpoint(
         heartbeat.set_work("")
         if chosen is not None:  # what has changed since the attempt before is shown with its origin
             shown = {change["key"] for change in launched.get("changes", ())}
-            chosen = replace(chosen, told=tuple(change for change in chosen.told if change.key not in shown))
+            chosen = replace(chosen, changes=tuple(change for change in chosen.changes if change.key not in shown))
     if again:  # in the folder of an earlier attempt, which may have had more ranks
         step = 0 if chosen is None or chosen.path.parent != folder else chosen.step
         run_log.continue_after(step, attempt=earlier + 1)
@@ -283,8 +283,8 @@ def build_run(
     work = _make_observer(config, modules, world) if counts else StepObserver(world, counts=False)
     for name, module in modules.items():
         own = config.of_part(name)
-        groups = parameter_groups(module, own, given=task.groups(module), own_optimizer=own_optimizer is not None)
-        blocks, tied = find_blocks(module, own, given=task.blocks(module)), tied_names(module)
+        groups = parameter_groups(module, own, task_groups=task.groups(module), own_optimizer=own_optimizer is not None)
+        blocks, tied = find_blocks(module, own, patterns=task.blocks(module)), tied_names(module)
         names = state_names(module)
         if config.parallel.axes.ranks > 1:
             in_blocks.update(_count_in_blocks(module, blocks))
@@ -373,7 +373,7 @@ def _count_in_blocks(module: nn.Module, blocks: Sequence[str]) -> dict[str, int]
     return {"blocks": len(blocks), "in_blocks": sum(size for _, size in sizes), "matrices": matrices}
 
 
-def _compute_nothing(model: nn.Module, given: None) -> None:
+def _compute_nothing(model: nn.Module, inputs: None) -> None:
     """Compute nothing: the function of a forward that only triggers the library's own set-up."""
 
 

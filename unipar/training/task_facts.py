@@ -115,7 +115,7 @@ def gather_task_facts(config: Config, sizes: BatchSizes) -> TaskFacts:
             per_epoch = order.per_epoch
             steps = order.steps(config.train.epochs or 1)
     counts = [(p.numel(), p.requires_grad) for module in modules.values() for p in module.parameters()]
-    blocks = {part: find_blocks(module, config, given=task.blocks(module)) for part, module in modules.items()}
+    blocks = {part: find_blocks(module, config, patterns=task.blocks(module)) for part, module in modules.items()}
     several = tuple(modules) if len(modules) > 1 else ()
     return TaskFacts(
         parameters=sum(n for n, _ in counts),
@@ -147,7 +147,7 @@ def checkpoint_bytes(task: Task, modules: Mapping[str, Any], config: Config) -> 
     try:
         for name, module in modules.items():
             own = config.of_part(name)
-            groups = parameter_groups(module, own, given=task.groups(module), own_optimizer=given is not None)
+            groups = parameter_groups(module, own, task_groups=task.groups(module), own_optimizer=given is not None)
             make = OptimizerFactory(groups, own, torch.device("meta"), own=given)
             size = saved_bytes(module, make, fp64=config.train.precision == "fp64")
             if size is None:
@@ -208,7 +208,7 @@ def _part_of(task: Task, name: str, module: Any, config: Config, sizes: BatchSiz
         name,
         module,
         optimizer=lambda model: _no_optimizer(),
-        blocks=find_blocks(module, config, given=task.blocks(module)),
+        blocks=find_blocks(module, config, patterns=task.blocks(module)),
         loss=task.loss,
         sample=partial(first_microbatch, task, config, sizes),
         tensor=task.tensor(module),

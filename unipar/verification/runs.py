@@ -273,12 +273,12 @@ class RunPlan:
         every = [keys.configured_shares, self.exact_shares(shares), *keys.in_parts(strategy.strategy.axes)]
         return list(dict.fromkeys(replace(key, dropout=True) for key in every))
 
-    def replay_job(self, key: RunKey, settled: SettledConfig, *, apart: bool = False) -> Job:
+    def replay_job(self, key: RunKey, settled: SettledConfig, *, per_microbatch: bool = False) -> Job:
         """Return a replay that adds in the order `key.kind`, up to `key.step`, or all steps if that is None."""
         steps = key.step or self.steps
         shares = key.shares or self.share_counts[0]
         job = Job(key=key, kind="replay", settled=settled, steps=steps, shares=shares, order=key.kind)
-        return replace(job, trace_at=key.step, apart=apart)
+        return replace(job, trace_at=key.step, per_microbatch=per_microbatch)
 
     def _run(self, key: RunKey, settled: SettledConfig) -> Job:
         return Job(key=key, kind="run", settled=settled, steps=self.steps)

@@ -85,7 +85,7 @@ class SecondLook:
         keys = {(shares, step): self._runs.step_replay_keys(shares, step) for shares, step in sorted(wanted)}
         batches = [
             [self._runs.replay_job(again, one) for again, _ in keys.values()],
-            [self._runs.replay_job(exact, exactly, apart=True) for _, exact in keys.values()],
+            [self._runs.replay_job(exact, exactly, per_microbatch=True) for _, exact in keys.values()],
         ]
         results = self._worlds.run_jobs(batches, self._show_result, side_by_side=2)
         return {

@@ -106,13 +106,13 @@ class _VerifyRequest:
     machines: StarterOnMachines | None
 
 
-def _verify(asked: _VerifyRequest, micro: ChosenMicro | None, *, strict: bool, overwrite: bool) -> Verdicts:
+def _verify(request: _VerifyRequest, micro: ChosenMicro | None, *, strict: bool, overwrite: bool) -> Verdicts:
     prepared, settled, strategies, steps, resume = (
-        asked.prepared,
-        asked.settled,
-        asked.strategies,
-        asked.steps,
-        asked.resume,
+        request.prepared,
+        request.settled,
+        request.strategies,
+        request.steps,
+        request.resume,
     )
     assert prepared.ref is not None
     source = prepared.source
@@ -135,7 +135,7 @@ def _verify(asked: _VerifyRequest, micro: ChosenMicro | None, *, strict: bool, o
         out=str(out),
         precision=train.precision,
         ranks=settled.ranks,
-        machines=asked.machines.machines_of(settled.ranks) if asked.machines is not None else 1,
+        machines=request.machines.machines_of(settled.ranks) if request.machines is not None else 1,
         steps=wanted,
         strict=strict,
         versions=installed_versions(Strategy.parse(strategy).backend for strategy in selected),
@@ -154,7 +154,7 @@ def _verify(asked: _VerifyRequest, micro: ChosenMicro | None, *, strict: bool, o
         halfway = begin or (wanted // 2 if resume else None)
         path = checkpoint.path if checkpoint is not None else None
         path = path.absolute() if isinstance(path, Path) else path
-        now = _run_session(asked, prepared.ref, configs, first, halfway, path) if configs else first
+        now = _run_session(request, prepared.ref, configs, first, halfway, path) if configs else first
         (out / VERIFY_JSON).write_text(
             json.dumps(now.model_dump(mode="json"), indent=2, allow_nan=True) + "\n", encoding="utf-8"
         )
@@ -193,7 +193,7 @@ def _count_ranks(prepared: Prepared, world: int | None) -> int:
 
 
 def _run_session(
-    asked: _VerifyRequest,
+    request: _VerifyRequest,
     ref: TaskRef,
     configs: Mapping[str, SettledConfig],
     first: Verdicts,
@@ -205,7 +205,7 @@ def _run_session(
     from unipar.verification.verification_steps import VerificationSession
     from unipar.verification.world_pool import open_world_pool
 
-    settled, machines = asked.settled, asked.machines
+    settled, machines = request.settled, request.machines
     runs = RunPlan(settled, first.steps, configs, halfway, checkpoint, numbers_on(settled.device))
     one = runs.one_process_config()
     checks.check_strategy(one.config, registry.find_backend(one.strategy.backend), one.strategy)

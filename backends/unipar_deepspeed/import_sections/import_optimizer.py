@@ -72,7 +72,7 @@ def _read_muon(params: ForeignSection) -> None:
     reading.put("train.optimizer.name", "muon")
     reading.put("train.optimizer.adjust_lr", "original", "DeepSpeed's factor of the rate")
     if params.open("lr", "train.optimizer.lr", "0.02"):
-        rate = reading.said.get("train.optimizer.lr", reading.config.get("train.optimizer.lr"))
+        rate = reading.overrides.get("train.optimizer.lr", reading.config.get("train.optimizer.lr"))
     else:
         rate = params.take("lr", float, 0.0)
     for theirs, ours, default in (("muon_lr", "lr", 0.02), ("adam_lr", "adamw.lr", 3e-4)):

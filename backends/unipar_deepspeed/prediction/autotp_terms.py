@@ -15,12 +15,12 @@ from unipar.prediction.timeline import Payload, Prediction
 from unipar_deepspeed.prediction.zero_model import NORM_BYTES, ZeroModel, sub_groups
 
 
-def beside_tensor(found: Prediction, model: ZeroModel, config: Config, stage: int, ranks: int) -> Prediction:
+def beside_tensor(prediction: Prediction, model: ZeroModel, config: Config, stage: int, ranks: int) -> Prediction:
     """Return what ZeRO holds and sends over the data, with what comes to it as the model's matrices are cut."""
     built = tuple(built_split(model.timeline, "whole")) if model.staged else ()
     terms = () if stage or model.norm_in_fp64 else norm_terms(model.timeline, whole_tensors(model.parameters))
     sent = tuple(_norms(model, config, stage, ranks))
-    return replace(found, terms=(*found.terms, *terms), sent=(*found.sent, *sent), built=built)
+    return replace(prediction, terms=(*prediction.terms, *terms), sent=(*prediction.sent, *sent), built=built)
 
 
 def _norms(model: ZeroModel, config: Config, stage: int, ranks: int) -> Iterator[Payload]:

@@ -29,7 +29,7 @@ def _converted(model: ZeroModel, stage: int) -> Iterator[Term]:
     """Yield the terms of the moment at which DeepSpeed makes its copies of the model."""
     elements = sum(p.numel for p in model.parameters)
     low, full, share = elements * model.element, elements * MASTER_BYTES, elements / model.ranks
-    if not model.masters_apart:
+    if not model.has_separate_masters:
         if stage in (1, 2):
             yield Term("parameters", "model", low)
             yield Term("temporaries", "flat copy of it", low)

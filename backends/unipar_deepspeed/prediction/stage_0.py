@@ -22,7 +22,7 @@ LARGEST_REDUCTION = 500_000_000
 def predict_stage_0(model: ZeroModel) -> Prediction:
     """Return what a rank holds and sends."""
     timeline, sent = model.timeline, SentBytes(model.ranks)
-    terms = list(_kept_in_bf16(model) if model.masters_apart else predict_whole(timeline, buckets=False))
+    terms = list(_kept_in_bf16(model) if model.has_separate_masters else predict_whole(timeline, buckets=False))
     if model.norm_in_fp64:
         terms += norm_terms(timeline, whole_tensors(model.parameters))
     largest = 0

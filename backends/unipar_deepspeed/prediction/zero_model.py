@@ -41,7 +41,7 @@ class ZeroModel:
     element: int
     """Bytes of an element of parameters and gradients."""
 
-    masters_apart: bool
+    has_separate_masters: bool
     """True if stage 0 keeps fp32 copies of parameters that are in bf16."""
 
     bucket: int

@@ -19,7 +19,7 @@ ENOUGH = 3
 
 
 def examine(
-    given: Arguments,
+    arguments: Arguments,
     block: nn.Module,
     plain: Callable[..., Any],
     layout: SequenceLayout,
@@ -28,28 +28,29 @@ def examine(
 ) -> bool:
     """Run a block twice with attention that does not look around; return whether that was enough to tell.
 
-    `given`: this rank's part; `dimension_of`: which dimension of an argument is cut; `inside`: a mode in which
+    `arguments`: this rank's part; `dimension_of`: which dimension of an argument is cut; `inside`: a mode in which
     attention returns something of its own position only. Raise a TaskError where positions meet elsewhere, or where
     equal inputs give other results at other places.
     """
-    hidden, n = given.hidden, layout.count()
+    hidden, n = arguments.hidden, layout.count()
     alike = hidden.detach()[:, :1].expand_as(hidden).clone()
     moved = alike.clone()
     moved[:, 0], moved[:, -1] = 1.0 - 2.0 * alike[:, 0], 1.0 - 3.0 * alike[:, -1]
     batch = hidden.shape[0]
-    results = [_rows(given, block, plain, (batch, n), x, dimension_of, inside) for x in (alike, moved)]
+    results = [_rows(arguments, block, plain, (batch, n), x, dimension_of, inside) for x in (alike, moved)]
     for equal, changed in zip(*results, strict=True):
         allowed = _rounding(equal) * float(equal.abs().max())
         if n >= ENOUGH and float((equal - changed)[:, 1:-1].abs().max()) > allowed:
             raise TaskError(
-                f"parallel.context: {given.name} mixes positions outside of scaled_dot_product_attention, and a rank "
-                f"has {n} of {layout.length}: compute attention by torch's scaled_dot_product_attention (transformers: "
+                f"parallel.context: {arguments.name} mixes positions outside of scaled_dot_product_attention, and a "
+                f"rank has {n} of {layout.length}: compute attention by torch's scaled_dot_product_attention "
+                "(transformers: "
                 'attn_implementation="sdpa"), or split by parallel.tensor or parallel.pipeline instead'
             )
         if float((equal - equal[:, :1]).abs().max()) > allowed:
             raise TaskError(
-                f"parallel.context: {given.name} counts positions by itself (equal inputs give other results at other "
-                f"places), and on a rank it would count those of its part, {n} of {layout.length}: compute what "
+                f"parallel.context: {arguments.name} counts positions by itself (equal inputs give other results at "
+                f"other places), and on a rank it would count those of its part, {n} of {layout.length}: compute what "
                 "depends on positions before the blocks and pass it to them (rotary tables, position_ids)"
             )
     return min(layout.count(rank) for rank in range(layout.ranks)) >= ENOUGH  # the same on all ranks
@@ -63,7 +64,7 @@ def _rounding(tensor: Tensor) -> float:
 
 
 def _rows(
-    given: Arguments,
+    arguments: Arguments,
     block: nn.Module,
     plain: Callable[..., Any],
     shape: tuple[int, int],
@@ -72,7 +73,7 @@ def _rows(
     inside: Callable[[], AbstractContextManager[Any]],
 ) -> list[Tensor]:
     """Return what the block puts out, and what its modules are given, for these hidden states; it is left as it was."""
-    before = given.hidden
+    before = arguments.hidden
     found: list[Tensor] = []
 
     def replaced(tensor: Tensor, _: str) -> Tensor:
@@ -90,7 +91,7 @@ def _rows(
             keep(value)
 
     buffers = [(buffer, buffer.clone()) for buffer in block.buffers()]
-    args, kwargs = given.changed(replaced)
+    args, kwargs = arguments.changed(replaced)
     devices = [hidden.device] if has_own_memory(hidden.device) else []
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
@@ -108,7 +109,7 @@ def _rows(
         except Exception as error:
             reason = str(error).strip().partition("\n")[0]
             raise TaskError(
-                f"parallel.context: {given.name} does not run on {shape[1]} positions, a rank's part ({reason}): "
+                f"parallel.context: {arguments.name} does not run on {shape[1]} positions, a rank's part ({reason}): "
                 'attention must be torch\'s scaled_dot_product_attention (transformers: attn_implementation="sdpa"), '
                 "and what goes along the sequence an argument of the block"
             ) from error

@@ -208,23 +208,23 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @override
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, given: _Given) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, settings: _Given) -> Tensor:
         exact = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
         batch, heads, n = q.shape[:3]
         out = q.new_zeros(batch, n, heads, v.shape[-1], dtype=exact).transpose(1, 2)  # as kernels put it out: heads
         # joined again is then a view, and what follows keeps no copy
         lse = q.new_full(q.shape[:-1], float("-inf"), dtype=exact)
-        for owner, part in given.parts.keys(_pack(k, v, given.parts.layout.most)):
+        for owner, part in settings.parts.keys(_pack(k, v, settings.parts.layout.most)):
             keys, values = _unpack(part, k.shape[-1], q.shape[1])
-            for rows, columns, causal, mask in given.work(owner, q):
+            for rows, columns, causal, mask in settings.work(owner, q):
                 one, its_lse = attend(
-                    q[:, :, rows], keys[:, :, columns], values[:, :, columns], mask, causal, given.scale
+                    q[:, :, rows], keys[:, :, columns], values[:, :, columns], mask, causal, settings.scale
                 )
                 both = torch.logaddexp(lse[:, :, rows], its_lse.to(exact))
                 old, new = (share_in_sum(of, both).unsqueeze(-1) for of in (lse[:, :, rows], its_lse))
                 out[:, :, rows] = out[:, :, rows] * old + one.to(exact) * new
                 lse[:, :, rows] = both
-        ctx.given = given
+        ctx.given = settings
         result = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, result, lse)
         return result

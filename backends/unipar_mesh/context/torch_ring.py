@@ -32,13 +32,13 @@ class RingKernel:
     gradient: str = "grad_out"
     """Name of the backward's argument for the gradient of the result."""
 
-    given: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    forward_arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Further arguments of the forward."""
 
-    kept: Sequence[str] = ()
+    saved_names: Sequence[str] = ()
     """Names in the backward of what the forward returns behind result and log-sum-exp."""
 
-    given_back: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    backward_arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Further arguments of the backward."""
 
 
@@ -46,15 +46,15 @@ RING_KERNELS: dict[str, RingKernel] = {
     "flash": RingKernel(
         _ATEN._scaled_dot_product_flash_attention.default,
         _ATEN._scaled_dot_product_flash_attention_backward.default,
-        kept=("cum_seq_q", "cum_seq_k", "max_q", "max_k", "philox_seed", "philox_offset"),
+        saved_names=("cum_seq_q", "cum_seq_k", "max_q", "max_k", "philox_seed", "philox_offset"),
     ),
     "efficient": RingKernel(
         _ATEN._scaled_dot_product_efficient_attention.default,
         _ATEN._scaled_dot_product_efficient_attention_backward.default,
         gradient="grad_out_",
-        given={"attn_bias": None, "compute_log_sumexp": True},
-        kept=("philox_seed", "philox_offset"),
-        given_back={"attn_bias": None, "grad_input_mask": (True, True, True, False)},
+        forward_arguments={"attn_bias": None, "compute_log_sumexp": True},
+        saved_names=("philox_seed", "philox_offset"),
+        backward_arguments={"attn_bias": None, "grad_input_mask": (True, True, True, False)},
     ),
 }
 """Kernels of a GPU, by what `kernel_for` calls them."""
@@ -140,11 +140,11 @@ class _Ring(torch.autograd.Function):
         with _ring_settings(causal, q.dtype) as templates:
             out, lse, *rest = templates._templated_ring_attention(
                 group, _SEQUENCE, kernel.forward, query=q, key=k, value=v, is_causal=causal, dropout_p=0.0, scale=scale,
-                **kernel.given,
+                **kernel.forward_arguments,
             )  # fmt: skip
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.kernel, ctx.group, ctx.causal, ctx.scale = kernel, group, causal, scale
-        ctx.kept = dict(zip(kernel.kept, rest, strict=False))
+        ctx.kept = dict(zip(kernel.saved_names, rest, strict=False))
         return out
 
     @staticmethod
@@ -156,6 +156,6 @@ class _Ring(torch.autograd.Function):
             dq, dk, dv, *_ = templates._templated_ring_attention_backward(
                 ctx.group, _SEQUENCE, kernel.backward, grad_out=gradients[0].contiguous(),
                 grad_out_name=kernel.gradient, query=q, key=k, value=v, out=out, logsumexp=lse, is_causal=ctx.causal,
-                dropout_p=0.0, scale=ctx.scale, **ctx.kept, **kernel.given_back,
+                dropout_p=0.0, scale=ctx.scale, **ctx.kept, **kernel.backward_arguments,
             )  # fmt: skip
         return dq, dk, dv, None, None, None, None

@@ -217,17 +217,17 @@ class TorchScheduleExecutor:
             self._pass(self._loss, batch, seen)
         return seen
 
-    def _pass(self, fn: Fn, batch: Any, seen: dict[int, Shape]) -> Any:
+    def _pass(self, fn: Fn, batch: Any, shapes: dict[int, Shape]) -> Any:
         out: Any = None
         passes = iter(range(-1, -1_000_000_000, -1))
 
         def receive(number: int) -> Arrival:
             arrival = self._channel.receive_hidden(gradient=False)
-            seen[number] = tuple(arrival.hidden.shape), arrival.hidden.dtype
+            shapes[number] = tuple(arrival.hidden.shape), arrival.hidden.dtype
             return arrival
 
         def send(number: int, hidden: Tensor) -> None:
-            seen[number] = tuple(hidden.shape), hidden.dtype
+            shapes[number] = tuple(hidden.shape), hidden.dtype
             self._channel.send_hidden(next(passes), hidden)
 
         for number, stage in zip(self._numbers(), self._stages, strict=True):

@@ -69,10 +69,10 @@ def trained_and_narrowest_dtypes(module: nn.Module) -> tuple[torch.dtype, torch.
     return trained, min((p.dtype for p in floats), key=lambda dtype: dtype.itemsize)
 
 
-def off_by_length(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+def off_by_length(gradient: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """Return how far each sketch is from the one expected, as a share of its length."""
     lengths = expected.norm(dim=1)
-    off = (found - expected).norm(dim=1) / lengths.clamp(min=max(_FLOOR * float(lengths.max()), 1e-300))
+    off = (gradient - expected).norm(dim=1) / lengths.clamp(min=max(_FLOOR * float(lengths.max()), 1e-300))
     return torch.where(off.isfinite(), off, torch.inf)
 
 

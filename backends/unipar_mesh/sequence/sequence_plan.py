@@ -153,13 +153,13 @@ class _SequenceTrial:
             elif is_linear(module) and not inside:
                 target.forward = self._whole(name, plain[name])
 
-    def _whole_of(self, name: str, given: tuple[Any, ...]) -> list[Any]:
+    def _whole_of(self, name: str, arguments: tuple[Any, ...]) -> list[Any]:
         """Return the inputs of a cut module, those that are cut made whole; note along which dimensions."""
-        dims = tuple(place_of(x)[0] - x.ndim if isinstance(x, DTensor) else None for x in given)
+        dims = tuple(place_of(x)[0] - x.ndim if isinstance(x, DTensor) else None for x in arguments)
         if self._gathered.setdefault(name, dims) != dims:
             raise CannotCut(f"{name} takes what is cut so, and what is not")
         found = list[Any]()
-        for x in given:
+        for x in arguments:
             if isinstance(x, DTensor):
                 self._along = place_of(x)[0]
                 found.append(self._gathered_whole(x))

@@ -213,17 +213,17 @@ class PartCalls(TorchFunctionMode):
         inplace = given["inplace"] or func.__name__ == "dropout_"
         return x.mul_(mask) if inplace else x * mask
 
-    def _attention(self, given: dict[str, Any], rewrite: Rewrite) -> Tensor:
+    def _attention(self, arguments: dict[str, Any], rewrite: Rewrite) -> Tensor:
         """Return attention by products, with the part of the mask that one process's products draw."""
-        q, k, v, mask = given["query"], given["key"], given["value"], given["attn_mask"]
+        q, k, v, mask = arguments["query"], arguments["key"], arguments["value"], arguments["attn_mask"]
         castable = q.device.type != "meta" and q.dtype != torch.float64  # as autocast has it
         if castable and torch.is_autocast_enabled(q.device.type):
             q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
-        if given["enable_gqa"]:
+        if arguments["enable_gqa"]:
             k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
-        scale = q.shape[-1] ** -0.5 if given["scale"] is None else given["scale"]
+        scale = q.shape[-1] ** -0.5 if arguments["scale"] is None else arguments["scale"]
         scores = (q * math.sqrt(scale)) @ (k * math.sqrt(scale)).transpose(-2, -1)
-        if given["is_causal"]:
+        if arguments["is_causal"]:
             mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
         if mask is not None and mask.dtype == torch.bool:
             scores = scores.masked_fill(mask.logical_not(), -math.inf)
@@ -233,15 +233,15 @@ class PartCalls(TorchFunctionMode):
         if mask is not None and mask.dtype == torch.bool:
             weights = weights.masked_fill(weights.isnan(), 0.0)  # rows in which nothing is allowed
         shape = self._whole_shape(weights, rewrite)
-        weights = weights * self._mask(shape, weights, rewrite, given["dropout_p"], list(range(len(shape))))
+        weights = weights * self._mask(shape, weights, rewrite, arguments["dropout_p"], list(range(len(shape))))
         return weights.to(v.dtype) @ v
 
 
-def _over(given: Any, ranks: int, name: str) -> Any:
+def _over(value: Any, ranks: int, name: str) -> Any:
     """Return sizes or places divided by the ranks; a number of sections stays."""
-    if isinstance(given, int):
-        return given if name == "tensor_split" else given // ranks
-    return [n // ranks for n in given]
+    if isinstance(value, int):
+        return value if name == "tensor_split" else value // ranks
+    return [n // ranks for n in value]
 
 
 def _with(args: Any, kwargs: Any, way: tuple[str | int, ...], change: Any) -> tuple[Any, Any]:

@@ -190,7 +190,7 @@ def place_in_index(index: Any, ndim: int, dim: int) -> int | None:
     return None
 
 
-def odd(y: Any, length: int, viewed: DTensor | None) -> bool:
+def is_cut_elsewhere(y: Any, length: int, viewed: DTensor | None) -> bool:
     """Return whether this is not cut along a whole sequence; `viewed`: of which it is a view."""
     if not isinstance(y, DTensor):
         return False

@@ -80,16 +80,16 @@ def derive_model_plan(
     loss: Callable[[nn.Module, Any], Any],
     batch: Any,
     ranks: int,
-    given: Mapping[str, str] | None = None,
+    wanted_kinds: Mapping[str, str] | None = None,
     left_whole: Callable[[nn.Module], Mapping[str, str]] | None = None,
     *,
     sequence: bool = False,
 ) -> ModelPlan:
     """Return how so many ranks can cut a model's blocks.
 
-    `loss` is called on a copy of the model without values until every kind of block was called. `given`: kinds by
-    pattern of names in the model, which win. `left_whole`: as in `plan_blocks`. `sequence`: hidden states are cut along
-    the sequence as well.
+    `loss` is called on a copy of the model without values until every kind of block was called. `wanted_kinds`: kinds
+    by pattern of names in the model, which win. `left_whole`: as in `plan_blocks`. `sequence`: hidden states are cut
+    along the sequence as well.
     """
     began = time.process_time()
     copied = meta_block(model)
@@ -100,7 +100,7 @@ def derive_model_plan(
     missing = [name for name in first.values() if name not in calls]
     if missing:
         raise TaskError(f"parallel.tensor: the loss does not call {missing[0]}, one of the model's blocks")
-    plans = plan_blocks(copied, blocks, calls, ranks, given or {}, left_whole, sequence=sequence)
+    plans = plan_blocks(copied, blocks, calls, ranks, wanted_kinds or {}, left_whole, sequence=sequence)
     tried = {id(plan): name for name, plan in reversed(plans.items())}
     return ModelPlan(plans, tuple(name for name in plans if name in tried.values()), time.process_time() - began)
 
@@ -110,19 +110,19 @@ def plan_blocks(
     blocks: Sequence[str],
     calls: Mapping[str, tuple[tuple[Any, ...], Mapping[str, Any]]],
     ranks: DeviceMesh | int,
-    given: Mapping[str, str],
+    wanted_kinds: Mapping[str, str],
     left_whole: Callable[[nn.Module], Mapping[str, str]] | None = None,
     *,
     sequence: bool = False,
 ) -> dict[str, BlockPlan]:
-    """Return the plan of each block of a kind that was called; equal blocks of which `given` says the same share one.
+    """Return the plan of each block of a kind that was called; equal blocks with the same `wanted_kinds` share one.
 
     `calls`: arguments of one block of each kind, by its name. `left_whole`: returns matrices that a library cannot cut,
     each with the reason. `sequence`: hidden states are cut as well.
     """
     arguments = {kind_of_block(model.get_submodule(name)): call for name, call in calls.items()}
     plans: dict[str, BlockPlan] = {}
-    for names, wanted in blocks_by_kind(model, blocks, given):
+    for names, wanted in blocks_by_kind(model, blocks, wanted_kinds):
         block = model.get_submodule(names[0])
         if (call := arguments.get(kind_of_block(block))) is not None:
             reasons = {} if left_whole is None else left_whole(block)

@@ -33,15 +33,15 @@ def derive_block_plan(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     mesh: DeviceMesh | int,
-    given: Mapping[str, str] | None = None,
+    wanted_kinds: Mapping[str, str] | None = None,
 ) -> BlockPlan:
     """Return how so many ranks, or those of a mesh of one dimension, can cut a block that is called like this.
 
     No values are needed, no process group and no other rank.
-    `given`: kinds by pattern of names in the block, which win.
+    `wanted_kinds`: kinds by pattern of names in the block, which win.
     """
     ranks = mesh if isinstance(mesh, int) else mesh.size()
-    plan = Derivation(meta_block(block), *meta_arguments(args, kwargs), ranks, given or {}).plan()
+    plan = Derivation(meta_block(block), *meta_arguments(args, kwargs), ranks, wanted_kinds or {}).plan()
     return replace(plan, call=kind_of_call(args, kwargs))
 
 
@@ -55,7 +55,7 @@ def plan_other_call(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
 class Derivation:
     """Search for a plan of one block; its last trials tell which calls need more than parts of matrices."""
 
-    def __init__(self, block: nn.Module, args: Any, kwargs: Any, ranks: int, given: Mapping[str, str]) -> None:
+    def __init__(self, block: nn.Module, args: Any, kwargs: Any, ranks: int, wanted_kinds: Mapping[str, str]) -> None:
         self.block, self.args, self.kwargs, self.ranks = block, args, kwargs, ranks
         own = [n for n, m in block.named_modules() if isinstance(m, nn.MultiheadAttention)]
         self.matrices: dict[str, Any] = {
@@ -71,16 +71,16 @@ class Derivation:
         self.last: tuple[Trial, ...] = ()
         """Trials of the plan that was found, in training and in evaluation."""
 
-        self.wanted = self._kinds_of_matrices(given)
+        self.wanted = self._kinds_of_matrices(wanted_kinds)
         """Kind that the task names for each matrix it speaks of."""
 
         for name, kind in self.wanted.items():
             if kind == "whole":
                 self._keep_whole(name, "the task's tensor() says so")
 
-    def _kinds_of_matrices(self, given: Mapping[str, str]) -> dict[str, str]:
+    def _kinds_of_matrices(self, wanted_kinds: Mapping[str, str]) -> dict[str, str]:
         wanted: dict[str, str] = {}
-        for pattern, kind in given.items():
+        for pattern, kind in wanted_kinds.items():
             if kind not in KINDS:
                 raise TaskError(f"tensor() says {kind!r} for {pattern!r}; return one of {', '.join(KINDS)}")
             wanted |= {n: kind for n in self.matrices if fnmatchcase(n, pattern)}

@@ -40,8 +40,8 @@ from unipar_mesh.tensor.rules import (
     SPLITS,
     VIEWS,
     bound_arguments,
+    is_cut_elsewhere,
     name_of_call,
-    odd,
     part_dimension,
     pieces_along,
     place_of_number,
@@ -208,7 +208,9 @@ class Trial(TorchFunctionMode):
         if self.sent.times > before:
             raise CannotCut(f"{self.lines[key]} needs it whole")
         out = tree_map(partial(self._result, key=key), out)
-        if self.length is not None and any(odd(y, self.length, x if name in VIEWS else None) for y in tree_leaves(out)):
+        if self.length is not None and any(
+            is_cut_elsewhere(y, self.length, x if name in VIEWS else None) for y in tree_leaves(out)
+        ):
             raise CannotCut(f"{self.lines[key]} needs it whole")
         first = next((y for y in tree_leaves(out) if isinstance(y, DTensor)), None)
         if name in LITERALS and first is not None:

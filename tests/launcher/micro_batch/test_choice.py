@@ -43,7 +43,7 @@ def begun() -> Path:
     assert run.auto is not None
     trial = MicroTrial(NAME, 2, fits=True, peak=2**19)
     found = ChosenMicro(2, 8, (NAME,), "cpu", usable_memory(run.config, 2), {NAME: 4}, (trial,))
-    with run.with_found_micro(found).create_folder() as made, RunLog(run_log_path(made.out, 0)) as run_log:
+    with run.with_micro(found).create_folder() as made, RunLog(run_log_path(made.out, 0)) as run_log:
         run_log.note("step", step=1, loss=0.5)
     return made.out
 

@@ -68,14 +68,14 @@ def with_folder(machine: ExaminedMachine, **changes: Any) -> ExaminedMachine:
 
 def wrong(*machines: ExaminedMachine) -> list[tuple[str, str, str, str]]:
     """All checks that are not ok: status, name, finding, remedy."""
-    return [(c.status, c.name, c.found, c.remedy) for c in judge_machines(machines) if c.status != "ok"]
+    return [(c.status, c.name, c.finding, c.remedy) for c in judge_machines(machines) if c.status != "ok"]
 
 
 def test_all_well() -> None:
     """What all machines have in common is said in a few words."""
     checks = judge_machines([NODE1, NODE2])
     assert {check.status for check in checks} == {"ok"}
-    assert "; ".join(check.found for check in checks) == (
+    assert "; ".join(check.finding for check in checks) == (
         "config and task; python 3.11, unipar 0.1.0, torch 2.13.0, numpy 2.4.6, horovod 0.28.1; no GPU; CPU; clocks "
         "within 0.0 us; own names resolve; eth0, MTU 1500, 10 Gbit/s; ports open both ways; all-reduce 210 us for 1 B, "
         "1.1 GB/s for 64 MiB (gloo); one run folder; limits and /dev/shm"

@@ -57,4 +57,4 @@ def test_the_port_of_the_meeting_point(
     monkeypatch.setattr(Path, "read_text", lambda *_: "32768\t60999\n")  # pyright: ignore[reportUnknownLambdaType]
     address = ("10.0.0.1", port)
     place = Place(rank=0, size=2, local_rank=0, local_size=1, launcher="srun", address=address, hosted=hosted)
-    assert [(check.status, check.found) for check in judge_meeting_point(place)] == expected
+    assert [(check.status, check.finding) for check in judge_meeting_point(place)] == expected

@@ -42,7 +42,7 @@ class ModelState:
 
 
 @dataclass
-class FoundState:
+class ForeignState:
     """Pieces of a checkpoint that was found, and what is known about the training."""
 
     step: int | None = None
@@ -61,7 +61,7 @@ class StateCollector:
 
     def __init__(self, source: str, model: ModelState, rename: Sequence[tuple[str, str]] = ()) -> None:
         """`rename`: beginnings of names, each with what takes its place."""
-        self.source, self.model, self.found = source, model, FoundState()
+        self.source, self.model, self.found = source, model, ForeignState()
         self._rename = rename
         self._prefix = ""
         self._seen: set[tuple[str, str, Region]] = set()
@@ -148,7 +148,7 @@ class StateCollector:
         called = dtype_name(torch.empty(0, dtype=dtype), name)
         self.found.pieces.append(PieceToSave(name, kind, called, shape, where, _later(t, dtype)))
 
-    def finish(self) -> FoundState:
+    def finish(self) -> ForeignState:
         """Return what was found; raise CheckpointError if a weight of the model is missing."""
         have = {(name, kind) for name, kind, _ in self._seen}
         missing = [n for n in self.model.parameters if (n, "weight") not in have]

@@ -51,22 +51,23 @@ class ListedCheckpoint:
     """Whether it is among the best, as the newest whole checkpoint of the folder counts them."""
 
 
-def folder_with_checkpoints(given: Location) -> Location:
+def folder_with_checkpoints(location: Location) -> Location:
     """Return the folder in which the checkpoints of a run folder, or of a folder itself, are."""
-    folders = [given, given / "checkpoints"]
-    if isinstance(given, Path) and (elsewhere := _folder_of_run(given)) is not None:
+    folders = [location, location / "checkpoints"]
+    if isinstance(location, Path) and (elsewhere := _folder_of_run(location)) is not None:
         folders.append(elsewhere)
     for folder in folders:
         if find_checkpoints(folder):
             return folder
-    if isinstance(given, Path) and not given.is_dir():
-        raise CheckpointError(f"{given}: no such folder; name a run folder, or a folder with checkpoints")
-    if inside := first_few([f"{given / name}" for name in _runs_in(given)]):
-        raise CheckpointError(f"{given} has checkpoints of several runs; name one: {inside}")
-    if isinstance(given, Address):
-        raise CheckpointError(f"{given} has no checkpoints: there is no folder such as step-00000500 in it")
+    if isinstance(location, Path) and not location.is_dir():
+        raise CheckpointError(f"{location}: no such folder; name a run folder, or a folder with checkpoints")
+    if inside := first_few([f"{location / name}" for name in _runs_in(location)]):
+        raise CheckpointError(f"{location} has checkpoints of several runs; name one: {inside}")
+    if isinstance(location, Address):
+        raise CheckpointError(f"{location} has no checkpoints: there is no folder such as step-00000500 in it")
     raise CheckpointError(
-        f"{given} has no checkpoints: there is no folder such as step-00000500 in it, nor in its folder checkpoints; "
+        f"{location} has no checkpoints: there is no folder such as step-00000500 in it, nor in its folder "
+        "checkpoints; "
         "if the run saves elsewhere, name its folder in checkpoint.to"
     )
 
@@ -86,11 +87,11 @@ def _folder_of_run(run: Path) -> Location | None:
         return None
 
 
-def list_checkpoints(given: Location) -> list[ListedCheckpoint]:
+def list_checkpoints(location: Location) -> list[ListedCheckpoint]:
     """Return the checkpoints of a folder, newest first; all about them is checked but the hashes of their tensors."""
     best: set[int] | None = None
     listed: list[ListedCheckpoint] = []
-    for found in find_checkpoints(folder_with_checkpoints(given)):
+    for found in find_checkpoints(folder_with_checkpoints(location)):
         try:
             contents = inspect_checkpoint(found.path)
         except CheckpointError as e:

@@ -41,7 +41,7 @@ def check_checkpoint_folder(
     """
     probe = _Probe(folder, rank, decide, machine, disk or Disk(), patience)
     try:
-        (first, *_) = probe.agree(lambda: needed, told=lambda all_needed: probe.begin(sum(all_needed)))
+        (first, *_) = probe.agree(lambda: needed, summarise=lambda all_needed: probe.begin(sum(all_needed)))
         probe.agree(lambda: probe.look(*first))
     finally:
         if rank == 0:
@@ -57,10 +57,11 @@ class _Probe:
         self.disk, self.patience = disk, patience
         self.name = ""
 
-    def agree(self, attempt: Callable[[], Any], told: Callable[[list[Any]], Any] | None = None) -> list[Any]:
-        """Return what an attempt returned on each rank, or what `told` makes of that on rank 0, once all succeeded."""
+    def agree(self, attempt: Callable[[], Any], summarise: Callable[[list[Any]], Any] | None = None) -> list[Any]:
+        """Return what an attempt returned on each rank, or what `summarise` makes of it on rank 0, once all "
+        "succeeded."""
         results = self._round(attempt)
-        return results if told is None else self._round(lambda: told(results) if self.rank == 0 else None)
+        return results if summarise is None else self._round(lambda: summarise(results) if self.rank == 0 else None)
 
     def _round(self, attempt: Callable[[], Any]) -> list[Any]:
         return attempt_together(

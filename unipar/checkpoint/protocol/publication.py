@@ -16,7 +16,7 @@ from unipar.checkpoint.format.manifest import FileRecord
 from unipar.checkpoint.format.names import SEAL_FILE, SHARD_FOLDER, step_folder_name
 from unipar.checkpoint.protocol.remote_steps import delete_remote_checkpoint, list_remote_steps
 from unipar.checkpoint.protocol.retention import sweep_abandoned, temporary_name, trash_name
-from unipar.checkpoint.protocol.verifying import FoundCheckpoint, verify_checkpoint
+from unipar.checkpoint.protocol.verifying import CheckpointFolder, verify_checkpoint
 from unipar.checkpoint.storage.disk import Disk, OutputFile
 from unipar.checkpoint.storage.remote import RemoteFolder
 from unipar.errors import CheckpointError
@@ -67,7 +67,7 @@ class Publication(ABC, Generic[_Where]):
         """Let readers see the checkpoint: all its files are written, the seal's last."""
 
     @abstractmethod
-    def delete(self, found: FoundCheckpoint) -> None:
+    def delete(self, checkpoint: CheckpointFolder) -> None:
         """Delete a checkpoint so that half a deletion is none; raise OSError or CheckpointError if that fails."""
 
     def remove_replaced(self) -> None:
@@ -143,9 +143,9 @@ class DiskPublication(Publication[Path]):
             self._disk.rename(temporary, target)
 
     @override
-    def delete(self, found: FoundCheckpoint) -> None:
-        trash = self.folder / trash_name(found.step)
-        self._disk.rename(self.folder / found.path.name, trash)
+    def delete(self, checkpoint: CheckpointFolder) -> None:
+        trash = self.folder / trash_name(checkpoint.step)
+        self._disk.rename(self.folder / checkpoint.path.name, trash)
         self._disk.remove_tree(trash)
 
     @override
@@ -239,8 +239,8 @@ class RemotePublication(Publication[Address]):
         self.published = True
 
     @override
-    def delete(self, found: FoundCheckpoint) -> None:
-        delete_remote_checkpoint(self.folder / found.path.name)
+    def delete(self, checkpoint: CheckpointFolder) -> None:
+        delete_remote_checkpoint(self.folder / checkpoint.path.name)
 
     @override
     def withdraw(self) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unipar.checkpoint.format.names import TEMPORARY_PREFIX, TRASH_PREFIX, step_folder_name
-from unipar.checkpoint.protocol.verifying import FoundCheckpoint, find_checkpoints, inspect_checkpoint
+from unipar.checkpoint.protocol.verifying import CheckpointFolder, find_checkpoints, inspect_checkpoint
 from unipar.checkpoint.storage.disk import Disk, lock_is_free
 from unipar.errors import CheckpointError
 from unipar.utils.address import Location
@@ -68,7 +68,7 @@ def is_abandoned(path: Path) -> bool:
 
 
 def remove_old_checkpoints(
-    folder: Location, retention: Retention, current: int, delete: Callable[[FoundCheckpoint], None]
+    folder: Location, retention: Retention, current: int, delete: Callable[[CheckpointFolder], None]
 ) -> tuple[list[int], list[str]]:
     """Delete checkpoints that need not stay; return their steps, and sentences about what did not go as it should.
 

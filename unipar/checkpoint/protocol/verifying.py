@@ -43,7 +43,7 @@ HashProgress = Callable[[int, int], None]
 """Callback with the bytes hashed so far and their total; called from several threads, one at a time."""
 
 
-class FoundCheckpoint(NamedTuple):
+class CheckpointFolder(NamedTuple):
     """Folder with the name of a published checkpoint; nothing else is known of it."""
 
     step: int
@@ -65,14 +65,14 @@ class CheckpointContents:
         return _open_checked_shard(self.path, name, self.manifest.files[name].bytes, pieces)
 
 
-def find_checkpoints(folder: Location) -> list[FoundCheckpoint]:
+def find_checkpoints(folder: Location) -> list[CheckpointFolder]:
     """Return what has the name of a checkpoint in a folder, newest first; nothing if there is no such folder."""
     if isinstance(folder, Address):
         names, _ = list_remote_steps(folder)
     else:
         names = list_names(folder)
     steps = [(step, name) for name in names if (step := step_of_folder(name)) is not None]
-    return [FoundCheckpoint(step, folder / name) for step, name in sorted(steps, reverse=True)]
+    return [CheckpointFolder(step, folder / name) for step, name in sorted(steps, reverse=True)]
 
 
 def list_names(folder: Location) -> list[str]:

@@ -105,13 +105,13 @@ def list_backends(*, as_json: bool = False) -> None:
         sys.stdout.write(format_backends(found) + "\n")
 
 
-def format_backends(found: list[BackendRow]) -> str:
+def format_backends(rows: list[BackendRow]) -> str:
     """Return the plain table for a pipe or a file: each property of a backend on a line of its own."""
     from unipar.utils.table import format_table
 
     lines = [
         line
-        for row in found
+        for row in rows
         for line in (
             (row.name, "library", row.version or row.why or ""),
             ("", "strategies", ", ".join(row.named_strategies)),
@@ -131,7 +131,7 @@ def _describe_devices(row: BackendRow) -> str:
     return ", ".join(names)
 
 
-def _draw_backends(found: list[BackendRow]) -> None:
+def _draw_backends(rows: list[BackendRow]) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -141,7 +141,7 @@ def _draw_backends(found: list[BackendRow]) -> None:
     drawn.add_column("strategies", no_wrap=True)
     for name in ("library", "devices", "not"):
         drawn.add_column(name, overflow="fold")
-    for row in found:
+    for row in rows:
         library = Text(row.version, style="green") if row.version else Text(row.why or "", style="red")
         gaps = Text("\n".join(row.gaps) or "-")
         drawn.add_row(Text("\n".join(row.named_strategies)), library, _describe_devices(row), gaps, end_section=True)

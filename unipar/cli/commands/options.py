@@ -47,7 +47,7 @@ def read_config_file(
     return source if strategy is None else in_strategy(source, strategy)
 
 
-def location_given(text: str) -> Location:
+def read_location(text: str) -> Location:
     """Return what a path or an address on the command line means; raise BadParameter if it cannot be one."""
     from unipar.utils.address import parse_location
 

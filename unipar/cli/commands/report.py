@@ -96,24 +96,24 @@ _FOLDED = ("run", "strategy")
 _STYLES = {"running": "cyan", "ended": "green", "failed": "red", "stopped": "yellow", "died": "red"}
 
 
-def format_runs(found: Sequence[RunEntry]) -> str:
+def format_runs(entries: Sequence[RunEntry]) -> str:
     """Return the plain list for a pipe or a file: one line for each run, with the sentence on its state at the end."""
     from unipar.results.run_list import RUN_COLUMNS
     from unipar.utils.columns import known_columns, table_blocks
 
-    *columns, state = known_columns(RUN_COLUMNS, found)
+    *columns, state = known_columns(RUN_COLUMNS, entries)
 
     def why(entry: RunEntry) -> str:
         return f"{entry.state}: {entry.why}" if entry.why else entry.state
 
     return "\n".join(
         line
-        for block in table_blocks([*columns, replace(state, value=why)], found, width=sys.maxsize)
+        for block in table_blocks([*columns, replace(state, value=why)], entries, width=sys.maxsize)
         for line in block
     )
 
 
-def draw_runs(found: Sequence[RunEntry]) -> None:
+def draw_runs(entries: Sequence[RunEntry]) -> None:
     """Draw the table as wide as the terminal, with as many columns as fit; sentences are below it."""
     from rich.console import Console
     from rich.text import Text
@@ -122,22 +122,22 @@ def draw_runs(found: Sequence[RunEntry]) -> None:
     from unipar.utils.columns import known_columns
     from unipar.utils.table import NARROWEST_CELL
 
-    console, columns = Console(highlight=False), known_columns(RUN_COLUMNS, found)
-    drawn = _rich_table(found, columns)
+    console, columns = Console(highlight=False), known_columns(RUN_COLUMNS, entries)
+    drawn = _rich_table(entries, columns)
     folded = [column for column in columns if column.head in _FOLDED]
-    saved = sum(max(0, max(len(column.text(entry)) for entry in found) - NARROWEST_CELL) for column in folded)
+    saved = sum(max(0, max(len(column.text(entry)) for entry in entries) - NARROWEST_CELL) for column in folded)
     for place in (1, 2, 3):
         if console.measure(drawn, options=console.options.update(width=sys.maxsize)).maximum - saved <= console.width:
             break
         columns = [column for column in columns if column.dropped != place]
-        drawn = _rich_table(found, columns)
+        drawn = _rich_table(entries, columns)
     console.print(drawn)
-    for entry in found:
+    for entry in entries:
         if entry.why:
             console.print(Text(f"{entry.name}: {entry.why}"))
 
 
-def _rich_table(found: Sequence[RunEntry], columns: Sequence[Column[RunEntry]]) -> Table:
+def _rich_table(entries: Sequence[RunEntry], columns: Sequence[Column[RunEntry]]) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
@@ -146,7 +146,7 @@ def _rich_table(found: Sequence[RunEntry], columns: Sequence[Column[RunEntry]]) 
     for column in columns:
         justify = "right" if column.right else "left"
         drawn.add_column(column.head, justify=justify, overflow="fold", no_wrap=column.head not in _FOLDED)
-    for entry in found:
+    for entry in entries:
         *texts, state = (column.text(entry) for column in columns)
         drawn.add_row(*map(Text, texts), Text(state, style=_STYLES.get(state, "magenta")))
     return drawn

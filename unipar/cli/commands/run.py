@@ -14,8 +14,8 @@ from unipar.cli.commands.options import (
     OutOption,
     OverwriteOption,
     SetOption,
-    location_given,
     read_config_file,
+    read_location,
 )
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def resume_settings(file: Path, *, resume: bool, checkpoint: str | None) -> list
     if resume and checkpoint is not None:
         raise typer.BadParameter("give --resume, for the newest checkpoint, or --from PATH, for exactly that one")
     if checkpoint is not None:
-        named = location_given(checkpoint)
+        named = read_location(checkpoint)
         return [f"resume={json.dumps(str(named.absolute() if isinstance(named, Path) else named))}"]
     return ["resume=auto"] if resume else []
 

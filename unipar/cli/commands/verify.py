@@ -15,9 +15,9 @@ from unipar.cli.commands.options import (
     OutOption,
     OverwriteOption,
     SetOption,
-    location_given,
     print_result,
     read_config_file,
+    read_location,
     split_at_commas,
 )
 
@@ -86,7 +86,7 @@ def verify(
         steps=steps,
         overwrite=overwrite,
         strict=strict,
-        resume=resume if checkpoint is None else location_given(checkpoint),
+        resume=resume if checkpoint is None else read_location(checkpoint),
     )
     print_result(result, _next_steps(result, file), details=details)
 

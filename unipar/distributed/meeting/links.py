@@ -104,31 +104,35 @@ class Links:
             link.set_patience(silence)
 
     def read_in_background(
-        self, told: Callable[[RankLink, dict[str, Any]], None], lost: Callable[[RankLink, OSError | None], None]
+        self,
+        on_message: Callable[[RankLink, dict[str, Any]], None],
+        on_loss: Callable[[RankLink, OSError | None], None],
     ) -> None:
-        """Call `told` for each message, and `lost` for a link whose other end has gone: why, or None."""
-        self._reader = threading.Thread(target=self._read, args=(told, lost), name="links", daemon=True)
+        """Call `on_message` for each message, and `on_loss` for a link whose other end has gone: why, or None."""
+        self._reader = threading.Thread(target=self._read, args=(on_message, on_loss), name="links", daemon=True)
         self._reader.start()
 
     def _read(
-        self, told: Callable[[RankLink, dict[str, Any]], None], lost: Callable[[RankLink, OSError | None], None]
+        self,
+        on_message: Callable[[RankLink, dict[str, Any]], None],
+        on_loss: Callable[[RankLink, OSError | None], None],
     ) -> None:
         with selectors.DefaultSelector() as selector:
             selector.register(self._wake, selectors.EVENT_READ)
             for link in self.all:
                 selector.register(link.connection, selectors.EVENT_READ, link)
                 for message, _ in link.messages():  # that have come with the first one
-                    told(link, message)
+                    on_message(link, message)
             while not self._closing:
                 for found, _ in selector.select():
                     link: RankLink | None = found.data
-                    if link is not None and not self._read_link(link, told, lost):
+                    if link is not None and not self._read_link(link, on_message, on_loss):
                         selector.unregister(link.connection)
 
     def _read_link(
         self,
         link: RankLink,
-        told: Callable[[RankLink, dict[str, Any]], None],
+        on_message: Callable[[RankLink, dict[str, Any]], None],
         lost: Callable[[RankLink, OSError | None], None],
     ) -> bool:
         """Read what has come over a link; return whether more may come."""
@@ -138,7 +142,7 @@ class Links:
         except OSError as e:
             why = e
         for message, _ in link.messages():
-            told(link, message)
+            on_message(link, message)
         if not goes_on and not self._closing:
             lost(link, why)
         return goes_on

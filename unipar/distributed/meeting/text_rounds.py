@@ -38,11 +38,11 @@ def decide_alone(mine: str, judge: Judge) -> str:
     return judge([mine])
 
 
-def result_of(told: Mapping[str, str]) -> str:
+def result_of(texts: Mapping[str, str]) -> str:
     """Return the result that rank 0 tells; raise the error that it tells instead."""
-    if "error" in told:
-        raise rebuild(told["kind"], told["error"]) or WorldMismatch(told["error"])
-    return told["result"]
+    if "error" in texts:
+        raise rebuild(texts["kind"], texts["error"]) or WorldMismatch(texts["error"])
+    return texts["result"]
 
 
 def tell_result(judge: Callable[[], str], tell: Callable[[dict[str, str]], object]) -> str:

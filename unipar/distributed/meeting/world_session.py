@@ -154,9 +154,9 @@ def _presence(place: Place, interface: str | None) -> Presence:
     return Presence(machine_key(), socket.gethostname(), address, int(count) if count.isdecimal() else 0)
 
 
-def _check_numbers(machines: WorldMachines, size: int, told: list[tuple[str, int]]) -> None:
+def _check_numbers(machines: WorldMachines, size: int, sizes: list[tuple[str, int]]) -> None:
     """Raise WorldMismatch if the launcher has told a rank another number of ranks on its machine than have met."""
-    for rank, (launcher, local_size) in enumerate(told):
+    for rank, (launcher, local_size) in enumerate(sizes):
         here = machines.of(rank)
         if len(here.ranks) != local_size:
             raise WorldMismatch(

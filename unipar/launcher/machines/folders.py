@@ -56,7 +56,7 @@ def run_folder_on_all_machines(plan: PreparedRun, session: Session) -> Generator
         if rank == 0:
             for mark in placed.out.glob(f"{MARK_PREFIX}*"):
                 mark.unlink(missing_ok=True)
-        yield replace(placed, apart=tuple(json.loads(apart)))
+        yield replace(placed, remote_ranks=tuple(json.loads(apart)))
 
 
 def _judge_folders(texts: list[str]) -> str:
@@ -85,13 +85,13 @@ def _create(plan: PreparedRun, tree: RankTree, name: str, stack: ExitStack) -> P
 
 
 def _find_or_mirror(
-    plan: PreparedRun, session: Session, name: str, told: Mapping[str, str], stack: ExitStack
+    plan: PreparedRun, session: Session, name: str, marks: Mapping[str, str], stack: ExitStack
 ) -> tuple[PreparedRun, bool]:
     """Return the run in the folder of this rank, and whether that is one of this machine's own."""
-    theirs = Path(told["out"])
+    theirs = Path(marks["out"])
     settings = plan.config.machines
     wanted = settings.folder if settings is not None else "auto"
-    if wanted != "own" and is_mark_seen(theirs / f"{MARK_PREFIX}{told['token']}", wanted):
+    if wanted != "own" and is_mark_seen(theirs / f"{MARK_PREFIX}{marks['token']}", wanted):
         return plan.in_folder(theirs), False
     if wanted == "shared":
         raise WorldMismatch(
@@ -106,7 +106,7 @@ def _find_or_mirror(
         return plan.in_folder(Path(made["out"]) if "out" in made else theirs), True
     made: dict[str, str] = {}
     try:
-        placed = stack.enter_context(_mirror(plan, theirs.name, told))
+        placed = stack.enter_context(_mirror(plan, theirs.name, marks))
         made["out"] = str(placed.out.resolve())
         return placed, True
     finally:
@@ -128,14 +128,14 @@ def is_mark_seen(mark: Path, wanted: str) -> bool:
 
 
 @contextmanager
-def _mirror(plan: PreparedRun, name: str, told: Mapping[str, str]) -> Generator[PreparedRun]:
+def _mirror(plan: PreparedRun, name: str, marks: Mapping[str, str]) -> Generator[PreparedRun]:
     """Context manager: a folder of this machine's own, of the same name and with the same files as rank 0's."""
     out = plan.out if plan.numbered is None else plan.numbered.with_name(name)
-    config, launch = (told[name] for name in folder.RUN_FILES)
+    config, launch = (marks[name] for name in folder.RUN_FILES)
     config = json.dumps(json.loads(config) | {"out": str(out)}, indent=2)
     if plan.goes_on and (out / next(iter(folder.RUN_FILES))).is_file():
         with folder.continue_run_folder(out, config, launch):
-            attempts_path(out).write_text(told["attempts"], encoding="utf-8")
+            attempts_path(out).write_text(marks["attempts"], encoding="utf-8")
             yield plan.in_folder(out)
         return
     if plan.numbered is not None:
@@ -145,6 +145,6 @@ def _mirror(plan: PreparedRun, name: str, told: Mapping[str, str]) -> Generator[
             yield plan.in_folder(out)
         return
     with folder.create_run_folder(out, config, launch, overwrite=plan.overwrite or plan.goes_on):
-        if told["attempts"]:
-            attempts_path(out).write_text(told["attempts"], encoding="utf-8")
+        if marks["attempts"]:
+            attempts_path(out).write_text(marks["attempts"], encoding="utf-8")
         yield plan.in_folder(out)

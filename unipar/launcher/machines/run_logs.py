@@ -19,13 +19,13 @@ MOST_RUN_LOGS: Final = 256
 """Ranks of the largest world of which rank 0 gets all run logs; of a larger one, those of each machine's first rank."""
 
 
-def exchange_run_logs(world: World, run: Path, apart: Collection[int]) -> None:
-    """Write the run logs of the ranks `apart` to rank 0's run folder, and rank 0's to theirs; all ranks call this.
+def exchange_run_logs(world: World, run: Path, remote_ranks: Collection[int]) -> None:
+    """Write the run logs of `remote_ranks` to rank 0's run folder, and rank 0's to theirs; all ranks call this.
 
     They go over the links between the machines: rank 0 sends its own to few of them, which pass it on.
     """
     rank, leads = world.rank, world.machines.leads(world.rank)
-    sends = rank in apart and (leads or world.size <= MOST_RUN_LOGS)
+    sends = rank in remote_ranks and (leads or world.size <= MOST_RUN_LOGS)
 
     def judge(texts: list[str]) -> str:
         for other, packed in enumerate(texts):
@@ -34,7 +34,7 @@ def exchange_run_logs(world: World, run: Path, apart: Collection[int]) -> None:
         return _packed(run, 0)
 
     told = open_rounds(world, world.key("run_logs"))(_packed(run, rank) if sends else "", judge)
-    if rank in apart and leads:
+    if rank in remote_ranks and leads:
         _write(run, 0, told)
 
 

@@ -169,21 +169,21 @@ def _digest(content: str | bytes) -> str:
     return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()[:12]
 
 
-def _judge(told: list[dict[str, Any]], machines: WorldMachines) -> dict[str, Any]:
+def _judge(answers: list[dict[str, Any]], machines: WorldMachines) -> dict[str, Any]:
     """Return what rank 0 has decided; raise an error if a rank has one, or runs something else than rank 0."""
-    failed = [rank for rank, one in enumerate(told) if "error" in one]
+    failed = [rank for rank, one in enumerate(answers) if "error" in one]
     if failed:
-        first = told[failed[0]]
-        same = len(failed) == len(told) and all(one["error"] == first["error"] for one in told)
+        first = answers[failed[0]]
+        same = len(failed) == len(answers) and all(one["error"] == first["error"] for one in answers)
         where = "" if same else f"rank {failed[0]} on {machines.of(failed[0])}: "
         text = where + first["error"]
         raise rebuild(first["kind"], text) or WorkerFailed(f"{first['kind']}: {text}")
-    for rank, one in enumerate(told):
-        if sentence := _difference(told[0], one):
+    for rank, one in enumerate(answers):
+        if sentence := _difference(answers[0], one):
             raise WorldMismatch(
                 f"{machines.of(rank)} (rank {rank}) and {machines.of(0)} (rank 0) do not run the same: {sentence}"
             )
-    return told[0]["decided"]
+    return answers[0]["decided"]
 
 
 def _difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> str:

@@ -173,13 +173,13 @@ def _all_true(texts: list[str]) -> str:
     return json.dumps({name: all(row[name] for row in rows) for name in rows[0]})
 
 
-def judge_findings(place: Place, world: WorldMachines, told: Sequence[Findings]) -> Examination:
+def judge_findings(place: Place, world: WorldMachines, facts: Sequence[Findings]) -> Examination:
     """Return what all machines' findings mean; those of ranks that do not speak for a machine are empty."""
     machines = world.all
     checks = [
         MachineCheck("examination", "fail", f"{machine}: {error}", "see to that first, and start it again")
         for machine in machines
-        if (error := told[machine.ranks[0]].error)
+        if (error := facts[machine.ranks[0]].error)
     ]
     if checks:
         return Examination(place.launcher, tuple(map(str, machines)), tuple(checks))
@@ -188,7 +188,7 @@ def judge_findings(place: Place, world: WorldMachines, told: Sequence[Findings])
         ExaminedMachine(
             name=str(machine) if times[machine.name] > 1 else machine.name,
             address=machine.address,
-            **vars(told[machine.ranks[0]]),
+            **vars(facts[machine.ranks[0]]),
         )
         for machine in machines
     ]

@@ -362,6 +362,6 @@ def _judge_limits(machines: Sequence[ExaminedMachine]) -> Iterator[MachineCheck]
     checks = dict.fromkeys(check for machine in machines for check in machine.facts.limits)
     for check in checks:
         names = _names([machine.name for machine in machines if check in machine.facts.limits])
-        yield MachineCheck(check.name, check.status, f"{names}: {check.found}", check.remedy)
+        yield MachineCheck(check.name, check.status, f"{names}: {check.finding}", check.remedy)
     if not checks:
         yield MachineCheck("limits", "ok", "limits and /dev/shm")

@@ -41,7 +41,7 @@ class Examination:
     def table(self) -> str:
         """Return what differs or fails, each with its remedy, and in a few words what does not; 80 columns."""
         rows = rows_of_checks([*self._having("fail"), *self._having("warn")])
-        rows.append(("ok", "the rest" if rows else "all", "; ".join(check.found for check in self._having("ok"))))
+        rows.append(("ok", "the rest" if rows else "all", "; ".join(check.finding for check in self._having("ok"))))
         shown, more = ", ".join(self.machines[:_MOST_NAMES]), len(self.machines) - _MOST_NAMES
         head = f"{count_of(len(self.machines), 'machine')}, started by {self.launcher}: {shown}"
         head += f" and {more} more" if more > 0 else ""

@@ -80,10 +80,10 @@ class Prepared:
         self.source.config.parallel.settle(ranks)
         return list_candidates(self.computed, self.source.backend, strategy, ranks // strategy.axes.ranks)
 
-    def settled(self, ranks: int, local: int | None = None, asked: str = "parallel.data") -> SettledConfig:
-        """Return the config settled for this many ranks, `local` of them here; errors name the key `asked`."""
+    def settled(self, ranks: int, local: int | None = None, asking_key: str = "parallel.data") -> SettledConfig:
+        """Return the config settled for this many ranks, `local` of them here; errors name the key `asking_key`."""
         launched = self.place is not None
-        return checks.settle_source(self.source, ranks, self.device, local, asked, launched=launched)
+        return checks.settle_source(self.source, ranks, self.device, local, asking_key, launched=launched)
 
 
 def prepare(

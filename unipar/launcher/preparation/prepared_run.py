@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from unipar.backend import Backend, checks
 from unipar.backend.installed import library_versions, machine_summary
-from unipar.checkpoint.config_changes import sections_said
+from unipar.checkpoint.config_changes import given_sections
 from unipar.checkpoint.protocol.verifying import find_checkpoints, inspect_checkpoint
 from unipar.checkpoint.starting_points import (
     check_start,
@@ -74,7 +74,7 @@ class PreparedRun:
     why: str = ""
     """Reason for the number of ranks, or for the device; empty if the config says both."""
 
-    said: tuple[str, ...] = ()
+    given_keys: tuple[str, ...] = ()
     """Keys of the config that the command or the call has given, which a checkpoint's may differ from."""
 
     numbered: Path | None = None
@@ -101,7 +101,7 @@ class PreparedRun:
     micro_note: str = ""
     """Sentence on `batch.micro: auto` in a run that goes on: whether the size of the earlier run is kept."""
 
-    apart: tuple[int, ...] = ()
+    remote_ranks: tuple[int, ...] = ()
     """Ranks on machines that do not see rank 0's run folder, and have one of their own."""
 
     debug_rank: int | None = None
@@ -139,7 +139,7 @@ class PreparedRun:
                 "resume: auto (--resume) goes on in a run's folder, and --overwrite deletes what is in it: leave out "
                 "one of them, or begin anew with --overwrite and --set resume=never"
             )
-        said = tuple(sections_said(source.origins))
+        said = tuple(given_sections(source.origins))
         finished = describe_finished_run(out, config) if earlier is not None and wanted != "never" else ""
         if finished and (newer := folder.newer_run_without_step(source.out, out, alone=config.out is not None)):
             finished += f"; {relative_path(newer)} was begun later and has ended before its first step"
@@ -167,7 +167,7 @@ class PreparedRun:
             here = [name_of_world(settled.strategy, settled.ranks)]
             why = earlier.why_not_kept(here, settled.sizes.total, settled.device, limit)
             if not why:
-                return replace(self.with_found_micro(earlier), micro_note=f"{PREFIX}: {earlier.micro}, as before")
+                return replace(self.with_micro(earlier), micro_note=f"{PREFIX}: {earlier.micro}, as before")
             note = f"{PREFIX}: was {earlier.micro}, and is found again: {why}"
         if self.place is not None:
             raise WorldMismatch(
@@ -177,10 +177,10 @@ class PreparedRun:
             )
         return replace(self, auto=CandidateWorld(settled, self.backend, sizes), micro_note=note)
 
-    def with_found_micro(self, found: ChosenMicro) -> Self:
+    def with_micro(self, micro: ChosenMicro) -> Self:
         """Return the run with the microbatch that was found."""
-        settled = self.settled.changed({"batch.micro": found.micro})
-        return replace(self, settled=settled, micro=found, auto=None)
+        settled = self.settled.changed({"batch.micro": micro.micro})
+        return replace(self, settled=settled, micro=micro, auto=None)
 
     def in_folder(self, out: Path) -> Self:
         """Return the same run with this run folder."""
@@ -278,7 +278,7 @@ class PreparedRun:
         """Return the texts of config.json and launch.json."""
         launch: dict[str, Any] = {"script": list(script)} if self.ref is None else {"task": self.ref.to_json()}
         ran = {"versions": library_versions(self.backend.requires), "machine": machine_summary()}
-        launch |= {"boot": boot_id(), "said": list(self.said)}
+        launch |= {"boot": boot_id(), "said": list(self.given_keys)}
         launch |= {"launched": self.launched, "ranks": self.size, "job": list(self.job)}
         launch["checkpoints"] = self._own_folder()
         if self.micro is not None:

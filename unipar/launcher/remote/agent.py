@@ -63,9 +63,9 @@ def serve_workers(listener: socket.socket, word: str) -> None:
                 commander = framed
 
 
-def _serve_one(connection: FramedConnection, asked: Mapping[str, Any]) -> None:
+def _serve_one(connection: FramedConnection, request: Mapping[str, Any]) -> None:
     with suppress(OSError, ConnectionError):
-        _RemoteWorker(connection, asked).serve()
+        _RemoteWorker(connection, request).serve()
     connection.close()
 
 
@@ -73,10 +73,10 @@ def _serve_one(connection: FramedConnection, asked: Mapping[str, Any]) -> None:
 class _RemoteWorker:
     """One worker, started for a process on another machine that stands for it."""
 
-    def __init__(self, connection: FramedConnection, asked: Mapping[str, Any]) -> None:
+    def __init__(self, connection: FramedConnection, request: Mapping[str, Any]) -> None:
         self._connection = connection
-        self._arguments = WorkerArguments(**asked["arguments"])
-        self._environment: dict[str, str] = {**os.environ, **asked["environment"]}
+        self._arguments = WorkerArguments(**request["arguments"])
+        self._environment: dict[str, str] = {**os.environ, **request["environment"]}
         self._own_file = re.compile(rf"(?!\.).*\brank-{self._arguments.rank}\..*")
         self._sent: dict[str, bytes | tuple[int, int]] = {}
         self._run = Path(self._arguments.run)

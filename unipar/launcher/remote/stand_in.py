@@ -51,13 +51,13 @@ def stand_for_worker(words: list[str]) -> NoReturn:
     os._exit(code)
 
 
-def _run(arguments: WorkerArguments, told: Mapping[str, Any]) -> int:
+def _run(arguments: WorkerArguments, request: Mapping[str, Any]) -> int:
     """Return the worker's exit code, or minus the signal that ended it."""
     run = Path(arguments.run)
-    connection = socket.create_connection((told["host"], told["port"]), timeout=_CONNECT_SECONDS)
+    connection = socket.create_connection((request["host"], request["port"]), timeout=_CONNECT_SECONDS)
     framed = FramedConnection(connection)
-    framed.set_patience(told["silence"])
-    framed.send({"arguments": asdict(arguments), "environment": told["environment"], "word": told["word"]})
+    framed.set_patience(request["silence"])
+    framed.send({"arguments": asdict(arguments), "environment": request["environment"], "word": request["word"]})
     for path in run.iterdir():
         if path.is_file() and not path.name.startswith((".", "rank-")):
             framed.send({"file": path.name}, path.read_bytes())

@@ -21,7 +21,7 @@ from unipar.memory.sources.events import (
     CallSite,
     NamedStorage,
     PoolPeaks,
-    SeenEvents,
+    RankEvents,
 )
 
 HIDDEN_SHARE: Final = 0.02
@@ -54,19 +54,19 @@ class PhaseWindow:
 class Attribution:
     """Lifetime and category of every recorded block."""
 
-    def __init__(self, seen: SeenEvents) -> None:
-        self._seen = seen
-        self._live = seen.events["live"]
+    def __init__(self, events: RankEvents) -> None:
+        self._seen = events
+        self._live = events.events["live"]
         self._match_frees()
         self.windows = [
             PhaseWindow(a.phase, a.at, b.at, b.peak, a.live, a.small, b.pool, b.when - a.when)
-            for a, b in pairwise(seen.marks)
+            for a, b in pairwise(events.marks)
         ]
         self._lows = [window.low for window in self.windows]
-        self._first = next((w.low for w in self.windows if w.phase == "forward"), len(seen.events))
+        self._first = next((w.low for w in self.windows if w.phase == "forward"), len(events.events))
         self._named = self._name_blocks()
         self._hidden: set[int] = set()
-        self._site_lows = [site.low for site in seen.sites]
+        self._site_lows = [site.low for site in events.sites]
 
     def _match_frees(self) -> None:
         """Find the events at which each block was allocated and freed."""

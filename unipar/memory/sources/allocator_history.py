@@ -14,7 +14,7 @@ from unipar.backend import Category
 from unipar.distributed.device import DeviceUnusable, allocator_segments, keeps_allocator_history, stream_number
 from unipar.memory.account import DeviceMemory
 from unipar.memory.sources.call_sites import find_call_site
-from unipar.memory.sources.events import TENSOR, CallSite, EventArray, PhaseMark, PoolPeaks, SeenEvents
+from unipar.memory.sources.events import TENSOR, CallSite, EventArray, PhaseMark, PoolPeaks, RankEvents
 from unipar.memory.sources.malloc_meter import NOTE_DTYPE
 from unipar.memory.sources.nvml import query_bytes_used
 
@@ -108,7 +108,7 @@ class AllocatorHistory:
         """Zero: the size of torch's history is unknown, and it is not counted as records of the source."""
         return 0
 
-    def collect_events(self) -> SeenEvents:
+    def collect_events(self) -> RankEvents:
         snapshots = [replace(snapshot, at=self.index(snapshot.at)) for snapshot in self._snapshots]
         marks = [replace(mark, at=self.index(mark.at)) for mark in self._marks]
         seen = events_from_trace(self._trace, snapshots, marks, self._sites, base=self._base, stream=self._stream)
@@ -168,10 +168,10 @@ def events_from_trace(
     *,
     base: int,
     stream: int,
-) -> SeenEvents:
+) -> RankEvents:
     """Return the events of a trace; `marks` and `snapshots` are at numbers of its entries."""
     events, slack = replay_trace(trace, snapshots, base)
-    return SeenEvents(
+    return RankEvents(
         events=events,
         kinds=np.full(len(events), TENSOR, dtype=np.int8),
         owners=["torch"] * len(events),
@@ -228,10 +228,10 @@ def _apply_snapshot(
             sizes[i], slack[i] = size, 0
 
 
-def largest_drift(seen: SeenEvents) -> int:
+def largest_drift(events: RankEvents) -> int:
     """Return the largest difference at a mark, in bytes, between the replayed history and the allocator's counter."""
-    live = [seen.base, *seen.events["live"].tolist()]
-    return max((abs(live[mark.at] - mark.live) for mark in seen.marks), default=0)
+    live = [events.base, *events.events["live"].tolist()]
+    return max((abs(live[mark.at] - mark.live) for mark in events.marks), default=0)
 
 
 def call_sites_of_trace(trace: Sequence[Mapping[str, Any]], sites: Mapping[str, Category]) -> Iterable[CallSite]:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from unipar.backend import Category
 from unipar.memory.account import DeviceMemory
-from unipar.memory.sources.events import SeenEvents
+from unipar.memory.sources.events import RankEvents
 
 
 class EventSource(Protocol):
@@ -48,7 +48,7 @@ class EventSource(Protocol):
         """Bytes of host memory that the source's own records take now."""
         ...
 
-    def collect_events(self) -> SeenEvents:
+    def collect_events(self) -> RankEvents:
         """Return all events with marks and call sites; names of blocks are added by the caller."""
         ...
 

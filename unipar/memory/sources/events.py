@@ -84,7 +84,7 @@ class CallSite:
 
 
 @dataclass
-class SeenEvents:
+class RankEvents:
     """All recorded events of one rank, and facts about them."""
 
     events: EventArray

@@ -42,20 +42,20 @@ class _OpenBlock:
     """Event before which the block was freed, because its address was allocated again; else the number of events."""
 
 
-def fill_gaps(seen: Sequence[BlockChange]) -> tuple[list[BlockChange], list[int]]:
+def fill_gaps(recorded: Sequence[BlockChange]) -> tuple[list[BlockChange], list[int]]:
     """Return all changes, missing ones included; and the index among them of each recorded one, and of the end."""
-    never_freed = _blocks_never_freed(seen)
+    never_freed = _blocks_never_freed(recorded)
     changes: list[BlockChange] = []
     places: list[int] = []
     open_now: list[_OpenBlock] = []
-    live = bytes_before(seen)
-    for i, change in enumerate(seen):
+    live = bytes_before(recorded)
+    for i, change in enumerate(recorded):
         if gap := change.live - change.size - live:
             for address, size in _missing_changes(gap, i, open_now):
                 live += size
                 changes.append(BlockChange(address, size, live, -1))
                 if size > 0:
-                    open_now.append(_OpenBlock(changes[-1], i, len(seen)))
+                    open_now.append(_OpenBlock(changes[-1], i, len(changes)))
         live = change.live
         if i in never_freed:
             open_now.append(never_freed[i])
@@ -64,22 +64,22 @@ def fill_gaps(seen: Sequence[BlockChange]) -> tuple[list[BlockChange], list[int]
     return changes, [*places, len(changes)]
 
 
-def bytes_before(seen: Sequence[BlockChange]) -> int:
+def bytes_before(changes: Sequence[BlockChange]) -> int:
     """Return the value of the counter before the first change."""
-    return seen[0].live - seen[0].size if seen else 0
+    return changes[0].live - changes[0].size if changes else 0
 
 
-def _blocks_never_freed(seen: Sequence[BlockChange]) -> dict[int, _OpenBlock]:
+def _blocks_never_freed(changes: Sequence[BlockChange]) -> dict[int, _OpenBlock]:
     """Return the blocks that have no recorded free, by the index of their allocation."""
     last: dict[int, int] = {}
     open_blocks: dict[int, _OpenBlock] = {}
-    for i, change in enumerate(seen):
+    for i, change in enumerate(changes):
         before = last.pop(change.address, None)
         if change.size > 0:
             last[change.address] = i
             if before is not None:
-                open_blocks[before] = _OpenBlock(seen[before], before, i)
-    open_blocks.update((i, _OpenBlock(seen[i], i, len(seen))) for i in last.values())
+                open_blocks[before] = _OpenBlock(changes[before], before, i)
+    open_blocks.update((i, _OpenBlock(changes[i], i, len(changes))) for i in last.values())
     return open_blocks
 
 

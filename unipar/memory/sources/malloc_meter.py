@@ -16,7 +16,7 @@ import numpy as np
 from unipar.backend import Category
 from unipar.memory.account import DeviceMemory
 from unipar.memory.sources.call_sites import CallSiteRecorder
-from unipar.memory.sources.events import RUNTIME, CallSite, EventArray, PhaseMark, SeenEvents, classify_callers
+from unipar.memory.sources.events import RUNTIME, CallSite, EventArray, PhaseMark, RankEvents, classify_callers
 
 MAX_METER_NOTES: Final = 1 << 23
 """Largest number of records kept; address space is reserved for all, memory is used only as they are written."""
@@ -89,11 +89,11 @@ class MallocMeter:
     def bytes(self) -> int:
         return min(self.at(), MAX_METER_NOTES) * NOTE_DTYPE.itemsize
 
-    def collect_events(self) -> SeenEvents:
+    def collect_events(self) -> RankEvents:
         events = self._events()
         kinds, owners = classify_callers(events["caller"].tolist(), list_code_ranges())
         kinds[: len(self._read)][self._read] = RUNTIME
-        return SeenEvents(
+        return RankEvents(
             events=events,
             kinds=kinds,
             owners=owners,

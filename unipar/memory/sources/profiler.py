@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from unipar.backend import Category
 from unipar.memory.account import DeviceMemory
 from unipar.memory.sources.call_sites import CallSiteRecorder
-from unipar.memory.sources.events import TENSOR, CallSite, PhaseMark, SeenEvents
+from unipar.memory.sources.events import TENSOR, CallSite, PhaseMark, RankEvents
 from unipar.memory.sources.gaps import BlockChange, bytes_before, fill_gaps
 from unipar.memory.sources.malloc_meter import NOTE_DTYPE
 
@@ -72,7 +72,7 @@ class ProfilerSource:
         self._profile.__exit__(None, None, None)
         self._counts.value = False
 
-    def collect_events(self) -> SeenEvents:
+    def collect_events(self) -> RankEvents:
         seen: list[BlockChange] = []
         markers = [0]
         thread = 0
@@ -88,7 +88,7 @@ class ProfilerSource:
         self._indices = [places[marker] for marker in markers]
         rows = [(c.address, 0, c.size, c.live, 0, c.thread, max(c.size, 0)) for c in changes]
         events = np.array(rows, dtype=NOTE_DTYPE)
-        return SeenEvents(
+        return RankEvents(
             events=events,
             kinds=np.full(len(rows), TENSOR, dtype=np.int8),
             owners=[""] * len(rows),

@@ -133,20 +133,20 @@ class _LabelColumn:
             given[name] = min(range(first, last + 1), key=lambda slot: abs(self._slots[slot][1] - y))
         return given
 
-    def _move_to_best(self, given: dict[str, int], name: str) -> None:
+    def _move_to_best(self, offsets: dict[str, int], name: str) -> None:
         """Move a label to the place, free or another's in exchange, that makes the sum of costs smallest."""
-        holders = {slot: other for other, slot in given.items()}
-        mine = given[name]
+        holders = {slot: other for other, slot in offsets.items()}
+        mine = offsets[name]
         best, gain = mine, -1e-6
         for slot in range(len(self._slots)):
             other = holders.get(slot)
             moved = {name: slot} if other is None else {name: slot, other: mine}
-            cost = sum(self._costs[each][at] - self._costs[each][given[each]] for each, at in moved.items())
-            if slot != mine and cost < gain and not self._crosses(given | moved, moved):
+            cost = sum(self._costs[each][at] - self._costs[each][offsets[each]] for each, at in moved.items())
+            if slot != mine and cost < gain and not self._crosses(offsets | moved, moved):
                 best, gain = slot, cost
         if (other := holders.get(best)) is not None:
-            given[other] = mine
-        given[name] = best
+            offsets[other] = mine
+        offsets[name] = best
 
     def _cost(self, name: str, slot: int) -> float:
         """Return the length of a leader, and the cost of the points that it touches."""
@@ -155,12 +155,12 @@ class _LabelColumn:
         touched = sum(distance_to_line(at, leader) < min(POINT_RADIUS, math.dist(at, own) / 2) for at in others)
         return math.dist(*leader) + touched * _TOUCHED_POINT_COST
 
-    def _crosses(self, given: Mapping[str, int], moved: Mapping[str, int]) -> bool:
+    def _crosses(self, offsets: Mapping[str, int], moved: Mapping[str, int]) -> bool:
         """Return whether the leader of any of the `moved` labels crosses another."""
         return any(
             self._cross(name, slot, other, at)
             for name, slot in moved.items()
-            for other, at in given.items()
+            for other, at in offsets.items()
             if other != name
         )
 
@@ -169,16 +169,16 @@ class _LabelColumn:
         one, two = self._points[name], self._points[other]
         return one != two and lines_cross(LineSegment(one, self._slots[slot]), LineSegment(two, self._slots[at]))
 
-    def _uncross(self, given: dict[str, int]) -> dict[str, int]:
+    def _uncross(self, offsets: dict[str, int]) -> dict[str, int]:
         """Exchange the places of two labels whose leaders cross until none do; each time the sum of lengths falls."""
         crossing = True
         while crossing:
             crossing = False
-            for one, other in combinations(given, 2):
-                if self._cross(one, given[one], other, given[other]):
-                    given[one], given[other] = given[other], given[one]
+            for one, other in combinations(offsets, 2):
+                if self._cross(one, offsets[one], other, offsets[other]):
+                    offsets[one], offsets[other] = offsets[other], offsets[one]
                     crossing = True
-        return given
+        return offsets
 
 
 class _LabelPlan:

@@ -222,15 +222,15 @@ class Evaluation:
             return float(weight)
         return float(samples if self._lengths is None else self._lengths.tokens(range(at, at + samples)))
 
-    def _pairs(self, given: Any, batch: Any, samples: int, at: int) -> dict[str, tuple[float, float]]:
+    def _pairs(self, metrics: Any, batch: Any, samples: int, at: int) -> dict[str, tuple[float, float]]:
         """Return each number with its weight: 0 in a batch without samples, which is not counted."""
-        if not isinstance(given, Mapping):
+        if not isinstance(metrics, Mapping):
             raise TaskError(
-                f"metrics() returned {given!r}; return a mapping of names to means or to pairs (mean, weight)"
+                f"metrics() returned {metrics!r}; return a mapping of names to means or to pairs (mean, weight)"
             )
         usual = self._weight(batch, samples, at) if samples else 0.0
         pairs: dict[str, tuple[float, float]] = {}
-        for name, value in given.items():
+        for name, value in metrics.items():
             if isinstance(value, WholeKind):
                 self._kinds[str(name)] = value
                 continue

@@ -102,11 +102,11 @@ class WholeMetrics:
         for ends in (ends for states in self._ends.values() for ends in states.values()):
             ends[:] = [end for end in ends if end[0] != self._key]
 
-    def take(self, given: Any) -> Any:
+    def take(self, metrics: Any) -> Any:
         """Return what `metrics` gave of the batch, with a `WholeKind` in the place of what is no mean."""
-        if not isinstance(given, Mapping):
-            return given
-        return {name: self._take_one(str(name), value) for name, value in given.items()}
+        if not isinstance(metrics, Mapping):
+            return metrics
+        return {name: self._take_one(str(name), value) for name, value in metrics.items()}
 
     def _take_one(self, name: str, value: Any) -> Any:
         if isinstance(value, Gathered):

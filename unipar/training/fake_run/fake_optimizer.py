@@ -66,7 +66,7 @@ class FakeOptimizer:
         own = task.optimizer if task.defines("optimizer") else None
         if own is None:
             optimizer_class(config.train.optimizer)  # a module that makes tables when it is imported needs numbers
-        groups = parameter_groups(model, config, given=task.groups(model), own_optimizer=own is not None)
+        groups = parameter_groups(model, config, task_groups=task.groups(model), own_optimizer=own is not None)
         names = {id(p): name for name, p in model.named_parameters()}
         with mode:
             optimizer = OptimizerFactory(groups, config, torch.device(_device_type(config)), own=own)(model)

@@ -137,7 +137,7 @@ def fake_task(config: Config, micro: int, task: Task | None = None, rows: TokenR
         enter_training_mode(model, keep=task.keep_modes)
         with mode:
             checkpoint = checkpoint_bytes(task, {name: model}, config)
-    blocks = find_blocks(model, config, given=task.blocks(model))
+    blocks = find_blocks(model, config, patterns=task.blocks(model))
     masters = config.train.precision == "bf16-master"
     with mode:
         _cast_parameters(model, torch.float32 if masters else parameter_dtype(config.train.precision))

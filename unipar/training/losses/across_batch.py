@@ -173,9 +173,9 @@ class AcrossBatch:
             require_equal(columns, known.first, number)
         return BeginBackward.apply(known.loss, known.columns, *columns)  # pyright: ignore[reportReturnType, reportUnknownMemberType, reportUnknownVariableType] - untyped in torch
 
-    def _require_one_nesting(self, found: Sequence[FeatureColumns]) -> None:
+    def _require_one_nesting(self, features: Sequence[FeatureColumns]) -> None:
         """Raise TaskError if microbatches have features of other kinds: they would be added to one another."""
-        shown = [_kinds(columns) for columns in found]
+        shown = [_kinds(columns) for columns in features]
         for other in shown[1:]:
             if other != shown[0]:
                 raise TaskError(
@@ -220,9 +220,9 @@ def _scaled(gradient: Tensor | None, shape: torch.Size, dtype: torch.dtype, fact
     return factor.new_zeros(shape, dtype=dtype) if gradient is None else (gradient * factor).to(dtype)
 
 
-def _kinds(found: FeatureColumns) -> str:
+def _kinds(columns: FeatureColumns) -> str:
     """Return dtype and shape of a row of each column of features."""
-    return ", ".join(f"{str(c.dtype).removeprefix('torch.')} {list(c.shape[1:])}" for c in found.columns)
+    return ", ".join(f"{str(c.dtype).removeprefix('torch.')} {list(c.shape[1:])}" for c in columns.columns)
 
 
 def require_equal(columns: Sequence[Tensor], first: Sequence[Tensor], number: int, call: str = "features()") -> None:

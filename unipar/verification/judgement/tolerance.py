@@ -216,13 +216,15 @@ def _sketch_tolerance(states: Sequence[dict[StateKey, SketchVector]], last: floa
     return {k: SPREAD_FACTOR * x for k, x in _raise_to_median(apart, sizes, last).items()}
 
 
-def _raise_to_median(apart: dict[StateKey, float], sizes: dict[StateKey, float], last: float) -> dict[StateKey, float]:
+def _raise_to_median(
+    differences: dict[StateKey, float], sizes: dict[StateKey, float], last: float
+) -> dict[StateKey, float]:
     """Return the distances, raised to the median of their kind and to the last place, both relative to the size."""
     usual: dict[str, float] = {}
-    for kind in {kind for _, kind in apart}:
-        shares = [apart[k] / sizes[k] for k in apart if k[1] == kind and sizes[k] > 0]
+    for kind in {kind for _, kind in differences}:
+        shares = [differences[k] / sizes[k] for k in differences if k[1] == kind and sizes[k] > 0]
         usual[kind] = float(np.median(shares)) if shares else 0.0
-    return {k: max(x, max(usual[k[1]], last) * sizes[k]) for k, x in apart.items()}
+    return {k: max(x, max(usual[k[1]], last) * sizes[k]) for k, x in differences.items()}
 
 
 def _length(vector: SketchVector) -> float:

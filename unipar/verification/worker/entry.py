@@ -118,7 +118,9 @@ def _run_job(
         return facts | {"again": facts["again"] and again is not False}
     build, unequal, dtype = None, list[str](), parameter_dtype(settled.config.train.precision)
     if job.kind == "replay":
-        build = replay.replay_builder(job.shares, job.order, apart=job.apart, perturbed=job.key.perturbed)
+        build = replay.replay_builder(
+            job.shares, job.order, per_microbatch=job.per_microbatch, perturbed=job.key.perturbed
+        )
     with RunLog(run_log_path(folder, world.rank)) as run_log:
         trackers = TrackerWriter((), folder, world.rank)
         try:

@@ -108,7 +108,7 @@ class Job:
     order: str = "shares"
     """Order in which a replay adds gradients: shares or micros."""
 
-    apart: bool = False
+    per_microbatch: bool = False
     """Whether a replay keeps each microbatch's share of the gradient."""
 
     saves_in: str = ""

@@ -50,10 +50,10 @@ class StepTrace:
                 {"way": "loss", "module": "", "at": "loss", "number": number, "shape": (), "sketch": value}
             )
 
-    def _forward(self, name: str, number: int, module: nn.Module, given: Any, named: Any, out: Any) -> None:
+    def _forward(self, name: str, number: int, module: nn.Module, inputs: Any, named: Any, out: Any) -> None:
         self._calls[number, name] += 1
         call = f"{name}#{self._calls[number, name]}"
-        for i, tensor in enumerate(t for t in collect_tensors((given, named)) if t.is_floating_point()):
+        for i, tensor in enumerate(t for t in collect_tensors((inputs, named)) if t.is_floating_point()):
             self._note("input", name, f"{call}.{i}", number, tensor)
         bias = getattr(module, "bias", None)
         for i, tensor in enumerate(t for t in collect_tensors(out) if t.is_floating_point()):

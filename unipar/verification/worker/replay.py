@@ -35,17 +35,19 @@ class ReplayEngine(WrapperEngine):
     A share is what one rank trains on, or several ranks that split the work on the same samples.
     """
 
-    def __init__(self, part: Part, config: Config, world: World, count: int, order: str, *, apart: bool) -> None:
+    def __init__(
+        self, part: Part, config: Config, world: World, count: int, order: str, *, per_microbatch: bool
+    ) -> None:
         broadcast_model(part.module, world.device)
         super().__init__(part, config, world)
         self.count, self.order, self.divisor = count, ADDITION_ORDERS[order], float(count)
         self._names = {id(p): n for n, p in part.module.named_parameters()}
         self._uses = Counter(id(p) for _, p in part.module.named_parameters(remove_duplicate=False))
-        self._apart, self._sketches = apart, TensorSketcher()
+        self._apart, self._sketches = per_microbatch, TensorSketcher()
         self._begin()
         self.shares: list[dict[str, Any]] = []
         """By step: sketch of each microbatch's gradient, norm of each share, and of each whole gradient; empty unless
-        `apart`."""
+        `per_microbatch`."""
 
     def _begin(self) -> None:
         self._number = 0
@@ -135,14 +137,14 @@ def _norm(grads: GradientList) -> float:
 
 
 def replay_builder(
-    count: int, order: str, *, apart: bool, perturbed: bool = False
+    count: int, order: str, *, per_microbatch: bool, perturbed: bool = False
 ) -> Callable[[Part, Config, World], ReplayEngine]:
     """Return a function that builds an engine for a part, which replays so many shares, with these settings."""
 
     def build(part: Part, config: Config, world: World) -> ReplayEngine:
         if perturbed:
             change_last_place(part.module, config.train.seed)
-        return ReplayEngine(part, config, world, count, order, apart=apart)
+        return ReplayEngine(part, config, world, count, order, per_microbatch=per_microbatch)
 
     return build
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from unipar.cli.commands.options import JsonOption, location_given
+from unipar.cli.commands.options import JsonOption, read_location
 
 
 def print_list(
@@ -30,7 +30,7 @@ def print_list(
     """
     from unipar.checkpoint.overview.listing import checkpoint_table, list_checkpoints
 
-    listed = list_checkpoints(location_given(folder))
+    listed = list_checkpoints(read_location(folder))
     if as_json:
         from dataclasses import asdict
 

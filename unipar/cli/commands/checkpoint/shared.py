@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from unipar.cli.commands.options import location_given
+from unipar.cli.commands.options import read_location
 
 if TYPE_CHECKING:
     from unipar.utils.address import Location
@@ -21,18 +21,18 @@ CheckpointArgument = Annotated[
 ]
 
 
-def checkpoint_path(given: str) -> Location:
+def checkpoint_path(text: str) -> Location:
     """Return the checkpoint that a path means: itself, or the newest in the run folder or folder that it is."""
-    return checkpoints_meant(given)[0]
+    return checkpoints_meant(text)[0]
 
 
-def checkpoints_meant(given: str) -> list[Location]:
+def checkpoints_meant(text: str) -> list[Location]:
     """Return the checkpoint that a path or an address is, or those in the run folder or folder that it is."""
     from unipar.checkpoint.format.names import MANIFEST_FILE, step_of_folder
     from unipar.checkpoint.overview.listing import folder_with_checkpoints
     from unipar.checkpoint.protocol.verifying import find_checkpoints
 
-    place = location_given(given)
+    place = read_location(text)
     if step_of_folder(place.name) is not None:
         return [place]
     if isinstance(place, Path) and ((place / MANIFEST_FILE).exists() or place.is_symlink()):

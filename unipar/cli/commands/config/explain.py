@@ -97,7 +97,7 @@ class StrategyExplanation:
     """Reason why the strategy cannot run here; empty where it can."""
 
     dtypes: Mapping[str, str]
-    told: Mapping[str, Any]
+    library_settings: Mapping[str, Any]
     """Settings that the strategy's library will get."""
 
     axes: Sequence[ExplainedValue] = ()
@@ -134,7 +134,7 @@ class Explanation:
             yield "dtypes", header, [(t.strategy, *t.dtypes.values()) for t in dtypes]
         for t in self.strategies:
             rows: TextRows = [("cannot run", t.note)] if t.note else []
-            rows += [(key, _explained_text(value)) for key, value in flatten(t.told)]
+            rows += [(key, _explained_text(value)) for key, value in flatten(t.library_settings)]
             yield t.strategy, ("library setting", "value"), rows or [("none", "plain PyTorch")]
             if t.axes:
                 header = ("name", "value", "from")

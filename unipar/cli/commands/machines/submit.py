@@ -124,7 +124,7 @@ def _command_and_file(words: list[str]) -> tuple[str, Path]:
     raise typer.BadParameter(f"write [COMMAND] FILE, with COMMAND one of {', '.join(COMMANDS)}: submit compare x.yaml")
 
 
-def _refuse_options(command: str, given: dict[str, object]) -> None:
+def _refuse_options(command: str, options: dict[str, object]) -> None:
     """Raise BadParameter for an option that the command does not have, and for one that it needs."""
     allowed = {
         "run": ("--backend", "--resume", "--detach"),
@@ -132,10 +132,10 @@ def _refuse_options(command: str, given: dict[str, object]) -> None:
         "verify": ("--strategy", "--detach"),
         "scale": ("--strategy", "--world"),
     }[command]
-    for option, value in given.items():
+    for option, value in options.items():
         if value is not None and option not in allowed:
             raise typer.BadParameter(f"{option} is not for {command}, which has {', '.join(allowed)}")
-    if command == "scale" and given["--world"] is None:
+    if command == "scale" and options["--world"] is None:
         raise typer.BadParameter("scale needs --world, numbers of ranks: --world 8,16,32")
 
 
