@@ -17,7 +17,7 @@ from unipar_mesh.tensor.block_calls import describe_difference_of_calls, kind_of
 from unipar_mesh.tensor.cuts import BlockPlan, Cut, ParameterCut, Rewrite, cut_parameters, linear_part
 from unipar_mesh.tensor.metas import meta_arguments, meta_block
 from unipar_mesh.tensor.tensor_model import calls_of_blocks, derive_model_plan
-from unipar_mesh.tensor.tensor_plan import derive_block_plan, plan_other_call, rehearse
+from unipar_mesh.tensor.tensor_plan import Expected, derive_block_plan, plan_other_call, rehearse
 from unipar_mesh.tensor.tensor_trial import WHOLE, CannotCut, Trial
 
 from tests.support.tensor_blocks import WIDTH, Called, NanoBlock, library_blocks, own_blocks
@@ -218,9 +218,10 @@ def test_a_plan_for_another_call_is_found_wrong() -> None:
     assert parts == [[(((1,), None), ((2,), None))], [(((1,), -3), ((2,), -3))]]
     trial = Trial(meta_block(block), 2, ways_of(plan), training=True)
     trial.run(*meta_arguments(args, masked))
-    rehearse(block, other, meta_arguments(args, masked), trial, training=True)
+    expected = Expected(trial.shapes, trial.blame, trial.lines)
+    rehearse(block, other, meta_arguments(args, masked), expected, training=True)
     with pytest.raises(CannotCut, match=r"^scaled_dot_product_attention at .* gives \(2, 2, 5, 16\) for \(2, 1, 5"):
-        rehearse(block, plan, meta_arguments(args, masked), trial, training=True)
+        rehearse(block, plan, meta_arguments(args, masked), expected, training=True)
 
 
 def ways_of(plan: BlockPlan) -> dict[str, tuple[int, ...]]:

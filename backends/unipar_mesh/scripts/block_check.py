@@ -65,7 +65,7 @@ def run_parts(
 
     `hidden`: place or name of the hidden states, if these are in parts along the sequence as well.
     """
-    exchange = _Exchange(ranks)
+    exchange = ThreadExchange(ranks)
     plan = replace(plan, blocks=("block",))
 
     def run(rank: int) -> BlockRun:
@@ -181,7 +181,7 @@ class _Watch(TorchFunctionMode):
 
 
 @final
-class _Exchange:
+class ThreadExchange:
     """Ranks that are threads, with the collectives of torch.distributed; a group is the number of the rank itself."""
 
     def __init__(self, ranks: int) -> None:

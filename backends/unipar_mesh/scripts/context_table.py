@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -15,16 +15,16 @@ from unipar_mesh.context.block_arguments import Arguments, position_dimension
 from unipar_mesh.context.context_trial import ENOUGH, examine
 from unipar_mesh.context.inside import InsideBlock, Pass
 from unipar_mesh.context.spread_attention import SequenceLayout
-from unipar_mesh.look_at_model import kind_of_block
-from unipar_mesh.scripts.look_at_calls import BlockCall, ModelLook
+from unipar_mesh.scripts.look_at_calls import ModelLook
 from unipar_mesh.scripts.mesh_parts import ArgumentPlace
+from unipar_mesh.tensor.tensor_model import blocks_by_kind
 
 
 def table_of_arguments(look: ModelLook, ranks: int) -> tuple[ArgumentPlace, dict[ArgumentPlace, int | None], list[str]]:
     """Return the place or name of hidden states, the dimension of positions of each other argument that is a tensor,
     or None, and sentences on what a script cannot do; raise TaskError for what no engine can cut."""
-    blocks = tuple(look.part.blocks)
-    reasons = [*_refused_blocks(look, ranks)]
+    blocks, kinds = tuple(look.part.blocks), blocks_by_kind(look.part.module, look.part.blocks, {})
+    reasons = [*_refused_blocks(look, [names[0] for names, _ in kinds], ranks)]
     for number, name in enumerate(look.order[: len(blocks) + 1]):
         due = blocks[number % len(blocks)]
         if name != due or len(look.order) > len(blocks):
@@ -58,18 +58,21 @@ def table_of_arguments(look: ModelLook, ranks: int) -> tuple[ArgumentPlace, dict
             "parallel.context: the loss gives blocks their hidden states in several ways "
             f"({', '.join(map(str, hidden))}), and a script knows one: call all blocks alike"
         )
-    _try_blocks(look, ranks)
+    for (name, *_), _ in kinds:
+        _try_block(name, look, ranks)
     reasons += _refused_draws(look)
     return min(hidden, key=str), arguments, [*dict.fromkeys(reasons)]
 
 
-def _refused_blocks(look: ModelLook, ranks: int) -> Iterator[str]:
+def _refused_blocks(look: ModelLook, blocks: Sequence[str], ranks: int) -> Iterator[str]:
+    """Yield sentences on blocks that a script cannot cut sequences for; `blocks`: one of each kind."""
     for name in look.passed[:1]:
         yield (
             f"parallel.context: {name} is given what a block before has put out beside the hidden states, which is cut "
             "already, and a script cannot tell that: leave context out of the export"
         )
-    for name, block in _one_of_each(look):
+    for name in blocks:
+        block = look.part.module.get_submodule(name)
         if getattr(block, "gradient_checkpointing", False):
             yield (
                 f"parallel.context: {name} recomputes its forward by itself (gradient_checkpointing), where its "
@@ -82,15 +85,6 @@ def _refused_blocks(look: ModelLook, ranks: int) -> Iterator[str]:
                     f"script cannot spread over {ranks} ranks: call F.scaled_dot_product_attention in the block, or "
                     "leave context out of the export"
                 )
-
-
-def _one_of_each(look: ModelLook) -> list[tuple[str, nn.Module]]:
-    """Return the first block of each kind."""
-    first: dict[Any, tuple[str, nn.Module]] = {}
-    for name in look.part.blocks:
-        block = look.part.module.get_submodule(name)
-        first.setdefault(kind_of_block(block), (name, block))
-    return [*first.values()]
 
 
 def _tensors(value: Any, where: str, reasons: list[str]) -> list[Tensor]:
@@ -107,25 +101,12 @@ def _tensors(value: Any, where: str, reasons: list[str]) -> list[Tensor]:
     return []
 
 
-def _try_blocks(look: ModelLook, ranks: int) -> None:
-    """Raise a TaskError if a kind of block cannot run on a part of the sequence, as the engine does."""
-    for name, block in _one_of_each(look):
-        calls = [given[name] for given in look.calls]
-        longest = max(calls, key=lambda call: Arguments(name, block, *call).hidden.shape[1])
-        if not _try_block(name, block, longest, ranks):
-            raise TaskError(
-                f"parallel.context: whether {name} can run on a part of a sequence is tried with at least "
-                f"{ENOUGH * ranks} positions for {ranks} ranks, and the first microbatches have fewer: export with "
-                "longer sequences"
-            )
-
-
-def _try_block(name: str, block: nn.Module, call: BlockCall, ranks: int) -> bool:
-    whole = Arguments(name, block, *call)
+def _try_block(name: str, look: ModelLook, ranks: int) -> None:
+    """Raise a TaskError if a block cannot run on a part of the sequence, as the engine does."""
+    block = look.part.module.get_submodule(name)
+    whole = max((Arguments(name, block, *calls[name]) for calls in look.calls), key=lambda call: call.hidden.shape[1])
     states = whole.hidden
     layout = SequenceLayout(states.shape[1], ranks, 0)
-    if layout.length < ENOUGH * ranks:
-        return False
     cut: dict[int, tuple[Tensor, int]] = {}
 
     def part(tensor: Tensor, where: str) -> Tensor:
@@ -143,7 +124,16 @@ def _try_block(name: str, block: nn.Module, call: BlockCall, ranks: int) -> bool
     def inside() -> AbstractContextManager[Any]:
         return InsideBlock(name, run, group, "gather", trial=True)
 
-    return examine(given, block, block.forward, layout, lambda t: cut[id(t)][1] if id(t) in cut else None, inside)
+    def dimension(tensor: Tensor) -> int | None:
+        return cut[id(tensor)][1] if id(tensor) in cut else None
+
+    long_enough = layout.length >= ENOUGH * ranks
+    if not long_enough or not examine(given, block, block.forward, layout, dimension, inside):
+        raise TaskError(
+            f"parallel.context: whether {name} can run on a part of a sequence is tried with at least "
+            f"{ENOUGH * ranks} positions for {ranks} ranks, and the first microbatches have fewer: export with "
+            "longer sequences"
+        )
 
 
 def _refused_draws(look: ModelLook) -> Iterator[str]:
