@@ -7,12 +7,7 @@ from dataclasses import replace
 from typing import Final
 
 from unipar.planning.memory_margin import StrategyPeak, describe_no_difference, measure_margin
-from unipar.planning.plan_table import (
-    describe_recommendations,
-    merge_refusals,
-    plan_columns,
-    ways_to_fit,
-)
+from unipar.planning.plan_table import describe_recommendations, merge_refusals, plan_columns, ways_to_fit
 from unipar.planning.planned_strategy import UNEVEN, PlannedStrategies, PlannedStrategy
 from unipar.planning.recommendation import recommend
 from unipar.utils.columns import Reason

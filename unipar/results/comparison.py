@@ -406,18 +406,11 @@ class Comparison(TurnResults):
             f"{first_few(reused)}: reused from an earlier run, not timed in turns with the others" if reused else "",
             *([] if self.has_memory else [self.unwatched, RSS.text]),
         ]
+        keys = ("strategy", "known_as", "median_step_s", f"{self.unit}_per_s", self._peak_key, "agreement")
         return Screen(
             answer=f"{answer}; {self.answer}" if self.answer else answer,
             warnings=limits,
-            columns=choose_columns(
-                self.columns(),
-                "strategy",
-                "known_as",
-                "median_step_s",
-                f"{self.unit}_per_s",
-                self._peak_key,
-                "agreement",
-            ),
+            columns=choose_columns(self.columns(), *keys),
             rows=self.rows,
             reason=row_reason,
             next_steps=next_steps,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from statistics import median, quantiles
 from typing import Any, Final, Literal
@@ -141,12 +142,5 @@ def format_units_a_second(rate: float) -> str:
 
 def library_name_column(names: Mapping[str, str], *, dropped: int) -> Column[str]:
     """Return the column with what each strategy's library calls it, for names of strategies."""
-    return Column(
-        "known as",
-        lambda name: names.get(name) or None,
-        key="known_as",
-        right=False,
-        shortened=True,
-        dropped=dropped,
-        optional=True,
-    )
+    known = Column[str]("known as", lambda name: names.get(name) or None, key="known_as", right=False)
+    return replace(known, shortened=True, dropped=dropped, optional=True)

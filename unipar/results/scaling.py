@@ -13,16 +13,8 @@ from typing_extensions import override
 from unipar.config import Strategy
 from unipar.results.comparison import TurnResults
 from unipar.results.loss_agreement import Agreement, agreement_for_readers, loss_tolerance, measure_agreement
-from unipar.results.memory_tables import (
-    RSS,
-    describe_memory_columns,
-    largest_peak_bytes,
-)
-from unipar.results.row import (
-    StrategyResult,
-    library_name_column,
-    row_reason,
-)
+from unipar.results.memory_tables import RSS, describe_memory_columns, largest_peak_bytes
+from unipar.results.row import StrategyResult, library_name_column, row_reason
 from unipar.results.same_training import describe_training_difference
 from unipar.results.step_work.figures import StepFigures
 from unipar.results.step_work.work_table import format_work_table
