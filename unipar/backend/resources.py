@@ -102,8 +102,8 @@ def check_device_count(
     """Raise Unsupported if there are fewer devices than ranks.
 
     `local` is the number of ranks on this machine if not all are here; `asking_key` names the source of `number`. A
-    launcher that has started the ranks (`launched`) may show each its own device alone; the ranks compare them when they
-    meet.
+    launcher that has started the ranks (`launched`) may show each its own device alone; the ranks compare them when
+    they meet.
     """
     kind, _, index = choose_device(config)[0].partition(":")
     if kind == "cpu":
