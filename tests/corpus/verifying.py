@@ -62,9 +62,12 @@ def strategy_of(name: str, case: Case) -> str:
 
 
 def place_of(finding: Finding) -> str:
-    """Return the place that a finding names: step, first modules or else first parameter, and how many more."""
+    """Return the place that a finding names: step, first modules or else first parameter.
+
+    How many parameters differ depends on the processor where few of their digits do.
+    """
     modules = [f"{way} {at}" for way, at in (("forward", finding.forward), ("backward", finding.backward)) if at]
-    more = f" and {finding.parameters - 1} more" if finding.parameters > 1 else ""
+    more = " and others" if finding.parameters > 1 else ""
     parameter = [f"{finding.parameter}{more}"] if finding.parameter and not modules else []
     return ", ".join([f"step {finding.step}", *modules, *parameter])
 
