@@ -104,7 +104,7 @@ REFUSALS = [
     ),
     (
         "image",
-        "parallel.context: blocks.0 is given hidden states of shape (3, 1, 24, 1); only those of shape (batch, "
+        "parallel.context: blocks.0 gets hidden states of shape (3, 1, 24, 1); only those of shape (batch, "
         "sequence, width) can be cut along the sequence",
     ),
     (

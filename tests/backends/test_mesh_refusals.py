@@ -65,7 +65,7 @@ def test_a_pipeline_is_cut_where_no_skip_crosses(tmp_path: Path) -> None:
             "Misnamed",
             {"tensor": 2},
             {},
-            "tensor() says column for 'blocks.*.query', and no module of a block is called so; matrices are "
+            "tensor() says column for 'blocks.*.query', and no module of a block has that name; name one of "
             "blocks.0.qkv, blocks.0.out, blocks.0.up, blocks.0.down, blocks.1.qkv, blocks.1.out, blocks.1.up, "
             "blocks.1.down and 8 more",
         ),

@@ -238,15 +238,18 @@ def test_the_task_wins() -> None:
     assert derive_block_plan(*called, 2, {"mlp.0": "column", "out": "row"}).cuts == PLANS["char_gpt"]
     with pytest.raises(TaskError) as e:
         derive_block_plan(*called, 2, {"mlp.0": "rows"})
-    assert str(e.value) == "tensor() says 'rows' for 'mlp.0'; it is one of column, row, whole"
+    assert str(e.value) == "tensor() says 'rows' for 'mlp.0'; return one of column, row, whole"
     with pytest.raises(TaskError) as e:
         derive_block_plan(*called, 2, {"mlp.0": "row"})
-    assert str(e.value) == "tensor() says row for mlp.0, which cannot be: a row needs an input that is cut"
+    assert (
+        str(e.value)
+        == "tensor() says row for mlp.0, which cannot be: a row needs an input that is cut; leave mlp.0 out of it"
+    )
     with pytest.raises(TaskError) as e:
         derive_block_plan(*own_blocks(heads=1)["char_gpt"], 2, {"qkv": "column"})
     assert str(e.value) == (
         "tensor() says column for qkv, which cannot be: "
-        "2 does not divide the 1 heads of scaled_dot_product_attention at char_gpt.py:31"
+        "2 does not divide the 1 heads of scaled_dot_product_attention at char_gpt.py:31; leave qkv out of it"
     )
 
 

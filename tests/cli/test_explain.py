@@ -263,7 +263,7 @@ def test_json(source: ConfigSource) -> None:
     told = json.loads(explain_config(source, deep=True).to_json())
     assert told["label"] == "x.yaml"
     assert {"key": "train.clip", "value": 1.0, "origin": "line 9"} in told["values"]
-    assert told["strategies"][0]["told"]["DistributedDataParallel"]["bucket_cap_mb"] == 25
+    assert told["strategies"][0]["library_settings"]["DistributedDataParallel"]["bucket_cap_mb"] == 25
 
 
 def test_a_terminal(source: ConfigSource, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

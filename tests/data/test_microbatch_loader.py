@@ -121,7 +121,9 @@ def test_ragged_error_shows_the_arithmetic() -> None:
 def test_dropping_everything_is_refused() -> None:
     """`data.last_batch: drop` is refused if it leaves no batch."""
     with pytest.raises(
-        ConfigError, match=r"^data.last_batch: drop leaves nothing: 3 samples do not fill one batch of 4$"
+        ConfigError,
+        match=r"^data.last_batch: drop leaves nothing: 3 samples do not fill one batch of 4; choose keep, or "
+        r"a smaller batch.total$",
     ):
         _order(samples=3, last_batch="drop")
 

@@ -158,7 +158,7 @@ def test_batches_of_tokens_follow_the_sampler() -> None:
             "the DataLoader's sampler (_Told) gave [1, 2] in epoch 1; it must give the index of one sample at a time, "
             "and unipar makes the batches",
         ),
-        ([[]], "the DataLoader's sampler (_Told) gave no index in epoch 1"),
+        ([[]], "the DataLoader's sampler (_Told) gave no index in epoch 1; it must yield at least one"),
         (
             [[1, 2], [1, 2, 3]],
             "the DataLoader's sampler (_Told) gave 2 indices in epoch 1 and 3 in epoch 2: the steps of a run follow "

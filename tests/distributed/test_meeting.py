@@ -161,7 +161,7 @@ def test_an_error_is_raised_on_all(store: dist.Store) -> None:
 def test_a_rank_that_does_not_answer(store: dist.Store) -> None:
     """The rank is named."""
     told = in_ranks(2, lambda rank: decided(store, rank, ",".join, 0.3 if rank == 0 else PATIENCE))
-    assert told == ["WorldMismatch: rank 0 waited 0.3 s for rank 2, which ended or hang"] * 2
+    assert told == ["WorldMismatch: rank 0 waited 0.3 s for rank 2, which ended or hang; their logs may say why"] * 2
 
 
 def test_interfaces() -> None:

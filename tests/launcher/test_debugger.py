@@ -131,7 +131,11 @@ def test_a_rank_that_cannot_be_debugged(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(ConfigError, match=r"^--debug-rank \(debug_rank=\) 2: the run has the ranks 0 to 1$"):
         planned(2)
     monkeypatch.setattr("os.isatty", lambda fd: False)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
-    with pytest.raises(ConfigError, match=r"^--debug-rank \(debug_rank=\) 1: standard input is not a terminal$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^--debug-rank \(debug_rank=\) 1: standard input is not a terminal; start the command in "
+        r"one, without a pipe$",
+    ):
         planned(1)
     monkeypatch.setattr("os.isatty", lambda fd: True)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
     plan = planned(1)

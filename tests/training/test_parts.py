@@ -242,7 +242,7 @@ def _line() -> nn.Module:
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"model": dict}, "model() returned no part at all: {}"),
+    ({"model": dict}, "model() returned no part: {}; return a module, or modules by name"),
     ({"model": lambda: {"a.b": _line()}},
      "model() calls a part 'a.b'; the name must be a word of letters, digits and _"),
     ({"model": lambda: {"a": _line(), "b": 3}},
@@ -257,7 +257,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
      "run.step was called without part=: model() returned a, b; call run.step(local_batch, part='a', loss=...)"),
     ({"train": _once(part="b")},
      "run.step(part='b') has no loss: the task's own is for 'a'; give loss="),
-    ({"train": _once(part="c")}, "there is no part 'c'; model() returned a, b"),
+    ({"train": _once(part="c")}, "there is no part 'c'; name one of a, b"),
     ({"train": _twice},
      "the loop called run.step(part='a') twice for one local batch; call it at most once for each part"),
     ({"train": _never},

@@ -290,7 +290,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"model": lambda: nn.Linear(1, 1).requires_grad_(False)},
      "model() has no parameter that requires a gradient: there is nothing to train"),
     ({"weight": -2.0}, "weight(batch) is -2; it must not be negative"),
-    ({"weight": 0.0}, "weight(batch) is 0 over the whole global batch of step 1"),
+    ({"weight": 0.0}, "weight(batch) is 0 over the global batch of step 1; it must be above 0 for one sample"),
     ({"metrics": 3.0}, "metrics() returned 3.0; return a mapping of names to means or to pairs (mean, weight)"),
     ({"metrics": {"x": torch.ones(2)}}, "metrics()['x'] has the shape (2,); return one number"),
     ({"validation": None},

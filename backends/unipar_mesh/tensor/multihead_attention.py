@@ -100,11 +100,11 @@ def attend_with_parts(
     return out.transpose(0, 1) if first else out, mean
 
 
-def _mask(padding: Tensor | None, mask: Tensor | None, q: Tensor, k: Tensor, heads: int, rank: int) -> Tensor | None:
+def _mask(padding: Tensor | None, allowed: Tensor | None, q: Tensor, k: Tensor, heads: int, rank: int) -> Tensor | None:
     """Return both masks as one that is added to the scores: batch x heads or 1 x queries x keys."""
     mask = None
-    if mask is not None:
-        mask = _added(mask, q.dtype)
+    if allowed is not None:
+        mask = _added(allowed, q.dtype)
         if mask.ndim == 3:  # one for each sample and head
             local = q.shape[1]
             mask = mask.unflatten(0, (-1, heads)).narrow(1, rank * local, local)

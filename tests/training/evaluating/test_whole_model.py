@@ -80,7 +80,7 @@ def test_it_is_refused_inside_a_step_and_for_unknown_parts(tmp_path: Path) -> No
             assert str(e.value) == "run.whole() was called inside a step or an evaluation: call it between two steps"
         with pytest.raises(TaskError) as e, run.whole("critic"):
             pass
-        assert str(e.value) == "there is no part 'critic'; model() returned model"
+        assert str(e.value) == "there is no part 'critic'; name one of model"
 
 
 def test_room_is_compared_on_all_ranks() -> None:

@@ -94,7 +94,7 @@ def _words(model: Any, batch: Any, outputs: Mapping[str, Any]) -> Any:
          "through={'a': ...}; it got none"),
         ({"part": "a"}, "run.step_through(part='a') takes functions of other parts, whose outputs its loss needs: "
          "through={'b': ...}; it got a"),
-        ({"through": {"c": _words}}, "there is no part 'c'; model() returned a, b"),
+        ({"through": {"c": _words}}, "there is no part 'c'; name one of a, b"),
         ({"through": {"a": _words}}, "run.step_through: a part's function returned no tensor; return what the loss "
          "needs of it"),
         ({"through": {"a": _other}}, "the function of part 'a' gave other values when microbatch 0 was computed again, "

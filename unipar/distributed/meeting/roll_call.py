@@ -215,7 +215,7 @@ def _await_all(store: dist.Store, keys: list[str], until: float, patience: float
     if not _wait_for_keys(store, keys, until):
         late = [rank for rank, key in enumerate(keys) if not store.check([key])]
         raise WorldMismatch(
-            f"rank 0 waited {patience:g} s for {name_ranks(late)}, which ended or hang: look into their logs"
+            f"rank 0 waited {patience:g} s for {name_ranks(late)}, which ended or hang; their logs may say why"
         )
 
 

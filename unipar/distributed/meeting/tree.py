@@ -225,7 +225,7 @@ class RankTree:
                 if key in self._arrived:
                     return self._arrived.pop(key)
                 if self._failed:
-                    raise WorldMismatch(f"rank {rank}ended before it sent its part of {name!r}: look into its log")
+                    raise WorldMismatch(f"rank {rank}'s part of {name!r}: connection closed by peer")
                 watched = self._watch is not None and (self._watch[0], rank) not in self._over
                 if rank in self._lost and not watched:  # else the watch finds the cause
                     raise _LinkLost

@@ -135,17 +135,17 @@ def hops(ranks: int) -> int:
     return ceil(log2(ranks)) if ranks > 1 else 0
 
 
-def load_machine(name: str) -> Machine:
+def load_machine(text: str) -> Machine:
     """Return the machine of a preset's name or of a file; raise ConfigError that names what is like it."""
-    if name in PRESETS:
-        return PRESETS[name]
-    file = Path(name)
+    if text in PRESETS:
+        return PRESETS[text]
+    file = Path(text)
     if file.suffix not in (".yaml", ".yml") and not file.is_file():
-        near = closest(name.lower(), PRESETS) or closest(name.lower(), [name.partition("-")[0] for name in PRESETS])
+        near = closest(text.lower(), PRESETS) or closest(text.lower(), [name.partition("-")[0] for name in PRESETS])
         near = next((name for name in PRESETS if near and name.startswith(near)), None)
         way = f"did you mean {near}?" if near else "a file's name ends in .yaml."
         raise ConfigError(
-            f"--machine {name}: there is no such preset; {way} Presets: {', '.join(PRESETS)}. `unipar plan "
+            f"--machine {text}: there is no such preset; {way} Presets: {', '.join(PRESETS)}. `unipar plan "
             "--calibrate` measures this machine"
         )
     return _read_machine(file)
