@@ -8,7 +8,7 @@ from typing import Any
 from unipar.backend import offered_strategies as strategies
 from unipar.config import SHARDS, Config
 from unipar.prediction.terms import clips_in_fp64, refuse_unplanned
-from unipar.prediction.timeline import Payload, Prediction, StepTimeline
+from unipar.prediction.timeline import CommVolume, Prediction, StepTimeline
 from unipar_deepspeed.options import options_of, zero_settings
 from unipar_deepspeed.prediction.autotp_terms import beside_tensor
 from unipar_deepspeed.prediction.built import built_terms
@@ -44,7 +44,7 @@ def predict_zero(config: Config, timeline: StepTimeline, ranks: int, *, device: 
     else:
         found = predict_partitioned(model)
     if stage and model.norm_in_fp64 and axes.tensor == 1 and ranks > 1:
-        norm = Payload("data", "all_reduce", NORM_BYTES, 1, ranks)
+        norm = CommVolume("data", "all_reduce", NORM_BYTES, 1, ranks)
         found = replace(found, sent=(*found.sent, norm))
     if axes.tensor > 1:
         return beside_tensor(found, model, config, stage, ranks)

@@ -157,7 +157,7 @@ class Horovod(Backend):
     @override
     def predict(self, config: Config, timeline: StepTimeline, ranks: int, *, device: str) -> Prediction:
         from unipar.prediction.terms import refuse_unplanned
-        from unipar.prediction.timeline import Payload, Prediction, Term
+        from unipar.prediction.timeline import CommVolume, Prediction, Term
         from unipar.prediction.torch_engines import unwrapped_terms
 
         refuse_unplanned("horovod/nothing", config)
@@ -169,7 +169,7 @@ class Horovod(Backend):
         halved = options_of(config).compression == "fp16"
         size = sum(p.numel * (2 if halved else p.element_size) for p in timeline.parameters if p.trained)
         calls = -(-size // buffer) if buffer else sum(p.trained for p in timeline.parameters)
-        return Prediction(tuple(terms), (Payload("data", "all_reduce", size, calls, ranks),))
+        return Prediction(tuple(terms), (CommVolume("data", "all_reduce", size, calls, ranks),))
 
     @override
     def join(self, config: Config, place: Place) -> World:

@@ -1,4 +1,4 @@
-"""Predicted memory and payload beside measured.
+"""Predicted memory and bytes sent beside measured.
 
     python -m benchmarks.plan                          a covering set of rows: each pair of values at least once
     python -m benchmarks.plan --whole                  all rows; what an earlier go has measured is kept
@@ -8,7 +8,7 @@
 
 Compared are bytes beyond what libraries and Python hold for themselves, with the range of the measured steps. What was
 measured is kept in runs/plan-rows.jsonl, and planned anew; --again measures anew. Exit 1: a row is farther off than its
-limit, or a payload differs.
+limit, or the bytes sent differ.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Result:
 
     high: int = 0
     sent: dict[str, int] | None = None
-    """Planned payload by axis and collective, where it differs from the measured one."""
+    """Planned bytes sent by axis and collective, where it differs from the measured one."""
 
     measured_sent: dict[str, int] | None = None
     held: dict[str, int] | None = None
@@ -76,7 +76,7 @@ class Result:
 
 
 def plan_row(row: Row) -> tuple[PredictedPeak, Mapping[str, int]]:
-    """Return the fullest phase of a row as planned, and its payload; raise Unsupported if it is not planned."""
+    """Return the fullest phase of a row as planned, and its bytes sent; raise Unsupported if it is not planned."""
     from unipar.comparison.make_plan import predict_strategy
 
     predicted = predict_strategy(config_of(row), Strategy.parse(row.strategy), row.ranks, "cpu")
@@ -188,7 +188,7 @@ def report(results: Sequence[Result]) -> int:
         count = sum(low <= off < high or (low == off == 0.0) for off in offs)
         print(f"  {low:>5.1%} to {min(high, 1.0):>6.1%}  {count:>4}  {'#' * round(60 * count / len(offs))}")
     same = sum(result.sent == result.measured_sent for result in planned)
-    print(f"payload to the byte: {same} of {len(planned)}; not planned or failed: {len(results) - len(planned)}")
+    print(f"equal bytes sent: {same} of {len(planned)}; not planned or failed: {len(results) - len(planned)}")
     good = all(abs(r.off) <= LIMITS.get(r.row["model"], PUBLIC_LIMIT) for r in planned)
     return int(not good or same < len(planned) or len(planned) < len(results))
 

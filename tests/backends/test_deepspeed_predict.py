@@ -24,8 +24,8 @@ from unipar.config import Strategy
 from unipar.config.config_source import load_given_config
 from unipar.launcher.processes.group import WorkerGroup
 from unipar.prediction.timeline import (
+    CommVolume,
     Moment,
-    Payload,
     PredictedParameter,
     Prediction,
     StepTimeline,
@@ -131,29 +131,29 @@ def test_stage_3_gathers_and_keeps_what_autograd_keeps() -> None:
 @pytest.mark.parametrize(
     ("strategy", "precision", "wanted"),
     [
-        ("deepspeed/nothing", "fp32", [Payload("data", "all_reduce", 800_004, 1, 2)]),
+        ("deepspeed/nothing", "fp32", [CommVolume("data", "all_reduce", 800_004, 1, 2)]),
         (
             "deepspeed/optimizer",
             "bf16-master",
-            [Payload("data", "all_reduce", 400_002 + 1 + 4, 5, 2), Payload("data", "all_gather", 400_008, 1, 2)],
+            [CommVolume("data", "all_reduce", 400_002 + 1 + 4, 5, 2), CommVolume("data", "all_gather", 400_008, 1, 2)],
         ),
         (
             "deepspeed/gradients",
             "fp32",
-            [Payload("data", "all_reduce", 800_004 + 4, 4, 2), Payload("data", "all_gather", 800_016, 1, 2)],
+            [CommVolume("data", "all_reduce", 800_004 + 4, 4, 2), CommVolume("data", "all_gather", 800_016, 1, 2)],
         ),
         (
             "deepspeed/parameters",
             "fp32",
             [
-                Payload("data", "all_gather", 2 * 600_008 + 200_000, 3, 2),
-                Payload("data", "reduce_scatter", 800_008, 2, 2),
-                Payload("data", "all_reduce", 8, 1, 2),
+                CommVolume("data", "all_gather", 2 * 600_008 + 200_000, 3, 2),
+                CommVolume("data", "reduce_scatter", 800_008, 2, 2),
+                CommVolume("data", "all_reduce", 8, 1, 2),
             ],
         ),
     ],
 )
-def test_what_is_sent(strategy: str, precision: str, wanted: list[Payload]) -> None:
+def test_what_is_sent(strategy: str, precision: str, wanted: list[CommVolume]) -> None:
     """Gradients, the norm and, in bf16, whether one overflowed; parameters after the update, in stage 3 before use."""
     assert list(predict(strategy, 2, precision=precision).sent) == wanted
 

@@ -20,7 +20,7 @@ from unipar.config.config_source import load_given_config
 from unipar.distributed.mesh import Mesh, fake_groups
 from unipar.errors import TaskError
 from unipar.prediction.request import PredictionRequest
-from unipar.prediction.timeline import Payload, StepTimeline, TurnOfStep
+from unipar.prediction.timeline import CommVolume, StepTimeline, TurnOfStep
 from unipar.training.fake_run.task_traces import PredictedStep, TaskTraces
 from unipar.training.fake_run.trace_task import TracedTask
 
@@ -133,12 +133,12 @@ def test_a_step_of_eight_ranks(traces: TaskTraces) -> None:
     blocks = 2 * (3 * 16 * 16 + 16 * 16 + 2 * 64 * 16 + 64 + 2 * (4 * 16 + 16)) // 2 * 4
     rest = TIED + 8 * 16 * 4
     assert step.sent == (
-        Payload("pipeline", "all_reduce", TIED // 2, 1, 2),
-        Payload("all ranks", "all_reduce", 8, 1, 8),
-        Payload("data", "all_gather", 2 * 2 * (blocks + rest), 2 * 2 * 3, 2),
-        Payload("data", "reduce_scatter", 2 * (blocks + rest), 2 * 3, 2),
-        Payload("tensor", "all_reduce", 2 * 2 * 2 * 4 * HIDDEN, 2 * 2 * 4, 2),
-        Payload("pipeline", "send", 2 * (HEADER + 2 * HIDDEN), 2 * 2, 2),
+        CommVolume("pipeline", "all_reduce", TIED // 2, 1, 2),
+        CommVolume("all ranks", "all_reduce", 8, 1, 8),
+        CommVolume("data", "all_gather", 2 * 2 * (blocks + rest), 2 * 2 * 3, 2),
+        CommVolume("data", "reduce_scatter", 2 * (blocks + rest), 2 * 3, 2),
+        CommVolume("tensor", "all_reduce", 2 * 2 * 2 * 4 * HIDDEN, 2 * 2 * 4, 2),
+        CommVolume("pipeline", "send", 2 * (HEADER + 2 * HIDDEN), 2 * 2, 2),
     )
     held = step.phases[-1].held
     assert held["parameters"] == (blocks + rest) // 2
@@ -231,17 +231,17 @@ def test_steps_with_two_stages_on_a_rank(traces_of_four: TaskTraces) -> None:
     rest = TIED + 8 * 16 * 4
     interleaved = step_of(traces_of_four, "native/parameters+pipeline2+interleaved", 4)
     assert interleaved.sent == (
-        Payload("pipeline", "all_reduce", TIED // 2, 1, 2),
-        Payload("all ranks", "all_reduce", 8, 1, 4),
-        Payload("all ranks", "all_reduce", 4, 1, 4),
-        Payload("data", "all_gather", 2 * 2 * 2 * (block + rest), 2 * 2 * 2 * 2, 2),
-        Payload("data", "reduce_scatter", 2 * (2 * block + rest), 2 * 3, 2),
-        Payload("pipeline", "send", 2 * (2 * STATE + 2 * 3 * HIDDEN), 2 * 5, 2),
+        CommVolume("pipeline", "all_reduce", TIED // 2, 1, 2),
+        CommVolume("all ranks", "all_reduce", 8, 1, 4),
+        CommVolume("all ranks", "all_reduce", 4, 1, 4),
+        CommVolume("data", "all_gather", 2 * 2 * 2 * (block + rest), 2 * 2 * 2 * 2, 2),
+        CommVolume("data", "reduce_scatter", 2 * (2 * block + rest), 2 * 3, 2),
+        CommVolume("pipeline", "send", 2 * (2 * STATE + 2 * 3 * HIDDEN), 2 * 5, 2),
     )
     assert interleaved.phases[-1].held["parameters"] == (2 * block + rest) // 2
     halves = step_of(traces_of_four, "native/nothing+pipeline2+zerobubble", 4)
     whole = 2 * block + TIED + 2 * 16 * 4
-    assert halves.sent[3] == Payload("data", "all_reduce", whole, 23, 2)
+    assert halves.sent[3] == CommVolume("data", "all_reduce", whole, 23, 2)
     buffers = next(term for term in halves.phases[-1].terms if term.name == "buffers for what other stages send")
     assert buffers.size == 2 * (2 * STATE + 2 * 3 * HIDDEN)
 
@@ -270,10 +270,10 @@ def test_parts_of_accelerate(traces: TaskTraces) -> None:
     blocks = 3 * (3 * 16 * 16 + 16 * 16 + 2 * 64 * 16 + 64 + 2 * (4 * 16 + 16)) // 2 * 4
     rest = TIED + (8 * 16 + 2 * 16) * 4
     assert step.sent == (
-        Payload("all ranks", "all_reduce", 8, 1, 4),
-        Payload("data", "all_gather", 2 * (2 * blocks + rest), 2 * (2 * 3 + 1), 2),
-        Payload("data", "reduce_scatter", 2 * (blocks + rest), 2 * (3 + 1), 2),
-        Payload("tensor", "all_reduce", 2 * 2 * 3 * 4 * HIDDEN, 2 * 3 * 4, 2),
+        CommVolume("all ranks", "all_reduce", 8, 1, 4),
+        CommVolume("data", "all_gather", 2 * (2 * blocks + rest), 2 * (2 * 3 + 1), 2),
+        CommVolume("data", "reduce_scatter", 2 * (blocks + rest), 2 * (3 + 1), 2),
+        CommVolume("tensor", "all_reduce", 2 * 2 * 3 * 4 * HIDDEN, 2 * 3 * 4, 2),
     )
     assert [term.size for term in step.phases[0].terms][:2] == [sum(p.size for p in traced.timeline.whole)] * 2
     later = replace(traced.timeline, microbatches=2)
@@ -289,22 +289,22 @@ PART = (3 * (3 * 16 * 16 + 16 * 16 + 2 * 64 * 16 + 64 + 2 * (4 * 16 + 16)) // 2 
 @pytest.mark.parametrize(
     ("shard", "over_data", "norm"),
     [
-        ("nothing", {"all_reduce": PART}, Payload("all ranks", "all_reduce", 8, 1, 4)),
-        ("optimizer", {"all_reduce": PART + 4, "all_gather": PART}, Payload("tensor", "all_reduce", 4, 1, 2)),
-        ("gradients", {"all_reduce": 2 * PART + 4, "all_gather": PART}, Payload("tensor", "all_reduce", 4, 1, 2)),
+        ("nothing", {"all_reduce": PART}, CommVolume("all ranks", "all_reduce", 8, 1, 4)),
+        ("optimizer", {"all_reduce": PART + 4, "all_gather": PART}, CommVolume("tensor", "all_reduce", 4, 1, 2)),
+        ("gradients", {"all_reduce": 2 * PART + 4, "all_gather": PART}, CommVolume("tensor", "all_reduce", 4, 1, 2)),
         (
             "parameters",
             {"all_gather": PART, "reduce_scatter": 2 * PART, "all_reduce": 8},
-            Payload("tensor", "all_reduce", 8, 1, 2),
+            CommVolume("tensor", "all_reduce", 8, 1, 2),
         ),
     ],
 )
-def test_parts_of_deepspeed(traces: TaskTraces, shard: str, over_data: dict[str, int], norm: Payload) -> None:
+def test_parts_of_deepspeed(traces: TaskTraces, shard: str, over_data: dict[str, int], norm: CommVolume) -> None:
     """ZeRO works over the data on a rank's parts; ranks of tensor add up the norm, and rank 0 proves the split."""
     step = step_of(traces, f"deepspeed/{shard}+tensor2", 4)
     assert {p.collective: p.size for p in step.sent if p.axis == "data"} == over_data
     assert {p.ranks for p in step.sent if p.axis == "data"} == {2}
-    assert step.sent[-2:] == (norm, Payload("tensor", "all_reduce", 2 * 2 * 3 * 4 * HIDDEN, 2 * 3 * 4, 2))
+    assert step.sent[-2:] == (norm, CommVolume("tensor", "all_reduce", 2 * 2 * 3 * 4 * HIDDEN, 2 * 3 * 4, 2))
     (first, *_) = step.phases
     assert (first.phase, first.terms[0].name) == ("built", "whole model, of rank 0")
 

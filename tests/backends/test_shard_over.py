@@ -73,11 +73,11 @@ def test_bytes_are_those_planned(name: str, said: Said) -> None:
     traces = TaskTraces(job.config, sizes.micro, tasks.Grouped())
     sent = traces.predict(PredictionRequest(job.config, 4, sizes, "cpu", per)).sent
     by: Counter[tuple[str, str]] = Counter()
-    for payload in sent:
-        by[payload.axis, payload.collective] += payload.size
+    for volume in sent:
+        by[volume.axis, volume.collective] += volume.size
     assert max((rank["sent"] for rank in ranks), key=lambda each: sum(each.values())) == by
-    assert max(rank["across"] for rank in ranks) == sum(payload.across for payload in sent)
-    assert (sum(payload.across for payload in sent) > 0) is (name != "one machine")
+    assert max(rank["across"] for rank in ranks) == sum(volume.across for volume in sent)
+    assert (sum(volume.across for volume in sent) > 0) is (name != "one machine")
 
 
 def test_less_crosses_than_over_all_ranks(said: Said) -> None:

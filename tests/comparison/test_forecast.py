@@ -76,7 +76,7 @@ def peaks_of(phases: tuple[PredictedPeak, ...]) -> dict[str, int]:
 
 
 def test_it_predicts_what_plan_does(made: Forecast) -> None:
-    """The same peaks and payloads in the compared world, and the same peaks where the total batch is kept."""
+    """The same peaks and bytes sent in the compared world, and the same peaks where the total batch is kept."""
     plan = unipar.plan(CONFIG, strategies=["native/nothing", "native/gradients", "horovod"], worlds=[1, 2, 8])
     for row in plan.rows:
         strategy = strategy_of(made, row.strategy)

@@ -318,7 +318,7 @@ def test_the_table_shows_bytes_by_axis() -> None:
         "native/nothing            3.0 MiB         -          -",
         "native/nothing+pipeline2        -   1.0 MiB        8 B",
     ]
-    assert "\nsent: payload bytes of one step by axis of the mesh" in hybrid().table(80)
+    assert "\nsent: bytes of one step by axis of the mesh" in hybrid().table(80)
 
 
 def test_a_peak_of_the_set_up_is_said_to_be_that() -> None:

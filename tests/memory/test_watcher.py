@@ -161,13 +161,11 @@ def test_malloc_keeps_what_is_freed_while_steps_are_timed(found: dict[str, Any])
 
 
 def test_strategies_are_planned_after_they_ran(found: dict[str, Any]) -> None:
-    """Payloads are equal, peaks near what was measured; a backend that plans nothing is one sentence."""
+    """Bytes sent are equal, peaks near what was measured; a backend that plans nothing is one sentence."""
     told = Forecast.model_validate(found["forecast"], strict=False)
     rows = [StrategyResult.read(found[name]) for name in ("single", "native/nothing", "native/parameters")]
     compared_strategies = forecast_differences(told, rows)
-    assert [(each.strategy, each.same_payload) for each in compared_strategies] == [
-        (row.strategy, True) for row in rows
-    ]
+    assert [(each.strategy, each.same_volume) for each in compared_strategies] == [(row.strategy, True) for row in rows]
     assert [abs(each.off) < 0.01 for each in compared_strategies[:2]] == [True, True]
     assert abs(compared_strategies[2].off) < 0.15  # when FSDP2's copies in gloo are freed differs
     assert (told.problem, told.ranks, told.samples, told.share, told.memory_from) == ("", 2, 8, 4, "machine")

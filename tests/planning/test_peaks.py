@@ -15,7 +15,7 @@ from unipar.errors import Unsupported
 from unipar.planning.activations import Activations, AllocatedBlock
 from unipar.planning.cpu_copies import late_bytes, needed_with_gloo
 from unipar.planning.peaks import PlannedMemory
-from unipar.prediction.timeline import Moment, Payload, PredictedParameter, Prediction, StepTimeline, Term
+from unipar.prediction.timeline import CommVolume, Moment, PredictedParameter, Prediction, StepTimeline, Term
 
 MOMENTS = (
     *((0, Moment("forward", "begin")), (1, Moment("forward", "reach", 0)), (2, Moment("forward", "enter", 0))),
@@ -199,7 +199,7 @@ def test_what_gloo_frees_late() -> None:
     update = TIMELINE.at("update")
     early = Term("communication", "gathered", 1_000, 0, 1)
     at_end = Term("communication", "flat", 10, update, update + 1)
-    sent = (Payload("data", "all_reduce", 96, 1, 4),)
+    sent = (CommVolume("data", "all_reduce", 96, 1, 4),)
     steps = [PlannedMemory(TIMELINE, Prediction(terms, sent), ALLOCATED, 2) for terms in ((), (early,), (at_end,))]
     needed = [needed_with_gloo(step) - steps[0].highest() for step in steps]
     assert needed == [24, 1_024, 24 + 10]

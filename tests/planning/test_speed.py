@@ -14,7 +14,7 @@ from unipar.config.config_source import load_given_config
 from unipar.config.sections.strategy import Axes
 from unipar.planning.machines.machine import Link, Machine, PeakRates
 from unipar.planning.speed import StepSpeed, StepWork, bytes_on_the_way, describe_speed, predict_speed, seconds_of
-from unipar.prediction.timeline import Payload
+from unipar.prediction.timeline import CommVolume
 
 MACHINE = Machine(
     flops=PeakRates(fp32=1e12, bf16=4e12),
@@ -27,10 +27,10 @@ MACHINE = Machine(
     across=Link(latency=0.1, bandwidth=4e7),
 )
 WORK = StepWork(flops=3e12, model_flops=2e12, operations=100, update_bytes=5e8, units=64.0, microbatches=2)
-SENT = (Payload("data", "all_reduce", 10**8, 5, 4),)
+SENT = (CommVolume("data", "all_reduce", 10**8, 5, 4),)
 
 
-def speed(sent: tuple[Payload, ...] = SENT, precision: Any = "fp32", ranks: int = 4, **more: Any) -> StepSpeed:
+def speed(sent: tuple[CommVolume, ...] = SENT, precision: Any = "fp32", ranks: int = 4, **more: Any) -> StepSpeed:
     machine = MACHINE.model_copy(update=more.pop("machine", {}))
     overlaps, axes = more.pop("overlaps", {}), more.pop("axes", Axes())
     found = predict_speed(machine, precision, replace(WORK, **more), sent, overlaps, axes, ranks)
@@ -72,10 +72,10 @@ def test_communication_beside_computing(window: str, hidden: float) -> None:
 @pytest.mark.parametrize(("window", "hidden"), [("last backward", 2.0), ("backward", 4.0), ("step", 6.0)])
 def test_more_communication_than_computing(window: str, hidden: float) -> None:
     """No more is hidden than what is computed in that time, and only the share that the machine can."""
-    much = (Payload("data", "all_reduce", 10**9, 1, 4),)
+    much = (CommVolume("data", "all_reduce", 10**9, 1, 4),)
     assert speed(much, overlaps={"all_reduce": window}).hidden == pytest.approx(hidden)
     assert speed(much, overlaps={"all_reduce": window}, machine={"hides": 0.25}).hidden == pytest.approx(hidden / 4)
-    other = (Payload("tensor", "all_reduce", 10**9, 1, 4),)
+    other = (CommVolume("tensor", "all_reduce", 10**9, 1, 4),)
     assert speed(other, overlaps={"all_reduce": window}, axes=Axes(tensor=4)).hidden == 0.0
 
 
@@ -98,9 +98,9 @@ def test_bytes_on_the_way(collective: str, ranks: int, factor: float) -> None:
 
 def test_slower_ways() -> None:
     """A collective that reaches less, and a group that crosses machines: two of four ranks share 4e7 bytes a second."""
-    scattered = Payload("data", "reduce_scatter", 10**8, 1, 4)
+    scattered = CommVolume("data", "reduce_scatter", 10**8, 1, 4)
     assert seconds_of(scattered, MACHINE, Axes(), 4) == pytest.approx(0.02 + 0.75 / 0.5)
-    gathered = Payload("data", "all_gather", 10**8, 1, 4)
+    gathered = CommVolume("data", "all_gather", 10**8, 1, 4)
     assert seconds_of(gathered, MACHINE, Axes(tensor=2), 8) == pytest.approx(0.2 + 0.75e8 / 2e7)
 
 

@@ -43,7 +43,7 @@ def sent(strategy: str, ranks: int, timeline: StepTimeline = TIMELINE, **more: A
     given = {"batch": {"total": 8}, "train": train, "parallel": parallel, **more}
     config = strategies.config_in_strategy(load_given_config(given).config, Strategy.parse(strategy))
     found = registry.find_backend(config.backend).predict(config, timeline, ranks, device="cpu").sent
-    assert {payload.axis for payload in found} <= {"data"}
+    assert {volume.axis for volume in found} <= {"data"}
     return {(p.collective, p.size, p.calls, p.ranks) for p in found}
 
 

@@ -32,7 +32,7 @@ def held(row: Any) -> int:
 
 
 def sent(row: Any) -> int:
-    return sum(payload.size for payload in row.sent)
+    return sum(volume.size for volume in row.sent)
 
 
 @pytest.mark.parametrize(

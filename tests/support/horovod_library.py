@@ -54,7 +54,7 @@ def _planned(seed: int, microbatches: int, options: dict[str, Any]) -> dict[str,
     for ranks in (2, 3, 8, 64, 1000):
         config = config_of(seed, ranks, microbatches, options)
         sent = registry.find_backend("horovod").predict(config, timeline, ranks, device="cpu").sent
-        found[str(ranks)] = {payload.collective: payload.size for payload in sent}
+        found[str(ranks)] = {volume.collective: volume.size for volume in sent}
     return found
 
 

@@ -115,10 +115,10 @@ def compare(case: Case) -> Iterator[str]:
     found = _train(case, timeline.blocks, rank)
     if owners != found.owners:
         yield f"planned the states of {owners}, found {found.owners}"
-    sent = {payload.collective: [0, 0] for payload in prediction.sent}
-    for payload in prediction.sent:
-        size, calls = sent[payload.collective]
-        sent[payload.collective] = [size + payload.size, calls + payload.calls]
+    sent = {volume.collective: [0, 0] for volume in prediction.sent}
+    for volume in prediction.sent:
+        size, calls = sent[volume.collective]
+        sent[volume.collective] = [size + volume.size, calls + volume.calls]
     if sent != found.sent:
         yield f"planned to send {sent}, sent {dict(found.sent)}"
     for phase in ("update", "steady"):

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from typing_extensions import override
 
-from unipar.memory.recording.bytes_sent_recorder import collective_of, payload_of_call
+from unipar.memory.recording.bytes_sent_recorder import bytes_of_call, collective_of
 from unipar.memory.sources.profiler import ProfilerSource
 from unipar.training.fake_run.step_recorder import TellBackward
 
@@ -50,7 +50,7 @@ class PretendedRanks(TorchDispatchMode):
             return args[0]  # on the CPU it would make a copy in the wider dtype, for a moment
         kind = collective_of(func._schema.name)
         if kind in ("all_gather", "reduce_scatter") and func._schema.name.startswith("c10d::"):
-            copied = torch.empty(payload_of_call(args, None) if self._staged else 0, dtype=torch.uint8)
+            copied = torch.empty(bytes_of_call(args, None) if self._staged else 0, dtype=torch.uint8)
             for tensor in tree_leaves(args[0]):
                 tensor.zero_()  # of other ranks nothing has come
             del copied

@@ -126,7 +126,7 @@ def _planned(case: Case) -> tuple[dict[str, Any], int]:
         sums["disk"] = Counter()
         for term in prediction.at("disk"):
             sums["disk"][term.category] += term.size
-    sent = {payload.collective: [payload.size, payload.calls] for payload in prediction.sent}
+    sent = {volume.collective: [volume.size, volume.calls] for volume in prediction.sent}
     flat = FlatModel.of(zero_model(case.config, timeline, case.ranks, device="cuda"))
     alike = case.config.parallel.shard in ("nothing", "parameters")
     return {phase: _nonzero(found) for phase, found in sums.items()} | {"sent": sent}, 0 if alike else flat.rank

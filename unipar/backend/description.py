@@ -241,7 +241,7 @@ class Backend(ABC):
     def sends(self, world: World) -> AbstractContextManager[Mapping[str, int]]:
         """Context manager: count the bytes that the library sends in one step without torch.distributed.
 
-        Yield a mapping of collective -> payload bytes, filled on exit. All ranks enter and leave it together, in a
+        Yield a mapping of collective -> bytes sent, filled on exit. All ranks enter and leave it together, in a
         world in which the variables of `recording` are set.
         """
         return nullcontext({})

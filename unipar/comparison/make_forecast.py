@@ -192,10 +192,10 @@ class Forecaster:
         planner = self._planner(at.config)
         row = planner.row(at.strategy, planner.request(at.config, at.ranks, at.sizes))
         sent: dict[str, dict[str, int]] = {}
-        for payload in row.sent:
-            of = sent.setdefault(payload.axis, {})
-            of[payload.collective] = of.get(payload.collective, 0) + payload.size
-        across = sum(payload.across for payload in row.sent)
+        for volume in row.sent:
+            of = sent.setdefault(volume.axis, {})
+            of[volume.collective] = of.get(volume.collective, 0) + volume.size
+        across = sum(volume.across for volume in row.sent)
         here = _world_of(row.peak, row.late, at.ranks, at.sizes)
         return StrategyForecast(
             strategy=name,

@@ -130,7 +130,7 @@ class MemoryAccount(Section):
 
     resident: ResidentMemory | None = None
     sent: dict[str, int] = Field(default_factory=dict)
-    """Payload bytes of one step by collective; each call counts with its whole tensor."""
+    """Bytes sent in one step by collective; each call counts with its whole tensor."""
 
     sent_along: dict[str, dict[str, int]] = Field(default_factory=dict)
     """The same bytes by axis of the mesh (`SENT_AXES`), then collective; empty in files of earlier versions."""

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from unipar.prediction.timeline import Moment, Payload
+from unipar.prediction.timeline import CommVolume, Moment
 
 CopyOnCPU = Literal["gloo", "oneDNN"]
 """What copies tensors on the CPU: gloo those that it sends, and oneDNN those of a convolution."""
@@ -44,7 +44,7 @@ class AllocatedBlock:
 
 
 @dataclass(frozen=True)
-class MicrobatchPayload:
+class MicrobatchVolume:
     """Bytes that a microbatch sends along one axis by one collective: `base + slope * micro`."""
 
     axis: str
@@ -54,10 +54,10 @@ class MicrobatchPayload:
     calls: int
     ranks: int
 
-    def of_step(self, micro: int, microbatches: int) -> Payload:
-        """Return the payload of a step of so many microbatches."""
+    def of_step(self, micro: int, microbatches: int) -> CommVolume:
+        """Return the bytes sent in a step of so many microbatches."""
         size = round(self.base + self.slope * micro)
-        return Payload(self.axis, self.collective, microbatches * size, microbatches * self.calls, self.ranks)
+        return CommVolume(self.axis, self.collective, microbatches * size, microbatches * self.calls, self.ranks)
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unipar.memory.recording.bytes_sent_recorder import collective_of, payload_of_call
+from unipar.memory.recording.bytes_sent_recorder import bytes_of_call, collective_of
 from unipar.planning.activations import Activations, CopyOnCPU
 from unipar.planning.peaks import PlannedMemory
-from unipar.prediction.timeline import Payload, Prediction
+from unipar.prediction.timeline import CommVolume, Prediction
 
 MOST_GLOO_SCRATCH: Final = 2 * 2**20
 """Most bytes that gloo allocates for one sum, beside copies: two segments of at most 1 MiB."""
@@ -51,7 +51,7 @@ def copies_in_operation(func: Any, args: Sequence[Any], out: Any) -> Iterator[Co
     for size in copies_of_convolution(func, args, out):
         yield CopyInOperation(size, f"{func.__name__}, copied by oneDNN", "oneDNN")
     if (kind := collective_of(func._schema.name)) in _COPIED_BY_GLOO:
-        yield CopyInOperation(payload_of_call(args, out), f"{kind}, copied by gloo", "gloo")
+        yield CopyInOperation(bytes_of_call(args, out), f"{kind}, copied by gloo", "gloo")
 
 
 def copies_of_convolution(func: Any, args: Sequence[Any], out: Any) -> Iterator[int]:
@@ -108,6 +108,6 @@ def _largest_copy_of_gloo(activations: Activations, micro: int) -> int:
     return max((block.size(micro) for block in activations.blocks if block.copied_by == "gloo"), default=0)
 
 
-def _gloo_scratch(sent: Sequence[Payload]) -> int:
+def _gloo_scratch(sent: Sequence[CommVolume]) -> int:
     """Return the scratch memory of the largest sum: two of the segments into which gloo cuts it, two for each rank."""
     return min(max((p.size // p.ranks for p in sent), default=0), MOST_GLOO_SCRATCH)

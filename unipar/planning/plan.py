@@ -71,7 +71,7 @@ def _row_as_json(row: PlannedStrategy) -> dict[str, Any]:
         "micro": row.micro,
         "largest_micro": row.largest,
         "to_fit": row.ways,
-        "sent": [asdict(payload) for payload in row.sent],
+        "sent": [asdict(volume) for volume in row.sent],
         "speed": None if row.speed is None else _speed_as_json(row.speed),
         "late": row.late,
         "phases": [_phase_as_json(phase) for phase in row.phases],

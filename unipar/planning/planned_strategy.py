@@ -7,7 +7,7 @@ from typing import Final
 
 from unipar.planning.peaks import OffloadedBytes, PredictedPeak
 from unipar.planning.speed import StepSpeed
-from unipar.prediction.timeline import MemoryPlace, Payload
+from unipar.prediction.timeline import CommVolume, MemoryPlace
 
 UNEVEN: Final = "activations do not grow evenly with the microbatch: other sizes are estimates"
 """Note of a plan whose figures for other microbatches than the configured one are extrapolated."""
@@ -37,7 +37,7 @@ class PlannedStrategy:
     late: int = 0
     """Bytes by which the peak may be higher for a moment, because collectives free their copies late."""
 
-    sent: tuple[Payload, ...] = ()
+    sent: tuple[CommVolume, ...] = ()
     """What a rank sends in a step."""
 
     speed: StepSpeed | None = None
@@ -74,12 +74,12 @@ class PlannedStrategy:
     @property
     def sent_bytes(self) -> int:
         """Bytes that a rank sends in a step."""
-        return sum(payload.size for payload in self.sent)
+        return sum(volume.size for volume in self.sent)
 
     @property
     def sent_across(self) -> int:
         """Bytes of them in groups that have ranks on several machines."""
-        return sum(payload.across for payload in self.sent)
+        return sum(volume.across for volume in self.sent)
 
     def offloaded_to(self, place: MemoryPlace) -> int:
         """Return the bytes that a rank keeps in a place other than its device."""

@@ -10,7 +10,7 @@ from unipar.config import Precision
 from unipar.config.sections.strategy import Axes
 from unipar.planning.machines.machine import Machine, hops
 from unipar.planning.pipeline_order import bubble
-from unipar.prediction.timeline import OverlapWindow, Payload
+from unipar.prediction.timeline import CommVolume, OverlapWindow
 
 BACKWARD_SHARE: Final = 2 / 3
 """Share of forward and backward that is backward: gradients of inputs and of weights, each as long as a forward."""
@@ -76,7 +76,7 @@ def predict_speed(
     machine: Machine,
     precision: Precision,
     work: StepWork,
-    sent: Sequence[Payload],
+    sent: Sequence[CommVolume],
     overlaps: Mapping[str, OverlapWindow],
     axes: Axes,
     ranks: int,
@@ -92,7 +92,7 @@ def predict_speed(
     started = work.operations * machine.operation
     compute = arithmetic + started if machine.device == "cpu" else max(arithmetic, started)
     share = bubble(axes.schedule, axes.pipeline, work.microbatches) if axes.pipeline > 1 else 0.0
-    times = [(payload, seconds_of(payload, machine, axes, ranks)) for payload in sent]
+    times = [(volume, seconds_of(volume, machine, axes, ranks)) for volume in sent]
     speed = StepSpeed(
         compute=compute,
         update=work.update_bytes / machine.bandwidth,
@@ -105,12 +105,12 @@ def predict_speed(
     return StepSpeed(**{**vars(speed), "mfu": work.model_flops / (peak * speed.seconds)})
 
 
-def seconds_of(payload: Payload, machine: Machine, axes: Axes, ranks: int) -> float:
-    """Return the seconds of a payload's calls: latencies along a tree, bytes over a ring's slowest link."""
-    link = machine.way(axes, payload.axis, payload.ranks, ranks, payload.stride)
-    bandwidth = link.bandwidth * link.shares.get(payload.collective, 1.0)
-    moved = payload.size * bytes_on_the_way(payload.collective, payload.ranks)
-    return payload.calls * link.latency * hops(payload.ranks) + moved / bandwidth
+def seconds_of(volume: CommVolume, machine: Machine, axes: Axes, ranks: int) -> float:
+    """Return the seconds of a collective's calls: latencies along a tree, bytes over a ring's slowest link."""
+    link = machine.way(axes, volume.axis, volume.ranks, ranks, volume.stride)
+    bandwidth = link.bandwidth * link.shares.get(volume.collective, 1.0)
+    moved = volume.size * bytes_on_the_way(volume.collective, volume.ranks)
+    return volume.calls * link.latency * hops(volume.ranks) + moved / bandwidth
 
 
 def bytes_on_the_way(collective: str, ranks: int) -> float:
@@ -125,7 +125,7 @@ def bytes_on_the_way(collective: str, ranks: int) -> float:
 
 
 def _hidden(
-    times: Sequence[tuple[Payload, float]], overlaps: Mapping[str, OverlapWindow], compute: float, microbatches: int
+    times: Sequence[tuple[CommVolume, float]], overlaps: Mapping[str, OverlapWindow], compute: float, microbatches: int
 ) -> float:
     """Return the seconds of collectives beside which there is something to compute; narrow windows first."""
     backward = compute * BACKWARD_SHARE

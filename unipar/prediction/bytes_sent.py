@@ -1,4 +1,4 @@
-"""Payloads of a step of DDP, ZeroRedundancyOptimizer, FSDP2 and local SGD, as closed forms."""
+"""Bytes sent of a step of DDP, ZeroRedundancyOptimizer, FSDP2 and local SGD, as closed forms."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final, Literal, NamedTuple
 
 from unipar.config import Config
 from unipar.prediction.fsdp2_groups import ShardedModel
-from unipar.prediction.timeline import Payload, PredictedParameter, StepTimeline
+from unipar.prediction.timeline import CommVolume, PredictedParameter, StepTimeline
 
 LIBRARY_BUCKETS: Final = (2**20, 25 * 2**20)
 """Sizes of DDP's first bucket and of all others if it is told none: the first is sent early."""
@@ -33,7 +33,7 @@ class DDPBuckets(NamedTuple):
     find_unused_parameters: bool | Literal["auto"]
 
 
-def sent_by_ddp(timeline: StepTimeline, buckets: DDPBuckets, ranks: int) -> tuple[Payload, ...]:
+def sent_by_ddp(timeline: StepTimeline, buckets: DDPBuckets, ranks: int) -> tuple[CommVolume, ...]:
     """Return what DDP sends: gradients in buckets, and flags of use where it searches for unused parameters."""
     if ranks == 1:
         return ()
@@ -44,9 +44,9 @@ def sent_by_ddp(timeline: StepTimeline, buckets: DDPBuckets, ranks: int) -> tupl
         calls = count_buckets(
             [p for _, p in trained], buckets.limits
         )  # it does not learn their order, and keeps its first
-        return (Payload("data", "all_reduce", size + USED_FLAG_BYTES * len(trained), calls + 1, ranks),)
+        return (CommVolume("data", "all_reduce", size + USED_FLAG_BYTES * len(trained), calls + 1, ranks),)
     ready = [p for _, p in sorted(trained, key=lambda each: timeline.gradient_at(each[0]))]
-    return (Payload("data", "all_reduce", size, count_buckets(ready, buckets.limits), ranks),)
+    return (CommVolume("data", "all_reduce", size, count_buckets(ready, buckets.limits), ranks),)
 
 
 def count_buckets(parameters: Sequence[PredictedParameter], limits: Sequence[int]) -> int:
@@ -61,14 +61,14 @@ def count_buckets(parameters: Sequence[PredictedParameter], limits: Sequence[int
     return closed.total() + sum(size > 0 for size in filled.values())
 
 
-def updated_parameters(timeline: StepTimeline, ranks: int) -> Payload:
+def updated_parameters(timeline: StepTimeline, ranks: int) -> CommVolume:
     """Return what ZeroRedundancyOptimizer sends: each rank's parameters, after it has updated them.
 
     A rank that has none sends one number of fp32.
     """
     idle = sum(not share for share in shares_of_ranks(timeline, ranks))
     size = sum(p.size for p in timeline.parameters if p.trained) + EMPTY_BUCKET_BYTES * idle
-    return Payload("data", "broadcast", size, ranks, ranks)
+    return CommVolume("data", "broadcast", size, ranks, ranks)
 
 
 def shares_of_ranks(timeline: StepTimeline, ranks: int) -> Sequence[Sequence[PredictedParameter]]:
@@ -85,7 +85,7 @@ def shares_of_ranks(timeline: StepTimeline, ranks: int) -> Sequence[Sequence[Pre
     return shares
 
 
-def averages(timeline: StepTimeline, config: Config, ranks: int) -> tuple[Payload, ...]:
+def averages(timeline: StepTimeline, config: Config, ranks: int) -> tuple[CommVolume, ...]:
     """Return what local SGD sends when it averages parameters and moments, as a mean over the steps between."""
     assert config.train.local_steps is not None
     if ranks == 1:
@@ -94,7 +94,7 @@ def averages(timeline: StepTimeline, config: Config, ranks: int) -> tuple[Payloa
     size = sum(p.size + p.numel * sum(p.states) for p in trained)
     calls = sum(1 + len(p.states) for p in trained)
     every = config.train.local_steps
-    return (Payload("data", "all_reduce", size // every, -(-calls // every), ranks),)
+    return (CommVolume("data", "all_reduce", size // every, -(-calls // every), ranks),)
 
 
 def sent_by_fsdp2(
@@ -105,7 +105,7 @@ def sent_by_fsdp2(
     axis_of_copies: str = "data",
     stride: int | None = None,
     passes: int = 1,
-) -> Iterator[Payload]:
+) -> Iterator[CommVolume]:
     """Yield what FSDP2 sends in a step: parameters gathered and gradients summed up, of each group that has some.
 
     `axis`: name of the ranks over which the model is sharded. `copies`: number of such shardings, averaged along
@@ -118,14 +118,14 @@ def sent_by_fsdp2(
         gathers += (passes - 1) * [model.gathered[g] for g in (*model.order, *model.gathered_again) if g < 0]
     reduces = [size for size in model.gradient_bytes.values() if size]
     if ranks > 1:
-        yield Payload(axis, "all_gather", times * sum(gathers), times * len(gathers), ranks)
-        yield Payload(axis, "reduce_scatter", times * sum(reduces), times * len(reduces), ranks)
+        yield CommVolume(axis, "all_gather", times * sum(gathers), times * len(gathers), ranks)
+        yield CommVolume(axis, "reduce_scatter", times * sum(reduces), times * len(reduces), ranks)
     if copies > 1:
         size, calls = times * sum(reduces) // ranks, times * len(reduces)
-        yield Payload(axis_of_copies, "all_reduce", size, calls, copies, stride or ranks)
+        yield CommVolume(axis_of_copies, "all_reduce", size, calls, copies, stride or ranks)
 
 
-def norm_of_fsdp2(model: ShardedModel, copies: int, *, fp64: bool) -> tuple[Payload, ...]:
+def norm_of_fsdp2(model: ShardedModel, copies: int, *, fp64: bool) -> tuple[CommVolume, ...]:
     """Return what the norm of all gradients sends: the norm of each in one call, or in fp64 the sum of squares.
 
     Norms are summed up over the ranks that split a copy, squares over all ranks.
@@ -133,6 +133,6 @@ def norm_of_fsdp2(model: ShardedModel, copies: int, *, fp64: bool) -> tuple[Payl
     if model.ranks == 1:
         return ()
     if fp64:
-        return (Payload("data", "all_reduce", FP64_NORM_BYTES, 1, model.ranks * copies),)
+        return (CommVolume("data", "all_reduce", FP64_NORM_BYTES, 1, model.ranks * copies),)
     size = NORM_BYTES * sum(p.trained for p in model.timeline.parameters)
-    return (Payload("data", "all_reduce", size, 1, model.ranks),)
+    return (CommVolume("data", "all_reduce", size, 1, model.ranks),)

@@ -12,7 +12,7 @@ from unipar.distributed.mesh import MESH_AXES, Mesh
 from unipar.distributed.world_machines import WorldMachines
 from unipar.errors import ConfigError
 from unipar.prediction.request import PredictionRequest
-from unipar.prediction.timeline import Payload
+from unipar.prediction.timeline import CommVolume
 
 
 def settle_shard_over(config: Config, ranks: int, per: int | None) -> Config:
@@ -39,8 +39,8 @@ def settle_request(request: PredictionRequest) -> PredictionRequest:
     return replace(request, config=config)
 
 
-def count_across(sent: Sequence[Payload], config: Config, ranks: int, per: int | None) -> tuple[Payload, ...]:
-    """Return the payloads with their bytes across machines of `per` ranks, of the rank where these are most.
+def count_across(sent: Sequence[CommVolume], config: Config, ranks: int, per: int | None) -> tuple[CommVolume, ...]:
+    """Return the volumes with their bytes across machines of `per` ranks, of the rank where these are most.
 
     `per`: None where it is not known; then all ranks are taken to be on one machine.
     """

@@ -250,7 +250,7 @@ class Term:
 
 
 @dataclass(frozen=True, slots=True)
-class Payload:
+class CommVolume:
     """Bytes that one rank sends or gets in a step by one collective along one axis, as `compare` counts them."""
 
     axis: str
@@ -280,7 +280,7 @@ class Prediction:
     """Memory that one rank of a backend holds in a step, and bytes that it sends, beside the model's activations."""
 
     terms: tuple[Term, ...]
-    sent: tuple[Payload, ...] = ()
+    sent: tuple[CommVolume, ...] = ()
     built: tuple[Term, ...] = ()
     """Tensors of rank 0 at the fullest moment before the first step, where that may be more than a step needs."""
 

@@ -216,7 +216,7 @@ def sends_across(accounts: Iterable[MemoryAccount]) -> bool:
 
 SENT_REMARK: Final = Remark(
     column="sent",
-    text="sent: payload bytes of one step by axis of the mesh, of the rank that sends most along it; each call counts "
+    text="sent: bytes of one step by axis of the mesh, of the rank that sends most along it; each call counts "
     "with its whole tensor",
 )
 """Remark on the table of bytes sent by axis."""

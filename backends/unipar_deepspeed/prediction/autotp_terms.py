@@ -11,7 +11,7 @@ from unipar.config import Config
 from unipar.distributed.mesh import Mesh
 from unipar.memory.recording.bytes_sent_recorder import axis_of_ranks
 from unipar.prediction.terms import norm_terms, whole_tensors
-from unipar.prediction.timeline import Payload, Prediction
+from unipar.prediction.timeline import CommVolume, Prediction
 from unipar_deepspeed.prediction.zero_model import NORM_BYTES, ZeroModel, sub_groups
 
 
@@ -23,11 +23,11 @@ def beside_tensor(prediction: Prediction, model: ZeroModel, config: Config, stag
     return replace(prediction, terms=(*prediction.terms, *terms), sent=(*prediction.sent, *sent), built=built)
 
 
-def _norms(model: ZeroModel, config: Config, stage: int, ranks: int) -> Iterator[Payload]:
+def _norms(model: ZeroModel, config: Config, stage: int, ranks: int) -> Iterator[CommVolume]:
     axes = config.parallel.axes
     if stage == 0 or model.norm_in_fp64:
         axis = axis_of_ranks(Mesh.of(0, ranks, **axes.sizes), list(range(ranks))) or ""
-        yield Payload(axis, "all_reduce", NORM_BYTES, 1, ranks)
+        yield CommVolume(axis, "all_reduce", NORM_BYTES, 1, ranks)
     if stage:
         calls = len(model.groups) if stage < 3 else len(list(sub_groups(model)))
-        yield Payload("tensor", "all_reduce", calls * (4 if stage < 3 else NORM_BYTES), calls, axes.tensor)
+        yield CommVolume("tensor", "all_reduce", calls * (4 if stage < 3 else NORM_BYTES), calls, axes.tensor)

@@ -136,7 +136,7 @@ def predict_flat(model: ZeroModel, *, stage: int) -> Prediction:
     for group in flat.groups:
         sent.add("all_reduce", 4)  # the norm
         sent.add("all_gather", group.partition * model.ranks * model.element)
-    return Prediction(tuple(terms), sent.payloads())
+    return Prediction(tuple(terms), sent.volumes())
 
 
 def _states(flat: FlatModel) -> Iterator[Term]:

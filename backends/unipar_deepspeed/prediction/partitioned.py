@@ -54,7 +54,7 @@ def predict_partitioned(model: ZeroModel) -> Prediction:
     terms += _update(model)
     for _ in sub_groups(model):
         sent.add("all_reduce", OFFLOADED_NORM_BYTES if model.offloaded else NORM_BYTES)
-    return Prediction(tuple(terms), sent.payloads())
+    return Prediction(tuple(terms), sent.volumes())
 
 
 def _states(model: ZeroModel) -> Iterator[Term]:

@@ -33,7 +33,7 @@ def predict_stage_0(model: ZeroModel) -> Prediction:
     terms.append(
         Term("communication", "gradients, flat", largest, timeline.at("backward", "finish"), timeline.at("update"))
     )
-    return Prediction(tuple(terms), sent.payloads())
+    return Prediction(tuple(terms), sent.volumes())
 
 
 def _reductions(model: ZeroModel) -> Iterator[list[int]]:

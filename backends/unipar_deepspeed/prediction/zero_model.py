@@ -11,8 +11,8 @@ from typing import final
 
 from unipar.prediction.terms import pinned_bytes, update_terms
 from unipar.prediction.timeline import (
+    CommVolume,
     MemoryPlace,
-    Payload,
     PredictedParameter,
     StepTimeline,
     Term,
@@ -143,12 +143,12 @@ class SentBytes:
 
     def repeat(self, other: SentBytes, times: int) -> None:
         """Count so many times what another has counted."""
-        for payload in other.payloads():
-            self.add(payload.collective, payload.size * times, payload.calls * times)
+        for volume in other.volumes():
+            self.add(volume.collective, volume.size * times, volume.calls * times)
 
-    def payloads(self) -> tuple[Payload, ...]:
+    def volumes(self) -> tuple[CommVolume, ...]:
         """Return what was counted."""
-        return tuple(Payload(AXIS, kind, size, self._calls[kind], self._ranks) for kind, size in self._bytes.items())
+        return tuple(CommVolume(AXIS, kind, size, self._calls[kind], self._ranks) for kind, size in self._bytes.items())
 
 
 @dataclass

@@ -14,7 +14,7 @@ from unipar.prediction.bytes_sent import FP64_NORM_BYTES, sent_by_fsdp2
 from unipar.prediction.fsdp2_groups import ShardedModel, padded_elements
 from unipar.prediction.fsdp2_terms import predict_sharded
 from unipar.prediction.terms import clips_in_fp64, norm_terms, predict_whole, refuse_unplanned, whole_tensors
-from unipar.prediction.timeline import Payload, Prediction, StepTimeline, Term
+from unipar.prediction.timeline import CommVolume, Prediction, StepTimeline, Term
 from unipar_mesh.options import MeshOptions
 
 SKETCH_BYTES: Final = 3 * 8 + 1
@@ -46,7 +46,7 @@ def predict_mesh(
     shards = _ranks_of_a_copy(config, mesh)
     alike = [mesh.rank_at(data=d, context=c) for d in range(mesh.sizes["data"]) for c in range(mesh.sizes["context"])]
     traffic = [
-        Payload(
+        CommVolume(
             "pipeline",
             "all_reduce",
             padded_elements(p, shards) // shards * p.element_size,
@@ -57,14 +57,14 @@ def predict_mesh(
         for p in timeline.parameters
         if p.trained and p.stages > 1
     ]
-    norm = Payload(_axis(mesh, range(ranks)), "all_reduce", FP64_NORM_BYTES, 1, ranks)
+    norm = CommVolume(_axis(mesh, range(ranks)), "all_reduce", FP64_NORM_BYTES, 1, ranks)
     traffic.append(norm)
     if axes.pieces > 1 and mesh.sizes["data"] > 1:  # whether any share of the data has batches of a new shape
-        traffic.append(Payload(_axis(mesh, range(ranks)), "all_reduce", SHAPE_FLAG_BYTES, 1, ranks))
+        traffic.append(CommVolume(_axis(mesh, range(ranks)), "all_reduce", SHAPE_FLAG_BYTES, 1, ranks))
     built = tuple(built_split(timeline, options.proof)) if device == "cpu" else ()  # else that is the host's memory
     if axes.schedule == "zerobubble" and len(alike) > 1:  # without FSDP2: gradients are averaged one by one
         trained = [p.size for p in timeline.parameters if p.trained]
-        traffic.append(Payload(_axis(mesh, alike), "all_reduce", sum(trained), len(trained), len(alike)))
+        traffic.append(CommVolume(_axis(mesh, alike), "all_reduce", sum(trained), len(trained), len(alike)))
     if len(alike) == 1 or axes.schedule == "zerobubble":
         norm_of_whole = norm_terms(timeline, whole_tensors(timeline.parameters)) if fp64 else ()
         return Prediction((*predict_whole(timeline, buckets=False), *norm_of_whole), tuple(traffic), built)

@@ -85,13 +85,13 @@ def test_the_distance_is_that_from_the_range(peak: int, off: float) -> None:
         (SENT, {"sent_along": {}, "sent_by": ""}, None, [("data all_reduce", 400, 0)]),
     ],
 )
-def test_payloads_are_compared_to_the_byte(
+def test_bytes_sent_are_compared_to_the_byte(
     told: dict[str, dict[str, int]], changed: dict[str, Any], same: bool | None, differing: list[tuple[str, int, int]]
 ) -> None:
     """By axis and collective; nothing is said of what was not planned or not recorded."""
     row = SAME.changed(memory=[account(**changed), account(1, **changed)])
     (found,) = forecast_differences(Forecast(strategies=(planned(1_600, told),)), [row])
-    assert (found.same_payload, list(found.differing_payloads())) == (same, differing)
+    assert (found.same_volume, list(found.differing_volumes())) == (same, differing)
 
 
 @pytest.mark.parametrize(("across", "same"), [(100, True), (0, False)])
@@ -100,8 +100,8 @@ def test_bytes_between_machines_are_compared(across: int, same: bool) -> None:
     row = SAME.changed(memory=[account(), account(1, sent_across=100)])
     strategy = planned(1_600).model_copy(update={"sent_across": across})
     (found,) = forecast_differences(Forecast(strategies=(strategy,)), [row])
-    assert found.same_payload is same
-    assert list(found.differing_payloads()) == ([] if same else [("between machines", 0, 100)])
+    assert found.same_volume is same
+    assert list(found.differing_volumes()) == ([] if same else [("between machines", 0, 100)])
 
 
 def test_which_strategies_are_compared() -> None:

@@ -1,4 +1,4 @@
-"""Communication of a step: payload bytes of every collective of torch.distributed, by axis of the mesh."""
+"""Communication of a step: bytes sent of every collective of torch.distributed, by axis of the mesh."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TRAFFIC_METHOD: Final = "each call of torch.distributed's operators"
 """Description of how bytes are counted, for the account."""
 
 Traffic = Counter[tuple[str, str]]
-"""Payload bytes by axis and collective."""
+"""Bytes sent by axis and collective."""
 
 _NAMESPACES: Final = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 _GROUP_ARGUMENTS: Final = ("process_group", "group_name")
@@ -38,7 +38,7 @@ _COLLECTIVE_OF_PREFIX: Final = {
     "reduce": "reduce",
     "send": "send",
 }
-"""Collective by the prefix of its operators' names, underscores removed; barriers are absent: they carry no payload."""
+"""Collective by the prefix of its operators' names, underscores removed; barriers are absent: they carry no bytes."""
 
 
 class _Group(NamedTuple):
@@ -53,9 +53,9 @@ class _Group(NamedTuple):
 
 @final
 class CollectiveCounter(TorchDispatchMode):
-    """Dispatch mode that adds up payload bytes by axis of the mesh and collective.
+    """Dispatch mode that adds up bytes sent by axis of the mesh and collective.
 
-    The payload of a call is the larger of the tensor that the rank gives and the tensor that it gets. Calls in a group
+    The bytes of a call are the larger of the tensor that the rank gives and the tensor that it gets. Calls in a group
     of one rank send nothing, and do not count. Autograd's threads inherit the mode, so calls in a backward count.
     """
 
@@ -83,7 +83,7 @@ class CollectiveCounter(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         kind = collective_of(func._schema.name)
         if kind is not None and (group := self._group(func._schema, args, kwargs or {})).axis is not None:
-            size = payload_of_call(args, out)
+            size = bytes_of_call(args, out)
             self._traffic[group.axis, kind] += size
             self.across += size if group.across else 0
             self.calls[group.axis, kind] += 1
@@ -134,8 +134,8 @@ def collective_of(operator: str) -> str | None:
     return next((kind for begins, kind in _COLLECTIVE_OF_PREFIX.items() if name.startswith(begins)), None)
 
 
-def payload_of_call(args: Any, out: Any) -> int:
-    """Return the payload of a call of such an operator: the larger of what it is given and what it returns."""
+def bytes_of_call(args: Any, out: Any) -> int:
+    """Return the bytes of a call of such an operator: the larger of what it is given and what it returns."""
     return max(_tensor_bytes(part) for part in (*args[:2], out))
 
 

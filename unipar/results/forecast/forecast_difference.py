@@ -1,4 +1,4 @@
-"""`ForecastDifference`: a strategy's predicted peak and payload beside the measured ones."""
+"""`ForecastDifference`: a strategy's predicted peak and bytes sent beside the measured ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from unipar.results.forecast.records import NOT_PLANNED, Forecast, StrategyForec
 from unipar.utils.columns import Column
 from unipar.utils.text import format_size, join_with_and
 
-Payloads = Mapping[str, Mapping[str, int]]
+BytesByAxis = Mapping[str, Mapping[str, int]]
 """Bytes of one step by axis of the mesh, then collective."""
 
 
@@ -45,8 +45,8 @@ class MeasuredStep:
     held: Mapping[Category, int]
     """Bytes by category in the fullest phase."""
 
-    sent: Payloads | None
-    """Payload of one step; None if it was not recorded."""
+    sent: BytesByAxis | None
+    """Bytes sent in one step; None if it was not recorded."""
 
     across: int = 0
     """Bytes of it in groups on several machines, of the rank that has most of them."""
@@ -104,8 +104,8 @@ class ForecastDifference:
         return peak / nearest - 1.0 if nearest > 0 else 1.0
 
     @property
-    def same_payload(self) -> bool | None:
-        """Whether the predicted payload is the measured one to the byte; None if one of them is not known."""
+    def same_volume(self) -> bool | None:
+        """Whether the predicted bytes sent are the measured ones to the byte; None if one of them is not known."""
         if self.measured.sent is None or (not _flat(self.planned.sent) and _flat(self.measured.sent)):
             return None
         across = self.planned.sent_across == self.measured.across
@@ -113,15 +113,15 @@ class ForecastDifference:
 
     @property
     def planned_bytes_sent(self) -> int:
-        """Predicted payload of one step."""
+        """Predicted bytes sent in one step."""
         return sum(_flat(self.planned.sent).values())
 
     @property
     def measured_bytes_sent(self) -> int | None:
-        """Measured payload of one step, or None if it was not recorded."""
+        """Measured bytes sent in one step, or None if it was not recorded."""
         return None if self.measured.sent is None else sum(_flat(self.measured.sent).values())
 
-    def differing_payloads(self) -> Iterator[tuple[str, int, int]]:
+    def differing_volumes(self) -> Iterator[tuple[str, int, int]]:
         """Yield axis and collective, bytes predicted and bytes measured, where these differ."""
         planned, measured = _flat(self.planned.sent), _flat(self.measured.sent or {})
         for name in sorted({*planned, *measured}):
@@ -131,7 +131,7 @@ class ForecastDifference:
             yield "between machines", self.planned.sent_across, self.measured.across
 
 
-def _flat(sent: Payloads) -> dict[tuple[str, str], int]:
+def _flat(sent: BytesByAxis) -> dict[tuple[str, str], int]:
     return {(axis, kind): size for axis, kinds in sent.items() for kind, size in kinds.items() if size}
 
 
@@ -193,8 +193,8 @@ def summarise_differences(found: Sequence[ForecastDifference]) -> str:
     near = f"predicted peaks of {strategies} are within {abs(worst.off) * 100:.2f} % of the measured ones"
     if len(found) > 1 and abs(worst.off) >= 0.00005:
         near += f" (farthest: {worst.strategy})"
-    known = [each for each in found if each.same_payload is not None]
-    other = [each.strategy for each in known if not each.same_payload]
+    known = [each for each in found if each.same_volume is not None]
+    other = [each.strategy for each in known if not each.same_volume]
     if other:
         return f"{near}; other bytes are sent than predicted in {', '.join(other)}"
     return near + "; bytes sent are equal" * any(each.planned_bytes_sent for each in known)

@@ -48,7 +48,7 @@ class ForecastWorld(Section):
 
 
 class StrategyForecast(Section):
-    """Predicted memory and payload of one strategy."""
+    """Predicted memory and bytes sent of one strategy."""
 
     strategy: str
     refusal: str = ""
@@ -58,7 +58,7 @@ class StrategyForecast(Section):
     """Peak of each phase in the compared world."""
 
     sent: dict[str, dict[str, int]] = Field(default_factory=dict)
-    """Payload bytes of one step in the compared world, by axis of the mesh, then collective."""
+    """Bytes sent in one step in the compared world, by axis of the mesh, then collective."""
 
     sent_across: int = 0
     """Those of them in groups that have ranks on several machines."""

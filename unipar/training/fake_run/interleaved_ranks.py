@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from unipar.config.sections.strategy import Axes
-from unipar.planning.activations import Activations, MicrobatchPayload
+from unipar.planning.activations import Activations, MicrobatchVolume
 from unipar.planning.schedule_walk import PlannedRank, PlannedStage
 from unipar.prediction.timeline import Moment, PredictedParameter, StepTimeline
 from unipar.training.fake_run.trace_task import TracedTask
@@ -72,8 +72,8 @@ def _work_of_rank(stages: Sequence[Activations]) -> Activations:
     return replace(stages[0], flops=flops, recomputed=recomputed, operators=operators)
 
 
-def _sent_by_rank(stages: Sequence[Sequence[MicrobatchPayload]]) -> Sequence[MicrobatchPayload]:
-    found: dict[tuple[str, str], MicrobatchPayload] = {}
+def _sent_by_rank(stages: Sequence[Sequence[MicrobatchVolume]]) -> Sequence[MicrobatchVolume]:
+    found: dict[tuple[str, str], MicrobatchVolume] = {}
     for one in (one for sent in stages for one in sent):
         key = one.axis, one.collective
         if (other := found.get(key)) is None:

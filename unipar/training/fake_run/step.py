@@ -23,7 +23,7 @@ from unipar.memory.account import UNKNOWN_AXIS
 from unipar.memory.recording.bytes_sent_recorder import CollectiveCounter, axis_of_ranks
 from unipar.model.without_values import explain_values
 from unipar.prediction.rank_part import RankPart
-from unipar.prediction.timeline import Payload
+from unipar.prediction.timeline import CommVolume
 from unipar.profiling.compiling import graphs_compiled
 from unipar.training.fake_run.compiled import run_until_compiled
 from unipar.training.fake_run.fake_task import FakeTask
@@ -34,15 +34,15 @@ _NUMBER_BYTES: Final = 8
 """Bytes of a number in fp64, in which the training loop adds over ranks."""
 
 
-def sent_by_loop(config: Config, ranks: int, *, weighs: bool) -> Iterator[Payload]:
+def sent_by_loop(config: Config, ranks: int, *, weighs: bool) -> Iterator[CommVolume]:
     """Yield what the training loop sends in every step, beside the engine; `weighs`: the task defines `weight`."""
     if ranks == 1:
         return
     axis = axis_of_ranks(Mesh.of(0, ranks, **config.parallel.axes.sizes), list(range(ranks))) or UNKNOWN_AXIS
     if weighs:  # the weight of the global batch
-        yield Payload(axis, "all_reduce", _NUMBER_BYTES, 1, ranks)
+        yield CommVolume(axis, "all_reduce", _NUMBER_BYTES, 1, ranks)
     if config.log.every == 1:  # the loss, and whether it is finite everywhere
-        yield Payload(axis, "all_reduce", 2 * _NUMBER_BYTES, 1, ranks)
+        yield CommVolume(axis, "all_reduce", 2 * _NUMBER_BYTES, 1, ranks)
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class FakeStep:
     """Bytes of the batch."""
 
     sent: Mapping[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
-    """Payload bytes by axis and collective."""
+    """Bytes sent by axis and collective."""
 
     calls: Mapping[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
     """Number of calls of each."""

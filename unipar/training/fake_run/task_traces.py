@@ -23,7 +23,7 @@ from unipar.planning.speed import StepSpeed
 from unipar.prediction.ranks_of_machines import count_across, settle_request
 from unipar.prediction.request import PredictionRequest
 from unipar.prediction.terms import TEMPORARIES_OF_UPDATE, averaging_terms, predict_whole
-from unipar.prediction.timeline import Payload, PredictedPhase, Prediction, StepTimeline
+from unipar.prediction.timeline import CommVolume, PredictedPhase, Prediction, StepTimeline
 from unipar.task import Task
 from unipar.training.fake_run.compiled import summarize_error
 from unipar.training.fake_run.interleaved_ranks import ranks_of_pieces
@@ -48,7 +48,7 @@ class PredictedStep:
     phases: tuple[PredictedPeak, ...]
     """Peak of each phase."""
 
-    sent: tuple[Payload, ...]
+    sent: tuple[CommVolume, ...]
     traced: TracedTask
     """Fake step of that rank."""
 

@@ -13,7 +13,7 @@ from unipar.config.sections.strategy import Axes
 from unipar.data.lengths import TokenRows
 from unipar.errors import TaskError
 from unipar.model.without_values import NeedsValuesError
-from unipar.planning.activations import Activations, AllocatedBlock, MicrobatchPayload
+from unipar.planning.activations import Activations, AllocatedBlock, MicrobatchVolume
 from unipar.planning.schedule_walk import Line, PlannedRank, PlannedStage
 from unipar.prediction.rank_part import RankPart
 from unipar.prediction.request import PlannedDevice
@@ -51,7 +51,7 @@ class TracedTask:
     assumed: tuple[str, ...] = ()
     """Assumptions on values, in sentences; empty if none are needed."""
 
-    sent: tuple[MicrobatchPayload, ...] = ()
+    sent: tuple[MicrobatchVolume, ...] = ()
     """Bytes that a microbatch sends along the axes of a mesh."""
 
     proof: Proof | None = None
@@ -179,7 +179,7 @@ def trace_part(
     proof = None
     if proof_of_whole is not None:
         proof = Proof(proof_of_whole, None if in_full is None else replace(stage, activations=in_full))
-    return replace(whole, rank=rank, sent=tuple(_payloads(steps, part)), proof=proof)
+    return replace(whole, rank=rank, sent=tuple(_volumes(steps, part)), proof=proof)
 
 
 def in_full_precision(fake: FakeTask) -> FakeTask:
@@ -187,13 +187,13 @@ def in_full_precision(fake: FakeTask) -> FakeTask:
     return replace(fake, config=fake.config.changed({"train.precision": "fp32"}))
 
 
-def _payloads(steps: Sequence[FakeStep], part: RankPart) -> Sequence[MicrobatchPayload]:
+def _volumes(steps: Sequence[FakeStep], part: RankPart) -> Sequence[MicrobatchVolume]:
     first, second = steps
-    found: list[MicrobatchPayload] = []
+    found: list[MicrobatchVolume] = []
     for (axis, collective), size in first.sent.items():
         base, slope = line_through((first.micro, size), (second.micro, second.sent[axis, collective]))
         calls, ranks = first.calls[axis, collective], part.mesh.sizes.get(axis, part.mesh.ranks)
-        found.append(MicrobatchPayload(axis, collective, base, slope, calls, ranks))
+        found.append(MicrobatchVolume(axis, collective, base, slope, calls, ranks))
     return found
 
 

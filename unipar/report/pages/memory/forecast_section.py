@@ -41,7 +41,7 @@ _TITLE: Final = "Predicted and measured memory"
 
 
 def forecast_section(page: ComparisonPageData) -> str:
-    """Return the section on predicted beside measured memory and payload, or a sentence on why there is none."""
+    """Return the section on predicted beside measured memory and bytes sent, or a sentence on why there is none."""
     forecast = page.comparison.forecast
     if forecast is None:
         why = (
@@ -88,7 +88,7 @@ def _compared_parts(found: Sequence[ForecastDifference]) -> Iterator[str]:
         Column("in", lambda each: each.planned.peak.name, right=False),
         Column("difference", lambda each: each.off, format_difference),
         sent,
-        Column("sent, predicted", _planned_payload),
+        Column("sent, predicted", _planned_volume),
     ]
     yield columns_table(columns, found, "Peak and bytes sent in a step, measured and predicted")
 
@@ -108,9 +108,9 @@ def _measured_range(each: ForecastDifference) -> str:
     return high if low == high else f"{low} to {high}"
 
 
-def _planned_payload(each: ForecastDifference) -> str:
+def _planned_volume(each: ForecastDifference) -> str:
     size = each.planned_bytes_sent
-    if each.same_payload:
+    if each.same_volume:
         return "equal" if size else "nothing"
     return format_size(size) if size else NO_VALUE
 
@@ -121,7 +121,7 @@ def _planned_parts(page: ComparisonPageData, forecast: Forecast) -> Iterator[str
     yield paragraph(f"There is nothing to compare with: {reason}." if reason else "No memory was measured here.")
     planned = [(strategy, strategy.peak) for strategy in forecast.strategies if strategy.phases]
     rows = [
-        [strategy.strategy, format_size(peak.peak), peak.name, _payload_text(strategy)] for strategy, peak in planned
+        [strategy.strategy, format_size(peak.peak), peak.name, _volume_text(strategy)] for strategy, peak in planned
     ]
     if rows:
         yield html_table(
@@ -129,7 +129,7 @@ def _planned_parts(page: ComparisonPageData, forecast: Forecast) -> Iterator[str
         )
 
 
-def _payload_text(strategy: StrategyForecast) -> str:
+def _volume_text(strategy: StrategyForecast) -> str:
     size = sum(size for kinds in strategy.sent.values() for size in kinds.values())
     return format_size(size) if size else NO_VALUE
 
@@ -138,10 +138,10 @@ def _sentences(forecast: Forecast, found: Sequence[ForecastDifference]) -> Itera
     """Yield what a reader should know of the numbers."""
     yield from (f"{said}." for said in describe_refusals(forecast))
     for each in found:
-        if each.same_payload is False:
-            parts = ", ".join(f"{name} {a:,} bytes for {b:,}" for name, a, b in each.differing_payloads())
+        if each.same_volume is False:
+            parts = ", ".join(f"{name} {a:,} bytes for {b:,}" for name, a, b in each.differing_volumes())
             yield f"{each.strategy} sends something else than predicted: {parts}."
-        if each.same_payload is None:
+        if each.same_volume is None:
             missing = "recorded" if each.measured.sent is None else "planned yet"
             yield f"{each.strategy}: what it sends was not {missing}."
     yield from (f"{note[:1].upper()}{note[1:]}." for note in forecast.notes)

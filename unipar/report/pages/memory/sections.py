@@ -193,7 +193,7 @@ def communication_section(page: ComparisonPageData) -> str:
     return html_section(
         "sent",
         "What a step sends",
-        html_table(columns, rows, "Payload bytes of one step by collective"),
+        html_table(columns, rows, "Bytes sent in one step by collective"),
         _sent_by_axis(page),
         paragraph(
             "Each call counts with its whole tensor: the larger of what a rank gives and what it gets; a tensor that "
@@ -219,4 +219,4 @@ def _sent_by_axis(page: ComparisonPageData) -> str:
         for sizes, ranks in ranks_of.items():
             which = "all" if len(ranks) == len(strategy.memory) else ", ".join(map(str, ranks))
             rows.append([strategy.strategy, which, *(format_size(size) if size else NO_VALUE for size in sizes)])
-    return html_table(["strategy", "ranks", *axes], rows, "Payload bytes of one step by axis of the mesh", (0, 1))
+    return html_table(["strategy", "ranks", *axes], rows, "Bytes sent in one step by axis of the mesh", (0, 1))

@@ -13,7 +13,7 @@ from tests.support.short_text import short_text
 from unipar.config import Config
 from unipar.errors import ConfigError
 from unipar.prediction.ranks_of_machines import count_across, settle_shard_over
-from unipar.prediction.timeline import Payload
+from unipar.prediction.timeline import CommVolume
 
 TEXT: dict[str, Any] = {"task": short_text(), "device": "cpu", "batch": {"total": 16}, "train": {"steps": 1}}
 
@@ -60,36 +60,36 @@ def test_machines_must_be_known() -> None:
 
 
 @pytest.mark.parametrize(
-    ("axes", "payload", "per", "across"),
+    ("axes", "volume", "per", "across"),
     [
-        ({}, Payload("data", "all_reduce", 10, 1, 8), 4, 10),
-        ({}, Payload("data", "all_reduce", 10, 1, 8), 8, 0),
-        ({}, Payload("data", "all_reduce", 10, 1, 8), None, 0),
-        ({}, Payload("data", "all_gather", 10, 1, 4), 4, 0),
-        ({}, Payload("data", "all_gather", 10, 1, 4), 2, 10),
-        ({}, Payload("data", "all_reduce", 10, 1, 2, stride=4), 4, 10),
-        ({}, Payload("data", "all_reduce", 10, 1, 4, stride=2), 4, 10),
-        ({"tensor": 2}, Payload("tensor", "all_reduce", 10, 1, 2), 4, 0),
-        ({"tensor": 2}, Payload("tensor", "all_reduce", 10, 1, 2), 1, 10),
-        ({"tensor": 2}, Payload("data", "all_gather", 10, 1, 4), 4, 10),
-        ({"tensor": 2}, Payload("data", "all_gather", 10, 1, 2), 4, 0),
-        ({"tensor": 2}, Payload("all ranks", "all_reduce", 10, 1, 8), 4, 10),
-        ({"context": 2}, Payload("data x context", "all_gather", 10, 1, 4), 4, 0),
-        ({"context": 2}, Payload("data", "all_reduce", 10, 1, 2, stride=2), 4, 10),
-        ({"pipeline": 4}, Payload("pipeline", "send", 10, 1, 4), 4, 10),
-        ({"pipeline": 4}, Payload("pipeline", "all_reduce", 10, 1, 2, stride=3), 4, 10),
-        ({"pipeline": 4}, Payload("data", "all_reduce", 10, 1, 2), 4, 0),
+        ({}, CommVolume("data", "all_reduce", 10, 1, 8), 4, 10),
+        ({}, CommVolume("data", "all_reduce", 10, 1, 8), 8, 0),
+        ({}, CommVolume("data", "all_reduce", 10, 1, 8), None, 0),
+        ({}, CommVolume("data", "all_gather", 10, 1, 4), 4, 0),
+        ({}, CommVolume("data", "all_gather", 10, 1, 4), 2, 10),
+        ({}, CommVolume("data", "all_reduce", 10, 1, 2, stride=4), 4, 10),
+        ({}, CommVolume("data", "all_reduce", 10, 1, 4, stride=2), 4, 10),
+        ({"tensor": 2}, CommVolume("tensor", "all_reduce", 10, 1, 2), 4, 0),
+        ({"tensor": 2}, CommVolume("tensor", "all_reduce", 10, 1, 2), 1, 10),
+        ({"tensor": 2}, CommVolume("data", "all_gather", 10, 1, 4), 4, 10),
+        ({"tensor": 2}, CommVolume("data", "all_gather", 10, 1, 2), 4, 0),
+        ({"tensor": 2}, CommVolume("all ranks", "all_reduce", 10, 1, 8), 4, 10),
+        ({"context": 2}, CommVolume("data x context", "all_gather", 10, 1, 4), 4, 0),
+        ({"context": 2}, CommVolume("data", "all_reduce", 10, 1, 2, stride=2), 4, 10),
+        ({"pipeline": 4}, CommVolume("pipeline", "send", 10, 1, 4), 4, 10),
+        ({"pipeline": 4}, CommVolume("pipeline", "all_reduce", 10, 1, 2, stride=3), 4, 10),
+        ({"pipeline": 4}, CommVolume("data", "all_reduce", 10, 1, 2), 4, 0),
     ],
 )
-def test_bytes_between_machines(axes: dict[str, int], payload: Payload, per: int | None, across: int) -> None:
+def test_bytes_between_machines(axes: dict[str, int], volume: CommVolume, per: int | None, across: int) -> None:
     """All bytes of collectives whose ranks are on several machines, in a world of eight."""
-    (found,) = count_across([payload], config(**axes), 8, per)
+    (found,) = count_across([volume], config(**axes), 8, per)
     assert found.across == across
 
 
 def test_of_the_rank_that_has_most() -> None:
     """Three machines of two: the copies of four ranks are on two machines or on one and a half."""
-    sent = Payload("data", "all_gather", 10, 1, 3), Payload("data", "all_reduce", 5, 1, 2, stride=3)
+    sent = CommVolume("data", "all_gather", 10, 1, 3), CommVolume("data", "all_reduce", 5, 1, 2, stride=3)
     assert [each.across for each in count_across(sent, config(), 6, 2)] == [10, 5]
 
 
@@ -104,12 +104,12 @@ def test_plan_of_two_machines(machines: dict[str, int]) -> None:
     found = planned({"machines": machines})
     plain, split = found.rows
     assert plain.sent_across == plain.sent_bytes > 0
-    assert split.sent_across == next(payload.size for payload in split.sent if payload.stride == 2) > 0
+    assert split.sent_across == next(volume.size for volume in split.sent if volume.stride == 2) > 0
     table = found.table(100)
     assert "sent  between machines" in table
     assert "between machines: those of collectives whose ranks are on several machines" in table
     sent = json.loads(found.as_json())["rows"][1]["sent"]
-    assert [(payload["stride"], payload["across"] > 0) for payload in sent] == [
+    assert [(volume["stride"], volume["across"] > 0) for volume in sent] == [
         (1, False),
         (1, False),
         (2, True),
@@ -134,6 +134,6 @@ def test_plan_of_unknown_machines() -> None:
 def test_a_large_world_takes_as_long_as_it_has_ranks() -> None:
     """Each group is looked at once: 4,096 ranks take no second, and not 16 million looks."""
     began = time.process_time()
-    (found,) = count_across([Payload("data", "all_reduce", 10, 1, 4_096)], config(), 4_096, 8)
+    (found,) = count_across([CommVolume("data", "all_reduce", 10, 1, 4_096)], config(), 4_096, 8)
     assert found.across == 10
     assert time.process_time() - began < 5
