@@ -95,7 +95,10 @@ def test_an_account_without_phases_is_a_sentence(run: Path, phases: list[Any] | 
     with pytest.raises(ReportError) as e:
         write_page(run)
     why = "native/nothing has an account without phases"
-    assert str(e.value) == f"{run}/compare/compare.json is not a comparison written by unipar: {why}"
+    assert str(e.value) == (
+        f"{run}/compare/compare.json is not a comparison written by unipar: {why}; "
+        "run the command again with --overwrite"
+    )
 
 
 def test_a_truncated_run_log_or_config_leaves_the_rest(run: Path) -> None:

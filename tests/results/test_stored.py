@@ -15,6 +15,7 @@ from unipar.results.comparison import Comparison
 from unipar.results.row import StrategyResult
 from unipar.results.stored import parse_result
 
+AGAIN = "run the command again with --overwrite"
 FILE = Path("row.json")
 ROW: dict[str, Any] = {"strategy": "single", "outcome": "ran", "losses": [1.0], "agreement": None}
 
@@ -48,11 +49,11 @@ def test_a_foreign_row_is_a_sentence(change: dict[str, Any], why: str) -> None:
     """The key, what a check says, or the number of errors."""
     with pytest.raises(ReportError) as error:
         parse_result(StrategyResult, FILE, ROW | change, "a row")
-    assert str(error.value) == f"row.json is not a row written by unipar: {why}"
+    assert str(error.value) == f"row.json is not a row written by unipar: {why}; {AGAIN}"
 
 
 def test_a_missing_key_is_named() -> None:
     """The first one."""
     with pytest.raises(ReportError) as error:
         parse_result(StrategyResult, FILE, {}, "a row")
-    assert str(error.value) == "row.json is not a row written by unipar: no key 'strategy'"
+    assert str(error.value) == f"row.json is not a row written by unipar: no key 'strategy'; {AGAIN}"

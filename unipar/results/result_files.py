@@ -11,7 +11,7 @@ from unipar.errors import ReportError
 from unipar.results.comparison import Comparison
 from unipar.results.row import StrategyResult
 from unipar.results.scaling import Scaling
-from unipar.results.stored import parse_result
+from unipar.results.stored import not_written_by_unipar, parse_result
 from unipar.results.verdicts import Verdicts
 
 ResultKind = Literal["comparison", "scaling", "run", "verification"]
@@ -85,14 +85,14 @@ def parse_comparison(file: Path, data: dict[str, Any]) -> Comparison:
     """Return the comparison in a file's mapping; raise ReportError if unipar cannot have written it."""
     result = parse_result(Comparison, file, data, "a comparison")
     if not result.rows:
-        raise ReportError(f"{file} is not a comparison written by unipar: it has no strategies")
+        raise not_written_by_unipar(file, "a comparison", "it has no strategies")
     one = result.reference
     for row in result.rows:
         why = _missing_results(row) if row.outcome == "ran" else ""
         if not why and one is not None and row.outcome == "ran" and len(row.losses) != len(one.losses):
             why = f"{row.strategy} has {len(row.losses)} losses, {one.strategy} has {len(one.losses)}"
         if why:
-            raise ReportError(f"{file} is not a comparison written by unipar: {why}")
+            raise not_written_by_unipar(file, "a comparison", why)
     return result
 
 
@@ -100,7 +100,7 @@ def parse_scaling(file: Path, data: dict[str, Any]) -> Scaling:
     """Return the scaling in a file's mapping; raise ReportError if unipar cannot have written it."""
     result = parse_result(Scaling, file, data, "a scaling")
     if not result.worlds:
-        raise ReportError(f"{file} is not a scaling written by unipar: it has no worlds")
+        raise not_written_by_unipar(file, "a scaling", "it has no worlds")
     return result
 
 

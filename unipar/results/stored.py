@@ -45,7 +45,12 @@ def parse_result(result: type[StoredResultT], file: Path, data: Mapping[str, Any
         return result.read(data)
     except (LookupError, TypeError, AttributeError, ValidationError) as e:
         why = _first_error(e) if isinstance(e, ValidationError) else f"no key {e}" if isinstance(e, LookupError) else e
-        raise ReportError(f"{file} is not {what} written by unipar: {why}") from None
+        raise not_written_by_unipar(file, what, why) from None
+
+
+def not_written_by_unipar(file: Path, what: str, why: object) -> ReportError:
+    """Return the error that a file is not `what` its name says, for this reason."""
+    return ReportError(f"{file} is not {what} written by unipar: {why}; run the command again with --overwrite")
 
 
 def _first_error(error: ValidationError) -> str:
