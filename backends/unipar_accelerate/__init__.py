@@ -284,7 +284,7 @@ def fsdp_plugin_settings(config: Config) -> dict[str, Any]:
 
 
 def parallelism_settings(config: Config, data: int | Literal["auto"]) -> dict[str, Any]:
-    """Return the sizes of its ParallelismConfig, for so many ranks of the data."""
+    """Return the sizes of its ParallelismConfig, for this many ranks of the data."""
     axes = config.parallel.axes
     return {
         "dp_replicate_size": 1,

@@ -209,7 +209,7 @@ def _assume_plain_zero(section: ForeignSection) -> None:
 
 
 def _read_groups(section: ForeignSection, stage: int) -> None:
-    """Carry MiCS: so many ranks split one copy, and each such group has a copy; on native, whose FSDP2 does it."""
+    """Carry MiCS: this many ranks split one copy, and each such group has a copy; on native, whose FSDP2 does it."""
     reading, size = section.reading, section.take("mics_shard_size", int, -1)
     section.omit({"mics_hierarchical_params_gather": SPEED})
     if size > 0 and stage < 3:

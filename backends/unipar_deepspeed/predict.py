@@ -28,7 +28,7 @@ LIBRARY_SIZES: dict[str, Any] = {
 
 
 def predict_zero(config: Config, timeline: StepTimeline, ranks: int, *, device: str) -> Prediction:
-    """Return what the fullest of so many ranks holds and sends; raise Unsupported for what has no closed form."""
+    """Return what the fullest of this many ranks holds and sends; raise Unsupported for what has no closed form."""
     stage = SHARDS.index(config.parallel.shard)
     axes = config.parallel.axes
     planned = f"model.offload: {config.model.offload}", f"parallel ({axes})"

@@ -253,7 +253,7 @@ def settle_source(
     launched: bool = False,
     changes: Changes = NO_CHANGES,
 ) -> SettledConfig:
-    """Return a config settled for so many ranks, `local` of them here, and changed; errors name the key `asked`.
+    """Return a config settled for this many ranks, `local` of them here, and changed; errors name the key `asked`.
 
     `launched`: whether a foreign launcher has started the ranks.
     """

@@ -159,7 +159,7 @@ class Backend(ABC):
         return {}
 
     def predict(self, config: Config, timeline: StepTimeline, ranks: int, *, device: str) -> Prediction:
-        """Return what the fullest of so many ranks on `device` (cpu or cuda) holds and sends in a step.
+        """Return what the fullest of this many ranks on `device` (cpu or cuda) holds and sends in a step.
 
         Closed forms, without a process; raise Unsupported for a config that they do not cover.
         """

@@ -66,7 +66,7 @@ class Outline:
 
     load: Callable[[], tuple[Part, Callable[[int], list[Any]]]] | None = None
     """Function that creates the model with its values, for a script that depends on more than names, and returns with
-    it a function that reads so many of the first microbatches."""
+    it a function that reads this many of the first microbatches."""
 
     autocast: bool = False
     """True if the loss is computed under PyTorch's autocast; a backend may leave that to its library."""

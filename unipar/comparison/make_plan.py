@@ -202,7 +202,7 @@ class StrategyPlanner:
         return cls(config, traces, device, limits, machine)
 
     def rows(self, strategy: Strategy, ranks: int) -> Iterator[PlannedStrategy]:
-        """Yield the row of a strategy on so many ranks; none for a strategy of one process on several."""
+        """Yield the row of a strategy on this many ranks; none for a strategy of one process on several."""
         from unipar.planning.planned_strategy import PlannedStrategy
 
         if backend_strategies.is_single_process(strategy) and ranks > 1:
@@ -266,7 +266,7 @@ class StrategyPlanner:
             yield f"no seconds for {names}: the bytes that they send are not planned yet; `unipar compare` measures it"
 
     def settle(self, strategy: Strategy, ranks: int) -> PredictionRequest:
-        """Return a strategy on so many ranks with its config and batch; raise an error if they do not fit."""
+        """Return a strategy on this many ranks with its config and batch; raise an error if they do not fit."""
         backend = registry.find_backend(strategy.backend)
         moved = backend_strategies.config_in_strategy(config_on_ranks(self.config, ranks), strategy)
         checks.check_strategy(moved, backend, strategy)
@@ -371,7 +371,7 @@ class StrategyPlanner:
 
 
 def config_on_ranks(config: Config, ranks: int) -> Config:
-    """Return a config with so many ranks of the data and no other axes: a strategy brings its own."""
+    """Return a config with this many ranks of the data and no other axes: a strategy brings its own."""
     axes = dict.fromkeys(AXES, 1)
     parallel = Parallel(data=ranks, shard=config.parallel.shard, shard_over=config.parallel.shard_over, **axes)
     return config.model_copy(update={"parallel": parallel})

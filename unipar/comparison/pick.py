@@ -63,7 +63,7 @@ def _picked(plan: Plan) -> tuple[Strategy, int, int, bool]:
 
 
 def config_to_pick(config: Config, strategy: Strategy, ranks: int, micro: int, *, kept: bool) -> Config:
-    """Return the config in a strategy on so many ranks, with microbatches of so many samples and its total batch.
+    """Return the config in a strategy on this many ranks, with microbatches of this many samples and its total batch.
 
     `kept`: whether that is the configured microbatch, which under `batch.tokens` may follow from lengths of samples.
     """

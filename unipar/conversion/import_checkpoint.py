@@ -218,7 +218,7 @@ def _state(
 
 
 def _position(config: Config, source: Path, step: int) -> dict[str, Any]:
-    """Return the place in the data after so many steps of this config's batches, read from the beginning."""
+    """Return the place in the data after this many steps of this config's batches, read from the beginning."""
     from unipar.backend.offered_strategies import is_single_process, strategy_of
     from unipar.backend.registry import find_backend
     from unipar.training.task_facts import gather_task_facts

@@ -59,7 +59,7 @@ class TokenRows:
     """Samples of the smallest microbatch that is traced."""
 
     read: Callable[[int], Any]
-    """Function that returns a microbatch of so many samples."""
+    """Function that returns a microbatch of this many samples."""
 
 
 @final

@@ -70,7 +70,7 @@ class MicrobatchLoader:
             )
 
     def steps(self, epochs: int) -> int:
-        """Return the number of optimizer steps in so many epochs."""
+        """Return the number of optimizer steps in this many epochs."""
         return self.order.steps(epochs)
 
     def place(self, step: int) -> tuple[int, int]:

@@ -18,7 +18,7 @@ SampleKey = tuple[int, int]
 
 
 class DataPosition(NamedTuple):
-    """Place in the data after so many steps: the epoch, and how many of its samples were read."""
+    """Place in the data after this many steps: the epoch, and how many of its samples were read."""
 
     step: int
     epoch: int
@@ -98,7 +98,7 @@ class SampleOrder:
         return left if left < self.total else self.total
 
     def steps(self, epochs: int) -> int:
-        """Return the number of optimizer steps of a run of so many epochs."""
+        """Return the number of optimizer steps of a run of this many epochs."""
         return self.begin.step + self._first_epoch + (epochs - 1 - self.begin.epoch) * self.per_epoch
 
     def permutation(self, epoch: int) -> list[int]:

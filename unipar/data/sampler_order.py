@@ -17,7 +17,7 @@ from unipar.errors import TaskError
 from unipar.utils.seeding import mix_seed, seed_all
 
 _MOST_REPEATS, _LEAST_LIMIT = 10, 1_000_000
-"""Limit of an epoch's indices, unless `len(sampler)` is more: so many for each sample, and at least so many."""
+"""Limit of an epoch's indices, unless `len(sampler)` is more: this many for each sample, and at least this many."""
 
 Agree = Callable[[str, Callable[[str], str]], None]
 """Function that compares this rank's text with that of rank 0, and raises its sentence if they differ."""

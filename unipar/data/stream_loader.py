@@ -84,7 +84,7 @@ class StreamLoader:
         self._read = self._samples = 0
 
     def steps(self, epochs: int) -> int:
-        """Return the number of optimizer steps in so many epochs; raise ConfigError if it is unknown."""
+        """Return the number of optimizer steps in this many epochs; raise ConfigError if it is unknown."""
         if (per_epoch := self._per_epoch) is None:
             why = "has no len()" if self.whole else f"is read with data.stream: {self.source.settings.stream}"
             raise ConfigError(

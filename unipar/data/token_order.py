@@ -95,7 +95,7 @@ class TokenOrder:
         return epoch, bisect_right(self._batch_ends(epoch, 0), sample)
 
     def steps(self, epochs: int) -> int:
-        """Return the number of optimizer steps of a run of so many epochs."""
+        """Return the number of optimizer steps of a run of this many epochs."""
         rest = len(self._batch_ends(self.begin.epoch, self.begin.sample))
         return self.begin.step + rest + sum(self._count(epoch) for epoch in range(self.begin.epoch + 1, epochs))
 
@@ -144,7 +144,7 @@ def split_by_tokens(batch: Sequence[int], lengths: Sequence[int], sizes: BatchSi
 
 
 def consecutive_microbatches(lengths: Sequence[int], most: int, *, packed: bool) -> Iterator[range]:
-    """Yield the samples of microbatches of at most so many tokens, in the order of the data."""
+    """Yield the samples of microbatches of at most this many tokens, in the order of the data."""
     first, longest, total = 0, 0, 0
     for i, length in enumerate(lengths):
         longest, total = max(longest, length), total + length

@@ -9,7 +9,7 @@ from itertools import accumulate as running_sums
 
 
 def find_batch_ends(lengths: Sequence[int], tokens: int, longest: int | None = None) -> list[int]:
-    """Return where each batch of at most so many tokens ends, of samples with these lengths, in their order.
+    """Return where each batch of at most this many tokens ends, of samples with these lengths, in their order.
 
     `longest`: length of the longest sample; the last batch is left out if that would have fitted, too. None: it stays.
     """
@@ -65,7 +65,7 @@ _Parts = list[list[int]]
 
 
 def _cut(ordered: Sequence[int], lengths: Sequence[int], most: int | None, count: int | None) -> _Parts:
-    """Return the samples, which are sorted, in runs of at most so many padded tokens, and as even as `count` allows."""
+    """Return the sorted samples in runs of at most this many padded tokens, and as even as `count` allows."""
     if count is not None:
         least, enough = lengths[ordered[0]], most or lengths[ordered[0]] * -(-len(ordered) // count)
         most = _least_that(lambda limit: len(_cut_at(ordered, lengths, limit)) <= count, least, enough)
@@ -95,7 +95,7 @@ def _least_that(fits: Callable[[int], bool], least: int, enough: int) -> int:
 
 
 def _pack(ordered: Sequence[int], lengths: Sequence[int], most: int | None, count: int | None) -> _Parts:
-    """Return the samples, which are sorted, in parts of at most so many tokens, and as even as `count` allows."""
+    """Return the samples, which are sorted, in parts of at most this many tokens, and as even as `count` allows."""
     if count is not None:
         even = _spread(ordered, lengths, count)
         if most is None or max(padded_tokens(part, lengths, packed=True) for part in even) <= most:
@@ -114,7 +114,7 @@ def _pack(ordered: Sequence[int], lengths: Sequence[int], most: int | None, coun
 
 
 def _spread(ordered: Sequence[int], lengths: Sequence[int], count: int) -> _Parts:
-    """Return so many parts, each sample put into the one that has the fewest tokens so far."""
+    """Return this many parts, each sample put into the one that has the fewest tokens so far."""
     parts: _Parts = [[] for _ in range(count)]
     heap = [(0, at) for at in range(count)]
     for i in ordered:
@@ -125,7 +125,7 @@ def _spread(ordered: Sequence[int], lengths: Sequence[int], count: int) -> _Part
 
 
 def _split_further(parts: _Parts, lengths: Sequence[int], count: int, *, packed: bool) -> _Parts:
-    """Return so many parts, the largest ones halved; fewer if each has one sample. The largest come first."""
+    """Return this many parts, the largest ones halved; fewer if each has one sample. The largest come first."""
     heap = [(-padded_tokens(part, lengths, packed=packed), at, part) for at, part in enumerate(parts)]
     heapq.heapify(heap)
     single: list[tuple[int, int, list[int]]] = []

@@ -28,7 +28,7 @@ class Mesh:
 
     @classmethod
     def of(cls, rank: int, ranks: int, *, tensor: int = 1, pipeline: int = 1, context: int = 1) -> Mesh:
-        """Return the mesh of so many ranks; the data has the ranks that the other axes leave."""
+        """Return the mesh of this many ranks; the data has the ranks that the other axes leave."""
         data = ranks // (tensor * pipeline * context)
         sizes = {"pipeline": pipeline, "data": data, "context": context, "tensor": tensor}
         return cls(sizes, _seat(rank, sizes))

@@ -53,7 +53,7 @@ class WorldMachines:
 
     @classmethod
     def filled(cls, size: int, per: int) -> Self:
-        """Return the machines of a planned world, with so many ranks each, one machine filled after another."""
+        """Return the machines of a planned world, with this many ranks each, one machine filled after another."""
         firsts = enumerate(range(0, size, per), 1)
         return cls(tuple(WorldMachine(f"machine {n}", "", tuple(range(at, min(at + per, size)))) for n, at in firsts))
 

@@ -94,7 +94,7 @@ class RateSchedule:
         return self._curve(step)
 
     def check(self, steps: int, world: World) -> None:
-        """Raise an error if the schedule does not fit into so many steps, or if ranks have other rates than rank 0."""
+        """Raise an error if the schedule does not fit into the steps, or if ranks have other rates than rank 0."""
         if (misfit := self._schedule.misfit(steps)) is not None:
             raise ConfigError(f"train.{misfit}")
         if self._own is None:

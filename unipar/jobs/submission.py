@@ -196,7 +196,7 @@ def settle_machines(config: Config, *, counts_gpus: bool = False) -> tuple[int, 
 
 
 def _check_config(source: CheckedSource, ranks: int) -> None:
-    """Raise with each reason why the config cannot run on so many ranks; libraries may be missing on this machine."""
+    """Raise with each reason why the config cannot run on this many ranks; libraries may be missing on this machine."""
     config, strategy, backend = source.config, source.strategy, source.backend
     if source.alone and ranks > 1:
         raise ConfigError(

@@ -115,7 +115,7 @@ def settle_one_micro(
 
 
 def _candidate_world(prepared: Prepared, strategy: Strategy, ranks: int) -> CandidateWorld:
-    """Return a strategy on so many ranks, with the sizes that a microbatch may have there."""
+    """Return a strategy on this many ranks, with the sizes that a microbatch may have there."""
     backend = registry.find_backend(strategy.backend)
     if is_single_process(strategy, backend):
         ranks = 1

@@ -26,7 +26,7 @@ class InPieces:
 
 
 def split_in_pieces(tensors: Sequence[Tensor], most: int) -> Iterator[tuple[int, list[Tensor]]]:
-    """Yield parts of tensors that are laid out alike, so many elements at a time, each with where it begins.
+    """Yield parts of tensors that are laid out alike, this many elements at a time, each with where it begins.
 
     Tensors that are not contiguous come whole.
     """

@@ -39,7 +39,7 @@ class AllocatedBlock:
     """What makes it, if it is a copy that is made on the CPU alone."""
 
     def size(self, micro: int) -> int:
-        """Return its bytes in a microbatch of so many samples."""
+        """Return its bytes in a microbatch of this many samples."""
         return round(self.base + self.slope * micro)
 
 
@@ -55,7 +55,7 @@ class MicrobatchVolume:
     ranks: int
 
     def of_step(self, micro: int, microbatches: int) -> CommVolume:
-        """Return the bytes sent in a step of so many microbatches."""
+        """Return the bytes sent in a step of this many microbatches."""
         size = round(self.base + self.slope * micro)
         return CommVolume(self.axis, self.collective, microbatches * size, microbatches * self.calls, self.ranks)
 

@@ -29,7 +29,7 @@ CUDA_ASSUMPTIONS = (
 
 
 def runtime_terms(ranks: int) -> Iterator[Term]:
-    """Yield what CUDA and NCCL hold in each process of a world of so many ranks."""
+    """Yield what CUDA and NCCL hold in each process of a world of this many ranks."""
     yield Term("runtime", "CUDA's context and torch's kernels", CUDA_CONTEXT_BYTES)
     if ranks > 1:
         yield Term("runtime", "NCCL's channels and buffers", NCCL_BYTES)

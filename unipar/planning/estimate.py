@@ -59,7 +59,7 @@ _PHASES_BEFORE_BATCH: Final = ("start", "update")
 
 
 def estimate_kept_bytes(config: Config, ranks: int, model: ModelSize) -> dict[Category, int]:
-    """Return the bytes that the largest of so many ranks keeps from step to step, by category.
+    """Return the bytes that the largest of this many ranks keeps from step to step, by category.
 
     Buckets and the like are left out. Stages of a pipeline are taken to have equal blocks, and `tensor` to split all
     matrices of the blocks; all ranks to be on one machine, unless the config's `machines` say otherwise.

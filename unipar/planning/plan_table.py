@@ -46,7 +46,7 @@ _MOST_WAYS = 3
 
 
 def format_plan(plan: PlannedStrategies, width: int) -> str:
-    """Return the plan as text, of lines of at most so many characters where that is possible."""
+    """Return the plan as text, of lines of at most this many characters where that is possible."""
     columns, blocks = fitting_table(
         [column for column in plan_columns(plan) if column.head != LIBRARY_NAME],
         [*(row for row in plan.rows if not row.refusal), *merge_refusals(plan, "strategies")],

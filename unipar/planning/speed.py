@@ -81,7 +81,7 @@ def predict_speed(
     axes: Axes,
     ranks: int,
 ) -> StepSpeed | None:
-    """Return the seconds of a step of so many ranks; None if the machine has no known peak in this precision.
+    """Return the seconds of a step of this many ranks; None if the machine has no known peak in this precision.
 
     `overlaps`: collectives along the data's axis beside which the library lets the rank compute, and during what.
     """

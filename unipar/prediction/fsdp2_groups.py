@@ -13,7 +13,7 @@ from unipar.prediction.timeline import MemoryPlace, PredictedParameter, StepTime
 
 @dataclass(frozen=True)
 class ShardedModel:
-    """A model that FSDP2 shards over so many ranks, in groups, which are its blocks and the rest (-1)."""
+    """A model that FSDP2 shards over this many ranks, in groups, which are its blocks and the rest (-1)."""
 
     timeline: StepTimeline
     ranks: int

@@ -45,7 +45,7 @@ def buffer_terms(timeline: StepTimeline) -> Iterator[Term]:
 
 
 def state_terms(timeline: StepTimeline, p: PredictedParameter, elements: int) -> Iterator[Term]:
-    """Yield averages, and the optimizer's tensors that the first step has made, for so many elements of a parameter."""
+    """Yield averages, and the optimizer's tensors that the first step has made, for elements of a parameter."""
     for number, each in enumerate(p.states, 1):
         yield Term("optimizer", f"{p.name} {number}", int(elements * each), timeline.at("forward"))
     if p.tables and elements:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @final
 class StepLog:
-    """Log of one rank: the first step, then every so many, and the last."""
+    """Log of one rank: the first step, then every this many, and the last."""
 
     def __init__(self, run_log: RunLog, trackers: TrackerWriter, every: int, observer: StepObserver) -> None:
         self._run_log, self._trackers, self._every = run_log, trackers, every
@@ -34,7 +34,7 @@ class StepLog:
         """Operations of a step, until a row has them."""
 
     def begin_after(self, done: int) -> None:
-        """Go on after so many steps of another run: the same steps are logged as if it had not ended."""
+        """Go on after this many steps of another run: the same steps are logged as if it had not ended."""
         self._since_log = (done - 1) % self._every if done else 0
         self._since = time.perf_counter()
 
@@ -82,7 +82,7 @@ class StepLog:
         self.restart_clock()
 
     def _work_values(self, elapsed: float) -> dict[str, float]:
-        """Return what the steps since the last log did in so many seconds: all ranks together, by name."""
+        """Return what the steps since the last log did in this many seconds: all ranks together, by name."""
         waiting = self._observer.take_wait() if self._observer.in_logged_steps else None
         self._settle_work()
         named: dict[str, float] = {}

@@ -169,7 +169,7 @@ def describe_split(config: Config, sizes: BatchSizes, backend: Backend) -> list[
 
 
 def load_part(config: Config, sizes: BatchSizes) -> tuple[Part, Callable[[int], list[Any]]]:
-    """Create the task's model with its values; return it, and a function that reads so many of the first microbatches.
+    """Create the task's model with its values; return it, and a function that reads the first microbatches.
 
     The task is prepared, as `gather_task_facts` leaves it. The model is that of seed `train.seed`; random generators
     are left as they were.

@@ -14,7 +14,7 @@ Row = TypeVar("Row")
 OuterRow = TypeVar("OuterRow")
 
 NO_TEXT: Final = "-"
-"""What texts show of a value that is not known."""
+"""Text for a value that is not known."""
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ def _overlay(lines: Sequence[str], names: Sequence[str]) -> Iterator[str]:
 
 
 def _fold_name(name: str, most: int) -> list[str]:
-    """Return the lines of a name, each of at most so many characters if that is possible with breaks before `+`."""
+    """Return the lines of a name, each of at most this many characters if that is possible with breaks before `+`."""
     first, *words = name.split("+")
     lines = [first]
     for word in words:

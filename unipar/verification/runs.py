@@ -114,7 +114,7 @@ class RunPlan:
         return sorted({settled.sizes.ranks for settled in self.strategies.values()}, reverse=True)
 
     def replays(self, shares: int) -> ReplayKeys:
-        """Return the keys of the replays with so many shares."""
+        """Return the keys of the replays with this many shares."""
         return ReplayKeys(None if shares == self.share_counts[0] else shares)
 
     @property

@@ -190,11 +190,11 @@ class VerificationSession:
         self.verdicts = self.verdicts.changed(one=one, base=str(base), allowed=allowed, remarks=remarks)
 
     def _base_run(self, shares: int) -> RunKey:
-        """Return the key of the run with which strategies are compared that split a batch into so many shares."""
+        """Return the key of the run with which strategies are compared that split a batch into this many shares."""
         return self._runs.replays(shares).configured_shares if self._cut_matters else BASE_RUN_NAME
 
     def _tolerance(self, shares: int, axes: Axes) -> Tolerance:
-        """Return the tolerance of strategies with so many shares and these axes, measured at the first call."""
+        """Return the tolerance of strategies with this many shares and these axes, measured at the first call."""
         if (shares, axes) in self._tolerances:
             return self._tolerances[shares, axes]
         records, keys = self._records, self._runs.replays(shares)

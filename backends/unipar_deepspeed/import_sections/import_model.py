@@ -25,7 +25,7 @@ def read_compile(keys: ForeignSection) -> None:
 
 
 def read_tensor(keys: ForeignSection) -> None:
-    """Carry the size of `tensor_parallel`: so many ranks train on the same samples."""
+    """Carry the size of `tensor_parallel`: this many ranks train on the same samples."""
     section = keys.below("tensor_parallel")
     size = section.take("autotp_size", int, keys.take("autotp_size", int, 1)) or 1
     section.omit(

@@ -34,7 +34,7 @@ SUB_GROUP = 1_000_000_000
 
 @dataclass(frozen=True)
 class ZeroModel:
-    """A model under ZeRO on so many ranks."""
+    """A model under ZeRO on this many ranks."""
 
     timeline: StepTimeline
     ranks: int
@@ -136,13 +136,13 @@ class SentBytes:
         self._calls: Counter[str] = Counter()
 
     def add(self, collective: str, size: int, calls: int = 1) -> None:
-        """Count so many bytes, sent in so many calls."""
+        """Count this many bytes, sent in this many calls."""
         if self._ranks > 1 and size:
             self._bytes[collective] += size
             self._calls[collective] += calls
 
     def repeat(self, other: SentBytes, times: int) -> None:
-        """Count so many times what another has counted."""
+        """Count this many times what another has counted."""
         for volume in other.volumes():
             self.add(volume.collective, volume.size * times, volume.calls * times)
 
@@ -175,7 +175,7 @@ def alternatives(instants: Iterable[Sequence[Term]]) -> Iterator[Term]:
 def merged_states(
     model: ZeroModel, elements: int, numbers: Sequence[int], name: str, *, pins: bool = False
 ) -> Iterator[Term]:
-    """Yield the master copy, averages and the optimizer's tensors of a flat partition with so many elements.
+    """Yield the master copy, averages and the optimizer's tensors of a flat partition with this many elements.
 
     `pins`: the memory of an offloaded master is pinned; that of the optimizer's tensors is not.
     """

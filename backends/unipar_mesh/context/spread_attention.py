@@ -61,7 +61,7 @@ class SequenceLayout:
 
     @cached_property
     def most(self) -> int:
-        """Positions of the rank that has most: collectives send so many of each."""
+        """Positions of the rank that has most: collectives send this many of each."""
         return max(self.count(rank) for rank in range(self.ranks))
 
     def positions(self, device: torch.device, rank: int | None = None) -> Tensor:
@@ -90,7 +90,7 @@ class SequenceLayout:
 
 
 def _padded(part: Tensor, dim: int, rows: int) -> Tensor:
-    """Return the tensor with `dim` first, filled up with zeros to so many rows, contiguous."""
+    """Return the tensor with `dim` first, filled up with zeros to this many rows, contiguous."""
     moved = part.movedim(dim, 0)
     if moved.shape[0] < rows:
         moved = torch.cat([moved, moved.new_zeros(rows - moved.shape[0], *moved.shape[1:])])
@@ -262,7 +262,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _pack(k: Tensor, v: Tensor, rows: int) -> Tensor:
-    """Return keys and values side by side, filled up to so many rows."""
+    """Return keys and values side by side, filled up to this many rows."""
     both = torch.cat([k, v], -1)
     return F.pad(both, (0, 0, 0, rows - both.shape[-2])).contiguous()
 

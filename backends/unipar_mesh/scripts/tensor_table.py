@@ -138,7 +138,7 @@ def _groups(block: nn.Module, name: str, cut: Cut, dim: int) -> tuple[int, ...]:
 
 
 def _candidates(block: nn.Module, ranks: int) -> list[tuple[str, int]]:
-    """Return the whole numbers that the modules of a block keep, which so many ranks divide."""
+    """Return the whole numbers that the modules of a block keep, which this many ranks divide."""
     return [
         (f"{name}.{attribute}" if name else attribute, value)
         for name, module in block.named_modules()

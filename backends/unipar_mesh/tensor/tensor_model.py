@@ -85,7 +85,7 @@ def derive_model_plan(
     *,
     sequence: bool = False,
 ) -> ModelPlan:
-    """Return how so many ranks can cut a model's blocks.
+    """Return how this many ranks can cut a model's blocks.
 
     `loss` is called on a copy of the model without values until every kind of block was called. `wanted_kinds`: kinds
     by pattern of names in the model, which win. `left_whole`: as in `plan_blocks`. `sequence`: hidden states are cut

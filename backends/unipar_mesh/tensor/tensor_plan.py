@@ -35,7 +35,7 @@ def derive_block_plan(
     mesh: DeviceMesh | int,
     wanted_kinds: Mapping[str, str] | None = None,
 ) -> BlockPlan:
-    """Return how so many ranks, or those of a mesh of one dimension, can cut a block that is called like this.
+    """Return how this many ranks, or those of a mesh of one dimension, can cut a block that is called like this.
 
     No values are needed, no process group and no other rank.
     `wanted_kinds`: kinds by pattern of names in the block, which win.

@@ -29,7 +29,7 @@ class Vocabulary:
 
 
 def find_vocabulary(model: nn.Module, blocks: Sequence[str], ranks: int) -> Vocabulary:
-    """Return a model's embedding and head, or raise TaskError if so many ranks cannot cut them."""
+    """Return a model's embedding and head, or raise TaskError if this many ranks cannot cut them."""
     outside = {n: m for n, m in model.named_modules() if not any(n == b or n.startswith(f"{b}.") for b in blocks)}
     tables = {n: m for n, m in outside.items() if isinstance(m, nn.Embedding)}
     heads = {n: m for n, m in outside.items() if type(m) is nn.Linear}

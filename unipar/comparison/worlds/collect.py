@@ -92,7 +92,7 @@ def _read_world(at: Path) -> tuple[Comparison, Config, dict[str, Any]] | None:
 
 
 def _world(config: Config, strategy: str, ranks: int) -> ScaledStrategy:
-    """Return the strategy on so many ranks, with the sizes of its batch; zeros if it cannot be cut so."""
+    """Return the strategy on this many ranks, with the sizes of its batch; zeros if it cannot be cut so."""
     sizes = {"samples": 0, "micro": 0, "accumulate": 0}
     try:
         at = Strategy.parse(strategy)

@@ -50,7 +50,7 @@ class _Schedule(Section):
     transformers: as its Trainer, a warm-up begins at rate 0, and the end would be one step after the last."""
 
     def warmup_steps(self, steps: int) -> int:
-        """Return the length of the warm-up in a run of so many optimizer steps; a share is rounded up."""
+        """Return the length of the warm-up in a run of this many optimizer steps; a share is rounded up."""
         return self.warmup if isinstance(self.warmup, int) else math.ceil(self.warmup * steps)
 
     def factor(self, step: int, steps: int) -> float:
@@ -58,7 +58,7 @@ class _Schedule(Section):
         return self.curve(steps)(step)
 
     def curve(self, steps: int) -> Callable[[int], float]:
-        """Return the factor as a function of the optimizer step (from 0) alone, in a run of so many steps.
+        """Return the factor as a function of the optimizer step (from 0) alone, in a run of this many steps.
 
         Each step calls it: what the config says is read once.
         """
@@ -79,10 +79,10 @@ class _Schedule(Section):
 
     @abstractmethod
     def _after_warmup(self, steps: int) -> Callable[[int], float]:
-        """Return the factor as a function of the steps since the warm-up, in a run of so many steps."""
+        """Return the factor as a function of the steps since the warm-up, in a run of this many steps."""
 
     def misfit(self, steps: int) -> str | None:
-        """Return a sentence if the schedule does not fit into so many steps."""
+        """Return a sentence if the schedule does not fit into this many steps."""
         if self.warmup > steps:
             return (
                 f"schedule.warmup ({self.warmup}) is more than steps ({steps}), so the rate would never reach its full "
@@ -166,7 +166,7 @@ class InverseRoot(_Schedule):
     """Steps after the warm-up at which the factor is sqrt(1/2); null: as many as the warm-up has, or 10,000."""
 
     def steps_to_half(self, steps: int) -> int:
-        """Return the steps after the warm-up at which the square of the factor is 1/2, in a run of so many steps."""
+        """Return the steps after the warm-up at which the square of the factor is 1/2, in a run of this many steps."""
         return self.scale or self.warmup_steps(steps) or 10_000
 
     @override

@@ -196,7 +196,7 @@ def listen_for_ranks(here: WorldMachine) -> socket.socket:
 
 
 def _accept(listener: socket.socket, word: str, number: int, failed: ExitStack) -> list[RankLink]:
-    """Return links to so many ranks, which know the word; raise WorldMismatch if they do not come in time."""
+    """Return links to this many ranks, which know the word; raise WorldMismatch if they do not come in time."""
     links: list[RankLink] = []
     while len(links) < number:
         try:

@@ -75,7 +75,7 @@ class Prepared:
         return replace(self, source=replace(self.source, config=with_micro(self.source.config, micro)))
 
     def candidates(self, ranks: int) -> list[int]:
-        """Return the sizes among which `batch.micro: auto` chooses for so many ranks, ascending."""
+        """Return the sizes among which `batch.micro: auto` chooses for this many ranks, ascending."""
         strategy = self.source.strategy
         self.source.config.parallel.settle(ranks)
         return list_candidates(self.computed, self.source.backend, strategy, ranks // strategy.axes.ranks)

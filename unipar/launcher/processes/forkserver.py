@@ -145,7 +145,7 @@ class ForkServer(WorkerStarter):
         self._request_imports(modules)
 
     def wait_until_ready(self, seconds: float | None = None) -> bool:
-        """Wait until everything is imported, for at most so many seconds; return whether it is."""
+        """Wait until everything is imported, for at most this many seconds; return whether it is."""
         until = None if seconds is None else time.monotonic() + seconds
         with self._lock:
             while self._unanswered:

@@ -368,7 +368,7 @@ class WorkerGroup:
         return error
 
     def _reap_within(self, seconds: float) -> dict[int, int]:
-        """Wait at most so many seconds for the ranks that still run; return the codes of those that failed."""
+        """Wait at most this many seconds for the ranks that still run; return the codes of those that failed."""
         until = time.monotonic() + seconds
         failed: dict[int, int] = {}
         while self.running_pids and (left := until - time.monotonic()) > 0:

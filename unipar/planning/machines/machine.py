@@ -103,7 +103,7 @@ class Machine(Section):
         return self.reached.get(CLASS_OF_PRECISION[precision], min(self.reached.values()))
 
     def way(self, axes: Axes, axis: str, ranks: int, world: int, stride: int = 1) -> Link:
-        """Return the slowest link in a group of so many ranks along an axis of a world, `stride` from one another.
+        """Return the slowest link in a group of this many ranks along an axis of a world, `stride` from one another.
 
         A group's share of the way between machines is that of its ranks among all ranks of a machine.
         """
@@ -189,7 +189,7 @@ _LINKS: Final[Mapping[str, tuple[float, float]]] = {
 
 
 def known_link(name: str, number: int = 1) -> Link:
-    """Return so many links of a kind side by side, with what collectives reach of them."""
+    """Return this many links of a kind side by side, with what collectives reach of them."""
     latency, bandwidth = _LINKS[name]
     return Link(latency=latency, bandwidth=bandwidth * number * LINK_REACHED)
 

@@ -30,7 +30,7 @@ _SHORT_AXES = {"tensor": "tp", "pipeline": "pp", "context": "cp", "sequence": "s
 
 
 def fit_name(name: str, width: float) -> str:
-    """Return a strategy's name in at most so many pixels: with short names of axes (`tp2` for `tensor2`), or cut."""
+    """Return a strategy's name in at most this many pixels: with short names of axes (`tp2` for `tensor2`), or cut."""
     if text_width(name) <= width:
         return name
     first, *words = name.split("+")

@@ -19,7 +19,7 @@ class ForecastLine:
     peaks: dict[int, int]
 
     def label(self, most: int) -> str:
-        """Return the names in at most so many letters if possible: all, or the first and a count."""
+        """Return the names in at most this many letters if possible: all, or the first and a count."""
         names = ", ".join(self.strategies)
         return (
             names

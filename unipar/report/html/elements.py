@@ -26,7 +26,7 @@ BODY_START_TAG: Final = "</head><body>"
 """Tags between head and body, after which links are inserted."""
 
 NO_VALUE: Final = "–"
-"""What tables of pages show of a value that is not known."""
+"""Text in tables of pages for a value that is not known."""
 
 escape = html.escape
 

@@ -229,7 +229,7 @@ def _images(run: RunPageData) -> str:
 
 
 def _spread(files: Sequence[tuple[int, Path]], count: int) -> list[tuple[int, Path]]:
-    """Return so many of the files, evenly from the first to the last."""
+    """Return this many of the files, evenly from the first to the last."""
     return [files[round(i * (len(files) - 1) / (count - 1))] for i in range(count)]
 
 

@@ -192,14 +192,14 @@ def _differences_by_step(page: VerificationPageData) -> str:
 
 
 def _difference_tables(page: VerificationPageData, quantity: StepQuantity) -> str:
-    """Return the differences of each strategy by step, in tables of so many steps that they fit on paper."""
+    """Return the differences of each strategy by step, in tables of this many steps that they fit on paper."""
     named = [("allowed", page.verdicts.allowed.get(quantity, []))]
     named += [(row.strategy, values) for row, values in page.differences(quantity)]
     return _step_tables(named, _format_difference, f"Difference of each {quantity} by step")
 
 
 def _step_tables(named: Sequence[tuple[str, Sequence[float]]], format_value: Callable[[float], str], label: str) -> str:
-    """Return tables of values by step, each of so many steps that it fits on paper."""
+    """Return tables of values by step, each of this many steps that it fits on paper."""
     count = max(len(values) for _, values in named)
     parts = [range(first, min(first + _STEPS_IN_A_TABLE, count)) for first in range(0, count, _STEPS_IN_A_TABLE)]
     return "\n".join(

@@ -183,7 +183,7 @@ def _step(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def _fewer_alike(tensors: Sequence[UpdatedTensor], most: int) -> Sequence[UpdatedTensor]:
-    """Return the tensors without those of which so many equal ones came before."""
+    """Return the tensors without those of which this many equal ones came before."""
     seen = Counter[UpdatedTensor]()
     found: list[UpdatedTensor] = []
     for t in tensors:

@@ -68,7 +68,7 @@ class FakeTask:
     _batches: dict[int, Any] = field(default_factory=dict[int, Any])
 
     def batch(self, count: int) -> Any:
-        """Return a microbatch of so many samples, or tokens, with its values; each is read once."""
+        """Return a microbatch of this many samples, or tokens, with its values; each is read once."""
         if count not in self._batches and self.rows is not None:
             with user_errors_as_task_errors("data()"):
                 self._batches[count] = self.rows.read(count // self.rows.length)

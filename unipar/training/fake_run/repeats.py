@@ -34,7 +34,7 @@ class EqualBlocks:
         return f"{self.container}.{number}" if self.container else str(number)
 
     def kept(self, number: int) -> tuple[str, ...]:
-        """Return the keys of so many of them: the first ones, and the last."""
+        """Return the keys of this many of them: the first ones, and the last."""
         return (*self.keys[: number - 1], self.keys[-1])
 
 
@@ -128,7 +128,7 @@ class ShortModel:
         )
 
     def _repeated(self, record: StepRecord, number: int | None) -> StepRecord:
-        """Return the record of a model with so many of the blocks, or with all."""
+        """Return the record of a model with this many of the blocks, or with all."""
         for equal in reversed(self.equal):
             middle = self.blocks.index(equal.name(0)) + self.number - 2
             record = repeat_block(record, middle, (number or len(equal.keys)) - self.number + 1)

@@ -47,7 +47,7 @@ def sent_by_loop(config: Config, ranks: int, *, weighs: bool) -> Iterator[CommVo
 
 @dataclass(frozen=True)
 class FakeStep:
-    """Record of one microbatch, of so many samples."""
+    """Record of one microbatch, of this many samples."""
 
     micro: int
     record: StepRecord
@@ -82,7 +82,7 @@ def _only_asked_collection() -> Generator[None]:
 def trace_step(
     fake: FakeTask, micro: int, part: RankPart | None = None, blocks: Sequence[str] | None = None
 ) -> FakeStep:
-    """Run the task's loss on a fake microbatch of so many samples, and its backward; return what was allocated.
+    """Run the task's loss on a fake microbatch of this many samples, and its backward; return what was allocated.
 
     `part`: what a rank has of the model, already in its place. `blocks`: those that are there, if not all. What
     torch.compile compiles, if it is at work, runs before once.

@@ -60,7 +60,7 @@ class Work(NamedTuple):
 
 
 def levels_of(blocks: Sequence[FakeBlock], ticks: int) -> Any:
-    """Return the bytes that are allocated at each of so many ticks."""
+    """Return the bytes that are allocated at each of this many ticks."""
     changes = np.zeros(ticks + 1, dtype=np.int64)
     for block in blocks:
         changes[block.born] += block.size

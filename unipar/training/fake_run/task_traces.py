@@ -186,7 +186,7 @@ class TaskTraces:
         )
 
     def _last_microbatch(self, request: PredictionRequest, traced: TracedTask, microbatches: int) -> PlannedMemory:
-        """Return the memory of a rank as if one microbatch ran through all its stages after so many others."""
+        """Return the memory of a rank as if one microbatch ran through all its stages after this many others."""
         whole, sizes = traced.rank_on(request.device).whole, request.sizes
         timeline = whole.at(microbatches)
         prediction = self._predict(request, whole, timeline)

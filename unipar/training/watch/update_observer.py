@@ -40,7 +40,7 @@ class _Spot(NamedTuple):
 
 
 _ROUNDINGS = 8.0
-"""An update that should change a weight is at least so many times the distance from it to the next number."""
+"""An update that should change a weight is at least this many times the distance from it to the next number."""
 
 _LARGE = 0.01
 """Share of the rate by which an element changes at least, if its gradient is as large: AdamW's updates are bounded."""

@@ -139,7 +139,7 @@ def _norm(grads: GradientList) -> float:
 def replay_builder(
     count: int, order: str, *, per_microbatch: bool, perturbed: bool = False
 ) -> Callable[[Part, Config, World], ReplayEngine]:
-    """Return a function that builds an engine for a part, which replays so many shares, with these settings."""
+    """Return a function that builds an engine for a part, which replays this many shares, with these settings."""
 
     def build(part: Part, config: Config, world: World) -> ReplayEngine:
         if perturbed:

@@ -250,7 +250,7 @@ class _TaskLoss:
         return abs(one - other) <= self.tolerance * max(1.0, abs(one))
 
     def weight(self, batch: Any, units: int) -> float:
-        """Return the weight of a batch of so many samples, or tokens."""
+        """Return the weight of a batch of this many samples, or tokens."""
         weight = self._task.weight(batch)
         return float(units if weight is None else weight)
 
