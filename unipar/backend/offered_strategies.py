@@ -216,7 +216,7 @@ def _without_idle_options(config: Config, backend: Backend) -> Config:
 
 
 def count_data_ranks(ranks: int, strategy: Strategy) -> int:
-    """Return the number of parts of a batch that ranks train on; raise ConfigError if the strategy's sizes do not fit."""
+    """Return the number of parts of a batch on `ranks` ranks; raise ConfigError if the strategy's sizes do not fit."""
     data, left = divmod(ranks, strategy.axes.ranks)
     if left:
         raise ConfigError(
