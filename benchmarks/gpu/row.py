@@ -262,8 +262,8 @@ def train(device: str, ranks: int, folder: str, *, strategy: str, changes: dict[
     return text
 
 
-def run_log(device: str, ranks: int, folder: str, *, strategy: str) -> str:
-    """Record memory, and compare the run log's sum with the allocator's own peak in plain steps after it."""
+def account(device: str, ranks: int, folder: str, *, strategy: str) -> str:
+    """Record memory, and compare the account's sum with the allocator's own peak in plain steps after it."""
     from unipar.backend import offered_strategies as strategies
     from unipar.comparison.strategy_world import StrategyWorld
     from unipar.config import Strategy
@@ -343,7 +343,7 @@ def test(device: str, ranks: int, folder: str, *, test: str) -> str:
 
 
 KINDS: dict[str, Callable[..., str]] = {
-    f.__name__: f for f in (packages, device, collectives, verify, compare, train, run_log, test)
+    f.__name__: f for f in (packages, device, collectives, verify, compare, train, account, test)
 }
 
 

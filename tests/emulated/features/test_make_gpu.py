@@ -21,7 +21,7 @@ FIGURES = {
     "collectives/2": "gloo: 8 of 8 work",
     "compare/1": "9 of 10 strategies ran; fastest ",
     "verify/2/native": "4 of 4 strategies agree",
-    "run_log/2/native/parameters": "rank 0: sum 103.4 MiB, max_memory_allocated 103.4 MiB, 0.00 % without a category ",
+    "account/2/native/parameters": "rank 0: sum 103.4 MiB, max_memory_allocated 103.4 MiB, 0.00 % without a category ",
     "bf16-master/1/native/gradients": "losses within ",
     "fp16/2/accelerate": "losses within ",
     "offload/1/native/parameters": "losses within ",

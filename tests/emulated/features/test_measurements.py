@@ -20,7 +20,7 @@ pytestmark = pytest.mark.emulated
 def test_doctor_names_the_devices(emulated: EmulatedDevice) -> None:
     """Torch's build and each device."""
     done = emulated.unipar(["doctor", "--json"], "h100")
-    found = {check["name"]: check["found"] for check in json.loads(done.stdout)["checks"]}
+    found = {check["name"]: check["finding"] for check in json.loads(done.stdout)["checks"]}
     assert found["torch"].endswith(", built for CUDA 13.0")
     assert found["GPUs"] == "2: NVIDIA H100 80GB HBM3"
 
