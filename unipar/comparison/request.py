@@ -113,11 +113,11 @@ class CompareRequest:
             yield replace(self, machines=machines)
 
     def ranks_here(self, ranks: int) -> int:
-        """Return how many of this many ranks are on this machine, the fullest one."""
+        """Return how many of the ranks are on this machine, the fullest one."""
         return min(ranks, self.machines.per or ranks) if self.machines is not None else ranks
 
     def machines_of(self, ranks: int) -> int:
-        """Return on how many machines this many ranks are."""
+        """Return on how many machines the ranks are."""
         return self.machines.machines_of(ranks) if self.machines is not None else 1
 
     @classmethod

@@ -210,7 +210,7 @@ class Config(Section):
     """Several machines: how many, and the job system that starts the run there; null: this machine alone."""
 
     def ranks_of_machine(self, ranks: int) -> int | None:
-        """Return how many of this many ranks a machine has, by section `machines`; None: it does not say."""
+        """Return how many of the ranks a machine has, by section `machines`; None: it does not say."""
         if self.machines is None:
             return None
         if self.machines.ranks_per_node != "auto":

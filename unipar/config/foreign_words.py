@@ -57,7 +57,6 @@ _RESHARD = "leave it out: parameters are gathered for each block and freed after
 _OWN_CODE = "leave it out: it is your task's code (model, data, loss)"
 _STARTED = "leave it out: `unipar run` starts the ranks, or the launcher that you use names the machines"
 _BOTH_EXACT = "leave it out: a last batch that is not full is weighted exactly, in every strategy"
-_BY_LAUNCHER = "leave it out: each rank uses the device of its local rank"
 _SCALER = "leave it out: train.precision: fp16 scales the loss, and adapts the scale"
 _AUTO_BATCH = "write batch.micro: auto (the largest microbatch that fits)"
 _TIMEOUT = "write launch.timeout (seconds that a collective may wait)"

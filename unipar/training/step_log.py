@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @final
 class StepLog:
-    """Log of one rank: the first step, then every this many, and the last."""
+    """Log of one rank: the first step, then every `log.every` steps, and the last."""
 
     def __init__(self, run_log: RunLog, trackers: TrackerWriter, every: int, observer: StepObserver) -> None:
         self._run_log, self._trackers, self._every = run_log, trackers, every

@@ -80,7 +80,7 @@ class TrainingRun(Run):
         self._plans: Sequence[MicrobatchPlan] = ()
         """This rank's plans of the current local batch."""
 
-        self._share: LocalBatch | None = None
+        self._local_batch: LocalBatch | None = None
 
         self._stop_agreement = StopAgreement(world, config.train.local_steps or 1)
         self.loaders = RunLoaders(self, task.collate if task.defines("collate") else None)
@@ -326,7 +326,7 @@ class TrainingRun(Run):
 
     @override
     def gather(self, tensor: Tensor, of: LocalBatch | Micro | None = None) -> Tensor:
-        return gather_rows(self.world, tensor, of, self._share)
+        return gather_rows(self.world, tensor, of, self._local_batch)
 
     @override
     def log(self, **named: Any) -> None:
@@ -359,7 +359,7 @@ class TrainingRun(Run):
 
     def finish(self) -> None:
         """Report the last steps and close the trackers; called after the loop."""
-        self._end_share()
+        self._end_local_batch()
         for part in self._parts.values():
             part.finish()
             self._note_skipped(part)
@@ -405,11 +405,11 @@ class TrainingRun(Run):
                 local_batch = self.work.make_local_batch(partial(self._maker.make, read, loader, before))
             else:
                 local_batch = self._maker.make(read, loader, before)
-            self._share = local_batch
+            self._local_batch = local_batch
             yield local_batch
-            self._share = local_batch = None
+            self._local_batch = local_batch = None
             if not self._choice.alone:
-                self._end_share()
+                self._end_local_batch()
             if self.done != before + 1:
                 times = "once" if self._choice.alone else "at most once for each part, and for at least one part"
                 taken = f"the loop called run.step {self.done - before} times for one local batch"
@@ -419,7 +419,7 @@ class TrainingRun(Run):
         if self._boundary_hook is not None:
             self._boundary_hook(self.done)
 
-    def _end_share(self) -> None:
+    def _end_local_batch(self) -> None:
         """Count the local batch's step, if several parts took one, and log their results if the step is due."""
         if self._parts_stepped:
             self._parts_stepped.clear()

@@ -64,7 +64,7 @@ class StarterOnMachines:
         return 1 + len(self._agents)
 
     def machines_of(self, size: int) -> int:
-        """Return on how many machines a world of this many ranks is."""
+        """Return the number of machines of a world with this many ranks."""
         return -(-size // self._per(size))
 
     def _per(self, size: int) -> int:

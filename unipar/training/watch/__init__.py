@@ -1,1 +1,1 @@
-"""Guard of an ordinary run: every this many steps it checks that the ranks and the optimizer did what they should."""
+"""Guard of an ordinary run: every `every` steps it checks that the ranks and the optimizer did what they should."""

@@ -1,4 +1,4 @@
-"""`StateWatch`: the checks of `train.consistency_check`, made by all ranks together in one step of every this many."""
+"""`StateWatch`: the checks of `train.consistency_check`, made by all ranks together in one step of every `every`."""
 
 from __future__ import annotations
 
