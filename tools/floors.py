@@ -12,7 +12,7 @@ FLOORS: list[set[str]] = [
     {"planning"},
     {"training", "results"},
     {"report"},
-    {"launcher", "conversion", "jobs", "calibration"},
+    {"launcher", "conversion", "jobs", "calibration", "observing"},
     {"comparison", "verification"},
     {"cli"},
 ]

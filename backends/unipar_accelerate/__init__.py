@@ -41,6 +41,7 @@ class Accelerate(Backend):
     """Backend of Hugging Face Accelerate."""
 
     name = "accelerate"
+    observes = True
     exports = "accelerate"
     imports = "an accelerate.yaml"
     requires = ("accelerate",)

@@ -85,6 +85,7 @@ class DeepSpeed(Backend):
     """Backend of DeepSpeed's ZeRO."""
 
     name = "deepspeed"
+    observes = True
     exports = "deepspeed"
     imports = "a ds_config.json"
     reads_checkpoints = True

@@ -55,6 +55,7 @@ class Horovod(Backend):
     """Backend of Horovod."""
 
     name = "horovod"
+    observes = True
     exports = "horovod"
     requires = ("horovod",)
     hint = "unipar install horovod"

@@ -19,6 +19,7 @@ from unipar.prediction.terms import not_planned_yet
 if TYPE_CHECKING:
     from unipar.backend.export import Outline, Script
     from unipar.backend.foreign import ForeignConfigReader
+    from unipar.backend.observed_library import ObservedLibrary
     from unipar.config import Config
     from unipar.distributed.launchers import Launcher
     from unipar.distributed.place import Place
@@ -120,6 +121,9 @@ class Backend(ABC):
 
     reads_checkpoints: ClassVar[bool] = False
     """Whether import_checkpoint.py beside the description reads checkpoint folders that the library itself wrote."""
+
+    observes: ClassVar[bool] = False
+    """Whether observed.py beside the description knows scripts that use the library (`unipar observe`)."""
 
     def refuse(self, config: Config) -> Iterator[str]:
         """Yield each reason, beyond `capabilities`, why `config` cannot run here."""
@@ -228,6 +232,11 @@ class Backend(ABC):
     def collect_checkpoint(self, path: Path, into: Any, *, weights_only: bool) -> None:
         """Collect the state in such a folder by `collect` in import_checkpoint.py, into a `StateCollector`."""
         self._beside("import_checkpoint").collect(path, into, weights_only=weights_only)
+
+    @property
+    def observed_library(self) -> ObservedLibrary | None:
+        """Knowledge about scripts that use the library: `LIBRARY` in observed.py beside the description."""
+        return self._beside("observed").LIBRARY if self.observes else None
 
     @final
     def _beside(self, name: str) -> Any:

@@ -27,6 +27,7 @@ HELP = """One PyTorch training loop under many backends, from one config.
     unipar verify configs/char_gpt.yaml        do all strategies give the numbers of one process?
     unipar plan configs/char_gpt.yaml          what will fit, before anything runs
     unipar run configs/char_gpt.yaml           train
+    unipar observe -- torchrun ... train.py    what a script does that nobody changed
     unipar submit train.yaml --on slurm        the same on several machines
     """
 
@@ -39,6 +40,7 @@ COMMANDS = {
     "runs": "report:print_runs",
     "report": "report:report",
     "verify": "verify:verify",
+    "observe": "observe:observe",
     "checkpoint": "checkpoint.group:build_group",
     "check": "config.check:check_run",
     "init": "config.init:init",

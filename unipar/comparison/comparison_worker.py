@@ -39,7 +39,7 @@ def train_in_turns(place: Place, run: Path, control: socket.socket | None) -> No
     task = TaskRef.from_json(launch["task"]).load()
     backend = registry.find_backend(settled.strategy.backend)
     watching = (
-        MemoryRecorder(backend, choose_event_sources(device_of_rank(settled.on_device, place)))
+        MemoryRecorder.of_backend(backend, choose_event_sources(device_of_rank(settled.on_device, place)))
         if launch["watch"]
         else None
     )

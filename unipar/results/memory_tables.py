@@ -152,9 +152,10 @@ def format_memory_tables(strategies: Sequence[RanksMemory], width: int) -> list[
     on_gpus = any(a.on is not None for row in strategies for a in row.accounts)
     keys = ("reserved", "gaps", "on_cuda", "host") if on_gpus else ("resident", "on_cuda")
     totals = [_name_column("memory"), *choose_columns(MEMORY_COLUMNS, "phase", "allocated", *keys)]
-    averages = any("averages" in row.largest.peak.held for row in strategies)
-    columns = {name: group for name, group in _CATEGORIES_BY_COLUMN.items() if name != "ema" or averages}
-    by_category = [_name_column("MiB"), *(_group_column(name, group) for name, group in columns.items())]
+    columns = [
+        category_column(*group).of(_peak_of) for group in category_groups([row.largest for row in strategies]).items()
+    ]
+    by_category = [_name_column("MiB"), *columns]
     return [*_lines(totals, strategies, width), "", *_lines(by_category, strategies, width)]
 
 
@@ -162,10 +163,21 @@ def _name_column(head: str) -> Column[RanksMemory]:
     return Column(head, lambda row: row.strategy, right=False)
 
 
-def _group_column(head: str, group: Sequence[Category]) -> Column[RanksMemory]:
+def _peak_of(row: RanksMemory) -> PhasePeak:
+    return row.largest.peak
+
+
+def category_groups(accounts: Iterable[MemoryAccount]) -> dict[str, tuple[Category, ...]]:
+    """Return the categories in each column of a table, by the column's head."""
+    averages = any("averages" in account.peak.held for account in accounts)
+    return {head: group for head, group in _CATEGORIES_BY_COLUMN.items() if head != "ema" or averages}
+
+
+def category_column(head: str, group: Sequence[Category]) -> Column[PhasePeak]:
+    """Return the column of the bytes of some categories at a phase's peak."""
     return Column(
         head,
-        lambda row: sum(size for category, size in row.largest.peak.held.items() if category in group) or None,
+        lambda phase: sum(size for category, size in phase.held.items() if category in group) or None,
         format_mib,
     )
 

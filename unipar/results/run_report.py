@@ -143,7 +143,7 @@ class Report(ShownAsPage):
             size=int(start.get("size", len(ranks))),
             parameters=int(start.get("parameters", 0)),
             steps=max([0, *steps, *stops, *ends]),
-            losses=[(int(row["step"]), float(row["loss"])) for row in _select_events(rows, "step")],
+            losses=[(int(row["step"]), float(row["loss"])) for row in steps_logged if row.get("loss") is not None],
             parts=_losses_by_part(_select_events(rows, "step")),
             norms=[
                 (int(row["step"]), float(row["norm"]))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from typing import Any, Final, NamedTuple, final
+from collections.abc import Callable, Iterable
+from typing import Any, Final, NamedTuple, Protocol, final
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from unipar.distributed.mesh import Mesh
 from unipar.distributed.world_machines import WorldMachines
 from unipar.memory.account import ALL_RANKS, UNKNOWN_AXIS
 
@@ -41,6 +40,19 @@ _COLLECTIVE_OF_PREFIX: Final = {
 """Collective by the prefix of its operators' names, underscores removed; barriers are absent: they carry no bytes."""
 
 
+class AxesOfRanks(Protocol):
+    """Axes along which ranks lie, such as a mesh's."""
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks in all."""
+        ...
+
+    def axes_among(self, ranks: Iterable[int]) -> tuple[str, ...]:
+        """Return the axes along which these ranks differ."""
+        ...
+
+
 class _Group(NamedTuple):
     """Axis of a process group, and whether it is on several machines."""
 
@@ -59,7 +71,7 @@ class CollectiveCounter(TorchDispatchMode):
     of one rank send nothing, and do not count. Autograd's threads inherit the mode, so calls in a backward count.
     """
 
-    def __init__(self, traffic: Traffic, mesh: Mesh, machines: WorldMachines | None = None) -> None:
+    def __init__(self, traffic: Traffic, mesh: AxesOfRanks, machines: WorldMachines | None = None) -> None:
         super().__init__()
         self._traffic, self._mesh, self._machines = traffic, mesh, machines
         self.calls: Counter[tuple[str, str]] = Counter()
@@ -112,7 +124,7 @@ _group_by_name: Final[Callable[[str], Any]] = vars(distributed_c10d)["_resolve_p
 """Group by its name; torch has no public name for it."""
 
 
-def axis_of_ranks(mesh: Mesh, ranks: list[int]) -> str | None:
+def axis_of_ranks(mesh: AxesOfRanks, ranks: list[int]) -> str | None:
     """Return the axis of the mesh along which a group of these ranks lies, or None if it is one rank.
 
     A group along several axes is named by all of them. One of all ranks is `all ranks` if it lies along tensor or

@@ -78,7 +78,7 @@ class _MeterStepMemory:
     def __init__(self, backend: Backend, run: Path) -> None:
         self._run = run
         self._meter = MallocMeter()
-        self._watching = MemoryRecorder(backend, [self._meter])
+        self._watching = MemoryRecorder.of_backend(backend, [self._meter])
         self._begun = False
 
     def begin(self, world: World, heartbeat: HeartbeatWriter) -> None:

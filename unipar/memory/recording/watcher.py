@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import wraps
 from itertools import chain
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, final
+from typing import Any, Concatenate, ParamSpec, Protocol, Self, final
 
 import torch
 from torch import Tensor, nn
 
-from unipar.backend import Backend, Engine, Holding
+from unipar.backend import Backend, Category, Holding
 from unipar.distributed.device import has_own_memory, wait_for_late_frees
 from unipar.distributed.world import World
+from unipar.distributed.world_machines import WorldMachines
 from unipar.memory.account import UNKNOWN_AXIS, MemoryAccount, RecordingPass, ResidentMemory
 from unipar.memory.recording.attribution import Attribution, plain_step_seconds
-from unipar.memory.recording.bytes_sent_recorder import TRAFFIC_METHOD, CollectiveCounter, Traffic, axis_of_ranks
+from unipar.memory.recording.bytes_sent_recorder import (
+    TRAFFIC_METHOD,
+    AxesOfRanks,
+    CollectiveCounter,
+    Traffic,
+    axis_of_ranks,
+)
 from unipar.memory.recording.held_bytes import find_storages
 from unipar.memory.sources.allocator_history import AllocatorHistory
 from unipar.memory.sources.event_source import EventSource
@@ -27,7 +34,6 @@ from unipar.memory.sources.events import NamedStorage
 from unipar.memory.sources.malloc_meter import MallocMeter
 from unipar.memory.sources.pinned import PinnedMemory
 from unipar.memory.sources.profiler import ProfilerSource
-from unipar.run_folder.heartbeat import HeartbeatWriter
 from unipar.utils.procfs import anonymous_memory, shared_bytes
 
 MethodArguments = ParamSpec("MethodArguments")
@@ -50,12 +56,44 @@ def _stop_on_error(
     return guarded
 
 
+class TensorHolder(Protocol):
+    """Whoever keeps tensors of a training and knows their purpose: an engine, or a script that is observed."""
+
+    def holdings(self) -> Iterable[Holding]:
+        """Return all tensors that are kept now."""
+        ...
+
+
+class PhaseSignal(Protocol):
+    """Source of a training's phases, such as a heartbeat."""
+
+    on_phase: Callable[[str], None] | None
+    """Function that is called with each new phase."""
+
+
+class RecordedWorld(Protocol):
+    """Place of the recorded process among the others."""
+
+    rank: int
+    size: int
+    device: torch.device
+    machines: WorldMachines
+
+    @property
+    def mesh(self) -> AxesOfRanks:
+        """Axes along which the process groups lie."""
+        ...
+
+
 @final
 class MemoryRecorder:
     """Recorder of one memory or several, each with a source of events, from the base mark to the last recorded step."""
 
-    def __init__(self, backend: Backend, sources: Sequence[EventSource]) -> None:
-        self._backend = backend
+    def __init__(
+        self, sources: Sequence[EventSource], sites: Mapping[str, Category], backend: Backend | None = None
+    ) -> None:
+        """`sites`: category of what functions of a library allocate; `backend`: one whose library may send itself."""
+        self._sites, self._backend = sites, backend
         self._watched = [_RecordedMemory(source) for source in sources]
         self._pinned: PinnedMemory | None = None
         self._marks = 0
@@ -77,10 +115,19 @@ class MemoryRecorder:
         self._around: ExitStack | None = None
         self._holdings: Callable[[], Iterable[Holding]] = tuple
 
-    def begin(self, world: World, heartbeat: HeartbeatWriter) -> None:
-        """Set the base mark: called when the ranks have met, before anything is built."""
-        self._world, self._heartbeat = world, heartbeat
+    @classmethod
+    def of_backend(cls, backend: Backend, sources: Sequence[EventSource]) -> Self:
+        """Return the recorder of a backend's run."""
+        return cls(sources, backend.capabilities.sites, backend)
+
+    def begin(self, world: World, phases: PhaseSignal) -> None:
+        """Set the base mark after a small step: called when the ranks have met, before anything is built."""
         run_toy_step(world)
+        self.begin_here(world, phases)
+
+    def begin_here(self, world: RecordedWorld, phases: PhaseSignal) -> None:
+        """Set the base mark without a step and without the other ranks."""
+        self._world, self._phases = world, phases
         self._anonymous = anonymous_memory() - shared_bytes()
         self._begin()
 
@@ -90,13 +137,13 @@ class MemoryRecorder:
             watched.source.begin()
         self._anonymous = anonymous_memory() - shared_bytes()
         self._mark("start")
-        self._heartbeat.on_phase = self._mark
+        self._phases.on_phase = self._mark
 
     def lose(self, error: Exception) -> None:
         """End the recording because of an error; no further account is written."""
         message = str(error).strip()
         self.lost = f"{type(error).__name__}: {message.splitlines()[0] if message else 'no message'}"[:300]
-        self._heartbeat.on_phase = None
+        self._phases.on_phase = None
         self.ended = True
         around, self._around = self._around, None
         with suppress(Exception):
@@ -107,10 +154,10 @@ class MemoryRecorder:
                 watched.source.end()
 
     @_stop_on_error
-    def follow(self, engines: Iterable[Engine]) -> None:
-        """Name blocks by the holdings of `engines` from now on: called when all is built."""
-        followed = list(engines)
-        self._holdings = lambda: chain.from_iterable(engine.holdings() for engine in followed)
+    def follow(self, holders: Iterable[TensorHolder]) -> None:
+        """Name blocks by what `holders` keep from now on: called when all is built."""
+        followed = list(holders)
+        self._holdings = lambda: chain.from_iterable(holder.holdings() for holder in followed)
         self._name()
 
     @contextmanager
@@ -139,7 +186,7 @@ class MemoryRecorder:
         self._around = ExitStack()
         if how == "placed":
             for watched in self._watched:
-                self._around.enter_context(watched.source.places(self._backend.capabilities.sites))
+                self._around.enter_context(watched.source.places(self._sites))
         elif how == "saved":
             self._around.enter_context(torch.autograd.graph.saved_tensors_hooks(self._save, _identity))
         elif how == "sent" and self._world.size > 1:
@@ -161,7 +208,7 @@ class MemoryRecorder:
 
     def _end(self) -> None:
         self._mark("end")
-        self._heartbeat.on_phase = None
+        self._phases.on_phase = None
         self.ended = True
         for watched in self._watched:
             watched.source.end()
@@ -190,15 +237,18 @@ class MemoryRecorder:
             self._name()
 
     @property
-    def _recorded(self) -> bool:
-        """Whether the environment makes the library record what it sends itself."""
-        variables = self._backend.capabilities.recording
-        return bool(variables) and variables.items() <= os.environ.items()
+    def _recording_library(self) -> Backend | None:
+        """The backend, if the environment makes its library record what it sends itself."""
+        variables = self._backend.capabilities.recording if self._backend is not None else {}
+        return self._backend if variables and variables.items() <= os.environ.items() else None
 
     @contextmanager
     def _sending(self) -> Generator[None]:
+        library = self._recording_library
         with (
-            self._backend.sends(self._world) if self._recorded else nullcontext({}) as by_library,
+            library.sends(self._world)
+            if library is not None and isinstance(self._world, World)
+            else nullcontext({}) as by_library,
             CollectiveCounter(self._traffic, self._world.mesh, self._world.machines) as counter,
         ):
             yield
@@ -219,7 +269,8 @@ class MemoryRecorder:
     def _sent_by(self) -> str:
         if not any(how == "sent" for how, _, _ in self._steps):
             return ""
-        return f"{TRAFFIC_METHOD}, and {self._backend.capabilities.records}" if self._recorded else TRAFFIC_METHOD
+        library = self._recording_library
+        return TRAFFIC_METHOD if library is None else f"{TRAFFIC_METHOD}, and {library.capabilities.records}"
 
     def _save(self, tensor: Tensor) -> Tensor:
         self._saved(tensor)
@@ -234,12 +285,20 @@ class MemoryRecorder:
     def _name(self) -> None:
         now = [watched.source.at() for watched in self._watched]
         for holding in self._holdings():
-            for storage in find_storages(holding.tensor):
-                if self._pinned is not None and storage.device.type == "cpu" and storage.is_pinned():
-                    self._pinned.name(storage, holding)
-                    continue
-                for watched, at in zip(self._watched, now, strict=True):
-                    watched.name(at, storage, holding)
+            self._name_at(now, holding)
+
+    @_stop_on_error
+    def name(self, holding: Holding) -> None:
+        """Name a tensor that exists now and that nobody keeps."""
+        self._name_at([watched.source.at() for watched in self._watched], holding)
+
+    def _name_at(self, positions: Sequence[int], holding: Holding) -> None:
+        for storage in find_storages(holding.tensor):
+            if self._pinned is not None and storage.device.type == "cpu" and storage.is_pinned():
+                self._pinned.name(storage, holding)
+                continue
+            for watched, at in zip(self._watched, positions, strict=True):
+                watched.name(at, storage, holding)
 
     def read(self, folder: Path) -> MemoryAccount | None:
         """End a recorded step and write its account; recording continues, unless it failed."""
@@ -329,7 +388,7 @@ class _RecordedMemory:
     def forget(self) -> None:
         self._named.clear()
 
-    def account(self, world: World, steps: Sequence[RecordedStep]) -> MemoryAccount:
+    def account(self, world: RecordedWorld, steps: Sequence[RecordedStep]) -> MemoryAccount:
         """Return the account of this memory."""
         source, seen = self.source, self.source.collect_events()
         seen.shared = world.size > 1 and world.device.type == source.device

@@ -1,0 +1,1 @@
+"""Observation of training scripts that nobody changed (`unipar observe`)."""

@@ -1,0 +1,258 @@
+"""Findings about an observed training: what its ranks have done is compared when it has ended, without the ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Final
+
+from unipar.backend.observed_library import Fault
+from unipar.observing.libraries import way_out
+from unipar.results.observation import Finding
+from unipar.results.observed_rank import LAST_STEP, ObservedRank, StepState
+from unipar.utils.text import count_of, first_few, join_with_and
+
+_NOTES: Final[frozenset[Fault]] = frozenset(
+    {"same dropout", "unsynced batch norm", "coarse dtype", "schedule too fast"}
+)
+"""Faults that many scripts have on purpose."""
+
+
+def find_findings(ranks: Sequence[ObservedRank]) -> list[Finding]:
+    """Return all findings about the ranks of a command; of each kind there is one."""
+    found: dict[Fault, Finding] = {}
+    for finding in (*_of_worlds(ranks), *_of_single_ranks(ranks), *_between_ranks(ranks)):
+        found.setdefault(finding.kind, finding)
+    return sorted(found.values(), key=lambda finding: finding.severity != "fault")
+
+
+def what_was_compared(ranks: Sequence[ObservedRank], findings: Sequence[Finding]) -> list[str]:
+    """Return the things that were compared between ranks, or looked at, without a finding."""
+    kinds = {finding.kind for finding in findings}
+    several = len(ranks) > 1
+    states = [state for rank in ranks[:1] for state in rank.states.values()]
+    looked: list[tuple[Fault, str, bool]] = [
+        ("unequal initial weights", "initial weights", several and bool(ranks[0].initial)),
+        ("unequal copies", "weights and states", several and any(state.weights for state in states)),
+        ("unreduced gradients", "gradients", several and any(state.gradients for state in states)),
+        ("unequal microbatches", "backwards in a step", several),
+        ("same batches", "batches", several and bool(ranks[0].batches)),
+        ("weights outside the optimizer", "the optimizer's weights", bool(states)),
+        ("update without effect", "the update's effect", bool(states)),
+    ]
+    return [what for kind, what, known in looked if known and kind not in kinds]
+
+
+def _finding(kind: Fault, says: str, observed: Sequence[ObservedRank], /, **more: object) -> Finding:
+    return Finding.model_validate(
+        {
+            "kind": kind,
+            "severity": "note" if kind in _NOTES else "fault",
+            "says": says,
+            "way_out": way_out(kind, observed[0].libraries),
+            **more,
+        }
+    )
+
+
+def _of_worlds(ranks: Sequence[ObservedRank]) -> Iterator[Finding]:
+    alone = [rank for rank in ranks if rank.size == 1]
+    launched = max(rank.launched_size for rank in ranks)
+    if alone and (launched > 1 or len(alone) > 1) and launched > 1:
+        yield _finding(
+            "no group",
+            f"the launcher started {launched} processes, and {len(alone)} of them trained "
+            "alone, without a process group: nothing is averaged",
+            ranks,
+        )
+
+
+def _of_single_ranks(ranks: Sequence[ObservedRank]) -> Iterator[Finding]:
+    for rank in ranks:
+        for fault in rank.faults:
+            yield _finding(
+                fault.kind,
+                f"rank {rank.rank}: {fault.detail}",
+                ranks,
+                ranks=(rank.rank,),
+                step=fault.step,
+                parameter=fault.parameter,
+            )
+    first = ranks[0]
+    if first.size > 1 and first.batch_norms:
+        yield _finding(
+            "unsynced batch norm",
+            f"{first_few(first.batch_norms)} normalize{'s' if len(first.batch_norms) == 1 else ''} with the samples of "
+            "one rank alone",
+            ranks,
+            parameter=first.batch_norms[0],
+        )
+
+
+def _between_ranks(ranks: Sequence[ObservedRank]) -> Iterator[Finding]:
+    if len(ranks) < 2 or any(rank.size == 1 for rank in ranks):
+        return
+    yield from _initial_weights(ranks)
+    yield from _gradients(ranks)
+    yield from _copies(ranks)
+    yield from _microbatches(ranks)
+    yield from _batches(ranks)
+    yield from _dropout(ranks)
+
+
+def _initial_weights(ranks: Sequence[ObservedRank]) -> Iterator[Finding]:
+    names = _unequal(ranks, lambda rank: rank.initial)
+    if names:
+        others = _others(ranks, lambda rank: rank.initial.get(names[0]))
+        yield _finding(
+            "unequal initial weights",
+            f"before the first update {first_few(names)} had other values on {_name_ranks(others)} than on rank "
+            f"{ranks[0].rank}",
+            ranks,
+            ranks=others,
+            step=1,
+            parameter=names[0],
+        )
+
+
+def _gradients(ranks: Sequence[ObservedRank]) -> Iterator[Finding]:
+    for step in _common_steps(ranks):
+        names = _unequal(ranks, lambda rank, step=step: rank.states[step].gradients)
+        if names:
+            total = len(ranks[0].states[step].gradients)
+            yield _finding(
+                "unreduced gradients",
+                f"the optimizers of the ranks were given unequal gradients for {len(names)} of {total} weights "
+                f"({first_few(names)}): they were not reduced over the ranks",
+                ranks,
+                step=step,
+                parameter=names[0],
+            )
+            return
+
+
+def _copies(ranks: Sequence[ObservedRank]) -> Iterator[Finding]:
+    synced = not any(rank.batch_norms for rank in ranks)
+    for step in _common_steps(ranks):
+        for what, values_of in (
+            ("weight", _weights_of),
+            ("optimizer state", _states_of),
+            *((("buffer", _buffers_of),) if synced else ()),
+        ):
+            values = partial(_values_after, step, values_of)
+            names = _unequal(ranks, values)
+            if names:
+                others = _others(ranks, partial(_value_after, values, names[0]))
+                total = len(values(ranks[0]))
+                after = "at the end" if step == LAST_STEP else f"after step {step}"
+                yield _finding(
+                    "unequal copies",
+                    f"{after} {len(names)} of {count_of(total, what)} differ between the ranks: {first_few(names)} on "
+                    f"{_name_ranks(others)}",
+                    ranks,
+                    ranks=others,
+                    step=step or ranks[0].states[step].steps,
+                    parameter=names[0],
+                )
+                return
+
+
+def _values_after(step: int, of: Callable[[StepState], Mapping[str, int]], rank: ObservedRank) -> Mapping[str, int]:
+    return of(rank.states[step])
+
+
+def _value_after(values: Callable[[ObservedRank], Mapping[str, int]], name: str, rank: ObservedRank) -> int | None:
+    return values(rank).get(name)
+
+
+def _weights_of(state: StepState) -> Mapping[str, int]:
+    return state.weights
+
+
+def _states_of(state: StepState) -> Mapping[str, int]:
+    return state.states
+
+
+def _buffers_of(state: StepState) -> Mapping[str, int]:
+    return state.buffers
+
+
+def _microbatches(ranks: Sequence[ObservedRank]) -> Iterator[Finding]:
+    for step, counts in enumerate(zip(*(rank.backwards for rank in ranks), strict=False), 1):
+        if len(set(counts)) > 1:
+            usual = Counter(counts).most_common(1)[0][0]
+            others = tuple(r.rank for r, n in zip(ranks, counts, strict=False) if n != usual)
+            yield _finding(
+                "unequal microbatches",
+                f"the ranks made {join_with_and([str(n) for n in counts])} backwards in one step: a mean over ranks "
+                "does not weigh their samples equally",
+                ranks,
+                ranks=others,
+                step=step,
+            )
+            return
+    steps = [rank.steps for rank in ranks]
+    if max(steps) > min(steps) + 1:
+        yield _finding(
+            "unequal microbatches",
+            f"the ranks took {join_with_and([str(n) for n in steps])} steps",
+            ranks,
+            step=min(steps),
+        )
+
+
+def _batches(ranks: Sequence[ObservedRank]) -> Iterator[Finding]:
+    if any(rank.split and _has_split_names(rank) for rank in ranks):
+        return  # ranks that split a model's tensors read the same samples
+    batches = [rank.batches for rank in ranks]
+    same = all(batches) and len(set(batches)) == 1
+    losses = [rank.losses for rank in ranks]
+    if same or (not any(batches) and len(losses[0]) > 2 and len(set(losses)) == 1):
+        what = "their loaders gave all ranks the same first batches" if same else "all ranks had the same losses"
+        yield _finding("same batches", f"{what}: {count_of(len(ranks), 'rank')} do the work of one", ranks, step=1)
+
+
+def _has_split_names(rank: ObservedRank) -> bool:
+    """Return whether weights are split along several axes, as tensor parallelism splits them."""
+    return any("," in name.partition(" part ")[2] for name in rank.initial)
+
+
+def _dropout(ranks: Sequence[ObservedRank]) -> Iterator[Finding]:
+    randoms = [rank.random for rank in ranks]
+    if all(rank.dropout for rank in ranks) and randoms[0] and all(random == randoms[0] for random in randoms):
+        step = min(randoms[0])
+        yield _finding(
+            "same dropout",
+            "the random numbers of all ranks are in the same state, so dropout drops the same places on all of them",
+            ranks,
+            step=step,
+        )
+
+
+def _common_steps(ranks: Sequence[ObservedRank]) -> list[int]:
+    """Return the steps after which all ranks recorded their values, the last one if all had taken equally many."""
+    steps = [step for step in ranks[0].states if all(step in rank.states for rank in ranks)]
+    same_end = LAST_STEP in steps and len({rank.states[LAST_STEP].steps for rank in ranks}) == 1
+    return [*sorted(step for step in steps if step != LAST_STEP), *([LAST_STEP] if same_end else [])]
+
+
+def _unequal(ranks: Sequence[ObservedRank], digests: Callable[[ObservedRank], Mapping[str, int]]) -> list[str]:
+    """Return the names of which ranks have unequal digests."""
+    values: dict[str, set[int]] = {}
+    for rank in ranks:
+        for name, digest in digests(rank).items():
+            values.setdefault(name, set()).add(digest)
+    return [name for name, each in values.items() if len(each) > 1]
+
+
+def _others(ranks: Sequence[ObservedRank], digest: Callable[[ObservedRank], int | None]) -> tuple[int, ...]:
+    """Return the ranks whose digest is not that of most ranks, or of the first."""
+    digests = [digest(rank) for rank in ranks]
+    counts = Counter(digests)
+    usual = max(counts, key=lambda value: (counts[value], -digests.index(value)))
+    return tuple(rank.rank for rank, value in zip(ranks, digests, strict=True) if value not in (usual, None))
+
+
+def _name_ranks(numbers: Sequence[int]) -> str:
+    return f"rank{'s' if len(numbers) > 1 else ''} {first_few([str(n) for n in numbers])}"

@@ -1,0 +1,285 @@
+"""`Observer`: one observed process, from the first model that it makes to its end."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, Concatenate, Final, ParamSpec, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import dataloader
+
+from unipar.backend.resources import find_foreign_place
+from unipar.backend.torch_libraries import TORCH_CALL_SITES
+from unipar.errors import UniparError
+from unipar.observing.libraries import known_libraries, libraries_here
+from unipar.observing.process.patches import Patches
+from unipar.observing.process.rank_record import RankRecord
+from unipar.observing.process.script_memory import ScriptMemory
+from unipar.observing.process.script_state import ScriptState
+from unipar.observing.process.step_phases import Phase, StepPhases
+from unipar.observing.settings import ObserveSettings
+from unipar.profiling.waiting import SleepClock
+
+SEND_AGAIN_VARIABLE: Final = "UNIPAR_OBSERVE_RAISE"
+"""Environment variable with which tests let an observer's own error end the script."""
+
+MethodArguments = ParamSpec("MethodArguments")
+
+
+def _harmless(
+    act: Callable[Concatenate[Observer, MethodArguments], None],
+) -> Callable[Concatenate[Observer, MethodArguments], None]:
+    """Decorate a method so that its error ends the observing, and not the script."""
+
+    @wraps(act)
+    def guarded(self: Observer, *args: MethodArguments.args, **kwargs: MethodArguments.kwargs) -> None:
+        if self.stopped or threading.get_ident() != self.thread:
+            return
+        try:
+            act(self, *args, **kwargs)
+        except Exception as e:  # the script must go on, whatever we do wrong
+            if os.environ.get(SEND_AGAIN_VARIABLE):
+                raise
+            self.stop(f"{type(e).__name__}: {e}")
+
+    return guarded
+
+
+@final
+class Observer:
+    """Observer of the process that trains; it calls no collective and changes no value."""
+
+    def __init__(self, patches: Patches) -> None:
+        self._patches = patches
+        self.thread = threading.get_ident()
+        self.stopped = ""
+        """Reason why observing has stopped; "" while it goes on."""
+
+        self.settings = ObserveSettings.from_environment()
+        self.phases = StepPhases(self)
+        self.state = ScriptState(libraries := known_libraries())
+        sites = dict(TORCH_CALL_SITES)
+        for library in libraries:
+            sites |= library.sites
+        self.memory = ScriptMemory(self.settings.steps, sites, self.state)
+        self.record = RankRecord(self.settings, self.state)
+        self._clock: SleepClock | None = None
+        self._ended_at: float | None = None
+        self._pid = os.getpid()
+        self._backward_depth = 0
+
+    @_harmless
+    def begin(self) -> None:
+        """Patch what a training loop calls, and begin to record memory."""
+        around, keep = self._patches.around, self._patches.keep
+        around(Optimizer, "zero_grad", after=lambda *_, **__: self.gradients_dropped())
+        around(torch.autograd, "backward", before=self.backward_begins, after=lambda *_, **__: self.backward_ends())
+        around(dataloader._BaseDataLoaderIter, "__next__", before=self.data_begins, after=self.data_ends)  # pyright: ignore[reportPrivateUsage]
+        around(dataloader.DataLoader, "__iter__", before=self.epoch_begins)
+        around(lr_scheduler.LRScheduler, "step", before=lambda *_, **__: self.schedule_stepped())
+        around(torch.amp.GradScaler, "scale", after=self.loss_scaled)  # pyright: ignore[reportPrivateImportUsage]
+        around(torch.amp.GradScaler, "update", before=lambda *_, **__: self.scaler_updated())  # pyright: ignore[reportPrivateImportUsage]
+        keep(register_optimizer_step_pre_hook(self.update_begins))
+        keep(register_optimizer_step_post_hook(self.update_ends))
+        atexit.register(self.end)
+        os.register_at_fork(after_in_child=self._forked)
+        if self.settings.memory:
+            self._begin_memory()
+
+    def _begin_memory(self) -> None:
+        if not torch.cuda.is_available():
+            self.memory.begin(torch.device("cpu"))
+            return
+        # the history of a device's allocator begins with its context, which must not be made here
+        torch.cuda._lazy_call(self._begin_device_memory)  # pyright: ignore[reportPrivateUsage]
+
+    @_harmless
+    def _begin_device_memory(self) -> None:
+        local = int(os.environ.get("LOCAL_RANK", 0))
+        index = local if local < torch.cuda.device_count() else 0
+        with torch.cuda.device(index):
+            self.memory.begin(torch.device("cuda", index))
+
+    def _forked(self) -> None:
+        """Go on in a forked rank; leave a forked data worker, or a process that has trained, alone."""
+        self._pid = os.getpid()
+        if self.phases.step:
+            self.stopped = "this process was forked from one that trains"
+        else:
+            self.memory.missing = "no account of memory: the rank was forked from a process with a model"
+            self.memory.recorder = None
+
+    def stop(self, reason: str) -> None:
+        """Put everything back and say why, once."""
+        self.stopped = reason
+        self._patches.undo()
+        self.memory.drop()
+        self.record.note(f"observing stopped in step {self.phases.step}: {reason}")
+        sys.stderr.write(f"unipar observe: stopped in step {self.phases.step}: {reason}\n")
+
+    # What the script calls
+
+    @_harmless
+    def data_begins(self, *_: Any, **__: Any) -> None:
+        self._pause_clock()
+        self.phases.data_begins()
+
+    @_harmless
+    def data_ends(self, batch: Any, *_: Any, **__: Any) -> None:
+        self.phases.data_ends(trains=torch.is_grad_enabled())
+        self.record.add_batch(batch, self.phases.step)
+        self._resume_clock()
+
+    @_harmless
+    def epoch_begins(self, loader: Any) -> None:
+        self.record.batches.begin_epoch(loader)
+
+    @_harmless
+    def gradients_dropped(self) -> None:
+        self.phases.gradients_dropped()
+
+    @_harmless
+    def loss_scaled(self, scaled: Any, scaler: Any, loss: Any) -> None:
+        self.record.add_unscaled(scaled, loss)
+
+    @_harmless
+    def backward_begins(self, tensors: Any, *_: Any, **__: Any) -> None:
+        if self.phases.phase == "backward" and self._backward_depth:
+            return  # a backward within a backward: recomputed activations
+        self._backward_depth += 1
+        self.phases.backward_begins()
+        self.record.add_backward(tensors, self.phases.step, self.phases.backwards)
+
+    @_harmless
+    def backward_ends(self) -> None:
+        self._backward_depth -= 1
+        if not self._backward_depth:
+            self.phases.backward_ends()
+
+    @_harmless
+    def clip_begins(self) -> None:
+        self.phases.clip_begins()
+
+    @_harmless
+    def clip_ends(self, norm: Any, limit: Any) -> None:
+        if self.phases.step and isinstance(norm, Tensor | float):
+            self.record.add_clip(self.phases.step, norm, limit)
+
+    @_harmless
+    def schedule_stepped(self) -> None:
+        self.record.schedule_steps += 1
+
+    @_harmless
+    def scaler_updated(self) -> None:
+        self.phases.scaler_updated()
+
+    @_harmless
+    def update_begins(self, optimizer: Optimizer, *_: Any) -> None:
+        if _wraps_another(optimizer):
+            return
+        self.phases.update_begins(id(optimizer))
+        if not self.state.knows(optimizer):
+            self.state.add(optimizer)
+            self._find_place()
+            self.record.describe(optimizer)
+        self.record.before_update(optimizer, self.phases.step)
+
+    @_harmless
+    def update_ends(self, optimizer: Optimizer, *_: Any) -> None:
+        if _wraps_another(optimizer):
+            return
+        self.phases.update_ends()
+        self.record.after_update(self.phases.step, complete=self.phases.is_complete)
+
+    # What the phases say
+
+    def on_phase(self, phase: Phase) -> None:
+        """Tell the recorder of memory."""
+        if self.memory.on_phase is not None:
+            self.memory.on_phase(phase)
+
+    def on_step_begin(self, step: int) -> None:
+        """Begin to record memory and waiting, if the step is one of those."""
+        self.memory.step_begins(step)
+        if self._clock is None and step > self.settings.steps[1]:
+            self._clock = self._open_clock()
+        if self._clock is not None:
+            self._clock.seconds = 0.0
+        self._resume_clock()
+
+    def on_step_end(self, step: int) -> None:
+        """Write the step to the run log."""
+        self._pause_clock()
+        now = time.perf_counter()
+        recorded = step <= self.settings.steps[1] or step in self.settings.checks
+        seconds = None if self._ended_at is None or recorded else now - self._ended_at
+        self._ended_at = now
+        waited = None if self._clock is None else self._clock.seconds
+        self.record.add_step(
+            step, seconds, dict(self.phases.seconds), waited, self.phases.backwards, self.phases.skipped
+        )
+        if self.memory.step_ends(step, self.settings.folder) or step in self.settings.checks:
+            self.record.write(self.memory.lost)
+            self._ended_at = time.perf_counter()
+
+    def on_steps_merged(self) -> None:
+        """Begin to count anew: another optimizer belongs to each step."""
+        self.record.forget_steps()
+
+    def _find_place(self) -> None:
+        """Find rank and size, which the script knows when its optimizer takes its first step."""
+        here = next((place for library in libraries_here() if (place := library.place()) is not None), None)
+        grouped = dist.is_available() and dist.is_initialized()
+        if grouped:
+            here = dist.get_rank(), dist.get_world_size()
+        try:
+            launched = find_foreign_place()
+        except UniparError:
+            launched = None
+        rank, size = here or (0, 1)
+        machines = 1 if launched is None or launched.size != size else max(1, size // max(1, launched.local_size))
+        self.memory.know_place(rank, size, machines)
+        self.record.open(rank, size, 1 if launched is None else launched.size, socket.gethostname())
+
+    def end(self) -> None:
+        """Write what was observed, at the end of the process."""
+        if os.getpid() != self._pid or not self.record.opened:
+            return
+        try:
+            if not self.stopped:
+                self.memory.end(self.settings.folder)
+            self.record.end(self.memory.lost, compare=not self.stopped)
+        except Exception as e:  # the process is ending with the script's own exit code
+            sys.stderr.write(f"unipar observe: the end was not written: {type(e).__name__}: {e}\n")
+
+    # Waiting
+
+    def _open_clock(self) -> SleepClock | None:
+        try:
+            return SleepClock()
+        except OSError:
+            return None
+
+    def _pause_clock(self) -> None:
+        if self._clock is not None:
+            self._clock.stop()
+
+    def _resume_clock(self) -> None:
+        if self._clock is not None:
+            self._clock.start()
+
+
+def _wraps_another(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer only calls another one, which is seen as well."""
+    return isinstance(getattr(optimizer, "optimizer", None), Optimizer)

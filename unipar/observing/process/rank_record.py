@@ -1,0 +1,367 @@
+"""`RankRecord`: what one observed process has done, written into the folder of the results as it goes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import deque
+from collections.abc import Mapping
+from itertools import chain
+from statistics import median
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from unipar.distributed.device import generator_state
+from unipar.observing.process import script_checks as checks
+from unipar.observing.libraries import known_libraries, name_callers
+from unipar.observing.process.batch_record import BatchRecord
+from unipar.observing.process.script_frames import find_variable
+from unipar.observing.process.script_state import ScriptState, dtype_name, parameters_of
+from unipar.observing.process.step_phases import Phase
+from unipar.observing.settings import ObserveSettings
+from unipar.results.observed_rank import LAST_STEP, LocalFault, ObservedRank, StepState, observed_rank_path
+from unipar.run_folder.layout import run_log_path
+from unipar.run_folder.run_log import RunLog
+from unipar.training.watch.digests import digest_tensor
+from unipar.utils.files import write_file_atomically
+from unipar.utils.procfs import anonymous_memory
+
+FIRST_STEPS: Final = 10
+"""Number of first steps that have a line each in the run log, and whose losses, norms and rates are kept."""
+
+KEPT_TIMES: Final = 1000
+"""Number of the latest steps whose times are kept, for their medians."""
+
+
+@final
+class RankRecord:
+    """Record of one process; nothing is written before the script's first update, when the rank is known."""
+
+    def __init__(self, settings: ObserveSettings, state: ScriptState) -> None:
+        self._settings, self._state = settings, state
+        self.schedule_steps = 0
+        """Calls of a learning rate schedule in the present step."""
+
+        self.batches = BatchRecord()
+        self._place: dict[str, Any] = {}
+        self._script: dict[str, Any] = {}
+        """What the script trains with."""
+
+        self._log: RunLog | None = None
+        self._faults: dict[str, LocalFault] = {}
+        self._notes: dict[str, None] = {}
+        self._initial: dict[str, int] = {}
+        self._states: dict[int, StepState] = {}
+        self._before: dict[str, int] = {}
+        self._gradients: dict[str, int] = {}
+        self.forget_steps()
+
+    def forget_steps(self) -> None:
+        """Count steps anew: those until now were parts of one."""
+        self._losses: list[float] = []
+        self._backward_losses: list[Tensor] = []
+        self._unscaled: tuple[int, Any] = (0, None)
+        self._loss: float | None = None
+        self._backwards: list[int] = []
+        self._norms: dict[int, float] = {}
+        self._norms_after: dict[int, float] = {}
+        self._clip: float | None = None
+        self._split = False
+        self._rates: dict[int, tuple[float, ...]] = {}
+        self._random: dict[int, int] = {}
+        self._times: deque[float] = deque(maxlen=KEPT_TIMES)
+        self._phases: deque[Mapping[Phase, float]] = deque(maxlen=KEPT_TIMES)
+        self._waits: deque[tuple[float, float]] = deque(maxlen=KEPT_TIMES)
+        self._steps = self._skipped = self._logged = 0
+        self._seconds = 0.0
+        self.schedule_steps = 0
+
+    @property
+    def opened(self) -> bool:
+        """Whether rank and size are known, so that something can be written."""
+        return self._log is not None
+
+    def note(self, text: str) -> None:
+        """Add a sentence on what could not be observed."""
+        self._notes[text] = None
+
+    def is_logged(self, step: int) -> bool:
+        """Return whether a step has a line in the run log: then its numbers are read from the device."""
+        return step <= FIRST_STEPS or step % self._settings.log_every == 0
+
+    def open(self, rank: int, size: int, launched_size: int, host: str) -> None:
+        """Begin to write, as this rank; processes without a group take the next number that is free."""
+        if self._log is not None:
+            return
+        folder = self._settings.folder
+        while size == 1 and not _claim(folder, rank):
+            rank += 1
+        self._place = {"rank": rank, "size": size, "launched_size": launched_size, "host": host, "pid": os.getpid()}
+        self._log = RunLog(run_log_path(folder, rank))
+
+    def describe(self, optimizer: Optimizer) -> None:
+        """Note what the script trains, with what, and who calls the optimizer."""
+        named = dict(self._state.named_parameters())
+        trained = [p for o in self._state.optimizers for p in parameters_of(o)]
+        wrappers = {name: label for library in known_libraries() for name, label in library.wrappers.items()}
+        models = [_describe_model(model, wrappers) for model in self._state.models]
+        dtypes: dict[str, int] = {}
+        for p in named.values():
+            if p.requires_grad:
+                dtypes[dtype_name(p.dtype)] = dtypes.get(dtype_name(p.dtype), 0) + p.numel()
+        self._script = {
+            "libraries": name_callers(sys._getframe(2)),  # pyright: ignore[reportPrivateUsage]
+            "models": tuple(models),
+            "optimizers": tuple(type(o).__name__ for o in self._state.optimizers),
+            "parameters": sum(p.numel() for p in named.values()),
+            "dtypes": dtypes,
+            "device": trained[0].device.type if trained else "cpu",
+            "settings": _numbers_of(self._state.optimizers[0]),
+            "dropout": checks.has_dropout(self._state),
+            "batch_norms": checks.unsynced_batch_norms(self._state),
+        }
+        if self._log is not None:
+            label = ", ".join(dict.fromkeys(filter(None, (_wrapper_of(m, wrappers) for m in self._state.models))))
+            self._log.note(
+                "start",
+                strategy=f"observed: {label or 'no wrapper'}",
+                size=self._place["size"],
+                parameters=self._script["parameters"],
+            )
+
+    # What happens in a step
+
+    def add_batch(self, batch: Any, step: int) -> None:
+        """Note a batch of the script's loader."""
+        if torch.is_grad_enabled() and self.batches.add(batch):
+            self.add_fault(
+                LocalFault(
+                    kind="repeated order",
+                    step=step,
+                    detail="the first batches of an epoch are those of the epoch before, though the sampler shuffles",
+                )
+            )
+
+    def add_unscaled(self, scaled: Any, loss: Any) -> None:
+        """Note the loss that loss scaling has multiplied."""
+        if isinstance(scaled, Tensor) and isinstance(loss, Tensor):
+            self._unscaled = id(scaled), loss.detach()
+
+    def add_backward(self, tensors: Any, step: int, number: int) -> None:
+        """Note the tensor that is given to the `number`-th backward of a step."""
+        loss = tensors[0] if isinstance(tensors, list | tuple) and tensors else tensors
+        if self.is_logged(step) and isinstance(loss, Tensor) and loss.numel() == 1:
+            known, unscaled = self._unscaled
+            self._backward_losses.append(unscaled if known == id(loss) else loss.detach())
+        if number == 1 and step in self._settings.checks:
+            self._random[step] = digest_tensor(generator_state(_device_of(self._state)))
+
+    def add_clip(self, step: int, norm: Tensor | float, limit: Any) -> None:
+        """Note the norm that a clip returns."""
+        if self.is_logged(step):
+            self._norms[step] = float(norm)
+            self._clip = float(limit) if isinstance(limit, int | float) else None
+
+    def before_update(self, optimizer: Optimizer, step: int) -> None:
+        """Note what an optimizer is given."""
+        if self._settings.loss is not None and self.is_logged(step):
+            file, _, name = self._settings.loss.rpartition(":")
+            self._loss = find_variable(sys._getframe(2), file, name)  # pyright: ignore[reportPrivateUsage]
+        if not self._initial:
+            self._initial = checks.digest_weights(self._state)
+        if self.is_logged(step):
+            self._rates[step] = tuple(float(group["lr"]) for group in optimizer.param_groups if "lr" in group)
+        if step in self._settings.checks:
+            norm, split = checks.gradient_norm(optimizer)
+            self._split |= split
+            self._norms_after[step] = (self._norms_after.get(step, 0.0) ** 2 + norm**2) ** 0.5
+            self._gradients |= checks.digest_gradients(self._state)
+            self._before = checks.digest_weights(self._state)
+            for fault in chain(checks.find_weights_outside(self._state, step), ()):
+                self.add_fault(fault)
+
+    def after_update(self, step: int, *, complete: bool) -> None:
+        """Compare what the optimizer has made of the weights, after the last optimizer's update of a step."""
+        if step not in self._settings.checks or not complete:
+            return
+        after = checks.digest_state(self._state, step, self._gradients)
+        self._states[step] = after
+        rates = self._rates.get(step, ())
+        for fault in chain(
+            checks.find_idle_update(self._state, step, self._before, after.weights, rates),
+            checks.find_coarse_dtypes(self._state, step),
+        ):
+            self.add_fault(fault)
+        self._before, self._gradients = {}, {}
+
+    def add_fault(self, fault: LocalFault) -> None:
+        """Note a fault; of each kind the first counts."""
+        self._faults.setdefault(fault.kind, fault)
+
+    def add_step(
+        self,
+        step: int,
+        seconds: float | None,
+        phases: Mapping[Phase, float],
+        waited: float | None,
+        backwards: int,
+        skipped: bool,
+    ) -> None:
+        """Note a step that has ended; `seconds` is None if something was recorded in it."""
+        self._steps = step
+        self._skipped += skipped
+        self._check_schedule(step, skipped=skipped)
+        if seconds is not None:
+            self._seconds += seconds
+            self._logged += 1
+            self._times.append(seconds)
+            self._phases.append(phases)
+            if waited is not None:
+                self._waits.append((waited, seconds))
+        if len(self._backwards) < FIRST_STEPS:
+            self._backwards.append(backwards)
+        if self.is_logged(step):
+            self._write_step(step)
+
+    def _check_schedule(self, step: int, *, skipped: bool) -> None:
+        calls, self.schedule_steps = self.schedule_steps, 0
+        if calls > 1 and calls == self._place.get("size") and not skipped:
+            self.add_fault(
+                LocalFault(
+                    kind="schedule too fast",
+                    step=step,
+                    detail=f"the learning rate's schedule took {calls} steps in one step of the optimizer, as many as "
+                    "there are ranks",
+                )
+            )
+
+    def _write_step(self, step: int) -> None:
+        loss = self._loss
+        if loss is None and self._backward_losses:
+            loss = sum(float(value) for value in self._backward_losses)
+        self._backward_losses.clear()
+        if loss is not None and len(self._losses) < FIRST_STEPS:
+            self._losses.append(loss)
+        if self._log is None:
+            return
+        fields: dict[str, Any] = {"step": step, "loss": loss, "norm": self._norms.get(step)}
+        if rates := self._rates.get(step):
+            fields["lr"] = rates[0] if len(set(rates)) == 1 else list(rates)
+        if self._logged:
+            fields |= self._speed(self._seconds / self._logged)
+        self._log.note("step", **fields)
+        self._seconds, self._logged = 0.0, 0
+
+    def _speed(self, seconds: float) -> dict[str, float | None]:
+        """Return the fields on the time of a step; samples and tokens are known only if the user has said them."""
+        samples, tokens = self._settings.samples, self._settings.tokens
+        fields: dict[str, float | None] = {"seconds": seconds}
+        if samples is not None:
+            fields |= {"samples": samples, "samples_per_second": samples / seconds}
+        if tokens is not None:
+            fields["tokens_per_second"] = tokens / seconds
+        if self._waits:
+            fields["waiting"] = self._waiting
+        return fields
+
+    @property
+    def _waiting(self) -> float | None:
+        seconds = sum(whole for _, whole in self._waits)
+        return sum(waited for waited, _ in self._waits) / seconds if seconds else None
+
+    # Files
+
+    def write(self, lost_memory: str) -> None:
+        """Write what was observed until now."""
+        if self._log is None:
+            return
+        names: set[Phase] = {name for phases in self._phases for name in phases}
+        notes = [*self._notes, *([lost_memory] if lost_memory else [])]
+        rank = ObservedRank(
+            **self._place,
+            **self._script,
+            steps=self._steps,
+            skipped=self._skipped,
+            seconds=median(self._times) if self._times else None,
+            phases={name: median(phases.get(name, 0.0) for phases in self._phases) for name in sorted(names)},
+            waiting=self._waiting,
+            backwards=tuple(self._backwards),
+            losses=tuple(self._losses),
+            batches=tuple(self.batches.first),
+            first_dimension=self.batches.dimension,
+            norms=self._norms,
+            norms_after=self._norms_after,
+            clip=self._clip,
+            split=self._split,
+            rates=self._rates,
+            random=self._random,
+            initial=self._initial,
+            states=self._states,
+            faults=tuple(self._faults.values()),
+            notes=tuple(notes),
+        )
+        write_file_atomically(observed_rank_path(self._settings.folder, self._place["rank"]), rank.model_dump_json())
+
+    def end(self, lost_memory: str, *, compare: bool) -> None:
+        """Write all, at the end of the process; `compare`: with the values that it has then."""
+        if compare and self._steps and self._state.models:
+            self._states[LAST_STEP] = checks.digest_state(self._state, self._steps, {})
+        self.write(lost_memory)
+        if self._log is not None:
+            self._log.note("end", steps=self._steps, peak_rss=anonymous_memory("VmHWM"))
+            self._log.close()
+
+
+def _claim(folder: Any, rank: int) -> bool:
+    """Return whether no other process of the command has this number."""
+    try:
+        os.close(os.open(run_log_path(folder, rank), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+    except FileExistsError:
+        return False
+    return True
+
+
+def _device_of(state: ScriptState) -> torch.device:
+    return next((p.device for _, p in state.named_parameters()), torch.device("cpu"))
+
+
+def _describe_model(model: nn.Module, wrappers: Mapping[str, str]) -> str:
+    """Return the classes of a model from the outermost wrapper to the user's own, and the module of that."""
+    classes = [_class_name(model, wrappers)]
+    while type(model).__name__ in wrappers or type(model).__module__.startswith("torch.nn.parallel"):
+        inner = next(iter(model.children()), None)
+        if inner is None:
+            break
+        model = inner
+        classes.append(_class_name(model, wrappers))
+    return f"{' > '.join(classes)} ({type(model).__module__})"
+
+
+def _class_name(model: nn.Module, wrappers: Mapping[str, str]) -> str:
+    name = type(model).__name__
+    return wrappers.get(name) or next(
+        (f"{label} {name}" for base, label in wrappers.items() if _is_a(model, base)), name
+    )
+
+
+def _wrapper_of(model: nn.Module, wrappers: Mapping[str, str]) -> str:
+    """Return the name that users have for a model's wrapper, or ""."""
+    return next((label for base, label in wrappers.items() if _is_a(model, base)), "")
+
+
+def _is_a(model: nn.Module, base: str) -> bool:
+    return any(cls.__name__ == base for cls in type(model).__mro__)
+
+
+def _numbers_of(optimizer: Optimizer) -> dict[str, float]:
+    """Return the settings of an optimizer's first group that are numbers; pairs such as betas count one by one."""
+    found: dict[str, float] = {}
+    for key, value in optimizer.param_groups[0].items():
+        if isinstance(value, tuple | list) and key != "params":
+            found |= {f"{key}[{i}]": float(v) for i, v in enumerate(value) if isinstance(v, int | float)}
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            found[str(key)] = float(value)
+    return found

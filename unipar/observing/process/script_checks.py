@@ -1,0 +1,212 @@
+"""What a process can know by itself of a script's step: digests of its values, and faults that need no other rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from unipar.engines.state import local_part
+from unipar.observing.process.script_state import (
+    ScriptState,
+    dtype_name,
+    is_sharded,
+    own_name,
+    parameters_of,
+    seat_in_mesh,
+)
+from unipar.results.observed_rank import LocalFault, StepState
+from unipar.training.watch.digests import digest_tensor
+from unipar.utils.text import first_few
+
+_MASTER_KEYS = ("master", "fp32", "exp_avg_master")
+"""Parts of keys under which optimizers keep an exact copy of a coarse weight."""
+
+
+@torch.no_grad()
+def digest_weights(state: ScriptState) -> dict[str, int]:
+    """Return a digest of each weight of which ranks should have equal values."""
+    return {name + seat_in_mesh(p): digest_tensor(local_part(p)) for name, p in _comparable(state)}
+
+
+@torch.no_grad()
+def digest_gradients(state: ScriptState) -> dict[str, int]:
+    """Return a digest of each gradient that ranks should have reduced."""
+    return {
+        name + seat_in_mesh(p): digest_tensor(local_part(p.grad))
+        for name, p in _comparable(state)
+        if p.grad is not None
+    }
+
+
+@torch.no_grad()
+def digest_state(state: ScriptState, steps: int, gradients: dict[str, int]) -> StepState:
+    """Return digests of all values of which ranks should have equal ones, after a step."""
+    return StepState(
+        weights=digest_weights(state),
+        buffers={name: digest_tensor(local_part(b)) for name, b in state.named_buffers() if b.numel() and _is_here(b)},
+        states=_digest_states(state),
+        gradients=gradients,
+        steps=steps,
+    )
+
+
+def _digest_states(state: ScriptState) -> dict[str, int]:
+    comparable = {name for name, _ in _comparable(state)}
+    return {
+        f"{key} of {name}": digest_tensor(local_part(value))
+        for name, key, value in state.named_states()
+        if name in comparable and value.numel() and _is_here(value)
+    }
+
+
+def _comparable(state: ScriptState) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters of which ranks hold equal values: whole ones, and equal parts of split ones."""
+    for name, p in state.named_parameters():
+        if (seat_in_mesh(p) or not is_sharded(p)) and _is_here(p) and local_part(p).numel():
+            yield name, p
+
+
+def _is_here(tensor: Tensor) -> bool:
+    return tensor.device.type != "meta" and tensor.layout == torch.strided
+
+
+@torch.no_grad()
+def gradient_norm(optimizer: Optimizer) -> tuple[float, bool]:
+    """Return the norm of the gradients that an optimizer is given, and whether this rank has only a part of them."""
+    square, split = 0.0, False
+    for parameter in parameters_of(optimizer):
+        if parameter.grad is not None:
+            split |= bool(seat_in_mesh(parameter)) or is_sharded(parameter)
+            norm = float(torch.linalg.vector_norm(local_part(parameter.grad).detach().float()))
+            square += norm * norm
+    return math.sqrt(square), split
+
+
+def digest_batch(batch: Any) -> int | None:
+    """Return a digest of all tensors in a batch, or None if it has none."""
+    tensors = list(_tensors_of(batch))
+    if not tensors:
+        return None
+    return hash(tuple(digest_tensor(t) for t in tensors)) & ((1 << 62) - 1)
+
+
+def first_dimension(batch: Any) -> int | None:
+    """Return the first dimension of the first tensor in a batch."""
+    return next((t.shape[0] for t in _tensors_of(batch) if t.dim()), None)
+
+
+def _tensors_of(batch: Any) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        if batch.numel() and batch.layout == torch.strided:
+            yield batch
+    elif isinstance(batch, dict) or (hasattr(batch, "data") and isinstance(batch.data, dict)):
+        for value in (batch if isinstance(batch, dict) else batch.data).values():
+            yield from _tensors_of(value)
+    elif isinstance(batch, list | tuple):
+        for value in batch:
+            yield from _tensors_of(value)
+
+
+def has_dropout(state: ScriptState) -> bool:
+    """Return whether a model drops values at random."""
+    return any(
+        isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 and module.training  # pyright: ignore[reportPrivateUsage]
+        for model in state.models
+        for module in model.modules()
+    )
+
+
+def unsynced_batch_norms(state: ScriptState) -> tuple[str, ...]:
+    """Return the names of modules of batch normalisation that see this rank's samples alone."""
+    return tuple(
+        own_name(name)
+        for model in state.models
+        for name, module in model.named_modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm)  # pyright: ignore[reportPrivateUsage]
+        and not isinstance(module, nn.SyncBatchNorm)
+        and module.training
+        and module.track_running_stats
+    )
+
+
+def find_weights_outside(state: ScriptState, step: int) -> Iterator[LocalFault]:
+    """Yield the fault that weights get gradients and no optimizer has them; a library's own copies explain that."""
+    updated = {id(p) for optimizer in state.optimizers for p in parameters_of(optimizer)}
+    named = dict(state.named_parameters())
+    outside = [name for name, p in named.items() if p.grad is not None and p.requires_grad and id(p) not in updated]
+    lost = [name for name, _ in state.masters()]
+    if outside and not _has_copies(state, lost):
+        yield LocalFault(
+            kind="weights outside the optimizer",
+            step=step,
+            parameter=outside[0],
+            detail=f"{first_few(outside)} got gradients and no optimizer has them"
+            + (f", while the optimizer has {len(lost)} tensors that no model has" if lost else ""),
+        )
+
+
+def _has_copies(state: ScriptState, lost: list[str]) -> bool:
+    """Return whether tensors that only an optimizer has are a library's copies of the weights: they get gradients."""
+    return bool(lost) and any(tensor.grad is not None for _, tensor in state.masters())
+
+
+def find_coarse_dtypes(state: ScriptState, step: int) -> Iterator[LocalFault]:
+    """Yield the fault that weights are updated, or the optimizer's state is kept, in a coarse dtype."""
+    for optimizer in state.optimizers:
+        for parameter in parameters_of(optimizer):
+            kept = optimizer.state.get(parameter, {})
+            exact = any(part in str(key) for key in kept for part in _MASTER_KEYS)
+            name = next((name for name, p in state.named_parameters() if p is parameter), "a parameter")
+            if parameter.dtype in (torch.float16, torch.bfloat16) and not exact:
+                yield LocalFault(
+                    kind="coarse dtype",
+                    step=step,
+                    parameter=name,
+                    detail=f"the optimizer updates {name} in {dtype_name(parameter.dtype)}, without an fp32 copy: "
+                    "small updates are lost",
+                )
+                return
+            for key, value in kept.items():
+                if (
+                    isinstance(value, Tensor)
+                    and value.dim()
+                    and value.dtype.is_floating_point
+                    and value.dtype.itemsize < parameter.dtype.itemsize
+                    and value.dtype.itemsize > 1
+                ):
+                    yield LocalFault(
+                        kind="coarse dtype",
+                        step=step,
+                        parameter=name,
+                        detail=f"{name} is {dtype_name(parameter.dtype)}, and the optimizer keeps its {key} in "
+                        f"{dtype_name(value.dtype)}",
+                    )
+                    return
+
+
+def find_idle_update(
+    state: ScriptState, step: int, before: dict[str, int], after: dict[str, int], rates: tuple[float, ...]
+) -> Iterator[LocalFault]:
+    """Yield the fault that an update left weights as they were, though they have gradients and a learning rate."""
+    if not any(rates):
+        return
+    updated = {id(p) for optimizer in state.optimizers for p in parameters_of(optimizer)}
+    for name, p in state.named_parameters():
+        key = name + seat_in_mesh(p)
+        if id(p) not in updated or p.grad is None or before.get(key) is None or before.get(key) != after.get(key):
+            continue
+        norm = float(torch.linalg.vector_norm(local_part(p.grad).detach().float()))
+        if norm > 0:
+            yield LocalFault(
+                kind="update without effect",
+                step=step,
+                parameter=name,
+                detail=f"the update left {name} as it was, though its gradient's norm is {norm:.3g} and the learning "
+                f"rate {max(rates):.3g}",
+            )
+            return

@@ -1,0 +1,179 @@
+"""`ScriptState`: models, optimizers and other tensors of a script, found without a change of it."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from unipar.backend import Category, Holding
+from unipar.backend.observed_library import ObservedLibrary
+from unipar.engines.state import local_part, module_holdings
+
+_FLAT_TENSORS: Final[Mapping[str, Category]] = {
+    "_local_shard": "parameters",
+    "_full_param_padded": "communication",
+    "_mp_shard": "communication",
+    "_saved_grad_shard": "gradients",
+    "grad": "gradients",
+}
+"""Attributes of a flat parameter of FullyShardedDataParallel that are tensors."""
+
+_PREFIXES = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_forward_module.", "_checkpoint_wrapped_module.")
+"""Parts of names that wrappers add to those of the user's model."""
+
+
+@final
+class ScriptState:
+    """Models and optimizers that train, held weakly; who keeps which tensor."""
+
+    def __init__(self, libraries: Sequence[ObservedLibrary]) -> None:
+        self._libraries = libraries
+        self._models: list[weakref.ref[nn.Module]] = []
+        self._optimizers: dict[int, weakref.ref[Optimizer]] = {}
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """Outermost modules that have parameters, those of the trained ones first."""
+        return [model for ref in self._models if (model := ref()) is not None]
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Optimizers that have taken a step."""
+        return [optimizer for ref in self._optimizers.values() if (optimizer := ref()) is not None]
+
+    def knows(self, optimizer: Optimizer) -> bool:
+        """Return whether this optimizer has taken a step before."""
+        ref = self._optimizers.get(id(optimizer))
+        return ref is not None and ref() is optimizer
+
+    def add(self, optimizer: Optimizer) -> None:
+        """Note an optimizer, and look for the models once more."""
+        self._optimizers[id(optimizer)] = weakref.ref(optimizer)
+        self._models = [weakref.ref(model) for model in self._find_models()]
+
+    def _find_models(self) -> list[nn.Module]:
+        modules = [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]  # a proxy may import on isinstance
+        inner = {id(child) for module in modules for child in vars(module).get("_modules", {}).values()}
+        updated = {id(p) for optimizer in self.optimizers for p in parameters_of(optimizer)}
+        models = [
+            module
+            for module in modules
+            if id(module) not in inner and "_parameters" in vars(module) and any(True for _ in module.parameters())
+        ]
+        trained = [m for m in models if any(id(p) in updated or p.grad is not None for p in m.parameters())]
+        return [*trained, *(m for m in models if not any(m is other for other in trained))]
+
+    # What is kept
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield each parameter of the models once, by its name in the user's model."""
+        known: set[int] = set()
+        names: set[str] = set()
+        for number, model in enumerate(self.models):
+            for name, parameter in model.named_parameters():
+                if id(parameter) in known:
+                    continue
+                known.add(id(parameter))
+                own = own_name(name)
+                names.add(unique := own if own not in names else f"{own} of model {number}")
+                yield unique, parameter
+
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield each buffer of the models, by its name in the user's model."""
+        for model in self.models:
+            for name, buffer in model.named_buffers():
+                yield own_name(name), buffer
+
+    def named_states(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Yield name of the parameter, key and value of each tensor that an optimizer keeps."""
+        names = {id(p): name for name, p in self.named_parameters()}
+        for number, optimizer in enumerate(self.optimizers):
+            for place, (parameter, state) in enumerate(list(optimizer.state.items())):
+                name = names.get(id(parameter), f"optimizer {number}[{place}]")
+                for key, value in list(state.items()) if isinstance(state, dict) else ():
+                    if isinstance(value, Tensor):
+                        yield name, str(key), value
+
+    def masters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the parameters of optimizers that no model has: a library's own copies, or a mistake of the script."""
+        known = {id(p) for _, p in self.named_parameters()}
+        for number, optimizer in enumerate(self.optimizers):
+            for place, parameter in enumerate(parameters_of(optimizer)):
+                if id(parameter) not in known:
+                    yield f"optimizer {number}[{place}]", parameter
+
+    def holdings(self) -> Iterator[Holding]:
+        """Yield all tensors that the script's models and optimizers keep now, with their purpose."""
+        of_library: set[int] = set()
+        for model in self.models:
+            for library in self._libraries:
+                if (kept := library.holdings(model)) is not None:
+                    of_library |= {id(p) for p in model.parameters()}
+                    yield from kept
+        for name, parameter in self.named_parameters():
+            if id(parameter) not in of_library:
+                yield Holding("parameters", name, local_part(parameter.detach()))
+                yield from _gradient(name, parameter)
+        for model in self.models:
+            yield from module_holdings(model)
+            yield from _flat_holdings(model)
+        for name, tensor in self.masters():
+            yield Holding("masters", name, tensor.detach())
+            yield from _gradient(name, tensor)
+        for name, key, value in self.named_states():
+            yield Holding("optimizer", f"{key} of {name}", local_part(value))
+
+
+def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    """Yield all parameters of an optimizer."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def own_name(name: str) -> str:
+    """Return the name that a parameter has in the user's model, without what wrappers add."""
+    for prefix in _PREFIXES:
+        name = name.replace(prefix, "")
+    return name
+
+
+def _gradient(name: str, parameter: Tensor) -> Iterable[Holding]:
+    if parameter.grad is not None:
+        yield Holding("gradients", name, local_part(parameter.grad))
+
+
+def _flat_holdings(model: nn.Module) -> Iterator[Holding]:
+    """Yield what FullyShardedDataParallel keeps in flat tensors, of which its parameters are views."""
+    for module in model.modules():
+        flat: Any = getattr(getattr(module, "_handle", None), "flat_param", None)
+        for attribute, category in _FLAT_TENSORS.items():
+            if isinstance(value := getattr(flat, attribute, None), Tensor):
+                yield Holding(category, attribute.strip("_"), value)
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Return whether ranks hold different parts of a parameter, so that its values say nothing about copies."""
+    if isinstance(tensor, DTensor):
+        return any(not placement.is_replicate() for placement in tensor.placements)
+    return hasattr(tensor, "ds_id") or hasattr(tensor, "_sharded_size") or hasattr(tensor, "_fsdp_flattened")
+
+
+def seat_in_mesh(tensor: Tensor) -> str:
+    """Return which part of a sharded parameter this rank holds, as text; "" if it holds all of it."""
+    if not isinstance(tensor, DTensor):
+        return ""
+    seat = tensor.device_mesh.get_coordinate() or ()
+    parts = [at for at, placement in zip(seat, tensor.placements, strict=False) if not placement.is_replicate()]
+    return f" part {','.join(map(str, parts))}" if parts else ""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype without the module."""
+    return str(dtype).removeprefix("torch.")

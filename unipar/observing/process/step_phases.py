@@ -1,0 +1,163 @@
+"""`StepPhases`: phases and steps of a training loop, told from the calls that it makes. It needs no torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable
+from typing import Final, Literal, Protocol, final
+
+Phase = Literal["start", "data", "forward", "backward", "update", "between"]
+
+LEARNED_AFTER: Final = 2
+"""Number of steps after which the number of backwards in a step counts as known."""
+
+
+class StepListener(Protocol):
+    """Whoever wants to know of phases and steps."""
+
+    def on_phase(self, phase: Phase) -> None:
+        """Note that a phase begins."""
+        ...
+
+    def on_step_begin(self, step: int) -> None:
+        """Note that a step begins: its data are read, its gradients dropped, or its backward runs."""
+        ...
+
+    def on_step_end(self, step: int) -> None:
+        """Note that a step has ended: another one begins."""
+        ...
+
+    def on_steps_merged(self) -> None:
+        """Note that the steps until now were parts of one: another optimizer belongs to each."""
+        ...
+
+
+@final
+class StepPhases:
+    """State machine that finds phases and steps.
+
+    A step is over when each of the script's optimizers has taken one, and the script goes on: it reads data, drops
+    gradients or calls backward. What runs after that is forward, until backward is called. In a loop that gathers
+    gradients, forward comes after each backward but the last, whose number the first steps tell.
+    """
+
+    def __init__(self, listener: StepListener, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._listener, self._clock = listener, clock
+        self.phase: Phase = "start"
+        self.step = 0
+        """Number of the present step, from 1; 0 before the first."""
+
+        self.seconds: dict[Phase, float] = {}
+        """Seconds of the present step by phase."""
+
+        self.backwards = 0
+        """Number of backwards in the present step."""
+
+        self.skipped = False
+        """Whether the present step was skipped by loss scaling."""
+
+        self._expected_backwards = 0
+        self._optimizers: set[Hashable] = set()
+        self._updated: set[Hashable] = set()
+        self._running = False
+        self._in_backward = False
+        self._since = clock()
+
+    def data_begins(self) -> None:
+        """Note that the script asks for a batch."""
+        self._go_on()
+        self._enter("data")
+
+    def data_ends(self, *, trains: bool = True) -> None:
+        """Note that it has one; `trains`: whether gradients are recorded."""
+        if self.phase == "data":
+            self._enter("forward" if trains else "between")
+
+    def gradients_dropped(self) -> None:
+        """Note a call of zero_grad."""
+        if self.phase in ("start", "between"):
+            self._go_on()
+            self._enter("forward")
+
+    def backward_begins(self) -> None:
+        """Note a call of backward."""
+        self._go_on()
+        self.backwards += 1
+        self._in_backward = True
+        self._enter("backward")
+
+    def backward_ends(self) -> None:
+        """Note its return."""
+        self._in_backward = False
+        if self._updated:  # optimizers that take their step in backward
+            self._enter("between")
+        elif self._expected_backwards and self.backwards < self._expected_backwards:
+            self._enter("forward")
+
+    def clip_begins(self) -> None:
+        """Note that gradients are clipped."""
+        if self._running and not self._in_backward:
+            self._enter("update")
+
+    def update_begins(self, optimizer: Hashable) -> None:
+        """Note that an optimizer takes a step."""
+        if optimizer not in self._optimizers:
+            self._optimizers.add(optimizer)
+            if self.step > 1:
+                self._merge()
+        if not self._running:
+            self._begin()
+        self._updated.add(optimizer)
+        if not self._in_backward:
+            self._enter("update")
+
+    def update_ends(self) -> None:
+        """Note that the optimizer has taken it."""
+        if self.phase == "update":
+            self._enter("between")
+
+    def scaler_updated(self) -> None:
+        """Note that loss scaling ends an update; without a step of an optimizer, it was skipped."""
+        if self._running and not self._updated and self.backwards:
+            self.skipped = True
+            self._updated |= self._optimizers
+            self._enter("between")
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every optimizer of the script has taken a step in the present one."""
+        return self.phase == "between" and bool(self._updated) and self._updated >= self._optimizers
+
+    def _go_on(self) -> None:
+        if self.is_complete:
+            self._end()
+        if not self._running:
+            self._begin()
+
+    def _begin(self) -> None:
+        self.step += 1
+        self._running = True
+        self._listener.on_step_begin(self.step)
+
+    def _end(self) -> None:
+        self._enter("between")
+        self._listener.on_step_end(self.step)
+        if self.step <= LEARNED_AFTER:
+            self._expected_backwards = self.backwards
+        self.backwards, self.skipped, self._running = 0, False, False
+        self.seconds = {}
+        self._updated.clear()
+
+    def _merge(self) -> None:
+        """Count the steps until now as parts of the first one."""
+        self.step, self._expected_backwards = 1, 0
+        self._updated |= self._optimizers
+        self._listener.on_steps_merged()
+
+    def _enter(self, phase: Phase) -> None:
+        now = self._clock()
+        self.seconds[self.phase] = self.seconds.get(self.phase, 0.0) + now - self._since
+        self._since = now
+        if phase != self.phase or phase in ("data", "backward"):
+            self.phase = phase
+            self._listener.on_phase(phase)
