@@ -65,7 +65,7 @@ class _Transformers(ObservedLibrary):
     name = "transformers' Trainer"
     module = "transformers"
     ways_out: ClassVar[Mapping[Fault, str]] = {
-        "update without effect": "load the model in fp32 and give TrainingArguments bf16=True, or a higher rate",
+        "coarse dtype": "load the model in fp32 and give TrainingArguments bf16=True",
         "update without effect": "load the model in fp32 and give TrainingArguments bf16=True, or raise the rate",
         "same dropout": "set TrainingArguments(seed=...) by rank after the model is loaded",
         "unequal initial weights": "call transformers.set_seed before the model is made",

@@ -200,7 +200,6 @@ class Observer:
         if _wraps_another(optimizer):
             return
         self.phases.update_ends()
-        self.record.after_update(self.phases.step, complete=self.phases.is_complete)
 
     # What the phases say
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections import deque
@@ -15,8 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unipar.distributed.device import generator_state
-from unipar.observing.process import script_checks as checks
 from unipar.observing.libraries import known_libraries, name_callers
+from unipar.observing.process import script_checks as checks
 from unipar.observing.process.batch_record import BatchRecord
 from unipar.observing.process.script_frames import find_variable
 from unipar.observing.process.script_state import ScriptState, dtype_name, parameters_of
@@ -57,6 +58,7 @@ class RankRecord:
         self._states: dict[int, StepState] = {}
         self._before: dict[str, int] = {}
         self._gradients: dict[str, int] = {}
+        self._gradient_norms: dict[int, float] = {}
         self.forget_steps()
 
     def forget_steps(self) -> None:
@@ -175,27 +177,27 @@ class RankRecord:
         if self.is_logged(step):
             self._rates[step] = tuple(float(group["lr"]) for group in optimizer.param_groups if "lr" in group)
         if step in self._settings.checks:
-            norm, split = checks.gradient_norm(optimizer)
-            self._split |= split
-            self._norms_after[step] = (self._norms_after.get(step, 0.0) ** 2 + norm**2) ** 0.5
+            self._split |= checks.has_parts(optimizer)
+            self._gradient_norms |= checks.gradient_norms(optimizer)
             self._gradients |= checks.digest_gradients(self._state)
-            self._before = checks.digest_weights(self._state)
-            for fault in chain(checks.find_weights_outside(self._state, step), ()):
+            if not self._before:
+                self._before = checks.digest_weights(self._state)
+            for fault in checks.find_weights_outside(self._state, step):
                 self.add_fault(fault)
 
-    def after_update(self, step: int, *, complete: bool) -> None:
-        """Compare what the optimizer has made of the weights, after the last optimizer's update of a step."""
-        if step not in self._settings.checks or not complete:
-            return
+    def _check_step(self, step: int) -> None:
+        """Compare what a step has made of the weights, when the script has gone on: libraries gather them after it."""
         after = checks.digest_state(self._state, step, self._gradients)
         self._states[step] = after
-        rates = self._rates.get(step, ())
+        self._norms_after[step] = math.hypot(*self._gradient_norms.values())
         for fault in chain(
-            checks.find_idle_update(self._state, step, self._before, after.weights, rates),
+            checks.find_idle_update(
+                self._state, step, self._gradient_norms, self._before, after.weights, self._rates.get(step, ())
+            ),
             checks.find_coarse_dtypes(self._state, step),
         ):
             self.add_fault(fault)
-        self._before, self._gradients = {}, {}
+        self._before, self._gradients, self._gradient_norms = {}, {}, {}
 
     def add_fault(self, fault: LocalFault) -> None:
         """Note a fault; of each kind the first counts."""
@@ -214,6 +216,8 @@ class RankRecord:
         self._steps = step
         self._skipped += skipped
         self._check_schedule(step, skipped=skipped)
+        if self._before:
+            self._check_step(step)
         if seconds is not None:
             self._seconds += seconds
             self._logged += 1

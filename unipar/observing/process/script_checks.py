@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -76,15 +75,18 @@ def _is_here(tensor: Tensor) -> bool:
 
 
 @torch.no_grad()
-def gradient_norm(optimizer: Optimizer) -> tuple[float, bool]:
-    """Return the norm of the gradients that an optimizer is given, and whether this rank has only a part of them."""
-    square, split = 0.0, False
-    for parameter in parameters_of(optimizer):
-        if parameter.grad is not None:
-            split |= bool(seat_in_mesh(parameter)) or is_sharded(parameter)
-            norm = float(torch.linalg.vector_norm(local_part(parameter.grad).detach().float()))
-            square += norm * norm
-    return math.sqrt(square), split
+def gradient_norms(optimizer: Optimizer) -> dict[int, float]:
+    """Return the norm of each gradient that an optimizer is given, of this rank's part, by id of the parameter."""
+    return {
+        id(parameter): float(torch.linalg.vector_norm(local_part(parameter.grad).detach().float()))
+        for parameter in parameters_of(optimizer)
+        if parameter.grad is not None
+    }
+
+
+def has_parts(optimizer: Optimizer) -> bool:
+    """Return whether this rank has only a part of an optimizer's parameters."""
+    return any(bool(seat_in_mesh(p)) or is_sharded(p) for p in parameters_of(optimizer))
 
 
 def digest_batch(batch: Any) -> int | None:
@@ -190,18 +192,22 @@ def find_coarse_dtypes(state: ScriptState, step: int) -> Iterator[LocalFault]:
 
 
 def find_idle_update(
-    state: ScriptState, step: int, before: dict[str, int], after: dict[str, int], rates: tuple[float, ...]
+    state: ScriptState,
+    step: int,
+    norms: Mapping[int, float],
+    before: Mapping[str, int],
+    after: Mapping[str, int],
+    rates: tuple[float, ...],
 ) -> Iterator[LocalFault]:
-    """Yield the fault that an update left weights as they were, though they have gradients and a learning rate."""
+    """Yield the fault that an update left weights as they were, though they have gradients and a learning rate.
+
+    `norms`: of the gradients that the optimizers were given; `before` and `after`: digests of the weights.
+    """
     if not any(rates):
         return
-    updated = {id(p) for optimizer in state.optimizers for p in parameters_of(optimizer)}
     for name, p in state.named_parameters():
-        key = name + seat_in_mesh(p)
-        if id(p) not in updated or p.grad is None or before.get(key) is None or before.get(key) != after.get(key):
-            continue
-        norm = float(torch.linalg.vector_norm(local_part(p.grad).detach().float()))
-        if norm > 0:
+        key, norm = name + seat_in_mesh(p), norms.get(id(p), 0.0)
+        if norm > 0 and key in before and before[key] == after.get(key):
             yield LocalFault(
                 kind="update without effect",
                 step=step,
