@@ -90,6 +90,13 @@ class Observer:
         around(lr_scheduler.LRScheduler, "step", before=lambda *_, **__: self.schedule_stepped())
         around(torch.amp.GradScaler, "scale", after=self.loss_scaled)  # pyright: ignore[reportPrivateImportUsage]
         around(torch.amp.GradScaler, "update", before=lambda *_, **__: self.scaler_updated())  # pyright: ignore[reportPrivateImportUsage]
+        if (fsdp := sys.modules.get("torch.distributed.fsdp")) is not None:
+            around(
+                fsdp.FullyShardedDataParallel,
+                "clip_grad_norm_",
+                before=lambda *_, **__: self.clip_begins(),
+                after=lambda norm, _, limit, *__, **___: self.clip_ends(norm, limit),
+            )
         keep(register_optimizer_step_pre_hook(self.update_begins))
         keep(register_optimizer_step_post_hook(self.update_ends))
         atexit.register(self.end)
