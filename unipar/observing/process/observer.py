@@ -94,8 +94,8 @@ class Observer:
             around(
                 fsdp.FullyShardedDataParallel,
                 "clip_grad_norm_",
-                before=lambda *_, **__: self.clip_begins(),
-                after=lambda norm, _, limit, *__, **___: self.clip_ends(norm, limit),
+                before=self.clip_begins,
+                after=self._clip_of_model_ends,
             )
         keep(register_optimizer_step_pre_hook(self.update_begins))
         keep(register_optimizer_step_post_hook(self.update_ends))
@@ -175,8 +175,11 @@ class Observer:
             self.phases.backward_ends()
 
     @_harmless
-    def clip_begins(self) -> None:
+    def clip_begins(self, *_: Any, **__: Any) -> None:
         self.phases.clip_begins()
+
+    def _clip_of_model_ends(self, norm: Any, model: Any, max_norm: Any, *_: Any, **__: Any) -> None:
+        self.clip_ends(norm, max_norm)
 
     @_harmless
     def clip_ends(self, norm: Any, limit: Any) -> None:

@@ -6,7 +6,7 @@ import math
 import os
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import chain
 from statistics import median
 from typing import Any, Final, final
@@ -215,8 +215,8 @@ class RankRecord:
         """Note a step that has ended; `seconds` is None if something was recorded in it."""
         self._steps = step
         self._skipped += skipped
-        if self.is_logged(step) and step not in self._norms:
-            self._norms |= {step: norm for norm in self._norms_of_libraries()}
+        if self.is_logged(step) and (norm := self._norm_of_library()) is not None:
+            self._norms.setdefault(step, norm)
         self._check_schedule(step, skipped=skipped)
         if self._before:
             self._check_step(step)
@@ -232,11 +232,10 @@ class RankRecord:
         if self.is_logged(step):
             self._write_step(step)
 
-    def _norms_of_libraries(self) -> Iterator[float]:
-        for model in self._state.models:
-            for library in known_libraries():
-                if (norm := library.norm_before_clip(model)) is not None:
-                    yield norm
+    def _norm_of_library(self) -> float | None:
+        """Return the gradient norm that a library has computed for its own clip, or None."""
+        norms = (library.norm_before_clip(m) for m in self._state.models for library in known_libraries())
+        return next((norm for norm in norms if norm is not None), None)
 
     def _check_schedule(self, step: int, *, skipped: bool) -> None:
         calls, self.schedule_steps = self.schedule_steps, 0
