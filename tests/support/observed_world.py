@@ -53,12 +53,12 @@ def observe_variants(
         script = results.with_suffix(".py")
         script.write_text(variant.text, "utf-8")
         settings = ObserveSettings(folder=results, memory=False)
-        jobs.append({"number": number, "script": str(script), "settings": settings.model_dump_json()})
+        jobs.append({"script": str(script), "settings": settings.model_dump_json()})
     list_of_jobs = folder / "jobs.json"
     list_of_jobs.write_text(json.dumps(jobs), "utf-8")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size), "--master-port", "0"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size), "--rdzv-backend", "c10d"]
     environment = observed_environment(ObserveSettings(folder=folder, memory=False), _environment())
-    command = [*torchrun, "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", str(WORLD), str(list_of_jobs)]
+    command = [*torchrun, "--rdzv-endpoint", "127.0.0.1:0", str(WORLD), str(list_of_jobs)]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return {name: folder / str(number) for number, name in enumerate(variants)}

@@ -33,30 +33,34 @@ def main() -> None:
     for library in LIBRARIES:
         if any(re.search(rf"^(from|import) {library}\b", text, re.MULTILINE) for text in texts):
             importlib.import_module(library)
-    store = open_store()  # noqa: F841  it lives as long as this function
-    for job in jobs:
+    ports, _stores = open_stores(len(jobs))
+    for job, port in zip(jobs, ports, strict=True):
         if not (pid := os.fork()):
-            run(job)
+            run(job, port)
         wait(pid, job)
 
 
-def open_store() -> object:
-    """Return the store in which the ranks of all scripts meet; rank 0 keeps it open."""
+def open_stores(count: int) -> tuple[list[str], object]:
+    """Return the ports of the stores in which the ranks of each script meet, and what keeps them open on rank 0."""
     from torch.distributed import TCPStore
 
-    here = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return TCPStore(*here, is_master=True, wait_for_workers=False) if os.environ["RANK"] == "0" else None
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    known = TCPStore(host, port, is_master=False)
+    stores: list[TCPStore] = []
+    if os.environ["RANK"] == "0":
+        stores = [TCPStore(host, 0, is_master=True, wait_for_workers=False) for _ in range(count)]
+        known.set("ports", " ".join(str(store.port) for store in stores))
+    return known.get("ports").decode().split(), stores
 
 
-def run(job: dict[str, Any]) -> NoReturn:
+def run(job: dict[str, Any], port: str) -> NoReturn:
     """Run a script as `torchrun` would start it in a world of its own, and end with its exit code.
 
     The interpreter is not finalized: torch waits there, with the GIL, for a thread of gloo that waits for the GIL.
     """
     os.environ |= {
         "UNIPAR_OBSERVE": job["settings"],
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # one that is there
-        "TORCHELASTIC_RESTART_COUNT": str(job["number"]),  # the prefix of its keys there
+        "MASTER_PORT": port,
     }
     output = os.open(Path(job["script"]).with_suffix(f".{os.environ['RANK']}.log"), os.O_CREAT | os.O_WRONLY, 0o644)
     os.dup2(output, 1)

@@ -117,7 +117,7 @@ def digest_batch(batch: Any) -> int | None:
     tensors = list(_tensors_of(batch))
     if not tensors:
         return None
-    return hash(tuple(digest_tensor(t) for t in tensors)) & ((1 << 62) - 1)
+    return hash(tuple(_digest(t) for t in tensors)) & ((1 << 62) - 1)
 
 
 def first_dimension(batch: Any) -> int | None:
