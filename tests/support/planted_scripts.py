@@ -209,8 +209,7 @@ FAULTS: Final[Mapping[str, PlantedFault]] = {
     "coarse optimizer states": PlantedFault(
         _plain(
             _after_step(
-                "for state in optimizer.state.values(): state.update(exp_avg=state['exp_avg'].bfloat16().to("
-                "torch.bfloat16), exp_avg_sq=state['exp_avg_sq'])"
+                "if done == 1: optimizer.state[model[0].weight]['max_exp_avg_sq'] = torch.ones(16, 8).bfloat16()"
             )
             | {"torch.optim.AdamW(ddp.parameters()": "torch.optim.AdamW(ddp.parameters(), foreach=False"}
         ),
@@ -218,7 +217,7 @@ FAULTS: Final[Mapping[str, PlantedFault]] = {
         2,
         "0.weight",
         (0,),
-        says="keeps its exp_avg in bfloat16",
+        says="keeps its max_exp_avg_sq in bfloat16",
         note=True,
         sweep=True,
     ),
@@ -459,20 +458,6 @@ model = Halves(""",
             "    optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-3)\n"
         }
     ),
-    "an optimizer for each weight, in backward": _plain(
-        {
-            "schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=20)\n": "",
-            "        schedule.step()\n": "",
-            "        optimizer.zero_grad()\n": "",
-            "        optimizer.step()\n": "",
-            f"ddp = {WRAPPER}\n": f"""
-from torch.distributed.optim import _apply_optimizer_in_backward
-_apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {{"lr": 0.1}})
-ddp = {WRAPPER}
-""",
-            "optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)\n": "",
-        }
-    ),
     "split optimizer states": _plain(
         {
             "optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)": "from torch.distributed.optim import "
@@ -485,6 +470,24 @@ ddp = {WRAPPER}
     "GAN, five steps to one": _adversarial({"steps_of_judge = 1": "steps_of_judge = 5"}),
     "GAN, gradients through the generator": _adversarial({".detach()": ""}),
     "FSDP2": _sharded({}),
+    "an optimizer for each weight, in backward": _sharded(
+        {
+            "optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)\n": """
+optimizers = {p: torch.optim.AdamW([p], lr=1e-2) for p in model.parameters()}
+
+
+def update(p):
+    optimizers[p].step()
+    optimizers[p].zero_grad()
+
+
+for p in model.parameters():
+    p.register_post_accumulate_grad_hook(update)
+""",
+            "    optimizer.step()\n    optimizer.zero_grad()\n": "",
+            CLIP: "",
+        }
+    ),
     "FSDP2, replicas": _sharded({'"cpu", (dist.get_world_size(),)': '"cpu", (2, 1), mesh_dim_names=("a", "b")'}),
     "FSDP2, parts and one replica": _sharded(
         {'"cpu", (dist.get_world_size(),)': '"cpu", (1, 2), mesh_dim_names=("a", "b")'}

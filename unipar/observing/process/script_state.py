@@ -26,7 +26,9 @@ _FLAT_TENSORS: Final[Mapping[str, Category]] = {
 }
 """Attributes of a flat parameter of FullyShardedDataParallel that are tensors."""
 
-_PREFIXES = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_forward_module.", "_checkpoint_wrapped_module.")
+_WRAPPED: Final = frozenset(
+    {"module", "_orig_mod", "_fsdp_wrapped_module", "_forward_module", "_checkpoint_wrapped_module"}
+)
 """Parts of names that wrappers add to those of the user's model."""
 
 
@@ -68,7 +70,11 @@ class ScriptState:
         self._trained = [weakref.ref(model) for model in trained]
 
     def _find_models(self) -> tuple[list[nn.Module], list[nn.Module]]:
-        """Return the models, and those of them that train; all, if a library keeps the trained weights apart."""
+        """Return the models, and those of them that train.
+
+        If an optimizer has no weight of any model, they are those with gradients, or all: a library keeps what it
+        trains apart.
+        """
         modules = [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]  # a proxy may import on isinstance
         inner = {id(child) for module in modules for child in vars(module).get("_modules", {}).values()}
         place = {id(p): at for at, p in enumerate(chain.from_iterable(map(parameters_of, self.optimizers)))}
@@ -78,10 +84,9 @@ class ScriptState:
             if id(module) not in inner and "_parameters" in vars(module) and any(True for _ in module.parameters())
         ]
         places = {id(m): min(place.get(id(p), len(place)) for p in m.parameters()) for m in models}
-        trained = [m for m in models if places[id(m)] < len(place) or any(p.grad is not None for p in m.parameters())]
-        trained.sort(key=lambda m: places[id(m)])
-        models = [*trained, *(m for m in models if not any(m is other for other in trained))]
-        return models, trained or models
+        trained = sorted((m for m in models if places[id(m)] < len(place)), key=lambda m: places[id(m)])
+        trained = trained or [m for m in models if any(p.grad is not None for p in m.parameters())] or models
+        return [*trained, *(m for m in models if not any(m is other for other in trained))], trained
 
     # What is kept
 
@@ -155,9 +160,8 @@ def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
 
 def own_name(name: str) -> str:
     """Return the name that a parameter has in the user's model, without what wrappers add."""
-    for prefix in _PREFIXES:
-        name = name.replace(prefix, "")
-    return name
+    *parts, last = name.split(".")
+    return ".".join([*(part for part in parts if part not in _WRAPPED), last])
 
 
 def _gradient(name: str, parameter: Tensor) -> Iterable[Holding]:
