@@ -138,9 +138,11 @@ class ScriptState:
                 if (kept := library.holdings(model)) is not None:
                     of_library |= {id(p) for p in model.parameters()}
                     yield from kept
+        gathered = {id(p) for model in self.models for p in _gathered_parameters(model)}
         for name, parameter in self.named_parameters():
             if id(parameter) not in of_library:
-                yield Holding("parameters", name, local_part(parameter.detach()))
+                category = "communication" if id(parameter) in gathered else "parameters"
+                yield Holding(category, name, local_part(parameter.detach()))
                 yield from _gradient(name, parameter)
         for model in self.models:
             yield from module_holdings(model)
@@ -167,6 +169,16 @@ def own_name(name: str) -> str:
 def _gradient(name: str, parameter: Tensor) -> Iterable[Holding]:
     if parameter.grad is not None:
         yield Holding("gradients", name, local_part(parameter.grad))
+
+
+def _gathered_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the parameters that fully_shard has put in the place of its parts, until it takes them away again."""
+    for module in model.modules():
+        state: Any = getattr(module, "_get_fsdp_state", lambda: None)()
+        group = getattr(state, "_fsdp_param_group", None)
+        for part in getattr(group, "fsdp_params", ()):
+            if isinstance(whole := getattr(part, "_unsharded_param", None), nn.Parameter):
+                yield whole
 
 
 def _flat_holdings(model: nn.Module) -> Iterator[Holding]:
