@@ -57,14 +57,15 @@ def observe_variants(
     list_of_jobs = folder / "jobs.json"
     list_of_jobs.write_text(json.dumps(jobs), "utf-8")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size), "--rdzv-backend", "c10d"]
-    environment = observed_environment(ObserveSettings(folder=folder, memory=False), _environment())
+    environment = observed_environment(ObserveSettings(folder=folder, memory=False), environment_of_command())
     command = [*torchrun, "--rdzv-endpoint", "127.0.0.1:0", str(WORLD), str(list_of_jobs)]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return {name: folder / str(number) for number, name in enumerate(variants)}
 
 
-def _environment() -> dict[str, str]:
+def environment_of_command() -> dict[str, str]:
+    """Return the environment of a command whose processes find unipar here; an error of the observer ends a script."""
     path: Sequence[str] = (str(ROOT), str(ROOT / "backends"), os.environ.get("PYTHONPATH", ""))
     return {
         **os.environ,
