@@ -172,5 +172,5 @@ def _sent_lines(account: MemoryAccount, width: int) -> list[str]:
         for kind, size in kinds.items()
     ]
     if not rows:
-        return ["", "sent in a step through torch.distributed: nothing"] if account.sent_by else []
+        return ["", "sent in a step: nothing"] if account.sent_by else []
     return ["", *format_table(("sent in a step by", "collective", "bytes"), rows, width=width).splitlines()]

@@ -44,6 +44,11 @@ class ScriptState:
         return [model for ref in self._models if (model := ref()) is not None]
 
     @property
+    def wrappers(self) -> Mapping[str, str]:
+        """Names that users have for the wrappers of libraries, by class."""
+        return {name: label for library in self._libraries for name, label in library.wrappers.items()}
+
+    @property
     def optimizers(self) -> list[Optimizer]:
         """Optimizers that have taken a step."""
         return [optimizer for ref in self._optimizers.values() if (optimizer := ref()) is not None]
@@ -137,6 +142,16 @@ def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
         yield from group["params"]
 
 
+def layers_of(model: nn.Module, wrappers: Mapping[str, str]) -> Iterator[nn.Module]:
+    """Yield a model's wrappers, the outermost first, and then the user's own model."""
+    yield model
+    while type(model).__name__ in wrappers or type(model).__module__.startswith("torch.nn.parallel"):
+        inner = next(iter(model.children()), None)
+        if inner is None:
+            return
+        yield (model := inner)
+
+
 def own_name(name: str) -> str:
     """Return the name that a parameter has in the user's model, without what wrappers add."""
     for prefix in _PREFIXES:
@@ -156,12 +171,6 @@ def _flat_holdings(model: nn.Module) -> Iterator[Holding]:
         for attribute, category in _FLAT_TENSORS.items():
             if isinstance(value := getattr(flat, attribute, None), Tensor):
                 yield Holding(category, attribute.strip("_"), value)
-
-
-def whole_size(parameter: Tensor) -> int:
-    """Return the number of elements of a parameter on all ranks together."""
-    flat: Any = getattr(parameter, "_unpadded_unsharded_size", None)
-    return int(flat.numel() if flat is not None else getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def is_sharded(tensor: Tensor) -> bool:
