@@ -66,6 +66,9 @@ class ObservedRank(Section):
     """Number of trained parameters by dtype."""
 
     steps: int = 0
+    begun: int | None = None
+    """Number of steps with one that the end of the process has interrupted; None if the process was killed."""
+
     skipped: int = 0
     """Steps that loss scaling skipped."""
 
@@ -101,6 +104,12 @@ class ObservedRank(Section):
 
     split: bool = False
     """Whether ranks hold different parts of the weights or their gradients."""
+
+    splits_tensors: bool = False
+    """Whether ranks split the model's tensors and read the same samples, as tensor parallelism does."""
+
+    uneven: bool = False
+    """Whether the model's wrapper was told that ranks have unequally many batches."""
 
     rates: dict[int, tuple[float, ...]] = Field(default_factory=dict)
     """Learning rates of the optimizer's groups, by step."""

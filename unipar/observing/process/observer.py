@@ -89,7 +89,7 @@ class Observer:
         around(dataloader.DataLoader, "__iter__", before=self.epoch_begins)
         around(Optimizer, "__init__", after=lambda _, optimizer, *__, **___: self.optimizer_made(optimizer))
         around(torch.autocast, "__enter__", before=self.autocast_entered)
-        around(lr_scheduler.LRScheduler, "step", before=lambda schedule, *_, **__: self.schedule_stepped(schedule))
+        around(lr_scheduler.LRScheduler, "step", before=self.schedule_stepped)
         around(torch.amp.GradScaler, "scale", after=self.loss_scaled)  # pyright: ignore[reportPrivateImportUsage]
         around(torch.amp.GradScaler, "update", before=lambda *_, **__: self.scaler_updated())  # pyright: ignore[reportPrivateImportUsage]
         if (fsdp := sys.modules.get("torch.distributed.fsdp")) is not None:
@@ -194,8 +194,9 @@ class Observer:
             self.record.add_clip(self.phases.step, norm, limit)
 
     @_harmless
-    def schedule_stepped(self, schedule: Any) -> None:
-        self.record.schedule_steps += 1
+    def schedule_stepped(self, schedule: Any, *_: Any, **__: Any) -> None:
+        if getattr(schedule, "last_epoch", 0) >= 0:  # a schedule takes its first step when it is made
+            self.record.schedule_steps[id(schedule)] += 1
         self.record.recipe.schedule_stepped(schedule)
 
     @_harmless
@@ -218,8 +219,11 @@ class Observer:
     def update_begins(self, optimizer: Optimizer, *_: Any) -> None:
         if _wraps_another(optimizer):
             return
+        known = self.state.knows(optimizer)
+        if not known:
+            self.phases.keep_optimizers({id(o) for o in self.state.optimizers})
         self.phases.update_begins(id(optimizer))
-        if not self.state.knows(optimizer):
+        if not known:
             self.state.add(optimizer)
             self._find_place()
             self.record.describe(optimizer)
@@ -287,8 +291,10 @@ class Observer:
             return
         try:
             if not self.stopped:
+                self._ended_at = None  # the last step's time would have all that came after it
+                self.phases.finish()
                 self.memory.end(self.settings.folder)
-            self.record.end(self.memory.lost, compare=not self.stopped)
+            self.record.end(self.memory.lost, in_step=self.phases.backwards > 0, compare=not self.stopped)
         except Exception as e:  # the process is ending with the script's own exit code
             sys.stderr.write(f"unipar observe: the end was not written: {type(e).__name__}: {e}\n")
 
