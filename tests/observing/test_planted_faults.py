@@ -12,7 +12,7 @@ from typing import Final
 
 import pytest
 
-from tests.support.observed_world import Variant, observe_variants, environment_of_command
+from tests.support.observed_world import Variant, environment_of_command, observe_variants
 from tests.support.planted_scripts import ALWAYS, FAULTS, HEALTHY, ON_FOUR_RANKS
 from unipar.backend.observed_library import Fault
 from unipar.observing.guard import find_findings
