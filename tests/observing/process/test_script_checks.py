@@ -29,9 +29,11 @@ class Script:
     def idle(self) -> list[LocalFault]:
         """Take the step and return what is found idle."""
         before = checks.digest_weights(self.state)
-        norms = checks.gradient_norms(self.optimizer)
+        norms, rates = checks.gradient_norms(self.optimizer), checks.learning_rates(self.optimizer)
         self.optimizer.step()
-        return list(checks.find_idle_update(self.state, 2, norms, before, checks.digest_weights(self.state)))
+        for group in self.optimizer.param_groups:
+            group["lr"] = 1.0  # as a schedule may change it before the step is compared
+        return list(checks.find_idle_update(self.state, 2, norms, rates, before, checks.digest_weights(self.state)))
 
 
 def linear(dtype: torch.dtype = torch.float32) -> nn.Sequential:
