@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from unipar.observing.command import why_nothing
 from unipar.observing.guard import find_findings, what_was_compared
 from unipar.observing.settings import ObserveSettings
-from unipar.report.build import try_write_page, write_run_page
+from unipar.report.build import try_write_page, write_page
 from unipar.results.observation import OBSERVED_JSON, Observation, ObservedCommand
 from unipar.results.observed_rank import read_observed_ranks
 from unipar.utils.files import write_file_atomically
@@ -34,7 +34,7 @@ class Conclusion:
         """Return what is printed at the end."""
         if self.observation is None:
             return f"unipar observe: nothing was observed: {self.why_nothing}"
-        return f"\nunipar observe: {self.observation.table(width)}\n{self.page}"
+        return f"\n{self.observation.table(width)}\n{self.page}"
 
 
 def conclude(command: Sequence[str], settings: ObserveSettings, code: int) -> Conclusion:
@@ -50,5 +50,5 @@ def conclude(command: Sequence[str], settings: ObserveSettings, code: int) -> Co
         checked=tuple(what_was_compared(ranks, findings)),
     )
     write_file_atomically(settings.folder / OBSERVED_JSON, ended.model_dump_json(indent=2))
-    page = try_write_page(lambda: write_run_page(settings.folder))
+    page = try_write_page(lambda: write_page(settings.folder))
     return Conclusion(Observation.read(settings.folder), page=page)

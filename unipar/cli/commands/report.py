@@ -63,7 +63,7 @@ def print_runs(
     *,
     as_json: JsonOption = False,
 ) -> None:
-    """List runs, comparisons, scalings and verifications.
+    """List runs, observed commands, comparisons, scalings and verifications.
 
     Columns: strategy, ranks, steps done, last loss, speed, MFU, duration, size on disk and state, the latest start
     last; a narrow terminal has fewer columns. Speed is in samples a second up to the last logged step, or in tokens a
