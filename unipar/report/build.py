@@ -9,10 +9,12 @@ from typing import TypeVar
 from unipar.errors import ReportError
 from unipar.report.data import result_changes as changes
 from unipar.report.data.comparison_data import ComparisonPageData
+from unipar.report.data.observation_data import ObservationPageData
 from unipar.report.data.run_data import RunPageData
 from unipar.report.data.verification_data import VerificationPageData
 from unipar.report.html.elements import GENERATOR_TAG, add_links
 from unipar.report.pages import comparison_page as comparison
+from unipar.report.pages import observation_page as observation
 from unipar.report.pages import run_page as pages_run
 from unipar.report.pages import scaling_page as scaling
 from unipar.report.pages import verification_page as verification
@@ -77,7 +79,11 @@ def _write_one_page(run: Path, after: Path | None, out: Path | None) -> tuple[Pa
 def _write_every_page(run: Path) -> list[Path]:
     """Write all pages of a run folder; return their paths; if one is impossible, raise ReportError after the others."""
     first = find_result_file(run)
-    files: dict[Path, ResultKind] = {run / name: kind for name, kind in RESULT_FILES.items() if (run / name).is_file()}
+    there = {run / name: kind for name, kind in RESULT_FILES.items() if (run / name).is_file()}
+    files: dict[Path, ResultKind] = {}
+    for file, kind in there.items():  # of several files with the same page, the first counts
+        if file.parent not in {other.parent for other in files}:
+            files[file] = kind
     files = files or {first[1]: first[0]}
     texts: dict[Path, str] = {}
     errors: list[str] = []
@@ -98,6 +104,8 @@ def _render_page(kind: ResultKind, file: Path) -> str:
         return comparison.render_comparison(ComparisonPageData.read(file))
     if kind == "run":
         return pages_run.render_run(RunPageData.read(file))
+    if kind == "observation":
+        return observation.render_observation(ObservationPageData.read(file))
     if kind == "verification":
         return verification.render_verification(VerificationPageData.read(file))
     return scaling.render_scaling(parse_scaling(file, read_mapping(file, "scaling")), file.parent)
