@@ -186,7 +186,7 @@ class Observation(ShownAsPage):
 
     def _finding_lines(self, width: int, most: int | None, *, ways: bool) -> list[str]:
         shown = self.command.findings[:most]
-        lines = wrap_lines([_describe_finding(finding, way=ways) for finding in shown], width)
+        lines = wrap_lines([describe_finding(finding, way=ways) for finding in shown], width)
         left = len(self.command.findings) - len(shown)
         if left:
             lines += wrap_lines([f"{count_of(left, 'more finding')}: see the page"], width)
@@ -219,11 +219,12 @@ def _read_report(folder: Path, ranks: Sequence[ObservedRank]) -> Report:
         ) from None
 
 
-def _describe_finding(finding: Finding, *, way: bool) -> str:
+def describe_finding(finding: Finding, *, way: bool = True, state: str = "") -> str:
+    """Return a finding in one line; `way`: with its way out; `state`: new, gone, or in both of two observations."""
     step = f", step {finding.step}" if finding.step else ""
     says = cut_words(finding.says, _LONGEST_NAME)
     out = f" Way out: {finding.way_out}." if way and finding.way_out else ""
-    return f"{finding.severity}, {finding.kind}{step}: {says}.{out}"
+    return f"{state} {finding.severity}, {finding.kind}{step}: {says}.{out}".lstrip()
 
 
 def _describe_memory(account: MemoryAccount) -> str:

@@ -53,7 +53,7 @@ def draw_memory_through_step(page: ComparisonPageData, before: ComparisonPageDat
 
 
 def draw_step_panels(panels: Sequence[StepPanel], width: int, *, across: int = 3, high: int = 128) -> str:
-    """Draw panels of this height, `across` beside each other on a wide screen, on a common scale except for outliers."""
+    """Draw panels of this height, `across` of them in a row on a wide screen, on a common scale but for outliers."""
     across = 1 if width < NARROW_BELOW_PIXELS else across
     gap, left = 18, 62
     each = (width - left - gap * (across - 1)) / across

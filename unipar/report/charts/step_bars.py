@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from unipar.memory.account import MemoryAccount
+from unipar.memory.account import PhasePeak
 from unipar.report.charts.bars import BarRows, byte_ticks, draw_stacked_bar
 from unipar.report.charts.svg import line_class, round_ticks
 from unipar.results.observation_table import STEP_PARTS
@@ -15,22 +15,29 @@ from unipar.utils.text import format_duration, format_size
 _ROOM_FOR_VALUES: Final = 84
 
 
-def draw_phase_memory(account: MemoryAccount, before: MemoryAccount | None, width: int) -> str:
-    """Draw the peak of each phase by category; with `before`, an earlier account's as a thin bar below."""
-    old = {phase.name: phase for phase in before.phases} if before is not None else {}
-    high = max(phase.peak for phase in (*account.phases, *old.values()))
-    names = [phase.name for phase in account.phases]
-    rows = BarRows(
-        names, width, 38 if old else 30, high, "Memory at the peak of each phase, by category", _ROOM_FOR_VALUES
-    )
+@dataclass(frozen=True)
+class PeakRow:
+    """Peak of a phase, drawn as a bar; `before`: an earlier one, drawn as a thin bar below."""
+
+    name: str
+    peak: PhasePeak
+    before: PhasePeak | None = None
+
+
+def draw_peaks(peaks: Sequence[PeakRow], width: int) -> str:
+    """Draw the peak of each phase by category, with earlier ones below."""
+    high = max(phase.peak for row in peaks for phase in (row.peak, row.before) if phase is not None)
+    step = 38 if any(row.before is not None for row in peaks) else 30
+    label = "Memory at the peak of each phase, by category"
+    rows = BarRows([row.name for row in peaks], width, step, high, label, _ROOM_FOR_VALUES)
     rows.grid(byte_ticks(high, 3 if rows.small else 5))
-    for i, phase in enumerate(account.phases):
+    for i, row in enumerate(peaks):
         rows.draw_name(i)
-        end = draw_stacked_bar(rows, phase.held, rows.y(i) + 4, 20, phase.name)
-        rows.drawing.text(end + 7, rows.y(i) + 18, format_size(phase.peak), "value")
-        if (was := old.get(phase.name)) is not None:
-            end = draw_stacked_bar(rows, was.held, rows.y(i) + 26, 5, f"before, {phase.name}")
-            rows.drawing.text(end + 7, rows.y(i) + 33, format_size(was.peak), "faint")
+        end = draw_stacked_bar(rows, row.peak.held, rows.y(i) + 4, 20, row.name)
+        rows.drawing.text(end + 7, rows.y(i) + 18, format_size(row.peak.peak), "value")
+        if row.before is not None:
+            end = draw_stacked_bar(rows, row.before.held, rows.y(i) + 26, 5, f"before, {row.name}")
+            rows.drawing.text(end + 7, rows.y(i) + 33, format_size(row.before.peak), "faint")
     return str(rows.drawing)
 
 

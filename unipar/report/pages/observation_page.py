@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from unipar.memory.account import MemoryAccount
 from unipar.report.charts.lines import LineSeries, StepPanel, draw_lines, draw_step_panels
-from unipar.report.charts.step_bars import StepTime, draw_phase_memory, draw_step_parts, step_part_colours
+from unipar.report.charts.step_bars import PeakRow, StepTime, draw_peaks, draw_step_parts, step_part_colours
 from unipar.report.data.headline import CATEGORY_LABELS
 from unipar.report.data.observation_data import ObservationPageData
 from unipar.report.html.elements import (
@@ -39,7 +39,7 @@ from unipar.results.observation_table import (
 )
 from unipar.results.observed_rank import ObservedRank
 from unipar.utils.columns import Column, known_columns
-from unipar.utils.text import count_of, cut_middle, format_duration, format_size
+from unipar.utils.text import count_of, cut_middle, first_few, format_duration, format_size
 
 _DRAWN_RANKS: Final = 16
 """Ranks that a figure shows; the table has all."""
@@ -274,6 +274,7 @@ def _memory(seen: Observation) -> str:
             "memory", title, paragraph("Memory was not recorded; the notes above say why if it is known.")
         )
     shown = held_categories(phase.held for phase in account.phases)
+    peaks = [PeakRow(phase.name, phase) for phase in account.phases]
     lost = account.peak.held.get("unattributed", 0)
     return html_section(
         "memory",
@@ -285,7 +286,7 @@ def _memory(seen: Observation) -> str:
         ),
         colour_key((f"c-{c}", CATEGORY_LABELS[c]) for c in shown),
         html_figure(
-            lambda width: draw_phase_memory(account, None, width),
+            lambda width: draw_peaks(peaks, width),
             phases_table(account),
         ),
         _ranks_memory(seen.accounts),
@@ -294,10 +295,10 @@ def _memory(seen: Observation) -> str:
     )
 
 
-def phases_table(account: MemoryAccount) -> str:
+def phases_table(account: MemoryAccount, label: str = "Allocated") -> str:
     """Return a table of an account's phases and categories."""
     peaks = [(phase.name, phase) for phase in account.phases]
-    return category_rows_table(peaks, f"Allocated on rank {account.rank} at the peak of each phase")
+    return category_rows_table(peaks, f"{label} on rank {account.rank} at the peak of each phase")
 
 
 def _ranks_memory(accounts: Sequence[MemoryAccount]) -> str:
@@ -347,16 +348,19 @@ def _through_step(seen: Observation) -> str:
 def _sent(seen: Observation) -> str:
     if not any(account.sent_by for account in seen.accounts):
         return ""
+    ranks_of: dict[tuple[tuple[str, str, int], ...], list[int]] = {}
+    for account in seen.accounts:
+        ranks_of.setdefault(tuple(sent_rows(account)), []).append(account.rank)
     rows = [
-        [str(account.rank), group, kind, format_size(size)]
-        for account in seen.accounts
-        for group, kind, size in sent_rows(account)
+        ["all" if len(ranks_of) == 1 else first_few([str(rank) for rank in ranks]), group, kind, format_size(size)]
+        for sent, ranks in ranks_of.items()
+        for group, kind, size in sent
     ]
     across = max(account.sent_across for account in seen.accounts)
     return html_section(
         "sent",
         "What a step sends",
-        html_table(["rank", "group", "collective", "bytes"], rows, "Bytes sent in one step", (0, 1, 2))
+        html_table(["ranks", "group", "collective", "bytes"], rows, "Bytes sent in one step", (0, 1, 2))
         if rows
         else paragraph("Nothing."),
         paragraph(
