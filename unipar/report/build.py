@@ -100,10 +100,10 @@ def _write_one_page(run: Path, after: Path | None, out: Path | None) -> tuple[Pa
 def _write_every_page(run: Path) -> list[Path]:
     """Write all pages of a run folder; return their paths; if one is impossible, raise ReportError after the others."""
     first = find_result_file(run)
-    there = {run / name: kind for name, kind in RESULT_FILES.items() if (run / name).is_file()}
     files: dict[Path, ResultKind] = {}
-    for file, kind in there.items():  # of several files with the same page, the first counts
-        if file.parent not in {other.parent for other in files}:
+    for name, kind in RESULT_FILES.items():  # of several files with the same page, the first counts
+        file = run / name
+        if file.is_file() and file.parent not in {other.parent for other in files}:
             files[file] = kind
     files = files or {first[1]: first[0]}
     texts: dict[Path, str] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
@@ -261,7 +261,7 @@ class TrainingDifference:
             Column[PhaseRow]("", lambda row: row.when, right=False),
             Column[PhaseRow]("peak", lambda row: row.peak.peak, format_mib),
             *(
-                category_column(head, group).of(lambda row: row.peak)
+                category_column(head, group).of(_peak_of)
                 for head, group in group_categories(row.peak for row in rows).items()
             ),
             Column[PhaseRow]("change", lambda row: row.change, dropped=1),
@@ -276,6 +276,10 @@ class TrainingDifference:
         return [*lines, *wrap_lines([*self.agreements, *self.loss_notes], width)]
 
 
+def _peak_of(row: PhaseRow) -> PhasePeak:
+    return row.peak
+
+
 def _phase_rows(name: str, was: PhasePeak | None, now: PhasePeak | None) -> list[PhaseRow]:
     if was is not None and now is not None and was.held == now.held:
         return [PhaseRow(name, "both", now, "equal")]
@@ -286,10 +290,9 @@ def _phase_rows(name: str, was: PhasePeak | None, now: PhasePeak | None) -> list
 
 
 def _number_row(
-    name: str, was: float | None, now: float | None, text: object, *, alone: bool = False
+    name: str, was: float | None, now: float | None, text: Callable[[float], str], *, alone: bool = False
 ) -> DifferenceRow | None:
     """Return the row of a number; None unless both have it; `alone`: or one of them."""
-    assert callable(text)
     if was is None and now is None:
         return None
     if was is None or now is None:
