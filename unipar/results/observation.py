@@ -175,7 +175,7 @@ class Observation(ShownAsPage):
         end = f"; it {self.command.describe_end()}" if self.command.exit_code else ""
         return [
             wrap_lines([f"unipar observe: {describe_script(self.ranks)}{end}"], width),
-            self._finding_lines(width, 3 if shorter >= 4 else None, ways=shorter < 5),
+            self._finding_lines(width, 3 if shorter >= 4 else None, ways=shorter < _SHORTER),
             [
                 *format_ranks_table(shown_ranks(self.ranks, 2 if shorter >= 2 else 4), width),
                 *wrap_lines(self._rank_sentences(2 if shorter >= 2 else 4), width),
@@ -188,9 +188,12 @@ class Observation(ShownAsPage):
         shown = self.command.findings[:most]
         lines = wrap_lines([describe_finding(finding, way=ways) for finding in shown], width)
         left = len(self.command.findings) - len(shown)
-        if left:
-            lines += wrap_lines([f"{count_of(left, 'more finding')}: see the page"], width)
+        missing = [count_of(left, "more finding")] if left else []
+        missing += [] if ways or not any(finding.way_out for finding in shown) else ["the ways out"]
+        lines += wrap_lines([f"{' and '.join(missing)}: see the page"] if missing else [], width)
         compared = ", ".join(self.command.checked)
+        if not ways:
+            return lines
         if not self.command.findings:
             return wrap_lines([f"no fault was found; compared: {compared or 'nothing, no step was seen whole'}"], width)
         return lines + wrap_lines([f"compared without a finding: {compared}"] if compared else [], width)
@@ -200,11 +203,11 @@ class Observation(ShownAsPage):
         return [f"{count_of(left, 'further rank')}: see the page"] if left else []
 
     def _note_sentences(self, shorter: int) -> list[str]:
-        most = 1 if shorter >= 2 else 3
+        most = 0 if shorter >= _SHORTER else 1 if shorter >= 2 else 3
         left = len(self.notes) - most
         return [
             *(f"note: {cut_words(note, _LONGEST_NAME)}" for note in self.notes[:most]),
-            *([f"{count_of(left, 'more note')}: see the page"] if left > 0 else []),
+            *([f"{count_of(left, 'more note' if most else 'note')}: see the page"] if left > 0 else []),
         ]
 
 

@@ -264,7 +264,7 @@ class TrainingDifference:
                 category_column(head, group).of(_peak_of)
                 for head, group in group_categories(row.peak for row in rows).items()
             ),
-            Column[PhaseRow]("change", lambda row: row.change, dropped=1),
+            Column[PhaseRow]("change", lambda row: row.change, right=False, dropped=1),
         ]
         return [line for block in fitting_table(columns, rows, width=width)[1] for line in block]
 
@@ -309,7 +309,7 @@ def _change(was: float, now: float) -> str:
     if not was:
         return "only after"
     ratio = now / was
-    return f"{100 * (ratio - 1):+.1f} %" if _SMALLEST_RATIO < ratio < _LARGEST_RATIO else f"x {ratio:.2g}"
+    return f"{100 * (ratio - 1):+.1f} %" if _SMALLEST_RATIO < ratio < _LARGEST_RATIO else f"x {ratio:.3g}"
 
 
 def _both(was: float | None, now: float | None) -> tuple[float | None, float | None]:
