@@ -105,7 +105,7 @@ def describe_sent(account: MemoryAccount) -> list[str]:
     """Return a sentence on what a rank sends in a step; none if that was not recorded."""
     rows = sent_rows(account)
     if not rows:
-        return ["sent in a step: nothing"] if account.sent_by else []
+        return ["sent in a step through torch.distributed: nothing"] if account.sent_by else []
     groups: dict[str, list[str]] = {}
     for group, kind, size in rows:
         groups.setdefault(group, []).append(f"{kind} {format_size(size)}")

@@ -90,6 +90,13 @@ class Observer:
         around(lr_scheduler.LRScheduler, "step", before=lambda *_, **__: self.schedule_stepped())
         around(torch.amp.GradScaler, "scale", after=self.loss_scaled)  # pyright: ignore[reportPrivateImportUsage]
         around(torch.amp.GradScaler, "update", before=lambda *_, **__: self.scaler_updated())  # pyright: ignore[reportPrivateImportUsage]
+        if (fsdp := sys.modules.get("torch.distributed.fsdp")) is not None:
+            around(
+                fsdp.FullyShardedDataParallel,
+                "clip_grad_norm_",
+                before=self.clip_begins,
+                after=self._clip_of_model_ends,
+            )
         keep(register_optimizer_step_pre_hook(self.update_begins))
         keep(register_optimizer_step_post_hook(self.update_ends))
         atexit.register(self.end)
@@ -168,8 +175,11 @@ class Observer:
             self.phases.backward_ends()
 
     @_harmless
-    def clip_begins(self) -> None:
+    def clip_begins(self, *_: Any, **__: Any) -> None:
         self.phases.clip_begins()
+
+    def _clip_of_model_ends(self, norm: Any, model: Any, max_norm: Any, *_: Any, **__: Any) -> None:
+        self.clip_ends(norm, max_norm)
 
     @_harmless
     def clip_ends(self, norm: Any, limit: Any) -> None:

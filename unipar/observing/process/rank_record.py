@@ -20,7 +20,7 @@ from unipar.observing.libraries import known_libraries, name_callers
 from unipar.observing.process import script_checks as checks
 from unipar.observing.process.batch_record import BatchRecord
 from unipar.observing.process.script_frames import find_variable
-from unipar.observing.process.script_state import ScriptState, dtype_name, parameters_of
+from unipar.observing.process.script_state import ScriptState, dtype_name, parameters_of, whole_size
 from unipar.observing.process.step_phases import Phase
 from unipar.observing.settings import ObserveSettings
 from unipar.results.observed_rank import LAST_STEP, LocalFault, ObservedRank, StepState, observed_rank_path
@@ -113,12 +113,12 @@ class RankRecord:
         dtypes: dict[str, int] = {}
         for p in named.values():
             if p.requires_grad:
-                dtypes[dtype_name(p.dtype)] = dtypes.get(dtype_name(p.dtype), 0) + p.numel()
+                dtypes[dtype_name(p.dtype)] = dtypes.get(dtype_name(p.dtype), 0) + whole_size(p)
         self._script = {
             "libraries": name_callers(sys._getframe(2)),  # pyright: ignore[reportPrivateUsage]
             "models": tuple(models),
             "optimizers": tuple(type(o).__name__ for o in self._state.optimizers),
-            "parameters": sum(p.numel() for p in named.values()),
+            "parameters": sum(dtypes.values()),
             "dtypes": dtypes,
             "device": trained[0].device.type if trained else "cpu",
             "settings": _numbers_of(self._state.optimizers[0]),
@@ -215,6 +215,8 @@ class RankRecord:
         """Note a step that has ended; `seconds` is None if something was recorded in it."""
         self._steps = step
         self._skipped += skipped
+        if self.is_logged(step) and (norm := self._norm_of_library()) is not None:
+            self._norms.setdefault(step, norm)
         self._check_schedule(step, skipped=skipped)
         if self._before:
             self._check_step(step)
@@ -229,6 +231,11 @@ class RankRecord:
             self._backwards.append(backwards)
         if self.is_logged(step):
             self._write_step(step)
+
+    def _norm_of_library(self) -> float | None:
+        """Return the gradient norm that a library has computed for its own clip, or None."""
+        norms = (library.norm_before_clip(m) for m in self._state.models for library in known_libraries())
+        return next((norm for norm in norms if norm is not None), None)
 
     def _check_schedule(self, step: int, *, skipped: bool) -> None:
         calls, self.schedule_steps = self.schedule_steps, 0
@@ -341,14 +348,18 @@ def _describe_model(model: nn.Module, wrappers: Mapping[str, str]) -> str:
             break
         model = inner
         classes.append(_class_name(model, wrappers))
-    return f"{' > '.join(classes)} ({type(model).__module__})"
+    return f"{' > '.join(classes)} ({_own_class(model).__module__})"
 
 
 def _class_name(model: nn.Module, wrappers: Mapping[str, str]) -> str:
-    name = type(model).__name__
-    return wrappers.get(name) or next(
-        (f"{label} {name}" for base, label in wrappers.items() if _is_a(model, base)), name
-    )
+    own, label = _own_class(model).__name__, _wrapper_of(model, wrappers)
+    return label if label and own in wrappers else f"{label} {own}".strip()
+
+
+def _own_class(model: nn.Module) -> type:
+    """Return the class that the user has written, of which fully_shard makes a subclass."""
+    bases = type(model).__bases__
+    return bases[-1] if len(bases) > 1 and bases[0].__name__ == "FSDPModule" else type(model)
 
 
 def _wrapper_of(model: nn.Module, wrappers: Mapping[str, str]) -> str:

@@ -57,7 +57,7 @@ def digest_state(state: ScriptState, steps: int, gradients: dict[str, int]) -> S
 def _digest_states(state: ScriptState) -> dict[str, int]:
     comparable = {name for name, _ in _comparable(state)}
     return {
-        f"{key} of {name}": digest_tensor(local_part(value))
+        f"{key} of {name}{seat_in_mesh(value)}": digest_tensor(local_part(value))
         for name, key, value in state.named_states()
         if name in comparable and value.numel() and _is_here(value)
     }

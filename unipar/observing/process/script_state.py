@@ -158,6 +158,12 @@ def _flat_holdings(model: nn.Module) -> Iterator[Holding]:
                 yield Holding(category, attribute.strip("_"), value)
 
 
+def whole_size(parameter: Tensor) -> int:
+    """Return the number of elements of a parameter on all ranks together."""
+    flat: Any = getattr(parameter, "_unpadded_unsharded_size", None)
+    return int(flat.numel() if flat is not None else getattr(parameter, "ds_numel", parameter.numel()))
+
+
 def is_sharded(tensor: Tensor) -> bool:
     """Return whether ranks hold different parts of a parameter, so that its values say nothing about copies."""
     if isinstance(tensor, DTensor):

@@ -362,7 +362,7 @@ def _sent(seen: Observation) -> str:
         "What a step sends",
         html_table(["ranks", "group", "collective", "bytes"], rows, "Bytes sent in one step", (0, 1, 2))
         if rows
-        else paragraph("Nothing."),
+        else paragraph("Nothing through torch.distributed."),
         paragraph(
             "Each call counts with its whole tensor: the larger of what a rank gives and what it gets; a tensor that "
             "goes from one rank to another counts where it is sent."
