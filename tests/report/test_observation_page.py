@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
@@ -95,6 +96,15 @@ def test_rates_of_groups_are_drawn_where_they_change(tmp_path: Path) -> None:
     assert "in all logged steps" in page_of(
         write_observation(tmp_path / "two", [observed_rank(0, rates=dict.fromkeys(rates, (0.001, 0.002)))])
     )
+
+
+def test_losses_that_are_not_finite(tmp_path: Path) -> None:
+    """Their steps are named above the figure, which leaves them out; rank 0 may have written nothing."""
+    rank = observed_rank(1, losses=(4.5, math.nan, 4.0), norms={1: math.inf, 2: 2.0}, norms_after={2: math.nan})
+    text = page_of(write_observation(tmp_path / "seen", [rank]))
+    assert '<p class="worry">Loss not finite at step 2</p>' in text
+    assert "loss: 4.5000 to 4.0000" in text
+    assert "Loss of rank 1, as it was given to backward" in text
 
 
 def test_many_ranks(tmp_path: Path) -> None:

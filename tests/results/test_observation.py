@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -144,3 +145,15 @@ def test_a_finding_as_a_sentence() -> None:
     """With its step and its way out, as far as it has them."""
     assert str(SAME_DROPOUT) == "step 2: dropout drops the same places on all ranks."
     assert str(Finding(kind="no group", severity="fault", says="no group", way_out="x")) == "no group. Way out: x."
+
+
+def test_losses_that_are_not_finite(tmp_path: Path) -> None:
+    """They are written and read, and the text names their steps."""
+    rank = observed_rank(0, losses=(4.5, 4.25, math.nan, math.inf), norms={1: 2.0, 2: math.inf})
+    seen = Observation.read(write_observation(tmp_path / "x", [rank]))
+    assert [math.isfinite(loss) for loss in seen.ranks[0].losses] == [True, True, False, False]
+    lines = seen.table().splitlines()
+    assert lines[-5:-3] == [
+        "rank 0: loss 4.5000 at step 1, 4.2500 at step 2; loss not finite at step 3, 4;",
+        "  gradient norm inf before the clip at step 2, clipped at 1; rate 0.0003",
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -195,6 +196,16 @@ def test_memory_in_one_of_both_is_not_compared(tmp_path: Path) -> None:
         ("all_gather (tensor)", "1.0 MiB", "-", "only before"),
         ("all_reduce (all ranks)", "-", "34 MiB", "only after"),
         ("sent in all", "1.0 MiB", "34 MiB", "x 34.1"),
+    ]
+
+
+def test_values_that_are_not_finite_are_not_compared(tmp_path: Path) -> None:
+    """Only steps in which both are finite count."""
+    rank = observed_rank(0, losses=(4.5, math.nan, 4.125), norms={1: math.inf, 2: 1.75})
+    found = difference(write_observation(tmp_path / "a", [rank]), write_observation(tmp_path / "b"))
+    assert found.agreements[:2] == [
+        "losses of 2 steps: equal, same bits",
+        "norms before the clip of 1 step: equal, same bits",
     ]
 
 

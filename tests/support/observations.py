@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -89,8 +90,8 @@ def _events(rank: ObservedRank, more: float) -> list[dict[str, Any]]:
             "event": "step",
             "time": 101.0 + step,
             "step": step,
-            "loss": loss + more,
-            "norm": rank.norms.get(step),
+            "loss": loss + more if math.isfinite(loss) else None,
+            "norm": norm if math.isfinite(norm := rank.norms.get(step, math.nan)) else None,
             "lr": 0.0003,
             **({"seconds": rank.seconds, "waiting": 0.05} if step > 5 and rank.seconds else {}),
         }

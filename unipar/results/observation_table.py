@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Final
 
@@ -10,7 +11,7 @@ from unipar.results.memory_tables import category_column, category_groups, forma
 from unipar.results.observed_rank import ObservedRank
 from unipar.results.run_report import Report
 from unipar.utils.columns import Column, fitting_table, known_columns
-from unipar.utils.text import count_of, cut_middle, format_duration, format_size
+from unipar.utils.text import count_of, cut_middle, first_few, format_duration, format_size
 
 _LONGEST_MODEL: Final = 60
 
@@ -118,6 +119,8 @@ def describe_training(rank: ObservedRank, report: Report) -> list[str]:
     if report.losses:
         (first, a), (last, b) = report.losses[0], report.losses[-1]
         parts.append(f"loss {a:.4f} at step {first}, {b:.4f} at step {last}")
+    if lost := describe_not_finite(rank):
+        parts.append(lost)
     if rank.norms:
         step, norm = max(rank.norms.items())
         clip = f", clipped at {rank.clip:g}" if rank.clip is not None else ""
@@ -126,6 +129,12 @@ def describe_training(rank: ObservedRank, report: Report) -> list[str]:
         step = max(known)
         parts.append(f"rate {', '.join(f'{rate:.3g}' for rate in dict.fromkeys(known[step]))}")
     return [f"rank {rank.rank}: {'; '.join(parts)}"] if parts else []
+
+
+def describe_not_finite(rank: ObservedRank) -> str:
+    """Return at which of the first steps the loss was not finite, or ""."""
+    steps = [str(step) for step, loss in enumerate(rank.losses, 1) if not math.isfinite(loss)]
+    return f"loss not finite at step {first_few(steps)}" if steps else ""
 
 
 def describe_times(ranks: Sequence[ObservedRank]) -> str:

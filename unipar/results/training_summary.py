@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -141,13 +142,17 @@ def _of_observation(seen: Observation) -> TrainingSummary:
         parts=slowest.phases,
         waiting=slowest.waiting,
         losses=_mean_losses(seen),
-        norms=first.norms,
-        norms_after=first.norms_after,
+        norms=_finite(first.norms),
+        norms_after=_finite(first.norms_after),
         rates={step: rates for step, rates in first.rates.items() if rates},
         account=account,
         phases=() if account is None else account.phases,
         findings=seen.command.findings,
     )
+
+
+def _finite(values: Mapping[int, float]) -> dict[int, float]:
+    return {step: value for step, value in values.items() if math.isfinite(value)}
 
 
 def _observed_facts(seen: Observation, first: ObservedRank) -> dict[str, str]:

@@ -32,6 +32,7 @@ from unipar.results.observation import Finding, Observation
 from unipar.results.observation_table import (
     RANK_COLUMNS,
     describe_dtypes,
+    describe_not_finite,
     describe_steps,
     describe_times,
     sent_rows,
@@ -212,6 +213,7 @@ def _losses(page: ObservationPageData) -> str:
         "losses",
         "Losses",
         paragraph(f"Loss of rank {first.rank}, as it was given to backward, or as --loss names it."),
+        paragraph(describe_not_finite(first).capitalize(), "worry"),
         html_figure(
             lambda width: draw_lines([LineSeries("loss", "curve", losses)], width, "Loss by step"),
             table,
