@@ -41,7 +41,7 @@ class StepState(Section):
 
 
 class ObservedRank(Section):
-    """What one process of an observed script was seen to do; losses and norms may be not finite."""
+    """Record of what one process of an observed script did; losses and norms may be not finite."""
 
     model_config = ConfigDict(allow_inf_nan=True, ser_json_inf_nan="constants")
 

@@ -80,14 +80,14 @@ STEP_COLUMNS: Final[Sequence[Column[StepRow]]] = (
 
 @dataclass(frozen=True)
 class TrainingDifference:
-    """What changed from `before` to `after`. It says what is equal and what differs, not which of both is right."""
+    """Changes from `before` to `after`. The text says what is equal and what differs, not which of both is right."""
 
     before: TrainingSummary
     after: TrainingSummary
 
     @cached_property
     def setup(self) -> list[DifferenceRow]:
-        """What was trained and how: facts and settings that both have."""
+        """Facts and settings that both have: model, optimizer, ranks."""
         facts = [
             DifferenceRow(name, was, now, "equal" if was.lower() == now.lower() else "differs")
             for name, was in self.before.facts.items()

@@ -42,7 +42,7 @@ _DTYPES: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSummary:
-    """What a training did, as far as its files say; what is not known is empty."""
+    """Summary of a training, as far as its files say; what is not known is empty."""
 
     folder: Path
     kind: Literal["observation", "run", "strategy"]
@@ -89,7 +89,7 @@ class TrainingSummary:
 
     @property
     def label(self) -> str:
-        """What it is, in a few words."""
+        """Name for a sentence, with the number of ranks."""
         ranks = self.facts.get("ranks", "?")
         return f"{self.facts.get('strategy', self.kind)}, {ranks} {'rank' if ranks == '1' else 'ranks'}"
 

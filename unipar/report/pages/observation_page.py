@@ -51,8 +51,6 @@ _TABLE_RANKS: Final = 6
 _BLOCKS: Final = 12
 """Blocks of memory that a page shows."""
 
-StepEvent = Mapping[str, Any]
-
 
 def render_observation(page: ObservationPageData) -> str:
     """Return the page."""
@@ -180,11 +178,11 @@ def step_time(name: str, rank: ObservedRank) -> StepTime:
     return StepTime(name, rank.seconds or 0.0, rank.phases)
 
 
-def _timed_rows(page: ObservationPageData) -> list[StepEvent]:
+def _timed_rows(page: ObservationPageData) -> list[Mapping[str, Any]]:
     return [row for row in page.run.rows if row.get("seconds")]
 
 
-_STEP_TIME_COLUMNS: Final[Sequence[Column[StepEvent]]] = (
+_STEP_TIME_COLUMNS: Final[Sequence[Column[Mapping[str, Any]]]] = (
     Column("step", lambda row: row["step"], right=False),
     Column("a step", lambda row: row["seconds"], format_duration),
     Column("waits", lambda row: row.get("waiting"), "{:.1%}".format),
