@@ -13,7 +13,7 @@ from unipar.results.observation import Finding, Observation, ObservedCommand
 
 TEXT = """\
 unipar observe: DDP > GPT (model), 8,926,848 parameters in float32, trained by
-  AdamW, which the script's own loop calls; 2 ranks; 12 steps
+  AdamW in the script's own loop; 2 ranks; 12 steps
 
 no fault was found; compared: initial weights, batches
 
@@ -44,9 +44,8 @@ def test_findings_are_first_and_wrapped(tmp_path: Path) -> None:
     """Below the first sentence, each with its kind, step, sentence and way out; an exit code other than 0 is said."""
     folder = write_observation(tmp_path / "x", findings=(UNEQUAL, SAME_DROPOUT), exit_code=1)
     lines = Observation.read(folder).table(80).splitlines()
-    assert lines[1:9] == [
-        "  AdamW, which the script's own loop calls; 2 ranks; 12 steps; it failed with",
-        "  exit code 1",
+    assert lines[1:8] == [
+        "  AdamW in the script's own loop; 2 ranks; 12 steps; it failed with exit code 1",
         "",
         "fault, unequal copies, step 8: after step 8 1 of 54 weights differ between the",
         "  ranks: blocks.0.attention.query.weight on rank 1. Way out: wrap the model",
@@ -89,8 +88,8 @@ def test_what_is_not_known_is_left_out(tmp_path: Path) -> None:
     text = Observation.read(write_observation(tmp_path / "x", [rank], memory=None)).table()
     assert text == (
         "unipar observe: no model that is still alive, 8,926,848 parameters in float32,\n"
-        "  trained by an optimizer that is not known, which the script's own loop calls;\n"
-        "  1 rank; 2 steps\n\nno fault was found; compared: initial weights, batches\n\n"
+        "  trained by an optimizer that is not known in the script's own loop; 1 rank; 2\n"
+        "  steps\n\nno fault was found; compared: initial weights, batches\n\n"
         "rank  a step\n   0       -"
     )
 

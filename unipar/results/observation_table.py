@@ -22,12 +22,12 @@ STEP_PARTS: Final = ("data", "forward", "backward", "update", "between")
 def describe_script(ranks: Sequence[ObservedRank]) -> str:
     """Return what the script trains, with what, and on how many ranks."""
     first = ranks[0]
-    by = " in ".join(reversed(first.libraries)) if first.libraries else "the script's own loop"
+    by = f", called by {' in '.join(reversed(first.libraries))}" if first.libraries else " in the script's own loop"
     models = "; ".join(cut_middle(model, _LONGEST_MODEL) for model in first.models) or "no model that is still alive"
     optimizers = ", ".join(dict.fromkeys(first.optimizers)) or "an optimizer that is not known"
     return (
-        f"{models}, {first.parameters:,} parameters{describe_dtypes(first)}, trained by {optimizers}, which {by} "
-        f"calls; {count_of(first.size, 'rank')}; {describe_steps(first)}"
+        f"{models}, {first.parameters:,} parameters{describe_dtypes(first)}, trained by {optimizers}{by}"
+        f"; {count_of(first.size, 'rank')}; {describe_steps(first)}"
     )
 
 
@@ -143,5 +143,7 @@ def describe_times(ranks: Sequence[ObservedRank]) -> str:
         return ""
     waits = any(rank.waiting is not None for rank in ranks)
     return "a step: median of steps without recording" + (
-        "; waits: share of them spent waiting, mostly for other ranks" if waits else ""
+        f"; waits: share of them spent waiting{', mostly for other ranks' if ranks[0].size > 1 else ''}"
+        if waits
+        else ""
     )
