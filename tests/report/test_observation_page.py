@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.comparisons import write_example_comparison
+from tests.support.comparisons import account, write_example_comparison
+from tests.support.cuda_accounts import account as cuda_account
 from tests.support.observations import SAME_DROPOUT, UNEQUAL, observed_rank, write_observation
 from tests.support.run_folders import plain
 from unipar.errors import ReportError
@@ -105,6 +106,16 @@ def test_losses_that_are_not_finite(tmp_path: Path) -> None:
     assert '<p class="worry">Loss not finite at step 2</p>' in text
     assert "loss: 4.5000 to 4.0000" in text
     assert "Loss of rank 1, as it was given to backward" in text
+
+
+def test_memory_of_a_gpu(tmp_path: Path) -> None:
+    """The device's allocator, the driver's figures and the host's memory of the fullest rank."""
+    folder = write_observation(tmp_path / "seen", memory=None)
+    cuda_account(host=account("native/nothing", 0)).model_copy(update={"rank": 0}).write(folder)
+    text = page_of(folder)
+    assert "device" in sections(text)
+    assert '<th scope="col" class="text">rank</th><th scope="col" class="text">phase</th>' in text
+    assert "Host memory at its own peak" in text
 
 
 def test_many_ranks(tmp_path: Path) -> None:

@@ -55,8 +55,8 @@ between                 19 ms   19 ms   equal
 waits                   5.0%    5.0%    equal
 all_reduce (all ranks)  34 MiB  34 MiB  equal
 sent in all             34 MiB  34 MiB  equal
-equal: strategy, device, steps, model, parameters, dtypes, called by, backwards,
-  batch, exit code, lr
+equal: strategy, device, steps, model, parameters, dtypes, called by, backwards
+  a step, batch, exit code, lr
 
 MiB               peak  param  grad  optim  comm  activ  temp  rest  ?  change
 built     before   107     20    20     41    20      -   2.9   1.5  -

@@ -166,7 +166,7 @@ def _observed_facts(seen: Observation, first: ObservedRank) -> dict[str, str]:
         "dtypes": ", ".join(sorted(first.dtypes)),
         "optimizer": ", ".join(dict.fromkeys(first.optimizers)),
         "called by": " in ".join(reversed(first.libraries)) or "the script",
-        "backwards": str(max(first.backwards, default=0) or ""),
+        "backwards a step": str(max(first.backwards, default=0) or ""),
         "batch": "" if first.first_dimension is None else f"{first.first_dimension} in its first dimension",
         "clip": "none" if first.clip is None else f"{first.clip:g}",
         "exit code": str(seen.command.exit_code),

@@ -26,6 +26,7 @@ from unipar.report.html.elements import (
     paragraph,
     repeat_command_block,
 )
+from unipar.report.pages.devices import accounts_section
 from unipar.report.pages.memory.columns import category_rows_table, held_categories
 from unipar.results.memory_tables import describe_counting
 from unipar.results.observation import Finding, Observation
@@ -66,6 +67,7 @@ def observation_sections(page: ObservationPageData) -> list[str]:
         _losses(page),
         _memory(seen),
         _through_step(seen),
+        accounts_section("rank", [] if seen.fullest_account is None else [_named(seen.fullest_account)]),
         _sent(seen),
         _script(seen),
         _method(seen),
@@ -310,6 +312,10 @@ def _ranks_memory(accounts: Sequence[MemoryAccount]) -> str:
     peaks = [(f"rank {a.rank}, {a.peak.name}", a.peak) for a in sorted(shown, key=lambda account: account.rank)]
     which = "each rank" if len(shown) == len(accounts) else f"the fullest ranks of {len(accounts)}, and the emptiest"
     return category_rows_table(peaks, f"Peak of {which}")
+
+
+def _named(account: MemoryAccount) -> tuple[str, MemoryAccount]:
+    return str(account.rank), account
 
 
 def _largest_blocks(account: MemoryAccount) -> str:
