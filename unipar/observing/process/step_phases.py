@@ -156,6 +156,11 @@ class StepPhases:
             return False
         return self.skipped or (bool(self._updated) and self._updated.keys() >= self._optimizers)
 
+    def end(self) -> None:
+        """Note that the script ends: a step that is complete has ended."""
+        if self._running and self.is_complete:
+            self._end()
+
     def _go_on(self) -> None:
         if self.is_complete:
             self._end()
