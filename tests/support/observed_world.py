@@ -39,12 +39,11 @@ class Variant:
         return text
 
 
-def observe_variants(
-    variants: Mapping[str, Variant], folder: Path, *, size: int = 2, timeout: float = 600.0
-) -> Mapping[str, Path]:
+def observe_variants(variants: Mapping[str, Variant], folder: Path, *, size: int = 2) -> Mapping[str, Path]:
     """Observe each variant in a world that `torchrun` has started; return the folder of each one's results.
 
-    Each rank of the world forks for each variant, so that torch and the libraries are imported once.
+    Each rank of the world forks for each variant, so that torch and the libraries are imported once. The world ends by
+    itself: it ends a script that takes too long.
     """
     jobs: list[dict[str, object]] = []
     for number, variant in enumerate(variants.values()):
@@ -57,14 +56,15 @@ def observe_variants(
     list_of_jobs = folder / "jobs.json"
     list_of_jobs.write_text(json.dumps(jobs), "utf-8")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size), "--rdzv-backend", "c10d"]
-    environment = observed_environment(ObserveSettings(folder=folder, memory=False), _environment())
+    environment = observed_environment(ObserveSettings(folder=folder, memory=False), environment_of_command())
     command = [*torchrun, "--rdzv-endpoint", "127.0.0.1:0", str(WORLD), str(list_of_jobs)]
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return {name: folder / str(number) for number, name in enumerate(variants)}
 
 
-def _environment() -> dict[str, str]:
+def environment_of_command() -> dict[str, str]:
+    """Return the environment of a command whose processes find unipar here; an error of the observer ends a script."""
     path: Sequence[str] = (str(ROOT), str(ROOT / "backends"), os.environ.get("PYTHONPATH", ""))
     return {
         **os.environ,

@@ -16,7 +16,9 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
-ALWAYS = ("torch", "torch._dynamo", "torch.distributed.tensor", "unipar.observing.process.observer")
+from torch import distributed
+
+ALWAYS = ("torch._dynamo", "torch.distributed.tensor", "unipar.observing.process.observer")
 """What each script or its observer imports in the end, which takes seconds."""
 
 LIBRARIES = ("accelerate", "deepspeed", "lightning.fabric", "torch.distributed.fsdp", "transformers", "peft")
@@ -33,24 +35,22 @@ def main() -> None:
     for library in LIBRARIES:
         if any(re.search(rf"^(from|import) {library}\b", text, re.MULTILINE) for text in texts):
             importlib.import_module(library)
-    ports, _stores = open_stores(len(jobs))
-    for job, port in zip(jobs, ports, strict=True):
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    torchruns = distributed.TCPStore(host, port, is_master=False)
+    stores = open_stores(host, len(jobs)) if os.environ["RANK"] == "0" else []
+    if stores:
+        torchruns.set("ports", " ".join(str(store.port) for store in stores))
+    for job, port in zip(jobs, torchruns.get("ports").decode().split(), strict=True):
         if not (pid := os.fork()):
             run(job, port)
         wait(pid, job)
+    torchruns.set(f"done {os.environ['RANK']}", "")
+    torchruns.wait([f"done {rank}" for rank in range(int(os.environ["WORLD_SIZE"]))])  # rank 0 keeps the stores open
 
 
-def open_stores(count: int) -> tuple[list[str], object]:
-    """Return the ports of the stores in which the ranks of each script meet, and what keeps them open on rank 0."""
-    from torch.distributed import TCPStore
-
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    known = TCPStore(host, port, is_master=False)
-    stores: list[TCPStore] = []
-    if os.environ["RANK"] == "0":
-        stores = [TCPStore(host, 0, is_master=True, wait_for_workers=False) for _ in range(count)]
-        known.set("ports", " ".join(str(store.port) for store in stores))
-    return known.get("ports").decode().split(), stores
+def open_stores(host: str, count: int) -> list[distributed.TCPStore]:
+    """Return stores in which the ranks of each script meet."""
+    return [distributed.TCPStore(host, 0, is_master=True, wait_for_workers=False) for _ in range(count)]
 
 
 def run(job: dict[str, Any], port: str) -> NoReturn:
@@ -58,10 +58,7 @@ def run(job: dict[str, Any], port: str) -> NoReturn:
 
     The interpreter is not finalized: torch waits there, with the GIL, for a thread of gloo that waits for the GIL.
     """
-    os.environ |= {
-        "UNIPAR_OBSERVE": job["settings"],
-        "MASTER_PORT": port,
-    }
+    os.environ |= {"UNIPAR_OBSERVE": job["settings"], "MASTER_PORT": port}
     output = os.open(Path(job["script"]).with_suffix(f".{os.environ['RANK']}.log"), os.O_CREAT | os.O_WRONLY, 0o644)
     os.dup2(output, 1)
     os.dup2(output, 2)

@@ -167,10 +167,11 @@ FAULTS: Final[Mapping[str, PlantedFault]] = {
         says="2 and 3 backwards in one step",
     ),
     "fewer steps on one rank": PlantedFault(
-        _plain(_after_step("if done == 8 and rank == 1: break") | {"range(2)": "range(2)[:2]"}),
+        _plain(_after_step("if done == 8 and rank == 1: break")),
         "unequal microbatches",
-        9,
+        10,
         ranks=(1,),
+        says="the ranks began 10 and 9 steps",
         codes=(1, 0),
     ),
     "an update without effect": PlantedFault(
@@ -211,7 +212,6 @@ FAULTS: Final[Mapping[str, PlantedFault]] = {
             _after_step(
                 "if done == 1: optimizer.state[model[0].weight]['max_exp_avg_sq'] = torch.ones(16, 8).bfloat16()"
             )
-            | {"torch.optim.AdamW(ddp.parameters()": "torch.optim.AdamW(ddp.parameters(), foreach=False"}
         ),
         "coarse dtype",
         2,
@@ -224,7 +224,7 @@ FAULTS: Final[Mapping[str, PlantedFault]] = {
     "a schedule stepped once a process": PlantedFault(
         _accelerate({"step_scheduler_with_optimizer=False": "step_scheduler_with_optimizer=True"}),
         "schedule too fast",
-        2,
+        1,
         ranks=(0,),
         way_out="Accelerator(step_scheduler_with_optimizer=False)",
         note=True,
@@ -320,7 +320,7 @@ FAULTS: Final[Mapping[str, PlantedFault]] = {
         ),
         "unequal copies",
         2,
-        "0.weight",
+        "0.weight part 0",
         (1,),
     ),
     "GAN, one of two models not wrapped": PlantedFault(
@@ -420,6 +420,34 @@ model = Halves(""",
             'model = get_peft_model(model, LoraConfig(target_modules=["0", "3"], r=2))\n'
         }
     ),
+    "steps that loss scaling skips": _plain(
+        {
+            "torch.manual_seed(rank)\n": 'torch.manual_seed(rank)\nscaler = torch.amp.GradScaler("cpu", 2.0**127)\n',
+            "        nn.functional.cross_entropy(ddp(x), y).backward()\n        optimizer.step()\n": """
+        scaler.scale(100 * nn.functional.cross_entropy(ddp(x), y)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+""",
+        }
+    ),
+    "activations computed again": _plain(
+        {
+            "model = nn.Sequential(": """
+from torch.utils.checkpoint import checkpoint
+
+
+class Again(nn.Sequential):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=True)
+
+
+model = Again(""",
+            "(ddp(x), y)": "(ddp(x.requires_grad_()), y)",
+        }
+    ),
+    "a loss through another network": _plain(
+        {f"ddp = {WRAPPER}": f"judge = nn.Linear(4, 4)\nddp = {WRAPPER}", "(ddp(x), y)": "(judge(ddp(x)), y)"}
+    ),
     "two schedules": _plain(
         {"total_iters=20)\n": "total_iters=20)\nother = torch.optim.lr_scheduler.ConstantLR(optimizer)\n"}
         | _after_step("other.step()")
@@ -507,6 +535,19 @@ for p in model.parameters():
             "torch.manual_seed(rank)\n": "",
         }
     ),
+    "pipeline": _sharded(
+        {
+            "fully_shard(model, mesh=mesh)\n": """
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+model = nn.Sequential(nn.Linear(8, 8), nn.Tanh()) if rank == 0 else nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+stage = PipelineStage(model, rank, 2, torch.device("cpu"))
+schedule = ScheduleGPipe(stage, 2, nn.functional.cross_entropy)
+""",
+            "    nn.functional.cross_entropy(model(x), y).backward()\n": "    schedule.step(x) if rank == 0 else "
+            "schedule.step(target=y)\n",
+            "sampler=DistributedSampler(samples)": "shuffle=False",
+        }
+    ),
     "Accelerate": _accelerate({}),
     "Fabric": _fabric({}),
     "DeepSpeed": _deepspeed({}),
@@ -519,3 +560,41 @@ for p in model.parameters():
     ),
 }
 """Scripts in which nothing is wrong: no fault may be found in them."""
+
+ON_FOUR_RANKS: Final[Mapping[str, Variant]] = {
+    "FSDP2, two replicas of two parts": _sharded(
+        {'"cpu", (dist.get_world_size(),)': '"cpu", (2, 2), mesh_dim_names=("replicas", "parts")'}
+    ),
+    "FSDP2 and tensor parallel": _sharded(
+        {
+            '"cpu", (dist.get_world_size(),)': '"cpu", (2, 2), mesh_dim_names=("data", "tensor")',
+            SHARD: "from torch.distributed.tensor import parallel\n"
+            'plan = {"0": parallel.ColwiseParallel(), "3": parallel.RowwiseParallel()}\n'
+            'parallel.parallelize_module(model, mesh["tensor"], plan)\n'
+            'fully_shard(model, mesh=mesh["data"])',
+            "nn.LayerNorm(16)": "nn.Identity()",
+            "DistributedSampler(samples)": 'DistributedSampler(samples, 2, mesh["data"].get_local_rank())',
+            "torch.manual_seed(rank)\n": "",
+            CLIP: "",
+        }
+    ),
+}
+"""Further ones, whose ranks form a grid."""
+
+ALWAYS: Final = frozenset(
+    {
+        "accumulating",
+        "a group with a rate of 0",
+        "SGD and a bias before a norm",
+        "an average on all ranks and another model",
+        "LBFGS",
+        "steps that loss scaling skips",
+        "GAN, five steps to one",
+        "FSDP2",
+        "FSDP1, own parameters",
+        "tensor parallel",
+        "Accelerate",
+        "DeepSpeed, ZeRO-2",
+    }
+)
+"""Healthy scripts that are observed whenever tests run; the others are in the sweeps."""

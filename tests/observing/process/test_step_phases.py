@@ -234,6 +234,7 @@ def test_an_evaluation_between_steps(loop: StepPhases, heard: Heard) -> None:
             read(loop, trains=False)
     loop.finish()
     assert heard.steps == [1, 2]
+    assert heard.text.count("forward") == 2
     assert loop.step == 3  # begun by the last evaluation, and never ended
 
 

@@ -292,10 +292,11 @@ class Observer:
 
     def end(self) -> None:
         """Write what was observed, at the end of the process."""
-        if os.getpid() != self._pid or not self.record.opened:
+        if os.getpid() != self._pid or not (self.record.opened or self.phases.backwards):
             return
         try:
             if not self.stopped:
+                self._open_without_update()
                 self._ended_at = None  # the last step's time would have all that came after it
                 self.phases.finish()
                 self.memory.end(self.settings.folder)

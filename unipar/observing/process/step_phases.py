@@ -90,9 +90,8 @@ class StepPhases:
             self._enter("forward")
 
     def backward_begins(self) -> None:
-        """Note a call of backward, perhaps by an optimizer that computes the loss again within its step."""
-        if not self._updating:
-            self._go_on()
+        """Note a call of backward."""
+        self._go_on()
         self.backwards += 1
         self._in_backward = True
         self._enter("backward")
@@ -100,7 +99,7 @@ class StepPhases:
     def backward_ends(self) -> None:
         """Note its return."""
         self._in_backward = False
-        if self._updating:
+        if self._updating:  # an optimizer that computes the loss within its step
             self._enter("update")
         elif self._updated:  # optimizers that take their step in backward
             self._enter("between")
@@ -155,11 +154,6 @@ class StepPhases:
         if self.phase != "between":
             return False
         return self.skipped or (bool(self._updated) and self._updated.keys() >= self._optimizers)
-
-    def end(self) -> None:
-        """Note that the script ends: a step that is complete has ended."""
-        if self._running and self.is_complete:
-            self._end()
 
     def _go_on(self) -> None:
         if self.is_complete:
