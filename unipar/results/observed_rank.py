@@ -12,6 +12,7 @@ from pydantic import ConfigDict, Field, ValidationError
 from unipar.backend.observed_library import Fault
 from unipar.config import Section
 from unipar.errors import ReportError
+from unipar.results.observed_recipe import Recipe
 
 LAST_STEP: Final = 0
 """Key of what was recorded when the process ended."""
@@ -67,6 +68,9 @@ class ObservedRank(Section):
     """Number of trained parameters by dtype."""
 
     steps: int = 0
+    begun: int | None = None
+    """Number of steps with one that the end of the process has interrupted; None if the process was killed."""
+
     skipped: int = 0
     """Steps that loss scaling skipped."""
 
@@ -103,6 +107,12 @@ class ObservedRank(Section):
     split: bool = False
     """Whether ranks hold different parts of the weights or their gradients."""
 
+    splits_tensors: bool = False
+    """Whether ranks split the model's tensors and read the same samples, as tensor parallelism does."""
+
+    uneven: bool = False
+    """Whether the model's wrapper was told that ranks have unequally many batches."""
+
     rates: dict[int, tuple[float, ...]] = Field(default_factory=dict)
     """Learning rates of the optimizer's groups, by step."""
 
@@ -125,6 +135,9 @@ class ObservedRank(Section):
     faults: tuple[LocalFault, ...] = ()
     notes: tuple[str, ...] = ()
     """Sentences on what could not be observed."""
+
+    recipe: Recipe | None = None
+    """How the script makes its training; None before its first update."""
 
 
 _OBSERVED_FILE: Final = r"rank-(\d+)\.observed\.json"

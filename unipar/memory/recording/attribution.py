@@ -64,6 +64,7 @@ class Attribution:
         ]
         self._lows = [window.low for window in self.windows]
         self._first = next((w.low for w in self.windows if w.phase == "forward"), len(events.events))
+        self._last_resort: dict[int, tuple[Category, str]] = {}
         self._named = self._name_blocks()
         self._hidden: set[int] = set()
         self._site_lows = [site.low for site in events.sites]
@@ -109,9 +110,10 @@ class Attribution:
             block = self._block(by_address, named)
             if block is None:
                 continue
-            before = found.get(block)
+            names = self._last_resort if named.last_resort else found
+            before = names.get(block)
             if before is None or CATEGORY_PRECEDENCE[named.category] < CATEGORY_PRECEDENCE[before[0]]:
-                found[block] = named.category, named.name
+                names[block] = named.category, named.name
         return found
 
     def _block(self, by_address: dict[int, list[int]], named: NamedStorage) -> int | None:
@@ -147,6 +149,8 @@ class Attribution:
         if site is not None and site.category is not None:
             return site.category, place
         found = self._by_life(block, start, end)
+        if found == "unattributed" and block in self._last_resort:
+            return self._last_resort[block]
         if found == "unattributed" and self._freed_elsewhere(end):
             return "communication", f"{place}, freed at the end of a collective".removeprefix(", ")
         return found, place or (OUTSIDE_OPERATIONS if found in ("activations", "temporaries") else "")

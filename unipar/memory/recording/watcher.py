@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import wraps
 from itertools import chain
 from pathlib import Path
@@ -289,16 +290,16 @@ class MemoryRecorder:
 
     @_stop_on_error
     def name(self, holding: Holding) -> None:
-        """Name a tensor that exists now and that nobody keeps."""
-        self._name_at([watched.source.at() for watched in self._watched], holding)
+        """Name a tensor that exists now, in case that nothing else tells its purpose."""
+        self._name_at([watched.source.at() for watched in self._watched], holding, last_resort=True)
 
-    def _name_at(self, positions: Sequence[int], holding: Holding) -> None:
+    def _name_at(self, positions: Sequence[int], holding: Holding, *, last_resort: bool = False) -> None:
         for storage in find_storages(holding.tensor):
             if self._pinned is not None and storage.device.type == "cpu" and storage.is_pinned():
                 self._pinned.name(storage, holding)
                 continue
             for watched, at in zip(self._watched, positions, strict=True):
-                watched.name(at, storage, holding)
+                watched.name(at, storage, holding, last_resort=last_resort)
 
     def read(self, folder: Path) -> MemoryAccount | None:
         """End a recorded step and write its account; recording continues, unless it failed."""
@@ -380,10 +381,11 @@ class _RecordedMemory:
         if self._saved_at is None and storage.device.type == self.source.device:
             self._saved.add(storage.data_ptr())
 
-    def name(self, at: int, storage: torch.UntypedStorage, holding: Holding) -> None:
+    def name(self, at: int, storage: torch.UntypedStorage, holding: Holding, *, last_resort: bool = False) -> None:
         """Note the name and category of a storage at position `at` of the source."""
         if storage.device.type == self.source.device and (size := storage.nbytes()):
-            self._named.append(NamedStorage(at, storage.data_ptr(), size, holding.category, holding.name))
+            address = storage.data_ptr()
+            self._named.append(NamedStorage(at, address, size, holding.category, holding.name, last_resort))
 
     def forget(self) -> None:
         self._named.clear()
@@ -392,7 +394,7 @@ class _RecordedMemory:
         """Return the account of this memory."""
         source, seen = self.source, self.source.collect_events()
         seen.shared = world.size > 1 and world.device.type == source.device
-        seen.named = [NamedStorage(source.index(n.at), n.address, n.size, n.category, n.name) for n in self._named]
+        seen.named = [replace(named, at=source.index(named.at)) for named in self._named]
         attribution = Attribution(seen)
         saved = None
         if self._saved_at is not None:

@@ -71,6 +71,8 @@ class NamedStorage:
     size: int
     category: Category
     name: str
+    last_resort: bool = False
+    """Whether the name counts only for a block of which nothing else is known."""
 
 
 @dataclass(frozen=True, slots=True)

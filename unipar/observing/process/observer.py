@@ -34,6 +34,9 @@ from unipar.profiling.waiting import SleepClock
 SEND_AGAIN_VARIABLE: Final = "UNIPAR_OBSERVE_RAISE"
 """Environment variable with which tests let an observer's own error end the script."""
 
+_BACKWARDS_WITHOUT_UPDATE: Final = 3
+"""Number of backwards after which a script without an optimizer's step is taken to update its weights itself."""
+
 MethodArguments = ParamSpec("MethodArguments")
 
 
@@ -87,7 +90,9 @@ class Observer:
         around(torch.autograd, "backward", before=self.backward_begins, after=lambda *_, **__: self.backward_ends())
         around(dataloader._BaseDataLoaderIter, "__next__", before=self.data_begins, after=self.data_ends)  # pyright: ignore[reportPrivateUsage]
         around(dataloader.DataLoader, "__iter__", before=self.epoch_begins)
-        around(lr_scheduler.LRScheduler, "step", before=lambda *_, **__: self.schedule_stepped())
+        around(Optimizer, "__init__", after=self.optimizer_made)
+        around(torch.autocast, "__enter__", before=self.autocast_entered)
+        around(lr_scheduler.LRScheduler, "step", before=self.schedule_stepped)
         around(torch.amp.GradScaler, "scale", after=self.loss_scaled)  # pyright: ignore[reportPrivateImportUsage]
         around(torch.amp.GradScaler, "update", before=lambda *_, **__: self.scaler_updated())  # pyright: ignore[reportPrivateImportUsage]
         if (fsdp := sys.modules.get("torch.distributed.fsdp")) is not None:
@@ -143,14 +148,16 @@ class Observer:
         self.phases.data_begins()
 
     @_harmless
-    def data_ends(self, batch: Any, *_: Any, **__: Any) -> None:
+    def data_ends(self, batch: Any, iterator: Any, *_: Any, **__: Any) -> None:
         self.phases.data_ends(trains=torch.is_grad_enabled())
+        self.record.recipe.batch_read(batch, iterator)
         self.record.add_batch(batch, self.phases.step)
         self._resume_clock()
 
     @_harmless
     def epoch_begins(self, loader: Any) -> None:
         self.record.batches.begin_epoch(loader)
+        self.record.recipe.epoch_begun(loader)
 
     @_harmless
     def gradients_dropped(self) -> None:
@@ -159,13 +166,17 @@ class Observer:
     @_harmless
     def loss_scaled(self, scaled: Any, scaler: Any, loss: Any) -> None:
         self.record.add_unscaled(scaled, loss)
+        self.record.recipe.loss_scaling |= scaler.is_enabled()
 
     @_harmless
     def backward_begins(self, tensors: Any, *_: Any, **__: Any) -> None:
         if self.phases.phase == "backward" and self._backward_depth:
             return  # a backward within a backward: recomputed activations
         self._backward_depth += 1
+        if self.phases.backwards == _BACKWARDS_WITHOUT_UPDATE and not self.record.opened:
+            self.state.look_again()
         self.phases.backward_begins()
+        self.record.recipe.backward_called(tensors)
         self.record.add_backward(tensors, self.phases.step, self.phases.backwards)
 
     @_harmless
@@ -182,13 +193,28 @@ class Observer:
         self.clip_ends(norm, max_norm)
 
     @_harmless
-    def clip_ends(self, norm: Any, limit: Any) -> None:
+    def clip_ends(self, norm: Any, limit: Any, norm_type: Any = 2.0) -> None:
+        self.record.recipe.norm_type = float(norm_type)
         if self.phases.step and isinstance(norm, Tensor | float):
             self.record.add_clip(self.phases.step, norm, limit)
 
     @_harmless
-    def schedule_stepped(self) -> None:
-        self.record.schedule_steps += 1
+    def schedule_stepped(self, schedule: Any, *_: Any, **__: Any) -> None:
+        if getattr(schedule, "last_epoch", 0) >= 0:  # a schedule takes its first step when it is made
+            self.record.schedule_steps[id(schedule)] += 1
+        self.record.recipe.schedule_stepped(schedule)
+
+    @_harmless
+    def module_made(self, module: Any) -> None:
+        self.record.recipe.module_made(module)
+
+    @_harmless
+    def optimizer_made(self, _: None, optimizer: Optimizer, *__: Any, **___: Any) -> None:
+        self.record.recipe.optimizer_made(optimizer)
+
+    @_harmless
+    def autocast_entered(self, context: Any) -> None:
+        self.record.recipe.autocast_entered(context)
 
     @_harmless
     def scaler_updated(self) -> None:
@@ -198,11 +224,14 @@ class Observer:
     def update_begins(self, optimizer: Optimizer, *_: Any) -> None:
         if _wraps_another(optimizer):
             return
+        known = self.state.knows(optimizer)
+        if not known:
+            self.phases.keep_optimizers({id(o) for o in self.state.optimizers})
         self.phases.update_begins(id(optimizer))
-        if not self.state.knows(optimizer):
+        if not known:
             self.state.add(optimizer)
             self._find_place()
-            self.record.describe(optimizer)
+            self.record.describe()
         self.record.before_update(optimizer, self.phases.step)
 
     @_harmless
@@ -267,10 +296,19 @@ class Observer:
             return
         try:
             if not self.stopped:
+                self._ended_at = None  # the last step's time would have all that came after it
+                self.phases.finish()
                 self.memory.end(self.settings.folder)
-            self.record.end(self.memory.lost, compare=not self.stopped)
+            self.record.end(self.memory.lost, in_step=self.phases.backwards > 0, compare=not self.stopped)
         except Exception as e:  # the process is ending with the script's own exit code
             sys.stderr.write(f"unipar observe: the end was not written: {type(e).__name__}: {e}\n")
+
+    def _open_without_update(self) -> None:
+        """Write of a script that updates its weights itself what can be known without steps."""
+        if not self.record.opened:
+            self._find_place()
+            self.record.describe()
+            self.record.note("no optimizer of torch took a step, so no steps were found: memory is shown by phase")
 
     # Waiting
 
