@@ -132,7 +132,7 @@ def test_two_observed_commands_on_one_page(tmp_path: Path) -> None:
     one = write_observation(tmp_path / "one", findings=(UNEQUAL,))
     two = write_observation(tmp_path / "two", [observed_rank(0, clip=None), observed_rank(1)], memory=1.25, loss=0.125)
     printed = write_pages(one, two)
-    assert printed[0].startswith(f"before: {one}")
+    assert printed[0].startswith(f"before: {one} (observed: DDP, 2 ranks)\nafter: {two} ")
     assert printed[1:] == ["", f"page: {two}/report.html"]
     text = (two / "report.html").read_text("utf-8").replace("\N{NO-BREAK SPACE}", " ")
     changed = ["findings", "setup", "times", "memory", "through", "sent", "losses"]

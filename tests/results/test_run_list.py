@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -25,7 +26,7 @@ from unipar.run_folder.error_file import record_run_error, write_error
 from unipar.run_folder.folder import lock_folder
 from unipar.run_folder.heartbeat import HeartbeatWriter
 from unipar.run_folder.layout import heartbeat_path
-from unipar.utils.procfs import boot_id
+from unipar.utils.procfs import boot_id, process_state
 
 UNFINISHED = EVENTS[:4]
 
@@ -155,7 +156,7 @@ def test_a_run_that_failed(tmp_path: Path) -> None:
     assert abs(time.time() - 100 - entry.seconds) < 60  # up to the error
     other = begun(tmp_path / "y")
     fails(other, KeyError("labels"))
-    at = "(tests/results/test_run_list.py:48, in fails)"
+    at = "(tests/results/test_run_list.py:49, in fails)"
     assert [entry.why for entry in list_runs(tmp_path)] == [entry.why, f"KeyError: 'labels' {at}"]
 
 
@@ -306,6 +307,11 @@ def test_observed_commands(tmp_path: Path) -> None:
     here = observed_rank(host=socket.gethostname(), pid=os.getpid())
     write_observation(tmp_path / "alive", [here], ended=False)
     write_observation(tmp_path / "elsewhere", ended=False)
+    with subprocess.Popen([sys.executable, "-c", ""]) as dead:  # nobody has waited for it yet
+        eventually(lambda: process_state(dead.pid) == "Z", "the process has not ended")
+        zombie = write_observation(tmp_path / "zombie", [here.model_copy(update={"pid": dead.pid})], ended=False)
+        assert only(zombie).state == "died"
+    shutil.rmtree(zombie)
     found = {entry.name: entry for entry in list_runs(tmp_path)}
     assert {entry.kind for entry in found.values()} == {"observation"}
     assert {name: (entry.state, entry.why) for name, entry in found.items()} == {

@@ -174,29 +174,35 @@ class Observation(ShownAsPage):
             sentences.append(explained)
         end = f"; it {self.command.describe_end()}" if self.command.exit_code else ""
         return [
-            wrap_lines([f"unipar observe: {describe_script(self.ranks)}{end}"], width),
+            wrap_lines([f"unipar observe: {describe_script(self.ranks)}{end}"], width, at_hyphens=False),
             self._finding_lines(width, 3 if shorter >= 4 else None, ways=shorter < _SHORTER),
             [
                 *format_ranks_table(shown_ranks(self.ranks, 2 if shorter >= 2 else 4), width),
-                *wrap_lines(self._rank_sentences(2 if shorter >= 2 else 4), width),
+                *wrap_lines(self._rank_sentences(2 if shorter >= 2 else 4), width, at_hyphens=False),
             ],
             memory,
-            wrap_lines([*sentences, *self._note_sentences(shorter)], width),
+            wrap_lines([*sentences, *self._note_sentences(shorter)], width, at_hyphens=False),
         ]
 
     def _finding_lines(self, width: int, most: int | None, *, ways: bool) -> list[str]:
         shown = self.command.findings[:most]
-        lines = wrap_lines([describe_finding(finding, way=ways) for finding in shown], width)
+        lines = wrap_lines([describe_finding(finding, way=ways) for finding in shown], width, at_hyphens=False)
         left = len(self.command.findings) - len(shown)
         missing = [count_of(left, "more finding")] if left else []
         missing += [] if ways or not any(finding.way_out for finding in shown) else ["the ways out"]
-        lines += wrap_lines([f"{' and '.join(missing)}: see the page"] if missing else [], width)
+        lines += wrap_lines([f"{' and '.join(missing)}: see the page"] if missing else [], width, at_hyphens=False)
         compared = ", ".join(self.command.checked)
         if not ways:
             return lines
         if not self.command.findings:
-            return wrap_lines([f"no fault was found; compared: {compared or 'nothing, no step was seen whole'}"], width)
-        return lines + wrap_lines([f"compared without a finding: {compared}"] if compared else [], width)
+            return wrap_lines(
+                [f"no fault was found; compared: {compared or 'nothing, no step was seen whole'}"],
+                width,
+                at_hyphens=False,
+            )
+        return lines + wrap_lines(
+            [f"compared without a finding: {compared}"] if compared else [], width, at_hyphens=False
+        )
 
     def _rank_sentences(self, most: int) -> list[str]:
         left = len(self.ranks) - len(shown_ranks(self.ranks, most))

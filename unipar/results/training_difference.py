@@ -230,11 +230,13 @@ class TrainingDifference:
     def table(self, width: int = 80) -> str:
         """Return the difference as text."""
         blocks = [
-            wrap_lines([f"before: {self._name(self.before)}", f"after: {self._name(self.after)}"], width),
+            [f"before: {self._name(self.before)}", f"after: {self._name(self.after)}"],
             self._rows_lines(width),
             self._memory_lines(width),
             self._step_lines(width),
-            wrap_lines([describe_finding(finding, state=state) for state, finding in self.findings], width),
+            wrap_lines(
+                [describe_finding(finding, state=state) for state, finding in self.findings], width, at_hyphens=False
+            ),
         ]
         return "\n\n".join("\n".join(block) for block in blocks if block)
 
@@ -245,7 +247,7 @@ class TrainingDifference:
         rows = [row for row in self.setup if row.verdict != "equal"]
         rows += [*self.times, *self.sent]
         equal = [row.what for row in self.setup if row.verdict == "equal"]
-        said = wrap_lines([f"equal: {', '.join(equal)}"] if equal else [], width)
+        said = wrap_lines([f"equal: {', '.join(equal)}"] if equal else [], width, at_hyphens=False)
         if not rows:
             return said
         most = max((width - max(len(row.what) for row in rows) - 16) // 2, 12)
@@ -273,7 +275,7 @@ class TrainingDifference:
             return []
         columns = known_columns(STEP_COLUMNS, self.steps)
         lines = [line for block in fitting_table(columns, self.steps, width=width)[1] for line in block]
-        return [*lines, *wrap_lines([*self.agreements, *self.loss_notes], width)]
+        return [*lines, *wrap_lines([*self.agreements, *self.loss_notes], width, at_hyphens=False)]
 
 
 def _peak_of(row: PhaseRow) -> PhasePeak:
