@@ -12,8 +12,8 @@ FLOORS: list[set[str]] = [
     {"planning"},
     {"training", "results"},
     {"report"},
-    {"launcher", "conversion", "jobs", "calibration", "observing"},
-    {"comparison", "verification"},
+    {"launcher", "conversion", "jobs", "calibration"},
+    {"comparison", "verification", "observing"},
     {"cli"},
 ]
 

@@ -45,5 +45,10 @@ class _ScriptsOfDeepSpeed(ObservedLibrary):
         norm: Any = getattr(model, "get_global_grad_norm", lambda: None)()
         return None if norm is None else float(norm)
 
+    @override
+    def config_of(self, model: nn.Module) -> Mapping[str, Any] | None:
+        config: Any = getattr(getattr(model, "_config", None), "_param_dict", None)
+        return config if isinstance(config, dict) else None
+
 
 LIBRARY: Final = _ScriptsOfDeepSpeed()

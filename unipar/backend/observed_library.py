@@ -65,3 +65,7 @@ class ObservedLibrary:
     def norm_before_clip(self, model: nn.Module) -> float | None:
         """Return the gradient norm of the last update as the library has computed it, or None."""
         return None
+
+    def config_of(self, model: nn.Module) -> Mapping[str, Any] | None:
+        """Return the library's config of a model that it wraps, as `unipar import` reads it, or None without one."""
+        return None

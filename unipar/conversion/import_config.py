@@ -93,18 +93,18 @@ def import_library_config(
     reading.wrong += [f"--leave {key}: the file has no such key" for key in sorted(reading.leave - reading.used)]
     if reading.wrong:
         raise import_error(reading)
-    tree = _nest_keys(reading)
+    tree = _nest_reading(reading)
     source = given_source(tree)
     reasons = list(checks.list_refusals(source.backend, source.config, source.strategy))
     if reasons and not reading.answered("device") and "device" not in reading.config:
         reading.put("device", "cuda", "the file is for GPUs, and this machine has none")
-        on_gpu = given_source(_nest_keys(reading))
+        on_gpu = given_source(_nest_reading(reading))
         if not list(checks.list_refusals(on_gpu.backend, on_gpu.config, on_gpu.strategy)):
-            tree, source, reasons = _nest_keys(reading), on_gpu, []
+            tree, source, reasons = _nest_reading(reading), on_gpu, []
     if reasons:
         raise Unsupported(str(source.strategy), reasons)
     if _add_eight_bits(reading, arguments, source):
-        tree = _nest_keys(reading)
+        tree = _nest_reading(reading)
         source = given_source(tree)
     config = source.config
     if isinstance(config.parallel.data, int):
@@ -175,7 +175,7 @@ def _add_eight_bits(reading: ForeignConfigReader, arguments: TrainingArguments, 
 def _why_no_eight_bits(reading: ForeignConfigReader, source: CheckedSource) -> str | None:
     """Return why the strategy has no moments of 8 bits, or what `--set` gives AdamW besides; None without a reason."""
     try:
-        tried = given_source(_nest_keys(replace(reading, config={**reading.config, _NAME: EIGHT_BITS})))
+        tried = given_source(_nest_reading(replace(reading, config={**reading.config, _NAME: EIGHT_BITS})))
     except ConfigError as e:
         return str(e)
     refused = next(checks.list_refusals(source.backend, tried.config, source.strategy), None)
@@ -230,10 +230,15 @@ def _find_reader(file: Path, data: Mapping[str, Any]) -> Backend:
     return backend
 
 
-def _nest_keys(reading: ForeignConfigReader) -> dict[str, Any]:
-    """Return the carried keys and those of `--set` as nested sections, in the order of the config's fields."""
+def _nest_reading(reading: ForeignConfigReader) -> dict[str, Any]:
+    """Return the carried keys and those of `--set` as nested sections."""
+    return nest_keys(reading.config | dict(reading.overrides))
+
+
+def nest_keys(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return dotted keys as nested sections, in the order of the config's fields."""
     tree: dict[str, Any] = {}
-    for key, value in (reading.config | dict(reading.overrides)).items():
+    for key, value in values.items():
         into = tree
         *above, last = key.split(".")
         for name in above:
@@ -257,16 +262,17 @@ def _config_text(origin: str, reading: ForeignConfigReader, tree: Mapping[str, A
     if "task" not in tree:
         lines += ["# task: {use: train.py:YourTask}    # the class with your model, data and loss", ""]
     notes = {**reading.notes, **dict.fromkeys(reading.overrides, "--set")}
-    return "\n".join([*lines, *_yaml_lines(tree, notes), ""])
+    return "\n".join([*lines, *yaml_lines(tree, notes), ""])
 
 
-def _yaml_lines(tree: Mapping[str, Any], notes: Mapping[str, str], prefix: str = "", indent: str = "") -> Iterator[str]:
+def yaml_lines(tree: Mapping[str, Any], notes: Mapping[str, str], prefix: str = "", indent: str = "") -> Iterator[str]:
+    """Yield the lines of nested sections, with remarks on dotted keys."""
     for name, value in tree.items():
         key = f"{prefix}{name}"
         note = notes.get(key, "")
         if isinstance(value, dict) and value:
             yield f"{indent}{name}:" + (f"  # {note}" if note else "")
-            yield from _yaml_lines(value, notes, f"{key}.", f"{indent}  ")
+            yield from yaml_lines(value, notes, f"{key}.", f"{indent}  ")
         else:
             line = f"{indent}{name}: {yaml_value(value)}"
             yield f"{line.ljust(_COMMENT_COLUMN)}# {note}" if note else line

@@ -108,14 +108,19 @@ def prepare_folder(folder: Path, *, overwrite: bool) -> Path:
                 "another folder by --out DIR"
             )
         for entry in entries:
-            entry.unlink()
+            if entry.is_dir():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
 def _is_ours(entry: Path) -> bool:
+    if entry.name == "__pycache__":  # beside the draft of a task that was imported
+        return not entry.is_symlink()
     return entry.is_file() and (
-        entry.name in ("observed.json", "report.html", "task.py", "task.yaml")
+        entry.name in ("observed.json", "report.html", "task.py", "task.yaml", "unipar.schema.json")
         or (entry.name.startswith("rank-") and entry.name.endswith((".jsonl", ".observed.json", ".memory.json")))
     )
 

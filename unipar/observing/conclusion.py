@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from unipar.observing.command import why_nothing
+from unipar.observing.draft_task import try_write_draft
 from unipar.observing.guard import find_findings, what_was_compared
 from unipar.observing.settings import ObserveSettings
 from unipar.report.build import try_write_page, write_run_page
@@ -23,6 +24,8 @@ class Conclusion:
 
     why_nothing: str = ""
     page: str = ""
+    draft: str = ""
+    """What is said of the draft of a task, if one was asked for."""
 
     @property
     def faults(self) -> int:
@@ -34,11 +37,12 @@ class Conclusion:
         """Return what is printed at the end."""
         if self.observation is None:
             return f"unipar observe: nothing was observed: {self.why_nothing}"
-        return f"\nunipar observe: {self.observation.table(width)}\n{self.page}"
+        after = f"\n{self.draft}" if self.draft else ""
+        return f"\nunipar observe: {self.observation.table(width)}\n{self.page}{after}"
 
 
-def conclude(command: Sequence[str], settings: ObserveSettings, code: int) -> Conclusion:
-    """Compare what the ranks have recorded, and write observed.json and the page."""
+def conclude(command: Sequence[str], settings: ObserveSettings, code: int, *, draft: bool = False) -> Conclusion:
+    """Compare what the ranks have recorded, and write observed.json, the page and, if asked for, a draft of a task."""
     ranks = list(read_observed_ranks(settings.folder))
     if not ranks:
         return Conclusion(None, why_nothing(command))
@@ -51,4 +55,5 @@ def conclude(command: Sequence[str], settings: ObserveSettings, code: int) -> Co
     )
     write_file_atomically(settings.folder / OBSERVED_JSON, ended.model_dump_json(indent=2))
     page = try_write_page(lambda: write_run_page(settings.folder))
-    return Conclusion(Observation.read(settings.folder), page=page)
+    written = try_write_draft(settings.folder) if draft else ""
+    return Conclusion(Observation.read(settings.folder), page=page, draft=written)

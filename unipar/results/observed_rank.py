@@ -12,6 +12,7 @@ from pydantic import Field, ValidationError
 from unipar.backend.observed_library import Fault
 from unipar.config import Section
 from unipar.errors import ReportError
+from unipar.results.observed_recipe import Recipe
 
 LAST_STEP: Final = 0
 """Key of what was recorded when the process ended."""
@@ -123,6 +124,9 @@ class ObservedRank(Section):
     faults: tuple[LocalFault, ...] = ()
     notes: tuple[str, ...] = ()
     """Sentences on what could not be observed."""
+
+    recipe: Recipe | None = None
+    """How the script makes its training; None before its first update."""
 
 
 _OBSERVED_FILE: Final = r"rank-(\d+)\.observed\.json"

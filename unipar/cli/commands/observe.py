@@ -31,6 +31,13 @@ def observe(
     config: Annotated[
         Path | None, typer.Option("--config", metavar="FILE", help="YAML file with these and further settings.")
     ] = None,
+    to: Annotated[
+        str | None,
+        typer.Option("--to", metavar="task", help="Write task.py and task.yaml, a first draft for unipar, as well."),
+    ] = None,
+    earlier: Annotated[
+        Path | None, typer.Option("--from", metavar="DIR", help="Results for --to, instead of a command.")
+    ] = None,
     *,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if a fault was found.")] = False,
     overwrite: OverwriteOption = False,
@@ -43,14 +50,24 @@ def observe(
     A fault is found by comparing what the ranks have recorded: unequal weights, gradients that nobody reduced,
     batches that all ranks have. A note is something that many scripts do on purpose.
 
+    With --to task a draft of a Task and its config is written into the folder: what was seen, `# guess:` where it may
+    be wrong, `# to do:` where something was not seen.
+
     Keys of the file: steps, checks, log_every, samples, tokens, loss, memory.
 
     \b
     unipar observe -- python train.py
     unipar observe -- torchrun --nproc-per-node 2 train.py --epochs 1
     unipar observe --out before -- accelerate launch train.py
+    unipar observe --to task -- torchrun --nproc-per-node 2 train.py
+    unipar observe --to task --from before
     unipar report before after
     """
+    if to not in (None, "task"):
+        raise typer.BadParameter(f"--to {to}: there is only --to task")
+    if earlier is not None:
+        _write_draft(earlier, to=to, command=command, overwrite=overwrite)
+        return
     if not command:
         raise typer.BadParameter("give the command that trains after --: unipar observe -- python train.py")
     from unipar.observing.command import end_like, prepare_folder, run_observed
@@ -59,9 +76,18 @@ def observe(
     settings = _read_settings(config, out=out, steps=steps, loss=loss)
     settings = settings.model_copy(update={"folder": prepare_folder(settings.folder, overwrite=overwrite)})
     code = run_observed(command, settings)
-    concluded = conclude(command, settings, code)
+    concluded = conclude(command, settings, code, draft=to is not None)
     typer.echo(concluded.text(shutil.get_terminal_size().columns), err=True)
     end_like(1 if strict and concluded.faults and not code else code)
+
+
+def _write_draft(folder: Path, *, to: str | None, command: list[str] | None, overwrite: bool) -> None:
+    """Write the draft from results that are there already."""
+    if command or to is None:
+        raise typer.BadParameter("--from DIR reads results and runs nothing: unipar observe --to task --from DIR")
+    from unipar.observing.draft_task import write_draft
+
+    typer.echo(write_draft(folder.absolute(), overwrite=overwrite))
 
 
 def _read_settings(file: Path | None, *, out: Path | None, steps: str | None, loss: str | None) -> ObserveSettings:

@@ -87,7 +87,9 @@ class Observer:
         around(torch.autograd, "backward", before=self.backward_begins, after=lambda *_, **__: self.backward_ends())
         around(dataloader._BaseDataLoaderIter, "__next__", before=self.data_begins, after=self.data_ends)  # pyright: ignore[reportPrivateUsage]
         around(dataloader.DataLoader, "__iter__", before=self.epoch_begins)
-        around(lr_scheduler.LRScheduler, "step", before=lambda *_, **__: self.schedule_stepped())
+        around(Optimizer, "__init__", after=lambda _, optimizer, *__, **___: self.optimizer_made(optimizer))
+        around(torch.autocast, "__enter__", before=self.autocast_entered)
+        around(lr_scheduler.LRScheduler, "step", before=lambda schedule, *_, **__: self.schedule_stepped(schedule))
         around(torch.amp.GradScaler, "scale", after=self.loss_scaled)  # pyright: ignore[reportPrivateImportUsage]
         around(torch.amp.GradScaler, "update", before=lambda *_, **__: self.scaler_updated())  # pyright: ignore[reportPrivateImportUsage]
         if (fsdp := sys.modules.get("torch.distributed.fsdp")) is not None:
@@ -143,14 +145,16 @@ class Observer:
         self.phases.data_begins()
 
     @_harmless
-    def data_ends(self, batch: Any, *_: Any, **__: Any) -> None:
+    def data_ends(self, batch: Any, iterator: Any, *_: Any, **__: Any) -> None:
         self.phases.data_ends(trains=torch.is_grad_enabled())
+        self.record.recipe.batch_read(batch, iterator)
         self.record.add_batch(batch, self.phases.step)
         self._resume_clock()
 
     @_harmless
     def epoch_begins(self, loader: Any) -> None:
         self.record.batches.begin_epoch(loader)
+        self.record.recipe.epoch_begun(loader)
 
     @_harmless
     def gradients_dropped(self) -> None:
@@ -159,6 +163,7 @@ class Observer:
     @_harmless
     def loss_scaled(self, scaled: Any, scaler: Any, loss: Any) -> None:
         self.record.add_unscaled(scaled, loss)
+        self.record.recipe.loss_scaling |= scaler.is_enabled()
 
     @_harmless
     def backward_begins(self, tensors: Any, *_: Any, **__: Any) -> None:
@@ -166,6 +171,7 @@ class Observer:
             return  # a backward within a backward: recomputed activations
         self._backward_depth += 1
         self.phases.backward_begins()
+        self.record.recipe.backward_called(tensors)
         self.record.add_backward(tensors, self.phases.step, self.phases.backwards)
 
     @_harmless
@@ -182,13 +188,27 @@ class Observer:
         self.clip_ends(norm, max_norm)
 
     @_harmless
-    def clip_ends(self, norm: Any, limit: Any) -> None:
+    def clip_ends(self, norm: Any, limit: Any, norm_type: Any = 2.0) -> None:
+        self.record.recipe.norm_type = float(norm_type)
         if self.phases.step and isinstance(norm, Tensor | float):
             self.record.add_clip(self.phases.step, norm, limit)
 
     @_harmless
-    def schedule_stepped(self) -> None:
+    def schedule_stepped(self, schedule: Any) -> None:
         self.record.schedule_steps += 1
+        self.record.recipe.schedule_stepped(schedule)
+
+    @_harmless
+    def module_made(self, module: Any) -> None:
+        self.record.recipe.module_made(module)
+
+    @_harmless
+    def optimizer_made(self, optimizer: Optimizer) -> None:
+        self.record.recipe.optimizer_made(optimizer)
+
+    @_harmless
+    def autocast_entered(self, context: Any) -> None:
+        self.record.recipe.autocast_entered(context)
 
     @_harmless
     def scaler_updated(self) -> None:

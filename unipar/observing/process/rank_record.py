@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unipar.distributed.device import generator_state
-from unipar.observing.libraries import known_libraries, name_callers
+from unipar.observing.libraries import name_callers
 from unipar.observing.process import script_checks as checks
 from unipar.observing.process.batch_record import BatchRecord
 from unipar.observing.process.script_frames import find_variable
-from unipar.observing.process.script_state import ScriptState, dtype_name, parameters_of, whole_size
+from unipar.observing.process.script_recipe import ScriptRecipe
+from unipar.observing.process.script_state import ScriptState, dtype_name, layers_of, parameters_of, whole_size
 from unipar.observing.process.step_phases import Phase
 from unipar.observing.settings import ObserveSettings
 from unipar.results.observed_rank import LAST_STEP, LocalFault, ObservedRank, StepState, observed_rank_path
@@ -47,6 +48,7 @@ class RankRecord:
         """Calls of a learning rate schedule in the present step."""
 
         self.batches = BatchRecord()
+        self.recipe = ScriptRecipe(state)
         self._place: dict[str, Any] = {}
         self._script: dict[str, Any] = {}
         """What the script trains with."""
@@ -106,9 +108,10 @@ class RankRecord:
 
     def describe(self, optimizer: Optimizer) -> None:
         """Note what the script trains, with what, and who calls the optimizer."""
+        self.recipe.describe()
         named = dict(self._state.named_parameters())
         trained = [p for o in self._state.optimizers for p in parameters_of(o)]
-        wrappers = {name: label for library in known_libraries() for name, label in library.wrappers.items()}
+        wrappers = self._state.wrappers
         models = [_describe_model(model, wrappers) for model in self._state.models]
         dtypes: dict[str, int] = {}
         for p in named.values():
@@ -313,6 +316,7 @@ class RankRecord:
             states=self._states,
             faults=tuple(self._faults.values()),
             notes=tuple(notes),
+            recipe=self.recipe.made,
         )
         write_file_atomically(observed_rank_path(self._settings.folder, self._place["rank"]), rank.model_dump_json())
 
@@ -341,14 +345,8 @@ def _device_of(state: ScriptState) -> torch.device:
 
 def _describe_model(model: nn.Module, wrappers: Mapping[str, str]) -> str:
     """Return the classes of a model from the outermost wrapper to the user's own, and the module of that."""
-    classes = [_class_name(model, wrappers)]
-    while type(model).__name__ in wrappers or type(model).__module__.startswith("torch.nn.parallel"):
-        inner = next(iter(model.children()), None)
-        if inner is None:
-            break
-        model = inner
-        classes.append(_class_name(model, wrappers))
-    return f"{' > '.join(classes)} ({_own_class(model).__module__})"
+    layers = list(layers_of(model, wrappers))
+    return f"{' > '.join(_class_name(layer, wrappers) for layer in layers)} ({_own_class(layers[-1]).__module__})"
 
 
 def _class_name(model: nn.Module, wrappers: Mapping[str, str]) -> str:

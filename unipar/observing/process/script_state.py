@@ -44,6 +44,11 @@ class ScriptState:
         return [model for ref in self._models if (model := ref()) is not None]
 
     @property
+    def wrappers(self) -> Mapping[str, str]:
+        """Names that users have for the wrappers of libraries, by class."""
+        return {name: label for library in self._libraries for name, label in library.wrappers.items()}
+
+    @property
     def optimizers(self) -> list[Optimizer]:
         """Optimizers that have taken a step."""
         return [optimizer for ref in self._optimizers.values() if (optimizer := ref()) is not None]
@@ -137,6 +142,16 @@ def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
     """Yield all parameters of an optimizer."""
     for group in optimizer.param_groups:
         yield from group["params"]
+
+
+def layers_of(model: nn.Module, wrappers: Mapping[str, str]) -> Iterator[nn.Module]:
+    """Yield a model's wrappers, the outermost first, and then the user's own model."""
+    yield model
+    while type(model).__name__ in wrappers or type(model).__module__.startswith("torch.nn.parallel"):
+        inner = next(iter(model.children()), None)
+        if inner is None:
+            return
+        yield (model := inner)
 
 
 def own_name(name: str) -> str:

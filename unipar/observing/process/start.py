@@ -19,15 +19,22 @@ _patches = Patches()
 
 def install() -> None:
     """Wait for the first module that is made in the main thread; note clips from now on, which scripts import early."""
-    _patches.around(torch.nn.Module, "__init__", before=_first_module)
+    _patches.around(torch.nn.Module, "__init__", before=_module_made)
     for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
         _patches.around(owner, "clip_grad_norm_", before=_clip_begins, after=_clip_ends)
 
 
-def _first_module(*_: Any, **__: Any) -> None:
+def _module_made(module: Any, *_: Any, **__: Any) -> None:
     """Begin to observe, unless a library makes a module while it is imported, or this is a worker that reads data."""
+    if _observer is None:
+        _begin()
+    if _observer is not None:
+        _observer.module_made(module)
+
+
+def _begin() -> None:
     global _observer
-    if _observer is not None or threading.current_thread() is not threading.main_thread() or _is_importing():
+    if threading.current_thread() is not threading.main_thread() or _is_importing():
         return
     if torch.utils.data.get_worker_info() is not None:
         return
@@ -51,6 +58,8 @@ def _clip_begins(*_: Any, **__: Any) -> None:
         _observer.clip_begins()
 
 
-def _clip_ends(norm: Any, parameters: Any = None, max_norm: Any = None, *_: Any, **__: Any) -> None:
+def _clip_ends(
+    norm: Any, parameters: Any = None, max_norm: Any = None, norm_type: Any = 2.0, *_: Any, **__: Any
+) -> None:
     if _observer is not None:
-        _observer.clip_ends(norm, max_norm)
+        _observer.clip_ends(norm, max_norm, norm_type)
