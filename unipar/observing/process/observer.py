@@ -87,9 +87,9 @@ class Observer:
         around(torch.autograd, "backward", before=self.backward_begins, after=lambda *_, **__: self.backward_ends())
         around(dataloader._BaseDataLoaderIter, "__next__", before=self.data_begins, after=self.data_ends)  # pyright: ignore[reportPrivateUsage]
         around(dataloader.DataLoader, "__iter__", before=self.epoch_begins)
-        around(Optimizer, "__init__", after=lambda _, optimizer, *__, **___: self.optimizer_made(optimizer))
+        around(Optimizer, "__init__", after=self.optimizer_made)
         around(torch.autocast, "__enter__", before=self.autocast_entered)
-        around(lr_scheduler.LRScheduler, "step", before=lambda schedule, *_, **__: self.schedule_stepped(schedule))
+        around(lr_scheduler.LRScheduler, "step", before=self.schedule_stepped)
         around(torch.amp.GradScaler, "scale", after=self.loss_scaled)  # pyright: ignore[reportPrivateImportUsage]
         around(torch.amp.GradScaler, "update", before=lambda *_, **__: self.scaler_updated())  # pyright: ignore[reportPrivateImportUsage]
         if (fsdp := sys.modules.get("torch.distributed.fsdp")) is not None:
@@ -171,7 +171,7 @@ class Observer:
             return  # a backward within a backward: recomputed activations
         self._backward_depth += 1
         self.phases.backward_begins()
-        self.record.recipe.backward_called(tensors)
+        self.record.recipe.backward_called()
         self.record.add_backward(tensors, self.phases.step, self.phases.backwards)
 
     @_harmless
@@ -194,7 +194,7 @@ class Observer:
             self.record.add_clip(self.phases.step, norm, limit)
 
     @_harmless
-    def schedule_stepped(self, schedule: Any) -> None:
+    def schedule_stepped(self, schedule: Any, *_: Any, **__: Any) -> None:
         self.record.schedule_steps += 1
         self.record.recipe.schedule_stepped(schedule)
 
@@ -203,7 +203,7 @@ class Observer:
         self.record.recipe.module_made(module)
 
     @_harmless
-    def optimizer_made(self, optimizer: Optimizer) -> None:
+    def optimizer_made(self, _: None, optimizer: Optimizer, *__: Any, **___: Any) -> None:
         self.record.recipe.optimizer_made(optimizer)
 
     @_harmless

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unipar.distributed.device import generator_state
-from unipar.observing.libraries import name_callers
+from unipar.observing.libraries import known_libraries, name_callers
 from unipar.observing.process import script_checks as checks
 from unipar.observing.process.batch_record import BatchRecord
 from unipar.observing.process.script_frames import find_variable
