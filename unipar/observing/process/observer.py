@@ -176,7 +176,7 @@ class Observer:
         if self.phases.backwards == _BACKWARDS_WITHOUT_UPDATE and not self.record.opened:
             self.state.look_again()
         self.phases.backward_begins()
-        self.record.recipe.backward_called(tensors)
+        self.record.recipe.backward_called()
         self.record.add_backward(tensors, self.phases.step, self.phases.backwards)
 
     @_harmless
