@@ -25,6 +25,7 @@ _WITHOUT_A_KEY: Final[Mapping[str, Any]] = {"amsgrad": False, "maximize": False,
 _OWN_WAY: Final = ("weight_decay", "lr", "fused", "foreach")
 """Settings that are written by themselves, or that only say how fast an update is."""
 
+_NOT_SPLIT: Final[Shard] = "nothing"
 _SHARD_OF_WRAPPER: Final[Mapping[str, Shard]] = {"FSDP1": "parameters", "FSDP2": "parameters"}
 
 
@@ -84,7 +85,8 @@ class DraftConfig:
 
     def _put_strategy(self) -> None:
         recipe, rank = self._recipe, self._rank
-        shard: Shard = next((s for w in recipe.wrappers if (s := _SHARD_OF_WRAPPER.get(w))), "nothing")
+        shards = [*(_SHARD_OF_WRAPPER[name] for name in recipe.wrappers if name in _SHARD_OF_WRAPPER), _NOT_SPLIT]
+        shard = shards[0]
         split_states = any(o.name == "ZeroRedundancyOptimizer" for o in recipe.optimizers)
         if split_states:
             shard = "optimizer"
@@ -94,13 +96,9 @@ class DraftConfig:
         else:
             self._put("backend", "native", f"the script has {', '.join(recipe.wrappers) or 'no wrapper'}")
         self._put("device", rank.device)
-        why = (
-            ""
-            if rank.size > 1 or rank.launched_size == 1
-            else (
-                f"to do: the launcher started {rank.launched_size} processes, which formed no group; as many as you meant"
-            )
-        )
+        why = ""
+        if rank.size < rank.launched_size:
+            why = f"to do: as many as you meant; of {rank.launched_size} processes each trained alone"
         if recipe.mesh:
             sizes = " x ".join(map(str, recipe.mesh))
             why = f"to do: the script splits weights on a mesh of {sizes}: write parallel.tensor or shard_over, too"
@@ -165,12 +163,8 @@ class DraftConfig:
         elif rank.clip is None and rank.norms and not recipe.library_config:
             self._to_do.append("train.clip: the script clips, and its limit is not a number: write it")
         self._put_precision()
-        if recipe.seed is None:
-            self._put("train.seed", 0, "guess: the script gave PyTorch no seed")
-        elif recipe.seed >= 2**32:
-            self._put("train.seed", recipe.seed % 2**32, f"guess: {recipe.seed} without its upper half")
-        else:
-            self._put("train.seed", recipe.seed)
+        drawn = "guess: the script gave PyTorch no seed before the model was made"
+        self._put("train.seed", recipe.seed or 0, drawn if recipe.seed is None else "")
 
     def _put_optimizer(self) -> None:
         recipe = self._recipe
@@ -216,9 +210,7 @@ class DraftConfig:
                 self._put(f"train.optimizer.{key}", value)
         for key, usual in _WITHOUT_A_KEY.items():
             if settings.get(key, usual) != usual:
-                self._to_do.append(
-                    f"the script's optimizer has {key}={show_value(settings[key])}, which unipar has not"
-                )
+                self._to_do.append(f"the script's optimizer has {key}={show_value(settings[key])}, which unipar lacks")
 
     def _put_schedule(self) -> None:
         recipe, rank = self._recipe, self._rank
@@ -230,7 +222,8 @@ class DraftConfig:
         named = ", ".join(f"{s.name}({_numbers(s.numbers)})" for s in recipe.schedules)
         of_script = f"; the script's is {named}" if named else "; the script sets them itself"
         if guess is None:
-            self._put("train.schedule.name", "constant", f"to do: no schedule of unipar gives these rates{of_script}")
+            why = f"to do: no schedule was found that gives the rates{of_script}: write it, or the task's schedule()"
+            self._put("train.schedule.name", "constant", why)
             return
         self._put("train.optimizer.lr", guess.rate)
         for key, value in guess.settings.items():

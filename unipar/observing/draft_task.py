@@ -50,10 +50,8 @@ def write_draft(folder: Path, *, overwrite: bool = False) -> str:
     write_schema_beside(folder / CONFIG_FILE)
     left = sum(text.count("# to do:") for text in (task, config))
     where = Path(os.path.relpath(folder)) / CONFIG_FILE
-    first = (
-        f"`# to do:` marks {count_of(left, 'place')} to fill in. Then" if left else "Read what `# guess:` marks. Then"
-    )
-    return f"draft: {folder / TASK_FILE} and {folder / CONFIG_FILE}\n{first}: unipar verify {where}"
+    first = f"`to do:` marks {count_of(left, 'place')} to fill in" if left else "read what `guess:` marks"
+    return f"draft: {folder / TASK_FILE} and {folder / CONFIG_FILE}\n{first}, then: unipar verify {where}"
 
 
 @final
@@ -63,7 +61,8 @@ class TaskDraft:
     def __init__(self, rank: ObservedRank, recipe: Recipe, folder: Path) -> None:
         self._rank, self._recipe, self._folder = rank, recipe, folder
         self.script = Path(recipe.script).name or "the script"
-        self._source = ScriptSource.read(recipe.script)
+        callers = recipe.loss.callers if recipe.loss is not None else ()
+        self._source = ScriptSource.read(recipe.script, recipe.arguments, callers)
         model = recipe.model
         assert model is not None
         self._model = model
@@ -127,11 +126,8 @@ class TaskDraft:
             seen.append(f"    # to do: the script takes a part of it, by {' in '.join(loader.wrapped_in)}")
         if data.expression:
             return [head, *seen, *self._returned(data, "")]
-        return [
-            head,
-            *seen,
-            *(self._taken_value(data, "DataLoader") or self._gap("return the dataset of all ranks, unsplit")),
-        ]
+        taken = self._taken_value(data, "DataLoader")
+        return [head, *seen, *(taken or self._gap("return the dataset of all ranks, unsplit"))]
 
     def _collate_method(self) -> Iterator[list[str]]:
         loader = self._recipe.loader
@@ -156,17 +152,14 @@ class TaskDraft:
         head, recipe = "def loss(self, model, batch):", self._recipe
         loss = recipe.loss
         what = "return the mean loss over the batch"
-        if "labels" in recipe.batch_keys and hasattr(recipe.model, "name") and self._calls_by_library():
-            return [
-                head,
-                "    # guess: a batch with labels, so that the model returns the loss",
-                "    return model(**batch).loss",
-            ]
+        if "labels" in recipe.batch_keys and self._calls_by_library():
+            why = "    # guess: the batch has labels, so that the model returns the loss"
+            return [head, why, "    return model(**batch).loss"]
         if loss is None or self._source is None or loss.place.file != recipe.script:
             where = f", as before line {loss.place.line} of {Path(loss.place.file).name}" if loss else ""
             return [head, *self._gap(f"{what}{where}")]
         accumulates = max(self._rank.backwards, default=1) > 1
-        code = self._source.loss_at(loss.place.line, loss.models, accumulates=accumulates)
+        code = self._source.loss_at(loss.place.line, loss.models, loss.others, accumulates=accumulates)
         if code is None:
             return [head, *self._gap(f"{what}, as before line {loss.place.line} of {self.script}")]
         body = [f"    {line}" for text in code.lines for line in text.splitlines()]
@@ -182,7 +175,7 @@ class TaskDraft:
         loss = self._recipe.loss
         if loss is None or self._source is None:
             return True
-        return self._source.loss_at(loss.place.line, loss.models, accumulates=False) is None
+        return self._source.loss_at(loss.place.line, loss.models, loss.others, accumulates=False) is None
 
     def _optimizer_methods(self) -> Iterator[list[str]]:
         recipe = self._recipe
@@ -190,13 +183,11 @@ class TaskDraft:
             return
         seen = main_optimizer(recipe)
         if optimizer_name(seen) is None and not recipe.library_config.get("optimizer"):
-            own = {
-                k: v
-                for k, v in seen.settings.items()
-                if k not in ("lr", "weight_decay", "initial_lr") and v is not None
-            }
+            groups = ("lr", "weight_decay", "initial_lr")  # task.yaml says them
+            own = {key: value for key, value in seen.settings.items() if key not in groups and value is not None}
             arguments = "".join(f", {key}={value!r}" for key, value in own.items())
-            self._imports[f"from {seen.module} import {seen.name}"] = None
+            kind = SeenObject(name=seen.name, module=seen.module, imports={seen.name: seen.module})
+            self._take_imports(kind)
             yield [
                 "def optimizer(self, groups):",
                 "    # guess: its settings are arguments of its class",
@@ -272,7 +263,7 @@ class TaskDraft:
 
 
 def _class_of(thing: SeenObject) -> str:
-    return f"{thing.module}.{thing.name}"
+    return thing.name if thing.module == "__main__" else f"{thing.module}.{thing.name}"
 
 
 def _grouped(imports: Iterable[str]) -> list[str]:

@@ -7,9 +7,11 @@ import builtins
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, final
+from typing import Any, Final, final
 
 from typing_extensions import override
+
+from unipar.results.observed_recipe import CodePlace
 
 _DEEPEST: Final = 8
 _MOVES: Final = ("to", "cuda")
@@ -44,23 +46,35 @@ class TakenCode:
 class ScriptSource:
     """Text of a script, as a syntax tree."""
 
-    def __init__(self, file: Path, text: str) -> None:
+    def __init__(
+        self,
+        file: Path,
+        text: str,
+        arguments: Mapping[str, Mapping[str, Any]] | None = None,
+        callers: Sequence[CodePlace] = (),
+    ) -> None:
         self.file, self._text = file, text
-        self._tree = ast.parse(text, str(file))
+        self._tree = _Rename(arguments=arguments or {}).visit(ast.parse(text, str(file)))
+        self._callers = [caller for caller in callers if caller.file == str(file)]
         self._top: dict[str, ast.stmt] = {}
         """Imports and definitions at the top level, by name."""
 
-        for node in self._statements_of(self._tree.body):
+        for node in self._statements_of(ast.parse(text).body):
             for name in _bound_by(node) if isinstance(node, (ast.Import, ast.ImportFrom)) else ():
                 self._top[name] = node
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 self._top[node.name] = node
 
     @classmethod
-    def read(cls, file: str) -> ScriptSource | None:
-        """Return the text of a file, or None if it is no Python."""
+    def read(
+        cls, file: str, arguments: Mapping[str, Mapping[str, Any]] | None = None, callers: Sequence[CodePlace] = ()
+    ) -> ScriptSource | None:
+        """Return the text of a file, or None if it is no Python.
+
+        `arguments`: values that argparse gave, by variable; `callers`: lines that called the function with the loss.
+        """
         try:
-            return cls(Path(file), Path(file).read_text("utf-8"))
+            return cls(Path(file), Path(file).read_text("utf-8"), arguments, callers)
         except (OSError, SyntaxError, ValueError):
             return None
 
@@ -106,13 +120,18 @@ class ScriptSource:
         code.lines.append(f"return {ast.unparse(value)}")
         return code
 
-    def loss_at(self, line: int, models: Sequence[str], *, accumulates: bool) -> TakenCode | None:
-        """Return code that returns the loss whose backward is called at a line; `models`: variables that hold it."""
+    def loss_at(
+        self, line: int, models: Sequence[str], others: Sequence[str] = (), *, accumulates: bool
+    ) -> TakenCode | None:
+        """Return code that returns the loss whose backward is called at a line, or None if the line is not understood.
+
+        `models`: variables that hold the model; `others`: those that hold another one.
+        """
         path = list(self._path_to(line))
-        call = next((c for node in reversed(path) for c in _backward_calls(node)), None)
+        call = next((c for node in ast.walk(self._tree) if _contains(node, line) for c in _backward_calls(node)), None)
+        loss = None if call is None else _loss_of(call)
         if call is None:
             return None
-        loss = _loss_of(call)
         if loss is None:
             return None
         loops = [node for node in path if isinstance(node, ast.For | ast.While)]
@@ -140,10 +159,16 @@ class ScriptSource:
                 body.append(f"{_without_brackets(target)} = batch")
             bound |= names
         for node in chosen:
+            own: ast.stmt = node
             if isinstance(node, ast.Assign) and _is_next(node.value):
-                node = ast.Assign(node.targets, ast.Name("batch"), lineno=node.lineno)
-            body.append(ast.unparse(rename.visit(ast.parse(ast.unparse(node)))))
+                own = ast.Assign(node.targets, ast.Name("batch"), lineno=node.lineno)
+            body.append(ast.unparse(rename.visit(ast.parse(ast.unparse(own)))))
             bound |= set(_bound_by(node))
+        if pair := self._drawn_batch(needed - bound - set(models)):
+            body.insert(0, f"{', '.join(pair)} = batch")
+            bound |= set(pair)
+        code.missing += sorted(needed & set(others))
+        models = (*models, *others)
         for name in sorted(needed - bound - set(models)):
             self._need(name, call.lineno, code, 0)
         for node in chosen:
@@ -157,6 +182,15 @@ class ScriptSource:
 
     # How it is found
 
+    def _drawn_batch(self, names: set[str]) -> list[str]:
+        """Return the variables that a function of the script sets together, such as `x, y = get_batch()`."""
+        for node in ast.walk(self._tree):
+            target = node.targets[0] if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) else None
+            pair = list(_stored_in(target)) if isinstance(target, ast.Tuple) else []
+            if len(pair) > 1 and set(pair) <= names:
+                return pair
+        return []
+
     def _need_all(self, node: ast.AST, line: int, code: TakenCode, depth: int) -> None:
         for name in sorted(_names_in(node)):
             self._need(name, line, code, depth)
@@ -169,7 +203,16 @@ class ScriptSource:
             code.missing.append(name)
             return
         node = self._assignment(name, line)
-        if node is not None and node.value is not None and not _reads_the_command(node.value):
+        passed = None if node is not None else self._passed(name, line)
+        if passed is not None:
+            value, at = passed
+            if not _reads_the_command(value):
+                if not (isinstance(value, ast.Name) and value.id == name):
+                    self._need_all(value, at, code, depth + 1)
+                    code.lines.append(f"{name} = {ast.unparse(value)}")
+                else:
+                    self._need(name, at, code, depth + 1)
+        elif node is not None and node.value is not None and not _reads_the_command(node.value):
             self._need_all(node.value, node.lineno, code, depth + 1)
             code.lines.append(f"{name} = {ast.unparse(node.value)}")
         elif node is None and (definition := self._top.get(name)) is not None:
@@ -186,7 +229,8 @@ class ScriptSource:
         elif self.can_be_imported:
             code.imports[f"from {self.file.stem} import {name}"] = None
         else:
-            code.copied[name] = ast.get_source_segment(self._text, node) or ast.unparse(node)
+            first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
+            code.copied[name] = "\n".join(self._text.splitlines()[first - 1 : node.end_lineno])
             inner = TakenCode(imports=code.imports, copied=code.copied)
             for used in sorted(_names_in(node) - {name}):
                 self._need(used, len(self._text), inner, depth + 1)
@@ -210,6 +254,23 @@ class ScriptSource:
                 return found[-1]
         return None
 
+    def _passed(self, name: str, line: int) -> tuple[ast.expr, int] | None:
+        """Return the argument that the function around a line was given under a name, and the line of that call."""
+        scopes = [n for n in self._path_to(line) if isinstance(n, ast.FunctionDef)]
+        if not scopes or name not in _arguments_of(scopes[-1]):
+            return None
+        function = scopes[-1]
+        place = [a.arg for a in (*function.args.posonlyargs, *function.args.args)]
+        for caller in self._callers:
+            for node in ast.walk(self._tree):
+                if not (isinstance(node, ast.Call) and _contains_call(node, caller.line)):
+                    continue
+                if _name_of(node.func) != function.name:
+                    continue
+                given = dict(zip(place, node.args, strict=False)) | {k.arg: k.value for k in node.keywords if k.arg}
+                return (given[name], caller.line) if name in given else None
+        return None
+
     def _path_to(self, line: int) -> Iterator[ast.AST]:
         """Yield the statements that contain a line, the outermost first."""
         inside: Iterable[ast.AST] = self._tree.body
@@ -229,8 +290,19 @@ class ScriptSource:
 
 
 class _Rename(ast.NodeTransformer):
-    def __init__(self, names: Mapping[str, str]) -> None:
-        self._names = names
+    """Change of names, and of arguments of the command into their values."""
+
+    def __init__(
+        self, names: Mapping[str, str] | None = None, arguments: Mapping[str, Mapping[str, Any]] | None = None
+    ) -> None:
+        self._names, self._arguments = names or {}, arguments or {}
+
+    @override
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        values = self._arguments.get(node.value.id, {}) if isinstance(node.value, ast.Name) else {}
+        if node.attr in values and isinstance(node.ctx, ast.Load):
+            return ast.copy_location(ast.parse(repr(values[node.attr]), mode="eval").body, node)
+        return self.generic_visit(node)
 
     @override
     def visit_Name(self, node: ast.Name) -> ast.Name:
@@ -239,6 +311,10 @@ class _Rename(ast.NodeTransformer):
 
 def _contains(node: ast.AST, line: int) -> bool:
     return isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or node.lineno)
+
+
+def _contains_call(node: ast.Call, line: int) -> bool:
+    return node.lineno <= line <= (node.end_lineno or node.lineno)
 
 
 def _names_in(node: ast.AST) -> set[str]:

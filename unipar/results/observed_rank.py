@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from pydantic import Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 
 from unipar.backend.observed_library import Fault
 from unipar.config import Section
@@ -42,7 +42,9 @@ class StepState(Section):
 
 
 class ObservedRank(Section):
-    """What one process of an observed script was seen to do."""
+    """Record of what one process of an observed script did; losses and norms may be not finite."""
+
+    model_config = ConfigDict(allow_inf_nan=True, ser_json_inf_nan="constants")
 
     rank: int
     size: int

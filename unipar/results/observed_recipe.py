@@ -103,8 +103,11 @@ class SeenLoss(Section):
     models: tuple[str, ...] = ()
     """Variables there that hold the model or its wrapper."""
 
-    argument: str = ""
-    """Variable there that holds the loss, if the call has a name for it."""
+    others: tuple[str, ...] = ()
+    """Variables there that hold further models."""
+
+    callers: tuple[CodePlace, ...] = ()
+    """Lines from which the function of that line was called, the innermost first."""
 
 
 class Recipe(Section):
@@ -144,6 +147,9 @@ class Recipe(Section):
     """Keys of a batch that is a mapping."""
 
     loss: SeenLoss | None = None
+    arguments: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """Plain values in the namespaces that argparse makes, by the script's variable."""
+
     autocast: str = ""
     """Dtype of autocast, or of a wrapper's mixed precision."""
 
@@ -152,4 +158,4 @@ class Recipe(Section):
     """Kind of norm that the clip limits."""
 
     seed: int | None = None
-    """Seed of PyTorch when the model was made; None: the script gave none."""
+    """Seed of PyTorch when the model was made; None: one that PyTorch has drawn."""

@@ -34,6 +34,9 @@ from unipar.profiling.waiting import SleepClock
 SEND_AGAIN_VARIABLE: Final = "UNIPAR_OBSERVE_RAISE"
 """Environment variable with which tests let an observer's own error end the script."""
 
+_BACKWARDS_WITHOUT_UPDATE: Final = 3
+"""Number of backwards after which a script without an optimizer's step is taken to update its weights itself."""
+
 MethodArguments = ParamSpec("MethodArguments")
 
 
@@ -87,7 +90,7 @@ class Observer:
         around(torch.autograd, "backward", before=self.backward_begins, after=lambda *_, **__: self.backward_ends())
         around(dataloader._BaseDataLoaderIter, "__next__", before=self.data_begins, after=self.data_ends)  # pyright: ignore[reportPrivateUsage]
         around(dataloader.DataLoader, "__iter__", before=self.epoch_begins)
-        around(Optimizer, "__init__", after=lambda _, optimizer, *__, **___: self.optimizer_made(optimizer))
+        around(Optimizer, "__init__", after=self.optimizer_made)
         around(torch.autocast, "__enter__", before=self.autocast_entered)
         around(lr_scheduler.LRScheduler, "step", before=self.schedule_stepped)
         around(torch.amp.GradScaler, "scale", after=self.loss_scaled)  # pyright: ignore[reportPrivateImportUsage]
@@ -170,8 +173,10 @@ class Observer:
         if self.phases.phase == "backward" and self._backward_depth:
             return  # a backward within a backward: recomputed activations
         self._backward_depth += 1
+        if self.phases.backwards == _BACKWARDS_WITHOUT_UPDATE and not self.record.opened:
+            self.state.look_again()
         self.phases.backward_begins()
-        self.record.recipe.backward_called(tensors)
+        self.record.recipe.backward_called()
         self.record.add_backward(tensors, self.phases.step, self.phases.backwards)
 
     @_harmless
@@ -204,7 +209,7 @@ class Observer:
         self.record.recipe.module_made(module)
 
     @_harmless
-    def optimizer_made(self, optimizer: Optimizer) -> None:
+    def optimizer_made(self, _: None, optimizer: Optimizer, *__: Any, **___: Any) -> None:
         self.record.recipe.optimizer_made(optimizer)
 
     @_harmless
@@ -226,7 +231,7 @@ class Observer:
         if not known:
             self.state.add(optimizer)
             self._find_place()
-            self.record.describe(optimizer)
+            self.record.describe()
         self.record.before_update(optimizer, self.phases.step)
 
     @_harmless
@@ -287,16 +292,24 @@ class Observer:
 
     def end(self) -> None:
         """Write what was observed, at the end of the process."""
-        if os.getpid() != self._pid or not self.record.opened:
+        if os.getpid() != self._pid or not (self.record.opened or self.phases.backwards):
             return
         try:
             if not self.stopped:
+                self._open_without_update()
                 self._ended_at = None  # the last step's time would have all that came after it
                 self.phases.finish()
                 self.memory.end(self.settings.folder)
             self.record.end(self.memory.lost, in_step=self.phases.backwards > 0, compare=not self.stopped)
         except Exception as e:  # the process is ending with the script's own exit code
             sys.stderr.write(f"unipar observe: the end was not written: {type(e).__name__}: {e}\n")
+
+    def _open_without_update(self) -> None:
+        """Write of a script that updates its weights itself what can be known without steps."""
+        if not self.record.opened:
+            self._find_place()
+            self.record.describe()
+            self.record.note("no optimizer of torch took a step, so no steps were found: memory is shown by phase")
 
     # Waiting
 

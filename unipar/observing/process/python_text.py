@@ -49,6 +49,7 @@ class PythonText:
 
 
 _Lazy = Callable[[], PythonText]
+_Arguments = list[tuple[str, _Lazy]]
 
 
 @final
@@ -56,15 +57,13 @@ class MadeModules:
     """Arguments of the constructors of modules, read from the frames of their calls."""
 
     def __init__(self) -> None:
-        self._made: dict[
-            int, tuple[weakref.ref[nn.Module], type, CodePlace | None, list[tuple[str, _Lazy]] | None]
-        ] = {}
+        self._made: dict[int, tuple[weakref.ref[nn.Module], type, CodePlace | None, _Arguments | None]] = {}
 
     def note(self, module: nn.Module, frame: FrameType | None) -> None:
         """Note how a module is being made; `frame`: that in which its base class is called."""
         kind, key = type(module), id(module)
         call = _constructor_frame(module, frame)
-        arguments: list[tuple[str, _Lazy]] | None = []
+        arguments: _Arguments | None = []
         if call is not None:
             arguments = [(name, self._reduce(value)) for name, value in _arguments(kind, call)]
             frame = call.f_back

@@ -110,7 +110,7 @@ class RankRecord:
         self._place = {"rank": rank, "size": size, "launched_size": launched_size, "host": host, "pid": os.getpid()}
         self._log = RunLog(run_log_path(folder, rank))
 
-    def describe(self, optimizer: Optimizer) -> None:
+    def describe(self) -> None:
         """Note what the script trains, with what, and who calls the optimizer, which has not updated anything yet."""
         self.recipe.describe()
         self._initial = checks.digest_weights(self._state) | self._initial
@@ -129,7 +129,7 @@ class RankRecord:
             "parameters": sum(dtypes.values()),
             "dtypes": dtypes,
             "device": trained[0].device.type if trained else "cpu",
-            "settings": _numbers_of(self._state.optimizers[0]),
+            "settings": _numbers_of(self._state.optimizers[0]) if self._state.optimizers else {},
             "dropout": checks.has_dropout(self._state),
             "batch_norms": checks.unsynced_batch_norms(self._state),
             "uneven": checks.expects_uneven_batches(self._state),

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import weakref
+from argparse import Namespace
 from collections.abc import Mapping
 from types import FrameType, FunctionType
 from typing import Any, Final, final
@@ -33,8 +34,8 @@ from unipar.observing.process.python_text import (
 from unipar.observing.process.script_state import ScriptState, dtype_name, layers_of
 from unipar.results.observed_recipe import Recipe, SeenLoader, SeenLoss, SeenObject, SeenOptimizer, SeenSchedule
 
-_UNSEEDED: Final = torch.Generator().initial_seed()
-"""Seed that PyTorch has when nobody gave one."""
+_LARGEST_SEED: Final = 2**32
+"""Seed from which it is one that PyTorch has drawn, when nobody gave one."""
 
 _DEEPEST: Final = 5
 """Number of samplers inside one another."""
@@ -51,12 +52,17 @@ class ScriptRecipe:
         self._modules = MadeModules()
         self._open = True
         self._seed: int | None = None
-        self._loaders: dict[int, weakref.ref[Any]] = {}
+        self._loaders: dict[int, Any] = {}
         self._dataset: int | None = None
+        self._loader: SeenLoader | None = None
         self._batch_keys: tuple[str, ...] = ()
         self._groups: dict[int, tuple[weakref.ref[Optimizer], list[tuple[dict[str, Any], list[Any]]]]] = {}
         self._schedules: dict[int, SeenSchedule] = {}
         self._loss: SeenLoss | None = None
+        self._models: dict[str, weakref.ref[nn.Module]] = {}
+        """Variables at the first backward that hold a model."""
+
+        self._arguments: dict[str, dict[str, Any]] = {}
         self._autocast = ""
         self.loss_scaling = False
         self.norm_type = 2.0
@@ -89,7 +95,7 @@ class ScriptRecipe:
     def epoch_begun(self, loader: Any) -> None:
         """Note a loader over which the script iterates."""
         if self._open:
-            self._loaders[id(getattr(loader, "dataset", None))] = weakref.ref(loader)
+            self._loaders[id(getattr(loader, "dataset", None))] = loader
 
     def batch_read(self, batch: Any, iterator: Any) -> None:
         """Note from which loader a batch of the training comes."""
@@ -103,16 +109,20 @@ class ScriptRecipe:
         if self._open and torch.is_grad_enabled() and getattr(context, "_enabled", False):
             self._autocast = dtype_name(context.fast_dtype)
 
-    def backward_called(self, tensors: Any) -> None:
+    def backward_called(self) -> None:
         """Note the line that calls backward, the first time."""
         if not self._open or self._loss is not None:
             return
         for frame in script_frames(sys._getframe(2)):  # pyright: ignore[reportPrivateUsage]
-            variables = list(variables_of(frame))
-            models = [name for name, v in variables if _is_model(v)]
-            loss = tensors[0] if isinstance(tensors, list | tuple) and tensors else tensors
-            argument = next((name for name, v in variables if v is loss), "")
-            self._loss = SeenLoss(place=place_of(frame), models=tuple(dict.fromkeys(models)), argument=argument)
+            place, *callers = [place_of(f) for f in script_frames(frame)]
+            self._loss = SeenLoss(place=place, callers=tuple(callers))
+            self._models = {name: weakref.ref(v) for name, v in variables_of(frame) if _is_model(v)}
+            self._arguments = {
+                name: {key: value for key, value in vars(space).items() if _is_plain(value)}
+                for f in script_frames(frame)
+                for name, space in variables_of(f)
+                if type(space) is Namespace
+            }
             return
 
     # What becomes of it
@@ -120,8 +130,11 @@ class ScriptRecipe:
     def describe(self) -> None:
         """Put together what was noted, when an optimizer takes its first step."""
         models, optimizers = self._state.models, self._state.optimizers
-        self._open = False
         frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
+        if self._open:
+            self._loader = self._describe_loader(frame)
+            self._loaders.clear()  # a script may have dropped them
+        self._open = False
         wrappers = self._state.wrappers
         layers = list(layers_of(models[0], wrappers)) if models else []
         backend, config = self._library_of(models, frame)
@@ -133,10 +146,11 @@ class ScriptRecipe:
             library_config=config,
             mesh=next((_mesh_of(p) for _, p in self._state.named_parameters() if isinstance(p, DTensor)), ()),
             optimizers=tuple(self._describe_optimizer(o, layers[-1] if layers else None) for o in optimizers),
-            loader=self._describe_loader(frame),
+            loader=self._loader,
             batch_keys=self._batch_keys,
-            loss=self._loss,
-            seed=None if self._seed in (None, _UNSEEDED) else self._seed,
+            loss=self._describe_loss(layers),
+            arguments=self._arguments,
+            seed=None if self._seed is None or self._seed >= _LARGEST_SEED else self._seed,
         )
 
     @property
@@ -186,9 +200,16 @@ class ScriptRecipe:
             weights=sum(map(len, kept)),
         )
 
+    def _describe_loss(self, layers: list[nn.Module]) -> SeenLoss | None:
+        if self._loss is None or not layers:
+            return self._loss
+        inside = {name: set(map(id, m.modules())) for name, ref in self._models.items() if (m := ref()) is not None}
+        mine = tuple(name for name, modules in inside.items() if id(layers[-1]) in modules)
+        others = tuple(name for name in inside if name not in mine)
+        return self._loss.model_copy(update={"models": mine, "others": others})
+
     def _describe_loader(self, frame: FrameType) -> SeenLoader | None:
-        ref = self._loaders.get(self._dataset) if self._dataset is not None else None
-        loader: Any = ref() if ref is not None else None
+        loader = None if self._dataset is None else self._loaders.get(self._dataset)
         if loader is None:
             return None
         dataset, around = loader.dataset, list[str]()
@@ -279,9 +300,9 @@ def _groups_of(optimizer: Optimizer) -> list[tuple[dict[str, Any], list[Any]]]:
 def _is_plain(value: Any) -> bool:
     if isinstance(value, tuple | list):
         return len(value) < 4 and all(_is_plain(v) and not isinstance(v, tuple | list) for v in value)
-    return (
-        value is None or isinstance(value, bool | int | float | str) or (isinstance(value, Tensor) and not value.dim())
-    )
+    if isinstance(value, Tensor):
+        return not value.dim()
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def _plain(value: Any) -> Any:
@@ -319,7 +340,7 @@ def _numbers_of(schedule: Any) -> dict[str, float]:
             found[key] = float(value)
         elif key == "milestones" and isinstance(value, Mapping):
             found |= {f"milestones[{i}]": float(at) for i, at in enumerate(sorted(value))}
-        elif key == "_schedule_phases" and value:
+        elif key == "_schedule_phases" and isinstance(value, list) and value:
             found["end_step"] = float(value[0]["end_step"])
     return found
 

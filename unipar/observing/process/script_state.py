@@ -70,6 +70,10 @@ class ScriptState:
     def add(self, optimizer: Optimizer) -> None:
         """Note an optimizer, and look for the models once more."""
         self._optimizers[id(optimizer)] = weakref.ref(optimizer)
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Look for the models once more."""
         models, trained = self._find_models()
         self._models = [weakref.ref(model) for model in models]
         self._trained = [weakref.ref(model) for model in trained]
