@@ -42,9 +42,9 @@ def take_step(record: RankRecord, step: int) -> None:
 def test_steps_of_schedules(tmp_path: Path, calls: dict[int, int], kinds: list[str]) -> None:
     """A schedule that takes as many steps in one of the optimizer as there are ranks; two take one each."""
     record, _ = open_record(tmp_path)
-    record.schedule_steps.update(calls)
-    take_step(record, 1)
-    take_step(record, 2)  # the count begins anew
+    for step in (1, 2):
+        record.schedule_steps.update(calls)
+        take_step(record, step)
     faults = read(tmp_path, record).faults
     assert [(fault.kind, fault.step) for fault in faults] == [(kind, 1) for kind in kinds]
 
