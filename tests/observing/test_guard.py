@@ -86,6 +86,8 @@ def test_processes_that_each_train_alone() -> None:
         "the launcher started 2 processes, and 2 of them trained alone, without a process group: nothing is averaged"
     )
     assert found.way_out.startswith("call torch.distributed.init_process_group")
+    alone = [rank(n, size=1) for n in range(2)]
+    assert what_was_compared(alone, [found]) == ["the optimizer's weights", "the update's effect"]
 
 
 def test_two_trainings_one_after_the_other() -> None:
@@ -177,6 +179,8 @@ def test_parts_of_split_weights() -> None:
     """Parts are compared with the equal parts of other ranks alone."""
     parts = [{"a.weight part 0": 1}, {"a.weight part 1": 2}]
     assert world(first={"initial": parts[0]}, last={"initial": parts[1]}) == []
+    split = [rank(n, initial=part, states={2: StepState(weights=part, steps=2)}) for n, part in enumerate(parts)]
+    assert what_was_compared(split, [])[:2] == ["backwards in a step", "batches"]
     others = [{"a.weight part 0": 1}, {"a.weight part 0": 2}]
     found = only(world(first={"initial": others[0]}, last={"initial": others[1]}))
     assert (found.kind, found.parameter) == ("unequal initial weights", "a.weight part 0")
@@ -188,6 +192,7 @@ def test_stages_of_a_pipeline() -> None:
     states = [{2: StepState(weights=stage, gradients=stage, steps=2)} for stage in stages]
     ends = [{"initial": stage, "states": each} for stage, each in zip(stages, states, strict=True)]
     assert world(first=ends[0], last=ends[1]) == []
+    assert what_was_compared([rank(n, **end) for n, end in enumerate(ends)], [])[0] == "backwards in a step"
 
 
 def test_unequal_microbatches() -> None:
