@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.comparisons import write_example_comparison
+from tests.support.observations import UNEQUAL, write_observation
 from tests.support.run_folders import EVENTS, plain, wrote
 from unipar.cli.commands.report import draw_runs
 from unipar.results.run_list import list_runs
@@ -34,6 +35,30 @@ def test_report(unipar: Any, folder: Path) -> None:
     )
     answer = unipar("report", "runs/y")
     assert (answer.code, answer.err) == (2, "unipar: runs/y does not exist; give a run folder\n")
+
+
+def test_report_of_observed_commands(unipar: Any, folder: Path) -> None:
+    """One has a page; two have a table, too; the newest results may be of an observed command."""
+    write_observation(folder / "runs/before", findings=(UNEQUAL,))
+    write_observation(folder / "runs/after", memory=1.25)
+    assert unipar("report", "runs/before").out == "page: runs/before/report.html\n"
+    lines = unipar("report", "runs/before", "runs/after").out.splitlines()
+    assert lines[:2] == [
+        "before: runs/before (observed: DDP, 2 ranks)",
+        "after: runs/after (observed: DDP, 2 ranks)",
+    ]
+    assert lines[-1] == "page: runs/after/report.html"
+    for file in (folder / "runs/before").iterdir():
+        os.utime(file, (1e8, 1e8))
+    assert unipar("report").out == "newest in runs: runs/after\npage: runs/after/report.html\n"
+    listed = unipar("runs").out.splitlines()
+    assert [line.split()[-2:] for line in listed[1:]] == [["KiB", "ended"], ["1", "fault"]]
+    write_example_comparison(folder / "runs/x")
+    answer = unipar("report", "runs/before", "runs/x")
+    assert (answer.code, answer.err.partition(", and an observed")[0]) == (
+        2,
+        "unipar: runs/x holds a comparison of several strategies",
+    )
 
 
 def test_report_of_the_newest(unipar: Any, folder: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.support.comparisons import example_with_points, write_example_comparison
+from tests.support.observations import SAME_DROPOUT, UNEQUAL, write_observation
 from tests.support.programs import needs_programs, reason_no_programs, skip_because
 from tests.support.run_folders import plain
 from tests.support.scalings import two_strategies
@@ -22,15 +23,20 @@ from tests.support.verifications import disagreeing_verdicts
 from unipar.config.sections.strategy import Axes
 from unipar.report.charts.svg import fit_name
 from unipar.report.data.comparison_data import ComparisonPageData
+from unipar.report.data.observation_data import ObservationPageData
 from unipar.report.data.pipeline_data import PipelineFacts
 from unipar.report.data.run_data import RunPageData
 from unipar.report.data.verification_data import VerificationPageData
 from unipar.report.html.elements import html_page
 from unipar.report.pages.comparison_page import render_comparison
+from unipar.report.pages.difference_page import render_difference
+from unipar.report.pages.observation_page import render_observation
 from unipar.report.pages.pipeline_section import pipeline_section
 from unipar.report.pages.run_page import render_run as of_run
 from unipar.report.pages.scaling_page import render_scaling as scaled
 from unipar.report.pages.verification_page import render_verification
+from unipar.results.training_difference import TrainingDifference
+from unipar.results.training_summary import read_training
 
 ROOT = Path(__file__).parents[2]
 CSS = (ROOT / "unipar/report/html/page.css").read_text("utf-8")
@@ -156,9 +162,9 @@ def test_everything_can_be_read(
     ],
     ids=["light-1280", "dark-390", "light-390", "dark-1280"],
 )
-@pytest.mark.parametrize("kind", ["scaling", "sizes", "run", "verification", "pipeline"])
+@pytest.mark.parametrize("kind", ["scaling", "sizes", "run", "verification", "pipeline", "observation", "difference"])
 def test_the_other_pages_can_be_read(tmp_path: Path, width: int, flags: tuple[str, ...], kind: str) -> None:
-    """Pages of a scaling, of comparisons by size, of two runs, and of a verification can be read."""
+    """Pages of a scaling, comparisons by size, two runs, a verification and observed commands can be read."""
     strong = [
         (w, row) for w, row in zip(two_strategies().worlds, two_strategies().rows, strict=True) if "strong" in w.kinds
     ]
@@ -168,7 +174,11 @@ def test_the_other_pages_can_be_read(tmp_path: Path, width: int, flags: tuple[st
     before, now = (RunPageData.read(plain(tmp_path / name) / "rank-0.jsonl") for name in ("before", "now"))
     verified = VerificationPageData(folder=tmp_path, verdicts=disagreeing_verdicts(), config={"backend": "native"})
     pipelines = [(p, PipelineFacts(Axes(pipeline=p), m)) for p, m in ((2, 3), (2, 8), (4, 16), (8, 128))]
+    seen = write_observation(tmp_path / "seen", findings=(UNEQUAL, SAME_DROPOUT))
+    later = write_observation(tmp_path / "later", memory=1.25, loss=0.125)
     whole = {
+        "observation": lambda: render_observation(ObservationPageData.read(seen / "observed.json")),
+        "difference": lambda: render_difference(TrainingDifference(read_training(seen), read_training(later))),
         "scaling": lambda: scaled(two_strategies(), tmp_path),
         "sizes": lambda: scaled(sizes, tmp_path),
         "run": lambda: of_run(now, before),

@@ -320,8 +320,8 @@ def test_what_holds_nothing_is_a_sentence(tmp_path: Path) -> None:
         write_page(tmp_path)
     assert str(e.value) == (
         f"{tmp_path} holds no results: no comparison (compare.json), no scaling (worlds.json, scale.json), "
-        "no verification (verify.json) and no run (rank-0.jsonl), neither directly nor in its folders compare, worlds, "
-        "scale and verify; give a run folder"
+        "no verification (verify.json), no observed command (observed.json) and no run (rank-0.jsonl), neither "
+        "directly nor in its folders compare, worlds, scale and verify; give a run folder"
     )
     (tmp_path / "x.txt").touch()
     with pytest.raises(ReportError) as e:

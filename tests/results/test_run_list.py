@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.support.comparisons import write_example_comparison
+from tests.support.observations import UNEQUAL, observed_rank, write_observation
 from tests.support.run_folders import EVENTS, plain, wrote
 from tests.support.world import PYTHONPATH_VARIABLE, eventually
 from unipar.errors import ReportError, Stopped, WorkerFailed
@@ -23,7 +26,7 @@ from unipar.run_folder.error_file import record_run_error, write_error
 from unipar.run_folder.folder import lock_folder
 from unipar.run_folder.heartbeat import HeartbeatWriter
 from unipar.run_folder.layout import heartbeat_path
-from unipar.utils.procfs import boot_id
+from unipar.utils.procfs import boot_id, process_state
 
 UNFINISHED = EVENTS[:4]
 
@@ -153,7 +156,7 @@ def test_a_run_that_failed(tmp_path: Path) -> None:
     assert abs(time.time() - 100 - entry.seconds) < 60  # up to the error
     other = begun(tmp_path / "y")
     fails(other, KeyError("labels"))
-    at = "(tests/results/test_run_list.py:46, in fails)"
+    at = "(tests/results/test_run_list.py:49, in fails)"
     assert [entry.why for entry in list_runs(tmp_path)] == [entry.why, f"KeyError: 'labels' {at}"]
 
 
@@ -292,3 +295,42 @@ def test_a_run_that_went_on(tmp_path: Path) -> None:
     wrote(run, 0, [*UNFINISHED, {"event": "stopped", "time": 105.0, "step": 11, "why": "launch.deadline"}])
     entry = only(tmp_path)
     assert (entry.state, entry.why) == ("stopped", "stopped by launch.deadline after step 11")
+
+
+def test_observed_commands(tmp_path: Path) -> None:
+    """An observed command is listed as one, whatever it ended with; while one of its processes is alive it runs."""
+    write_observation(tmp_path / "fine")
+    write_observation(tmp_path / "faulty", findings=(UNEQUAL,))
+    write_observation(tmp_path / "failed", exit_code=3)
+    write_observation(tmp_path / "stopped", exit_code=-15)
+    write_observation(tmp_path / "gone", [observed_rank(host=socket.gethostname(), pid=2**22 + 1)], ended=False)
+    here = observed_rank(host=socket.gethostname(), pid=os.getpid())
+    write_observation(tmp_path / "alive", [here], ended=False)
+    write_observation(tmp_path / "elsewhere", ended=False)
+    with subprocess.Popen([sys.executable, "-c", ""]) as dead:  # nobody has waited for it yet
+        eventually(lambda: process_state(dead.pid) == "Z", "the process has not ended")
+        zombie = write_observation(tmp_path / "zombie", [here.model_copy(update={"pid": dead.pid})], ended=False)
+        assert only(zombie).state == "died"
+    shutil.rmtree(zombie)
+    found = {entry.name: entry for entry in list_runs(tmp_path)}
+    assert {entry.kind for entry in found.values()} == {"observation"}
+    assert {name: (entry.state, entry.why) for name, entry in found.items()} == {
+        "fine": ("ended", ""),
+        "faulty": ("ended", "1 fault"),
+        "failed": ("failed", "the command failed with exit code 3"),
+        "stopped": ("stopped", "the command was ended by SIGTERM"),
+        "gone": ("died", "no process of it is left, and `unipar observe` has not ended; no observed.json was written"),
+        "alive": ("running", ""),
+        "elsewhere": ("running", ""),
+    }
+    fine = found["fine"]
+    assert (fine.strategy, fine.ranks, fine.steps, fine.loss) == ("observed: DDP", 2, 12, 3.25)
+    assert (fine.started, fine.seconds) == (100.0, 13.0)
+    for file in (tmp_path / "elsewhere").iterdir():
+        os.utime(file, (1e9, 1e9))
+    assert {entry.name: entry.state for entry in list_runs(tmp_path)}["elsewhere"] == "died"
+    for file in (tmp_path / "fine").glob("*.observed.json"):
+        file.unlink()
+    broken = {entry.name: entry for entry in list_runs(tmp_path)}["fine"]
+    assert (broken.kind, broken.state) == ("observation", "unreadable")
+    assert broken.why == f"{tmp_path}/fine holds observed.json and nothing of a rank"

@@ -33,6 +33,7 @@ FIRST = (
     "tests/verification/test_verify_tasks.py",
     "tests/verification/test_mesh_faults.py",
     "tests/verification/test_verify.py",
+    "tests/observing/test_planted_faults.py",
     "tests/launcher/test_launch.py",
     "tests/launcher/test_notebook.py",
     "tests/conversion/test_export.py",

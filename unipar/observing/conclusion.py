@@ -9,7 +9,7 @@ from unipar.observing.command import why_nothing
 from unipar.observing.draft_task import try_write_draft
 from unipar.observing.guard import find_findings, what_was_compared
 from unipar.observing.settings import ObserveSettings
-from unipar.report.build import try_write_page, write_run_page
+from unipar.report.build import try_write_page, write_page
 from unipar.results.observation import OBSERVED_JSON, Observation, ObservedCommand
 from unipar.results.observed_rank import read_observed_ranks
 from unipar.utils.files import write_file_atomically
@@ -38,7 +38,7 @@ class Conclusion:
         if self.observation is None:
             return f"unipar observe: nothing was observed: {self.why_nothing}"
         after = f"\n{self.draft}" if self.draft else ""
-        return f"\nunipar observe: {self.observation.table(width)}\n{self.page}{after}"
+        return f"\n{self.observation.table(width)}\n{self.page}{after}"
 
 
 def conclude(command: Sequence[str], settings: ObserveSettings, code: int, *, draft: bool = False) -> Conclusion:
@@ -54,6 +54,6 @@ def conclude(command: Sequence[str], settings: ObserveSettings, code: int, *, dr
         checked=tuple(what_was_compared(ranks, findings)),
     )
     write_file_atomically(settings.folder / OBSERVED_JSON, ended.model_dump_json(indent=2))
-    page = try_write_page(lambda: write_run_page(settings.folder))
+    page = try_write_page(lambda: write_page(settings.folder))
     written = try_write_draft(settings.folder) if draft else ""
     return Conclusion(Observation.read(settings.folder), page=page, draft=written)

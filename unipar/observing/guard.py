@@ -44,11 +44,13 @@ def what_was_compared(ranks: Sequence[ObservedRank], findings: Sequence[Finding]
     return [what for kind, what, known in looked if known and kind not in kinds]
 
 
-def _finding(kind: Fault, says: str, observed: Sequence[ObservedRank], /, **more: object) -> Finding:
+def _finding(
+    kind: Fault, says: str, observed: Sequence[ObservedRank], /, *, note: bool = False, **more: object
+) -> Finding:
     return Finding.model_validate(
         {
             "kind": kind,
-            "severity": "note" if kind in _NOTES else "fault",
+            "severity": "note" if note or kind in _NOTES else "fault",
             "says": says,
             "way_out": way_out(kind, observed[0].libraries),
             **more,
@@ -59,7 +61,7 @@ def _finding(kind: Fault, says: str, observed: Sequence[ObservedRank], /, **more
 def _of_worlds(ranks: Sequence[ObservedRank]) -> Iterator[Finding]:
     alone = [rank for rank in ranks if rank.size == 1]
     launched = max(rank.launched_size for rank in ranks)
-    if alone and (launched > 1 or len(alone) > 1) and launched > 1:
+    if alone and launched > 1:
         yield _finding(
             "no group",
             f"the launcher started {launched} processes, and {len(alone)} of them trained "
@@ -93,12 +95,19 @@ def _of_single_ranks(ranks: Sequence[ObservedRank]) -> Iterator[Finding]:
 def _between_ranks(ranks: Sequence[ObservedRank]) -> Iterator[Finding]:
     if len(ranks) < 2 or any(rank.size == 1 for rank in ranks):
         return
-    yield from _initial_weights(ranks)
-    yield from _gradients(ranks)
-    yield from _copies(ranks)
+    if _hold_one_model(ranks):
+        yield from _initial_weights(ranks)
+        yield from _gradients(ranks)
+        yield from _copies(ranks)
     yield from _microbatches(ranks)
     yield from _batches(ranks)
     yield from _dropout(ranks)
+
+
+def _hold_one_model(ranks: Sequence[ObservedRank]) -> bool:
+    """Return whether the whole weights of all ranks have the same names: not those of a pipeline's stages."""
+    names = [{name for name in rank.initial if " part " not in name} for rank in ranks]
+    return all(each == names[0] for each in names)
 
 
 def _initial_weights(ranks: Sequence[ObservedRank]) -> Iterator[Finding]:
@@ -133,24 +142,22 @@ def _gradients(ranks: Sequence[ObservedRank]) -> Iterator[Finding]:
 
 
 def _copies(ranks: Sequence[ObservedRank]) -> Iterator[Finding]:
-    synced = not any(rank.batch_norms for rank in ranks)
+    own = {norm for rank in ranks for norm in rank.batch_norms}
     for step in _common_steps(ranks):
-        for what, values_of in (
-            ("weight", _weights_of),
-            ("optimizer state", _states_of),
-            *((("buffer", _buffers_of),) if synced else ()),
-        ):
+        for what, values_of in (("weight", _weights_of), ("optimizer state", _states_of), ("buffer", _buffers_of)):
             values = partial(_values_after, step, values_of)
-            names = _unequal(ranks, values)
+            names = [name for name in _unequal(ranks, values) if name.rpartition(".")[0] not in own]
             if names:
                 others = _others(ranks, partial(_value_after, values, names[0]))
                 total = len(values(ranks[0]))
-                after = "at the end" if step == LAST_STEP else f"after step {step}"
+                # at the end a rank may have changed its copy on purpose, such as to export it
+                after = "at the end of the script" if step == LAST_STEP else f"after step {step}"
                 yield _finding(
                     "unequal copies",
                     f"{after} {len(names)} of {count_of(total, what)} differ between the ranks: {first_few(names)} on "
                     f"{_name_ranks(others)}",
                     ranks,
+                    note=step == LAST_STEP,
                     ranks=others,
                     step=step or ranks[0].states[step].steps,
                     parameter=names[0],
@@ -179,6 +186,8 @@ def _buffers_of(state: StepState) -> Mapping[str, int]:
 
 
 def _microbatches(ranks: Sequence[ObservedRank]) -> Iterator[Finding]:
+    if any(rank.uneven for rank in ranks):
+        return
     for step, counts in enumerate(zip(*(rank.backwards for rank in ranks), strict=False), 1):
         if len(set(counts)) > 1:
             usual = Counter(counts).most_common(1)[0][0]
@@ -192,25 +201,33 @@ def _microbatches(ranks: Sequence[ObservedRank]) -> Iterator[Finding]:
                 step=step,
             )
             return
-    steps = [rank.steps for rank in ranks]
-    if max(steps) > min(steps) + 1:
+    begun = [rank.begun for rank in ranks if rank.begun is not None]
+    if len(begun) == len(ranks) and max(begun) > min(begun):
         yield _finding(
             "unequal microbatches",
-            f"the ranks took {join_with_and([str(n) for n in steps])} steps",
+            f"the ranks began {join_with_and([str(n) for n in begun])} steps",
             ranks,
-            step=min(steps),
+            ranks=tuple(rank.rank for rank, n in zip(ranks, begun, strict=True) if n < max(begun)),
+            step=min(begun) + 1,
         )
 
 
 def _batches(ranks: Sequence[ObservedRank]) -> Iterator[Finding]:
-    if any(rank.split and _has_split_names(rank) for rank in ranks):
+    if any(rank.splits_tensors or (rank.split and _has_split_names(rank)) for rank in ranks):
         return  # ranks that split a model's tensors read the same samples
     batches = [rank.batches for rank in ranks]
-    same = all(batches) and len(set(batches)) == 1
     losses = [rank.losses for rank in ranks]
-    if same or (not any(batches) and len(losses[0]) > 2 and len(set(losses)) == 1):
-        what = "their loaders gave all ranks the same first batches" if same else "all ranks had the same losses"
-        yield _finding("same batches", f"{what}: {count_of(len(ranks), 'rank')} do the work of one", ranks, step=1)
+    work = f"{count_of(len(ranks), 'rank')} do the work of one"
+    if all(batches) and len(set(batches)) == 1:
+        what = "their loaders gave all ranks the same first batches"
+        if len({each[:1] for each in losses}) == 1 or _unequal(ranks, lambda rank: rank.initial):
+            yield _finding("same batches", f"{what}: {work}", ranks, step=1)
+        elif any(rank.dropout for rank in ranks):
+            yield _finding(
+                "same batches", f"{what}: {work}, unless each takes its part of them", ranks, note=True, step=1
+            )
+    elif not any(batches) and len(losses[0]) > 2 and len(set(losses)) == 1:
+        yield _finding("same batches", f"all ranks had the same losses: {work}", ranks, step=1)
 
 
 def _has_split_names(rank: ObservedRank) -> bool:
@@ -220,6 +237,8 @@ def _has_split_names(rank: ObservedRank) -> bool:
 
 def _dropout(ranks: Sequence[ObservedRank]) -> Iterator[Finding]:
     randoms = [rank.random for rank in ranks]
+    if any(rank.splits_tensors for rank in ranks):
+        return  # their dropout must drop the same places
     if all(rank.dropout for rank in ranks) and randoms[0] and all(random == randoms[0] for random in randoms):
         step = min(randoms[0])
         yield _finding(

@@ -22,7 +22,7 @@ class ObserveSettings(Section):
     steps: tuple[PositiveInt, PositiveInt] = (3, 5)
     """First and last step whose memory is recorded."""
 
-    checks: tuple[PositiveInt, ...] = (2, 8, 50)
+    checks: tuple[PositiveInt, ...] = (2, 8, 50, 200, 1000, 5000)
     """Steps after which all weights and optimizer states are compared between the ranks; so is the last one."""
 
     log_every: PositiveInt = 10

@@ -9,15 +9,20 @@ from typing import TypeVar
 from unipar.errors import ReportError
 from unipar.report.data import result_changes as changes
 from unipar.report.data.comparison_data import ComparisonPageData
+from unipar.report.data.observation_data import ObservationPageData
 from unipar.report.data.run_data import RunPageData
 from unipar.report.data.verification_data import VerificationPageData
 from unipar.report.html.elements import GENERATOR_TAG, add_links
 from unipar.report.pages import comparison_page as comparison
+from unipar.report.pages import observation_page as observation
 from unipar.report.pages import run_page as pages_run
 from unipar.report.pages import scaling_page as scaling
 from unipar.report.pages import verification_page as verification
+from unipar.report.pages.difference_page import render_difference
 from unipar.results.result_files import RESULT_FILES, ResultKind, find_result_file, parse_scaling, read_mapping
-from unipar.run_folder.layout import PAGE_FILE_NAME
+from unipar.results.training_difference import TrainingDifference
+from unipar.results.training_summary import read_training
+from unipar.run_folder.layout import PAGE_FILE_NAME, run_log_path
 from unipar.utils.files import write_file_atomically
 
 PAGE_LABELS = {
@@ -33,8 +38,11 @@ PageData = TypeVar("PageData", ComparisonPageData, RunPageData)
 """Data of a page that can be compared with an earlier one."""
 
 
-def write_pages(run: Path, after: Path | None = None, out: Path | None = None) -> list[str]:
+def write_pages(run: Path, after: Path | None = None, out: Path | None = None, width: int = 80) -> list[str]:
     """Write all pages of a run folder, or one page if `after` or `out` is given; return lines to print about them."""
+    if after is not None and "observation" in (find_result_file(run)[0], find_result_file(after)[0]):
+        difference = TrainingDifference(read_training(run), read_training(after))
+        return [difference.table(width), "", f"page: {_write_difference(difference, out)}"]
     if after is None and out is None:
         return [f"page: {to}" for to in _write_every_page(run)]
     to, mismatches = _write_one_page(run, after, out)
@@ -51,6 +59,19 @@ def write_run_page(run: Path) -> Path:
     return write_html(_render_page("run", run / "rank-0.jsonl"), run / PAGE_FILE_NAME)
 
 
+def _write_difference(difference: TrainingDifference, out: Path | None) -> Path:
+    """Write the page on two trainings of which one at least was observed, with the later one's own sections below."""
+    after = difference.after
+    if out is not None:
+        _check_replaceable(out)
+    own: list[str] = []
+    if after.kind == "observation":
+        own = observation.observation_sections(ObservationPageData.read(after.folder / "observed.json"))
+    elif after.kind == "run":
+        own = pages_run.run_sections(RunPageData.read(run_log_path(after.folder, 0)))
+    return write_html(render_difference(difference, own), out or after.folder / PAGE_FILE_NAME)
+
+
 def _write_one_page(run: Path, after: Path | None, out: Path | None) -> tuple[Path, list[str]]:
     """Write the page; return its path and the differences that make the two folders hard to compare."""
     kind, file = find_result_file(run)
@@ -59,6 +80,8 @@ def _write_one_page(run: Path, after: Path | None, out: Path | None) -> tuple[Pa
     if after is None:
         return write_html(_render_page(kind, file), out or file.parent / PAGE_FILE_NAME), []
     later, file = find_result_file(after)
+    if "observation" in (kind, later):
+        return _write_difference(TrainingDifference(read_training(run), read_training(after)), out), []
     if later != kind:
         raise ReportError(f"{run} holds a {kind} and {after} a {later}: only two of the same kind can be compared")
     if kind in ("scaling", "verification"):
@@ -77,7 +100,11 @@ def _write_one_page(run: Path, after: Path | None, out: Path | None) -> tuple[Pa
 def _write_every_page(run: Path) -> list[Path]:
     """Write all pages of a run folder; return their paths; if one is impossible, raise ReportError after the others."""
     first = find_result_file(run)
-    files: dict[Path, ResultKind] = {run / name: kind for name, kind in RESULT_FILES.items() if (run / name).is_file()}
+    files: dict[Path, ResultKind] = {}
+    for name, kind in RESULT_FILES.items():  # of several files with the same page, the first counts
+        file = run / name
+        if file.is_file() and file.parent not in {other.parent for other in files}:
+            files[file] = kind
     files = files or {first[1]: first[0]}
     texts: dict[Path, str] = {}
     errors: list[str] = []
@@ -98,6 +125,8 @@ def _render_page(kind: ResultKind, file: Path) -> str:
         return comparison.render_comparison(ComparisonPageData.read(file))
     if kind == "run":
         return pages_run.render_run(RunPageData.read(file))
+    if kind == "observation":
+        return observation.render_observation(ObservationPageData.read(file))
     if kind == "verification":
         return verification.render_verification(VerificationPageData.read(file))
     return scaling.render_scaling(parse_scaling(file, read_mapping(file, "scaling")), file.parent)

@@ -17,7 +17,7 @@ def find_newest_results(runs: Path) -> Path:
         what = f"{runs} holds no results yet" if runs.is_dir() else f"there is no folder {runs} here"
         raise ReportError(f"{what}: train first (unipar run FILE), or name a run folder (unipar report RUN)")
     newest = max(pages, key=lambda entry: entry.changed)
-    return Path(newest.folder) if newest.kind == "run" else Path(newest.folder).parent
+    return Path(newest.folder) if newest.kind in ("run", "observation") else Path(newest.folder).parent
 
 
 def _has_page(folder: Path) -> bool:

@@ -169,7 +169,12 @@ def _peak_of(row: RanksMemory) -> PhasePeak:
 
 def category_groups(accounts: Iterable[MemoryAccount]) -> dict[str, tuple[Category, ...]]:
     """Return the categories in each column of a table, by the column's head."""
-    averages = any("averages" in account.peak.held for account in accounts)
+    return group_categories(account.peak for account in accounts)
+
+
+def group_categories(peaks: Iterable[PhasePeak]) -> dict[str, tuple[Category, ...]]:
+    """Return the categories in each column of a table of peaks, by the column's head."""
+    averages = any("averages" in peak.held for peak in peaks)
     return {head: group for head, group in _CATEGORIES_BY_COLUMN.items() if head != "ema" or averages}
 
 

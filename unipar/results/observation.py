@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,18 +13,36 @@ from typing_extensions import override
 from unipar.backend.observed_library import Fault
 from unipar.config import Section
 from unipar.errors import ReportError
-from unipar.memory.account import MemoryAccount, PhasePeak, read_accounts
-from unipar.results.memory_tables import category_column, category_groups, format_mib, largest_account
+from unipar.memory.account import MemoryAccount, read_accounts
+from unipar.results.memory_tables import largest_account
+from unipar.results.observation_table import (
+    describe_script,
+    describe_sent,
+    describe_times,
+    describe_training,
+    format_phases_table,
+    format_ranks_table,
+    shown_ranks,
+)
 from unipar.results.observed_rank import ObservedRank, read_observed_ranks
 from unipar.results.run_report import Report
-from unipar.run_folder.layout import PAGE_FILE_NAME
-from unipar.utils.columns import Column, known_columns, table_blocks
+from unipar.run_folder.layout import PAGE_FILE_NAME, run_log_path
+from unipar.run_folder.run_log import RunLog
 from unipar.utils.notebook import ShownAsPage
-from unipar.utils.table import format_table
-from unipar.utils.text import count_of, format_duration, format_size
+from unipar.utils.table import wrap_lines
+from unipar.utils.text import count_of, cut_words
 
 OBSERVED_JSON: Final = "observed.json"
 """Name of the file with the command and the findings."""
+
+_MOST_LINES: Final = 24
+"""Lines of the text if it is a screen; the least important parts are left out until it is."""
+
+_LONGEST_NAME: Final = 44
+"""Characters to which names of weights are cut in sentences."""
+
+_SHORTER: Final = 5
+"""Number of times that the text is made shorter, if it is longer than a screen."""
 
 
 class Finding(Section):
@@ -63,16 +82,36 @@ class ObservedCommand(Section):
 
     notes: tuple[str, ...] = ()
 
+    def describe_end(self) -> str:
+        """Return how the command ended."""
+        if not self.exit_code:
+            return "ended with exit code 0"
+        if self.exit_code > 0:
+            return f"failed with exit code {self.exit_code}"
+        names = {each.value: each.name for each in signal.Signals}
+        return f"was ended by {names.get(-self.exit_code, f'signal {-self.exit_code}')}"
+
+    def count_findings(self) -> str:
+        """Return how many faults and notes there are: "2 faults, 1 note", or "no fault"."""
+        faults = sum(finding.severity == "fault" for finding in self.findings)
+        notes = len(self.findings) - faults
+        words = [count_of(faults, "fault") if faults else "no fault", *([count_of(notes, "note")] if notes else [])]
+        return ", ".join(words)
+
 
 @dataclass(frozen=True)
 class Observation(ShownAsPage):
-    """Results of an observed command. It prints as a few lines of text."""
+    """Results of an observed command. It prints as a screen of text."""
 
     folder: Path
     command: ObservedCommand
     ranks: tuple[ObservedRank, ...]
     report: Report
     accounts: tuple[MemoryAccount, ...]
+    """Memory accounts of the ranks that wrote one."""
+
+    problems: tuple[str, ...] = ()
+    """Sentences on files that could not be read."""
 
     @classmethod
     def read(cls, folder: Path) -> Self:
@@ -82,15 +121,29 @@ class Observation(ShownAsPage):
             command = ObservedCommand.model_validate_json(file.read_bytes())
         except (OSError, ValueError) as e:
             raise ReportError(f"{file} cannot be read as the result of `unipar observe`: {e}") from None
-        problems: list[str] = []
-        accounts = tuple(read_accounts(folder, problems))
         ranks = tuple(read_observed_ranks(folder))
-        return cls(folder, command, ranks, Report.read(folder), accounts)
+        if not ranks:
+            raise ReportError(
+                f"{folder} holds {OBSERVED_JSON} and no rank-0.observed.json of a rank: observe the command again"
+            )
+        problems: list[str] = []
+        accounts = tuple(account for account in read_accounts(folder, problems) if account.phases)
+        return cls(folder, command, ranks, _read_report(folder, ranks), accounts, tuple(problems))
 
     @property
     @override
     def page(self) -> Path:
         return self.folder / PAGE_FILE_NAME
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences on what could not be observed, each once."""
+        return list(dict.fromkeys([*self.command.notes, *(note for rank in self.ranks for note in rank.notes)]))
+
+    @property
+    def fullest_account(self) -> MemoryAccount | None:
+        """Account of the rank with the highest peak; None if memory was not recorded."""
+        return largest_account(self.accounts) if self.accounts else None
 
     @override
     def __str__(self) -> str:
@@ -98,79 +151,91 @@ class Observation(ShownAsPage):
 
     @override
     def table(self, width: int = 80) -> str:
-        """Return the observation in a screen of text."""
-        lines = [describe_script(self.ranks), "", *format_ranks_table(self.ranks, width)]
-        if self.accounts:
-            account = largest_account(self.accounts)
-            lines += ["", *format_phases_table(account, width), *_sent_lines(account, width)]
-        lines += ["", *self._guard_lines()]
-        notes = dict.fromkeys([*self.command.notes, *(note for rank in self.ranks for note in rank.notes)])
-        lines += [f"note: {note}" for note in notes]
+        """Return the observation in a screen of text; what has no place there is on the page."""
+        lines: list[str] = []
+        for shorter in range(_SHORTER + 1):
+            blocks = [block for block in self._blocks(width, shorter) if block]
+            lines = [line for block in blocks for line in ("", *block)][1:]
+            if len(lines) <= _MOST_LINES:
+                break
         return "\n".join(lines)
 
-    def _guard_lines(self) -> list[str]:
-        findings = [f"{finding.severity}: {finding}" for finding in self.command.findings]
+    def _blocks(self, width: int, shorter: int) -> list[list[str]]:
+        """Return the blocks of the text; `shorter`: how many of its parts give way."""
+        account = self.fullest_account
+        only_peak = shorter >= 3
+        memory = [] if account is None else format_phases_table(account, width, only_peak=only_peak)
+        sentences = describe_training(self.ranks[0], self.report)
+        explained = describe_times(self.ranks)
+        if account is not None:
+            sentences += describe_sent(account)
+            explained = "; ".join(filter(None, [explained, _describe_memory(account)]))
+        if explained and not shorter:
+            sentences.append(explained)
+        end = f"; it {self.command.describe_end()}" if self.command.exit_code else ""
+        return [
+            wrap_lines([f"unipar observe: {describe_script(self.ranks)}{end}"], width, at_hyphens=False),
+            self._finding_lines(width, 3 if shorter >= 4 else None, ways=shorter < _SHORTER),
+            [
+                *format_ranks_table(shown_ranks(self.ranks, 2 if shorter >= 2 else 4), width),
+                *wrap_lines(self._rank_sentences(2 if shorter >= 2 else 4), width, at_hyphens=False),
+            ],
+            memory,
+            wrap_lines([*sentences, *self._note_sentences(shorter)], width, at_hyphens=False),
+        ]
+
+    def _finding_lines(self, width: int, most: int | None, *, ways: bool) -> list[str]:
+        shown = self.command.findings[:most]
+        lines = wrap_lines([describe_finding(finding, way=ways) for finding in shown], width, at_hyphens=False)
+        left = len(self.command.findings) - len(shown)
+        missing = [count_of(left, "more finding")] if left else []
+        missing += [] if ways or not any(finding.way_out for finding in shown) else ["the ways out"]
+        lines += wrap_lines([f"{' and '.join(missing)}: see the page"] if missing else [], width, at_hyphens=False)
         compared = ", ".join(self.command.checked)
-        return [*findings, *([f"compared without a finding: {compared}"] if compared else [])]
+        if not ways:
+            return lines
+        if not self.command.findings:
+            return wrap_lines(
+                [f"no fault was found; compared: {compared or 'nothing, no step was seen whole'}"],
+                width,
+                at_hyphens=False,
+            )
+        return lines + wrap_lines(
+            [f"compared without a finding: {compared}"] if compared else [], width, at_hyphens=False
+        )
+
+    def _rank_sentences(self, most: int) -> list[str]:
+        left = len(self.ranks) - len(shown_ranks(self.ranks, most))
+        return [f"{count_of(left, 'further rank')}: see the page"] if left else []
+
+    def _note_sentences(self, shorter: int) -> list[str]:
+        most = 0 if shorter >= _SHORTER else 1 if shorter >= 2 else 3
+        left = len(self.notes) - most
+        return [
+            *(f"note: {cut_words(note, _LONGEST_NAME)}" for note in self.notes[:most]),
+            *([f"{count_of(left, 'more note' if most else 'note')}: see the page"] if left > 0 else []),
+        ]
 
 
-def describe_script(ranks: Sequence[ObservedRank]) -> str:
-    """Return what the script trains, with what, and on how many ranks."""
-    first = ranks[0]
-    by = " in ".join(reversed(first.libraries)) if first.libraries else "the script's own loop"
-    models = "; ".join(first.models) or "no model that is still alive"
-    optimizers = ", ".join(dict.fromkeys(first.optimizers))
-    micros = max(first.backwards, default=0)
-    gathered = f", {micros} backwards each" if micros > 1 else ""
-    skipped = f", {first.skipped} skipped by loss scaling" if first.skipped else ""
-    return (
-        f"{count_of(first.size, 'rank')}; {models}; {first.parameters:,} parameters; {optimizers}; called by {by}; "
-        f"{count_of(first.steps, 'step')}{gathered}{skipped}"
-    )
+def _read_report(folder: Path, ranks: Sequence[ObservedRank]) -> Report:
+    """Return the report of the run logs; raise ReportError if one is damaged."""
+    logs = [run_log_path(folder, rank.rank) for rank in ranks]
+    try:
+        return Report.of(folder, [list(RunLog.read(log)) for log in logs])
+    except (OSError, LookupError, TypeError, ValueError) as e:
+        raise ReportError(
+            f"the run logs in {folder} cannot be read ({type(e).__name__}: {e}): observe the command again"
+        ) from None
 
 
-def _phase_column(phase: str, head: str) -> Column[ObservedRank]:
-    return Column(head, lambda rank: rank.phases.get(phase), format_duration, optional=True)
+def describe_finding(finding: Finding, *, way: bool = True, state: str = "") -> str:
+    """Return a finding in one line; `way`: with its way out; `state`: new, gone, or in both of two observations."""
+    step = f", step {finding.step}" if finding.step else ""
+    says = cut_words(finding.says, _LONGEST_NAME)
+    out = f" Way out: {finding.way_out}." if way and finding.way_out else ""
+    return f"{state} {finding.severity}, {finding.kind}{step}: {says}.{out}".lstrip()
 
 
-RANK_COLUMNS: Final[Sequence[Column[ObservedRank]]] = (
-    Column("rank", lambda rank: rank.rank),
-    Column("a step", lambda rank: rank.seconds, format_duration),
-    _phase_column("data", "data"),
-    _phase_column("forward", "forward"),
-    _phase_column("backward", "backward"),
-    _phase_column("update", "update"),
-    _phase_column("between", "between"),
-    Column("waits", lambda rank: rank.waiting, "{:.0%}".format, optional=True),
-    Column("norm", lambda rank: next(reversed(rank.norms.values()), None), "{:.4g}".format, optional=True),
-    Column("rate", lambda rank: next((r[0] for r in reversed(rank.rates.values()) if r), None), "{:.3g}".format),
-    Column("loss", lambda rank: rank.losses[-1] if rank.losses else None, "{:.4f}".format, optional=True),
-)
-"""What each rank did in a step: medians of the steps in which nothing was recorded."""
-
-
-def format_ranks_table(ranks: Sequence[ObservedRank], width: int) -> list[str]:
-    """Return the lines of a table with a row for each rank."""
-    return [line for block in table_blocks(known_columns(RANK_COLUMNS, ranks), ranks, width=width) for line in block]
-
-
-def format_phases_table(account: MemoryAccount, width: int) -> list[str]:
-    """Return the lines of a table of a rank's memory: its peak in each phase, by category."""
-    columns = [
-        Column[PhasePeak](f"MiB, rank {account.rank}", lambda phase: phase.name, right=False),
-        Column[PhasePeak]("allocated", lambda phase: phase.peak, format_mib),
-        *(category_column(head, group) for head, group in category_groups([account]).items()),
-    ]
-    return [line for block in table_blocks(columns, account.phases, width=width) for line in block]
-
-
-def _sent_lines(account: MemoryAccount, width: int) -> list[str]:
-    """Return the lines of a table of bytes sent in a step, by group and collective."""
-    rows = [
-        ("all ranks" if axis == "data" else axis, kind, format_size(size))
-        for axis, kinds in account.sent_along.items()
-        for kind, size in kinds.items()
-    ]
-    if not rows:
-        return ["", "sent in a step through torch.distributed: nothing"] if account.sent_by else []
-    return ["", *format_table(("sent in a step by", "collective", "bytes"), rows, width=width).splitlines()]
+def _describe_memory(account: MemoryAccount) -> str:
+    share = f", {account.peak.unattributed:.1%} of the peak" if account.peak.held.get("unattributed") else ""
+    return f"rest: buffers, libraries, Python; ?: unattributed{share}"

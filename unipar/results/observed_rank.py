@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from pydantic import Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 
 from unipar.backend.observed_library import Fault
 from unipar.config import Section
@@ -42,7 +42,9 @@ class StepState(Section):
 
 
 class ObservedRank(Section):
-    """What one process of an observed script was seen to do."""
+    """Record of what one process of an observed script did; losses and norms may be not finite."""
+
+    model_config = ConfigDict(allow_inf_nan=True, ser_json_inf_nan="constants")
 
     rank: int
     size: int
@@ -66,6 +68,9 @@ class ObservedRank(Section):
     """Number of trained parameters by dtype."""
 
     steps: int = 0
+    begun: int | None = None
+    """Number of steps with one that the end of the process has interrupted; None if the process was killed."""
+
     skipped: int = 0
     """Steps that loss scaling skipped."""
 
@@ -101,6 +106,12 @@ class ObservedRank(Section):
 
     split: bool = False
     """Whether ranks hold different parts of the weights or their gradients."""
+
+    splits_tensors: bool = False
+    """Whether ranks split the model's tensors and read the same samples, as tensor parallelism does."""
+
+    uneven: bool = False
+    """Whether the model's wrapper was told that ranks have unequally many batches."""
 
     rates: dict[int, tuple[float, ...]] = Field(default_factory=dict)
     """Learning rates of the optimizer's groups, by step."""

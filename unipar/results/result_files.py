@@ -14,7 +14,7 @@ from unipar.results.scaling import Scaling
 from unipar.results.stored import not_written_by_unipar, parse_result
 from unipar.results.verdicts import Verdicts
 
-ResultKind = Literal["comparison", "scaling", "run", "verification"]
+ResultKind = Literal["comparison", "scaling", "run", "verification", "observation"]
 
 VERIFY_JSON: Final = "verify.json"
 """Name of the file of a verification."""
@@ -27,6 +27,7 @@ RESULT_FILES: Final[dict[str, ResultKind]] = {
     "worlds.json": "scaling",
     "scale/scale.json": "scaling",
     "scale.json": "scaling",
+    "observed.json": "observation",
     "rank-0.jsonl": "run",
     "verify/verify.json": "verification",
     "verify.json": "verification",
@@ -47,8 +48,8 @@ def find_result_file(place: Path) -> tuple[ResultKind, Path]:
         raise ReportError(f"{place} does not exist; give a run folder")
     raise ReportError(
         f"{place} holds no results: no comparison (compare.json), no scaling (worlds.json, scale.json), no "
-        "verification (verify.json) and no run (rank-0.jsonl), neither directly nor in its folders compare, worlds, "
-        "scale and verify; give a run folder"
+        "verification (verify.json), no observed command (observed.json) and no run (rank-0.jsonl), neither directly "
+        "nor in its folders compare, worlds, scale and verify; give a run folder"
     )
 
 

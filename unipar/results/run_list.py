@@ -1,10 +1,11 @@
-"""`RunEntry`: a run, comparison, scaling or verification in short, as `unipar runs` lists it."""
+"""`RunEntry`: a run, observed command, comparison, scaling or verification in short, as `unipar runs` lists it."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,6 +14,8 @@ from typing import Any, Final, Literal
 
 from unipar import errors
 from unipar.errors import ReportError
+from unipar.results.observation import OBSERVED_JSON, Observation
+from unipar.results.observed_rank import ObservedRank, read_observed_ranks
 from unipar.results.result_files import nested_mapping, read_mapping
 from unipar.results.run_report import SPEED_NAMES
 from unipar.run_folder.error_file import RecordedError, read_error, read_run_error
@@ -21,13 +24,13 @@ from unipar.run_folder.heartbeat import LastPhase, read_heartbeat
 from unipar.run_folder.layout import heartbeat_path, run_log_path
 from unipar.run_folder.run_attempts import count_attempts
 from unipar.utils.columns import Column
-from unipar.utils.procfs import boot_id
+from unipar.utils.procfs import boot_id, process_state
 from unipar.utils.text import count_of, first_few, format_clock, format_number, format_rate, format_size
 
 RunState = Literal["running", "ended", "failed", "stopped", "died", "unreadable"]
 """State of a run; died: no process of it is left, and none has recorded an end or an error."""
 
-EntryKind = Literal["run", "comparison", "scaling", "verification"]
+EntryKind = Literal["run", "comparison", "scaling", "verification", "observation"]
 
 RESULT_OF_COMMAND: dict[str, tuple[str, EntryKind]] = {
     "compare": ("compare.json", "comparison"),
@@ -94,7 +97,7 @@ def _steps_text(entry: RunEntry) -> str | None:
 
 
 def _loss_text(entry: RunEntry) -> str | None:
-    has_loss = entry.kind == "run" and bool(entry.steps) and entry.state != "unreadable"
+    has_loss = entry.kind in ("run", "observation") and bool(entry.steps) and entry.state != "unreadable"
     return format_number(entry.loss) if has_loss else None
 
 
@@ -138,7 +141,10 @@ def _find_results(folder: Path, depth: int) -> Iterator[tuple[Path, EntryKind]]:
         if (at / file).is_file() or (at.is_dir() and _locked(at)):
             found = True
             yield at, kind
-    if _is_run(folder):
+    if _is_observation(folder):
+        found = True
+        yield folder, "observation"
+    elif _is_run(folder):
         found = True
         yield folder, "run"
     if found or not depth:
@@ -161,6 +167,14 @@ def _is_run(folder: Path) -> bool:
         return False
 
 
+def _is_observation(folder: Path) -> bool:
+    """Return whether a command was observed in a folder; while it runs there are files of its ranks only."""
+    try:
+        return (folder / OBSERVED_JSON).is_file() or next(folder.glob("rank-*.observed.json"), None) is not None
+    except OSError:
+        return False
+
+
 def _locked(folder: Path) -> bool:
     try:
         return is_locked(folder)
@@ -175,6 +189,8 @@ def _entry(at: Path, kind: EntryKind, listed: Path) -> RunEntry:
         name=name, folder=str(at), kind=kind, state="unreadable", started=first, size=size, changed=last or first
     )
     try:
+        if kind == "observation":
+            return _read_observation(at, entry)
         return _read_run(at, entry) if kind == "run" else _read_other(at, kind, entry)
     except ReportError as e:
         return replace(entry, why=str(e))
@@ -326,6 +342,48 @@ def _event(line: bytes, run_log: Path) -> dict[str, Any]:
         return {**row, "event": str(row["event"]), "time": float(row["time"])}
     except (LookupError, TypeError, ValueError):
         raise ReportError(f"{run_log} cannot be read as a rank's run log: one of its lines is not an event") from None
+
+
+# Observed commands
+
+
+def _read_observation(at: Path, entry: RunEntry) -> RunEntry:
+    ranks = list(read_observed_ranks(at))
+    if not ranks:
+        return replace(entry, why=f"{at} holds {OBSERVED_JSON} and nothing of a rank")
+    head, tail = _first_and_last_events(run_log_path(at, ranks[0].rank))
+    start = next((row for row in head if row["event"] == "start"), {})
+    step = next((row for row in reversed(tail) if row["event"] == "step"), {})
+    started = min([entry.started, *(row["time"] for row in head[:1])])
+    ended = next((row["time"] for row in reversed(tail) if row["event"] == "end"), entry.changed)
+    state, why = _state_of_observation(at, ranks, entry)
+    return replace(
+        entry,
+        strategy=str(start.get("strategy") or "observed"),
+        ranks=len(ranks),
+        steps=max(ranks[0].steps, int(step.get("step") or 0)),
+        loss=step.get("loss"),
+        speed={name: float(step[name]) for name in SPEED_NAMES if step.get(name) is not None},
+        started=started,
+        state=state,
+        why=why,
+        seconds=max(0.0, (time.time() if state == "running" else ended) - started),
+    )
+
+
+def _state_of_observation(at: Path, ranks: Sequence[ObservedRank], entry: RunEntry) -> tuple[RunState, str]:
+    """Return the state of an observed command, and a sentence on it."""
+    if (at / OBSERVED_JSON).is_file():
+        command = Observation.read(at).command
+        if command.exit_code:
+            return ("failed" if command.exit_code > 0 else "stopped"), f"the command {command.describe_end()}"
+        return "ended", command.count_findings() if command.findings else ""
+    here = [rank for rank in ranks if rank.host == socket.gethostname()]
+    if any(process_state(rank.pid) not in ("", "Z") for rank in here) or (
+        not here and time.time() - entry.changed < FRESH_SECONDS
+    ):
+        return "running", ""
+    return "died", f"no process of it is left, and `unipar observe` has not ended; no {OBSERVED_JSON} was written"
 
 
 # Comparisons, scalings, verifications

@@ -28,9 +28,13 @@ def table_remarks(*texts: str) -> list[Remark]:
     return [Remark(text=text) for text in texts if text]
 
 
-def wrap_lines(texts: Iterable[str], width: int) -> list[str]:
-    """Return sentences as lines, the further ones of each indented."""
-    return [line for text in texts for line in textwrap.wrap(text, width, subsequent_indent="  ")]
+def wrap_lines(texts: Iterable[str], width: int, *, at_hyphens: bool = True) -> list[str]:
+    """Return sentences as lines, the further ones of each indented; `at_hyphens`: words may be broken there."""
+    return [
+        line
+        for text in texts
+        for line in textwrap.wrap(text, width, subsequent_indent="  ", break_on_hyphens=at_hyphens)
+    ]
 
 
 def format_table(

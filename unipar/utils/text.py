@@ -111,6 +111,19 @@ def first_few(names: Sequence[str], count: int | None = None, most: int = 3) -> 
     return ", ".join(names[:most]) + (f" and {count - most} more" if count > most else "")
 
 
+def cut_middle(text: str, most: int) -> str:
+    """Return the text, or its beginning and its end with "..." between them, in `most` characters."""
+    if len(text) <= most:
+        return text
+    end = (most - 3) // 2
+    return f"{text[: most - 3 - end]}...{text[-end:]}"
+
+
+def cut_words(text: str, most: int) -> str:
+    """Return the text with each word of more characters cut in its middle."""
+    return re.sub(rf"[^\s,]{{{most + 1},}}", lambda word: cut_middle(word[0], most), text)
+
+
 def join_with_or(words: Sequence[str]) -> str:
     """Return "a, b or c"."""
     return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)

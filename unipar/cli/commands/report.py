@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -42,10 +43,14 @@ def report(
     comparison, scaling, verification and run have a page each, with links. With two run folders, the page shows
     what changed from the first to the second. Without a folder, the folder in runs/ with the newest results is taken.
 
+    An observed command is compared with another one, with a run, or with a strategy's folder in a comparison; what
+    changed is printed, too.
+
     \b
     unipar report
     unipar report runs/quickstart
     unipar report runs/before runs/after --out change.html
+    unipar report observed runs/quickstart
     """
     from unipar.report.build import write_pages
     from unipar.report.newest import find_newest_results
@@ -53,7 +58,7 @@ def report(
     if run is None:
         run = find_newest_results(RUNS_FOLDER)
         typer.echo(f"newest in {RUNS_FOLDER}: {run}")
-    typer.echo("\n".join(write_pages(run, after, out)))
+    typer.echo("\n".join(write_pages(run, after, out, shutil.get_terminal_size().columns)))
 
 
 def print_runs(
@@ -63,7 +68,7 @@ def print_runs(
     *,
     as_json: JsonOption = False,
 ) -> None:
-    """List runs, comparisons, scalings and verifications.
+    """List runs, observed commands, comparisons, scalings and verifications.
 
     Columns: strategy, ranks, steps done, last loss, speed, MFU, duration, size on disk and state, the latest start
     last; a narrow terminal has fewer columns. Speed is in samples a second up to the last logged step, or in tokens a

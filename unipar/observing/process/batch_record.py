@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Final, final
 
+import torch
+
 from unipar.observing.process.script_checks import digest_batch, first_dimension
 
 FIRST_BATCHES: Final = 3
@@ -25,7 +27,9 @@ class BatchRecord:
         self._epoch: list[list[int]] = []
 
     def begin_epoch(self, loader: Any) -> None:
-        """Note that the script iterates over a loader anew."""
+        """Note that the script iterates over a loader anew, unless it evaluates: then its epoch goes on after it."""
+        if not torch.is_grad_enabled():
+            return
         shuffles = bool(getattr(loader.sampler, "shuffle", False))  # an attribute of samplers for several ranks
         self._epoch = self._epochs.setdefault(id(loader.sampler), []) if shuffles else []
         if shuffles:

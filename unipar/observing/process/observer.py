@@ -34,6 +34,9 @@ from unipar.profiling.waiting import SleepClock
 SEND_AGAIN_VARIABLE: Final = "UNIPAR_OBSERVE_RAISE"
 """Environment variable with which tests let an observer's own error end the script."""
 
+_BACKWARDS_WITHOUT_UPDATE: Final = 3
+"""Number of backwards after which a script without an optimizer's step is taken to update its weights itself."""
+
 MethodArguments = ParamSpec("MethodArguments")
 
 
@@ -170,6 +173,8 @@ class Observer:
         if self.phases.phase == "backward" and self._backward_depth:
             return  # a backward within a backward: recomputed activations
         self._backward_depth += 1
+        if self.phases.backwards == _BACKWARDS_WITHOUT_UPDATE and not self.record.opened:
+            self.state.look_again()
         self.phases.backward_begins()
         self.record.recipe.backward_called()
         self.record.add_backward(tensors, self.phases.step, self.phases.backwards)
@@ -195,7 +200,8 @@ class Observer:
 
     @_harmless
     def schedule_stepped(self, schedule: Any, *_: Any, **__: Any) -> None:
-        self.record.schedule_steps += 1
+        if getattr(schedule, "last_epoch", 0) >= 0:  # a schedule takes its first step when it is made
+            self.record.schedule_steps[id(schedule)] += 1
         self.record.recipe.schedule_stepped(schedule)
 
     @_harmless
@@ -218,11 +224,14 @@ class Observer:
     def update_begins(self, optimizer: Optimizer, *_: Any) -> None:
         if _wraps_another(optimizer):
             return
+        known = self.state.knows(optimizer)
+        if not known:
+            self.phases.keep_optimizers({id(o) for o in self.state.optimizers})
         self.phases.update_begins(id(optimizer))
-        if not self.state.knows(optimizer):
+        if not known:
             self.state.add(optimizer)
             self._find_place()
-            self.record.describe(optimizer)
+            self.record.describe()
         self.record.before_update(optimizer, self.phases.step)
 
     @_harmless
@@ -283,14 +292,24 @@ class Observer:
 
     def end(self) -> None:
         """Write what was observed, at the end of the process."""
-        if os.getpid() != self._pid or not self.record.opened:
+        if os.getpid() != self._pid or not (self.record.opened or self.phases.backwards):
             return
         try:
             if not self.stopped:
+                self._open_without_update()
+                self._ended_at = None  # the last step's time would have all that came after it
+                self.phases.finish()
                 self.memory.end(self.settings.folder)
-            self.record.end(self.memory.lost, compare=not self.stopped)
+            self.record.end(self.memory.lost, in_step=self.phases.backwards > 0, compare=not self.stopped)
         except Exception as e:  # the process is ending with the script's own exit code
             sys.stderr.write(f"unipar observe: the end was not written: {type(e).__name__}: {e}\n")
+
+    def _open_without_update(self) -> None:
+        """Write of a script that updates its weights itself what can be known without steps."""
+        if not self.record.opened:
+            self._find_place()
+            self.record.describe()
+            self.record.note("no optimizer of torch took a step, so no steps were found: memory is shown by phase")
 
     # Waiting
 

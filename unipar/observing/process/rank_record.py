@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from itertools import chain
 from statistics import median
@@ -44,8 +44,8 @@ class RankRecord:
 
     def __init__(self, settings: ObserveSettings, state: ScriptState) -> None:
         self._settings, self._state = settings, state
-        self.schedule_steps = 0
-        """Calls of a learning rate schedule in the present step."""
+        self.schedule_steps: Counter[int] = Counter()
+        """Steps of each learning rate schedule in the present step of the optimizer."""
 
         self.batches = BatchRecord()
         self.recipe = ScriptRecipe(state)
@@ -54,13 +54,11 @@ class RankRecord:
         """What the script trains with."""
 
         self._log: RunLog | None = None
+        self._begun: int | None = None
         self._faults: dict[str, LocalFault] = {}
         self._notes: dict[str, None] = {}
         self._initial: dict[str, int] = {}
         self._states: dict[int, StepState] = {}
-        self._before: dict[str, int] = {}
-        self._gradients: dict[str, int] = {}
-        self._gradient_norms: dict[int, float] = {}
         self.forget_steps()
 
     def forget_steps(self) -> None:
@@ -81,7 +79,12 @@ class RankRecord:
         self._waits: deque[tuple[float, float]] = deque(maxlen=KEPT_TIMES)
         self._steps = self._skipped = self._logged = 0
         self._seconds = 0.0
-        self.schedule_steps = 0
+        self.schedule_steps.clear()
+        self._faults.clear()
+        self._states.clear()
+        self._before: dict[str, int] = {}
+        self._gradients: dict[str, int] = {}
+        self._gradient_norms: dict[int, float] = {}
 
     @property
     def opened(self) -> bool:
@@ -106,9 +109,10 @@ class RankRecord:
         self._place = {"rank": rank, "size": size, "launched_size": launched_size, "host": host, "pid": os.getpid()}
         self._log = RunLog(run_log_path(folder, rank))
 
-    def describe(self, optimizer: Optimizer) -> None:
-        """Note what the script trains, with what, and who calls the optimizer."""
+    def describe(self) -> None:
+        """Note what the script trains, with what, and who calls the optimizer, which has not updated anything yet."""
         self.recipe.describe()
+        self._initial = checks.digest_weights(self._state) | self._initial
         named = dict(self._state.named_parameters())
         trained = [p for o in self._state.optimizers for p in parameters_of(o)]
         wrappers = self._state.wrappers
@@ -124,9 +128,11 @@ class RankRecord:
             "parameters": sum(dtypes.values()),
             "dtypes": dtypes,
             "device": trained[0].device.type if trained else "cpu",
-            "settings": _numbers_of(self._state.optimizers[0]),
+            "settings": _numbers_of(self._state.optimizers[0]) if self._state.optimizers else {},
             "dropout": checks.has_dropout(self._state),
             "batch_norms": checks.unsynced_batch_norms(self._state),
+            "uneven": checks.expects_uneven_batches(self._state),
+            "splits_tensors": checks.splits_tensors(self._state),
         }
         if self._log is not None:
             label = ", ".join(dict.fromkeys(filter(None, (_wrapper_of(m, wrappers) for m in self._state.models))))
@@ -175,14 +181,12 @@ class RankRecord:
         if self._settings.loss is not None and self.is_logged(step):
             file, _, name = self._settings.loss.rpartition(":")
             self._loss = find_variable(sys._getframe(2), file, name)  # pyright: ignore[reportPrivateUsage]
-        if not self._initial:
-            self._initial = checks.digest_weights(self._state)
         if self.is_logged(step):
-            self._rates[step] = tuple(float(group["lr"]) for group in optimizer.param_groups if "lr" in group)
+            self._rates[step] = tuple(rate for group in optimizer.param_groups if (rate := _rate_of(group)) is not None)
         if step in self._settings.checks:
             self._split |= checks.has_parts(optimizer)
             self._gradient_norms |= checks.gradient_norms(optimizer)
-            self._gradients |= checks.digest_gradients(self._state)
+            self._gradients |= checks.digest_gradients(self._state, optimizer)
             if not self._before:
                 self._before = checks.digest_weights(self._state)
             for fault in checks.find_weights_outside(self._state, step):
@@ -194,9 +198,7 @@ class RankRecord:
         self._states[step] = after
         self._norms_after[step] = math.hypot(*self._gradient_norms.values())
         for fault in chain(
-            checks.find_idle_update(
-                self._state, step, self._gradient_norms, self._before, after.weights, self._rates.get(step, ())
-            ),
+            checks.find_idle_update(self._state, step, self._gradient_norms, self._before, after.weights),
             checks.find_coarse_dtypes(self._state, step),
         ):
             self.add_fault(fault)
@@ -241,7 +243,8 @@ class RankRecord:
         return next((norm for norm in norms if norm is not None), None)
 
     def _check_schedule(self, step: int, *, skipped: bool) -> None:
-        calls, self.schedule_steps = self.schedule_steps, 0
+        calls = max(self.schedule_steps.values(), default=0)
+        self.schedule_steps.clear()
         if calls > 1 and calls == self._place.get("size") and not skipped:
             self.add_fault(
                 LocalFault(
@@ -298,6 +301,7 @@ class RankRecord:
             **self._place,
             **self._script,
             steps=self._steps,
+            begun=self._begun,
             skipped=self._skipped,
             seconds=median(self._times) if self._times else None,
             phases={name: median(phases.get(name, 0.0) for phases in self._phases) for name in sorted(names)},
@@ -320,14 +324,21 @@ class RankRecord:
         )
         write_file_atomically(observed_rank_path(self._settings.folder, self._place["rank"]), rank.model_dump_json())
 
-    def end(self, lost_memory: str, *, compare: bool) -> None:
-        """Write all, at the end of the process; `compare`: with the values that it has then."""
+    def end(self, lost_memory: str, *, in_step: bool, compare: bool) -> None:
+        """Write all, at the end of the process; `in_step`: within a step; `compare`: with the values at the end."""
         if compare and self._steps and self._state.models:
             self._states[LAST_STEP] = checks.digest_state(self._state, self._steps, {})
+        self._begun = self._steps + in_step
         self.write(lost_memory)
         if self._log is not None:
             self._log.note("end", steps=self._steps, peak_rss=anonymous_memory("VmHWM"))
             self._log.close()
+
+
+def _rate_of(group: Mapping[str, Any]) -> float | None:
+    """Return the learning rate of an optimizer's group; None if the optimizer chooses it itself."""
+    rate = group.get("lr")
+    return None if rate is None else float(rate)
 
 
 def _claim(folder: Any, rank: int) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from unipar.engines.state import local_part
@@ -29,17 +30,23 @@ _MASTER_KEYS = ("master", "fp32", "exp_avg_master")
 @torch.no_grad()
 def digest_weights(state: ScriptState) -> dict[str, int]:
     """Return a digest of each weight of which ranks should have equal values."""
-    return {name + seat_in_mesh(p): digest_tensor(local_part(p)) for name, p in _comparable(state)}
+    return {name + seat_in_mesh(p): _digest(local_part(p)) for name, p in _comparable(state)}
 
 
 @torch.no_grad()
-def digest_gradients(state: ScriptState) -> dict[str, int]:
-    """Return a digest of each gradient that ranks should have reduced."""
+def digest_gradients(state: ScriptState, optimizer: Optimizer) -> dict[str, int]:
+    """Return a digest of each gradient that an optimizer is given and that ranks should have reduced."""
+    own = {id(p) for p in parameters_of(optimizer)}
     return {
-        name + seat_in_mesh(p): digest_tensor(local_part(p.grad))
+        name + seat_in_mesh(p): _digest(local_part(p.grad))
         for name, p in _comparable(state)
-        if p.grad is not None
+        if id(p) in own and p.grad is not None and not _is_partial(p.grad)
     }
+
+
+def _is_partial(gradient: Tensor) -> bool:
+    """Return whether ranks hold addends of a gradient, which DTensor adds up in the optimizer."""
+    return isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements)
 
 
 @torch.no_grad()
@@ -47,7 +54,7 @@ def digest_state(state: ScriptState, steps: int, gradients: dict[str, int]) -> S
     """Return digests of all values of which ranks should have equal ones, after a step."""
     return StepState(
         weights=digest_weights(state),
-        buffers={name: digest_tensor(local_part(b)) for name, b in state.named_buffers() if b.numel() and _is_here(b)},
+        buffers={name: _digest(local_part(b)) for name, b in state.named_buffers() if b.numel() and _is_here(b)},
         states=_digest_states(state),
         gradients=gradients,
         steps=steps,
@@ -55,17 +62,26 @@ def digest_state(state: ScriptState, steps: int, gradients: dict[str, int]) -> S
 
 
 def _digest_states(state: ScriptState) -> dict[str, int]:
-    comparable = {name for name, _ in _comparable(state)}
+    seats = {name: seat_in_mesh(p) for name, p in _comparable(state)}
     return {
-        f"{key} of {name}{seat_in_mesh(value)}": digest_tensor(local_part(value))
+        f"{key} of {name}{seats[name]}": _digest(local_part(value))
         for name, key, value in state.named_states()
-        if name in comparable and value.numel() and _is_here(value)
+        if name in seats and value.numel() and _is_here(value)
     }
+
+
+def _digest(tensor: Tensor) -> int:
+    """Return the digest of a tensor that may be sparse, or of a dtype that torch cannot combine by exclusive or."""
+    if tensor.layout != torch.strided:
+        tensor = tensor.to_dense()
+    if tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1:
+        tensor = tensor.view(torch.uint8)
+    return digest_tensor(tensor)
 
 
 def _comparable(state: ScriptState) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the parameters of which ranks hold equal values: whole ones, and equal parts of split ones."""
-    for name, p in state.named_parameters():
+    for name, p in state.named_parameters(trained=True):
         if (seat_in_mesh(p) or not is_sharded(p)) and _is_here(p) and local_part(p).numel():
             yield name, p
 
@@ -78,10 +94,17 @@ def _is_here(tensor: Tensor) -> bool:
 def gradient_norms(optimizer: Optimizer) -> dict[int, float]:
     """Return the norm of each gradient that an optimizer is given, of this rank's part, by id of the parameter."""
     return {
-        id(parameter): float(torch.linalg.vector_norm(local_part(parameter.grad).detach().float()))
+        id(parameter): _norm(local_part(parameter.grad).detach())
         for parameter in parameters_of(optimizer)
         if parameter.grad is not None
     }
+
+
+def _norm(gradient: Tensor) -> float:
+    if gradient.layout != torch.strided:
+        gradient = gradient.to_dense()
+    values = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+    return float(torch.linalg.vector_norm(values.float()))
 
 
 def has_parts(optimizer: Optimizer) -> bool:
@@ -94,7 +117,7 @@ def digest_batch(batch: Any) -> int | None:
     tensors = list(_tensors_of(batch))
     if not tensors:
         return None
-    return hash(tuple(digest_tensor(t) for t in tensors)) & ((1 << 62) - 1)
+    return hash(tuple(_digest(t) for t in tensors)) & ((1 << 62) - 1)
 
 
 def first_dimension(batch: Any) -> int | None:
@@ -118,16 +141,33 @@ def has_dropout(state: ScriptState) -> bool:
     """Return whether a model drops values at random."""
     return any(
         isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 and module.training  # pyright: ignore[reportPrivateUsage]
-        for model in state.models
+        for model in state.trained
         for module in model.modules()
     )
+
+
+def expects_uneven_batches(state: ScriptState) -> bool:
+    """Return whether a wrapper was told by its `join` that ranks have unequally many batches."""
+    configs = (getattr(module, "_join_config", None) for model in state.trained for module in model.modules())
+    return any(bool(getattr(config, "enable", False)) for config in configs)
+
+
+def splits_tensors(state: ScriptState) -> bool:
+    """Return whether ranks split tensors and no wrapper gathers them: they share the work on each sample."""
+    split = any(isinstance(p, DTensor) for _, p in state.named_parameters(trained=True))
+    return split and not any(_gathers(module) for model in state.trained for module in model.modules())
+
+
+def _gathers(module: nn.Module) -> bool:
+    """Return whether a module was given to fully_shard, whose module is not imported here."""
+    return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
 
 
 def unsynced_batch_norms(state: ScriptState) -> tuple[str, ...]:
     """Return the names of modules of batch normalisation that see this rank's samples alone."""
     return tuple(
         own_name(name)
-        for model in state.models
+        for model in state.trained
         for name, module in model.named_modules()
         if isinstance(module, nn.modules.batchnorm._BatchNorm)  # pyright: ignore[reportPrivateUsage]
         and not isinstance(module, nn.SyncBatchNorm)
@@ -139,7 +179,7 @@ def unsynced_batch_norms(state: ScriptState) -> tuple[str, ...]:
 def find_weights_outside(state: ScriptState, step: int) -> Iterator[LocalFault]:
     """Yield the fault that weights get gradients and no optimizer has them; a library's own copies explain that."""
     updated = {id(p) for optimizer in state.optimizers for p in parameters_of(optimizer)}
-    named = dict(state.named_parameters())
+    named = dict(state.named_parameters(trained=True))
     outside = [name for name, p in named.items() if p.grad is not None and p.requires_grad and id(p) not in updated]
     lost = [name for name, _ in state.masters()]
     if outside and not _has_copies(state, lost):
@@ -159,11 +199,14 @@ def _has_copies(state: ScriptState, lost: list[str]) -> bool:
 
 def find_coarse_dtypes(state: ScriptState, step: int) -> Iterator[LocalFault]:
     """Yield the fault that weights are updated, or the optimizer's state is kept, in a coarse dtype."""
+    names = {id(p): name for name, p in state.named_parameters()}
     for optimizer in state.optimizers:
         for parameter in parameters_of(optimizer):
+            if parameter.grad is None and not parameter.requires_grad:
+                continue
             kept = optimizer.state.get(parameter, {})
             exact = any(part in str(key) for key in kept for part in _MASTER_KEYS)
-            name = next((name for name, p in state.named_parameters() if p is parameter), "a parameter")
+            name = names.get(id(parameter), "a parameter")
             if parameter.dtype in (torch.float16, torch.bfloat16) and not exact:
                 yield LocalFault(
                     kind="coarse dtype",
@@ -197,22 +240,38 @@ def find_idle_update(
     norms: Mapping[int, float],
     before: Mapping[str, int],
     after: Mapping[str, int],
-    rates: tuple[float, ...],
 ) -> Iterator[LocalFault]:
     """Yield the fault that an update left weights as they were, though they have gradients and a learning rate.
 
-    `norms`: of the gradients that the optimizers were given; `before` and `after`: digests of the weights.
+    `norms`: of the gradients that the optimizers were given; `before` and `after`: digests of the weights. In fp32 it
+    is a fault only if no weight has changed: the gradient of a bias before a norm is nothing but rounding.
     """
-    if not any(rates):
-        return
-    for name, p in state.named_parameters():
-        key, norm = name + seat_in_mesh(p), norms.get(id(p), 0.0)
-        if norm > 0 and key in before and before[key] == after.get(key):
+    rates = _rates_by_parameter(state)
+    trained = [
+        (name, p, name + seat_in_mesh(p), norms[id(p)], rates.get(id(p), 0.0))
+        for name, p in state.named_parameters(trained=True)
+        if norms.get(id(p), 0.0) > 0 and rates.get(id(p), 0.0) > 0
+    ]
+    compared = [row for row in trained if row[2] in before and row[2] in after]
+    any_changed = any(before[key] != after[key] for _, _, key, _, _ in compared)
+    for name, p, key, norm, rate in compared:
+        if before[key] == after[key] and (p.dtype.itemsize < 4 or not any_changed):
             yield LocalFault(
                 kind="update without effect",
                 step=step,
                 parameter=name,
                 detail=f"the update left {name} as it was, though its gradient's norm is {norm:.3g} and the learning "
-                f"rate {max(rates):.3g}",
+                f"rate {rate:.3g}",
             )
             return
+
+
+def _rates_by_parameter(state: ScriptState) -> dict[int, float]:
+    """Return the learning rate of each parameter that has one, by the parameter's id."""
+    return {
+        id(p): float(group["lr"])
+        for optimizer in state.optimizers
+        for group in optimizer.param_groups
+        if group.get("lr") is not None
+        for p in group["params"]
+    }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, Final, final
 
 import torch
@@ -25,7 +26,9 @@ _FLAT_TENSORS: Final[Mapping[str, Category]] = {
 }
 """Attributes of a flat parameter of FullyShardedDataParallel that are tensors."""
 
-_PREFIXES = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_forward_module.", "_checkpoint_wrapped_module.")
+_WRAPPED: Final = frozenset(
+    {"module", "_orig_mod", "_fsdp_wrapped_module", "_forward_module", "_checkpoint_wrapped_module"}
+)
 """Parts of names that wrappers add to those of the user's model."""
 
 
@@ -36,6 +39,7 @@ class ScriptState:
     def __init__(self, libraries: Sequence[ObservedLibrary]) -> None:
         self._libraries = libraries
         self._models: list[weakref.ref[nn.Module]] = []
+        self._trained: list[weakref.ref[nn.Module]] = []
         self._optimizers: dict[int, weakref.ref[Optimizer]] = {}
 
     @property
@@ -47,6 +51,11 @@ class ScriptState:
     def wrappers(self) -> Mapping[str, str]:
         """Names that users have for the wrappers of libraries, by class."""
         return {name: label for library in self._libraries for name, label in library.wrappers.items()}
+
+    @property
+    def trained(self) -> list[nn.Module]:
+        """Those models of which an optimizer has weights, in the order of the optimizers: the same on all ranks."""
+        return [model for ref in self._trained if (model := ref()) is not None]
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -61,27 +70,40 @@ class ScriptState:
     def add(self, optimizer: Optimizer) -> None:
         """Note an optimizer, and look for the models once more."""
         self._optimizers[id(optimizer)] = weakref.ref(optimizer)
-        self._models = [weakref.ref(model) for model in self._find_models()]
+        self.look_again()
 
-    def _find_models(self) -> list[nn.Module]:
+    def look_again(self) -> None:
+        """Look for the models once more."""
+        models, trained = self._find_models()
+        self._models = [weakref.ref(model) for model in models]
+        self._trained = [weakref.ref(model) for model in trained]
+
+    def _find_models(self) -> tuple[list[nn.Module], list[nn.Module]]:
+        """Return the models, and those of them that train.
+
+        If an optimizer has no weight of any model, they are those with gradients, or all: a library keeps what it
+        trains apart.
+        """
         modules = [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]  # a proxy may import on isinstance
         inner = {id(child) for module in modules for child in vars(module).get("_modules", {}).values()}
-        updated = {id(p) for optimizer in self.optimizers for p in parameters_of(optimizer)}
+        place = {id(p): at for at, p in enumerate(chain.from_iterable(map(parameters_of, self.optimizers)))}
         models = [
             module
             for module in modules
             if id(module) not in inner and "_parameters" in vars(module) and any(True for _ in module.parameters())
         ]
-        trained = [m for m in models if any(id(p) in updated or p.grad is not None for p in m.parameters())]
-        return [*trained, *(m for m in models if not any(m is other for other in trained))]
+        places = {id(m): min(place.get(id(p), len(place)) for p in m.parameters()) for m in models}
+        trained = sorted((m for m in models if places[id(m)] < len(place)), key=lambda m: places[id(m)])
+        trained = trained or [m for m in models if any(p.grad is not None for p in m.parameters())] or models
+        return [*trained, *(m for m in models if not any(m is other for other in trained))], trained
 
     # What is kept
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield each parameter of the models once, by its name in the user's model."""
+    def named_parameters(self, *, trained: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield each parameter of the models, or of those that train, once, by its name in the user's model."""
         known: set[int] = set()
         names: set[str] = set()
-        for number, model in enumerate(self.models):
+        for number, model in enumerate(self.trained if trained else self.models):
             for name, parameter in model.named_parameters():
                 if id(parameter) in known:
                     continue
@@ -91,10 +113,13 @@ class ScriptState:
                 yield unique, parameter
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each buffer of the models, by its name in the user's model."""
-        for model in self.models:
+        """Yield each buffer of the models that train, by its name in the user's model."""
+        names: set[str] = set()
+        for number, model in enumerate(self.trained):
             for name, buffer in model.named_buffers():
-                yield own_name(name), buffer
+                own = own_name(name)
+                names.add(unique := own if own not in names else f"{own} of model {number}")
+                yield unique, buffer
 
     def named_states(self) -> Iterator[tuple[str, str, Tensor]]:
         """Yield name of the parameter, key and value of each tensor that an optimizer keeps."""
@@ -156,9 +181,8 @@ def layers_of(model: nn.Module, wrappers: Mapping[str, str]) -> Iterator[nn.Modu
 
 def own_name(name: str) -> str:
     """Return the name that a parameter has in the user's model, without what wrappers add."""
-    for prefix in _PREFIXES:
-        name = name.replace(prefix, "")
-    return name
+    *parts, last = name.split(".")
+    return ".".join([*(part for part in parts if part not in _WRAPPED), last])
 
 
 def _gradient(name: str, parameter: Tensor) -> Iterable[Holding]:
@@ -192,9 +216,14 @@ def whole_size(parameter: Tensor) -> int:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Return whether ranks hold different parts of a parameter, so that its values say nothing about copies."""
+    """Return whether ranks hold different parts of a parameter, so that its values say nothing about copies.
+
+    Two attributes are those by which Megatron's layers and experts of a mixture say so.
+    """
     if isinstance(tensor, DTensor):
         return any(not placement.is_replicate() for placement in tensor.placements)
+    if getattr(tensor, "tensor_model_parallel", False) or not getattr(tensor, "allreduce", True):
+        return True
     return hasattr(tensor, "ds_id") or hasattr(tensor, "_sharded_size") or hasattr(tensor, "_fsdp_flattened")
 
 

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable
+from collections import Counter
+from collections.abc import Callable, Hashable, Set
 from typing import Final, Literal, Protocol, final
 
 Phase = Literal["start", "data", "forward", "backward", "update", "between"]
 
 LEARNED_AFTER: Final = 2
 """Number of steps after which the number of backwards in a step counts as known."""
+
+MOST_MERGED: Final = 10
+"""Number of first steps that can turn out to be parts of one, because another optimizer takes its first step later."""
+
+PATIENCE: Final = 16
+"""Steps of one optimizer without one of another after which the other counts as gone, or more if more were usual."""
 
 
 class StepListener(Protocol):
@@ -58,13 +65,16 @@ class StepPhases:
 
         self._expected_backwards = 0
         self._optimizers: set[Hashable] = set()
-        self._updated: set[Hashable] = set()
+        self._updated: Counter[Hashable] = Counter()
+        self._patience = PATIENCE
+        self._updating = 0
         self._running = False
         self._in_backward = False
         self._since = clock()
 
     def data_begins(self) -> None:
         """Note that the script asks for a batch."""
+        self._updating = 0
         self._go_on()
         self._enter("data")
 
@@ -89,7 +99,9 @@ class StepPhases:
     def backward_ends(self) -> None:
         """Note its return."""
         self._in_backward = False
-        if self._updated:  # optimizers that take their step in backward
+        if self._updating:  # an optimizer that computes the loss within its step
+            self._enter("update")
+        elif self._updated:  # optimizers that take their step in backward
             self._enter("between")
         elif self._expected_backwards and self.backwards < self._expected_backwards:
             self._enter("forward")
@@ -102,31 +114,46 @@ class StepPhases:
     def update_begins(self, optimizer: Hashable) -> None:
         """Note that an optimizer takes a step."""
         if optimizer not in self._optimizers:
+            another = bool(self._optimizers)
             self._optimizers.add(optimizer)
-            if self.step > 1:
+            if another and 1 < self.step <= MOST_MERGED:
                 self._merge()
         if not self._running:
             self._begin()
-        self._updated.add(optimizer)
+        self._updated[optimizer] += 1
+        if self._updated[optimizer] > self._patience:
+            self._optimizers &= self._updated.keys()
+        self._updating += 1
         if not self._in_backward:
             self._enter("update")
 
     def update_ends(self) -> None:
         """Note that the optimizer has taken it."""
-        if self.phase == "update":
+        self._updating = max(0, self._updating - 1)
+        if self.phase == "update" and not self._updating:
             self._enter("between")
+
+    def keep_optimizers(self, alive: Set[Hashable]) -> None:
+        """Expect no step of optimizers that the script has no more."""
+        self._optimizers &= alive
+
+    def finish(self) -> None:
+        """Note that the script ends: a complete step is over."""
+        if self.is_complete:
+            self._end()
 
     def scaler_updated(self) -> None:
         """Note that loss scaling ends an update; without a step of an optimizer, it was skipped."""
         if self._running and not self._updated and self.backwards:
             self.skipped = True
-            self._updated |= self._optimizers
             self._enter("between")
 
     @property
     def is_complete(self) -> bool:
-        """Whether every optimizer of the script has taken a step in the present one."""
-        return self.phase == "between" and bool(self._updated) and self._updated >= self._optimizers
+        """Whether every optimizer of the script has taken a step in the present one, or it was skipped."""
+        if self.phase != "between":
+            return False
+        return self.skipped or (bool(self._updated) and self._updated.keys() >= self._optimizers)
 
     def _go_on(self) -> None:
         if self.is_complete:
@@ -144,14 +171,17 @@ class StepPhases:
         self._listener.on_step_end(self.step)
         if self.step <= LEARNED_AFTER:
             self._expected_backwards = self.backwards
+        self._patience = max(self._patience, 2 * max(self._updated.values(), default=0))
         self.backwards, self.skipped, self._running = 0, False, False
         self.seconds = {}
         self._updated.clear()
 
     def _merge(self) -> None:
         """Count the steps until now as parts of the first one."""
+        self._patience = max(self._patience, 2 * self.step)
         self.step, self._expected_backwards = 1, 0
-        self._updated |= self._optimizers
+        for optimizer in self._optimizers:
+            self._updated[optimizer] += 1
         self._listener.on_steps_merged()
 
     def _enter(self, phase: Phase) -> None:

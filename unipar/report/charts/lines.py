@@ -29,37 +29,53 @@ def strategies_with_curves(strategies: Sequence[StrategyPageData]) -> list[tuple
     return [(c, c.fullest_account) for c in strategies if c.fullest_account is not None and c.fullest_account.curve]
 
 
+@dataclass(frozen=True)
+class StepPanel:
+    """Memory along one step, drawn as one panel; `before`: an earlier account, drawn dashed."""
+
+    name: str
+    account: MemoryAccount
+    before: MemoryAccount | None = None
+
+    @property
+    def top(self) -> int:
+        """Highest number of bytes of both."""
+        return max(b for account in (self.account, self.before) if account is not None for _, b in account.curve)
+
+
 def draw_memory_through_step(page: ComparisonPageData, before: ComparisonPageData | None, width: int) -> str:
     """Draw one panel per strategy: bytes along one step of its fullest rank, on a common scale except for outliers."""
-    drawn = strategies_with_curves(page.measured_strategies)
     old = {c.strategy: a for c, a in strategies_with_curves(before.measured_strategies if before is not None else [])}
-    across = 1 if width < NARROW_BELOW_PIXELS else 3
-    gap, left, high = 18, 62, 128
+    panels = [
+        StepPanel(c.strategy, a, old.get(c.strategy)) for c, a in strategies_with_curves(page.measured_strategies)
+    ]
+    return draw_step_panels(panels, width)
+
+
+def draw_step_panels(panels: Sequence[StepPanel], width: int, *, across: int = 3, high: int = 128) -> str:
+    """Draw panels of this height, `across` of them in a row on a wide screen, on a common scale but for outliers."""
+    across = 1 if width < NARROW_BELOW_PIXELS else across
+    gap, left = 18, 62
     each = (width - left - gap * (across - 1)) / across
-    drawing = Drawing(width, math.ceil(len(drawn) / across) * (high + 46) + 4, "Memory along one step")
-    tops = {
-        c.strategy: max(b for account in (a, old.get(c.strategy)) if account for _, b in account.curve)
-        for c, a in drawn
-    }
-    common = max(top for top in tops.values() if top <= OWN_SCALE_RATIO * median(tops.values()))
-    for i, (strategy, account) in enumerate(drawn):
+    drawing = Drawing(width, math.ceil(len(panels) / across) * (high + 46) + 4, "Memory along one step")
+    tops = [panel.top for panel in panels]
+    common = max(top for top in tops if top <= OWN_SCALE_RATIO * median(tops))
+    for i, panel in enumerate(panels):
         column, row = i % across, i // across
-        apart = tops[strategy.strategy] > common
+        apart = panel.top > common
         x = AxisScale(0, 1, left + column * (each + gap), left + column * (each + gap) + each)
-        y = AxisScale(
-            0, tops[strategy.strategy] if apart else common, row * (high + 46) + 34 + high, row * (high + 46) + 34
-        )
-        drawing.text(x.start, y.end - 20, fit_name(strategy.strategy, each), "name")
-        _draw_phases(drawing, account, x, y)
+        y = AxisScale(0, panel.top if apart else common, row * (high + 46) + 34 + high, row * (high + 46) + 34)
+        drawing.text(x.start, y.end - 20, fit_name(panel.name, each), "name")
+        _draw_phases(drawing, panel.account, x, y)
         for value, words in [] if apart else byte_ticks(y.high, 3):
             drawing.line((x.start, y(value)), (x.end, y(value)), "grid")
             if column == 0:
                 drawing.text(left - 6, y(value) + 4, words, "tick", "end")
-        if (was := old.get(strategy.strategy)) is not None:
-            drawing.polyline([(x(a), y(b)) for a, b in thin_curve(was.curve)], "curve before")
-        points = [(x(a), y(b)) for a, b in thin_curve(account.curve)]
+        if panel.before is not None:
+            drawing.polyline([(x(a), y(b)) for a, b in thin_curve(panel.before.curve)], "curve before")
+        points = [(x(a), y(b)) for a, b in thin_curve(panel.account.curve)]
         drawing.polygon([(points[0][0], y.start), *points, (points[-1][0], y.start)], "under")
-        drawing.polyline(points, "curve", f"{strategy.strategy}: {format_size(strategy.peak)} at the peak")
+        drawing.polyline(points, "curve", f"{panel.name}: {format_size(panel.account.peak.peak)} at the peak")
         if apart:
             drawing.text(x.start + 6, y.start - 8, f"a scale of its own, up to {format_size(y.high)}", "tick")
     return str(drawing)

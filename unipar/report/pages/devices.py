@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from unipar.memory.account import MemoryAccount, PhasePeak
 from unipar.report.data.comparison_data import ComparisonPageData
 from unipar.report.html.elements import NO_VALUE, columns_table, html_section, html_table, paragraph
@@ -12,12 +14,17 @@ from unipar.utils.text import format_size
 
 def devices_section(page: ComparisonPageData) -> str:
     """Return the section, about the fullest rank of each strategy, or "" if no strategy ran on CUDA."""
-    strategies = [
-        (c.strategy, a) for c in page.measured_strategies if (a := c.fullest_account) is not None and a.on is not None
-    ]
+    return accounts_section(
+        "strategy", [(c.strategy, a) for c in page.measured_strategies if (a := c.fullest_account) is not None]
+    )
+
+
+def accounts_section(what: str, accounts: Iterable[tuple[str, MemoryAccount]]) -> str:
+    """Return the section on named accounts, or "" if none is of CUDA; `what` they are named by: strategy or rank."""
+    strategies = [(name, account) for name, account in accounts if account.on is not None]
     if not strategies:
         return ""
-    head = ["strategy", "phase", "allocated", "requested", "active", "reserved", "gaps"]
+    head = [what, "phase", "allocated", "requested", "active", "reserved", "gaps"]
     return html_section(
         "device",
         "Device and host memory",
@@ -32,8 +39,8 @@ def devices_section(page: ComparisonPageData) -> str:
             "at its own peak. Gaps: reserved on the device in that phase, but not allocated.",
             "note",
         ),
-        _driver_table(strategies),
-        _host_table(strategies),
+        _driver_table(what, strategies),
+        _host_table(what, strategies),
     )
 
 
@@ -42,7 +49,7 @@ def _phase_rows(strategy: str, account: MemoryAccount) -> list[list[str]]:
     return [[strategy, p.name, *(NO_VALUE if s is None else format_size(s) for s in those)] for p, those in sizes]
 
 
-def _driver_table(strategies: list[tuple[str, MemoryAccount]]) -> str:
+def _driver_table(what: str, strategies: list[tuple[str, MemoryAccount]]) -> str:
     """Return the table of the driver's figures, or a sentence if there are none."""
     rows = [
         [strategy, a.on.name, format_size(a.on.used), format_size(a.on.reserved), format_size(a.on.outside_allocator)]
@@ -51,11 +58,11 @@ def _driver_table(strategies: list[tuple[str, MemoryAccount]]) -> str:
     ]
     if not rows:
         return paragraph("The memory that CUDA and NCCL take for themselves was not measured.", "note")
-    head = ["strategy", "GPU", "the process", "torch's allocator", "context, NCCL and others"]
+    head = [what, "GPU", "the process", "torch's allocator", "context, NCCL and others"]
     return html_table(head, rows, "As the driver counts it after all recorded steps (NVML)", (0, 1))
 
 
-def _host_table(strategies: list[tuple[str, MemoryAccount]]) -> str:
+def _host_table(what: str, strategies: list[tuple[str, MemoryAccount]]) -> str:
     peaks: list[tuple[str, str, PhasePeak]] = []
     for strategy, a in strategies:
         if a.host is not None and a.host.phases:
@@ -65,7 +72,7 @@ def _host_table(strategies: list[tuple[str, MemoryAccount]]) -> str:
     if not peaks:
         return paragraph("Host memory was not recorded.", "note")
     named: list[Column[tuple[str, str, PhasePeak]]] = [
-        Column("strategy", lambda row: row[0], right=False),
+        Column(what, lambda row: row[0], right=False),
         Column("by", lambda row: row[1], right=False),
     ]
     phases = [column.of(_phase) for column in phase_columns([phase for _, _, phase in peaks])]

@@ -45,7 +45,12 @@ StepEvent = Mapping[str, Any]
 
 def render_run(run: RunPageData, before: RunPageData | None = None) -> str:
     """Return the page; with `before`, an earlier run's curves are drawn behind this run's."""
-    sections = [
+    return html_page(f"unipar run: {run.name}", _head(run, before), run_sections(run, before))
+
+
+def run_sections(run: RunPageData, before: RunPageData | None = None) -> list[str]:
+    """Return the sections of the page; those without figures are empty."""
+    return [
         _losses(run, before),
         _changes_section(run, before),
         _evals(run),
@@ -56,7 +61,6 @@ def render_run(run: RunPageData, before: RunPageData | None = None) -> str:
         _config(run),
         _method_section(run),
     ]
-    return html_page(f"unipar run: {run.name}", _head(run, before), sections)
 
 
 def run_headline(run: RunPageData) -> str:

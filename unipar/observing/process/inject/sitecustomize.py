@@ -4,7 +4,6 @@
 nothing of unipar before torch is imported, and never raises.
 """
 
-import importlib.util
 import os
 import sys
 
@@ -12,18 +11,19 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 class _AfterTorch:
-    """Finder of `torch` alone, which installs the observer when torch is imported."""
+    """Finder of `torch` alone, which installs the observer when torch is imported, not when somebody looks for it."""
 
     def find_spec(self, name, path=None, target=None):  # type: ignore[no-untyped-def]
         if name != "torch":
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        others = (finder for finder in list(sys.meta_path) if finder is not self)
+        spec = next((found for finder in others if (found := finder.find_spec(name, path, target)) is not None), None)
         if spec is None or spec.loader is None:
             return spec
         execute = spec.loader.exec_module
 
         def execute_and_install(module):  # type: ignore[no-untyped-def]
+            sys.meta_path.remove(self)
             execute(module)
             _install()
 

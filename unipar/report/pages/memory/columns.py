@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from unipar.backend import Category
 from unipar.memory.account import CATEGORIES, PhasePeak
 from unipar.planning.cuda_total import CUDA_ASSUMPTIONS
 from unipar.report.data.headline import CATEGORY_LABELS
-from unipar.report.html.elements import bullet_list, columns_table, paragraph
-from unipar.results.memory_tables import MEMORY_COLUMNS, RanksMemory, bytes_on_this_machine
+from unipar.report.html.elements import NO_VALUE, bullet_list, columns_table, html_table, paragraph
+from unipar.results.memory_tables import MEMORY_COLUMNS, RanksMemory, bytes_on_this_machine, format_mib
 from unipar.results.row import StrategyResult
 from unipar.utils.columns import Column, Row, choose_columns
 from unipar.utils.text import format_size
@@ -59,6 +59,16 @@ def phase_columns(phases: Collection[PhasePeak]) -> list[Column[PhasePeak]]:
 def phase_table(phases: Collection[PhasePeak], label: str) -> str:
     """Return a table of phases, each with its peak by category."""
     return columns_table(phase_columns(phases), phases, label)
+
+
+def category_rows_table(peaks: Sequence[tuple[str, PhasePeak]], label: str) -> str:
+    """Return a table with a column for each of these peaks, in MiB, and a row for each category: it is narrow."""
+    rows = [["peak", *(format_mib(phase.peak) for _, phase in peaks)]]
+    rows += [
+        [CATEGORY_LABELS[c], *(format_mib(phase.held[c]) if phase.held.get(c) else NO_VALUE for _, phase in peaks)]
+        for c in held_categories(phase.held for _, phase in peaks)
+    ]
+    return html_table(["MiB", *(name for name, _ in peaks)], rows, label)
 
 
 def column_notes(*, cuda: bool, measured: bool) -> str:
