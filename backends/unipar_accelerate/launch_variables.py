@@ -62,13 +62,13 @@ def _parallelism_contradictions(config: Config, variables: LaunchVariables) -> I
         data = int(variables.environ.get("WORLD_SIZE", "1")) // axes.ranks
     sizes = {"tp_size": ("tensor", axes.tensor), "cp_size": ("context", axes.context), "dp_shard_size": ("data", data)}
     for theirs, (key, size) in sizes.items():
-        told = variables.environ.get(f"PARALLELISM_CONFIG_{theirs.upper()}", "1")
-        if told != str(size):
+        value = variables.environ.get(f"PARALLELISM_CONFIG_{theirs.upper()}", "1")
+        if value != str(size):
             ours = f"parallel.{key}: {size}"
-            yield _contradiction(f"parallelism_config_{theirs}", told, ours, f"which is {theirs}: {size} there")
+            yield _contradiction(f"parallelism_config_{theirs}", value, ours, f"which is {theirs}: {size} there")
     for theirs in ("dp_replicate_size", "sp_size"):
-        if (told := variables.environ.get(f"PARALLELISM_CONFIG_{theirs.upper()}", "1")) != "1":
-            yield f"{_LAUNCH_WAS_TOLD} parallelism_config_{theirs}: {told}, which unipar does not support; say 1 there"
+        if (value := variables.environ.get(f"PARALLELISM_CONFIG_{theirs.upper()}", "1")) != "1":
+            yield f"{_LAUNCH_WAS_TOLD} parallelism_config_{theirs}: {value}, which unipar does not support; say 1 there"
 
 
 class LaunchVariables:

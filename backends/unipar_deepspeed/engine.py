@@ -71,7 +71,7 @@ class ZeroEngine(OptimizerEngine):
         refuse_scalar_parameters(part.module, str(strategies.strategy_of(config)))
         super().__init__(part, config, world)
         self.stage = SHARDS.index(config.parallel.shard)
-        split, whole = plan_tensor(part, config, world) if config.parallel.tensor > 1 else (None, None)
+        split, full = plan_tensor(part, config, world) if config.parallel.tensor > 1 else (None, None)
         use_groups(world)
         named = part.module.named_parameters()
         parameters = sum(p.numel() if split is None else split.numel(name, p) for name, p in named)
@@ -122,8 +122,8 @@ class ZeroEngine(OptimizerEngine):
         self.holder.forget_first_step()
         if masters is not None:
             self.holder.put_masters(masters, world.device)
-        if split is not None and whole is not None:
-            prove_split(part, split, self.call, world, whole, config)
+        if split is not None and full is not None:
+            prove_split(part, split, self.call, world, full, config)
             if self.stage == 3:
                 self.zero._partition_all_parameters()  # the proof's backward ended before the hooks that do it
 

@@ -114,11 +114,11 @@ def _name_mistakes(data: Mapping[str, Any], places: KeyOrigins) -> Iterator[tupl
                 tracker.find_tracker(name)
         except ConfigError as e:
             yield ConfigError, f"log.to{_place(places, f'log.to.{i}') or _place(places, 'log.to')}: {e}"
-    for name, given in options.items():
+    for name, section in options.items():
         unknown = list(_unknown_backend(name, f"options.{name}", places))
         yield from unknown
-        if not unknown and isinstance(given, dict):
-            for sentence in _option_mistakes(find_backend(name).options, given, f"options.{name}", places):
+        if not unknown and isinstance(section, dict):
+            for sentence in _option_mistakes(find_backend(name).options, section, f"options.{name}", places):
                 yield ConfigError, sentence
     for sentence in _machines_mistakes(_section(data, "machines"), places):
         yield ConfigError, sentence
@@ -141,7 +141,7 @@ def _machines_mistakes(machines: Mapping[str, Any], places: KeyOrigins) -> Itera
             find_job_system(on)
         except ConfigError as e:
             yield f"machines.on{_place(places, 'machines.on')}: {e}"
-    for name, given in machines.items():
+    for name, section in machines.items():
         key = f"machines.{name}"
         if name in own:
             continue
@@ -151,11 +151,11 @@ def _machines_mistakes(machines: Mapping[str, Any], places: KeyOrigins) -> Itera
             near = near or (f"; did you mean machines.{homes[0]}.{name}?" if homes else "")
             near = near or f"; machines has {', '.join(own + systems)}"
             yield f"{key}{_place(places, key)}: there is no such key{near}"
-        elif not isinstance(given, dict):
+        elif not isinstance(section, dict):
             options = ", ".join(find_job_system(name).options.model_fields)
-            yield f"{key}{_place(places, key)}: wanted a section with the keys {options}, got {show_value(given)}"
+            yield f"{key}{_place(places, key)}: wanted a section with the keys {options}, got {show_value(section)}"
         else:
-            yield from _option_mistakes(find_job_system(name).options, given, key, places)
+            yield from _option_mistakes(find_job_system(name).options, section, key, places)
 
 
 def _section(data: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -286,8 +286,8 @@ def _settled(
 
 def _checked(source: ConfigSource, backend: Backend) -> CheckedSource:
     strategy = strategy_of(source.config, backend)
-    given = {field.name: getattr(source, field.name) for field in fields(ConfigSource)}
-    return CheckedSource(**given, backend=backend, strategy=strategy)
+    values = {field.name: getattr(source, field.name) for field in fields(ConfigSource)}
+    return CheckedSource(**values, backend=backend, strategy=strategy)
 
 
 def check_can_run(config: Config) -> Backend:

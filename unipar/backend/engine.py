@@ -108,9 +108,9 @@ class Region(NamedTuple):
         """Number of elements."""
         return self.length * self.runs
 
-    def of(self, whole: Tensor) -> Tensor:
+    def of(self, full: Tensor) -> Tensor:
         """Return these elements of a whole, contiguous tensor: a view with one row for each run."""
-        flat = whole.view(-1)
+        flat = full.view(-1)
         steps = (self.stride or self.length, 1)
         return flat.as_strided((self.runs, self.length), steps, flat.storage_offset() + self.start)
 

@@ -71,23 +71,23 @@ class CheckpointSaver:
         assert self._save is None, "a save is under way"
         began = time.monotonic()
         self._mark("save")
-        given: list[PieceToSave] = []
+        to_save: list[PieceToSave] = []
         state: Mapping[str, Any] = {}
 
         def prepare() -> None:
             nonlocal state
             pieces, state = gather()
-            given.extend(sorted(map(self._piece, pieces), key=_place))  # the same state gives the same bytes
+            to_save.extend(sorted(map(self._piece, pieces), key=_place))  # the same state gives the same bytes
 
         attempt_together(
             self._rounds(self._world.key("checkpoint pieces"), waits=True),
             prepare,
-            lambda failure, told: f"checkpoint of step {step} in {self.folder}: {failure}; nothing was written",
+            lambda failure, answer: f"checkpoint of step {step} in {self.folder}: {failure}; nothing was written",
         )
         self._world.synchronize()  # copies are asynchronous
-        total = sum(p.where.numel * ITEM_BYTES[p.dtype] for p in given)
+        total = sum(p.where.numel * ITEM_BYTES[p.dtype] for p in to_save)
         key = self._world.key("checkpoint")
-        self._save = _Save(partial(self._write, step, given, dict(state), retention, key, total), began)
+        self._save = _Save(partial(self._write, step, to_save, dict(state), retention, key, total), began)
         if self._asynchronous:
             self._save.start()
         elif isinstance(self.folder, Address):

@@ -232,8 +232,8 @@ class StrategyPlanner:
             library_name=registry.find_backend(strategy.backend).library_name(request.config),
         )
         if fitting is not None:
-            micro, found = fitting
-            row = replace(row, largest=micro, largest_peak=found.peak, largest_speed=found.speed)
+            micro, candidate = fitting
+            row = replace(row, largest=micro, largest_peak=candidate.peak, largest_speed=candidate.speed)
         if limit is not None and now.needed > limit:
             least = self._least(request) if fitting is None else None
             row = replace(row, least=least)

@@ -69,14 +69,14 @@ class MarksRecorder:
         self._samples += [(len(keys), hash_sample_keys(keys)) for keys in self._keys]
         self._keys.clear()
         loader = self._run.loader
-        apart = isinstance(loader, StreamLoader) and not loader.whole
+        is_split = isinstance(loader, StreamLoader) and not loader.whole
         marks = RankMarks(
             values=self._values,
             kept=sorted(self._weight_dtypes),
             computed=sorted(self._compute_dtypes),
             batches=self._batches,
             samples=self._samples,
-            readers=self._run.world.data_size if apart else 0,
+            readers=self._run.world.data_size if is_split else 0,
             total=self._run.sizes.total,
             precision=self._run.config.train.precision,
             leads=self._run.world.leads,

@@ -273,12 +273,12 @@ class _ConfigDraft:
         One that was overridden as well, or that did not fit before, stays as it is, and is refused.
         """
         train = _section(self.data, "train")
-        steps, given, written = train.get("steps"), _section(train, "schedule"), self._written_steps
+        steps, schedule_section, written = train.get("steps"), _section(train, "schedule"), self._written_steps
         origin = self.origins.get("train.steps")
         said = any(self.origins[key] in _CHANGES for key in self.origins if key.startswith("train.schedule"))
         if origin not in _CHANGES or said or not _is_count(steps):
             return ()
-        schedule = _read_schedule(given)
+        schedule = _read_schedule(schedule_section)
         if schedule is None or schedule.misfit(steps) is None:
             return ()
         of = written if _is_count(written) else steps
@@ -287,9 +287,9 @@ class _ConfigDraft:
         if schedule.misfit(of) is not None:
             return ()
         lengths = schedule.shortened(steps, of)
-        shorter = _read_schedule({**given, **lengths})
+        shorter = _read_schedule({**schedule_section, **lengths})
         if shorter is not None and shorter.misfit(steps) is None:
-            given.update(lengths)
+            schedule_section.update(lengths)
             said = ", ".join(
                 f"{key} {show_value(getattr(schedule, key))} -> {show_value(lengths[key])}" for key in lengths
             )

@@ -260,8 +260,8 @@ def _check_bases(task_class: type, file: Path) -> None:
 
 def _ignored_key_notes(source: ConfigSource) -> Iterator[str]:
     for key, why in _IGNORED_KEYS.items():
-        given = [k for k in source.origins if k == key or k.startswith(f"{key}.")]
-        if why and given:
+        own_keys = [k for k in source.origins if k == key or k.startswith(f"{key}.")]
+        if why and own_keys:
             yield f"{key}: {why}"
 
 

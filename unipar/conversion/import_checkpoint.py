@@ -136,12 +136,12 @@ def _groups_of_task(config: Config, modules: Mapping[str, nn.Module]) -> list[li
     groups: list[list[str]] = []
     for prefix, module in _prefixed(modules):
         try:
-            given = load_task(config, prepared=False).groups(module)
+            wanted = load_task(config, prepared=False).groups(module)
         except Exception:  # the model may be on meta, without values; a run says what is wrong
             return []
-        if given is None:
+        if wanted is None:
             return []
-        groups += [[prefix + n for n in g.names] for g in parameter_groups(module, config, given, own_optimizer=True)]
+        groups += [[prefix + n for n in g.names] for g in parameter_groups(module, config, wanted, own_optimizer=True)]
     return groups
 
 

@@ -139,7 +139,7 @@ def _split_further(parts: _Parts, lengths: Sequence[int], count: int, *, packed:
         for half in (part[: len(part) // 2], part[len(part) // 2 :]):
             heapq.heappush(heap, (-padded_tokens(half, lengths, packed=packed), number, half))
             number += 1
-    found = heap + single
+    all_parts = heap + single
     if not packed:  # ranks that work at the same time get samples of like lengths
-        return [part for _, _, part in sorted(found, key=lambda entry: (-lengths[entry[2][0]], entry[0], entry[1]))]
-    return [part for _, _, part in sorted(found)]
+        return [part for _, _, part in sorted(all_parts, key=lambda entry: (-lengths[entry[2][0]], entry[0], entry[1]))]
+    return [part for _, _, part in sorted(all_parts)]

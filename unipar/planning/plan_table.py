@@ -196,8 +196,8 @@ def _explanations(plan: PlannedStrategies, columns: Sequence[Column[PlannedStrat
         yield f"one checkpoint: {format_size(plan.checkpoint)} of tensors"
     if plan.device == "cpu":
         built = any(row.peak.phase == "built" for row in plan.rows if not row.refusal)
-        whole = ", where the whole model that rank 0 creates at set-up (built) does not count" if built else ""
-        yield f"planned for the CPU; --device cuda or --machine plans for GPUs{whole}"
+        note = ", where the whole model that rank 0 creates at set-up (built) does not count" if built else ""
+        yield f"planned for the CPU; --device cuda or --machine plans for GPUs{note}"
     for column in columns:
         if column.remark:
             yield column.remark

@@ -67,7 +67,7 @@ class RunCheckpoints:
         self._missing: set[int] = set()
         """Steps whose save has failed; each rank learns of it at a step of its own."""
 
-        self._told = False
+        self._has_warned = False
         """Whether a line has said that the stream has no state."""
 
         self._began = time.monotonic()
@@ -102,16 +102,16 @@ class RunCheckpoints:
         decide = open_rounds(world, world.key("best checkpoints"))
 
         def steps_here() -> list[int]:
-            return [found.step for found in find_checkpoints(self.folder)] if best and world.rank == 0 else []
+            return [checkpoint.step for checkpoint in find_checkpoints(self.folder)] if best and world.rank == 0 else []
 
         here: list[int] = []
         try:
-            here = attempt_together(decide, steps_here, lambda failure, told: f"{self.folder}: {failure}")[0]
+            here = attempt_together(decide, steps_here, lambda failure, answer: f"{self.folder}: {failure}")[0]
         except CheckpointError as e:
             self._fail(e)
         self._last_saved, self._best = step, [pair for pair in best if pair[0] in here]
-        found = {name: value for name, value in state["metrics"].items() if value is not None}
-        self._metrics, self._evaluated = found, state.get("evaluated")
+        metrics = {name: value for name, value in state["metrics"].items() if value is not None}
+        self._metrics, self._evaluated = metrics, state.get("evaluated")
 
     def at_boundary(self, done: int) -> None:
         """Save if a save is due after `done` steps; raise what made an earlier one fail."""
@@ -142,9 +142,9 @@ class RunCheckpoints:
         self._is_best, self._began, self._last_saved = False, time.monotonic(), done
         kept = Retention(self._settings.keep, [step for step, _ in self._best])
         data, of_streams = describe_stream_place(live, done)
-        if (why := data.get("stream", {}).get("why")) and not self._told:
+        if (why := data.get("stream", {}).get("why")) and not self._has_warned:
             live.note("data", said=f"{why}: a run that goes on from a checkpoint reads it on")
-            self._told = True
+            self._has_warned = True
 
         def gather() -> GatheredState:
             self._refuse_unsaved_values()

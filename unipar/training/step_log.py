@@ -103,8 +103,8 @@ class StepLog:
         if self._observer.settle():
             if self._observer.flops is not None:
                 self._counted = {"flops": self._observer.flops, "flops_by": self._observer.flops_by}
-            for said in self._observer.notes:
-                self._run_log.note("work", said=said)
+            for note in self._observer.notes:
+                self._run_log.note("work", said=note)
 
     def _note_reasons(self, compiled: CompiledWork) -> None:
         """Write each reason of a graph break or recompile that is not written yet."""

@@ -56,8 +56,8 @@ SIZE_UNITS: Final = {
 
 def parse_bytes(text: str) -> float:
     """Return the number of bytes that words such as 80GiB stand for; raise ValueError, with a sentence, if none."""
-    found = re.fullmatch(r"([0-9.]+(?:[eE][+-]?[0-9]+)?) *([A-Za-z]*)", text.strip())
-    number, unit = found.groups() if found else ("", "")
+    match = re.fullmatch(r"([0-9.]+(?:[eE][+-]?[0-9]+)?) *([A-Za-z]*)", text.strip())
+    number, unit = match.groups() if match else ("", "")
     try:
         value = float(number)
     except ValueError:

@@ -74,7 +74,7 @@ def _rows(
 ) -> list[Tensor]:
     """Return what the block puts out, and what its modules are given, for these hidden states; it is left as it was."""
     before = arguments.hidden
-    found: list[Tensor] = []
+    rows: list[Tensor] = []
 
     def replaced(tensor: Tensor, _: str) -> Tensor:
         dimension = dimension_of(tensor)
@@ -84,7 +84,7 @@ def _rows(
 
     def keep(value: Any) -> None:
         if isinstance(value, Tensor) and value.is_floating_point() and value.dim() == 3 and value.shape[:2] == shape:
-            found.append(value.detach().clone())
+            rows.append(value.detach().clone())
 
     def look(_: nn.Module, args: tuple[Any, ...]) -> None:
         for value in args:
@@ -117,7 +117,7 @@ def _rows(
             for buffer, value in buffers:
                 buffer.copy_(value)
     keep(result[0] if isinstance(result, tuple) else result)
-    return found
+    return rows
 
 
 def _without_cache(value: Any) -> Any:

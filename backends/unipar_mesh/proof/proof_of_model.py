@@ -30,21 +30,21 @@ part of a gradient's own length.
 """
 
 
-def prove(engine: WrapperEngine, fn: Fn, batch: Any, whole: WholeModel, *, dtype: torch.dtype, words: str) -> None:
+def prove(engine: WrapperEngine, fn: Fn, batch: Any, full: WholeModel, *, dtype: torch.dtype, words: str) -> None:
     """Raise TaskError unless the split model has the whole one's loss and gradients on this microbatch.
 
     `words` say how the model is split. All ranks of the data get the same microbatch;
     nothing is drawn, and no autocast is on.
     """
-    loss, sketches = _split_gradients(engine, fn, batch, list(whole.gradients))
-    refuse_difference(whole, loss, sketches, dtype, words)
+    loss, sketches = _split_gradients(engine, fn, batch, list(full.gradients))
+    refuse_difference(full, loss, sketches, dtype, words)
 
 
-def refuse_difference(whole: WholeModel, loss: float, found: torch.Tensor, dtype: torch.dtype, words: str) -> None:
-    """Raise TaskError if the split model's loss or gradients differ; `found` are sketches in the whole one's order."""
-    names, expected_loss, expected = list(whole.gradients), whole.loss, torch.stack(list(whole.gradients.values()))
+def refuse_difference(full: WholeModel, loss: float, sketches: torch.Tensor, dtype: torch.dtype, words: str) -> None:
+    """Raise TaskError if the split model's loss or gradients differ; `sketches` in the full model's order."""
+    names, expected_loss, expected = list(full.gradients), full.loss, torch.stack(list(full.gradients.values()))
     small_loss, small = tolerances(expected_loss, dtype)
-    off = off_by_length(found, expected)
+    off = off_by_length(sketches, expected)
     worst = int(off.argmax())
     loss_off = abs(loss - expected_loss) / max(1.0, abs(expected_loss))
     if loss_off <= small_loss and float(off[worst]) <= small:
@@ -98,7 +98,7 @@ def _split_gradients(engine: WrapperEngine, fn: Fn, batch: Any, names: list[str]
     """Return the split model's loss, and the sketches of its gradients, on every rank."""
     with evaluation_without_autocast(engine, fn):
         share = engine.run_microbatches(
-            lambda model, given, number: fn(model, given),
+            lambda model, batch, number: fn(model, batch),
             [Micro(batch, 1.0 / engine.world.data_size)],
             engine.divisor,
             lambda phase: None,

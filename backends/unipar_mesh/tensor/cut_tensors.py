@@ -58,10 +58,10 @@ def cut_tensor(local: Tensor, mesh: DeviceMesh, whole: Tensor | None, dim: int, 
     return DTensor.from_local(local, mesh, [placement], run_check=False, shape=shape, stride=stride)
 
 
-def cut_sequence(whole: Tensor, mesh: DeviceMesh, dim: int) -> DTensor:
+def cut_sequence(full: Tensor, mesh: DeviceMesh, dim: int) -> DTensor:
     """Return a DTensor that is the whole, cut along `dim` in parts of which the last ones may be shorter."""
-    local = whole.narrow(dim, 0, -(-whole.shape[dim] // mesh.size())).contiguous()
-    return cut_like(local, mesh, dim, whole.shape)
+    local = full.narrow(dim, 0, -(-full.shape[dim] // mesh.size())).contiguous()
+    return cut_like(local, mesh, dim, full.shape)
 
 
 def cut_like(local: Tensor, mesh: DeviceMesh, dim: int, shape: Sequence[int]) -> DTensor:

@@ -64,7 +64,7 @@ class StateCollector:
         self.source, self.model, self.found = source, model, ForeignState()
         self._rename = rename
         self._prefix = ""
-        self._seen: set[tuple[str, str, Region]] = set()
+        self._added: set[tuple[str, str, Region]] = set()
         self._unknown: list[str] = []
         self._cast: dict[str, set[str]] = {}
         """Dtypes of weights that were cast, by the dtype that they have now."""
@@ -75,8 +75,8 @@ class StateCollector:
         wanted = [*self.model.parameters, *self.model.buffers]
         if any(name in there for name in wanted):
             return
-        found = {name[: -len(wanted[0])] for name in there if name.endswith(f".{wanted[0]}")}
-        fits = [prefix for prefix in found if all(prefix + name in there for name in wanted)]
+        prefixes = {name[: -len(wanted[0])] for name in there if name.endswith(f".{wanted[0]}")}
+        fits = [prefix for prefix in prefixes if all(prefix + name in there for name in wanted)]
         if len(fits) == 1:
             self._prefix = fits[0]
             self.found.remarks.append(f"names begin with {fits[0]!r} in {self.source}, which is taken away")
@@ -142,15 +142,15 @@ class StateCollector:
                 f"{self.source}: {name} ({kind}) has the shape {list(t.shape)}, in the model {list(shape)}"
             )
         where = Region(0, math.prod(shape)) if where is None else where
-        if (name, kind, where) in self._seen or (not where.numel and math.prod(shape)):
+        if (name, kind, where) in self._added or (not where.numel and math.prod(shape)):
             return
-        self._seen.add((name, kind, where))
+        self._added.add((name, kind, where))
         called = dtype_name(torch.empty(0, dtype=dtype), name)
         self.found.pieces.append(PieceToSave(name, kind, called, shape, where, _later(t, dtype)))
 
     def finish(self) -> ForeignState:
         """Return what was found; raise CheckpointError if a weight of the model is missing."""
-        have = {(name, kind) for name, kind, _ in self._seen}
+        have = {(name, kind) for name, kind, _ in self._added}
         missing = [n for n in self.model.parameters if (n, "weight") not in have]
         missing += [n for n in self.model.buffers if (n, "buffer") not in have]
         if missing:

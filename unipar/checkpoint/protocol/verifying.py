@@ -142,8 +142,8 @@ def _check_folder(path: Location) -> None:
     if not stat.S_ISDIR(mode):
         raise CheckpointError(f"{path}: not a folder; a checkpoint is a folder such as {step_folder_name(500)}")
     if not os.path.lexists(path / SEAL_FILE) and not os.path.lexists(path / MANIFEST_FILE):
-        found = find_checkpoints(path) or find_checkpoints(path / "checkpoints")  # a run folder keeps them there
-        inside = first_few([str(one.path.relative_to(path)) for one in found if isinstance(one.path, Path)])
+        checkpoints = find_checkpoints(path) or find_checkpoints(path / "checkpoints")  # a run folder keeps them there
+        inside = first_few([str(one.path.relative_to(path)) for one in checkpoints if isinstance(one.path, Path)])
         raise CheckpointError(
             f"{path}: not a unipar checkpoint: there is no {MANIFEST_FILE} in it"
             + (f"; name one of the checkpoints in it: {inside}" if inside else "")
@@ -154,7 +154,7 @@ def _check_address(address: Address) -> None:
     files = RemoteFolder(address)
     if files.has(SEAL_FILE):
         return
-    if inside := first_few([found.path.name for found in find_checkpoints(address)]):
+    if inside := first_few([checkpoint.path.name for checkpoint in find_checkpoints(address)]):
         raise CheckpointError(f"{address}: not a unipar checkpoint; name one of the checkpoints in it: {inside}")
     there = files.sizes()
     if step_of_folder(address.name) is not None and there:
@@ -185,22 +185,22 @@ def seal_of_manifest(data: bytes) -> bytes:
 def _check_file_set(path: Location, manifest: Manifest) -> None:
     """Raise CheckpointError unless the folder holds the files of the manifest and no other entry."""
     wanted = {MANIFEST_FILE, SEAL_FILE, *manifest.files}
-    found = set(RemoteFolder(path).sizes()) if isinstance(path, Address) else _files_on_disk(path)
-    if extra := sorted(found - wanted):
+    present = set(RemoteFolder(path).sizes()) if isinstance(path, Address) else _files_on_disk(path)
+    if extra := sorted(present - wanted):
         raise CheckpointError(f"{path / extra[0]}: not listed in {MANIFEST_FILE}; a checkpoint holds no other files")
-    if missing := sorted(wanted - found):
+    if missing := sorted(wanted - present):
         raise CheckpointError(f"{path / missing[0]}: missing, though {MANIFEST_FILE} lists it")
 
 
 def _files_on_disk(path: Path) -> set[str]:
     try:
-        found = {name for name in os.listdir(path) if name != SHARD_FOLDER}
+        files = {name for name in os.listdir(path) if name != SHARD_FOLDER}
         if stat.S_ISLNK((path / SHARD_FOLDER).lstat().st_mode):
             raise CheckpointError(f"{path / SHARD_FOLDER}: a symlink; a checkpoint holds none")
-        found |= {f"{SHARD_FOLDER}/{name}" for name in os.listdir(path / SHARD_FOLDER)}
+        files |= {f"{SHARD_FOLDER}/{name}" for name in os.listdir(path / SHARD_FOLDER)}
     except OSError as e:
         raise CheckpointError(f"{e.filename}: cannot be listed ({e.strerror})") from None
-    return found
+    return files
 
 
 def _read_state(path: Location, manifest: Manifest) -> dict[str, Any]:

@@ -194,8 +194,8 @@ class Batch(Section):
                 )
             return self
         if self.total is None and (self.micro is None or self.accumulate is None):
-            given = {k: v for k, v in (("micro", self.micro), ("accumulate", self.accumulate)) if v}
-            text = ", ".join(f"{k}: {v}" for k, v in given.items()) or "none"
+            numbers = {k: v for k, v in (("micro", self.micro), ("accumulate", self.accumulate)) if v}
+            text = ", ".join(f"{k}: {v}" for k, v in numbers.items()) or "none"
             raise ValueError(f"two of total, micro and accumulate are needed (or total alone); given: {text}")
         return self
 

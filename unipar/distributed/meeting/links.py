@@ -124,8 +124,8 @@ class Links:
                 for message, _ in link.messages():  # that have come with the first one
                     on_message(link, message)
             while not self._closing:
-                for found, _ in selector.select():
-                    link: RankLink | None = found.data
+                for key, _ in selector.select():
+                    link: RankLink | None = key.data
                     if link is not None and not self._read_link(link, on_message, on_loss):
                         selector.unregister(link.connection)
 

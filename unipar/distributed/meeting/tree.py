@@ -154,7 +154,7 @@ class RankTree:
             return self._pass_on(name, began, patience, waiting)
         return tell_result(
             lambda: judge(self._texts(ranks, lost, patience)),
-            lambda told: self.links.send_down({"round": name, **told}),
+            lambda answer: self.links.send_down({"round": name, **answer}),
         )
 
     def tell(self, name: str, text: str | None, patience: float = math.inf) -> str:
@@ -208,14 +208,14 @@ class RankTree:
         assert self.links.parent is not None
         above = self.links.parent.rank
         try:
-            told = self._await(name, above, began + patience + _SECONDS_TO_HEAR, waiting)
+            answer = self._await(name, above, began + patience + _SECONDS_TO_HEAR, waiting)
         except TimeoutError:
             sentence = f"rank {self._rank} waited {patience:g} s for rank 0, which has ended or hangs"
-            told = {"round": name, "error": f"{sentence}; its log may say why", "kind": WorldMismatch.__name__}
+            answer = {"round": name, "error": f"{sentence}; its log may say why", "kind": WorldMismatch.__name__}
         except _LinkLost:
-            told = {"round": name, "error": self._loss(above), "kind": WorldMismatch.__name__}
-        self.links.send_down(told)
-        return result_of(told)
+            answer = {"round": name, "error": self._loss(above), "kind": WorldMismatch.__name__}
+        self.links.send_down(answer)
+        return result_of(answer)
 
     def _await(self, name: str, rank: int, until: float, waiting: Callable[[], None] | None) -> dict[str, Any]:
         """Return what a neighbour sends; raise TimeoutError, or _LinkLost if it never will."""
@@ -249,10 +249,10 @@ class RankTree:
 
 def joined_runs(runs: Sequence[int]) -> list[int]:
     """Return runs of ranks, each a first one and a number, in order, with those that follow one another in one."""
-    found: list[int] = []
+    joined: list[int] = []
     for first, number in sorted(zip(runs[::2], runs[1::2], strict=True)):
-        if found and found[-2] + found[-1] == first:
-            found[-1] += number
+        if joined and joined[-2] + joined[-1] == first:
+            joined[-1] += number
         else:
-            found += [first, number]
-    return found
+            joined += [first, number]
+    return joined

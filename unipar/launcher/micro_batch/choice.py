@@ -181,10 +181,10 @@ def explain_auto(source: ConfigSource, ranks: int) -> tuple[Config, dict[str, tu
     backend, strategy = find_backend(config.backend), strategy_of(config)
     sizes = list_candidates(config, backend, strategy, ranks // strategy.axes.ranks)
     run = newest_run_folder(source.out, alone=config.out is not None)
-    found = ChosenMicro.of_run(run) if run is not None else None
-    if found is not None and found.micro in sizes:
-        why = f"{origin}; auto: found for {run}, {found.says}"
-        return with_micro(config, found.micro), {"batch.micro": (found.micro, why)}
+    chosen = ChosenMicro.of_run(run) if run is not None else None
+    if chosen is not None and chosen.micro in sizes:
+        why = f"{origin}; auto: found for {run}, {chosen.says}"
+        return with_micro(config, chosen.micro), {"batch.micro": (chosen.micro, why)}
     among = f"{origin}; one of {', '.join(map(str, sizes))}, found by trial when the run starts"
     follows = "derived: total / (micro x data), when micro is found"
     return with_micro(config, sizes[0]), {"batch.micro": ("auto", among), "batch.accumulate": ("auto", follows)}

@@ -139,8 +139,8 @@ def _devices_of_torch() -> tuple[list[str], dict[str, str]]:
 def _driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> dict[str, str]:
     if not file.exists():
         return {}
-    found = re.search(r"\b(\d+\.\d+(\.\d+)?)\b", file.read_text("utf-8", "replace"))
-    return {"CUDA driver": found[1]} if found else {}
+    match = re.search(r"\b(\d+\.\d+(\.\d+)?)\b", file.read_text("utf-8", "replace"))
+    return {"CUDA driver": match[1]} if match else {}
 
 
 def _own_address() -> str:

@@ -274,8 +274,8 @@ def _handle_request(connection: socket.socket, request: dict[str, Any], fds: lis
         return
     log, *rest = fds
     arguments = WorkerArguments(**request["arguments"])
-    given = [name for name in _FD_FIELDS if getattr(arguments, name) >= 0]
-    arguments = replace(arguments, **dict(zip(given, rest, strict=True)))
+    names = [name for name in _FD_FIELDS if getattr(arguments, name) >= 0]
+    arguments = replace(arguments, **dict(zip(names, rest, strict=True)))
     _require_single_thread()
     pid = os.fork()
     if pid == 0:

@@ -57,8 +57,8 @@ class SampleRows:
         padded = flat.new_zeros(self._longest, flat.shape[1])
         padded[: len(flat)] = flat
         of_ranks = [torch.empty_like(padded) for _ in range(self._world.data_size)]
-        whole = self._world.data_size == self._world.size
-        dist.all_gather(of_ranks, padded, group=None if whole else self._world.groups.group("data"))
+        all_ranks = self._world.data_size == self._world.size
+        dist.all_gather(of_ranks, padded, group=None if all_ranks else self._world.groups.group("data"))
         gathered = torch.cat(of_ranks)
         return gathered[self._order].view(mine.dtype).view(self.total, *mine.shape[1:])
 
