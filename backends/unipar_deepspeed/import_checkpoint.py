@@ -49,10 +49,10 @@ def collect(path: Path, into: StateCollector, *, weights_only: bool) -> None:
     if not first.is_file():
         first = folder / f"zero_pp_rank_0_{_WHOLE}"
     model = load_inert(first)
-    into.found.step = int(model["global_steps"])
-    into.found.skipped = skipped = int(model.get("skipped_steps") or 0)
+    into.state.step = int(model["global_steps"])
+    into.state.skipped = skipped = int(model.get("skipped_steps") or 0)
     if skipped:
-        into.found.remarks.append(
+        into.state.remarks.append(
             f"{skipped} of its steps were skipped because of the loss scale: the schedule stands {skipped} steps behind"
         )
     ranks = _optimizer_files(folder)

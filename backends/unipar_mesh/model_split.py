@@ -104,14 +104,14 @@ class MeshSplit:
     @classmethod
     def of(cls, part: Part, look: LookAtModel, world: World, axes: Axes, *, vocabulary: bool) -> MeshSplit:
         """Return the split of the whole model; raise TaskError on all ranks if one of them has nothing to train."""
-        found = find_vocabulary(part.module, part.blocks, axes.tensor) if vocabulary else None
+        embedding_and_head = find_vocabulary(part.module, part.blocks, axes.tensor) if vocabulary else None
         split = cls(
             axes,
             world.mesh.seat["pipeline"],
             look.facts,
             look.plans,
-            found,
-            cuts_of_model(part.module, look.plans, found, axes.tensor),
+            embedding_and_head,
+            cuts_of_model(part.module, look.plans, embedding_and_head, axes.tensor),
             {name: tuple(p.shape) for name, p in part.module.named_parameters()},
         )
         split._refuse_idle_stages(part.module)

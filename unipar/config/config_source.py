@@ -275,8 +275,8 @@ class _ConfigDraft:
         train = _section(self.data, "train")
         steps, schedule_section, written = train.get("steps"), _section(train, "schedule"), self._written_steps
         origin = self.origins.get("train.steps")
-        said = any(self.origins[key] in _CHANGES for key in self.origins if key.startswith("train.schedule"))
-        if origin not in _CHANGES or said or not _is_count(steps):
+        is_chosen = any(self.origins[key] in _CHANGES for key in self.origins if key.startswith("train.schedule"))
+        if origin not in _CHANGES or is_chosen or not _is_count(steps):
             return ()
         schedule = _read_schedule(schedule_section)
         if schedule is None or schedule.misfit(steps) is None:
@@ -290,15 +290,15 @@ class _ConfigDraft:
         shorter = _read_schedule({**schedule_section, **lengths})
         if shorter is not None and shorter.misfit(steps) is None:
             schedule_section.update(lengths)
-            said = ", ".join(
+            change = ", ".join(
                 f"{key} {show_value(getattr(schedule, key))} -> {show_value(lengths[key])}" for key in lengths
             )
         else:  # a run of one or two steps
             train["schedule"], lengths = {"name": "constant"}, {"name": "constant"}
-            said = f"{schedule.name} -> constant"
+            change = f"{schedule.name} -> constant"
         why = f"{origin} train.steps={steps}"
         self.origins.update({f"train.schedule.{key}": f"{SHORTENED} {why}" for key in lengths})
-        return (f"{why} shortens train.schedule{f', written for {written} steps' if of == written else ''}: {said}",)
+        return (f"{why} shortens train.schedule{f', written for {written} steps' if of == written else ''}: {change}",)
 
     def _shorten_intervals(self) -> Iterator[str]:
         """Lower each number of steps between two actions to an overridden `train.steps`; yield a sentence for each.

@@ -17,7 +17,7 @@ from unipar.distributed.place import LARGE_WORLD, Place
 from unipar.distributed.world_machines import WorldMachines
 from unipar.errors import TaskError, WorldMismatch
 
-_Value = TypeVar("_Told")
+_Value = TypeVar("_Value")
 
 
 class Tree(Protocol):

@@ -325,8 +325,8 @@ class WrapperEngine(OptimizerEngine):
         state: Any = self.base.state
         mine = {id(p) for group in self.base.param_groups for p in group["params"]}
         for name, p in self.local_parameters():
-            whole = self._updates_whole(p)
-            kinds = read.kinds(name) if id(p) in mine and whole is not False else {"weight"}
+            in_full = self._updates_whole(p)
+            kinds = read.kinds(name) if id(p) in mine and in_full is not False else {"weight"}
             if isinstance(self.base, BlockStates):
                 states, used = restore_blocks(self.base, read, name, p, kinds, self.local_regions)
                 state[p].update(states)
@@ -340,7 +340,7 @@ class WrapperEngine(OptimizerEngine):
                 else:
                     value = self._new_state(name, kind, p, read)
                     state[p][kind] = value = self._on_its_device(kind, value, p.device)
-                    if whole:
+                    if in_full:
                         read.fill(value, name, kind, Region(0, value.numel()))
                         continue
                 for where, local in self.local_regions(name, value):

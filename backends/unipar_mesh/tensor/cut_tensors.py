@@ -49,7 +49,7 @@ def part_of(x: Tensor, dim: int, groups: int, ranks: int) -> Tensor:
     return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
 
 
-def cut_tensor(local: Tensor, mesh: DeviceMesh, whole: Tensor | None, dim: int, groups: int) -> DTensor:
+def cut_tensor(local: Tensor, mesh: DeviceMesh, dim: int, groups: int) -> DTensor:
     """Return a DTensor that is cut along `dim`, of which this is one part."""
     local = local.contiguous()
     placement: Any = Shard(dim) if groups == 1 else _StridedShard(dim, split_factor=groups)

@@ -51,8 +51,8 @@ def attend_with_parts(
         if dim is None or parts is None:
             inputs.setdefault(id(x), enter(x, group))
         else:
-            whole = parts.gathered(x, dim)
-            inputs[id(x)], uses[id(x)] = whole.whole, whole.use
+            gathered = parts.gathered(x, dim)
+            inputs[id(x)], uses[id(x)] = gathered.whole, gathered.use
     weights = (
         module.in_proj_weight.chunk(3)
         if module.in_proj_weight is not None
@@ -80,8 +80,8 @@ def attend_with_parts(
         scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
         shares = (scores if mask is None else scores + mask).softmax(-1)
         if dropout > 0:
-            whole = torch.ones(q.shape[0], module.num_heads, *shares.shape[-2:], dtype=q.dtype, device=q.device)
-            shares = shares * F.dropout(whole, dropout).narrow(1, rank * heads, heads)
+            all_heads = torch.ones(q.shape[0], module.num_heads, *shares.shape[-2:], dtype=q.dtype, device=q.device)
+            shares = shares * F.dropout(all_heads, dropout).narrow(1, rank * heads, heads)
         out = shares @ v
     # laid out as torch does it, queries first: a dropout behind draws its mask in the order of memory
     out = F.linear(out.permute(2, 0, 1, 3).flatten(2), module.out_proj.weight)

@@ -245,7 +245,7 @@ class Trial(TorchFunctionMode):
                 return DTensor.from_local(value, self.mesh, [Replicate()], run_check=False)
             if self.length is not None:
                 return cut_sequence(value, self.mesh, dim)
-            return cut_tensor(part_of(value, dim, groups, self.ranks), self.mesh, value, dim, groups)
+            return cut_tensor(part_of(value, dim, groups, self.ranks), self.mesh, dim, groups)
 
         args = tuple(lifted(value, lift, i) for i, value in enumerate(args))
         kwargs = {k: lifted(value, lift, k) for k, value in kwargs.items()}
@@ -297,7 +297,7 @@ class Trial(TorchFunctionMode):
             self.note_site(key, Rewrite("dropout attention", dim))
         shape = (*local["query"].shape[:-1], v.shape[-1])
         out = local["query"].new_empty(shape) + 0 * local["query"].sum()  # keeps the gradient's flag
-        return cut_tensor(out, self.mesh, None, dim + out.ndim, 1)
+        return cut_tensor(out, self.mesh, dim + out.ndim, 1)
 
     def _taken_apart(self, name: str, func: Any, args: Any, kwargs: Any, x: DTensor, key: str) -> Any:
         """Return the pieces of a fused projection's output; None if the call does not touch the cut dimension."""
@@ -321,7 +321,7 @@ class Trial(TorchFunctionMode):
             if len(inner) > 2:
                 raise CannotCut(f"{self.lines[key]} takes several projections at once")
             part = local.narrow(dim, start // self.ranks, (stop - start) // self.ranks)
-            out.append(cut_tensor(part, self.mesh, None, dim, 1))
+            out.append(cut_tensor(part, self.mesh, dim, 1))
         if name == "__getitem__":  # what else the index asks for
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
             return rest_of_index(out[0], index, dim)
@@ -360,7 +360,7 @@ class Trial(TorchFunctionMode):
                 y = x @ (local if transposed else local.T)
                 if bias is not None:
                     y = y + linear_part(cut, "bias", bias, transposed=transposed, rank=0, ranks=self.ranks)
-                out = cut_tensor(y, self.mesh, None, y.ndim - 1, len(sizes) if equal else 1)
+                out = cut_tensor(y, self.mesh, y.ndim - 1, len(sizes) if equal else 1)
             own: Any = out
             own._unipar_sources = (name,)
             if not equal:

@@ -33,7 +33,7 @@ _FAILED_KEY: Final = "links/failed"
 class LinkWatch(Protocol):
     """Part of a watch that the tree tells of failures."""
 
-    def told(self, link: RankLink, message: dict[str, Any]) -> None:
+    def take(self, link: RankLink, message: dict[str, Any]) -> None:
         """Take a message of its launch."""
         ...
 
@@ -92,7 +92,7 @@ class RankTree:
             if "over" in message:
                 self._over.add((launch, link.rank))
             elif self._watch is not None and self._watch[0] == launch:
-                self._watch[1].told(link, message)
+                self._watch[1].take(link, message)
             elif launch not in self._ended:
                 self._early.append((link, message))
 
@@ -113,7 +113,7 @@ class RankTree:
             early, self._early = self._early, []
             for link, message in early:
                 if message["launch"] == launch:
-                    watch.told(link, message)
+                    watch.take(link, message)
             for link in self.links.all:
                 if link.rank in self._lost:
                     watch.lost(link, self._lost[link.rank])
