@@ -143,13 +143,9 @@ class Report(ShownAsPage):
             size=int(start.get("size", len(ranks))),
             parameters=int(start.get("parameters", 0)),
             steps=max([0, *steps, *stops, *ends]),
-            losses=[(int(row["step"]), float(row["loss"])) for row in _select_events(rows, "step")],
-            parts=_losses_by_part(_select_events(rows, "step")),
-            norms=[
-                (int(row["step"]), float(row["norm"]))
-                for row in _select_events(rows, "step")
-                if row.get("norm") is not None
-            ],
+            losses=[(int(row["step"]), float(row["loss"])) for row in steps_logged],
+            parts=_losses_by_part(steps_logged),
+            norms=[(int(row["step"]), float(row["norm"])) for row in steps_logged if row.get("norm") is not None],
             rates=[(int(row["step"]), rate) for row in steps_logged if (rate := _rate(row)) is not None],
             evals=[(int(row["step"]), _named_values(row)) for row in _select_events(rows, "eval")],
             logs=[(int(row["step"]), _named_values(row)) for row in _select_events(rows, "log")],
@@ -161,10 +157,10 @@ class Report(ShownAsPage):
             memory=_largest_memory_by_step(ranks),
             speed=[
                 (int(row["step"]), {name: float(row[name]) for name in SPEED_NAMES if name in row})
-                for row in _select_events(rows, "step")
+                for row in steps_logged
                 if "samples_per_second" in row
             ],
-            flops=next((float(row["flops"]) for row in reversed(_select_events(rows, "step")) if "flops" in row), None),
+            flops=next((float(row["flops"]) for row in reversed(steps_logged) if "flops" in row), None),
             stopped=stops[-1] if stops else None,
             stopped_by=next((str(row["why"]) for row in _select_events(rows, "stopped") if row.get("why")), "a signal"),
         )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from pydantic import PositiveInt, model_validator
 
@@ -41,14 +41,6 @@ class BatchSizes:
     ranks: int
     tokens: TokenLimits | None = None
     """Limits if the batch is counted in tokens; None: it is counted in samples."""
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Return the sizes from the fields of a JSON object."""
-        fields = dict(data)
-        if fields.get("tokens") is not None:
-            fields["tokens"] = TokenLimits(**fields["tokens"])
-        return cls(**fields)
 
     @property
     def unit(self) -> Literal["samples", "tokens"]:

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from pydantic import TypeAdapter
+
 from unipar.backend import Backend, checks
 from unipar.backend.offered_strategies import strategy_of
 from unipar.backend.registry import find_backend
@@ -87,11 +89,7 @@ class ChosenMicro:
     def of_run(cls, run: Path) -> Self | None:
         """Return the choice of the run in this folder, or None if it has none."""
         data: dict[str, Any] | None = read_launch_file(run).get("micro")
-        if data is None:
-            return None
-        trials = tuple(MicroTrial(**trial) for trial in data["trials"])
-        read: dict[str, Any] = {**data, "worlds": tuple(data["worlds"]), "trials": trials}
-        return cls(**read)
+        return None if data is None else TypeAdapter(cls).validate_python(data)
 
 
 def name_of_world(strategy: Strategy, ranks: int) -> str:
