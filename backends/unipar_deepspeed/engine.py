@@ -217,7 +217,7 @@ class ZeroEngine(OptimizerEngine):
 
     @override
     def call_frozen(self, fn: Fn, inputs: Any) -> Any:
-        """Call the model without DeepSpeed's engine, which would treat the other part's backward as its own."""
+        """Call the model without DeepSpeed's engine, which would take the other part's backward for its own."""
         return self.call(fn, OpaqueBatch(inputs))
 
     @override

@@ -182,7 +182,7 @@ class Engine(ABC):
 
     @abstractmethod
     def call_frozen(self, fn: Fn, inputs: Any) -> Any:
-        """Return `fn(model, given)` inside another part's loss, while this part's parameters take no gradients.
+        """Return `fn(model, inputs)` inside another part's loss, while this part's parameters take no gradients.
 
         Gradients flow through the call to `inputs`; every module keeps its own train or eval mode.
         """

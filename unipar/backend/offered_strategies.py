@@ -176,7 +176,7 @@ def config_with_strategy(config: Config, strategy: Strategy, *, keep_data: bool 
 
 
 def _parallel_in_strategy(parallel: Parallel, strategy: Strategy, *, one: bool) -> Parallel:
-    """Return the section `parallel` of a strategy, on as many ranks."""
+    """Return the section `parallel` in a strategy, on as many ranks as before; `one`: it is of a single process."""
     axes, data = strategy.axes, parallel.data
     if one:
         data = 1

@@ -207,7 +207,7 @@ class _ReadingOnNotice:
 # Into a checkpoint
 
 
-def describe_stream_place(live: FedRun, done: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def describe_data_position(live: FedRun, done: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return what a checkpoint's state.json says of the data, and the tensors of streams that this rank saves.
 
     All ranks call this together.

@@ -26,7 +26,7 @@ from unipar.distributed.meeting.text_rounds import open_rounds
 from unipar.errors import CheckpointError, TaskError
 from unipar.run_folder.layout import checkpoint_folder
 from unipar.task.location import code_folder, code_hash
-from unipar.training.run_loaders import describe_stream_place
+from unipar.training.run_loaders import describe_data_position
 from unipar.training.stopping import StepAgreement
 from unipar.utils.address import Location
 from unipar.utils.git import git_revision
@@ -141,7 +141,7 @@ class RunCheckpoints:
         live.check_state()  # a state behind a loss that is not finite, or that is not itself, is never published
         self._is_best, self._began, self._last_saved = False, time.monotonic(), done
         kept = Retention(self._settings.keep, [step for step, _ in self._best])
-        data, of_streams = describe_stream_place(live, done)
+        data, of_streams = describe_data_position(live, done)
         if (why := data.get("stream", {}).get("why")) and not self._has_warned:
             live.note("data", said=f"{why}: a run that goes on from a checkpoint reads it on")
             self._has_warned = True

@@ -39,7 +39,7 @@ def examine(
     batch = hidden.shape[0]
     results = [_rows(arguments, block, plain, (batch, n), x, dimension_of, inside) for x in (alike, moved)]
     for equal, changed in zip(*results, strict=True):
-        allowed = _rounding(equal) * float(equal.abs().max())
+        allowed = _row_tolerance(equal) * float(equal.abs().max())
         if n >= ENOUGH and float((equal - changed)[:, 1:-1].abs().max()) > allowed:
             raise TaskError(
                 f"parallel.context: {arguments.name} mixes positions outside of scaled_dot_product_attention, and a "
@@ -56,8 +56,8 @@ def examine(
     return min(layout.count(rank) for rank in range(layout.ranks)) >= ENOUGH  # the same on all ranks
 
 
-def _rounding(tensor: Tensor) -> float:
-    """Return how far equal rows may differ: a product's rows may be computed by different kernels."""
+def _row_tolerance(tensor: Tensor) -> float:
+    """Return by how much of the largest value equal rows may differ: a product's rows may have different kernels."""
     if torch.is_autocast_enabled(tensor.device.type) or tensor.dtype in (torch.float16, torch.bfloat16):
         return 2e-2
     return 1e-11 if tensor.dtype is torch.float64 else 2e-5

@@ -28,9 +28,9 @@ from unipar_mesh.pipeline.stage import is_left_out
 from unipar_mesh.proof.proof_of_model import (
     evaluation_without_autocast,
     off_by_length,
-    refusal,
     regions_of_gradients,
     sketch_regions,
+    split_error,
     tolerances,
 )
 from unipar_mesh.tensor.cuts import BlockPlan
@@ -135,7 +135,7 @@ def prove_blocks(
     """
     loss, rows = _split_blocks(engine, fn, batch, full, sequences)
     if (what := describe_difference(full, loss, rows, dtype)) is not None:
-        raise refusal(what, words)
+        raise split_error(what, words)
 
 
 def describe_difference(full: WholeBlocks, loss: float, rows: Mapping[str, Tensor], dtype: torch.dtype) -> str | None:

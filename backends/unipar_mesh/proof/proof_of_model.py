@@ -41,7 +41,7 @@ def prove(engine: WrapperEngine, fn: Fn, batch: Any, full: WholeModel, *, dtype:
 
 
 def refuse_difference(full: WholeModel, loss: float, sketches: torch.Tensor, dtype: torch.dtype, words: str) -> None:
-    """Raise TaskError if the split model's loss or gradients differ; `sketches` in the full model's order."""
+    """Raise TaskError if the split model's loss or gradients, of which `sketches` are, differ from the full model's."""
     names, expected_loss, expected = list(full.gradients), full.loss, torch.stack(list(full.gradients.values()))
     small_loss, small = tolerances(expected_loss, dtype)
     off = off_by_length(sketches, expected)
@@ -51,7 +51,7 @@ def refuse_difference(full: WholeModel, loss: float, sketches: torch.Tensor, dty
         return
     gradient = f", and the gradient of {names[worst]} is off by {float(off[worst]):.1e} of its length"
     what = f"a loss of {loss:.9g} for {expected_loss:.9g}{gradient if float(off[worst]) > small else ''}"
-    raise refusal(what, words)
+    raise split_error(what, words)
 
 
 def tolerances(loss: float, dtype: torch.dtype) -> tuple[float, float]:
@@ -76,8 +76,8 @@ def off_by_length(gradient: torch.Tensor, expected: torch.Tensor) -> torch.Tenso
     return torch.where(off.isfinite(), off, torch.inf)
 
 
-def refusal(what: str, words: str) -> TaskError:
-    """Return the error for a split model that differs; `words` say how it is split."""
+def split_error(what: str, words: str) -> TaskError:
+    """Return the error for a split model that differs from the full one by `what`; `words` say how it is split."""
     return TaskError(
         f"split as planned, the model is another: {what}; {words}. "
         "Leave one of the axes out, or say in the task's tensor(model) or cuts(stages) what must stay together"

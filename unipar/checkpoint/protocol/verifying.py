@@ -104,7 +104,7 @@ def verify_checkpoint(
 
 
 def inspect_checkpoint(path: Location) -> CheckpointContents:
-    """Check everything about a checkpoint but the hashes of its shards; raise CheckpointError if anything is amiss."""
+    """Return a checkpoint's contents after all checks but the hashes of shards; raise CheckpointError if one fails."""
     _check_folder(path)
     manifest = _read_manifest(path)
     step = step_of_folder(path.name)

@@ -47,7 +47,7 @@ class AveragingEngine(DelegatingEngine):
         self._steps: int | Tensor = 0
         self._updates: int | Tensor = 0
         self._averages = {
-            (piece.name, piece.where): _Average(piece.shape, _average_of(piece)) for piece in self._weights()
+            (piece.name, piece.where): _Average(piece.shape, _first_average(piece)) for piece in self._weights()
         }
         self._in_place = False
 
@@ -151,8 +151,8 @@ def without_counts(saved: Mapping[str, float]) -> dict[str, float]:
 
 
 @torch.no_grad()
-def _average_of(weight: Piece) -> Tensor:
-    """Return an average that begins as the weight is, contiguous; raise TaskError if its dtype would lose updates."""
+def _first_average(weight: Piece) -> Tensor:
+    """Return a weight's average before the first step, a copy; raise TaskError if its dtype would lose updates."""
     if weight.tensor.dtype.itemsize < torch.float32.itemsize:
         raise TaskError(
             f"train.ema is not available here: {weight.name} is updated in {str(weight.tensor.dtype)[6:]}, in which a "
