@@ -14,16 +14,14 @@ _BF16_WORDS = {"bf16-mixed": "bf16", "bf16-master": "bf16", "fp16": "fp16"}
 _TRUE_WORDS = ("true", "1", "yes")
 
 
-def find_contradictions(
-    config: Config, through: str, word: str | None, environ: Mapping[str, str] = os.environ
-) -> Iterator[str]:
+def find_contradictions(config: Config, through: str, word: str | None) -> Iterator[str]:
     """Yield a sentence for each variable that contradicts the config, whoever set it.
 
     `through` is the library that the strategy shards with, `word` Accelerate's name of the precision; None: Accelerate
     does not train it, so that "no", which `accelerate launch` always sets, says nothing.
     """
-    launched = "ACCELERATE_MIXED_PRECISION" in environ
-    for sentence in _contradictions(config, through, word, environ):
+    launched = "ACCELERATE_MIXED_PRECISION" in os.environ
+    for sentence in _contradictions(config, through, word, os.environ):
         yield sentence if launched else sentence.replace(_LAUNCH_WAS_TOLD, "Accelerate's variables here say", 1)
 
 

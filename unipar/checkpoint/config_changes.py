@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
@@ -154,10 +154,3 @@ def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _without_folder(key: str, value: Any) -> tuple[str, Any]:
     return key, PurePath(value).name if key == "task.use" and isinstance(value, str) else value
-
-
-def given_sections(origins: Mapping[str, str], by: Collection[str] = ("--set", "--out", "overrides")) -> Iterator[str]:
-    """Yield the keys of a config that a person has given in the command or in the call that starts it."""
-    for key, origin in origins.items():
-        if origin in by:
-            yield key

@@ -171,7 +171,7 @@ class CheckpointSaver:
         """Return the elements: a copy if training goes on, else the tensor's own when their turn comes."""
         t = piece.tensor.detach()
         if not self._asynchronous:
-            return partial(_bytes_on_cpu, t)
+            return lambda: bytes_of(t.cpu().contiguous())
         key = (piece.name, piece.kind, piece.where)
         copy = self._copies.get(key)
         if copy is None or copy.dtype != t.dtype or copy.numel() != t.numel():
@@ -187,10 +187,6 @@ class CheckpointSaver:
 
 def _place(piece: PieceToSave) -> tuple[str, str, int]:
     return piece.name, piece.kind, piece.where.start
-
-
-def _bytes_on_cpu(t: Tensor) -> memoryview:
-    return bytes_of(t.cpu().contiguous())
 
 
 @final

@@ -166,14 +166,6 @@ class PlanLimits:
         return usable_bytes(self.memory, self.headroom)
 
 
-def predict_strategy(config: Config, strategy: Strategy, ranks: int, device: PlannedDevice) -> PredictedStep:
-    """Return what a strategy needs, for a config that is in it; raise Unsupported if it is not planned."""
-    from unipar.training.fake_run.token_traces import traces_of
-
-    sizes = config.batch.settle(ranks // strategy.axes.ranks)
-    return traces_of(config, sizes.micro).predict(PredictionRequest(config, ranks, sizes, device, ranks))
-
-
 @dataclass(frozen=True)
 class StrategyPlanner:
     """A traced task, and what its strategies are planned for."""

@@ -91,11 +91,11 @@ class ConfigSource:
         origin = self.places.get(key)
         return f" ({origin})" if origin else ""
 
-    def with_out(self, out: str, origin: str = "--out") -> Self:
+    def with_out(self, out: str) -> Self:
         """Return a copy with another run folder."""
         config = self.config.model_copy(update={"out": out})
-        changes = (*self.changes, ("out", out, origin))
-        return replace(self, config=config, origins={**self.origins, "out": origin}, changes=changes)
+        changes = (*self.changes, ("out", out, "--out"))
+        return replace(self, config=config, origins={**self.origins, "out": "--out"}, changes=changes)
 
 
 def load_config_file(

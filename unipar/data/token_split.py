@@ -45,7 +45,7 @@ def divide_by_tokens(
         assert accumulate is not None
         count = accumulate * ranks
     else:
-        count = _round_up(len(divide(ordered, lengths, micro, None)), ranks)
+        count = -(-len(divide(ordered, lengths, micro, None)) // ranks) * ranks  # as many on each rank
     parts = divide(ordered, lengths, micro, count)
     parts = _split_further(parts, lengths, count, packed=packed)
     parts += [[] for _ in range(count - len(parts))]
@@ -55,10 +55,6 @@ def divide_by_tokens(
 def padded_tokens(part: Sequence[int], lengths: Sequence[int], *, packed: bool) -> int:
     """Return the tokens of a microbatch as `batch.micro` counts them."""
     return sum(lengths[i] for i in part) if packed else len(part) * max((lengths[i] for i in part), default=0)
-
-
-def _round_up(number: int, step: int) -> int:
-    return -(-number // step) * step
 
 
 _Parts = list[list[int]]

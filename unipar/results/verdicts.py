@@ -17,9 +17,9 @@ from unipar.errors import Stopped, Unsupported
 from unipar.results.row import library_name_column, outcome_reason
 from unipar.results.stored import StoredResult
 from unipar.run_folder.layout import PAGE_FILE_NAME
-from unipar.utils.columns import NO_TEXT, Column, choose_columns, table_blocks
+from unipar.utils.columns import NO_TEXT, Column, Reason, choose_columns, table_blocks
 from unipar.utils.notebook import ShownAsPage
-from unipar.utils.screen import Reason, Screen
+from unipar.utils.screen import Screen
 from unipar.utils.table import wrap_lines
 from unipar.utils.text import count_of, first_few
 

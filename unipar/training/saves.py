@@ -97,7 +97,7 @@ class RunCheckpoints:
 
     def go_on_from(self, step: int, state: Mapping[str, Any]) -> None:
         """Count the checkpoint from which the run goes on as the last one, and those of its best that are here."""
-        best = best_so_far(state)
+        best = [(int(at), float(value)) for at, value in state["best"]]
         world = self._live.world
         decide = open_rounds(world, world.key("best checkpoints"))
 
@@ -266,11 +266,6 @@ class RunCheckpoints:
             "early_stop": None if live.early_stop is None else live.early_stop.state(),
             "task": task,
         }
-
-
-def best_so_far(state: Mapping[str, Any]) -> list[tuple[int, float]]:
-    """Return step and value of the best evaluations of the run that saved this state."""
-    return [(int(step), float(value)) for step, value in state["best"]]
 
 
 def rank_best(values: list[tuple[int, float]], wanted: Best) -> list[tuple[int, float]]:

@@ -14,7 +14,6 @@ from typing import Any, Self
 
 from unipar.backend import Backend, checks
 from unipar.backend.installed import library_versions, machine_summary
-from unipar.checkpoint.config_changes import given_sections
 from unipar.checkpoint.protocol.verifying import find_checkpoints, inspect_checkpoint
 from unipar.checkpoint.starting_points import (
     check_start,
@@ -139,7 +138,7 @@ class PreparedRun:
                 "resume: auto (--resume) goes on in a run's folder, and --overwrite deletes what is in it: leave out "
                 "one of them, or begin anew with --overwrite and --set resume=never"
             )
-        keys = tuple(given_sections(source.origins))
+        keys = tuple(key for key, origin in source.origins.items() if origin in ("--set", "--out", "overrides"))
         finished = describe_finished_run(out, config) if earlier is not None and wanted != "never" else ""
         if finished and (newer := folder.newer_run_without_step(source.out, out, alone=config.out is not None)):
             finished += f"; {relative_path(newer)} was begun later and has ended before its first step"

@@ -361,9 +361,5 @@ def resolve_fault(case: FaultCase, kind: Fault, measured: float, micros: int) ->
     by_world = case.is_near(measured, float(ranks)) or case.is_near(measured, 1.0 / ranks)
     name = kind.candidates[0 if by_world else 1]
     change = "stays the same" if by_world else "changes with them"
-    counts = f"with {_count_microbatches(micros)} instead of {case.accumulate}"
+    counts = f"with {count_of(micros, 'microbatch')} instead of {case.accumulate}"
     return Fault(name, f"{kind.measured}; {counts} it {change} ({measured:.4g})")
-
-
-def _count_microbatches(micros: int) -> str:
-    return "1 microbatch" if micros == 1 else f"{micros} microbatches"
