@@ -13,7 +13,6 @@ import pytest
 from typing_extensions import override
 
 from tests.support.checkpoints import (
-    FailingDisk,
     HookedDisk,
     floats,
     pieces_of_rank,
@@ -29,6 +28,20 @@ from unipar.distributed.meeting.text_rounds import Judge
 from unipar.errors import CheckpointError
 
 Pieces = Callable[[int, int], Sequence[PieceToSave]]
+
+
+class FailingDisk(HookedDisk):
+    """Disk whose operation number `fails_at` raises an error; `done` holds the operations so far."""
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        super().__init__(self._count)
+        self.fails_at = fails_at
+        self.done: list[str] = []
+
+    def _count(self, operation: str, name: str) -> None:
+        self.done.append(f"{operation} {name}")
+        if len(self.done) - 1 == self.fails_at:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), name)
 
 
 def names(folder: Path) -> list[str]:
