@@ -32,7 +32,7 @@ from unipar.engines.placement import (
     place_tensors,
     refuse_scalar_parameters,
 )
-from unipar.engines.state import broadcast_module_buffers, buffer_pieces, module_holdings, restore_buffers
+from unipar.engines.state import buffer_pieces, module_holdings, restore_buffers
 from unipar.errors import TaskError
 from unipar_deepspeed.gathered_parameters import all_parameters, parameters_away
 from unipar_deepspeed.matrices.states import names_of_matrices
@@ -216,11 +216,6 @@ class ZeroEngine(OptimizerEngine):
         return sum(p.ds_numel * p.element_size() for p in parameters_away(self.model))
 
     @override
-    def call_frozen(self, fn: Fn, inputs: Any) -> Any:
-        """Call the model without DeepSpeed's engine, which would take the other part's backward for its own."""
-        return self.call(fn, OpaqueBatch(inputs))
-
-    @override
     def pieces(self) -> Iterator[Piece]:
         yield from self.holder.pieces()
         if self.world.rank == 0:
@@ -251,10 +246,6 @@ class ZeroEngine(OptimizerEngine):
             )
         self.holder.restore(read)
         restore_buffers(self.model, read)
-
-    @override
-    def share_buffers(self) -> None:
-        broadcast_module_buffers(self.model)
 
     @override
     def holdings(self) -> Iterator[Holding]:

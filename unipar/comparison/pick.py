@@ -16,6 +16,7 @@ from unipar.config.sections.strategy import AXES
 from unipar.config.yaml_edit import CannotEdit, change_keys
 from unipar.errors import ConfigError, OutExists
 from unipar.utils.files import whole
+from unipar.utils.mappings import value_at
 
 if TYPE_CHECKING:
     from unipar.planning.plan import Plan
@@ -86,7 +87,7 @@ def _changes(source: ConfigSource, wanted: Config, folder: Path) -> Iterator[tup
     """Yield the keys to change in the file, and what was given by --set."""
     config = source.config
     for key, origin in source.origins.items():
-        value = _value_at(config, key)
+        value = value_at(config, key)
         changed = origin in ("--set", "overrides") or origin.startswith(SHORTENED)
         if changed and not isinstance(value, Mapping) and not key.startswith(_CHANGED):
             yield key, value
@@ -125,13 +126,6 @@ def _paths(source: ConfigSource, folder: Path) -> Iterator[tuple[str, Any]]:
         yield "model.weights", os.path.relpath(weights, folder)
     elif weights is not None:
         yield "model.weights.file", os.path.relpath(weights.file, folder)
-
-
-def _value_at(config: Config, key: str) -> Any:
-    value: Any = config
-    for name in key.split("."):
-        value = value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
-    return value
 
 
 def _check(written: Config, wanted: Config, strategy: Strategy) -> None:

@@ -14,11 +14,12 @@ from unipar.backend.installed import installed_versions, machine_summary
 from unipar.config import Config, Strategy
 from unipar.errors import ConfigError, OutExists, ReportError
 from unipar.results.comparison import Comparison
-from unipar.results.result_files import nested_mapping, original_config_path, parse_comparison, read_mapping
+from unipar.results.result_files import original_config_path, parse_comparison, read_mapping
 from unipar.results.scaling import Scaling
 from unipar.results.spreadsheet import format_comparison_csv, format_scaling_csv
 from unipar.task.reference import TaskRef
 from unipar.utils.files import write_file_atomically
+from unipar.utils.mappings import nested_mapping
 
 COMPARE_JSON = "compare.json"
 COMPARE_CSV = "compare.csv"

@@ -20,6 +20,7 @@ from unipar.config.foreign_words import library_of_file
 from unipar.config.sections.schedule import Schedule
 from unipar.config.validation_errors import KeyOrigins, join_mistakes, list_mistakes
 from unipar.errors import ConfigError
+from unipar.utils.mappings import nested_mapping
 from unipar.utils.text import show_value
 
 NameCheck = Callable[[Mapping[str, Any], KeyOrigins], Iterable[str]]
@@ -196,7 +197,7 @@ class _ConfigDraft:
         self.changes.append((dotted, value, origin))
         steps = dotted.split(".")
         if origin in _CHANGES and self.origins.get("train.steps") not in _CHANGES:
-            self._written_steps = _section(self.data, "train").get("steps")
+            self._written_steps = nested_mapping(self.data, "train").get("steps")
         into = self.data
         for i, step in enumerate(steps[:-1]):
             above = ".".join(steps[: i + 1])
@@ -272,8 +273,8 @@ class _ConfigDraft:
 
         One that was overridden as well, or that did not fit before, stays as it is, and is refused.
         """
-        train = _section(self.data, "train")
-        steps, schedule_section, written = train.get("steps"), _section(train, "schedule"), self._written_steps
+        train = nested_mapping(self.data, "train")
+        steps, schedule_section, written = train.get("steps"), nested_mapping(train, "schedule"), self._written_steps
         origin = self.origins.get("train.steps")
         is_chosen = any(self.origins[key] in _CHANGES for key in self.origins if key.startswith("train.schedule"))
         if origin not in _CHANGES or is_chosen or not _is_count(steps):
@@ -305,13 +306,13 @@ class _ConfigDraft:
 
         One that was overridden as well stays as it is, and is refused by a run.
         """
-        steps, origin = _section(self.data, "train").get("steps"), self.origins.get("train.steps")
+        steps, origin = nested_mapping(self.data, "train").get("steps"), self.origins.get("train.steps")
         if origin not in _CHANGES or not _is_count(steps):
             return
         for key in INTERVALS:
             section, (*path, name) = self.data, key.split(".")
             for step in path:
-                section = _section(section, step)
+                section = nested_mapping(section, step)
             every = section.get(name)
             if _is_count(every) and every > steps and self.origins.get(key) not in _CHANGES:
                 section[name] = steps
@@ -328,12 +329,6 @@ def _read_schedule(data: Mapping[str, Any]) -> Schedule | None:
 
 
 _SCHEDULE: TypeAdapter[Schedule] = TypeAdapter(Schedule)
-
-
-def _section(data: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return a section of a config that may be invalid; {} if there is none."""
-    section = data.get(name)
-    return section if isinstance(section, dict) else {}
 
 
 def _is_count(value: Any) -> TypeGuard[int]:

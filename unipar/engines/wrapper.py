@@ -28,7 +28,6 @@ from unipar.engines.loss_scale import LossScaler
 from unipar.engines.optimizer_engine import OptimizerEngine
 from unipar.engines.plain_state import KINDS_OF_MODEL, decode_plain, describe_unsaved_value, encode_plain, plain_key
 from unipar.engines.state import (
-    broadcast_module_buffers,
     buffer_pieces,
     is_first_copy,
     local_part,
@@ -265,11 +264,6 @@ class WrapperEngine(OptimizerEngine):
 
     @override
     @final
-    def call_frozen(self, fn: Fn, inputs: Any) -> Any:
-        return self.call(fn, OpaqueBatch(inputs))  # inside: hooks that gather split parameters; no gradient reduction
-
-    @override
-    @final
     def pieces(self) -> Iterator[Piece]:
         self.before_state_access()
         state: Any = self.base.state
@@ -346,10 +340,6 @@ class WrapperEngine(OptimizerEngine):
                 for where, local in self.local_regions(name, value):
                     read.fill(local, name, kind, where)
         restore_buffers(self.model, read)
-
-    @override
-    def share_buffers(self) -> None:
-        broadcast_module_buffers(self.model)
 
     @override
     @final

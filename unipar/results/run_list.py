@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 
 from unipar import errors
 from unipar.errors import ReportError
-from unipar.results.result_files import nested_mapping, read_mapping
+from unipar.results.result_files import read_mapping
 from unipar.results.run_report import SPEED_NAMES
 from unipar.run_folder.error_file import RecordedError, read_error, read_run_error
 from unipar.run_folder.folder import FOLDERS_THAT_STAY, RUN_FILES, is_locked
@@ -21,6 +21,7 @@ from unipar.run_folder.heartbeat import LastPhase, read_heartbeat
 from unipar.run_folder.layout import heartbeat_path, run_log_path
 from unipar.run_folder.run_attempts import count_attempts
 from unipar.utils.columns import Column
+from unipar.utils.mappings import nested_mapping
 from unipar.utils.procfs import boot_id
 from unipar.utils.text import count_of, first_few, format_clock, format_number, format_rate, format_size
 

@@ -54,6 +54,11 @@ SIZE_UNITS: Final = {
 """Bytes of each unit of a size in words."""
 
 
+def short_dtype(dtype: object) -> str:
+    """Return the name of one of torch's dtypes: bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
 def parse_bytes(text: str) -> float:
     """Return the number of bytes that words such as 80GiB stand for; raise ValueError, with a sentence, if none."""
     match = re.fullmatch(r"([0-9.]+(?:[eE][+-]?[0-9]+)?) *([A-Za-z]*)", text.strip())

@@ -15,10 +15,11 @@ from unipar.errors import ReportError, UniparError
 from unipar.report.build import try_write_page, write_html
 from unipar.report.pages.scaling_page import render_scaling
 from unipar.results.comparison import Comparison
-from unipar.results.result_files import nested_mapping, original_config_path, parse_comparison, read_mapping
+from unipar.results.result_files import original_config_path, parse_comparison, read_mapping
 from unipar.results.row import StrategyResult
 from unipar.results.scaling import ScaledStrategy, Scaling
 from unipar.run_folder.layout import PAGE_FILE_NAME
+from unipar.utils.mappings import nested_mapping
 from unipar.utils.text import count_of
 
 

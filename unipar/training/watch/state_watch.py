@@ -22,7 +22,7 @@ from unipar.task import LocalBatch
 from unipar.training.watch.copy_check import CopyCheck
 from unipar.training.watch.digests import digest_tensor
 from unipar.training.watch.update_observer import UpdateObserver
-from unipar.utils.text import first_few
+from unipar.utils.text import first_few, short_dtype
 
 _TOLERANCE: Final = 0.01
 """Share by which a norm may differ from the one that is reported: libraries add it up in bf16, or after rounding."""
@@ -133,8 +133,8 @@ class StateWatch:
             if dtype.itemsize < created.itemsize:
                 what = "its values are" if piece.kind == "weight" else f"the optimizer's {piece.kind} of it is"
                 self._faults.append(
-                    f"{piece.name} was made in {_short(created)}, and {what} kept in {_short(dtype)}: small updates "
-                    "are lost"
+                    f"{piece.name} was made in {short_dtype(created)}, and {what} kept in {short_dtype(dtype)}: small "
+                    "updates are lost"
                 )
                 return
 
@@ -166,7 +166,8 @@ class StateWatch:
         for weight in observer.unchanged[:1]:
             self._faults.append(
                 f"the update left {weight.name} as it was, though its gradient's norm is {weight.norm:.3g} and its "
-                f"learning rate {weight.rate:.3g}: the step had no effect, or is too small for {_short(weight.dtype)}"
+                f"learning rate {weight.rate:.3g}: the step had no effect, or is too small "
+                f"for {short_dtype(weight.dtype)}"
             )
 
     # Checks of all ranks together
@@ -250,10 +251,6 @@ class StateWatch:
         raise Inconsistent(
             f"train.consistency_check: at step {number}, rank {rank}{part.error_suffix}: {first}; {_WAY_OUT}",
         )
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def watched_dtypes(parameters: Iterator[tuple[str, Any]]) -> Mapping[str, torch.dtype]:

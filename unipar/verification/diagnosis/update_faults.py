@@ -8,7 +8,7 @@ import numpy as np
 
 from unipar.utils.text import count_of, first_few
 from unipar.verification.diagnosis.case import Fault, FaultCase, run_gradient, whole_gradient
-from unipar.verification.judgement.record import SketchVector
+from unipar.verification.judgement.record import SketchVector, norm_of
 
 LEAST_LOSS_SCALE = 16.0
 """Smallest factor between norms that is taken for a loss scale."""
@@ -64,7 +64,7 @@ def classify_norm_of_groups(case: FaultCase, step: int) -> Fault | None:
         return None
     mine, right = run_gradient(case, step), whole_gradient(case, step)
     lengths: dict[str, float] = case.replay.shares[step - 1]["lengths"]
-    groups = [[name for name in g["names"] if name in mine and _length(right[name]) > 0] for g in case.groups(step)]
+    groups = [[name for name in g["names"] if name in mine and norm_of(right[name]) > 0] for g in case.groups(step)]
     whole_norm = math.hypot(*lengths.values())
     for what, several in (("group", groups), ("parameter", [[name] for names in groups for name in names])):
         norms = [math.hypot(*(lengths[name] for name in names)) for names in several if names]
@@ -115,7 +115,7 @@ def _decoupled_decays(case: FaultCase, step: int, decays: dict[str, float]) -> d
         before = case.base.states[step - 1][name, kind]
         change = case.run.states[step][name, kind] - case.base.states[step][name, kind]
         times = _factor(change, before)
-        if _length(change - times * before) > 0.02 * _length(change):
+        if norm_of(change - times * before) > 0.02 * norm_of(change):
             return {}
         measured[name] = decays[name] - times / rate_of[name]
     return measured
@@ -132,7 +132,7 @@ def _coupled_decays(case: FaultCase, step: int, decays: dict[str, float]) -> dic
         weight = case.run.states[step - 1][name, "weight"]
         change = (mine - expected[name]) * scale  # decay is added after the clip
         times = _factor(change, weight)
-        if _length(change - times * weight) > 0.02 * _length(change) + 1e-5 * _length(expected[name]):
+        if norm_of(change - times * weight) > 0.02 * norm_of(change) + 1e-5 * norm_of(expected[name]):
             return {}
         measured[name] = decays[name] + times
     return measured
@@ -158,10 +158,6 @@ def classify_update(case: FaultCase, step: int) -> Fault | None:
 
 def _factor(mine: SketchVector, right: SketchVector) -> float:
     return float(np.dot(mine, right)) / max(float(np.dot(right, right)), 1e-300)
-
-
-def _length(vector: SketchVector) -> float:
-    return float(np.linalg.norm(vector))
 
 
 def _shown(values: list[float]) -> str:

@@ -134,6 +134,11 @@ class RunRecord:
         return sorted({kind for _, kind in self.state} - {"weight", "step", KIND_OF_AVERAGES})
 
 
+def norm_of(vector: SketchVector) -> float:
+    """Return the Euclidean norm of a sketch."""
+    return float(np.linalg.norm(vector))
+
+
 def combine_ranks(ranks: list[dict[str, Any]]) -> RunRecord:
     """Return the record of a run from those of its ranks: losses and sketches are added, ranges of tensors joined."""
     steps = [list(step) for step in zip(*(rank["steps"] for rank in ranks), strict=True)]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from unipar.config import Precision
-from unipar.verification.judgement.record import RunRecord, SketchVector, StateKey, tensor_distance
+from unipar.verification.judgement.record import RunRecord, SketchVector, StateKey, norm_of, tensor_distance
 
 SPREAD_FACTOR = 4.0
 """Factor between the spread of the one-process runs and the tolerance of a strategy."""
@@ -211,8 +211,8 @@ def _buffer_tolerance(replays: Sequence[RunRecord], last: float) -> dict[str, tu
 
 def _sketch_tolerance(states: Sequence[dict[StateKey, SketchVector]], last: float) -> dict[StateKey, float]:
     base = states[0]
-    distances = {k: max((_length(a[k] - b[k]) for a, b in combinations(states, 2)), default=0.0) for k in base}
-    sizes = {k: _length(v) for k, v in base.items()}
+    distances = {k: max((norm_of(a[k] - b[k]) for a, b in combinations(states, 2)), default=0.0) for k in base}
+    sizes = {k: norm_of(v) for k, v in base.items()}
     return {k: SPREAD_FACTOR * x for k, x in _raise_to_median(distances, sizes, last).items()}
 
 
@@ -225,10 +225,6 @@ def _raise_to_median(
         shares = [differences[k] / sizes[k] for k in differences if k[1] == kind and sizes[k] > 0]
         usual[kind] = float(np.median(shares)) if shares else 0.0
     return {k: max(x, max(usual[k[1]], last) * sizes[k]) for k, x in differences.items()}
-
-
-def _length(vector: SketchVector) -> float:
-    return float(np.linalg.norm(vector))
 
 
 def _noise_tolerance(runs: Sequence[RunRecord], exact: RunRecord) -> dict[str, float]:
