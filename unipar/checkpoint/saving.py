@@ -132,11 +132,6 @@ class CheckpointSaver:
         waiting = (lambda: self._mark("waiting")) if waits or not self._asynchronous else (lambda: None)
         return open_rounds(self._world, key, waiting)
 
-    @property
-    def busy(self) -> bool:
-        """Whether a save is under way, or its result was not taken yet."""
-        return self._save is not None
-
     def finished(self) -> FinishedSave | None:
         """Return the result of a save that has ended, once; raise what made it fail; None while it runs."""
         save = self._save

@@ -20,6 +20,7 @@ from tests.support.checkpoints import (
     save_two_steps,
 )
 from unipar.backend import Region
+from unipar.checkpoint.format.shard_file import ShardReader
 from unipar.checkpoint.protocol.retention import Retention
 from unipar.checkpoint.protocol.save_checkpoint import PieceToSave, SavedCheckpoint, save_checkpoint
 from unipar.checkpoint.protocol.verifying import find_checkpoints, verify_checkpoint
@@ -88,7 +89,7 @@ def test_two_ranks_save_one_checkpoint(tmp_path: Path) -> None:
         "net.weight (step)": ("F32", (), [(zero, "step:net.weight", 0, 1, 0, 1)]),
         "net.empty (weight)": ("F64", (0, 4), []),
     }
-    with checkpoint.open_shard(one) as shard:
+    with ShardReader(first.path, one) as shard:
         data = bytearray(12)
         shard.read_tensor_into("weight:net.weight:3", 12, data)
         assert data == floats(51, 52, 53)  # the second row's second half, of step 42

@@ -59,11 +59,6 @@ class CheckpointContents:
     state: dict[str, Any]
     """Contents of state.json."""
 
-    def open_shard(self, name: str) -> ShardReader:
-        """Return a shard, open for reading; raise CheckpointError if its header is not what the manifest says."""
-        pieces = self.manifest.pieces_by_file[name]
-        return _open_checked_shard(self.path, name, self.manifest.files[name].bytes, pieces)
-
 
 def find_checkpoints(folder: Location) -> list[CheckpointFolder]:
     """Return what has the name of a checkpoint in a folder, newest first; nothing if there is no such folder."""
@@ -114,7 +109,7 @@ def inspect_checkpoint(path: Location) -> CheckpointContents:
     state = _read_state(path, manifest)
     for name, pieces in manifest.pieces_by_file.items():
         if name != STATE_FILE:
-            _open_checked_shard(path, name, manifest.files[name].bytes, pieces).close()
+            _check_shard(path, name, manifest.files[name].bytes, pieces)
     for tensor in manifest.tensors.values():
         check_tiling(tensor, f"{path / MANIFEST_FILE}")
     return CheckpointContents(path, manifest, state)
@@ -219,20 +214,13 @@ def _read_state(path: Location, manifest: Manifest) -> dict[str, Any]:
     return state
 
 
-def _open_checked_shard(
-    path: Location, name: str, size: int, pieces: Mapping[str, tuple[StoredTensor, Region]]
-) -> ShardReader:
-    """Return a shard, open for reading; raise CheckpointError if it is not what the manifest says."""
+def _check_shard(path: Location, name: str, size: int, pieces: Mapping[str, tuple[StoredTensor, Region]]) -> None:
+    """Raise CheckpointError if a shard's size or header is not what the manifest says."""
     with open_stored_file(path, name) as file:  # its size first: a truncated file is best called so
         if file.bytes != size:
             raise CheckpointError(f"{file.called}: {file.bytes:,} bytes; {MANIFEST_FILE} says {size:,}")
-    shard = ShardReader(path, name)
-    try:
+    with ShardReader(path, name) as shard:
         _compare_header(shard, pieces)
-    except BaseException:
-        shard.close()
-        raise
-    return shard
 
 
 def _compare_header(shard: ShardReader, pieces: Mapping[str, tuple[StoredTensor, Region]]) -> None:
