@@ -44,14 +44,14 @@ def draw_memory_through_step(page: ComparisonPageData, before: ComparisonPageDat
     common = max(top for top in tops.values() if top <= OWN_SCALE_RATIO * median(tops.values()))
     for i, (strategy, account) in enumerate(drawn):
         column, row = i % across, i // across
-        apart = tops[strategy.strategy] > common
+        own_scale = tops[strategy.strategy] > common
         x = AxisScale(0, 1, left + column * (each + gap), left + column * (each + gap) + each)
         y = AxisScale(
-            0, tops[strategy.strategy] if apart else common, row * (high + 46) + 34 + high, row * (high + 46) + 34
+            0, tops[strategy.strategy] if own_scale else common, row * (high + 46) + 34 + high, row * (high + 46) + 34
         )
         drawing.text(x.start, y.end - 20, fit_name(strategy.strategy, each), "name")
         _draw_phases(drawing, account, x, y)
-        for value, words in [] if apart else byte_ticks(y.high, 3):
+        for value, words in [] if own_scale else byte_ticks(y.high, 3):
             drawing.line((x.start, y(value)), (x.end, y(value)), "grid")
             if column == 0:
                 drawing.text(left - 6, y(value) + 4, words, "tick", "end")
@@ -60,7 +60,7 @@ def draw_memory_through_step(page: ComparisonPageData, before: ComparisonPageDat
         points = [(x(a), y(b)) for a, b in thin_curve(account.curve)]
         drawing.polygon([(points[0][0], y.start), *points, (points[-1][0], y.start)], "under")
         drawing.polyline(points, "curve", f"{strategy.strategy}: {format_size(strategy.peak)} at the peak")
-        if apart:
+        if own_scale:
             drawing.text(x.start + 6, y.start - 8, f"a scale of its own, up to {format_size(y.high)}", "tick")
     return str(drawing)
 
