@@ -69,7 +69,7 @@ def _read_memory_status(key: str) -> int:
 def measure(place: Place, run: Path, control: socket.socket | None) -> None:
     """Measure one way in a world of its own; entry function of the workers."""
     way = read_asked(run)
-    registry.load_backend("native").join(config_of("native/nothing", place.size), place)
+    registry.find_backend("native").join(config_of("native/nothing", place.size), place)
     torch.manual_seed(0)
     before = _read_memory_status("VmRSS")
     model = nn.Sequential(*[_block() for _ in range(DEPTH)], nn.Linear(WIDTH, 1))

@@ -14,16 +14,14 @@ _BF16_WORDS = {"bf16-mixed": "bf16", "bf16-master": "bf16", "fp16": "fp16"}
 _TRUE_WORDS = ("true", "1", "yes")
 
 
-def find_contradictions(
-    config: Config, through: str, word: str | None, environ: Mapping[str, str] = os.environ
-) -> Iterator[str]:
+def find_contradictions(config: Config, through: str, word: str | None) -> Iterator[str]:
     """Yield a sentence for each variable that contradicts the config, whoever set it.
 
     `through` is the library that the strategy shards with, `word` Accelerate's name of the precision; None: Accelerate
     does not train it, so that "no", which `accelerate launch` always sets, says nothing.
     """
-    launched = "ACCELERATE_MIXED_PRECISION" in environ
-    for sentence in _contradictions(config, through, word, environ):
+    launched = "ACCELERATE_MIXED_PRECISION" in os.environ
+    for sentence in _contradictions(config, through, word, os.environ):
         yield sentence if launched else sentence.replace(_LAUNCH_WAS_TOLD, "Accelerate's variables here say", 1)
 
 
@@ -62,13 +60,13 @@ def _parallelism_contradictions(config: Config, variables: LaunchVariables) -> I
         data = int(variables.environ.get("WORLD_SIZE", "1")) // axes.ranks
     sizes = {"tp_size": ("tensor", axes.tensor), "cp_size": ("context", axes.context), "dp_shard_size": ("data", data)}
     for theirs, (key, size) in sizes.items():
-        told = variables.environ.get(f"PARALLELISM_CONFIG_{theirs.upper()}", "1")
-        if told != str(size):
+        value = variables.environ.get(f"PARALLELISM_CONFIG_{theirs.upper()}", "1")
+        if value != str(size):
             ours = f"parallel.{key}: {size}"
-            yield _contradiction(f"parallelism_config_{theirs}", told, ours, f"which is {theirs}: {size} there")
+            yield _contradiction(f"parallelism_config_{theirs}", value, ours, f"which is {theirs}: {size} there")
     for theirs in ("dp_replicate_size", "sp_size"):
-        if (told := variables.environ.get(f"PARALLELISM_CONFIG_{theirs.upper()}", "1")) != "1":
-            yield f"{_LAUNCH_WAS_TOLD} parallelism_config_{theirs}: {told}, which unipar does not support; say 1 there"
+        if (value := variables.environ.get(f"PARALLELISM_CONFIG_{theirs.upper()}", "1")) != "1":
+            yield f"{_LAUNCH_WAS_TOLD} parallelism_config_{theirs}: {value}, which unipar does not support; say 1 there"
 
 
 class LaunchVariables:

@@ -16,14 +16,14 @@ from unipar_mesh.tensor.tensor_parallel import Undo, arm_block, replace_forward
 
 def matrices_left_whole(block: nn.Module) -> dict[str, str]:
     """Return the matrices of a block that DeepSpeed does not cut as they must be, each with the reason."""
-    found: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for name, module in block.named_modules():
         if isinstance(module, nn.MultiheadAttention):
-            found[name] = "AutoTP replaces linear layers, and nn.MultiheadAttention keeps its projections itself"
-            found[f"{name}.out_proj"] = found[name]
+            reasons[name] = "AutoTP replaces linear layers, and nn.MultiheadAttention keeps its projections itself"
+            reasons[f"{name}.out_proj"] = reasons[name]
         elif is_transposed(module):
-            found[name] = "AutoTP cuts a Conv1D as if its weight had the output first"
-    return found
+            reasons[name] = "AutoTP cuts a Conv1D as if its weight had the output first"
+    return reasons
 
 
 def arm_as_autotp(block: nn.Module, plan: BlockPlan, group: dist.ProcessGroup) -> list[Undo]:

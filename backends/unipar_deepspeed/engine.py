@@ -32,7 +32,7 @@ from unipar.engines.placement import (
     place_tensors,
     refuse_scalar_parameters,
 )
-from unipar.engines.state import broadcast_module_buffers, buffer_pieces, module_holdings, restore_buffers
+from unipar.engines.state import buffer_pieces, module_holdings, restore_buffers
 from unipar.errors import TaskError
 from unipar_deepspeed.gathered_parameters import all_parameters, parameters_away
 from unipar_deepspeed.matrices.states import names_of_matrices
@@ -71,7 +71,7 @@ class ZeroEngine(OptimizerEngine):
         refuse_scalar_parameters(part.module, str(strategies.strategy_of(config)))
         super().__init__(part, config, world)
         self.stage = SHARDS.index(config.parallel.shard)
-        split, whole = plan_tensor(part, config, world) if config.parallel.tensor > 1 else (None, None)
+        split, full = plan_tensor(part, config, world) if config.parallel.tensor > 1 else (None, None)
         use_groups(world)
         named = part.module.named_parameters()
         parameters = sum(p.numel() if split is None else split.numel(name, p) for name, p in named)
@@ -122,8 +122,8 @@ class ZeroEngine(OptimizerEngine):
         self.holder.forget_first_step()
         if masters is not None:
             self.holder.put_masters(masters, world.device)
-        if split is not None and whole is not None:
-            prove_split(part, split, self.call, world, whole, config)
+        if split is not None and full is not None:
+            prove_split(part, split, self.call, world, full, config)
             if self.stage == 3:
                 self.zero._partition_all_parameters()  # the proof's backward ended before the hooks that do it
 
@@ -216,11 +216,6 @@ class ZeroEngine(OptimizerEngine):
         return sum(p.ds_numel * p.element_size() for p in parameters_away(self.model))
 
     @override
-    def call_frozen(self, fn: Fn, inputs: Any) -> Any:
-        """Call the model without DeepSpeed's engine, which would treat the other part's backward as its own."""
-        return self.call(fn, OpaqueBatch(inputs))
-
-    @override
     def pieces(self) -> Iterator[Piece]:
         yield from self.holder.pieces()
         if self.world.rank == 0:
@@ -251,10 +246,6 @@ class ZeroEngine(OptimizerEngine):
             )
         self.holder.restore(read)
         restore_buffers(self.model, read)
-
-    @override
-    def share_buffers(self) -> None:
-        broadcast_module_buffers(self.model)
 
     @override
     def holdings(self) -> Iterator[Holding]:

@@ -33,8 +33,8 @@ def _without_hooks(model: nn.Module) -> Generator[None]:
     """Context manager: DeepSpeed's hooks are off, which gather and release a module's parameters, with other ranks."""
     before = [(module, {name: vars(module)[name] for name in _HOOKS}) for module in model.modules()]
     for module, hooks in before:
-        for name, found in hooks.items():
-            own = OrderedDict((key, hook) for key, hook in found.items() if not _is_deepspeeds(hook))
+        for name, registered_hooks in hooks.items():
+            own = OrderedDict((key, hook) for key, hook in registered_hooks.items() if not _is_deepspeeds(hook))
             vars(module)[name] = own
     try:
         yield

@@ -49,10 +49,10 @@ def collect(path: Path, into: StateCollector, *, weights_only: bool) -> None:
     if not first.is_file():
         first = folder / f"zero_pp_rank_0_{_WHOLE}"
     model = load_inert(first)
-    into.found.step = int(model["global_steps"])
-    into.found.skipped = skipped = int(model.get("skipped_steps") or 0)
+    into.state.step = int(model["global_steps"])
+    into.state.skipped = skipped = int(model.get("skipped_steps") or 0)
     if skipped:
-        into.found.remarks.append(
+        into.state.remarks.append(
             f"{skipped} of its steps were skipped because of the loss scale: the schedule stands {skipped} steps behind"
         )
     ranks = _optimizer_files(folder)
@@ -76,8 +76,8 @@ def collect(path: Path, into: StateCollector, *, weights_only: bool) -> None:
 
 
 def _optimizer_files(folder: Path) -> list[Path]:
-    found = {int(m[1]): file for file in folder.iterdir() if (m := _RANK.match(file.name))}
-    return [found[rank] for rank in sorted(found)]
+    file_of_rank = {int(m[1]): file for file in folder.iterdir() if (m := _RANK.match(file.name))}
+    return [file_of_rank[rank] for rank in sorted(file_of_rank)]
 
 
 def _refuse_missing_ranks(folder: Path, states: Sequence[Mapping[str, Any]]) -> None:
@@ -105,10 +105,10 @@ def _collect_unsplit(model: Mapping[str, Any], into: StateCollector, *, weights_
 
 def _moments(state: Mapping[str, Any]) -> Mapping[int, Mapping[str, Any]]:
     """Return the optimizer's state by group; raise CheckpointError if it was saved for another world already."""
-    found = state.get("base_optimizer_state") or state.get("optimizer_state_dict")
-    if not isinstance(found, Mapping) or "state" not in found:
+    optimizer_state = state.get("base_optimizer_state") or state.get("optimizer_state_dict")
+    if not isinstance(optimizer_state, Mapping) or "state" not in optimizer_state:
         raise CheckpointError("an elastic checkpoint, whose optimizer states are not read; import with --weights-only")
-    return found["state"]
+    return optimizer_state["state"]
 
 
 def _flat_values(

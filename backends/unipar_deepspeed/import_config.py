@@ -89,10 +89,10 @@ def read_clip(keys: ForeignSection) -> None:
     """Carry gradient_clipping; DeepSpeed clips at 1.0 where the file does not say otherwise."""
     if keys.open("gradient_clipping", "train.clip", "1.0"):
         return
-    given = "gradient_clipping" in keys
+    written = "gradient_clipping" in keys
     value = keys.take("gradient_clipping", float, 1.0)
     if value:
-        keys.reading.put("train.clip", value, "" if given else "DeepSpeed's own default, where the file says nothing")
+        keys.reading.put("train.clip", value, "" if written else "DeepSpeed's own default, where the file says nothing")
 
 
 _SCHEDULE_OF_TYPE = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}

@@ -103,8 +103,8 @@ def zero_settings(config: Config, parameters: int | None) -> dict[str, Any]:
     if stage == 3:
         settings["memory_efficient_linear"] = False  # it would replace F.linear in the whole process
     for name in SIZES_OF_STAGE[stage]:
-        given = getattr(options, name)
-        size = options.buckets if given is None else given
+        own_size = getattr(options, name)
+        size = options.buckets if own_size is None else own_size
         if size != "library":
             settings[DS_KEY_OF_SIZE[name]] = _scaled_size(name, parameters) if size == "scaled" else size
     if stage and options.overlap is not None:
@@ -150,18 +150,18 @@ def deepspeed_option_refusals(config: Config) -> Iterator[str]:
     stage, options = SHARDS.index(config.parallel.shard), options_of(config)
     own = DeepSpeedOptions.model_validate(config.options.get("deepspeed", {}))
     here = f"parallel.shard: {config.parallel.shard}"
-    given = {name: value for name, value in own.model_dump(exclude_defaults=True).items() if value is not None}
+    settings = {name: value for name, value in own.model_dump(exclude_defaults=True).items() if value is not None}
     if stage == 0:
-        for name, value in given.items():
+        for name, value in settings.items():
             yield f"options.deepspeed.{name}: {yaml_word(value)} has no effect, as nothing is split; leave it out"
         return
-    for name in given:
+    for name in settings:
         if name in DS_KEY_OF_SIZE and name not in SIZES_OF_STAGE[stage]:
-            yield f"options.deepspeed.{name}: {yaml_word(given[name])} has no effect with {here}; leave it out"
+            yield f"options.deepspeed.{name}: {yaml_word(settings[name])} has no effect with {here}; leave it out"
     for name in ("reduce", "gather", "live"):
-        if given.get(name) == 0:
+        if settings.get(name) == 0:
             yield f"options.deepspeed.{name}: 0 elements are too few; give a number above 0"
-    if isinstance(gather := given.get("gather"), int) and gather % 2:
+    if isinstance(gather := settings.get("gather"), int) and gather % 2:
         yield f"options.deepspeed.gather: {gather} is odd, and DeepSpeed wants an even number; give {gather + 1}"
     if options.overlap is not None and not _has_cuda(config):
         yield "options.deepspeed.overlap has no effect on the CPU, which has no streams; leave it out"
@@ -171,9 +171,9 @@ def deepspeed_option_refusals(config: Config) -> Iterator[str]:
 def _offload_refusals(config: Config, options: DeepSpeedOptions, stage: int) -> Iterator[str]:
     optimizer, parameters, neutral = options.offload_optimizer, options.offload_parameters, config.model.offload
     for name, wanted in _neutral_offload(config).items():
-        if (given := getattr(options, name)) != wanted:
+        if (value := getattr(options, name)) != wanted:
             yield (
-                f"options.deepspeed.{name}: {given} contradicts model.offload: {neutral}, which is {name}: {wanted}; "
+                f"options.deepspeed.{name}: {value} contradicts model.offload: {neutral}, which is {name}: {wanted}; "
                 "leave one of them out"
             )
     asked = f"options.deepspeed.offload_parameters: {parameters}" if neutral == "none" else f"model.offload: {neutral}"

@@ -278,9 +278,9 @@ class ZeroPartitions:
         """Fill this rank's range of every trained parameter's master from rank 0's values, one at a time."""
         for name, p in self.model.named_parameters():
             if p.requires_grad:
-                whole = broadcast_tensor(exact[name], device).view(-1)
+                full = broadcast_tensor(exact[name], device).view(-1)
                 for where, tensor in self.regions(name, p, "weight"):
-                    tensor.copy_(where.of(whole).view(tensor.shape))
+                    tensor.copy_(where.of(full).view(tensor.shape))
 
 
 def _refuse_unequal_states(saved: Mapping[str, Set[str]]) -> None:

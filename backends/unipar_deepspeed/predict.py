@@ -38,17 +38,17 @@ def predict_zero(config: Config, timeline: StepTimeline, ranks: int, *, device: 
     refuse_unplanned(str(strategies.strategy_of(config)), config, *divided, planned=planned)
     model = zero_model(config, timeline, ranks // axes.ranks, device=device)
     if stage == 0:
-        found = predict_stage_0(model)
+        prediction = predict_stage_0(model)
     elif stage < 3:
-        found = predict_flat(model, stage=stage)
+        prediction = predict_flat(model, stage=stage)
     else:
-        found = predict_partitioned(model)
+        prediction = predict_partitioned(model)
     if stage and model.norm_in_fp64 and axes.tensor == 1 and ranks > 1:
         norm = CommVolume("data", "all_reduce", NORM_BYTES, 1, ranks)
-        found = replace(found, sent=(*found.sent, norm))
+        prediction = replace(prediction, sent=(*prediction.sent, norm))
     if axes.tensor > 1:
-        return beside_tensor(found, model, config, stage, ranks)
-    return replace(found, built=tuple(built_terms(model, stage)) if model.staged else ())
+        return beside_tensor(prediction, model, config, stage, ranks)
+    return replace(prediction, built=tuple(built_terms(model, stage)) if model.staged else ())
 
 
 def zero_model(config: Config, timeline: StepTimeline, ranks: int, *, device: str) -> ZeroModel:

@@ -95,12 +95,12 @@ def regions_of_range(cut: ParameterCut, seat: int, start: int, length: int) -> I
         rows = (stop - start) // width if begin == 0 else 0
         end = width if rows else min(width, begin + stop - start)
         rows = rows or 1
-        for at, whole, size in spans:
+        for at, full_start, size in spans:
             low, high = max(at, begin), min(at + size, end)
             if low < high:
                 place = start - (stop - length) + low - begin
                 yield (
-                    _runs(number * row + whole + low - at, high - low, row, rows),
+                    _runs(number * row + full_start + low - at, high - low, row, rows),
                     _runs(place, high - low, width, rows),
                 )
         start += (rows - 1) * width + end - begin
@@ -114,9 +114,9 @@ def plan_tensor(part: Part, config: Config, world: World) -> tuple[TensorSplit, 
     """Return how the model is split, found on rank 0 while it has it whole, and loss and gradients of the whole one."""
     refuse_part(part, config)
     mesh = world.groups.devices["tensor"]
-    batch, plans, whole = made_on_first_rank(world, lambda: _try_model(part, config, mesh))
+    batch, plans, full = made_on_first_rank(world, lambda: _try_model(part, config, mesh))
     cuts = cuts_of_model(part.module, plans, None, config.parallel.tensor)
-    return TensorSplit(batch, plans, cuts, world.mesh.seat["tensor"], calls_of_blocks(part.module, plans)), whole
+    return TensorSplit(batch, plans, cuts, world.mesh.seat["tensor"], calls_of_blocks(part.module, plans)), full
 
 
 def _try_model(part: Part, config: Config, mesh: DeviceMesh) -> tuple[Any, Mapping[str, BlockPlan], WholeModel]:
@@ -125,12 +125,12 @@ def _try_model(part: Part, config: Config, mesh: DeviceMesh) -> tuple[Any, Mappi
     assert part.sample is not None
     batch = part.sample()
     cast_to = batch_dtype(config.train.precision)
-    given = batch if cast_to is None else cast_floats(batch, cast_to)
-    facts = look_at_model(part.module, part.blocks, part.loss, given, 1)
+    cast_batch = batch if cast_to is None else cast_floats(batch, cast_to)
+    facts = look_at_model(part.module, part.blocks, part.loss, cast_batch, 1)
     wanted = part.tensor or {}
     plans = plan_blocks(part.module, facts.blocks, facts.block_inputs, mesh, wanted, matrices_left_whole)
     refuse_empty_plans(config.parallel.tensor, plans.values(), part.blocks)
-    return batch, plans, whole_gradients(part.module, part.loss, given)
+    return batch, plans, whole_gradients(part.module, part.loss, cast_batch)
 
 
 def use_groups(world: World) -> None:
@@ -196,7 +196,7 @@ _SEEN = "replaced"
 
 
 def prove_split(
-    part: Part, split: TensorSplit, call: ForwardCall, world: World, whole: WholeModel, config: Config
+    part: Part, split: TensorSplit, call: ForwardCall, world: World, full: WholeModel, config: Config
 ) -> None:
     """Raise TaskError unless the split model has the whole one's loss and gradients on the sample."""
     assert part.loss is not None
@@ -218,11 +218,11 @@ def prove_split(
             module.training = mode
     mine = zip(named.items(), gradients, strict=True)
     held = {name: g.contiguous().view(-1) for (name, _), g in mine if g is not None and world.data_rank == 0}
-    sketches = sketch_regions(list(whole.gradients), _regions_of_parts(split, held))
+    sketches = sketch_regions(list(full.gradients), _regions_of_parts(split, held))
     sketches = world.sum(sketches.to(world.device)).cpu()
     mean = world.sum(loss.detach().double()) / world.size
     _, dtype = trained_and_narrowest_dtypes(part.module)
-    refuse_difference(whole, float(mean), sketches, dtype, str(config.parallel.axes))
+    refuse_difference(full, float(mean), sketches, dtype, str(config.parallel.axes))
 
 
 def _regions_of_parts(split: TensorSplit, held: Mapping[str, Tensor]) -> Iterator[tuple[str, int, Region, Tensor]]:

@@ -83,8 +83,8 @@ def find_cuda_parts(cuda: str, site: Path, path: str, environ: Mapping[str, str]
     roots = list(_roots(parts.nvcc, site))
     for header in HEADERS:
         folders = [root / part for root in roots for part in ("include", "include/cccl")]
-        if found := next((folder for folder in folders if (folder / header).exists()), None):
-            parts.include += [] if found in parts.include else [found]
+        if include_folder := next((folder for folder in folders if (folder / header).exists()), None):
+            parts.include += [] if include_folder in parts.include else [include_folder]
         else:
             parts.missing.append(with_package(header, cuda))
     for name in LIBRARIES:
@@ -101,8 +101,8 @@ def find_nvcc(site: Path, path: str, environ: Mapping[str, str]) -> str:
     if (on_path := shutil.which("nvcc", path=path)) and not homes:
         return on_path
     packages = sorted(str(root) for root in site.glob("nvidia/*") if (root / "bin/nvcc").exists())
-    found = (shutil.which("nvcc", path=f"{home}/bin") for home in [*homes, *packages, *SYSTEM_ROOTS])
-    return next((nvcc for nvcc in found if nvcc), on_path or "")
+    compilers = (shutil.which("nvcc", path=f"{home}/bin") for home in [*homes, *packages, *SYSTEM_ROOTS])
+    return next((nvcc for nvcc in compilers if nvcc), on_path or "")
 
 
 def _roots(nvcc: str, site: Path) -> Iterator[Path]:

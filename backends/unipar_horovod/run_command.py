@@ -77,7 +77,6 @@ def run_logged(
     *,
     log: Path,
     env: Mapping[str, str] = os.environ,
-    cwd: Path | None = None,
     say: ShowPercent | None = None,
 ) -> str:
     """Run a command, append its output to `log`, and return the last line; end the command when interrupted."""
@@ -87,7 +86,6 @@ def run_logged(
         with _signals_held() as deliver:
             child = subprocess.Popen(
                 command,
-                cwd=cwd,
                 env=dict(env),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,

@@ -100,14 +100,14 @@ def _missing_tools(torch: TorchBuild | str, environ: Mapping[str, str], path: st
 
 def _missing_cmake(path: str) -> Iterator[str]:
     wanted = f"cmake {'.'.join(map(str, OLDEST_CMAKE))} or newer"
-    found = shutil.which("cmake", path=path)
-    if not found:
+    cmake = shutil.which("cmake", path=path)
+    if not cmake:
         yield f"{wanted} (pip install cmake)"
         return
-    shown = subprocess.run([found, "--version"], capture_output=True, text=True, check=False).stdout
+    shown = subprocess.run([cmake, "--version"], capture_output=True, text=True, check=False).stdout
     number = re.search(r"version (\d+)\.(\d+)", shown)
     if number is None or tuple(map(int, number.groups())) < OLDEST_CMAKE:
-        yield f"{wanted}, found {found} that says {shown.splitlines()[:1]} (pip install cmake)"
+        yield f"{wanted}, found {cmake} that says {shown.splitlines()[:1]} (pip install cmake)"
 
 
 def _version_of(package: str) -> str | None:

@@ -58,7 +58,7 @@ class MeshEngine(ShardedEngine):
         self.once = config.parallel.shard in ("nothing", "optimizer")
         self.dtype, narrowest = trained_and_narrowest_dtypes(part.module)
         world.groups.create_together()
-        look, whole = look_together(part, config, world, options.proof)
+        look, full = look_together(part, config, world, options.proof)
         self.split = MeshSplit.of(part, look, world, axes, vocabulary=options.vocabulary == "split")
         sites = calls_of_blocks(part.module, {} if axes.context > 1 else look.plans)
         shell = place_model(part.module, self.split.own_blocks, self.placement(config, world), world.device)
@@ -68,7 +68,7 @@ class MeshEngine(ShardedEngine):
         self._arm_tensor(part, sites)
         self._sequences = self._arm_context(part, options.attention)
         self._stage, self._executor = self._arm_pipeline(part, shell)
-        self._prove(part, look, whole, narrowest, options.proof)
+        self._prove(part, look, full, narrowest, options.proof)
 
     # Set-up, in this order
 
@@ -130,7 +130,7 @@ class MeshEngine(ShardedEngine):
         self,
         part: Part,
         look: LookAtModel,
-        whole: WholeModel | WholeBlocks | None,
+        full: WholeModel | WholeBlocks | None,
         narrowest: torch.dtype,
         way: ProofWay,
     ) -> None:
@@ -141,7 +141,7 @@ class MeshEngine(ShardedEngine):
         assert part.loss is not None
         batch = to_device(look.batch, self.world.device) if has_own_memory(self.world.device) else look.batch
         proof: Any = prove if way == "whole" else partial(prove_blocks, sequences=self._sequences)
-        proof(self, part.loss, batch, whole, dtype=narrowest, words=self.split.words)
+        proof(self, part.loss, batch, full, dtype=narrowest, words=self.split.words)
 
     def wrap(self, part: Part, config: Config) -> None:
         """Let a library wrap model and optimizer, which has its parameters' parts by now; without one nothing does."""
@@ -247,9 +247,9 @@ class MeshEngine(ShardedEngine):
                 return super().run_forward(fn, batch)
             out = self._forward_alone(fn, batch) if self._executor is None else self._executor.forward(fn, batch)
         last = self._stages - 1
-        told = [map_tensors(out, lambda t: t.cpu()) if self._stage_seat == last else None]
-        dist.broadcast_object_list(told, self.mesh.rank_at(pipeline=last), group=self.world.groups.group("pipeline"))
-        return to_device(told[0], self.world.device)
+        outputs = [map_tensors(out, lambda t: t.cpu()) if self._stage_seat == last else None]
+        dist.broadcast_object_list(outputs, self.mesh.rank_at(pipeline=last), group=self.world.groups.group("pipeline"))
+        return to_device(outputs[0], self.world.device)
 
     def _forward_alone(self, fn: Fn, batch: Any) -> Any:
         """Return what `fn` returns on this rank: in the last stage, the answer."""

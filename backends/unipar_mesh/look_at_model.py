@@ -256,8 +256,8 @@ class CutTrial:
             needs, out = self.needs(cuts)
         except UniparError:  # such as cuts within the second of two towers, whose first one is left out then
             return None
-        whole, split = self._whole_loss(), float(out.detach().sum())
-        return needs if abs(split - whole) <= _SAME_LOSS * max(1.0, abs(whole)) else None
+        full_loss, split = self._whole_loss(), float(out.detach().sum())
+        return needs if abs(split - full_loss) <= _SAME_LOSS * max(1.0, abs(full_loss)) else None
 
     def needs(self, cuts: Sequence[int]) -> tuple[list[frozenset[str]], Tensor]:
         """Return the parameters that each stage uses, and the loss; no values are needed.
@@ -278,18 +278,18 @@ class CutTrial:
         }
         named = dict(model.named_parameters())
         floating = {name: p for name, p in named.items() if p.requires_grad}
-        found: list[set[str]] = [{n for n, p in named.items() if owner.get(id(p)) == s} for s in range(len(cuts) - 1)]
+        needed: list[set[str]] = [{n for n, p in named.items() if owner.get(id(p)) == s} for s in range(len(cuts) - 1)]
         out = torch.empty(())
         for number, (first, end) in enumerate(pairwise(cuts)):
             arrived = None if number == 0 else out.detach().requires_grad_(out.is_floating_point())
             with torch.autograd.graph.saved_tensors_hooks(lambda t: None, lambda _: _no_backward()):  # no activations
                 out = self._stage_output(first, end, arrived)
             reached = _leaves_of_graph(out)
-            found[number] |= {name for name, p in floating.items() if id(p) in reached}
-        unused = set(named) - set().union(*found)
-        found[0] |= unused
-        found[-1] |= unused
-        return [frozenset(names) for names in found], out
+            needed[number] |= {name for name, p in floating.items() if id(p) in reached}
+        unused = set(named) - set().union(*needed)
+        needed[0] |= unused
+        needed[-1] |= unused
+        return [frozenset(names) for names in needed], out
 
     def places(self, stages: int) -> list[int]:
         """Return the numbers of the blocks with which a stage may begin; raise TaskError if they are too few."""
@@ -297,10 +297,10 @@ class CutTrial:
         allowed = [place for place in range(1, end) if self.needs_if_right([0, place, end]) is not None]
         if len(allowed) >= stages - 1:
             return allowed
-        found = f" (before {', '.join(self.blocks[place] for place in allowed)})" if allowed else ""
+        names = f" (before {', '.join(self.blocks[place] for place in allowed)})" if allowed else ""
         raise TaskError(
             f"parallel.pipeline: {count_of(stages, 'stage')} need {count_of(stages - 1, 'cut')} between blocks, and "
-            f"this model allows {len(allowed)}{found}: elsewhere what blocks before the cut compute also reaches those "
+            f"this model allows {len(allowed)}{names}: elsewhere what blocks before the cut compute also reaches those "
             "behind it in other ways than the hidden states (a skip, an encoder's output, state kept on modules). "
             "Lower pipeline, put blocks that belong together into one (model.blocks, or the task's blocks()), or leave "
             "parallel.pipeline out"
@@ -336,12 +336,12 @@ def _leaves_of_graph(out: Tensor) -> set[int]:
     """Return the ids of the tensors from which autograd knows `out` to be computed."""
     leaves: set[int] = set()
     todo: list[Any] = [out.grad_fn]
-    seen: set[Any] = set()
+    visited: set[Any] = set()
     while todo:
         node = todo.pop()
-        if node is None or node in seen:
+        if node is None or node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         if (variable := getattr(node, "variable", None)) is not None:
             leaves.add(id(variable))
         todo += [following for following, _ in node.next_functions]

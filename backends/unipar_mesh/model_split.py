@@ -49,13 +49,13 @@ def look_together(
         axes = config.parallel.axes
         facts = look_at_model(part.module, part.blocks, part.loss, inputs, axes.stages, part.cuts)
         plans = _plan_tensor(part, facts, world, axes)
-        whole: WholeModel | WholeBlocks | None = None
+        full: WholeModel | WholeBlocks | None = None
         if proof == "whole":
-            whole = whole_gradients(part.module, part.loss, inputs)
+            full = whole_gradients(part.module, part.loss, inputs)
         elif proof == "blocks":
             names = blocks_to_prove(part.module, facts, plans)
-            whole = sketch_blocks(part.module, part.loss, inputs, names)
-        return LookAtModel(batch, replace(facts, block_inputs={}), plans), whole
+            full = sketch_blocks(part.module, part.loss, inputs, names)
+        return LookAtModel(batch, replace(facts, block_inputs={}), plans), full
 
     return made_on_first_rank(world, look)
 
@@ -78,8 +78,8 @@ def _plan_tensor(part: Part, facts: ModelFacts, world: World, axes: Axes) -> dic
     """Return the plan of each block; those of one kind are tried once."""
     if axes.tensor == 1:
         return {}
-    mesh, given = world.groups.devices["tensor"], part.tensor or {}
-    plans = plan_blocks(part.module, facts.blocks, facts.block_inputs, mesh, given, sequence=axes.sequence)
+    mesh, wanted_cuts = world.groups.devices["tensor"], part.tensor or {}
+    plans = plan_blocks(part.module, facts.blocks, facts.block_inputs, mesh, wanted_cuts, sequence=axes.sequence)
     refuse_empty_plans(axes.tensor, plans.values(), part.blocks)
     return plans
 
@@ -104,14 +104,14 @@ class MeshSplit:
     @classmethod
     def of(cls, part: Part, look: LookAtModel, world: World, axes: Axes, *, vocabulary: bool) -> MeshSplit:
         """Return the split of the whole model; raise TaskError on all ranks if one of them has nothing to train."""
-        found = find_vocabulary(part.module, part.blocks, axes.tensor) if vocabulary else None
+        embedding_and_head = find_vocabulary(part.module, part.blocks, axes.tensor) if vocabulary else None
         split = cls(
             axes,
             world.mesh.seat["pipeline"],
             look.facts,
             look.plans,
-            found,
-            cuts_of_model(part.module, look.plans, found, axes.tensor),
+            embedding_and_head,
+            cuts_of_model(part.module, look.plans, embedding_and_head, axes.tensor),
             {name: tuple(p.shape) for name, p in part.module.named_parameters()},
         )
         split._refuse_idle_stages(part.module)

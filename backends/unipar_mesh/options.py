@@ -26,5 +26,5 @@ class MeshOptions(Section):
 
 def options_of(config: Config) -> MeshOptions:
     """Return the mesh's part of options.native of the config."""
-    given = config.options.get("native", {})
-    return MeshOptions.model_validate({key: value for key, value in given.items() if key in MeshOptions.model_fields})
+    options = config.options.get("native", {})
+    return MeshOptions.model_validate({key: value for key, value in options.items() if key in MeshOptions.model_fields})

@@ -46,7 +46,7 @@ def place_model(
     A parameter that is absent becomes zeros without memory: what the loss computes before the first own block runs on
     them, and its result is replaced there.
     """
-    whole = dict(module.named_parameters(remove_duplicate=False))
+    full_parameters = dict(module.named_parameters(remove_duplicate=False))
     first_name = {id(p): name for name, p in module.named_parameters()}
     absent: dict[int, nn.Parameter] = {}
 
@@ -65,8 +65,8 @@ def place_model(
             fully_shard(module.get_submodule(name), mesh=placement.mesh, **placement.settings)
         fully_shard(shell, mesh=placement.mesh, ignored_params=set(absent.values()), **placement.settings)
     now = dict(module.named_parameters(remove_duplicate=False))
-    source = {id(now[name]): p for name, p in whole.items()}
-    names = {id(now[name]): first_name[id(p)] for name, p in whole.items()}
+    source = {id(now[name]): p for name, p in full_parameters.items()}
+    names = {id(now[name]): first_name[id(p)] for name, p in full_parameters.items()}
 
     def place(p: Tensor) -> Tensor:
         full = broadcast_tensor(source[id(p)], device)
@@ -76,7 +76,7 @@ def place_model(
         mine = full if part is None else part.local(full, placement.seat)
         return fill_shard(p, mine, device) if isinstance(p, DTensor) else mine
 
-    place_tensors(module, place, device, origin={id(p): now[name] for name, p in whole.items()})
+    place_tensors(module, place, device, origin={id(p): now[name] for name, p in full_parameters.items()})
     _hide_parameters(module, placement.absent)
     return shell
 

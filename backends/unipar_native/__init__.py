@@ -310,9 +310,9 @@ def _data_parallel_refusals(config: Config) -> Iterator[str]:
 
 def _ddp_refusals(config: Config) -> Iterator[str]:
     options = options_of(config)
-    given = [f"hook: {options.hook}"] * (options.hook != "none") + ["static_graph: true"] * options.static_graph
-    if given and not wraps_in_ddp(config):
-        for what in given:
+    settings = [f"hook: {options.hook}"] * (options.hook != "none") + ["static_graph: true"] * options.static_graph
+    if settings and not wraps_in_ddp(config):
+        for what in settings:
             yield f"options.native.{what} is not available: it is DDP's, which this strategy does not use; leave it out"
         return
     if options.static_graph and options.find_unused_parameters is True:

@@ -120,10 +120,10 @@ class RoundDataParallel(nn.DataParallel[ForwardCall]):
         CUDA runs asynchronously in any case, and each microbatch must draw its own random numbers, on the CPU too.
         """
         losses: list[Any] = []
-        for replica, given, device in zip(replicas, inputs, self.device_ids, strict=False):
+        for replica, arguments, device in zip(replicas, inputs, self.device_ids, strict=False):
             at = torch.device(device)  # PyTorch keeps numbers
             with torch.get_device_module(at).device(at):
-                losses.append(replica(*given))
+                losses.append(replica(*arguments))
         return losses
 
     @override

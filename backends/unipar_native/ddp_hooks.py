@@ -35,6 +35,6 @@ def register_hook(ddp: DistributedDataParallel, options: NativeOptions) -> Any:
 def held_by(state: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield names and tensors of what PowerSGD keeps from step to step: its matrices and the errors so far."""
     if state is not None:
-        for kind, found in (("P", state.p_memory_dict), ("Q", state.q_memory_dict), ("error", state.error_dict)):
-            for bucket, tensor in found.items():
+        for kind, buckets in (("P", state.p_memory_dict), ("Q", state.q_memory_dict), ("error", state.error_dict)):
+            for bucket, tensor in buckets.items():
                 yield f"PowerSGD {kind}, bucket {bucket}", tensor

@@ -72,14 +72,14 @@ def _shard_model(part: Part, world: World, mesh: DeviceMesh, settings: dict[str,
     So a rank that did not create the model never holds more than one whole tensor.
     """
     module, device = part.module, world.device
-    whole = dict(module.named_parameters(remove_duplicate=False))
+    full_parameters = dict(module.named_parameters(remove_duplicate=False))
     replace_parameters(module, lambda p: nn.Parameter(p.detach().to("meta"), p.requires_grad))
     shell = ForwardCall(module, device)
     for name in part.blocks:
         fully_shard(module.get_submodule(name), mesh=mesh, **settings)
     fully_shard(shell, mesh=mesh, **settings)
     home = torch.device("cpu") if "offload_policy" in settings else device
-    source = {id(p): whole[n] for n, p in module.named_parameters(remove_duplicate=False)}
+    source = {id(p): full_parameters[n] for n, p in module.named_parameters(remove_duplicate=False)}
 
     def place(p: Tensor) -> Tensor:
         assert isinstance(p, DTensor)
@@ -88,5 +88,5 @@ def _shard_model(part: Part, world: World, mesh: DeviceMesh, settings: dict[str,
         return fill_shard(p, broadcast_tensor(source[id(p)], device), home)
 
     now = dict(module.named_parameters(remove_duplicate=False))
-    place_tensors(module, place, device, origin={id(p): now[n] for n, p in whole.items()})
+    place_tensors(module, place, device, origin={id(p): now[n] for n, p in full_parameters.items()})
     return shell

@@ -11,9 +11,9 @@ from unipar.errors import TaskError
 from unipar_native import ZERO_OPTIMIZER_SETTINGS
 
 
-def split_optimizer(whole: Optimizer) -> ZeroRedundancyOptimizer:
-    """Return an optimizer that updates some of the parameters on each rank, by its part of `whole`, and sends them."""
-    dtypes = sorted({str(p.dtype) for group in whole.param_groups for p in group["params"]})
+def split_optimizer(optimizer: Optimizer) -> ZeroRedundancyOptimizer:
+    """Return an optimizer that updates on each rank its share of the parameters of `optimizer`, and sends them."""
+    dtypes = sorted({str(p.dtype) for group in optimizer.param_groups for p in group["params"]})
     if len(dtypes) > 1:
         raise TaskError(
             f"native/optimizer does not support parameters of {' and '.join(dtypes)} together, as "
@@ -21,14 +21,14 @@ def split_optimizer(whole: Optimizer) -> ZeroRedundancyOptimizer:
         )
 
     def local_part(groups: list[dict[str, Any]]) -> Optimizer:
-        """Return `whole` itself, whatever its class, without the parameters of other ranks."""
-        for group, own in zip(whole.param_groups, groups, strict=True):
+        """Return `optimizer` itself, whatever its class, without the parameters of other ranks."""
+        for group, own in zip(optimizer.param_groups, groups, strict=True):
             group["params"] = own["params"]
         own_parameters = {p for group in groups for p in group["params"]}
-        for p in set(whole.state) - own_parameters:
-            del whole.state[p]
-        return whole
+        for p in set(optimizer.state) - own_parameters:
+            del optimizer.state[p]
+        return optimizer
 
-    groups = [dict(group) for group in whole.param_groups]
+    groups = [dict(group) for group in optimizer.param_groups]
     make: Any = local_part  # ZeroRedundancyOptimizer's annotation wants a class, but it calls any callable
     return ZeroRedundancyOptimizer(groups, make, **ZERO_OPTIMIZER_SETTINGS)

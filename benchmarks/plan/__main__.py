@@ -24,7 +24,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.memory import measure_account
-from benchmarks.plan.rows import OF_OURS, OF_PUBLIC, Row, config_of, covering_rows, rows_of
+from benchmarks.plan.rows import OF_OURS, OF_PUBLIC, Row, config_of, covering_rows, predict_strategy, rows_of
 from unipar.backend import offered_strategies as strategies
 from unipar.config import Strategy
 from unipar.config.settled import SettledConfig
@@ -77,9 +77,7 @@ class Result:
 
 def plan_row(row: Row) -> tuple[PredictedPeak, Mapping[str, int]]:
     """Return the fullest phase of a row as planned, and its bytes sent; raise Unsupported if it is not planned."""
-    from unipar.comparison.make_plan import predict_strategy
-
-    predicted = predict_strategy(config_of(row), Strategy.parse(row.strategy), row.ranks, "cpu")
+    predicted = predict_strategy(config_of(row), Strategy.parse(row.strategy), row.ranks)
     sent = {f"{p.axis} {p.collective}": 0 for p in predicted.sent}
     for p in predicted.sent:
         sent[f"{p.axis} {p.collective}"] += p.size

@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 from benchmarks.examples import EXAMPLES, ROOT, SMALL
 from benchmarks.memory import measure_account
 from benchmarks.plan.__main__ import NOT_PLANNED, PUBLIC_LIMIT, Result
+from benchmarks.plan.rows import predict_strategy
 from unipar.backend import offered_strategies as strategies
-from unipar.comparison.make_plan import predict_strategy
 from unipar.config import Config, Strategy
 from unipar.config.config_source import load_config_file
 from unipar.config.settled import SettledConfig
@@ -53,7 +53,7 @@ def _ranks(config: Config) -> int:
 
 def _measured(row: dict[str, str], settled: SettledConfig, environment: dict[str, str]) -> Result:
     config, strategy = settled.config, Strategy.parse(row["strategy"])
-    planned = predict_strategy(config, strategy, settled.ranks, "cpu").step_peak
+    planned = predict_strategy(config, strategy, settled.ranks).step_peak
     account = measure_account(settled, environment)
     full = max((phase for phase in account.phases if phase.name != "built"), key=lambda phase: phase.peak)
     own = sum(full.held.get(category, 0) for category in NOT_PLANNED)

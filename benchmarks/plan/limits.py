@@ -32,9 +32,8 @@ from typing import Any, Literal
 from benchmarks.memory import measure_account
 from benchmarks.plan.__main__ import NOT_PLANNED
 from benchmarks.plan.limited_rank import ENTRY, ENTRY_MODULE
-from benchmarks.plan.rows import Row, all_strategies, config_of
+from benchmarks.plan.rows import Row, all_strategies, config_of, predict_strategy
 from unipar.backend import registry
-from unipar.comparison.make_plan import predict_strategy
 from unipar.config import Strategy
 from unipar.config.settled import SettledConfig
 from unipar.errors import UniparError
@@ -142,7 +141,7 @@ def train(
     `share`: that of the planned peak which is the limit, where it does not fit.
     """
     config, strategy = config_of(row), Strategy.parse(row.strategy)
-    step = predict_strategy(config, strategy, row.ranks, "cpu")
+    step = predict_strategy(config, strategy, row.ranks)
     planned = step.peak
     settled = SettledConfig.of(config, strategy, row.ranks, "cpu")
     limit, counted = int(step.needed / (1 - HEADROOM)), "tensors"

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import combinations, product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.memory import SIZES
 from benchmarks.plan.models import PUBLIC_MODELS
@@ -18,6 +18,10 @@ from unipar.backend import offered_strategies as strategies
 from unipar.config import Config, Strategy
 from unipar.config.config_source import load_given_config
 from unipar.errors import UniparError
+from unipar.prediction.request import PredictionRequest
+
+if TYPE_CHECKING:
+    from unipar.training.fake_run.task_traces import PredictedStep
 
 ROOT = Path(__file__).parents[2]
 CONTEXT = 64
@@ -85,6 +89,14 @@ class Row:
     def pairs(self) -> frozenset[tuple[Any, ...]]:
         """Each two of its settings with their values."""
         return frozenset(combinations(asdict(self).items(), 2))
+
+
+def predict_strategy(config: Config, strategy: Strategy, ranks: int) -> PredictedStep:
+    """Return what a strategy needs on the CPU, for a config that is in it; raise Unsupported if it is not planned."""
+    from unipar.training.fake_run.token_traces import traces_of
+
+    sizes = config.batch.settle(ranks // strategy.axes.ranks)
+    return traces_of(config, sizes.micro).predict(PredictionRequest(config, ranks, sizes, "cpu", ranks))
 
 
 def config_of(row: Row) -> Config:

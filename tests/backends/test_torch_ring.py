@@ -164,7 +164,7 @@ def test_why_keys_are_gathered_is_told_once(
 ) -> None:
     """On a device where torch's ring may be chosen, rank 0's log says why an attention goes another way."""
     monkeypatch.setattr(dist, "get_rank", partial(_same, 0))
-    monkeypatch.setattr(attention, "_told", set[str]())
+    monkeypatch.setattr(attention, "_reasons_logged", set[str]())
     with caplog.at_level(logging.WARNING, "unipar"):
         for number in range(2):
             attention.tell_once(f"layers.{number}", "there is a mask, and torch's ring takes is_causal alone")

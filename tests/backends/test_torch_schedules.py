@@ -35,7 +35,7 @@ def config_of(**sections: Any) -> Config:
 
 
 def refusals(**sections: Any) -> list[str]:
-    return list(registry.load_backend("native").refuse(config_of(**sections)))
+    return list(registry.find_backend("native").refuse(config_of(**sections)))
 
 
 def test_what_they_run() -> None:

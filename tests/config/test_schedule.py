@@ -161,7 +161,8 @@ def test_an_exported_script_has_the_same_rates(schedule: Schedule) -> None:
     outline: Any = SimpleNamespace(
         autocast=False, steps=STEPS, config=config(train={"steps": STEPS, "schedule": schedule.model_dump()})
     )
-    code = "import math\n" + functions_code(outline, loss=False).partition("def note(")[0]
+    functions = functions_code(outline)
+    code = "import math\n" + functions[functions.index("def rate(") :].partition("def note(")[0]
     names: dict[str, Any] = {"STEPS": STEPS, "WARMUP": schedule.warmup_steps(STEPS)}
     exec(code, names)
     assert [names["rate"](step) for step in range(STEPS)] == pytest.approx(factors(schedule), abs=1e-15)

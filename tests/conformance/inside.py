@@ -42,7 +42,7 @@ def run(place: Place, folder: Path, control: socket.socket | None) -> None:
     strategy, names = Strategy.parse(told["strategy"]), told["cases"]
     tasks.BLOCKS[0] = blocks_for(strategy)
     first = CASES[names[0] if CASES[names[0]].apart else "one microbatch"].config(strategy, told["size"])
-    world = registry.load_backend(strategy.backend).join(first, place)
+    world = registry.find_backend(strategy.backend).join(first, place)
     heartbeat = HeartbeatWriter(heartbeat_path(folder, place.rank))
     for name in names:
         began = time.perf_counter()

@@ -15,9 +15,10 @@ import pytest
 from tests.support.foreign_launch import CONFIG
 from tests.support.forks import Forks
 from tests.support.launchers import LAUNCH_COMMANDS, environment, in_private_network, launch_command, reason_missing
-from tests.support.world import eventually, is_running, parent_of
+from tests.support.world import eventually, is_running
 from unipar.results.run_report import Report
 from unipar.run_folder.run_log import RunLog
+from unipar.utils.procfs import PARENT, process_stat
 
 STRATEGIES = [
     pytest.param("torchrun", "native", marks=pytest.mark.sweep),
@@ -185,7 +186,7 @@ def test_ranks_die_with_a_launcher_that_is_killed(launcher: str, tmp_path: Path)
     run_logs = [tmp_path / f"runs/x/rank-{rank}.jsonl" for rank in (0, 1)]
     eventually(lambda: all(x.exists() and '"step"' in x.read_text("utf-8") for x in run_logs), "no step", 60)
     left = [next(RunLog.read(x))["pid"] for x in run_logs]
-    left += {parent_of(rank) for rank in left} - {process.pid}
+    left += {int(process_stat(rank)[PARENT]) for rank in left} - {process.pid}
     assert len(left) == (3 if launcher == "deepspeed" else 2)
     process.send_signal(signal.SIGKILL)
     process.wait()

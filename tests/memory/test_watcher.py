@@ -91,7 +91,7 @@ del crumbs
 meter.mark("end")
 meter.end()
 replay = Attribution(meter.collect_events())
-peaks = [window.peak - replay._seen.base for window in replay.windows]
+peaks = [window.peak - replay._trace.base for window in replay.windows]
 borders = [0, 1 / 3, 2 / 3, 1]
 curve = list(replay.curve(replay.windows, [1.0, 1.0, 1.0]))
 highest = [max(held for at, held in curve[:-1] if low <= at < high) for low, high in zip(borders, borders[1:])]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from unipar.planning.machines.device_peaks import find_device_peaks, known_devices
+from unipar.planning.machines.device_peaks import DEVICES, find_device_peaks
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_what_a_device_lacks_has_no_peak() -> None:
     found = find_device_peaks("Tesla V100-SXM2-32GB")
     assert found is not None
     assert sorted(found.flops) == ["fp16", "fp32", "fp64"]
-    names = [name for device in known_devices() for name in device.names]
+    names = [name for device in DEVICES for name in device.names]
     assert len(names) == len(set(names))
-    for device in known_devices():
+    for device in DEVICES:
         assert device.classes["fp64"] <= device.classes["fp32"] <= device.classes["fp16"], device.names

@@ -92,7 +92,7 @@ def test_a_slow_rank_is_waited_for(keys: dict[str, Any], tmp_path: Path, forks: 
 def test_operations_are_counted_if_they_are_asked_for(tmp_path: Path, counts: bool) -> None:
     """Rows of a run have them; a verification, which shows none, leaves them out: they take a third of its time."""
     config = {"backend": "single", "device": "cpu", "batch": {"total": 4}, "train": {"steps": 3}, "log": {"every": 1}}
-    settled, backend = settle(Config.model_validate(config), 1), registry.load_backend("single")
+    settled, backend = settle(Config.model_validate(config), 1), registry.find_backend("single")
     place = Place(rank=0, size=1, local_rank=0, local_size=1, launcher="unipar")
     world, heartbeat = backend.join(settled.config, place), HeartbeatWriter(heartbeat_path(tmp_path, 0))
     with RunLog(run_log_path(tmp_path, 0)) as run_log:

@@ -14,7 +14,6 @@ from tests.support.verifications import (
     agreeing_verdicts,
     cut_dependent_verdicts,
     disagreeing_verdicts,
-    write_example_verification,
 )
 from unipar.errors import ReportError
 from unipar.report.build import write_page, write_pages
@@ -26,6 +25,17 @@ from unipar.results.verdicts import Verdicts
 
 def page_of(verdicts: Verdicts) -> VerificationPageData:
     return VerificationPageData(folder=Path("runs/digits/verify"), verdicts=verdicts, config={"backend": "native"})
+
+
+def write_example_verification(run: Path, verdicts: Verdicts | None = None) -> Path:
+    """A run folder with a verification and the config that was verified."""
+    folder = run / "verify"
+    (folder / "asked").mkdir(parents=True)
+    (folder / "asked/digits.json").write_text(json.dumps({"backend": "native", "train": {"steps": 12}}), "utf-8")
+    (folder / "verify.json").write_text(
+        json.dumps((verdicts or agreeing_verdicts()).model_dump(mode="json"), allow_nan=True), "utf-8"
+    )
+    return run
 
 
 def test_the_first_sentence_is_the_verdict() -> None:

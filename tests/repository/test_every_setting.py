@@ -19,21 +19,33 @@ from tests.support.every_setting import (
     VARIABLES,
     Probe,
     Setting,
-    leaf_keys,
     nested,
     of_strategy,
     outcomes,
     play,
 )
+from unipar.backend import registry
 from unipar.backend.checks import check_strategy, given_source
 from unipar.backend.offered_strategies import strategy_of
 from unipar.cli.commands.config.explain import explain_config
+from unipar.config import Config
+from unipar.config.validation_errors import list_known_keys
 from unipar.errors import UniparError
 
 ROOT = Path(__file__).parents[2]
 KEYS = list(SETTINGS)
 PLAYED = [key for key, setting in SETTINGS.items() if setting.shows not in ("", "library")]
 TOLD = [key for key, setting in SETTINGS.items() if setting.shows == "library"]
+
+
+def leaf_keys() -> list[str]:
+    """Return each key of the schema that is no section, with the options of every backend."""
+    keys = dict.fromkeys(list_known_keys(Config))
+    for name in registry.backend_names():
+        if registry.find_backend(name).name in ("accelerate", "deepspeed", "horovod", "native"):
+            keys |= dict.fromkeys(f"options.{name}.{key}" for key in registry.find_backend(name).options.model_fields)
+    both = ("train.clip", "model.weights", "model.compile", "train.parts", "task.args")  # a value, or a section
+    return [key for key in keys if key in both or not any(other.startswith(f"{key}.") for other in keys)]
 
 
 def covering(key: str) -> list[str]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import struct
 import threading
 from collections.abc import Callable, Sequence
@@ -179,17 +177,3 @@ class _HookedFile(OutputFile):
     @override
     def close(self) -> None:
         self._inner.close()
-
-
-class FailingDisk(HookedDisk):
-    """Disk whose operation number `fails_at` raises an error; `done` holds the operations so far."""
-
-    def __init__(self, fails_at: int | None = None, number: int = errno.EIO) -> None:
-        super().__init__(self._count)
-        self.fails_at, self.number = fails_at, number
-        self.done: list[str] = []
-
-    def _count(self, operation: str, name: str) -> None:
-        self.done.append(f"{operation} {name}")
-        if len(self.done) - 1 == self.fails_at:
-            raise OSError(self.number, os.strerror(self.number), name)

@@ -35,7 +35,7 @@ def run(place: Place, folder: Path, control: socket.socket | None) -> None:
     """Play all cases of a world of this size, and write down what came out of each."""
     warnings.filterwarnings("ignore")
     made = Config.model_validate(CONFIG | {"parallel": {"data": place.size}})
-    world = registry.load_backend("native").join(made, place)
+    world = registry.find_backend("native").join(made, place)
     torch.set_num_threads(1)
     RING_KERNELS["cpu"] = RingKernel(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default, cpu_backward)
     chosen: dict[str, Callable[[], Any]] = CASES if place.size == 2 else {name: CASES[name] for name in OF_FOUR}

@@ -32,7 +32,6 @@ from unipar.backend.offered_strategies import strategies_of_backend
 from unipar.config import Config, Strategy
 from unipar.config.sections.strategy import AXES, Axes
 from unipar.config.settled import SettledConfig
-from unipar.config.validation_errors import list_known_keys
 from unipar.distributed.place import Place
 from unipar.errors import UniparError
 from unipar.training.setup import open_run
@@ -307,16 +306,6 @@ SETTINGS: Mapping[str, Setting] = {
         value="ring", beside={"parallel.context": 2}, strategy="native", shows="library"),
     "options.native.proof": Setting(value="off", beside={"parallel.tensor": 2}, strategy="native", shows="library"),
 }  # fmt: skip
-
-
-def leaf_keys() -> list[str]:
-    """Return each key of the schema that is no section, with the options of every backend."""
-    keys = dict.fromkeys(list_known_keys(Config))
-    for name in registry.backend_names():
-        if registry.find_backend(name).name in ("accelerate", "deepspeed", "horovod", "native"):
-            keys |= dict.fromkeys(f"options.{name}.{key}" for key in registry.find_backend(name).options.model_fields)
-    both = ("train.clip", "model.weights", "model.compile", "train.parts", "task.args")  # a value, or a section
-    return [key for key in keys if key in both or not any(other.startswith(f"{key}.") for other in keys)]
 
 
 def nested(values: Values) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def run(place: Place, folder: Path, control: socket.socket | None) -> None:
     heartbeat = HeartbeatWriter(heartbeat_path(folder, place.rank))
     for name in asked["tasks"]:
         config = config_of(name, asked["backend"], asked["shard"], place.size)
-        world = world or registry.load_backend(config.backend).join(config, place)
+        world = world or registry.find_backend(config.backend).join(config, place)
         task = HAND_LOOPS[name].make_task(Path(asked["pretrained"]))
         own = folder / name
         own.mkdir(exist_ok=True)

@@ -136,7 +136,7 @@ def run(place: Place, folder: Path, control: socket.socket | None) -> None:
     torch.set_num_threads(1)
     rows = json.loads((folder / "rows.json").read_text("utf-8"))
     first = config_of(rows[0][0], rows[0][1], place.size)
-    world = registry.load_backend(first.backend).join(first, place)
+    world = registry.find_backend(first.backend).join(first, place)
     results: list[dict[str, Any]] = []
     for strategy, precision, micros in rows:
         config = config_of(strategy, precision, place.size)

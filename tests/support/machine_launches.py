@@ -85,7 +85,6 @@ ON_FIRST: dict[str, Sequence[str]] = {
 """The same, started on the first machine, from where it reaches the others."""
 
 LAUNCHERS = (*ON_EACH, *ON_FIRST)
-CYCLIC = ("mpirun cyclic", "srun cyclic")
 EQUAL_MACHINES = ("accelerate launch", "srun", "srun cyclic", "srun torchrun", "mpirun cyclic")
 """Launchers that start as many ranks on one machine as on another."""
 

@@ -75,7 +75,7 @@ def run(place: Place, folder: Path, control: socket.socket | None) -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     jobs = [Placed(**told) for told in json.loads((folder / "jobs.json").read_text("utf-8"))]
-    world = registry.load_backend("native").join(jobs[0].config, place)
+    world = registry.find_backend("native").join(jobs[0].config, place)
     heartbeat = HeartbeatWriter(heartbeat_path(folder, place.rank))
     for number, job in enumerate(jobs):
         world.machines = WorldMachines.of_ranks(job.machines, job.machines, [""] * place.size)

@@ -82,7 +82,7 @@ def run(place: Place, folder: Path, control: socket.socket | None) -> None:
     torch.set_num_threads(1)
     rows = json.loads((folder / "rows.json").read_text("utf-8"))
     first: Config = case_of(rows[0]).config(Strategy.parse(rows[0]["strategy"]), place.size)
-    world = registry.load_backend(first.backend).join(first, place)
+    world = registry.find_backend(first.backend).join(first, place)
     heartbeat = HeartbeatWriter(heartbeat_path(folder, place.rank))
     for i, row in enumerate(rows):
         case, strategy = case_of(row), Strategy.parse(row["strategy"])

@@ -140,7 +140,7 @@ def play(place: Place, folder: Path, control: socket.socket | None) -> None:
     """An entry: reads streams in a world, one after another, and writes down which samples came."""
     torch.set_num_threads(1)
     config = Config.model_validate({"batch": {"total": 4}, "train": {"steps": 1}, "device": "cpu"})
-    world = registry.load_backend("native").join(config, place)
+    world = registry.find_backend("native").join(config, place)
     told = {name: _read(kind, keys, world) for name, (kind, keys) in STREAM_CASES.items()}
     (folder / f"read-{place.rank}.json").write_text(json.dumps(told), "utf-8")
     world.barrier()

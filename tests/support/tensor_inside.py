@@ -34,7 +34,7 @@ def join(place: Place) -> Any:
     torch.set_num_threads(1)
     batch = {"total": place.size, "micro": 1}
     made = {"device": "cpu", "parallel": {"data": place.size}, "batch": batch, "train": {"steps": 1}}
-    return registry.load_backend("native").join(Config.model_validate(made), place)
+    return registry.find_backend("native").join(Config.model_validate(made), place)
 
 
 def fresh(value: Any, dtype: torch.dtype) -> Any:

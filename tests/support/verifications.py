@@ -133,14 +133,3 @@ def cut_dependent_verdicts() -> Verdicts:
             replay: {"loss": LOSSES, "norm": NORMS},
         },
     )
-
-
-def write_example_verification(run: Path, verdicts: Verdicts | None = None) -> Path:
-    """A run folder with a verification and the config that was verified."""
-    folder = run / "verify"
-    (folder / "asked").mkdir(parents=True)
-    (folder / "asked/digits.json").write_text(json.dumps({"backend": "native", "train": {"steps": 12}}), "utf-8")
-    (folder / "verify.json").write_text(
-        json.dumps((verdicts or agreeing_verdicts()).model_dump(mode="json"), allow_nan=True), "utf-8"
-    )
-    return run

@@ -133,7 +133,7 @@ def run(place: Place, folder: Path, control: socket.socket | None) -> None:
             fault, lambda fault=fault: Watched(fault), train={"optimizer": sgd, "consistency_check": {"every": 3}}
         )
         if world is None:
-            world = registry.load_backend(strategy.backend).join(case.config(strategy, place.size), place)
+            world = registry.find_backend(strategy.backend).join(case.config(strategy, place.size), place)
         told.append(run_case_or_error(case, strategy, world, folder, heartbeat).get("message", ""))
         world.barrier()
     assert world is not None

@@ -49,10 +49,6 @@ def is_running(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] not in "ZX"
 
 
-def parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text("utf-8", errors="replace").rpartition(")")[2].split()[1])
-
-
 def read_pid(path: Path) -> int:
     eventually(lambda: path.exists() and path.read_text("utf-8") != "", f"no {path.name}", 60.0)
     return int(path.read_text("utf-8"))

@@ -20,7 +20,7 @@ def run(place: Place, folder: Path, control: socket.socket | None) -> None:
     warnings.filterwarnings("ignore")
     batch = {"total": place.size, "micro": 1}
     made = {"device": "cpu", "parallel": {"data": place.size}, "batch": batch, "train": {"steps": 1}}
-    world = registry.load_backend("native").join(Config.model_validate(made), place)
+    world = registry.find_backend("native").join(Config.model_validate(made), place)
     from unipar_native.zero_optimizer import split_optimizer
 
     model = nn.Linear(2, 3)

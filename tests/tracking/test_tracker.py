@@ -297,7 +297,7 @@ def test_other_ranks_have_none(tmp_path: Path) -> None:
 def test_one_from_outside_the_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its entry point is enough; it gets the config and the numbers."""
     monkeypatch.syspath_prepend(TOY)
-    assert tracker.tracker_names() == ["lines", "mlflow", "tensorboard", "wandb"]
+    assert tracker.TRACKERS.names() == ["lines", "mlflow", "tensorboard", "wandb"]
     with running(Line(), tmp_path, log={"every": 3, "to": ["lines"]}) as run:
         run.task.train(run)
     assert (tmp_path / "lines.txt").read_text("utf-8").splitlines() == [

@@ -46,6 +46,7 @@ from unipar.config.validation_errors import KeyOrigins, join_mistakes, list_opti
 from unipar.distributed.place import Place
 from unipar.errors import BackendNotFound, BackendNotInstalled, ConfigError, UniparError, Unsupported, WorldMismatch
 from unipar.tracking import tracker
+from unipar.utils.mappings import nested_mapping, value_at
 from unipar.utils.text import did_you_mean, show_value, yaml_word
 
 
@@ -102,7 +103,7 @@ def _name_sentences(data: Mapping[str, Any], places: KeyOrigins) -> Iterator[str
 
 def _name_mistakes(data: Mapping[str, Any], places: KeyOrigins) -> Iterator[tuple[type[UniparError], str]]:
     """Yield each wrong name in a config as the error's type and a sentence; what is no name at all is left out."""
-    backend, to, options = data.get("backend"), _section(data, "log").get("to"), _section(data, "options")
+    backend, to, options = data.get("backend"), nested_mapping(data, "log").get("to"), nested_mapping(data, "options")
     if isinstance(backend, str) and is_strategy_name(backend):
         yield ConfigError, f"backend{_place(places, 'backend')}: {_refuse_strategy(backend)}"
     elif isinstance(backend, str):
@@ -114,13 +115,13 @@ def _name_mistakes(data: Mapping[str, Any], places: KeyOrigins) -> Iterator[tupl
                 tracker.find_tracker(name)
         except ConfigError as e:
             yield ConfigError, f"log.to{_place(places, f'log.to.{i}') or _place(places, 'log.to')}: {e}"
-    for name, given in options.items():
+    for name, section in options.items():
         unknown = list(_unknown_backend(name, f"options.{name}", places))
         yield from unknown
-        if not unknown and isinstance(given, dict):
-            for sentence in _option_mistakes(find_backend(name).options, given, f"options.{name}", places):
+        if not unknown and isinstance(section, dict):
+            for sentence in _option_mistakes(find_backend(name).options, section, f"options.{name}", places):
                 yield ConfigError, sentence
-    for sentence in _machines_mistakes(_section(data, "machines"), places):
+    for sentence in _machines_mistakes(nested_mapping(data, "machines"), places):
         yield ConfigError, sentence
 
 
@@ -141,7 +142,7 @@ def _machines_mistakes(machines: Mapping[str, Any], places: KeyOrigins) -> Itera
             find_job_system(on)
         except ConfigError as e:
             yield f"machines.on{_place(places, 'machines.on')}: {e}"
-    for name, given in machines.items():
+    for name, section in machines.items():
         key = f"machines.{name}"
         if name in own:
             continue
@@ -151,16 +152,11 @@ def _machines_mistakes(machines: Mapping[str, Any], places: KeyOrigins) -> Itera
             near = near or (f"; did you mean machines.{homes[0]}.{name}?" if homes else "")
             near = near or f"; machines has {', '.join(own + systems)}"
             yield f"{key}{_place(places, key)}: there is no such key{near}"
-        elif not isinstance(given, dict):
+        elif not isinstance(section, dict):
             options = ", ".join(find_job_system(name).options.model_fields)
-            yield f"{key}{_place(places, key)}: wanted a section with the keys {options}, got {show_value(given)}"
+            yield f"{key}{_place(places, key)}: wanted a section with the keys {options}, got {show_value(section)}"
         else:
-            yield from _option_mistakes(find_job_system(name).options, given, key, places)
-
-
-def _section(data: Mapping[str, Any], key: str) -> dict[str, Any]:
-    value = data.get(key)
-    return value if isinstance(value, dict) else {}
+            yield from _option_mistakes(find_job_system(name).options, section, key, places)
 
 
 def _place(places: KeyOrigins, key: str) -> str:
@@ -196,7 +192,7 @@ def in_strategy(source: ConfigSource, text: str, origin: str = STRATEGY) -> Chec
     config, places = source.config, source.origins
     strategy, named = named_strategy(config, text)
     for key, value in named.items():
-        if (said := places.get(key)) in OVERRIDES and (other := _value_of(config, key)) != value:
+        if (said := places.get(key)) in OVERRIDES and (other := value_at(config, key)) != value:
             raise ConfigError(
                 f"{origin} {text} sets {key}: {yaml_word(value)}, and {said} sets {key}: {yaml_word(other)}; leave one "
                 "of them out"
@@ -217,14 +213,6 @@ def in_strategy(source: ConfigSource, text: str, origin: str = STRATEGY) -> Chec
         changes=(*source.changes, (STRATEGY, text, origin)),
     )
     return _checked(moved, registry.find_backend(strategy.backend))
-
-
-def _value_of(config: Config, key: str) -> Any:
-    """Return the value of a dotted key; None if an option or its section is not set."""
-    value: Any = config
-    for name in key.split("."):
-        value = value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
-    return value
 
 
 def settle_run(
@@ -286,8 +274,8 @@ def _settled(
 
 def _checked(source: ConfigSource, backend: Backend) -> CheckedSource:
     strategy = strategy_of(source.config, backend)
-    given = {field.name: getattr(source, field.name) for field in fields(ConfigSource)}
-    return CheckedSource(**given, backend=backend, strategy=strategy)
+    values = {field.name: getattr(source, field.name) for field in fields(ConfigSource)}
+    return CheckedSource(**values, backend=backend, strategy=strategy)
 
 
 def check_can_run(config: Config) -> Backend:
@@ -357,7 +345,7 @@ def list_refusals(backend: Backend, config: Config, strategy: Strategy) -> Itera
     if kind == "cpu":
         yield from _refuse_on_cpu(config)
     for key, why in backend.idle_options(config) if config.options else ():
-        yield f"{key}: {yaml_word(_value_of(config, key))} has no effect: {why}; leave it out"
+        yield f"{key}: {yaml_word(value_at(config, key))} has no effect: {why}; leave it out"
     yield from backend.refuse(config)
     for other in map(find_backend, backend_names()):
         if any(variable.startswith(other.launch_variables) for variable in os.environ):
@@ -377,13 +365,13 @@ def _idle_settings(source: CheckedSource, launcher: str) -> Iterator[str]:
     config, explicit = source.config, source.origins
     steps, batch = config.train.steps, config.batch
     for key in INTERVALS:
-        if key in explicit and steps is not None and (every := _value_of(config, key) or 0) > steps:
+        if key in explicit and steps is not None and (every := value_at(config, key) or 0) > steps:
             yield (
                 f"{key}{source.place(key)}: {every} is beyond the last step, train.steps{source.place('train.steps')}: "
                 f"{steps}; lower it, or leave it out"
             )
     for key in ("batch.memory", "batch.headroom"):
-        if key in explicit and _value_of(config, key) is not None and not batch.is_auto:
+        if key in explicit and value_at(config, key) is not None and not batch.is_auto:
             yield (
                 f"{key}{source.place(key)} limits the search of batch.micro: auto, and a run with a microbatch of its "
                 "own has no limit; leave it out, or set batch.micro: auto"

@@ -108,9 +108,9 @@ class Region(NamedTuple):
         """Number of elements."""
         return self.length * self.runs
 
-    def of(self, whole: Tensor) -> Tensor:
+    def of(self, full: Tensor) -> Tensor:
         """Return these elements of a whole, contiguous tensor: a view with one row for each run."""
-        flat = whole.view(-1)
+        flat = full.view(-1)
         steps = (self.stride or self.length, 1)
         return flat.as_strided((self.runs, self.length), steps, flat.storage_offset() + self.start)
 
@@ -182,7 +182,7 @@ class Engine(ABC):
 
     @abstractmethod
     def call_frozen(self, fn: Fn, inputs: Any) -> Any:
-        """Return `fn(model, given)` inside another part's loss, while this part's parameters take no gradients.
+        """Return `fn(model, inputs)` inside another part's loss, while this part's parameters take no gradients.
 
         Gradients flow through the call to `inputs`; every module keeps its own train or eval mode.
         """

@@ -275,19 +275,11 @@ def _size_constants(sizes: BatchSizes) -> Iterator[str]:
         yield f"MICRO = {limits.micro}  # tokens in one forward pass on one rank at most, {how}"
 
 
-def functions_code(outline: Outline, *, loss: bool = True) -> str:
-    """Return the functions that all scripts share; without the module of the loss where a script has its own."""
-    return "\n\n".join([*_loss_code(outline)] * loss + [*_functions(outline)])
-
-
-def _loss_code(outline: Outline) -> Iterator[str]:
-    yield _LOSS_MIXED.replace("DEVICE", "cuda" if outline.cuda else "cpu") if outline.autocast else _LOSS
-
-
-def _functions(outline: Outline) -> Iterator[str]:
-    if has_schedule(outline.config):
-        yield "\n".join(_rate_code(outline.config, outline.steps))
-    yield _NOTE
+def functions_code(outline: Outline) -> str:
+    """Return the module of the loss and the functions that all scripts share."""
+    loss = _LOSS_MIXED.replace("DEVICE", "cuda" if outline.cuda else "cpu") if outline.autocast else _LOSS
+    rate = ["\n".join(_rate_code(outline.config, outline.steps))] if has_schedule(outline.config) else []
+    return "\n\n".join([loss, *rate, _NOTE])
 
 
 _LOSS = '''class Loss(nn.Module):

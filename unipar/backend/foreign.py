@@ -130,15 +130,15 @@ class ForeignConfigReader:
         """Fill the unipar key `ours`, and those below it, from the answers; return False if none of them knows it."""
         known = self.answers.by_key if self.answers else {}
         wanted = ("train.steps", "train.epochs") if ours == "train.steps" else (ours,)
-        found = {k: a for k, a in known.items() if any(k == w or k.startswith(f"{w}.") for w in wanted)}
-        for key, answer in found.items():
+        answers = {k: a for k, a in known.items() if any(k == w or k.startswith(f"{w}.") for w in wanted)}
+        for key, answer in answers.items():
             if key in self.config or self.answered(key) or not self._fits_optimizer(key):
                 continue
             if answer.value is not None:
                 self.put(key, answer.value, answer.why)
             if not answer.from_user and not answer.usual:
                 self.assumed.append(f"{key}: {show_value(answer.value)}")
-        return bool(found)
+        return bool(answers)
 
     def assume_default(self, key: str, value: Any, why: str) -> bool:
         """Put a value that the reader itself assumes; return False if nothing is to be assumed."""

@@ -95,9 +95,9 @@ def refuse_axes(backend: Backend, strategy: Strategy) -> Iterator[str]:
 def strategy_of(config: Config, backend: Backend | None = None) -> Strategy:
     """Return the strategy of a config; its backend's options decide on the variant; `backend` spares a lookup."""
     backend = backend or find_backend(config.backend)
-    given = config.options.get(backend.name, {})
+    options = config.options.get(backend.name, {})
     for name, variant in backend.capabilities.variants.items():
-        if variant.options.items() <= given.items():
+        if variant.options.items() <= options.items():
             return Strategy(backend.name, config.parallel.shard, name, config.parallel.axes)
     return Strategy(backend.name, config.parallel.shard, axes=config.parallel.axes)
 
@@ -153,8 +153,8 @@ def named_strategy(config: Config, text: str) -> tuple[Strategy, dict[str, Any]]
     named |= {f"options.{backend.name}.{key}": value for key, value in variant.items()}
     parallel = {key.partition(".")[2]: value for key, value in named.items() if key.startswith("parallel.")}
     kept = config.parallel.model_copy(update=parallel)
-    given = {**config.options.get(backend.name, {}), **variant}
-    options = {**config.options, backend.name: given}
+    own_options = {**config.options.get(backend.name, {}), **variant}
+    options = {**config.options, backend.name: own_options}
     return strategy_of(config.changed({"backend": backend.name, "parallel": kept, "options": options}), backend), named
 
 
@@ -176,7 +176,7 @@ def config_with_strategy(config: Config, strategy: Strategy, *, keep_data: bool 
 
 
 def _parallel_in_strategy(parallel: Parallel, strategy: Strategy, *, one: bool) -> Parallel:
-    """Return the section `parallel` of a strategy, on as many ranks."""
+    """Return the section `parallel` in a strategy, on as many ranks as before; `one`: it is of a single process."""
     axes, data = strategy.axes, parallel.data
     if one:
         data = 1
@@ -208,7 +208,7 @@ def _with_parallel(config: Config, parallel: Parallel, changes: Mapping[str, Any
 
 def _without_idle_options(config: Config, backend: Backend) -> Config:
     """Return the config without options that have no effect in its strategy."""
-    options = {name: dict(given) for name, given in config.options.items()}
+    options = {name: dict(values) for name, values in config.options.items()}
     for key, _ in backend.idle_options(config):
         _, name, option = key.split(".")
         del options[name][option]

@@ -34,13 +34,6 @@ def why_not_installed(backend: Backend) -> str | None:
     return BACKENDS.missing(backend.name, backend.requires, backend.hint)
 
 
-def load_backend(name: str) -> Backend:
-    """Return the description of a backend whose library is installed."""
-    backend = find_backend(name)
-    BACKENDS.require(backend.name, backend.requires, backend.hint)
-    return backend
-
-
 def list_launchers() -> list[Launcher]:
     """Return the launchers that every backend may be started by, and those of all installed backends."""
     theirs = (find_backend(name).capabilities.launchers for name in backend_names())

@@ -70,7 +70,7 @@ def machine_from(measured: Mapping[str, Any], *, device: str, ranks: int, name: 
             "shares": {kind: round(bandwidth / best, 3) for kind, (_, bandwidth) in fitted.items()},
         }
     links = "" if fitted else "; one device alone: the link within is a guess"
-    given = {
+    values = {
         "name": name,
         "device": device,
         "flops": {kind: _rounded(value) for kind, value in peaks.items()},
@@ -83,7 +83,7 @@ def machine_from(measured: Mapping[str, Any], *, device: str, ranks: int, name: 
         "hides": round(max(0.0, min(1.0, measured.get("hides", 0.0))), 2),
         "source": f"measured on {platform.node()}, {measured['what']}{links}",
     }
-    return Machine.model_validate(given)
+    return Machine.model_validate(values)
 
 
 def fit_link(points: Sequence[Sequence[float]], collective: str) -> tuple[float, float]:

@@ -95,16 +95,16 @@ class RankMeasurements:
         self._tell(f"memory: {bandwidth / 1e9:,.1f} GB/s")
         operation = self._operation()
         self._tell(f"a small operation: {operation * 1e6:.1f} us")
-        found: dict[str, Any] = {"flops": flops, "block": block, "bandwidth": bandwidth, "operation": operation}
-        found |= {"memory": self._memory(), "what": self._what()}
+        measurements: dict[str, Any] = {"flops": flops, "block": block, "bandwidth": bandwidth, "operation": operation}
+        measurements |= {"memory": self._memory(), "what": self._what()}
         if self._ranks > 1:
-            found["collectives"] = {
+            measurements["collectives"] = {
                 kind: self._collective(kind) for kind in ("all_reduce", "all_gather", "reduce_scatter")
             }
-            found["hides"] = self._hidden_share()
-            self._tell(f"computing goes on beside a collective for {max(0.0, found['hides']):.0%} of its time")
+            measurements["hides"] = self._hidden_share()
+            self._tell(f"computing goes on beside a collective for {max(0.0, measurements['hides']):.0%} of its time")
         dist.destroy_process_group()
-        return found
+        return measurements
 
     def _tell(self, text: str) -> None:
         if self._sender is not None:
@@ -116,15 +116,15 @@ class RankMeasurements:
         import torch.distributed as dist
 
         do()
-        found: list[float] = []
+        durations: list[float] = []
         for _ in range(self._sizes.repeats):
             self._wait()
             dist.barrier()
             began = time.perf_counter()
             do()
             self._wait()
-            found.append(time.perf_counter() - began)
-        seconds = torch.tensor(median(found), dtype=torch.float64, device=self._device)
+            durations.append(time.perf_counter() - began)
+        seconds = torch.tensor(median(durations), dtype=torch.float64, device=self._device)
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
         return seconds.item()
 
@@ -193,11 +193,11 @@ class RankMeasurements:
         import torch.distributed
 
         dist: Any = torch.distributed
-        whole = torch.ones(size // 4, device=self._device)
+        tensor = torch.ones(size // 4, device=self._device)
         part = torch.ones(size // 4 // self._ranks, device=self._device)
         if kind == "all_reduce":
-            return lambda: dist.all_reduce(whole)
-        parts = list(whole.chunk(self._ranks))
+            return lambda: dist.all_reduce(tensor)
+        parts = list(tensor.chunk(self._ranks))
         if kind == "all_gather":
             return lambda: dist.all_gather(parts, part)
         return lambda: dist.reduce_scatter(part, parts)
@@ -208,14 +208,14 @@ class RankMeasurements:
         import torch.distributed
 
         dist: Any = torch.distributed
-        whole = torch.ones(self._sizes.messages[-1] // 4, device=self._device)
+        tensor = torch.ones(self._sizes.messages[-1] // 4, device=self._device)
         a = torch.randn(self._sizes.matrix[-1], self._sizes.matrix[-1], device=self._device)
-        alone = self._seconds(lambda: dist.all_reduce(whole))
+        alone = self._seconds(lambda: dist.all_reduce(tensor))
         product = self._seconds(lambda: torch.mm(a, a))
         number = max(1, round(alone / product))
 
         def both() -> None:
-            pending: Any = dist.all_reduce(whole, async_op=True)
+            pending: Any = dist.all_reduce(tensor, async_op=True)
             for _ in range(number):
                 torch.mm(a, a)
             pending.wait()

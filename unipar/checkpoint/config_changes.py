@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
@@ -67,8 +67,8 @@ def refuse_changes(
             f"{called}: {first}{others}: going on would train something else; take the old value back, or say the new "
             f"one again with --set {first.key}={show_value(first.now)}"
         )
-    told = [change for change in changed_keys(before, now, TOLD) if not _within(change.key, FIXED)]
-    return [*fixed, *told]
+    reported = [change for change in changed_keys(before, now, TOLD) if not _within(change.key, FIXED)]
+    return [*fixed, *reported]
 
 
 def describe_other_code(saved: Mapping[str, Any], revision: str | None, code: str | None) -> list[str]:
@@ -112,7 +112,7 @@ def find_new_optimizers(
     Raise CheckpointError where that was not said. `saved`: contents of the checkpoint's state.json. `now`: each part's
     class, which is another without another `config` if the task makes it.
     """
-    found: dict[str, str] = {}
+    sentences: dict[str, str] = {}
     for part, is_now in now.items():
         of_part = f" of {part!r}" if len(now) > 1 else ""
         section, settings = _optimizer_section(config, part)
@@ -127,8 +127,8 @@ def find_new_optimizers(
                 f"old one, or say the rate of the new one with --set {section}.lr={settings['lr']}, and it begins "
                 "without state"
             )
-        found[part] = f"the optimizer{of_part} was {was} and is {is_now}: it begins without state"
-    return found
+        sentences[part] = f"the optimizer{of_part} was {was} and is {is_now}: it begins without state"
+    return sentences
 
 
 def _optimizer_section(config: Mapping[str, Any], part: str) -> tuple[str, Mapping[str, Any]]:
@@ -154,10 +154,3 @@ def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _without_folder(key: str, value: Any) -> tuple[str, Any]:
     return key, PurePath(value).name if key == "task.use" and isinstance(value, str) else value
-
-
-def given_sections(origins: Mapping[str, str], by: Collection[str] = ("--set", "--out", "overrides")) -> Iterator[str]:
-    """Yield the keys of a config that a person has given in the command or in the call that starts it."""
-    for key, origin in origins.items():
-        if origin in by:
-            yield key

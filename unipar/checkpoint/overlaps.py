@@ -34,15 +34,15 @@ def find_overlaps(wanted: Region, saved: Region) -> Iterator[Overlap]:
     if wanted.runs == 1:
         yield from _in_range(wanted.start, wanted.start + wanted.length, saved)
     elif saved.runs == 1:
-        for found in _in_range(saved.start, saved.start + saved.length, wanted):
-            yield _reversed(found)
+        for overlap in _in_range(saved.start, saved.start + saved.length, wanted):
+            yield _reversed(overlap)
     elif wanted.stride == saved.stride:
         yield from _in_equal_rows(wanted, saved)
     else:
         for run in range(wanted.runs):
             start = wanted.start + run * wanted.stride
-            for found in _in_range(start, start + wanted.length, saved):
-                yield found._replace(wanted=found.wanted + run * wanted.length)
+            for overlap in _in_range(start, start + wanted.length, saved):
+                yield overlap._replace(wanted=overlap.wanted + run * wanted.length)
 
 
 def _last(region: Region) -> int:
@@ -58,8 +58,8 @@ def _in_range(first: int, end: int, saved: Region) -> Iterator[Overlap]:
     while at <= until:
         run = start + at * stride
         low, high = max(first, run), min(end, run + length)
-        whole = (end - run - length) // stride + 1 if low == run and high == run + length else 1
-        many = min(whole, until - at + 1)
+        full_runs = (end - run - length) // stride + 1 if low == run and high == run + length else 1
+        many = min(full_runs, until - at + 1)
         if low < high:
             yield _merged(low - first, at * length + low - run, high - low, many, stride, length)
         at += many
@@ -80,10 +80,10 @@ def _reversed(overlap: Overlap) -> Overlap:
 
 def _in_equal_rows(wanted: Region, saved: Region) -> Iterator[Overlap]:
     """Yield what two regions with the same stride have in common: the same columns in every row."""
-    stride, apart = wanted.stride, saved.start - wanted.start
-    for rows in range((apart - wanted.length) // stride, (apart + saved.length) // stride + 2):
+    stride, offset = wanted.stride, saved.start - wanted.start
+    for rows in range((offset - wanted.length) // stride, (offset + saved.length) // stride + 2):
         # run i of the wanted region beside run i - rows of the saved one, which begins `right` elements later
-        right = apart - rows * stride
+        right = offset - rows * stride
         low, high = max(0, right), min(wanted.length, right + saved.length)
         first, last = max(0, rows), min(wanted.runs - 1, saved.runs - 1 + rows)
         if low < high and first <= last:

@@ -64,8 +64,8 @@ class SavedState(Read):
     @override
     def kinds(self, name: str) -> set[str]:
         """Return what is saved for a parameter: `weight` and the optimizer's keys."""
-        found = self._kinds.get(name, set()) - {"buffer", KIND_OF_AVERAGES}
-        return found & {"weight"} if name.startswith(self.weights_only) else found
+        kinds = self._kinds.get(name, set()) - {"buffer", KIND_OF_AVERAGES}
+        return kinds & {"weight"} if name.startswith(self.weights_only) else kinds
 
     @override
     def has(self, name: str, kind: str) -> bool:
@@ -78,8 +78,8 @@ class SavedState(Read):
 
     def element_bytes(self, name: str, kind: str) -> int:
         """Return how many bytes an element of a saved tensor has; 0 if there is none."""
-        found = self.manifest.tensors.get((name, kind))
-        return 0 if found is None else ITEM_BYTES[found.dtype]
+        tensor = self.manifest.tensors.get((name, kind))
+        return 0 if tensor is None else ITEM_BYTES[tensor.dtype]
 
     @override
     def __call__(self, name: str, kind: str, where: Region) -> Tensor:
@@ -113,10 +113,10 @@ class SavedState(Read):
         return self(name, kind, Region(0, torch.Size(shape).numel())).view(shape)
 
     def _tensor(self, name: str, kind: str) -> StoredTensor:
-        found = self.manifest.tensors.get((name, kind))
-        if found is None:
+        tensor = self.manifest.tensors.get((name, kind))
+        if tensor is None:
             raise CheckpointError(f"{self.folder} has no {kind} of {name}")
-        return found
+        return tensor
 
     def _fill(self, out: Tensor, piece: StoredPiece, overlap: Overlap) -> None:
         size = out.element_size()
@@ -162,7 +162,7 @@ def refuse_other_model(
 
 
 def _refuse_names(names: Iterable[tuple[str, str]], called: str, verb: str, words: str) -> None:
-    found = sorted(names)
-    if found:
-        shown = first_few([name if kind == "weight" else f"{name} ({kind})" for name, kind in found], most=4)
+    ordered = sorted(names)
+    if ordered:
+        shown = first_few([name if kind == "weight" else f"{name} ({kind})" for name, kind in ordered], most=4)
         raise CheckpointError(f"{called} {verb} {shown}, {words}: it is of another model")

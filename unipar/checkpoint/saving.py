@@ -71,23 +71,23 @@ class CheckpointSaver:
         assert self._save is None, "a save is under way"
         began = time.monotonic()
         self._mark("save")
-        given: list[PieceToSave] = []
+        to_save: list[PieceToSave] = []
         state: Mapping[str, Any] = {}
 
         def prepare() -> None:
             nonlocal state
             pieces, state = gather()
-            given.extend(sorted(map(self._piece, pieces), key=_place))  # the same state gives the same bytes
+            to_save.extend(sorted(map(self._piece, pieces), key=_place))  # the same state gives the same bytes
 
         attempt_together(
             self._rounds(self._world.key("checkpoint pieces"), waits=True),
             prepare,
-            lambda failure, told: f"checkpoint of step {step} in {self.folder}: {failure}; nothing was written",
+            lambda failure, answer: f"checkpoint of step {step} in {self.folder}: {failure}; nothing was written",
         )
         self._world.synchronize()  # copies are asynchronous
-        total = sum(p.where.numel * ITEM_BYTES[p.dtype] for p in given)
+        total = sum(p.where.numel * ITEM_BYTES[p.dtype] for p in to_save)
         key = self._world.key("checkpoint")
-        self._save = _Save(partial(self._write, step, given, dict(state), retention, key, total), began)
+        self._save = _Save(partial(self._write, step, to_save, dict(state), retention, key, total), began)
         if self._asynchronous:
             self._save.start()
         elif isinstance(self.folder, Address):
@@ -132,11 +132,6 @@ class CheckpointSaver:
         waiting = (lambda: self._mark("waiting")) if waits or not self._asynchronous else (lambda: None)
         return open_rounds(self._world, key, waiting)
 
-    @property
-    def busy(self) -> bool:
-        """Whether a save is under way, or its result was not taken yet."""
-        return self._save is not None
-
     def finished(self) -> FinishedSave | None:
         """Return the result of a save that has ended, once; raise what made it fail; None while it runs."""
         save = self._save
@@ -171,7 +166,7 @@ class CheckpointSaver:
         """Return the elements: a copy if training goes on, else the tensor's own when their turn comes."""
         t = piece.tensor.detach()
         if not self._asynchronous:
-            return partial(_bytes_on_cpu, t)
+            return lambda: bytes_of(t.cpu().contiguous())
         key = (piece.name, piece.kind, piece.where)
         copy = self._copies.get(key)
         if copy is None or copy.dtype != t.dtype or copy.numel() != t.numel():
@@ -187,10 +182,6 @@ class CheckpointSaver:
 
 def _place(piece: PieceToSave) -> tuple[str, str, int]:
     return piece.name, piece.kind, piece.where.start
-
-
-def _bytes_on_cpu(t: Tensor) -> memoryview:
-    return bytes_of(t.cpu().contiguous())
 
 
 @final

@@ -47,10 +47,10 @@ def refuse_lost_checkpoints(run: Path, config: Config) -> None:
     old, new = before.get("to"), config.checkpoint.to if config.checkpoint else None
     if old == new:
         return
-    left, found = find_checkpoints(checkpoint_folder(run, old)), find_checkpoints(checkpoint_folder(run, new))
-    if not left or (found and found[0].step >= left[0].step):
+    left, in_new = find_checkpoints(checkpoint_folder(run, old)), find_checkpoints(checkpoint_folder(run, new))
+    if not left or (in_new and in_new[0].step >= left[0].step):
         return
-    there = f"the newest is of step {found[0].step}" if found else "there is none"
+    there = f"the newest is of step {in_new[0].step}" if in_new else "there is none"
     raise CheckpointError(
         f"{run} has its newest checkpoint in {left[0].path}, and checkpoint.to was {old or 'null'} and is "
         f"{new or 'null'}, where {there}: to go on, take the old value back (--set checkpoint.to={old or 'null'}), or "

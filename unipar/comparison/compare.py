@@ -151,12 +151,12 @@ def compare_strategies(
     with lock_folder(folder):
         earlier = store.reuse_or_clear(folder, of, overwrite=overwrite)
         if earlier is not None:
-            whole = {row.strategy: row for row in earlier.rows if row.outcome == "ran"}
-            more = any(row.outcome == "waits" and row.strategy not in whole for row in first.rows)
+            finished_rows = {row.strategy: row for row in earlier.rows if row.outcome == "ran"}
+            more = any(row.outcome == "waits" and row.strategy not in finished_rows for row in first.rows)
             if not more and not earlier.interrupted:
                 note = f"from {folder / store.COMPARE_JSON}; --overwrite runs it again"
                 return _write_page(folder, earlier.changed(note=note, library_names=first.library_names))
-            kept_rows = {strategy: _reused(row) if more else row for strategy, row in whole.items()}
+            kept_rows = {strategy: _reused(row) if more else row for strategy, row in finished_rows.items()}
             first = first.changed(rows=[kept_rows.get(row.strategy, row) for row in first.rows])
         server = request.fork_server()
         runs = {
@@ -191,14 +191,14 @@ def _describe_moments(request: CompareRequest, ranks: int, row: StrategyResult, 
     """Return what narrow moments save in one process, and how many digits they cost: it runs again with AdamW."""
     with_full = replace(request.source, config=request.source.config.changed(_full_moments(request.source.config)))
     plain = replace(request, prepared=replace(request.prepared, source=with_full))
-    found = compare_strategies(plain, ranks, [str(ONE)], folder.with_name(f"{folder.name}-adamw"), overwrite=True)
-    said = f"{request.source.config.train.narrow_moments} beside adamw, in one process: "
-    if found.reference is None:
-        return f"{said}no figures, as adamw's run {found.rows[0].outcome}: {found.rows[0].note.splitlines()[0]}"
-    small, full = (_optimizer_bytes(one) for one in (row, found.reference))
+    adamw = compare_strategies(plain, ranks, [str(ONE)], folder.with_name(f"{folder.name}-adamw"), overwrite=True)
+    intro = f"{request.source.config.train.narrow_moments} beside adamw, in one process: "
+    if adamw.reference is None:
+        return f"{intro}no figures, as adamw's run {adamw.rows[0].outcome}: {adamw.rows[0].note.splitlines()[0]}"
+    small, full = (_optimizer_bytes(one) for one in (row, adamw.reference))
     saved = f"optimizer states of {format_size(small)} instead of {format_size(full)}; " if small and full else ""
-    agrees = measure_agreement(row.losses, found.reference.losses, 0.0)
-    return f"{said}{saved}losses equal to {agrees} over {count_of(len(row.losses), 'step')}"
+    agrees = measure_agreement(row.losses, adamw.reference.losses, 0.0)
+    return f"{intro}{saved}losses equal to {agrees} over {count_of(len(row.losses), 'step')}"
 
 
 def _optimizer_bytes(row: StrategyResult) -> int:
@@ -236,17 +236,17 @@ def _compare_by_world_size(
     }
     if list(selected[ranks[0]]) == [str(ONE)]:
         raise Unsupported(str(ONE), ["it is one process, whatever the size of the world"])
-    found: dict[int, Comparison] = {}
+    by_n: dict[int, Comparison] = {}
     with lock_folder(out):
         check_folder_content(out, "compare", (WORLDS_JSON, WORLDS_CSV, PAGE_FILE_NAME))
         for n in ranks:
             folder = out / f"world-{n}"
-            found[n] = compare_strategies(
+            by_n[n] = compare_strategies(
                 request, n, strategies, folder, overwrite=overwrite, widest=ranks[-1], by="--world"
             )
-            if found[n].interrupted:
+            if by_n[n].interrupted:
                 break
-        rows = [{row.strategy: row for row in one.rows[1:]} for one in found.values()]
+        rows = [{row.strategy: row for row in one.rows[1:]} for one in by_n.values()]
         worlds: list[ScaledStrategy] = []
         results: list[StrategyResult] = []
         for strategy in rows[0]:
@@ -275,9 +275,9 @@ def _compare_by_world_size(
             library_names={name: words for of in selected.values() for name, words in library_names(of).items()},
             held=settings.train.local_steps is None,
             unwatched=request.unwatched,
-            interrupted=any(one.interrupted for one in found.values()),
+            interrupted=any(one.interrupted for one in by_n.values()),
             wrong=tuple(
-                f"{count_of(n, 'rank')}: {said}" for n, one in found.items() for said in describe_comparison_errors(one)
+                f"{count_of(n, 'rank')}: {line}" for n, one in by_n.items() for line in describe_comparison_errors(one)
             ),
             versions=installed_versions(Strategy.parse(strategy).backend for strategy in rows[0]),
             machine=machine_summary(),

@@ -110,7 +110,7 @@ class _TurnControl:
     def __call__(self, done: int) -> None:
         self._run.work.take_wait(keep=True)
         if self._began is not None:
-            self._synchronize()
+            synchronize(self._run.device)  # it has finished the step
             self._seconds.append(time.perf_counter() - self._began)
             self._steps_left -= 1
         if self._in_memory_pass and self._watching is not None:
@@ -144,10 +144,6 @@ class _TurnControl:
         """Let all ranks begin the step together: what one does later, before the step, is no waiting of the others."""
         self._run.world.barrier()
         self._run.work.begin(measure=True)
-
-    def _synchronize(self) -> None:
-        """Wait until the device has finished the step."""
-        synchronize(self._run.device)
 
     def _wait(self) -> None:
         self._run.mark("waiting")

@@ -166,14 +166,6 @@ class PlanLimits:
         return usable_bytes(self.memory, self.headroom)
 
 
-def predict_strategy(config: Config, strategy: Strategy, ranks: int, device: PlannedDevice) -> PredictedStep:
-    """Return what a strategy needs, for a config that is in it; raise Unsupported if it is not planned."""
-    from unipar.training.fake_run.token_traces import traces_of
-
-    sizes = config.batch.settle(ranks // strategy.axes.ranks)
-    return traces_of(config, sizes.micro).predict(PredictionRequest(config, ranks, sizes, device, ranks))
-
-
 @dataclass(frozen=True)
 class StrategyPlanner:
     """A traced task, and what its strategies are planned for."""
@@ -232,8 +224,8 @@ class StrategyPlanner:
             library_name=registry.find_backend(strategy.backend).library_name(request.config),
         )
         if fitting is not None:
-            micro, found = fitting
-            row = replace(row, largest=micro, largest_peak=found.peak, largest_speed=found.speed)
+            micro, candidate = fitting
+            row = replace(row, largest=micro, largest_peak=candidate.peak, largest_speed=candidate.speed)
         if limit is not None and now.needed > limit:
             least = self._least(request) if fitting is None else None
             row = replace(row, least=least)

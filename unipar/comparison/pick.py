@@ -16,6 +16,7 @@ from unipar.config.sections.strategy import AXES
 from unipar.config.yaml_edit import CannotEdit, change_keys
 from unipar.errors import ConfigError, OutExists
 from unipar.utils.files import whole
+from unipar.utils.mappings import value_at
 
 if TYPE_CHECKING:
     from unipar.planning.plan import Plan
@@ -53,13 +54,13 @@ def write_picked_config(plan: Plan, source: ConfigSource, out: Path, *, overwrit
 
 def _picked(plan: Plan) -> tuple[Strategy, int, int, bool]:
     """Return the recommended strategy, ranks and microbatch, and whether that is the configured one."""
-    found = plan.recommendations
-    if len(found) != 1:
-        numbers = ", ".join(str(each.ranks) for each in found)
+    recommendations = plan.recommendations
+    if len(recommendations) != 1:
+        numbers = ", ".join(str(each.ranks) for each in recommendations)
         raise ConfigError(f"--pick writes one config, and the plan is for {numbers} ranks: name one (--world N)")
-    if (row := found[0].row) is None:
-        raise ConfigError(f"--pick: on {found[0].ranks} ranks {found[0].why}")
-    return Strategy.parse(row.strategy), row.ranks, found[0].micro, found[0].micro == row.micro
+    if (row := recommendations[0].row) is None:
+        raise ConfigError(f"--pick: on {recommendations[0].ranks} ranks {recommendations[0].why}")
+    return Strategy.parse(row.strategy), row.ranks, recommendations[0].micro, recommendations[0].micro == row.micro
 
 
 def config_to_pick(config: Config, strategy: Strategy, ranks: int, micro: int, *, kept: bool) -> Config:
@@ -71,13 +72,13 @@ def config_to_pick(config: Config, strategy: Strategy, ranks: int, micro: int, *
     moved = strategies.config_in_strategy(config.model_copy(update={"parallel": parallel}), strategy)
     assert isinstance(moved.parallel.data, int)
     sizes = moved.batch.settle(moved.parallel.data)
-    given = config.batch
-    if given.tokens is not None:
+    batch = config.batch
+    if batch.tokens is not None:
         return moved if kept else moved.changed({"batch.micro": micro, "batch.accumulate": None})
     values: dict[str, int | None] = {
-        "total": None if given.total is None else sizes.total,
-        "micro": None if given.micro is None and given.accumulate is not None else micro,
-        "accumulate": None if given.accumulate is None else sizes.with_micro(micro).accumulate,
+        "total": None if batch.total is None else sizes.total,
+        "micro": None if batch.micro is None and batch.accumulate is not None else micro,
+        "accumulate": None if batch.accumulate is None else sizes.with_micro(micro).accumulate,
     }
     return moved.model_copy(update={"batch": moved.batch.model_copy(update=values)})
 
@@ -86,7 +87,7 @@ def _changes(source: ConfigSource, wanted: Config, folder: Path) -> Iterator[tup
     """Yield the keys to change in the file, and what was given by --set."""
     config = source.config
     for key, origin in source.origins.items():
-        value = _value_at(config, key)
+        value = value_at(config, key)
         changed = origin in ("--set", "overrides") or origin.startswith(SHORTENED)
         if changed and not isinstance(value, Mapping) and not key.startswith(_CHANGED):
             yield key, value
@@ -127,16 +128,9 @@ def _paths(source: ConfigSource, folder: Path) -> Iterator[tuple[str, Any]]:
         yield "model.weights.file", os.path.relpath(weights.file, folder)
 
 
-def _value_at(config: Config, key: str) -> Any:
-    value: Any = config
-    for name in key.split("."):
-        value = value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
-    return value
-
-
 def _check(written: Config, wanted: Config, strategy: Strategy) -> None:
     """Raise CannotEdit unless the written config is the wanted one."""
-    found, meant = (config.model_dump(exclude={"options"}) for config in (written, wanted))
-    differing = [name for name, value in meant.items() if found[name] != value]
+    actual, meant = (config.model_dump(exclude={"options"}) for config in (written, wanted))
+    differing = [name for name, value in meant.items() if actual[name] != value]
     if differing or strategies.strategy_of(written) != strategy:
         raise CannotEdit(", ".join(differing) or "backend")

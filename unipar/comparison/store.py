@@ -14,11 +14,12 @@ from unipar.backend.installed import installed_versions, machine_summary
 from unipar.config import Config, Strategy
 from unipar.errors import ConfigError, OutExists, ReportError
 from unipar.results.comparison import Comparison
-from unipar.results.result_files import nested_mapping, original_config_path, parse_comparison, read_mapping
+from unipar.results.result_files import original_config_path, parse_comparison, read_mapping
 from unipar.results.scaling import Scaling
 from unipar.results.spreadsheet import format_comparison_csv, format_scaling_csv
 from unipar.task.reference import TaskRef
 from unipar.utils.files import write_file_atomically
+from unipar.utils.mappings import nested_mapping
 
 COMPARE_JSON = "compare.json"
 COMPARE_CSV = "compare.csv"
@@ -58,11 +59,11 @@ def comparison_identity(
 
 def _hash_task(ref: TaskRef) -> str:
     """Return a hash of the task's files and arguments; modules that they import are not included."""
-    told = ref.to_json() | {"path": None}
-    del told["argv"]  # what the script makes of its arguments is in the values that the task reads
-    if not told["values"]:
-        del told["values"]  # as in a version that had none
-    reference = json.dumps(told, sort_keys=True, default=str).encode()
+    record = ref.to_json() | {"path": None}
+    del record["argv"]  # what the script makes of its arguments is in the values that the task reads
+    if not record["values"]:
+        del record["values"]  # as in a version that had none
+    reference = json.dumps(record, sort_keys=True, default=str).encode()
     places = [ref.task, *ref.functions.values()]
     files = sorted({place.file for place in places if place is not None and place.file is not None})
     return hashlib.sha256(reference + b"".join(Path(file).read_bytes() for file in files)).hexdigest()
@@ -91,7 +92,7 @@ def reuse_or_clear(folder: Path, of: dict[str, Any], *, overwrite: bool) -> Comp
         data = read_mapping(file, "comparison")
         old = nested_mapping(data, "of")
         strategies = [Strategy.parse(strategy).slug for strategy in old["strategies"]]
-        found = parse_comparison(file, data)
+        stored = parse_comparison(file, data)
     except (ReportError, ConfigError, LookupError, TypeError):
         if not overwrite:
             raise OutExists(
@@ -99,19 +100,19 @@ def reuse_or_clear(folder: Path, of: dict[str, Any], *, overwrite: bool) -> Comp
             ) from None
         _remove_result_files(folder)
         return None
-    whole = [] if overwrite else [row.strategy for row in found.rows if row.outcome == "ran"]
+    finished = [] if overwrite else [row.strategy for row in stored.rows if row.outcome == "ran"]
     if not overwrite:
         differ = [key for key in _REQUEST_KEYS if old.get(key) != of.get(key)]
-        differ += [key for key in _MACHINE_KEYS if whole and not _still_holds(old.get(key), of[key])]
+        differ += [key for key in _MACHINE_KEYS if finished and not _still_holds(old.get(key), of[key])]
         if differ:
             raise OutExists(
                 f"{folder} holds another comparison (other {', '.join(differ)}): "
                 "give --overwrite to replace it, or another out"
             )
-    for slug in {*strategies} - {Strategy.parse(strategy).slug for strategy in whole}:
+    for slug in {*strategies} - {Strategy.parse(strategy).slug for strategy in finished}:
         shutil.rmtree(folder / slug, ignore_errors=True)
-    if whole:
-        return found
+    if finished:
+        return stored
     _remove_result_files(folder)
     return None
 

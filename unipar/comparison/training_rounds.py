@@ -75,8 +75,8 @@ class TurnRunner(Generic[ResultsT]):
         began = time.monotonic()
         backends = {run.backend.name: run.backend for run in self._active_worlds.values()}
         self._fork_server.start(list(backends.values()))
-        if said := self._fork_server.summary:
-            self._board.show(self.results, f"{said} ({format_duration(time.monotonic() - began)})")
+        if summary := self._fork_server.summary:
+            self._board.show(self.results, f"{summary} ({format_duration(time.monotonic() - began)})")
         for name, run in self._active_worlds.items():
             why = self._fork_server.why_separate(run.backend)
             self._notes[name] = "; ".join(filter(None, [self._notes[name], why]))

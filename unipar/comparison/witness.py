@@ -19,6 +19,7 @@ from unipar.data.stream_loader import StreamLoader
 from unipar.engines.fingerprint import fingerprint_batch, hash_sample_keys, hash_tensor_region
 from unipar.results.same_training import RankMarks, rank_marks_path
 from unipar.training.training_run import TrainingRun
+from unipar.utils.text import short_dtype
 
 MATRIX_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "convolution"})
 """Operations of PyTorch whose dtype is the precision in which a model is computed."""
@@ -41,7 +42,7 @@ class MarksRecorder:
                 self._values[piece.name] = self._values.get(piece.name, 0) + hash_tensor_region(
                     piece.tensor, piece.where
                 )
-                self._weight_dtypes.add(_dtype_name(piece.tensor.dtype))
+                self._weight_dtypes.add(short_dtype(piece.tensor.dtype))
         self._compute_dtypes: set[str] = set()
         self._batches: list[list[str]] = []
         self._samples: list[tuple[int, int]] = []
@@ -69,14 +70,14 @@ class MarksRecorder:
         self._samples += [(len(keys), hash_sample_keys(keys)) for keys in self._keys]
         self._keys.clear()
         loader = self._run.loader
-        apart = isinstance(loader, StreamLoader) and not loader.whole
+        is_split = isinstance(loader, StreamLoader) and not loader.whole
         marks = RankMarks(
             values=self._values,
             kept=sorted(self._weight_dtypes),
             computed=sorted(self._compute_dtypes),
             batches=self._batches,
             samples=self._samples,
-            readers=self._run.world.data_size if apart else 0,
+            readers=self._run.world.data_size if is_split else 0,
             total=self._run.sizes.total,
             precision=self._run.config.train.precision,
             leads=self._run.world.leads,
@@ -120,9 +121,5 @@ class _ProductDtypes(TorchDispatchMode):
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket.__name__ in MATRIX_PRODUCTS:
-            self._dtypes.update(_dtype_name(t.dtype) + self._casts for t in args if isinstance(t, Tensor))
+            self._dtypes.update(short_dtype(t.dtype) + self._casts for t in args if isinstance(t, Tensor))
         return func(*args, **(kwargs or {}))
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -251,5 +251,5 @@ class Config(Section):
 
     def json_for_ranks(self) -> str:
         """Return JSON for the ranks of a run, without keys of `data` that were not set: a DataLoader may set them."""
-        whole = self.model_dump(mode="json")
-        return json.dumps(whole | {"data": self.data.model_dump(mode="json", exclude_unset=True)}, indent=2)
+        values = self.model_dump(mode="json")
+        return json.dumps(values | {"data": self.data.model_dump(mode="json", exclude_unset=True)}, indent=2)

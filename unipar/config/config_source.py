@@ -20,6 +20,7 @@ from unipar.config.foreign_words import library_of_file
 from unipar.config.sections.schedule import Schedule
 from unipar.config.validation_errors import KeyOrigins, join_mistakes, list_mistakes
 from unipar.errors import ConfigError
+from unipar.utils.mappings import nested_mapping
 from unipar.utils.text import show_value
 
 NameCheck = Callable[[Mapping[str, Any], KeyOrigins], Iterable[str]]
@@ -91,11 +92,11 @@ class ConfigSource:
         origin = self.places.get(key)
         return f" ({origin})" if origin else ""
 
-    def with_out(self, out: str, origin: str = "--out") -> Self:
+    def with_out(self, out: str) -> Self:
         """Return a copy with another run folder."""
         config = self.config.model_copy(update={"out": out})
-        changes = (*self.changes, ("out", out, origin))
-        return replace(self, config=config, origins={**self.origins, "out": origin}, changes=changes)
+        changes = (*self.changes, ("out", out, "--out"))
+        return replace(self, config=config, origins={**self.origins, "out": "--out"}, changes=changes)
 
 
 def load_config_file(
@@ -196,7 +197,7 @@ class _ConfigDraft:
         self.changes.append((dotted, value, origin))
         steps = dotted.split(".")
         if origin in _CHANGES and self.origins.get("train.steps") not in _CHANGES:
-            self._written_steps = _section(self.data, "train").get("steps")
+            self._written_steps = nested_mapping(self.data, "train").get("steps")
         into = self.data
         for i, step in enumerate(steps[:-1]):
             above = ".".join(steps[: i + 1])
@@ -272,13 +273,13 @@ class _ConfigDraft:
 
         One that was overridden as well, or that did not fit before, stays as it is, and is refused.
         """
-        train = _section(self.data, "train")
-        steps, given, written = train.get("steps"), _section(train, "schedule"), self._written_steps
+        train = nested_mapping(self.data, "train")
+        steps, schedule_section, written = train.get("steps"), nested_mapping(train, "schedule"), self._written_steps
         origin = self.origins.get("train.steps")
-        said = any(self.origins[key] in _CHANGES for key in self.origins if key.startswith("train.schedule"))
-        if origin not in _CHANGES or said or not _is_count(steps):
+        is_chosen = any(self.origins[key] in _CHANGES for key in self.origins if key.startswith("train.schedule"))
+        if origin not in _CHANGES or is_chosen or not _is_count(steps):
             return ()
-        schedule = _read_schedule(given)
+        schedule = _read_schedule(schedule_section)
         if schedule is None or schedule.misfit(steps) is None:
             return ()
         of = written if _is_count(written) else steps
@@ -287,31 +288,31 @@ class _ConfigDraft:
         if schedule.misfit(of) is not None:
             return ()
         lengths = schedule.shortened(steps, of)
-        shorter = _read_schedule({**given, **lengths})
+        shorter = _read_schedule({**schedule_section, **lengths})
         if shorter is not None and shorter.misfit(steps) is None:
-            given.update(lengths)
-            said = ", ".join(
+            schedule_section.update(lengths)
+            change = ", ".join(
                 f"{key} {show_value(getattr(schedule, key))} -> {show_value(lengths[key])}" for key in lengths
             )
         else:  # a run of one or two steps
             train["schedule"], lengths = {"name": "constant"}, {"name": "constant"}
-            said = f"{schedule.name} -> constant"
+            change = f"{schedule.name} -> constant"
         why = f"{origin} train.steps={steps}"
         self.origins.update({f"train.schedule.{key}": f"{SHORTENED} {why}" for key in lengths})
-        return (f"{why} shortens train.schedule{f', written for {written} steps' if of == written else ''}: {said}",)
+        return (f"{why} shortens train.schedule{f', written for {written} steps' if of == written else ''}: {change}",)
 
     def _shorten_intervals(self) -> Iterator[str]:
         """Lower each number of steps between two actions to an overridden `train.steps`; yield a sentence for each.
 
         One that was overridden as well stays as it is, and is refused by a run.
         """
-        steps, origin = _section(self.data, "train").get("steps"), self.origins.get("train.steps")
+        steps, origin = nested_mapping(self.data, "train").get("steps"), self.origins.get("train.steps")
         if origin not in _CHANGES or not _is_count(steps):
             return
         for key in INTERVALS:
             section, (*path, name) = self.data, key.split(".")
             for step in path:
-                section = _section(section, step)
+                section = nested_mapping(section, step)
             every = section.get(name)
             if _is_count(every) and every > steps and self.origins.get(key) not in _CHANGES:
                 section[name] = steps
@@ -328,12 +329,6 @@ def _read_schedule(data: Mapping[str, Any]) -> Schedule | None:
 
 
 _SCHEDULE: TypeAdapter[Schedule] = TypeAdapter(Schedule)
-
-
-def _section(data: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return a section of a config that may be invalid; {} if there is none."""
-    section = data.get(name)
-    return section if isinstance(section, dict) else {}
 
 
 def _is_count(value: Any) -> TypeGuard[int]:

@@ -9,6 +9,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Self
 
+from pydantic import TypeAdapter
+
 from unipar.config.config import Config
 from unipar.config.sections.batch import BatchSizes
 from unipar.config.sections.strategy import Strategy
@@ -69,7 +71,7 @@ class SettledConfig:
     @classmethod
     def from_json(cls, config: str, data: Mapping[str, Any]) -> Self:
         """Return a settled config from the JSON text of its config and from the data of `to_json`."""
-        sizes = BatchSizes.from_json(data["sizes"])
+        sizes = TypeAdapter(BatchSizes).validate_python(data["sizes"])
         return cls(Config.model_validate_json(config), Strategy.parse(data["strategy"]), sizes, data["device"])
 
 

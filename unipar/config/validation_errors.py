@@ -202,7 +202,7 @@ def _deepest_mistakes(mistakes: list[_Mistake]) -> list[_Mistake]:
 
 
 def _describe_mistake(m: _Mistake, model: type[BaseModel], prefix: str, where: KeyOrigins) -> str:
-    kind, given = m.error["type"], m.error["input"]
+    kind, value = m.error["type"], m.error["input"]
     key = ".".join((prefix, *m.key) if prefix else m.key)
     place = _origin_text(key, where)
     if kind == "extra_forbidden":
@@ -213,12 +213,12 @@ def _describe_mistake(m: _Mistake, model: type[BaseModel], prefix: str, where: K
         return f"{key}{place}: {m.error['ctx']['error']}" if key else str(m.error["ctx"]["error"])
     if kind == "union_tag_invalid":
         tags = [x.tag for x in m.kind.members() if x.tag]
-        name = given["name"]
+        name = value["name"]
         return (
             f"{key}.name{_origin_text(f'{key}.name', where)}: wanted {join_with_or(tags)}, "
             f"got {show_value(name)}{_suggest_word(f'{key}.name', str(name), tags)}"
         )
-    return f"{key}{place}: wanted {m.kind.described()}, got {show_value(given)}{_suggest_value(key, m.kind, given)}"
+    return f"{key}{place}: wanted {m.kind.described()}, got {show_value(value)}{_suggest_value(key, m.kind, value)}"
 
 
 def _origin_text(key: str, where: KeyOrigins) -> str:

@@ -67,8 +67,8 @@ def _replace(text: str, node: Node, new: str) -> str:
 
 def _comment_in_place(rest: str, longer: int) -> str:
     """Return what follows a value that got longer by so much, with a comment in its line in its old column."""
-    found = re.match(r"( +)#", rest)
-    return rest if found is None else " " * max(1, len(found[1]) - longer) + rest[len(found[1]) :]
+    comment = re.match(r"( +)#", rest)
+    return rest if comment is None else " " * max(1, len(comment[1]) - longer) + rest[len(comment[1]) :]
 
 
 def _insert(text: str, node: MappingNode, path: Sequence[str], value: Any) -> str:

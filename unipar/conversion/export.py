@@ -102,7 +102,7 @@ def export_script(source: ConfigSource, to: str, out: Path | None = None, *, ove
     files = {**files, **script.files, "run.sh": _run_script_text(script)}
     files["README.md"] = _readme_text(source, to, outline, script, sorted(files), left_out)
     _write_folder(folder, files)
-    return ExportResult(folder, _shell_command(script, ""), tuple(sorted(files)), left_out)
+    return ExportResult(folder, _shell_command(script), tuple(sorted(files)), left_out)
 
 
 def _refuse_unsupported_keys(config: Config, strategy: Strategy, axes: tuple[str, ...] = ()) -> None:
@@ -260,15 +260,14 @@ def _check_bases(task_class: type, file: Path) -> None:
 
 def _ignored_key_notes(source: ConfigSource) -> Iterator[str]:
     for key, why in _IGNORED_KEYS.items():
-        given = [k for k in source.origins if k == key or k.startswith(f"{key}.")]
-        if why and given:
+        own_keys = [k for k in source.origins if k == key or k.startswith(f"{key}.")]
+        if why and own_keys:
             yield f"{key}: {why}"
 
 
-def _shell_command(script: Script, further: str) -> str:
+def _shell_command(script: Script) -> str:
     words = [f"{name}={value}" for name, value in script.environment.items()]
-    words += [further if word == "$@" else shlex.quote(word) for word in script.command]
-    return " ".join(word for word in words if word)
+    return " ".join([*words, *(shlex.quote(word) for word in script.command if word != "$@")])
 
 
 def _run_script_text(script: Script) -> str:
@@ -302,7 +301,7 @@ def _readme_text(
         f"{_README_MARK} from `{outline.origin}`. Nothing in this folder needs unipar.",
         "",
     ]
-    lines += ["```console", f"$ {_shell_command(script, '')}", "```", "", *listed, ""]
+    lines += ["```console", f"$ {_shell_command(script)}", "```", "", *listed, ""]
     lines.append(
         "It gives the same losses as `unipar run`: the same initial values, the same samples in the same order, the "
         "same rate at each step. `log.jsonl` holds the losses, one line for each logged step."

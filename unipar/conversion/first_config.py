@@ -28,9 +28,9 @@ class ScriptTask:
 def write_first_config(script: Path, out: Path | None = None, *, overwrite: bool = False) -> Path:
     """Write a config for the task in `script`, which may be the one such script of a folder; return its path."""
     script = _find_script(script)
-    found = find_tasks(script)
+    tasks = find_tasks(script)
     out = out or script.with_suffix(".yaml")
-    write_config(first_config_text(script, found, out), out, overwrite=overwrite)
+    write_config(first_config_text(script, tasks, out), out, overwrite=overwrite)
     return out
 
 
@@ -38,16 +38,16 @@ def find_tasks(script: Path) -> list[ScriptTask]:
     """Return the classes with model, data and loss; raise TaskError, which says what was found, if there is none."""
     tree = _parse(script)
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
-    found = [_describe(node) for node in classes if _is_task(node)]
-    if found:
-        return found
+    tasks = [_describe(node) for node in classes if _is_task(node)]
+    if tasks:
+        return tasks
     functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
     has = [f"the function {name}()" for name in functions if name in _PARTS]
     has += [f"the class {node.name}" for node in classes]
-    seen = f"it has {', '.join(has)}" if has else "it has no class"
+    contents = f"it has {', '.join(has)}" if has else "it has no class"
     parser = "; what argparse reads becomes arguments of that class" if "argparse" in _imports(tree) else ""
     raise TaskError(
-        f"{script}: no class in it has model(), data() and loss(): {seen}; write one that has them "
+        f"{script}: no class in it has model(), data() and loss(): {contents}; write one that has them "
         f"(`python -m pydoc unipar.Task`){parser}, then `unipar init {script}` again"
     )
 

@@ -15,18 +15,18 @@ from unipar.errors import ConfigError
 from unipar.utils.text import show_value
 
 
-def arguments_of(given: Mapping[str, Any], source: str, elsewhere: frozenset[str] = frozenset()) -> TrainingArguments:
+def arguments_of(values: Mapping[str, Any], source: str, elsewhere: frozenset[str] = frozenset()) -> TrainingArguments:
     """Return arguments as given, with axolotl's names put into the Trainer's."""
-    given = {name: _without_class(value) for name, value in given.items()}
-    renamed = {name: AXOLOTL_NAMES.get(name, name) for name in given if not isinstance(given[name], dict)}
-    ours = {renamed.get(name, name): value for name, value in given.items()}
+    values = {name: _without_class(value) for name, value in values.items()}
+    renamed = {name: AXOLOTL_NAMES.get(name, name) for name in values if not isinstance(values[name], dict)}
+    ours = {renamed.get(name, name): value for name, value in values.items()}
     names = {new: old for old, new in renamed.items() if new != old}
-    twice = [name for new, name in names.items() if given.get(new, given[name]) != given[name]]
-    axolotl = "base_model" in given or "micro_batch_size" in given or "num_epochs" in given
+    twice = [name for new, name in names.items() if values.get(new, values[name]) != values[name]]
+    axolotl = "base_model" in values or "micro_batch_size" in values or "num_epochs" in values
     defaults = {**TRAINER_DEFAULTS, **AXOLOTL_DEFAULTS} if axolotl else TRAINER_DEFAULTS
     arguments = TrainingArguments(ours, source, names, defaults, elsewhere)
     for name in twice:
-        why = f"{show_value(given[name])}, but {AXOLOTL_NAMES[name]} is {show_value(given[AXOLOTL_NAMES[name]])}"
+        why = f"{show_value(values[name])}, but {AXOLOTL_NAMES[name]} is {show_value(values[AXOLOTL_NAMES[name]])}"
         arguments.refused.append(RefusedArgument(name, why, "leave one of them out"))
     return arguments
 
@@ -46,10 +46,10 @@ _VALUE_OF_MEMBER = {
 """Values of members whose value is not their name."""
 
 
-def arguments_over(file: Mapping[str, Any], given: Mapping[str, Any], elsewhere: frozenset[str]) -> TrainingArguments:
+def arguments_over(file: Mapping[str, Any], over: Mapping[str, Any], elsewhere: frozenset[str]) -> TrainingArguments:
     """Return the arguments in a file, over which those given beside it win."""
-    kept = {name: value for name, value in file.items() if AXOLOTL_NAMES.get(name, name) not in given}
-    return arguments_of({**kept, **given}, "", elsewhere)
+    kept = {name: value for name, value in file.items() if AXOLOTL_NAMES.get(name, name) not in over}
+    return arguments_of({**kept, **over}, "", elsewhere)
 
 
 def knows_argument(name: str) -> bool:
@@ -79,15 +79,15 @@ def _parse_command_line(text: str) -> dict[str, Any]:
         words = shlex.split(text)
     except ValueError as e:
         raise ConfigError(f"--args: {e}; close every quotation mark") from None
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     name = ""
     for word in words:
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
             name = name.replace("-", "_")
-            found[name] = value if equals else True
-        elif found.get(name) is True:
-            found[name] = word
+            values[name] = value if equals else True
+        elif values.get(name) is True:
+            values[name] = word
         else:
-            found[name] = f"{found[name]} {word}"
-    return found
+            values[name] = f"{values[name]} {word}"
+    return values

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from unipar.checkpoint.format.names import step_folder_name
 from unipar.config import Config
 from unipar.errors import CheckpointError, OutExists
+from unipar.utils.text import short_dtype
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor, nn
 
     from unipar.checkpoint.importing.found_state import ModelState
@@ -118,14 +118,10 @@ def _state_of(config: Config, modules: Mapping[str, nn.Module]) -> ModelState:
         buffers |= {prefix + name: list(b.shape) for name, b in module.named_buffers() if name not in names.unsaved}
         trained += [prefix + name for name in names.trained]
         kept = {id(p) for p in narrow_frozen_parameters(module, dtype)}
-        narrow |= {prefix + name: _name_of(p.dtype) for name, p in module.named_parameters() if id(p) in kept}
+        narrow |= {prefix + name: short_dtype(p.dtype) for name, p in module.named_parameters() if id(p) in kept}
         tied += [[prefix + name for name in several] for several in tied_names(module)]
     groups = _groups_of_task(config, modules)
-    return ModelState(parameters, trained, buffers, tied, _name_of(dtype), narrow=narrow, groups=groups)
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return ModelState(parameters, trained, buffers, tied, short_dtype(dtype), narrow=narrow, groups=groups)
 
 
 def _groups_of_task(config: Config, modules: Mapping[str, nn.Module]) -> list[list[str]]:
@@ -136,12 +132,12 @@ def _groups_of_task(config: Config, modules: Mapping[str, nn.Module]) -> list[li
     groups: list[list[str]] = []
     for prefix, module in _prefixed(modules):
         try:
-            given = load_task(config, prepared=False).groups(module)
+            wanted = load_task(config, prepared=False).groups(module)
         except Exception:  # the model may be on meta, without values; a run says what is wrong
             return []
-        if given is None:
+        if wanted is None:
             return []
-        groups += [[prefix + n for n in g.names] for g in parameter_groups(module, config, given, own_optimizer=True)]
+        groups += [[prefix + n for n in g.names] for g in parameter_groups(module, config, wanted, own_optimizer=True)]
     return groups
 
 

@@ -187,9 +187,9 @@ def _why_no_eight_bits(reading: ForeignConfigReader, source: CheckedSource) -> s
 def _carry_trainers_rules(reading: ForeignConfigReader, arguments: TrainingArguments, answers: Answers) -> None:
     """Add which parameters decay and where the rates begin and end, if optimizer and schedule are the Trainer's."""
     result = {**reading.config, **reading.overrides}
-    given, decays = bool(arguments.given) and reading.asks_for_optimizer, result.get("train.optimizer.weight_decay")
+    applies, decays = bool(arguments.given) and reading.asks_for_optimizer, result.get("train.optimizer.weight_decay")
     by_element = not OPTIMIZERS.get(str(result.get(_NAME)), AdamW).whole_matrices
-    if given and decays and "train.optimizer" not in reading.overrides and by_element:
+    if applies and decays and "train.optimizer" not in reading.overrides and by_element:
         reading.put("train.optimizer.decay", "transformers")
     answer, word = answers.by_key.get(_SCHEDULE), reading.config.get(_SCHEDULE)
     if answer is None or reading.answered(_SCHEDULE) or reading.notes.get(_SCHEDULE) != answer.why:

@@ -49,7 +49,7 @@ def read_trainer_file(
     libraries = library_arguments()
     keys = reading.section({name: value for name, value in data.items() if name in READ_HERE | libraries})
     for library in libraries & keys.data.keys():
-        if isinstance(given := keys.data[library], dict) and given:
+        if isinstance(section := keys.data[library], dict) and section:
             return _read_library_of(keys, library, "", load, choose)
         if named := keys.take(library, str, ""):
             return _read_library_of(keys, library, named, load, choose)
@@ -120,14 +120,12 @@ def _config_of_stage(reading: ForeignConfigReader, library: str, named: str) -> 
 
 def _read_shards(keys: ForeignSection, kind: str) -> None:
     reading = keys.reading
-    given: Any = keys.data.pop("fsdp", None)
+    fsdp: Any = keys.data.pop("fsdp", None)
     reading.read.add("fsdp")
-    words = (
-        given.split() if isinstance(given, str) else [str(word) for word in given] if isinstance(given, list) else []
-    )
+    words = fsdp.split() if isinstance(fsdp, str) else [str(word) for word in fsdp] if isinstance(fsdp, list) else []
     options = {name.removeprefix("fsdp_"): value for name, value in keys.take("fsdp_config", dict, {}).items()}
     reading.read.update(f"fsdp_config.{name}" for name in options)
-    split = bool(words) or given is True or bool(options.keys() - _OPTIONS_OF_ALL) or kind.startswith("fsdp")
+    split = bool(words) or fsdp is True or bool(options.keys() - _OPTIONS_OF_ALL) or kind.startswith("fsdp")
     split = split or keys.data.get("fsdp_version") is not None or _size(keys, "dp_shard_size") > 1
     shard = next((_SHARD_OF_WORD[word] for word in words if word in _SHARD_OF_WORD), "parameters")
     if options.get("reshard_after_forward") in (False, "false") or options.get("sharding_strategy") == "SHARD_GRAD_OP":

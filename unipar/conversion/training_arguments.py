@@ -89,16 +89,16 @@ class TrainingArguments:
 
     def answers(self) -> Answers:
         """Return keys of unipar that these arguments, or the Trainer's defaults, give."""
-        found: dict[str, Answer] = {}
+        answers: dict[str, Answer] = {}
         for name, key in KEY_OF_ARGUMENT.items():
             if name in TRAINER_DEFAULTS or not has_default(name, self.given.get(name)):
-                self._put(found, key, name, self._number(name))
-        if (micros := found["batch.accumulate"]).from_user and micros.value > 1:
-            found["batch.accumulate"] = replace(micros, why=f"{micros.why}; {_ADDED_UP}")
-        self._add_optimizer(found)
-        self._add_length(found)
-        self._add_schedule(found)
-        self._add_times(found)
+                self._put(answers, key, name, self._number(name))
+        if (micros := answers["batch.accumulate"]).from_user and micros.value > 1:
+            answers["batch.accumulate"] = replace(micros, why=f"{micros.why}; {_ADDED_UP}")
+        self._add_optimizer(answers)
+        self._add_length(answers)
+        self._add_schedule(answers)
+        self._add_times(answers)
         for name, key, value in (
             ("gradient_checkpointing", "model.recompute", "blocks"),
             ("activation_checkpointing", "model.recompute", "blocks"),
@@ -108,18 +108,18 @@ class TrainingArguments:
             ("use_cpu", "device", "cpu"),
         ):
             if self._flag(name):
-                self._put(found, key, name, value)
-        if found.get("train.clip", Answer(1, "", from_user=False)).value == 0:
-            found["train.clip"] = Answer(None, found["train.clip"].why, from_user=True)
+                self._put(answers, key, name, value)
+        if answers.get("train.clip", Answer(1, "", from_user=False)).value == 0:
+            answers["train.clip"] = Answer(None, answers["train.clip"].why, from_user=True)
         if (order := self.given.get("train_sampling_strategy")) == "sequential":
-            self._put(found, "data.shuffle", "train_sampling_strategy", value=False)
+            self._put(answers, "data.shuffle", "train_sampling_strategy", value=False)
         elif self._flag("group_by_length") or not has_default("train_sampling_strategy", order):
             name = "group_by_length" if self._flag("group_by_length") else "train_sampling_strategy"
             why = "samples come in a random order, not beside others of their length"
             self._assume(name, why, "take it out", "data.shuffle")
         precision = self._precision()
-        self._leave_out_others(evaluates="eval.every" in found)
-        return Answers(found, precision, self.place(precision) if precision else "")
+        self._leave_out_others(evaluates="eval.every" in answers)
+        return Answers(answers, precision, self.place(precision) if precision else "")
 
     def _precision(self) -> str | None:
         pure = "pure_bf16" if self._flag("pure_bf16") else "bf16" if self.given.get("bf16") == "full" else None
@@ -137,17 +137,17 @@ class TrainingArguments:
                 return name
         return None
 
-    def _put(self, found: dict[str, Answer], key: str, name: str, value: Any) -> None:
-        given = self.given.get(name) is not None
+    def _put(self, answers: dict[str, Answer], key: str, name: str, value: Any) -> None:
+        from_user = self.given.get(name) is not None
         who = "the Trainer" if self.defaults is TRAINER_DEFAULTS else "axolotl"
-        why = self.place(name) if given else f"assumed: {name} is {show_value(value)} by default in {who}"
-        found[key] = Answer(value, why, from_user=given, usual=self._is_usual(name, value))
+        why = self.place(name) if from_user else f"assumed: {name} is {show_value(value)} by default in {who}"
+        answers[key] = Answer(value, why, from_user=from_user, usual=self._is_usual(name, value))
 
     def _is_usual(self, name: str, value: Any) -> bool:
         return bool(self.given) and has_default(name, value)
 
-    def _add_optimizer(self, found: dict[str, Answer]) -> None:
-        if self._add_muon(found):
+    def _add_optimizer(self, answers: dict[str, Answer]) -> None:
+        if self._add_muon(answers):
             return
         word = str(self.given.get("optim") or TRAINER_DEFAULTS["optim"]).removeprefix("OptimizerNames.").lower()
         name = OPTIMIZER_OF_WORD.get(word)
@@ -160,26 +160,26 @@ class TrainingArguments:
             why = f"{word} is neither sgd nor rmsprop nor a kind of adamw, such as adamw_torch and adamw_bnb_8bit"
             self._refuse("optim", OWN_FORMULAS.get(word, why), "give another one", "train.optimizer")
             name = "adamw"
-        given = "optim" in self.given
-        why = self.place("optim") if given else "assumed: AdamW, the default of the Trainer"
+        from_user = "optim" in self.given
+        why = self.place("optim") if from_user else "assumed: AdamW, the default of the Trainer"
         usual = bool(self.given) and OPTIMIZER_OF_WORD.get(word) == "adamw"
-        found["train.optimizer.name"] = Answer(name, why, from_user=given, usual=usual)
+        answers["train.optimizer.name"] = Answer(name, why, from_user=from_user, usual=usual)
         details = self._optim_args(word)
         if name in ("sgd", "rmsprop"):
-            del found["train.optimizer.eps"]  # adam_epsilon is Adam's
+            del answers["train.optimizer.eps"]  # adam_epsilon is Adam's
             for key, value in details.items():
-                found[f"train.optimizer.{key}"] = Answer(value, self.place("optim_args"), from_user=True)
+                answers[f"train.optimizer.{key}"] = Answer(value, self.place("optim_args"), from_user=True)
             return
         betas = [float(self._number(f"adam_beta{i}")) for i in (1, 2)]
-        said = [self.place(name) for name in ("adam_beta1", "adam_beta2") if self.given.get(name) is not None]
+        places = [self.place(name) for name in ("adam_beta1", "adam_beta2") if self.given.get(name) is not None]
         why = (
-            " and ".join(said)
+            " and ".join(places)
             or f"assumed: adam_beta1 and adam_beta2 are {show_value(betas)} by default in the Trainer"
         )
         usual = all(self._is_usual(f"adam_beta{i}", beta) for i, beta in enumerate(betas, 1))
-        found["train.optimizer.betas"] = Answer(betas, why, from_user=bool(said), usual=usual)
+        answers["train.optimizer.betas"] = Answer(betas, why, from_user=bool(places), usual=usual)
 
-    def _add_muon(self, found: dict[str, Answer]) -> bool:
+    def _add_muon(self, answers: dict[str, Answer]) -> bool:
         """Carry LLaMA-Factory's Muon, if it is asked for: with the Trainer's rate and decay, or with its own."""
         details: Any = self.given.get("optim_config") or {}
         if details and not (isinstance(details, dict) and details.get("name") == "muon"):
@@ -188,7 +188,7 @@ class TrainingArguments:
         if not details and not self._flag("use_muon"):
             return False
         name = "optim_config" if details else "use_muon"
-        eps = found.pop("train.optimizer.eps").value
+        eps = answers.pop("train.optimizer.eps").value
         values: dict[str, Any] = {"name": "muon", "ns_precision": "bf16"}
         if details:
             values |= {ours: details.get(theirs, default) for theirs, (ours, default) in MUON_DETAILS.items()}
@@ -201,7 +201,7 @@ class TrainingArguments:
         else:
             values |= {"adamw.betas": [float(self._number(f"adam_beta{i}")) for i in (1, 2)], "adamw.eps": eps}
         for key, value in values.items():
-            found[f"train.optimizer.{key}"] = Answer(value, self.place(name), from_user=True)
+            answers[f"train.optimizer.{key}"] = Answer(value, self.place(name), from_user=True)
         why = "auto: all but those of embeddings and of the last module, not all without embed or lm_head in their name"
         self._assume(name, why, "take it out", "train.optimizer.matrices")
         return True
@@ -225,20 +225,20 @@ class TrainingArguments:
             self.left_out.append(f"{self.place('optim_args')}: {why}")
         return details
 
-    def _add_length(self, found: dict[str, Answer]) -> None:
+    def _add_length(self, answers: dict[str, Answer]) -> None:
         steps = -1 if self.given.get("max_steps") is None else self._number("max_steps")
         if steps > 0:
-            self._put(found, "train.steps", "max_steps", int(steps))
+            self._put(answers, "train.steps", "max_steps", int(steps))
             return
         epochs = self._number("num_train_epochs")
         if epochs != int(epochs) or epochs < 1:
-            whole = max(1, math.ceil(epochs))
-            why, way = f"{epochs} is no whole number of epochs", f"give num_train_epochs {whole} or max_steps"
+            rounded_up = max(1, math.ceil(epochs))
+            why, way = f"{epochs} is no whole number of epochs", f"give num_train_epochs {rounded_up} or max_steps"
             self._refuse("num_train_epochs", why, way, "train.epochs")
-            epochs = whole
-        self._put(found, "train.epochs", "num_train_epochs", int(epochs))
+            epochs = rounded_up
+        self._put(answers, "train.epochs", "num_train_epochs", int(epochs))
 
-    def _add_schedule(self, found: dict[str, Answer]) -> None:
+    def _add_schedule(self, answers: dict[str, Answer]) -> None:
         word = str(self.given.get("lr_scheduler_type") or self.defaults["lr_scheduler_type"])
         word = word.removeprefix("SchedulerType.").lower()
         if word not in SCHEDULE_OF_WORD:
@@ -246,31 +246,33 @@ class TrainingArguments:
             way = "give another one, and say train.schedule in the result"
             self._refuse("lr_scheduler_type", why, way, "train.schedule")
             return
-        self._put(found, "train.schedule.name", "lr_scheduler_type", SCHEDULE_OF_WORD[word])
+        self._put(answers, "train.schedule.name", "lr_scheduler_type", SCHEDULE_OF_WORD[word])
         warmup: Any = self._number("warmup_steps")
         ratio = 0 if warmup >= 1 else warmup or (self._number("warmup_ratio") if self.given.get("warmup_ratio") else 0)
         if ratio >= 1:
             self._refuse("warmup_ratio", f"{ratio} is not below 1", "give warmup_steps", "train.schedule.warmup")
             ratio = 0
         if ratio:
-            warmup = math.ceil(found["train.steps"].value * ratio) if "train.steps" in found else float(ratio)
+            warmup = math.ceil(answers["train.steps"].value * ratio) if "train.steps" in answers else float(ratio)
         if word == "constant":
             warmup, ratio = 0, 0
         name = "warmup_ratio" if ratio and self.given.get("warmup_ratio") else "warmup_steps"
-        self._put(found, "train.schedule.warmup", name, warmup if ratio else int(warmup))
-        self._add_schedule_details(found, word)
+        self._put(answers, "train.schedule.warmup", name, warmup if ratio else int(warmup))
+        self._add_schedule_details(answers, word)
 
-    def _add_schedule_details(self, found: dict[str, Answer], word: str) -> None:
+    def _add_schedule_details(self, answers: dict[str, Answer], word: str) -> None:
         """Carry `lr_scheduler_kwargs`, or the defaults of transformers for those that are not given."""
         details, known = self._schedule_kwargs(), SCHEDULE_DETAILS.get(word, ())
         for name, value in details.items():
             if name not in known:
                 why = f"{name}: {show_value(value)} has no key of unipar for {word}"
                 self._refuse("lr_scheduler_kwargs", why, "take it out", "train.schedule")
-        lr = found["train.optimizer.lr"].value
+        lr = answers["train.optimizer.lr"].value
 
         def put(key: str, value: Any) -> None:
-            self._put(found, f"train.schedule.{key}", "lr_scheduler_kwargs" if details else "lr_scheduler_type", value)
+            self._put(
+                answers, f"train.schedule.{key}", "lr_scheduler_kwargs" if details else "lr_scheduler_type", value
+            )
 
         if word == "polynomial":
             put("power", float(details.get("power", 1.0)))
@@ -297,9 +299,9 @@ class TrainingArguments:
         elif word == "inverse_sqrt" and "timescale" in details:
             put("scale", int(details["timescale"]))
         elif word == "cosine" and (least := self.given.get("cosine_min_lr_ratio")) is not None:
-            self._put(found, "train.schedule.min_lr_ratio", "cosine_min_lr_ratio", float(least))
+            self._put(answers, "train.schedule.min_lr_ratio", "cosine_min_lr_ratio", float(least))
 
-    def _add_times(self, found: dict[str, Answer]) -> None:
+    def _add_times(self, answers: dict[str, Answer]) -> None:
         """Carry after how many steps the Trainer logs, evaluates and saves; an argument about that must be given."""
         for what, key in (("logging", "log.every"), ("eval", "eval.every"), ("save", "checkpoint.every")):
             old = "evaluation_strategy" if what == "eval" else ""
@@ -315,45 +317,45 @@ class TrainingArguments:
                 self.left_out.append(f"{self.place(every)}: it has no effect, as {how} is no")
             if strategy not in ("no", "steps"):
                 self.left_out.append(f"{self.place(how)}: {strategy}: say {key} in steps")
-            if strategy == "steps" and (steps := self._steps_of(found, every, key)) is not None:
-                self._put(found, key, every if every in named else how, steps)
+            if strategy == "steps" and (steps := self._steps_of(answers, every, key)) is not None:
+                self._put(answers, key, every if every in named else how, steps)
             if what == "save" and strategy != "no":
-                self._add_kept(found)
+                self._add_kept(answers)
 
-    def _add_kept(self, found: dict[str, Answer]) -> None:
+    def _add_kept(self, answers: dict[str, Answer]) -> None:
         if self.given.get("save_total_limit") is not None and (most := int(self._number("save_total_limit"))) > 0:
-            self._put(found, "checkpoint.keep", "save_total_limit", most)
-        elif (saves := found.get("checkpoint.every")) is not None:
+            self._put(answers, "checkpoint.keep", "save_total_limit", most)
+        elif (saves := answers.get("checkpoint.every")) is not None:
             why = f"{saves.why}; the newest 3 are kept (checkpoint.keep), where the Trainer keeps all"
-            found["checkpoint.every"] = replace(saves, why=why, usual=False)
+            answers["checkpoint.every"] = replace(saves, why=why, usual=False)
 
-    def _steps_of(self, found: Mapping[str, Answer], name: str, key: str) -> int | None:
+    def _steps_of(self, answers: Mapping[str, Answer], name: str, key: str) -> int | None:
         """Return a number of steps, which may be given as a share of all; None if that is told instead."""
         if self.given.get(name) is None and name == "eval_steps":
-            return self._steps_of(found, "logging_steps", key)
-        value, whole = self._number(name), found.get("train.steps")
-        if 0 < value < 1 and whole is None:
+            return self._steps_of(answers, "logging_steps", key)
+        value, steps = self._number(name), answers.get("train.steps")
+        if 0 < value < 1 and steps is None:
             self.left_out.append(f"{self.place(name)}: a share of the steps; say {key}")
             return None
-        if 0 < value < 1 and whole is not None:
-            value = math.ceil(value * whole.value)
+        if 0 < value < 1 and steps is not None:
+            value = math.ceil(value * steps.value)
         if value < 1 or value != int(value):
             self._refuse(name, f"{show_value(value)} is not a whole number above 0", "give one", key)
             return None
-        if key == "eval.every" and whole is not None and value > whole.value:
-            self.left_out.append(f"{self.place(name)}: {int(value)} is more than the {whole.value} steps of the run")
+        if key == "eval.every" and steps is not None and value > steps.value:
+            self.left_out.append(f"{self.place(name)}: {int(value)} is more than the {steps.value} steps of the run")
             return None
         return int(value)
 
     def _schedule_kwargs(self) -> dict[str, Any]:
-        given: Any = self.given.get("lr_scheduler_kwargs") or {}
-        if isinstance(given, str):  # as on a command line
+        kwargs: Any = self.given.get("lr_scheduler_kwargs") or {}
+        if isinstance(kwargs, str):  # as on a command line
             try:
-                given = json.loads(given)
+                kwargs = json.loads(kwargs)
             except json.JSONDecodeError:
-                given = None
-        if isinstance(given, dict):
-            return {str(name): value for name, value in given.items()}
+                kwargs = None
+        if isinstance(kwargs, dict):
+            return {str(name): value for name, value in kwargs.items()}
         why = f"{show_value(self.given['lr_scheduler_kwargs'])} is no mapping"
         self._refuse("lr_scheduler_kwargs", why, """give JSON, such as '{"power": 2}'""", "train.schedule")
         return {}
@@ -368,8 +370,8 @@ class TrainingArguments:
             except ValueError:
                 self._refuse(name, f"{show_value(value)} is not a number", "give one", ours)
                 return default
-        whole = name in ("per_device_train_batch_size", "gradient_accumulation_steps", "seed", "dataloader_num_workers")
-        if whole:
+        count = name in ("per_device_train_batch_size", "gradient_accumulation_steps", "seed", "dataloader_num_workers")
+        if count:
             if value != int(value) or value < (0 if name in ("seed", "dataloader_num_workers") else 1):
                 self._refuse(name, f"{show_value(value)} is not a whole number above 0", "give one", ours)
                 return default

@@ -126,10 +126,10 @@ def _source_from_loader(
             f"batch.micro ({sizes.micro}) or unset"
         )
     sampler: Any = loader.sampler
-    whole: Any = loader.dataset
-    streams = _is_stream(whole)
+    dataset: Any = loader.dataset
+    streams = _is_stream(dataset)
     own_order: Any = None
-    shuffle = _is_random_sampler(sampler) and not sampler.replacement and len(sampler) == len(whole)
+    shuffle = _is_random_sampler(sampler) and not sampler.replacement and len(sampler) == len(dataset)
     if not shuffle and not streams and type(sampler) is not SequentialSampler:
         if "shuffle" in config.data.model_fields_set:
             raise ConfigError(

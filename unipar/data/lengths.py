@@ -112,12 +112,12 @@ def measure_lengths(
         )
     seeded, count = SeededDataset(dataset, seed), len(dataset)
     rank, ranks = share
-    found = torch.zeros(count, dtype=torch.int64)
+    measured = torch.zeros(count, dtype=torch.int64)
     for done, i in enumerate(range(rank, count, ranks)):
-        found[i] = _checked(task.length(seeded[0, i]), i, of)
+        measured[i] = _checked(task.length(seeded[0, i]), i, of)
         if report is not None:
             report(done, -(-(count - rank) // ranks))
-    lengths: list[int] = (found if add_up is None else add_up(found)).tolist()
+    lengths: list[int] = (measured if add_up is None else add_up(measured)).tolist()
     for sentence in refuse_lengths(lengths, sizes, of):
         raise ConfigError(sentence)
     return SampleLengths(lengths, task.length)

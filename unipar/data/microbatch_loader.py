@@ -115,10 +115,10 @@ class MicrobatchLoader:
         if self.lengths is None:
             keys = [(epoch, i) for i in part or batch[:1]]
             return MicrobatchPlan(keys, len(part) / len(batch), of_ranks=of_ranks, repeats=self.sampler is not None)
-        tokens, whole = self.lengths.tokens(part), self.lengths.tokens(batch)
+        tokens, total = self.lengths.tokens(part), self.lengths.tokens(batch)
         shortest = min(batch, key=self.lengths.of.__getitem__)
         keys = [(epoch, i) for i in part or [shortest]]
-        return MicrobatchPlan(keys, tokens / whole, tokens, whole, of_ranks, repeats=self.sampler is not None)
+        return MicrobatchPlan(keys, tokens / total, tokens, total, of_ranks, repeats=self.sampler is not None)
 
     def batches(self, start: int) -> Iterator[list[tuple[Any, MicrobatchPlan]]]:
         """Yield each step's microbatches with their plans, from step `start` on, without end."""

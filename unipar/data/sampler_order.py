@@ -52,18 +52,18 @@ class SamplerOrder:
         with _seeded(mix_seed(self._seed, 5, epoch)):
             if callable(set_epoch := getattr(self._sampler, "set_epoch", None)):
                 set_epoch(epoch)
-            found = array("q", self._checked_indices(epoch))
-        if not found:
+            order = array("q", self._checked_indices(epoch))
+        if not order:
             raise TaskError(f"{self._called} gave no index in epoch {epoch + 1}; it must yield at least one")
-        if self._drawn and len(found) != len(self._drawn[0]):
+        if self._drawn and len(order) != len(self._drawn[0]):
             raise TaskError(
-                f"{self._called} gave {len(self._drawn[0])} indices in epoch 1 and {len(found)} in epoch {epoch + 1}: "
+                f"{self._called} gave {len(self._drawn[0])} indices in epoch 1 and {len(order)} in epoch {epoch + 1}: "
                 "the steps of a run follow from the first, so it must give as many in each"
             )
         if self._agree is not None:
-            mine = f"{len(found)} indices ({hashlib.sha256(found.tobytes()).hexdigest()[:16]})"
+            mine = f"{len(order)} indices ({hashlib.sha256(order.tobytes()).hexdigest()[:16]})"
             self._agree(mine, lambda first: self._differs(epoch, mine, first))
-        return found
+        return order
 
     def _checked_indices(self, epoch: int) -> Iterator[int]:
         """Yield what the sampler gives; raise TaskError if it does not come to an end."""

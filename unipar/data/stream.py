@@ -122,26 +122,26 @@ class WholeStream(IterableDataset[StreamBatch | ReadingOn]):
             wanted = number % of == turn
             held: list[list[tuple[SampleKey, Any]]] = [[] for _ in self.mine]
             spare: tuple[SampleKey, Any] | None = None
-            seen = 0
+            read = 0
             for place, sample in enumerate(islice(samples, self.total)):
-                seen += 1
+                read += 1
                 if spare is None:
                     spare = (self.epoch, begun), sample
                     first = digest_sample(sample) if number == 0 and wanted else ""
                 if wanted and (m := self.micro_of.get(place)) is not None:
                     held[m].append(((self.epoch, begun + place), sample))
-            begun += seen
-            if fault := self._fault(begun, ended=seen < self.total):
+            begun += read
+            if fault := self._fault(begun, ended=read < self.total):
                 yield StreamBatch(number, 0, [], fault=fault)
                 return
-            if spare is None or (seen < self.total and self.last_batch == "drop"):
+            if spare is None or (read < self.total and self.last_batch == "drop"):
                 return
             if wanted:
                 place = reader.packed_place() if in_worker and self.gives_places else b""
                 yield StreamBatch(
                     number,
-                    seen,
-                    [self._micro(one, spare, seen, parts) for one, parts in zip(held, self.parts, strict=True)],
+                    read,
+                    [self._micro(one, spare, read, parts) for one, parts in zip(held, self.parts, strict=True)],
                     first,
                     place=place,
                 )
@@ -270,8 +270,8 @@ def wrap_in_workers(dataset: Any, source: DataSource, *, pin: bool = False) -> A
     workers = source.settings.workers
     if workers == 0:
         return dataset
-    given = with_worker_start(source.loader_arguments)
-    return DataLoader(dataset, batch_size=None, collate_fn=_identity, num_workers=workers, pin_memory=pin, **given)
+    arguments = with_worker_start(source.loader_arguments)
+    return DataLoader(dataset, batch_size=None, collate_fn=_identity, num_workers=workers, pin_memory=pin, **arguments)
 
 
 def _identity(portion: Any) -> Any:

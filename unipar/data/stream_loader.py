@@ -201,8 +201,8 @@ class StreamLoader:
         return epoch, sample + done * total
 
     def _counting(self, epoch: int, sample: int) -> Iterator[StreamBatch]:
-        whole = self._whole_stream(epoch, ReadPart(sample))
-        for portion in whole:
+        stream = self._whole_stream(epoch, ReadPart(sample))
+        for portion in stream:
             if isinstance(portion, ReadingOn):
                 continue
             if portion.fault:
@@ -211,14 +211,14 @@ class StreamLoader:
 
     def _whole_stream(self, epoch: int, begin: ReadPart) -> WholeStream:
         share, last_batch = self.world.data_rank, self.source.settings.last_batch
-        whole = WholeStream(self.source, self.sizes, share, self.seed, last_batch=last_batch)
-        whole.epoch, whole.begin = epoch, begin
-        whole.gives_places = self._gives_places and self.world.rank == 0  # they are the same on all ranks
-        return whole
+        stream = WholeStream(self.source, self.sizes, share, self.seed, last_batch=last_batch)
+        stream.epoch, stream.begin = epoch, begin
+        stream.gives_places = self._gives_places and self.world.rank == 0  # they are the same on all ranks
+        return stream
 
     def _epoch(self, epoch: int, begin: ReadPart) -> Iterator[StreamBatch]:
-        whole = self._live = self._whole_stream(epoch, begin)
-        for portion in wrap_in_workers(whole, self.source, pin=self.pin):
+        stream = self._live = self._whole_stream(epoch, begin)
+        for portion in wrap_in_workers(stream, self.source, pin=self.pin):
             if isinstance(portion, ReadingOn):
                 self._reading_on(portion)
                 continue

@@ -45,7 +45,7 @@ def divide_by_tokens(
         assert accumulate is not None
         count = accumulate * ranks
     else:
-        count = _round_up(len(divide(ordered, lengths, micro, None)), ranks)
+        count = -(-len(divide(ordered, lengths, micro, None)) // ranks) * ranks  # as many on each rank
     parts = divide(ordered, lengths, micro, count)
     parts = _split_further(parts, lengths, count, packed=packed)
     parts += [[] for _ in range(count - len(parts))]
@@ -55,10 +55,6 @@ def divide_by_tokens(
 def padded_tokens(part: Sequence[int], lengths: Sequence[int], *, packed: bool) -> int:
     """Return the tokens of a microbatch as `batch.micro` counts them."""
     return sum(lengths[i] for i in part) if packed else len(part) * max((lengths[i] for i in part), default=0)
-
-
-def _round_up(number: int, step: int) -> int:
-    return -(-number // step) * step
 
 
 _Parts = list[list[int]]
@@ -139,7 +135,7 @@ def _split_further(parts: _Parts, lengths: Sequence[int], count: int, *, packed:
         for half in (part[: len(part) // 2], part[len(part) // 2 :]):
             heapq.heappush(heap, (-padded_tokens(half, lengths, packed=packed), number, half))
             number += 1
-    found = heap + single
+    all_parts = heap + single
     if not packed:  # ranks that work at the same time get samples of like lengths
-        return [part for _, _, part in sorted(found, key=lambda entry: (-lengths[entry[2][0]], entry[0], entry[1]))]
-    return [part for _, _, part in sorted(found)]
+        return [part for _, _, part in sorted(all_parts, key=lambda entry: (-lengths[entry[2][0]], entry[0], entry[1]))]
+    return [part for _, _, part in sorted(all_parts)]

@@ -111,7 +111,7 @@ def count_chosen_gpus(ids: Sequence[str], choice: str | None) -> int:
     """
     if choice is None:
         return len(ids)
-    seen: set[str] = set()
+    counted: set[str] = set()
     # the first entry decides on the kind of all; torch ends the list where another follows
     by_number = choice.strip()[:1].isdecimal()
     for word in (w.strip() for w in choice.split(",")):
@@ -122,14 +122,14 @@ def count_chosen_gpus(ids: Sequence[str], choice: str | None) -> int:
             if len(matches) != 1:
                 break
             (gpu,) = matches
-        elif word.startswith("MIG-") and not seen:
+        elif word.startswith("MIG-") and not counted:
             raise DriverSilent(f"{VISIBLE_DEVICES_VARIABLE} names a slice of a GPU")
         else:
             break
-        if gpu in seen:
+        if gpu in counted:
             return 0  # CUDA shows no GPU at all if one is listed twice
-        seen.add(gpu)
-    return len(seen)
+        counted.add(gpu)
+    return len(counted)
 
 
 def ask_torch(environ: Mapping[str, str] = os.environ) -> VisibleDevices:

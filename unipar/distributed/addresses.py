@@ -35,7 +35,7 @@ def resolve_host(host: str, patience: float = RESOLVE_SECONDS, *, said_by: str =
     until = time.monotonic() + patience
     while True:
         try:
-            found = [str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
+            addresses = [str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
         except OSError as e:
             if time.monotonic() > until:
                 raise WorldMismatch(
@@ -45,7 +45,7 @@ def resolve_host(host: str, patience: float = RESOLVE_SECONDS, *, said_by: str =
                 ) from None
             time.sleep(0.5)
             continue
-        return next((address for address in found if not is_loopback(address)), found[0])
+        return next((address for address in addresses if not is_loopback(address)), addresses[0])
 
 
 def is_loopback(address: str) -> bool:

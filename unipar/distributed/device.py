@@ -112,11 +112,11 @@ def wait_for_late_frees(device: torch.device, *, still: float = 0.3, most: float
     """
     synchronize(device)
     end = time.monotonic() + most
-    seen, since = bytes_allocated(device), time.monotonic()
+    last_allocated, since = bytes_allocated(device), time.monotonic()
     while (now := time.monotonic()) < end and now - since < still:
         time.sleep(0.02)
-        if (found := bytes_allocated(device)) != seen:
-            seen, since = found, time.monotonic()
+        if (allocated := bytes_allocated(device)) != last_allocated:
+            last_allocated, since = allocated, time.monotonic()
 
 
 def bytes_allocated(device: torch.device) -> int:

@@ -80,19 +80,19 @@ def _flight_record() -> str:
     from torch._C import _distributed_c10d as c10d
 
     dump: Any = getattr(c10d, "_dump_fr_trace_json", None)
-    found = dump() if dump is not None else ""
-    return found.decode("utf-8") if isinstance(found, bytes) else found
+    record = dump() if dump is not None else ""
+    return record.decode("utf-8") if isinstance(record, bytes) else record
 
 
 def read_collectives(path: Path) -> CollectiveRecord | None:
     """Return the record in a file that `record_on_signal` wrote, or None if there is none."""
     try:
-        found: dict[str, Any] = json.loads(path.read_text("utf-8"))
+        record: dict[str, Any] = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError):
         return None
     begun: dict[str, int] = {}
     pending: PendingCollective | None = None
-    for entry in found.get("entries", []):
+    for entry in record.get("entries", []):
         group, number = _group_name(*entry["process_group"]), 0 if entry["is_p2p"] else entry["collective_seq_id"]
         begun[group] = max(begun.get(group, 0), number)
         if pending is None and not entry["retired"] and entry["state"] != "completed":

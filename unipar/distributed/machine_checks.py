@@ -90,8 +90,8 @@ def _check_tools() -> Iterator[MachineCheck]:
     if header.exists():
         yield MachineCheck("Python.h", "ok", str(header))
     else:
-        found = f"no {header}; extensions cannot be compiled without it"
-        yield MachineCheck("Python.h", "warn", found, "apt install python3-dev")
+        finding = f"no {header}; extensions cannot be compiled without it"
+        yield MachineCheck("Python.h", "warn", finding, "apt install python3-dev")
 
 
 def check_loopback() -> MachineCheck:
@@ -125,12 +125,12 @@ def check_shared_memory(folder: Path) -> MachineCheck:
             str(folder), "fail", "does not exist; data workers cannot start", "mount -t tmpfs tmpfs /dev/shm"
         )
     usage = shutil.disk_usage(folder)
-    found = f"{usage.free // BYTES_PER_MIB} of {usage.total // BYTES_PER_MIB} MiB free"
+    finding = f"{usage.free // BYTES_PER_MIB} of {usage.total // BYTES_PER_MIB} MiB free"
     if usage.free <= 64 * BYTES_PER_MIB:
         return MachineCheck(
-            str(folder), "warn", f"{found}; data workers may crash", "docker run --shm-size=1g, or --ipc=host"
+            str(folder), "warn", f"{finding}; data workers may crash", "docker run --shm-size=1g, or --ipc=host"
         )
-    return MachineCheck(str(folder), "ok", found)
+    return MachineCheck(str(folder), "ok", finding)
 
 
 def check_leftover_files(folder: Path) -> MachineCheck:
@@ -141,8 +141,8 @@ def check_leftover_files(folder: Path) -> MachineCheck:
     if not idle:
         return MachineCheck(name, "ok", "nothing")
     size = sum(mine[file].st_size for file in idle) / BYTES_PER_MIB
-    found = f"{len(idle)} {'file' if len(idle) == 1 else 'files'} that no process uses, {size:.1f} MiB"
-    return MachineCheck(name, "warn", found, "rm " + " ".join(idle[:8]) + (" ..." if len(idle) > 8 else ""))
+    finding = f"{len(idle)} {'file' if len(idle) == 1 else 'files'} that no process uses, {size:.1f} MiB"
+    return MachineCheck(name, "warn", finding, "rm " + " ".join(idle[:8]) + (" ..." if len(idle) > 8 else ""))
 
 
 def find_open_files(folder: Path) -> set[str]:
@@ -170,8 +170,8 @@ def check_limits() -> Iterator[MachineCheck]:
             yield MachineCheck(name, "warn", f"at most {soft}; ranks with data workers need {least}", remedy)
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if Path("/dev/infiniband").exists() and soft != resource.RLIM_INFINITY:
-        found = f"at most {soft // 1024} KiB; InfiniBand needs to lock its buffers"
-        yield MachineCheck("locked memory", "warn", found, "ulimit -l unlimited")
+        finding = f"at most {soft // 1024} KiB; InfiniBand needs to lock its buffers"
+        yield MachineCheck("locked memory", "warn", finding, "ulimit -l unlimited")
     else:
         yield MachineCheck("locked memory", "ok", f"at most {_format_limit(soft, 1024)}{'' if soft < 0 else ' KiB'}")
 
@@ -187,8 +187,8 @@ def check_temporary_folder(folder: Path) -> MachineCheck:
         return MachineCheck(name, "fail", f"{folder} cannot be written to", "TMPDIR=/tmp")
     longest = MAX_SOCKET_PATH_BYTES - SOCKET_NAME_BYTES
     if len(bytes(folder)) > longest:
-        found = f"{folder} is {len(bytes(folder))} bytes long; sockets in it need {longest} or fewer"
-        return MachineCheck(name, "fail", found, "TMPDIR=/tmp")
+        finding = f"{folder} is {len(bytes(folder))} bytes long; sockets in it need {longest} or fewer"
+        return MachineCheck(name, "fail", finding, "TMPDIR=/tmp")
     free = shutil.disk_usage(folder).free
     if free < 1024 * BYTES_PER_MIB:
         return MachineCheck(
@@ -200,14 +200,14 @@ def check_temporary_folder(folder: Path) -> MachineCheck:
 def _check_cores() -> MachineCheck:
     cores = len(os.sched_getaffinity(0))
     available = available_memory_bytes()
-    found = (
+    finding = (
         f"{cores} {'core' if cores == 1 else 'cores'}, {available / 1024 / BYTES_PER_MIB:.1f} GiB of memory available"
     )
     if available < 2048 * BYTES_PER_MIB:
         return MachineCheck(
-            "cores and memory", "warn", found, "close other programs; a rank needs 0.5 GiB besides its model"
+            "cores and memory", "warn", finding, "close other programs; a rank needs 0.5 GiB besides its model"
         )
-    return MachineCheck("cores and memory", "ok", found)
+    return MachineCheck("cores and memory", "ok", finding)
 
 
 def check_stale_locks(cache: Path) -> MachineCheck:
@@ -222,5 +222,5 @@ def check_stale_locks(cache: Path) -> MachineCheck:
     ]
     if not old:
         return MachineCheck("compiled extensions", "ok", f"no stale lock in {cache}")
-    found = f"{len(old)} stale {'lock' if len(old) == 1 else 'locks'}; the next compilation would wait for ever"
-    return MachineCheck("compiled extensions", "warn", found, "rm " + " ".join(sorted({str(file) for file in old})))
+    finding = f"{len(old)} stale {'lock' if len(old) == 1 else 'locks'}; the next compilation would wait for ever"
+    return MachineCheck("compiled extensions", "warn", finding, "rm " + " ".join(sorted({str(file) for file in old})))

@@ -127,8 +127,8 @@ class MeshGroups:
         sizes = self.mesh.sizes
         copies = sizes["data"] * sizes["context"] // shards
         names = ("pipeline", "copies", "shards", "tensor")
-        whole = self._device_mesh((sizes["pipeline"], copies, shards, sizes["tensor"]), names)
-        return whole["copies", "shards"]
+        full_mesh = self._device_mesh((sizes["pipeline"], copies, shards, sizes["tensor"]), names)
+        return full_mesh["copies", "shards"]
 
     def copies_of_ranks(self, shape: tuple[int, ...], ranks: Sequence[int]) -> DeviceMesh:
         """Return a 2-D mesh as `copies_and_shards` does, from the ranks by stage, copy, shard and seat in `tensor`."""

@@ -17,7 +17,7 @@ from unipar.distributed.place import LARGE_WORLD, Place
 from unipar.distributed.world_machines import WorldMachines
 from unipar.errors import TaskError, WorldMismatch
 
-_Told = TypeVar("_Told")
+_Value = TypeVar("_Value")
 
 
 class Tree(Protocol):
@@ -134,13 +134,13 @@ class World:
         dist.gather_object(mine, ranks, dst=root)
         return ranks or []
 
-    def tell_objects(self, value: _Told, root: int) -> _Told:
+    def tell_objects(self, value: _Value, root: int) -> _Value:
         """Return the object of rank `root`; all ranks call this."""
         if self.size == 1:
             return value
-        told: list[Any] = [value]
-        dist.broadcast_object_list(told, root)
-        return told[0]
+        values: list[Any] = [value]
+        dist.broadcast_object_list(values, root)
+        return values[0]
 
     def key(self, name: str) -> str:
         """Return a new key of the store; ranks that have called this equally often get the same key."""

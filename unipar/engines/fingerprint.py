@@ -45,8 +45,8 @@ class TensorSketcher:
         if key in self._signs:
             return self._signs[key]
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        whole = torch.randint(0, 2, (numel,), dtype=torch.int8, generator=generator)
-        signs = (where.of(whole).reshape(-1) * 2 - 1).to(device)
+        full = torch.randint(0, 2, (numel,), dtype=torch.int8, generator=generator)
+        signs = (where.of(full).reshape(-1) * 2 - 1).to(device)
         if self._keep:
             self._signs[key] = signs
         return signs

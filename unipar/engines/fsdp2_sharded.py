@@ -187,8 +187,8 @@ def reduce_scatter_states(context: Any) -> Sequence[Any]:
 def _group_holdings(group: Any, names: Mapping[int, str]) -> Iterator[Holding]:
     """Yield the tensors that one group of parameters keeps besides its shards."""
     for p in group.fsdp_params:
-        for whole in p.all_gather_outputs:
-            yield Holding("communication", f"{names[id(p.sharded_param)]}, gathered", whole)
+        for gathered in p.all_gather_outputs:
+            yield Holding("communication", f"{names[id(p.sharded_param)]}, gathered", gathered)
         whole_grad = getattr(getattr(p, "_unsharded_param", None), "grad", None)
         for grad in (whole_grad, p.unsharded_accumulated_grad):
             if grad is not None:
@@ -201,11 +201,11 @@ def _group_holdings(group: Any, names: Mapping[int, str]) -> Iterator[Holding]:
         yield Holding("communication", "all-reduce", group._all_reduce_state.all_reduce_input)
 
 
-def fill_shard(empty: DTensor, whole: Tensor, home: torch.device) -> DTensor:
+def fill_shard(empty: DTensor, full: Tensor, home: torch.device) -> DTensor:
     """Return a shard like `empty`, which has no memory, with this rank's part of the whole tensor, on device `home`."""
     new = _empty_shard(empty, home)
     for where, elements in local_regions(new):
-        elements.copy_(where.of(whole).view(-1))
+        elements.copy_(where.of(full).view(-1))
     return new
 
 

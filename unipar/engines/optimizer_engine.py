@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import inf
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from unipar.backend import Engine, Part
+from unipar.backend import Engine, Fn, Part
 from unipar.config import Config
 from unipar.distributed.world import World
+from unipar.engines.forward import ForwardCall, OpaqueBatch
 from unipar.engines.learning_rate import current_rates
 from unipar.engines.loss_scale import LossScaler
+from unipar.engines.state import broadcast_module_buffers
 
 
 class OptimizerEngine(Engine):
     """Engine of one part whose groups, learning rates and loss scale are saved and put back by their own names."""
+
+    call: ForwardCall
+    """Module that calls a function of the model as the config's precision asks; no library wraps it."""
 
     base: Optimizer
     """Optimizer whose groups are the user's."""
@@ -49,6 +54,16 @@ class OptimizerEngine(Engine):
     @override
     def optimizer_groups(self) -> Sequence[dict[str, Any]]:
         return self.base.param_groups
+
+    @override
+    @final
+    def call_frozen(self, fn: Fn, inputs: Any) -> Any:
+        # not through what the library wraps: hooks gather split parameters in it, and it reduces no gradients
+        return self.call(fn, OpaqueBatch(inputs))
+
+    @override
+    def share_buffers(self) -> None:
+        broadcast_module_buffers(self.model)
 
     @override
     def learning_rates(self) -> list[float]:

@@ -28,7 +28,6 @@ from unipar.engines.loss_scale import LossScaler
 from unipar.engines.optimizer_engine import OptimizerEngine
 from unipar.engines.plain_state import KINDS_OF_MODEL, decode_plain, describe_unsaved_value, encode_plain, plain_key
 from unipar.engines.state import (
-    broadcast_module_buffers,
     buffer_pieces,
     is_first_copy,
     local_part,
@@ -265,11 +264,6 @@ class WrapperEngine(OptimizerEngine):
 
     @override
     @final
-    def call_frozen(self, fn: Fn, inputs: Any) -> Any:
-        return self.call(fn, OpaqueBatch(inputs))  # inside: hooks that gather split parameters; no gradient reduction
-
-    @override
-    @final
     def pieces(self) -> Iterator[Piece]:
         self.before_state_access()
         state: Any = self.base.state
@@ -325,8 +319,8 @@ class WrapperEngine(OptimizerEngine):
         state: Any = self.base.state
         mine = {id(p) for group in self.base.param_groups for p in group["params"]}
         for name, p in self.local_parameters():
-            whole = self._updates_whole(p)
-            kinds = read.kinds(name) if id(p) in mine and whole is not False else {"weight"}
+            in_full = self._updates_whole(p)
+            kinds = read.kinds(name) if id(p) in mine and in_full is not False else {"weight"}
             if isinstance(self.base, BlockStates):
                 states, used = restore_blocks(self.base, read, name, p, kinds, self.local_regions)
                 state[p].update(states)
@@ -340,16 +334,12 @@ class WrapperEngine(OptimizerEngine):
                 else:
                     value = self._new_state(name, kind, p, read)
                     state[p][kind] = value = self._on_its_device(kind, value, p.device)
-                    if whole:
+                    if in_full:
                         read.fill(value, name, kind, Region(0, value.numel()))
                         continue
                 for where, local in self.local_regions(name, value):
                     read.fill(local, name, kind, where)
         restore_buffers(self.model, read)
-
-    @override
-    def share_buffers(self) -> None:
-        broadcast_module_buffers(self.model)
 
     @override
     @final

@@ -35,8 +35,8 @@ def ask_client(command: Sequence[str], stdin: str | None = None) -> str:
     except subprocess.TimeoutExpired:
         raise ClientFailed(f"{shown}: no answer within {SECONDS_FOR_ANSWER:g} s") from None
     if done.returncode:
-        said = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
-        raise ClientFailed(f"{shown}: {said}")
+        output = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
+        raise ClientFailed(f"{shown}: {output}")
     return done.stdout
 
 

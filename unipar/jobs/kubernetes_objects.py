@@ -69,11 +69,11 @@ class PodSettings:
     @property
     def environment(self) -> list[Object]:
         """Variables of a container: references to secrets, never values."""
-        found: list[Object] = []
+        entries: list[Object] = []
         for name, reference in self.secrets.items():
             secret, _, key = reference.partition("/")
-            found.append({"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}})
-        return found
+            entries.append({"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}})
+        return entries
 
     @property
     def mounts(self) -> list[Object]:

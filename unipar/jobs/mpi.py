@@ -135,13 +135,13 @@ class Mpi(JobSystem[MpiOptions]):
 def _why_unreachable(address: str, nodes: int) -> str:
     """Return why ranks on other machines cannot reach rank 0 at this address, or ""."""
     try:
-        found = {info[4][0] for info in socket.getaddrinfo(address, None)}
+        addresses = {info[4][0] for info in socket.getaddrinfo(address, None)}
     except OSError:
         return (
             f"machines.mpi.hosts: {address} does not resolve here; name the first machine by an address that the "
             "others reach, or give one in machines.mpi.address"
         )
-    if nodes > 1 and all(ipaddress.ip_address(str(one).partition("%")[0]).is_loopback for one in found):
+    if nodes > 1 and all(ipaddress.ip_address(str(one).partition("%")[0]).is_loopback for one in addresses):
         return (
             f"machines.mpi.hosts: {address} means loopback here, where the other machines do not reach it; give an "
             "address that they reach in machines.mpi.address"

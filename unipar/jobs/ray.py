@@ -154,16 +154,16 @@ class Ray(JobSystem[RayOptions]):
 
     @override
     def id_of(self, job: NewJob, output: str) -> str:
-        found = re.search(r"Job '(\S+)' submitted", output)
-        if found is None:
+        match = re.search(r"Job '(\S+)' submitted", output)
+        if match is None:
             raise ClientFailed(f"ray job submit: names no job in its answer: {output.strip()}")
-        return found[1]
+        return match[1]
 
     @override
     def state(self, job: SubmittedJob) -> str:
-        said = ask_client(self._ray("status", job.id))
-        found = re.search(r"Status for job '\S+': (\w+)|Job '\S+' (?:was )?(\w+)", said)
-        return (found[1] or found[2]).lower() if found else "unknown to Ray"
+        output = ask_client(self._ray("status", job.id))
+        match = re.search(r"Status for job '\S+': (\w+)|Job '\S+' (?:was )?(\w+)", output)
+        return (match[1] or match[2]).lower() if match else "unknown to Ray"
 
     @override
     def logs(self, job: SubmittedJob, *, follow: bool) -> list[str]:

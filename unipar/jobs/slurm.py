@@ -171,8 +171,8 @@ class Slurm(JobSystem[SlurmOptions]):
             ["sacct", "--noheader", "--parsable2", "--allocations", "--format=State", f"--jobs={job.id}"],
         ):
             with suppress(ClientFailed):  # squeue forgets a job some minutes after its end; not every site has sacct
-                if found := ask_client(command).split("\n")[0].strip():
-                    return found.lower()
+                if state := ask_client(command).split("\n")[0].strip():
+                    return state.lower()
         return "unknown to Slurm"
 
     @override

@@ -39,8 +39,8 @@ def write_submitted(job: SubmittedJob) -> None:
 
 def list_submitted(folder: Path) -> list[SubmittedJob]:
     """Return every job that was submitted from a folder of runs, the latest last."""
-    found = [_read_submitted(file) for file in _submitted_files(folder, _DEPTH)]
-    return sorted(found, key=lambda job: (job.submitted, job.id))
+    jobs = [_read_submitted(file) for file in _submitted_files(folder, _DEPTH)]
+    return sorted(jobs, key=lambda job: (job.submitted, job.id))
 
 
 def _submitted_files(folder: Path, depth: int) -> Iterator[Path]:

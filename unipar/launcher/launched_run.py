@@ -58,7 +58,7 @@ def run_launch(
     if is_importing_task():
         return _result_of_earlier(next_earlier_run(), task, functions)
     if worker_entries.script_context is not None:
-        return _refuse_launch_with_join()
+        raise TaskError("launch() and join() are both called in one script; call one of them")
     try:
         start = CommonStart()
         with start.sharing_errors():
@@ -260,10 +260,6 @@ def _join_as_worker(
     opened = open_trial if "trial" in launched else open_run
     with opened(settled, backend, made, context.place, folder) as run, worker.exit_on_error(folder, rank, run):
         yield run
-
-
-def _refuse_launch_with_join() -> Report:
-    raise TaskError("launch() and join() are both called in one script; call one of them")
 
 
 def _launches_without(out: Path) -> list[str]:

@@ -45,8 +45,8 @@ class FileTail:
             if not self._path.exists():
                 return
             self._file = self._path.open("rb")
-        *whole, self._rest = (self._rest + self._file.read()).split(b"\n")
-        for line in whole:
+        *complete, self._rest = (self._rest + self._file.read()).split(b"\n")
+        for line in complete:
             yield line.decode("utf-8", "replace")
 
     def rest(self) -> str:

@@ -33,17 +33,17 @@ def select_strategies(settled: SettledConfig, patterns: Iterable[str]) -> Select
     one, changes = ONE, _in_one_process(settled.config)
     alone = settled.changed({key: value for key, (value, _) in changes.items()}) if changes else settled
     row = StrategyResult(strategy=str(one), outcome="waits", note="; ".join(note for _, note in changes.values()))
-    found: SelectedStrategies = {str(one): (row, settled_in(alone, one, _WITHOUT_EXTRAS))}
+    selected: SelectedStrategies = {str(one): (row, settled_in(alone, one, _WITHOUT_EXTRAS))}
     for pattern in patterns:
         try:
             strategies = expand_strategy_patterns((pattern,))
         except Unsupported as e:
-            found[pattern] = StrategyResult(strategy=pattern, outcome="refused", note="; ".join(e.reasons)), None
+            selected[pattern] = StrategyResult(strategy=pattern, outcome="refused", note="; ".join(e.reasons)), None
             continue
         for strategy in strategies:
-            if str(strategy) not in found:
-                found[str(strategy)] = result_of_check(settled, strategy)
-    return found
+            if str(strategy) not in selected:
+                selected[str(strategy)] = result_of_check(settled, strategy)
+    return selected
 
 
 def library_names(selected: SelectedStrategies) -> dict[str, str]:
@@ -88,7 +88,7 @@ def settle_one_micro(
     from unipar.launcher.micro_batch.choose import choose_microbatch, write_line
     from unipar.launcher.micro_batch.trials import TrialCode
 
-    found: dict[str, CandidateWorld] = {}
+    by_name: dict[str, CandidateWorld] = {}
     asked: list[Strategy] = []
     error: UniparError | None = None
     for pattern in patterns:
@@ -103,14 +103,14 @@ def settle_one_micro(
             except UniparError as e:  # a row of the result says so
                 error = error or e
                 continue
-            found.setdefault(world.name, world)
-    if not found:
+            by_name.setdefault(world.name, world)
+    if not by_name:
         assert error is not None
         raise error
-    most = max(world.settled.ranks for world in found.values())
+    most = max(world.settled.ranks for world in by_name.values())
     limit = usable_memory(prepared.computed, most)
     code = TrialCode(prepared.ref)
-    chosen = choose_microbatch(list(found.values()), code, limit, write_line)
+    chosen = choose_microbatch(list(by_name.values()), code, limit, write_line)
     return prepared.with_micro(chosen.micro), chosen
 
 
@@ -120,12 +120,12 @@ def _candidate_world(prepared: Prepared, strategy: Strategy, ranks: int) -> Cand
     if is_single_process(strategy, backend):
         ranks = 1
     data = count_data_ranks(ranks, strategy)
-    whole = with_micro(prepared.computed, 1).changed(
+    computed = with_micro(prepared.computed, 1).changed(
         {"parallel.data": count_data_ranks(ranks, prepared.source.strategy)}
     )
     if strategy == ONE:
-        whole = whole.changed({key: value for key, (value, _) in _in_one_process(whole).items()})
-    moved = config_in_strategy(whole, strategy)
+        computed = computed.changed({key: value for key, (value, _) in _in_one_process(computed).items()})
+    moved = config_in_strategy(computed, strategy)
     sizes = list_candidates(moved, backend, strategy, data)
     checks.check_strategy(with_micro(moved, sizes[0]), backend, strategy)
     settled = SettledConfig.of(with_micro(moved, sizes[0]), strategy, ranks, prepared.device, _WITHOUT_EXTRAS)

@@ -75,16 +75,16 @@ def check_parts(made: Any) -> dict[str, nn.Module]:
 
 def _refuse_shared_tensors(parts: Mapping[str, nn.Module]) -> None:
     """Raise TaskError if two parts share a tensor: each part is sent, split and updated separately."""
-    seen: dict[int, str] = {}
+    owners: dict[int, str] = {}
     for part, module in parts.items():
         mine = {id(t): f"{part}.{name}" for name, t in (*module.named_parameters(), *module.named_buffers())}
         for key, name in mine.items():
-            if key in seen:
+            if key in owners:
                 raise TaskError(
-                    f"model(): {seen[key]!r} and {name!r} are one tensor; parts are trained separately and "
+                    f"model(): {owners[key]!r} and {name!r} are one tensor; parts are trained separately and "
                     "cannot share tensors: keep it in one part, and use that part through run.frozen()"
                 )
-        seen |= mine
+        owners |= mine
 
 
 def combine_parts(parts: Mapping[str, nn.Module]) -> nn.Module:
@@ -138,8 +138,8 @@ def devices_by_hand(module: nn.Module, device: torch.device) -> list[torch.devic
     What is on the CPU counts as on `device`, the run's own, to which it will be moved.
     """
     tensors = chain(module.parameters(), module.buffers())
-    found = {device_in_place(t, device) for t in tensors if t.device.type != "meta"}
-    return sorted(found, key=str) if len(found) > 1 else []
+    devices = {device_in_place(t, device) for t in tensors if t.device.type != "meta"}
+    return sorted(devices, key=str) if len(devices) > 1 else []
 
 
 def device_in_place(tensor: Tensor, device: torch.device) -> torch.device:
@@ -200,14 +200,14 @@ def _lacks_values(made: Any) -> bool:
     """Return whether a buffer, or another tensor that modules keep, is on the meta device; parameters do not count."""
     parts: list[Any] = list(made.values()) if isinstance(made, dict) else [made]
     left: list[Any] = [vars(module) for part in parts if isinstance(part, nn.Module) for module in part.modules()]
-    seen: set[int] = set()
+    visited: set[int] = set()
     while left:
         value = left.pop()
         if isinstance(value, Tensor):
             if value.device.type == "meta" and not isinstance(value, nn.Parameter):
                 return True
-        elif isinstance(value, dict | list | tuple) and id(value) not in seen:
-            seen.add(id(value))
+        elif isinstance(value, dict | list | tuple) and id(value) not in visited:
+            visited.add(id(value))
             left += value.values() if isinstance(value, dict) else value
     return False
 

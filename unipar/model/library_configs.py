@@ -22,7 +22,7 @@ def library_configs(module: nn.Module) -> list[dict[str, Any]]:
 
     Instead of a content there is `why` there is none.
     """
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     inside: dict[str, str] = {}
     for name, inner in module.named_modules():
         of: Any = inner
@@ -31,7 +31,7 @@ def library_configs(module: nn.Module) -> list[dict[str, Any]]:
             inside[name] = ADAPTER_CONFIG
             for adapter, config in of.peft_config.items():
                 row = {"file": ADAPTER_CONFIG, "under": name, "adapter": adapter}
-                found.append(row | _content_or_why(partial(_adapter_config, of, config)))
+                rows.append(row | _content_or_why(partial(_adapter_config, of, config)))
         elif (
             not peft
             and not _is_within(name, inside, MODEL_CONFIG)
@@ -40,8 +40,8 @@ def library_configs(module: nn.Module) -> list[dict[str, Any]]:
         ):
             inside[name] = MODEL_CONFIG
             row = {"file": MODEL_CONFIG, "under": name, "adapter": None}
-            found.append(row | _content_or_why(partial(_model_config, of)))
-    return found
+            rows.append(row | _content_or_why(partial(_model_config, of)))
+    return rows
 
 
 def _is_within(name: str, inside: dict[str, str], file: str) -> bool:

@@ -53,11 +53,11 @@ def _matching(names: Sequence[str] | dict[str, nn.Parameter], patterns: Sequence
 
 def _embeddings_and_head(module: nn.Module) -> set[int]:
     """Return the ids of the weights of two dimensions of embeddings, and of the last module that has any."""
-    found: set[int] = set()
+    embeddings: set[int] = set()
     head: set[int] = set()
     for inner in module.modules():
         own = {id(p) for p in inner.parameters(recurse=False) if p.ndim == 2}
         if isinstance(inner, nn.Embedding | nn.EmbeddingBag):
-            found |= own
+            embeddings |= own
         head = own or head
-    return found | head
+    return embeddings | head

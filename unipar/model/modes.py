@@ -33,15 +33,15 @@ class TrainingModes:
 
     def describe(self) -> str:
         """Return the modes as a sentence; "" if model() returned all modules in training mode."""
-        said: list[str] = []
+        sentences: list[str] = []
         if self.changed:
-            said.append(f"{count_of(self.changed, 'module')} that model() returned in eval mode")
+            sentences.append(f"{count_of(self.changed, 'module')} that model() returned in eval mode")
         if self.left:
             stays = f"{self.left} {'stay' if self.left > 1 else 'stays'} in eval mode"
             names = first_few([name or "the model" for name in self.staying])
             which = f"not frozen: {first_few(self.trained)}" if self.trained else f"all frozen: {names}"
-            said.append(f"{stays}, {which}")
-        return "; ".join(said)
+            sentences.append(f"{stays}, {which}")
+        return "; ".join(sentences)
 
 
 def enter_training_mode(module: nn.Module, *, keep: bool = False) -> TrainingModes:
@@ -51,8 +51,8 @@ def enter_training_mode(module: nn.Module, *, keep: bool = False) -> TrainingMod
     a teacher, a BatchNorm whose statistics are fixed. `keep`: all modules stay as they are.
     """
     before = sum(not inner.training for inner in module.modules())
-    found = [] if keep or not before else [*_outermost_in_eval(module)]
-    woken = tuple(name for name, inner in found if not name or _is_trained_model(inner))
+    in_eval = [] if keep or not before else [*_outermost_in_eval(module)]
+    woken = tuple(name for name, inner in in_eval if not name or _is_trained_model(inner))
     for name in woken:
         module.get_submodule(name).train()
     inside = {name: inner for name, inner in module.named_modules() if not inner.training}

@@ -131,7 +131,7 @@ def _groups_of_task(
     allowed = None if own else set(config.train.optimizer.arguments("cpu")) - {"fused", "foreach"}
     if allowed is not None and config.train.optimizer.whole_matrices:
         allowed.add("matrices")
-    seen: set[str] = set()
+    grouped: set[str] = set()
     groups: list[ParameterGroup] = []
     for i, group in enumerate(task_groups):
         params: Any = group.get("params")
@@ -148,12 +148,12 @@ def _groups_of_task(
                     "model.parameters()"
                 )
         mine = [names[id(p)] for p in members if p.requires_grad]
-        twice = [n for n in mine if n in seen]
+        twice = [n for n in mine if n in grouped]
         if twice:
             raise TaskError(f"groups(): {twice[0]!r} is in two groups; leave it in one")
-        seen.update(mine)
+        grouped.update(mine)
         groups.append(ParameterGroup(tuple(mine), {k: v for k, v in group.items() if k != "params"}))
-    left = [n for n in trained if n not in seen]
+    left = [n for n in trained if n not in grouped]
     if left:
         raise TaskError(
             f"groups() leaves out {first_few(left, most=4)}: give every trained parameter a group, or freeze it"
@@ -215,18 +215,18 @@ def refuse_whole_matrices(own: MakeOptimizer, ranks: int) -> None:
     It is tried on one small matrix, whole and as two.
     """
     generator = torch.Generator().manual_seed(0)
-    whole, gradient = (torch.randn(6, 4, generator=generator) for _ in range(2))
+    matrix, gradient = (torch.randn(6, 4, generator=generator) for _ in range(2))
     settings = {"lr": 0.1, "weight_decay": 0.0}
     updated: list[torch.Tensor] = []
     for sizes in ([6], [3, 3]):
-        params = [nn.Parameter(part.clone()) for part in whole.split(sizes)]
+        params = [nn.Parameter(part.clone()) for part in matrix.split(sizes)]
         for p, g in zip(params, gradient.split(sizes), strict=True):
             p.grad = g.clone()
         optimizer = own([{"params": params, **settings}])
         if isinstance(optimizer, Optimizer):
             optimizer.step()
         updated.append(torch.cat([p.detach() for p in params]))
-    change = (updated[0] - whole).norm()
+    change = (updated[0] - matrix).norm()
     if float((updated[0] - updated[1]).norm()) > 1e-4 * float(change):
         raise TaskError(
             f"parallel.tensor: {ranks} gives each rank a part of each matrix, and the task's optimizer() updates a "

@@ -155,7 +155,7 @@ class MatrixOptimizer(Optimizer, ABC):
         """Return where a matrix is, and who updates it: all are shared out at once; None if `p` is no matrix."""
         if p not in self._places and not self._flat:
             known = [(q, is_matrix(q, group)) for group in self.param_groups for q in group["params"]]
-            matrices = [q for q, whole in known if whole]
+            matrices = [q for q, is_full in known if is_full]
             layouts = [MatrixLayout.of(q) for q in matrices]
             self._places = dict.fromkeys(q for q, _ in known)
             self._places |= dict(zip(matrices, zip(layouts, assign_owners(layouts), strict=True), strict=True))
@@ -171,9 +171,9 @@ def _checked(direction: Any, shape: tuple[int, ...]) -> Tensor:
     """Return what `direction` gave; raise TaskError unless it is a tensor of the matrix's shape."""
     if isinstance(direction, Tensor) and tuple(direction.shape) == shape:
         return direction
-    given = f"a tensor of shape {tuple(direction.shape)}" if isinstance(direction, Tensor) else repr(direction)
+    shown = f"a tensor of shape {tuple(direction.shape)}" if isinstance(direction, Tensor) else repr(direction)
     raise TaskError(
-        f"direction() returned {given} for a matrix of shape {shape}: return a tensor of its shape, which, times the "
+        f"direction() returned {shown} for a matrix of shape {shape}: return a tensor of its shape, which, times the "
         "rate, is subtracted from it"
     )
 

@@ -108,15 +108,15 @@ def assign_owners(layouts: Sequence[MatrixLayout]) -> list[int]:
 
 def gather_gradients(parts: Sequence[MatrixPart]) -> dict[int, Tensor]:
     """Return the whole gradient of each matrix that this rank updates, by its number; all ranks call it together."""
-    whole: dict[int, Tensor] = {}
+    full: dict[int, Tensor] = {}
     for exchange in _exchanges(parts):
         mine = exchange.owned[exchange.here]
         sent = [[parts[i].gradient for i in owned] for owned in exchange.owned]
         got = exchange.send(sent, [[exchange.range_of(i, rank)[1] for i in mine] for rank in exchange.ranks])
         for at, i in enumerate(mine):
             rows = [row[at] for row in got]
-            whole[i] = (rows[0] if len(rows) == 1 else torch.cat(rows)).view(parts[i].layout.shape)
-    return whole
+            full[i] = (rows[0] if len(rows) == 1 else torch.cat(rows)).view(parts[i].layout.shape)
+    return full
 
 
 def scatter_updates(parts: Sequence[MatrixPart], updates: Mapping[int, Tensor]) -> dict[int, Tensor]:
@@ -166,7 +166,7 @@ class _Exchange:
 
 
 def _exchanges(parts: Sequence[MatrixPart]) -> list[_Exchange]:
-    found: dict[tuple[int, torch.dtype], dict[int, MatrixPart]] = {}
+    by_group: dict[tuple[int, torch.dtype], dict[int, MatrixPart]] = {}
     for number, part in enumerate(parts):
-        found.setdefault((id(part.layout.group), part.gradient.dtype), {})[number] = part
-    return [_Exchange(together) for together in found.values()]
+        by_group.setdefault((id(part.layout.group), part.gradient.dtype), {})[number] = part
+    return [_Exchange(together) for together in by_group.values()]

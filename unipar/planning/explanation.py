@@ -36,13 +36,13 @@ class TermGroup:
 
 def group_terms(peak: PredictedPeak, blocks: Sequence[str]) -> dict[Category, list[TermGroup]]:
     """Return the terms of a peak by category and block, the largest first; together they are the peak."""
-    found: dict[tuple[Category, str], list[Term]] = {}
+    by_block: dict[tuple[Category, str], list[Term]] = {}
     for term in peak.terms:
         if term.size:
-            found.setdefault((term.category, block_of(term.name, blocks)), []).append(term)
+            by_block.setdefault((term.category, block_of(term.name, blocks)), []).append(term)
     groups = [
         TermGroup(category, block, tuple(sorted(terms, key=lambda term: -term.size)))
-        for (category, block), terms in found.items()
+        for (category, block), terms in by_block.items()
     ]
     by_category: dict[Category, list[TermGroup]] = {}
     for group in sorted(groups, key=lambda group: -group.size):

@@ -107,7 +107,8 @@ class PlannedMemory:
         for positions in (positions_of(self.timeline, span) for span in spans):
             at = positions[int(np.argmax(self.totals[positions]))]
             tick = ticks[at] + int(np.argmax(self._levels[ticks[at] : ticks[at + 1]]))
-            yield PredictedPeak.of(self.timeline.moments[at].phase, [*self._terms_at(at), *self._blocks_at(tick)])
+            terms = (term for term in self.terms if term.is_there(at))
+            yield PredictedPeak.of(self.timeline.moments[at].phase, [*terms, *self._blocks_at(tick)])
 
     def highest(self, more: Any = 0) -> int:
         """Return the largest peak of set-up and step, without what it consists of; `more`: bytes at each moment."""
@@ -134,9 +135,6 @@ class PlannedMemory:
     @cached_property
     def _ticks(self) -> Sequence[int]:
         return [tick for tick, _ in self.activations.moments]
-
-    def _terms_at(self, position: int) -> Iterator[Term]:
-        return (term for term in self.terms if term.is_there(position))
 
     def _blocks_at(self, tick: int) -> Iterator[Term]:
         for block in self.activations.alive(tick):

@@ -57,12 +57,12 @@ def order_of_rank(
     def turns(way: TurnWay, *, last_first: bool) -> list[StageTurn]:
         pieces_in_turn = [number // each % pieces for number in range(total)]
         done = [0] * pieces
-        found: list[StageTurn] = []
+        order: list[StageTurn] = []
         for piece in pieces_in_turn:
             own = pieces - 1 - piece if last_first else piece
-            found.append(StageTurn(own * ranks + rank, Turn(way, done[own])))
+            order.append(StageTurn(own * ranks + rank, Turn(way, done[own])))
             done[own] += 1
-        return found
+        return order
 
     forwards = turns("forward", last_first=False)
     backwards = turns("inputs" if halves else "backward", last_first=True)

@@ -13,7 +13,6 @@ from unipar.planning.plan_screen import format_plan_screen
 from unipar.planning.plan_table import format_plan
 from unipar.planning.planned_strategy import PlannedStrategies, PlannedStrategy
 from unipar.planning.recommendation import Recommendation, recommend
-from unipar.planning.speed import StepSpeed
 
 _TERMS_IN_JSON = 5
 
@@ -72,15 +71,11 @@ def _row_as_json(row: PlannedStrategy) -> dict[str, Any]:
         "largest_micro": row.largest,
         "to_fit": row.ways,
         "sent": [asdict(volume) for volume in row.sent],
-        "speed": None if row.speed is None else _speed_as_json(row.speed),
+        "speed": None if (s := row.speed) is None else {**asdict(s), "seconds": s.seconds, "rate": s.rate},
         "late": row.late,
         "phases": [_phase_as_json(phase) for phase in row.phases],
         "offloaded": {outside.place: _offloaded_as_json(outside) for outside in row.offloaded},
     }
-
-
-def _speed_as_json(speed: StepSpeed) -> dict[str, float]:
-    return {**asdict(speed), "seconds": speed.seconds, "rate": speed.rate}
 
 
 def _offloaded_as_json(outside: OffloadedBytes) -> dict[str, Any]:

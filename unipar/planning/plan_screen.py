@@ -28,7 +28,7 @@ def format_plan_screen(plan: PlannedStrategies, width: int, next_steps: Sequence
         answer=answer,
         warnings=[*further, *_limits(plan)],
         columns=[replace(columns[0], head="strategy"), *columns[1:]],
-        rows=[*(row for row in plan.rows if not row.refusal), *merge_refusals(plan, "strategies")],
+        rows=[*(row for row in plan.rows if not row.refusal), *merge_refusals(plan)],
         reason=lambda row: (
             Reason(kind="refused", text=row.refusal.removeprefix(f"{row.strategy}: ")) if row.refusal else None
         ),

@@ -49,7 +49,7 @@ def format_plan(plan: PlannedStrategies, width: int) -> str:
     """Return the plan as text, of lines of at most this many characters where that is possible."""
     columns, blocks = fitting_table(
         [column for column in plan_columns(plan) if column.head != LIBRARY_NAME],
-        [*(row for row in plan.rows if not row.refusal), *merge_refusals(plan, "strategies")],
+        [*(row for row in plan.rows if not row.refusal), *merge_refusals(plan)],
         width=width,
         reason=lambda row: Reason("refused", row.refusal) if row.refusal else None,
         leading=2,
@@ -145,11 +145,8 @@ def _largest_micro(row: PlannedStrategy) -> int | None:
     return row.largest or None
 
 
-def merge_refusals(plan: PlannedStrategies, what: str) -> Iterator[PlannedStrategy]:
-    """Yield refused rows; a reason that several strategies have is one row at the end, one on all ranks has 0 ranks.
-
-    `what`: plural noun for strategies.
-    """
+def merge_refusals(plan: PlannedStrategies) -> Iterator[PlannedStrategy]:
+    """Yield refused rows; a reason that several strategies have is one row at the end, one on all ranks has 0 ranks."""
     strategies_refused: dict[tuple[int, str], list[str]] = {}
     refusals_of: dict[str, list[str]] = {}
     for row in plan.rows:
@@ -165,7 +162,7 @@ def merge_refusals(plan: PlannedStrategies, what: str) -> Iterator[PlannedStrate
     for (ranks, refusal), strategies in strategies_refused.items():
         if len(strategies) > 1:
             full = len(strategies) == sum(row.ranks == ranks for row in plan.rows)
-            yield PlannedStrategy(f"{'all' if full else 'other'} {len(strategies)} {what}", ranks, refusal=refusal)
+            yield PlannedStrategy(f"{'all' if full else 'other'} {len(strategies)} strategies", ranks, refusal=refusal)
 
 
 def ways_to_fit(plan: PlannedStrategies) -> Iterator[str]:
@@ -196,8 +193,8 @@ def _explanations(plan: PlannedStrategies, columns: Sequence[Column[PlannedStrat
         yield f"one checkpoint: {format_size(plan.checkpoint)} of tensors"
     if plan.device == "cpu":
         built = any(row.peak.phase == "built" for row in plan.rows if not row.refusal)
-        whole = ", where the whole model that rank 0 creates at set-up (built) does not count" if built else ""
-        yield f"planned for the CPU; --device cuda or --machine plans for GPUs{whole}"
+        note = ", where the whole model that rank 0 creates at set-up (built) does not count" if built else ""
+        yield f"planned for the CPU; --device cuda or --machine plans for GPUs{note}"
     for column in columns:
         if column.remark:
             yield column.remark

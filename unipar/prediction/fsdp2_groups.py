@@ -116,11 +116,11 @@ class ShardedModel:
 
     @cached_property
     def _used(self) -> Mapping[int, Sequence[tuple[int, PredictedParameter]]]:
-        found: dict[int, list[tuple[int, PredictedParameter]]] = {}
+        by_block: dict[int, list[tuple[int, PredictedParameter]]] = {}
         for number, p in enumerate(self.timeline.parameters):
             if p.trained and self.timeline.has_gradient(number):
-                found.setdefault(p.block, []).append((number, p))
-        return found
+                by_block.setdefault(p.block, []).append((number, p))
+        return by_block
 
     def last_used_in(self, group: int) -> PredictedParameter | None:
         """Return the parameter of a group whose gradient FSDP2 takes last; None: none gets a gradient."""

@@ -61,8 +61,8 @@ class LastReductions:
         held = sum(_bytes_of_share(model, group) for group in before if not (model.reduced_before or model.offloaded))
         held += sum(model.gathered[g] for g in behind if model.is_reached(g) or not model.is_freed(g))
         held += sum(_bytes_of_whole(model, group) + _bytes_to_add(model, group) for group in behind)
-        whole = _bytes_of_whole(model, now) + _bytes_of_padded(model, now)
-        held += model.gradient_bytes[now] + max(whole, _bytes_of_reduced(model, now))
+        full_bytes = _bytes_of_whole(model, now) + _bytes_of_padded(model, now)
+        held += model.gradient_bytes[now] + max(full_bytes, _bytes_of_reduced(model, now))
         for_nothing = [group for group in (now, *behind) if model.is_gathered_for_nothing(group)]
         return held + sum(model.sent_with(group).get("all-gather", 0) for group in for_nothing)
 
@@ -87,18 +87,18 @@ def reduce_block(model: ShardedModel, last: LastReductions, group: int) -> Itera
 
 def _sent(model: ShardedModel, group: int, first: int, leave: int, until: int) -> Iterator[Term]:
     """Yield what is there of a group beside gradients as they are reduced, and stays until the next reduction."""
-    name, whole = model.name(group), model.gradient_bytes[group]
-    yield Term("communication", f"{name} reduce-scatter", whole, first, until)
+    name, full_bytes = model.name(group), model.gradient_bytes[group]
+    yield Term("communication", f"{name} reduce-scatter", full_bytes, first, until)
     late = _reduces_late(model, group)
     if late:
-        staged = whole if model.staged else 0
+        staged = full_bytes if model.staged else 0
         yield Term("communication", f"{name} reduce-scatter staged", staged, first, leave)
         yield Term("gradients", f"{name}, last not reduced", _bytes_of_last(model, group), first, leave)
     if not late and (padded := _bytes_of_padded(model, group)):
         yield Term("communication", f"{name} padded", padded, first, leave)
     if model.reduced_before or model.offloaded:  # what is offloaded is on the device until it has moved
         end = model.timeline.at("update") if model.in_copies else leave
-        yield Term("communication", f"{name} reduced", whole // model.ranks, first if late else leave, end)
+        yield Term("communication", f"{name} reduced", full_bytes // model.ranks, first if late else leave, end)
 
 
 def _reduces_late(model: ShardedModel, group: int) -> bool:

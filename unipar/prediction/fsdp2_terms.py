@@ -84,20 +84,20 @@ def _gathered_in_backward(model: ShardedModel, last: LastReductions, group: int)
     timeline, name, ahead = model.timeline, model.name(group), model.gathered_ahead_by(group)
     reach, enter = (timeline.at("backward", what, group) for what in ("reach", "enter"))
     moments: list[Mapping[str, int]] = []
-    whole = {f"{name} gathered": model.gathered[group]} if model.is_freed(group) else {}
-    if whole:
+    gathered = {f"{name} gathered": model.gathered[group]} if model.is_freed(group) else {}
+    if gathered:
         sent = {f"{name} {what}": size for what, size in model.sent_with(group).items()}
         output = {what: size for what, size in sent.items() if what.endswith("all-gather")}
         if group < 0:  # asked for as soon as the backward begins
             yield from _terms(sent, timeline.at("backward"), reach)
         elif model.gathered_ahead_of(group) is None:
             moments.append(sent)
-        moments.append(output | whole | {f"{name} cast": model.cast_alone(group)})
-        yield from _terms(whole, enter, _freed_in_backward(model, last, group))
+        moments.append(output | gathered | {f"{name} cast": model.cast_alone(group)})
+        yield from _terms(gathered, enter, _freed_in_backward(model, last, group))
     if ahead is not None:
         sent = {f"{model.name(ahead)} {what}": size for what, size in model.sent_with(ahead).items()}
         output = {what: size for what, size in sent.items() if what.endswith("all-gather")}
-        moments.append(whole | sent)
+        moments.append(gathered | sent)
         until = timeline.at("backward", "reach", ahead) if model.is_reached(ahead) else last.forgotten(ahead)
         yield from _terms(output, enter, until)
     yield from _terms(max(moments, key=lambda sizes: sum(sizes.values()), default={}), reach, enter)

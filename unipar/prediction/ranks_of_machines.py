@@ -61,12 +61,12 @@ def _spans(axis: str, ranks: int, stride: int, world: int, per: int, sizes: tupl
     mesh = Mesh.of(0, world, tensor=tensor, pipeline=pipeline, context=context)
     axes = [name for name in axis.split(" x ") if name in MESH_AXES] or MESH_AXES
     spans = [False] * world
-    seen: set[int] = set()
+    covered: set[int] = set()
     for rank in range(world):
-        if rank in seen:
+        if rank in covered:
             continue
         line = mesh.line(rank, axes)
-        seen.update(line)
+        covered.update(line)
         for block in range(0, len(line), ranks * stride):
             for first in range(block, min(block + stride, len(line))):
                 group = line[first : first + (ranks - 1) * stride + 1 : stride]

@@ -65,8 +65,8 @@ def update_terms(
 
     `split`: they are parts of parameters that are split over ranks, as in FSDP2.
     """
-    told = timeline.temporaries_of_update
-    if told is not None and (size := told(tensors, split=split)):
+    temporaries = timeline.temporaries_of_update
+    if temporaries is not None and (size := temporaries(tensors, split=split)):
         update, steady = timeline.at("update"), timeline.at("steady")
         yield Term("temporaries", TEMPORARIES_OF_UPDATE, size, update, steady, place)
 

@@ -218,10 +218,10 @@ class StepTimeline:
 
     @cached_property
     def _places(self) -> Mapping[tuple[str, str, int], int]:
-        found: dict[tuple[str, str, int], int] = {}
+        places: dict[tuple[str, str, int], int] = {}
         for i, moment in enumerate(self.moments):
-            found.setdefault(moment[:3], i)
-        return found
+            places.setdefault(moment[:3], i)
+        return places
 
     @cached_property
     def _gradients(self) -> Mapping[int, int]:

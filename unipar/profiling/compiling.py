@@ -58,19 +58,19 @@ class CompileCounts:
     def _logged_breaks() -> Counter[str]:
         import torch._dynamo.utils as dynamo
 
-        told: Counter[str] = Counter()
+        breaks: Counter[str] = Counter()
         for why, count in dynamo.counters["graph_break"].items():
-            told[describe_break(str(why))] += count
-        return told
+            breaks[describe_break(str(why))] += count
+        return breaks
 
     def _new_recompiles(self) -> list[str]:
         """Return the reason of each recompile that was not read before."""
         import torch._dynamo.utils as dynamo
 
-        told = dynamo.get_compilation_metrics()
-        first = next((i for i in range(len(told) - 1, -1, -1) if told[i] is self._last), -1) + 1
-        self._last = told[-1] if told else None
-        return [describe_recompile(one.recompile_reason) for one in told[first:] if one.recompile_reason]
+        metrics = dynamo.get_compilation_metrics()
+        first = next((i for i in range(len(metrics) - 1, -1, -1) if metrics[i] is self._last), -1) + 1
+        self._last = metrics[-1] if metrics else None
+        return [describe_recompile(one.recompile_reason) for one in metrics[first:] if one.recompile_reason]
 
 
 def graphs_compiled() -> int:

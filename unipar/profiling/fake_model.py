@@ -54,7 +54,7 @@ class FakeModel:
         with self._mode, torch.random.fork_rng([]), torch.compiler.set_stance("force_eager"):
             fake = tree_map(_without_values, batch)
             with counter:
-                value = counter.watched(lambda model, given, _: loss(model, given))(self.module, fake, 0)
+                value = counter.watched(lambda model, batch, _: loss(model, batch))(self.module, fake, 0)
                 value.backward()
         for p in self.module.parameters():
             p.grad = None
@@ -69,11 +69,11 @@ def loss_of_a_copy(loss: Fn) -> Fn:
     task = getattr(loss, "__self__", None)
     if task is None:
         return loss
-    apart = copy.copy(task)
-    for name, value in vars(apart).items():
+    task_copy = copy.copy(task)
+    for name, value in vars(task_copy).items():
         if type(value) in (list, dict, set, deque):
-            vars(apart)[name] = copy.copy(value)
-    return getattr(type(task), loss.__name__).__get__(apart)
+            vars(task_copy)[name] = copy.copy(value)
+    return getattr(type(task), loss.__name__).__get__(task_copy)
 
 
 def explain_uncounted(error: Exception) -> str:

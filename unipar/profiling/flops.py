@@ -55,16 +55,16 @@ def _formulas() -> dict[Any, Callable[..., int]]:
     products in groups count. The
     backward of fused attention counts its four products, without the scores, which the kernel computes again.
     """
-    found: dict[Any, Callable[..., int]] = dict(flop_registry)
+    formulas: dict[Any, Callable[..., int]] = dict(flop_registry)
     for operation, formula in flop_registry.items():
         if "attention" in str(operation) and "backward" in str(operation):
-            found[operation] = _without_scores(formula)
+            formulas[operation] = _without_scores(formula)
     for name in ("flash", "efficient", "cudnn"):
-        found[getattr(_ATEN, f"_scaled_dot_product_{name}_attention_backward")] = _attention_backward
-    found[_ATEN._scaled_dot_product_flash_attention_for_cpu] = _attention_forward
-    found[_ATEN._scaled_dot_product_flash_attention_for_cpu_backward] = _attention_backward
-    found[_ATEN._grouped_mm] = _grouped_product
-    return found
+        formulas[getattr(_ATEN, f"_scaled_dot_product_{name}_attention_backward")] = _attention_backward
+    formulas[_ATEN._scaled_dot_product_flash_attention_for_cpu] = _attention_forward
+    formulas[_ATEN._scaled_dot_product_flash_attention_for_cpu_backward] = _attention_backward
+    formulas[_ATEN._grouped_mm] = _grouped_product
+    return formulas
 
 
 _FORMULAS: Final = _formulas()

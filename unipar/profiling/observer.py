@@ -213,13 +213,13 @@ class StepObserver:
         if not self._measures:
             return None
         self._measures = self.observes = False  # the first step, in which operations are counted, is not measured
-        whole = time.perf_counter() - self._began
+        step_seconds = time.perf_counter() - self._began
         waited = self._end_profile() if self._clock is None else self._clock.seconds
         if waited is None:
             return None
         if keep:
-            self._waits.append((waited, whole))
-        return waited / whole
+            self._waits.append((waited, step_seconds))
+        return waited / step_seconds
 
     def forget_waits(self) -> None:
         """Forget the steps measured so far, because better ones follow."""
@@ -265,10 +265,10 @@ class StepObserver:
         except Exception as e:
             self._note(f"waiting was not measured: torch's profiler failed ({type(e).__name__}: {e})")
             return None
-        found = seconds_not_hidden(spans)
-        if found is None and self._world.size > 1:
+        exposed = seconds_not_hidden(spans)
+        if exposed is None and self._world.size > 1:
             self._note("waiting was not measured: no kernel of NCCL ran")
-        return found
+        return exposed
 
     def _note(self, text: str) -> None:
         if text not in self.notes:
@@ -286,8 +286,8 @@ class StepObserver:
         if self.flops is None or seconds <= 0:
             return {}
         rate = self.flops * steps / seconds
-        found = {"flops_per_second": rate}
-        return found | ({"mfu": rate / (self._peak * self.devices)} if self._peak else {})
+        rates = {"flops_per_second": rate}
+        return rates | ({"mfu": rate / (self._peak * self.devices)} if self._peak else {})
 
     @property
     def compiled(self) -> CompiledWork | None:

@@ -61,5 +61,5 @@ class RankWork(Section):
     @property
     def waiting(self) -> float | None:
         """Share of a step, from 0 to 1, in which this rank waits for communication: of the measured steps together."""
-        seconds = sum(whole for _, whole in self.waits)
+        seconds = sum(duration for _, duration in self.waits)
         return sum(waiting for waiting, _ in self.waits) / seconds if seconds else None

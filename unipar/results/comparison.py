@@ -97,10 +97,10 @@ class TurnResults(StoredResult, ShownAsPage):
     @property
     def work_by_samples(self) -> dict[int, list[StrategyWork]]:
         """Name of each row and the work of its ranks, by the samples in a step, on which its operations depend."""
-        found: dict[int, list[StrategyWork]] = {}
+        by_samples: dict[int, list[StrategyWork]] = {}
         for row in self.rows:
-            found.setdefault(self.samples_of(row), []).append((row.strategy, row.work))
-        return found
+            by_samples.setdefault(self.samples_of(row), []).append((row.strategy, row.work))
+        return by_samples
 
     def step_flops(self, row: StrategyResult) -> float | None:
         """Return the operations of one step of a row, or None if no row with as many samples has counted them."""
@@ -316,7 +316,7 @@ class Comparison(TurnResults):
         data = figures(self)
         rows, forecast = data.pop("rows"), data.pop("forecast")
         agreements = [{"agreement": agreement_for_readers(self.agreement(row))} for row in self.rows]
-        return {**data, "strategies": [row | found for row, found in zip(rows, agreements, strict=True)]} | {
+        return {**data, "strategies": [row | agreement for row, agreement in zip(rows, agreements, strict=True)]} | {
             "forecast": forecast
         }
 
@@ -379,7 +379,7 @@ class Comparison(TurnResults):
     def disagreeing_rows(self) -> list[StrategyResult]:
         """Rows whose losses are beyond the tolerance."""
         agreements = [(row, self.agreement(row)) for row in self.rows]
-        return [row for row, found in agreements if found is not None and not found.within]
+        return [row for row, agreement in agreements if agreement is not None and not agreement.within]
 
     @property
     def finished(self) -> bool:
@@ -438,8 +438,8 @@ class Comparison(TurnResults):
     def _agreement_text(self, row: StrategyResult) -> str | None:
         if row is self.reference:
             return "reference"
-        found = self.agreement(row)
-        return None if found is None else f"{found}{'' if found.within else '!'}"
+        agreement = self.agreement(row)
+        return None if agreement is None else f"{agreement}{'' if agreement.within else '!'}"
 
     def _factor(self, row: StrategyResult) -> float | None:
         """Return the step time of a row in proportion to that of the baseline."""
@@ -499,20 +499,20 @@ class Comparison(TurnResults):
             return ["interrupted: strategies without figures did not finish"]
         if self.reference is None:
             return ["no verdict: single, the reference for the other strategies, did not run"]
-        judged = [(row, found) for row in self.rows if (found := self.agreement(row)) is not None]
+        judged = [(row, agreement) for row in self.rows if (agreement := self.agreement(row)) is not None]
         if not judged:
             return ["no verdict: no strategy except single ran"]
         steps, allowed = len(self.reference.losses), loss_tolerance(self.judged_as)
         wrong = [
-            f"DISAGREES: {row.strategy} by {found.off:.1e} at step {found.step}{found.part_suffix}: "
-            f"{_loss_furthest_off(row, found):.8g} instead of {_loss_furthest_off(self.reference, found):.8g}; "
+            f"DISAGREES: {row.strategy} by {agreement.off:.1e} at step {agreement.step}{agreement.part_suffix}: "
+            f"{_loss_furthest_off(row, agreement):.8g} instead of {_loss_furthest_off(self.reference, agreement):.8g}; "
             f"allowed in {self.judged_as}: {allowed:g}"
-            for row, found in judged
-            if not found.within
+            for row, agreement in judged
+            if not agreement.within
         ]
         if wrong:
             return wrong
-        least = min((found.digits for _, found in judged if found.digits is not None), default=None)
+        least = min((agreement.digits for _, agreement in judged if agreement.digits is not None), default=None)
         how = "bit for bit" if least is None else f"to {least} digits or more"
         strategies = f"all {len(judged)} strategies agree" if len(judged) > 1 else f"{judged[0][0].strategy} agrees"
         first, last = self.reference.losses[0], self.reference.losses[-1]
@@ -523,6 +523,6 @@ class Comparison(TurnResults):
         ]
 
 
-def _loss_furthest_off(row: StrategyResult, found: Agreement) -> float:
+def _loss_furthest_off(row: StrategyResult, agreement: Agreement) -> float:
     """Return the row's loss in the step with the largest difference."""
-    return (row.parts[found.part] if found.part else row.losses)[found.step - 1]
+    return (row.parts[agreement.part] if agreement.part else row.losses)[agreement.step - 1]

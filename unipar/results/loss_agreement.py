@@ -56,8 +56,8 @@ class Agreement:
 
 
 AGREEMENT_COLUMNS: Final[Sequence[Column[Agreement]]] = (
-    Column("digits", lambda found: "all" if found.digits is None else found.digits),
-    Column("within", lambda found: found.within),
+    Column("digits", lambda agreement: "all" if agreement.digits is None else agreement.digits),
+    Column("within", lambda agreement: agreement.within),
 )
 """Agreement as CSV files have it; digits are `all` if losses are equal to the bit."""
 

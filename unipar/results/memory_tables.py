@@ -151,15 +151,14 @@ def format_memory_tables(strategies: Sequence[RanksMemory], width: int) -> list[
     """Return the lines of two tables: total memory of each strategy, counted in several ways, and by category."""
     on_gpus = any(a.on is not None for row in strategies for a in row.accounts)
     keys = ("reserved", "gaps", "on_cuda", "host") if on_gpus else ("resident", "on_cuda")
-    totals = [_name_column("memory"), *choose_columns(MEMORY_COLUMNS, "phase", "allocated", *keys)]
-    columns = [
-        category_column(*group).of(_peak_of) for group in category_groups([row.largest for row in strategies]).items()
-    ]
-    by_category = [_name_column("MiB"), *columns]
+    totals = [_strategy_column("memory"), *choose_columns(MEMORY_COLUMNS, "phase", "allocated", *keys)]
+    groups = category_groups([row.largest for row in strategies])
+    by_category = [_strategy_column("MiB"), *(category_column(*group).of(_peak_of) for group in groups.items())]
     return [*_lines(totals, strategies, width), "", *_lines(by_category, strategies, width)]
 
 
-def _name_column(head: str) -> Column[RanksMemory]:
+def _strategy_column(head: str) -> Column[RanksMemory]:
+    """Return the first column of a table: each row's strategy, below the table's name."""
     return Column(head, lambda row: row.strategy, right=False)
 
 
@@ -221,7 +220,7 @@ def format_sent_table(strategies: Sequence[RanksMemory], width: int) -> list[str
     def sent(head: str, bytes_of: Callable[[MemoryAccount], int]) -> Column[RanksMemory]:
         return Column(head, lambda row: max(map(bytes_of, row.accounts)) or None, format_size)
 
-    columns = [_name_column("sent"), *(sent(axis, partial(bytes_along, axis=axis)) for axis in axes)]
+    columns = [_strategy_column("sent"), *(sent(axis, partial(bytes_along, axis=axis)) for axis in axes)]
     columns += [sent("between machines", lambda account: account.sent_across)] if across else []
     return ["", *_lines(columns, [row for row in strategies if row.ranks > 1], width)]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -119,9 +118,3 @@ def _missing_results(row: StrategyResult) -> str:
         if row.timed_seconds and min(row.timed_seconds) > 0
         else f"{row.strategy} ran and has steps that took no time"
     )
-
-
-def nested_mapping(of: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Return the mapping under a key, or an empty one."""
-    value = of.get(key)
-    return value if isinstance(value, dict) else {}

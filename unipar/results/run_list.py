@@ -16,7 +16,7 @@ from unipar import errors
 from unipar.errors import ReportError
 from unipar.results.observation import OBSERVED_JSON, Observation
 from unipar.results.observed_rank import ObservedRank, read_observed_ranks
-from unipar.results.result_files import nested_mapping, read_mapping
+from unipar.results.result_files import read_mapping
 from unipar.results.run_report import SPEED_NAMES
 from unipar.run_folder.error_file import RecordedError, read_error, read_run_error
 from unipar.run_folder.folder import FOLDERS_THAT_STAY, RUN_FILES, is_locked
@@ -24,6 +24,7 @@ from unipar.run_folder.heartbeat import LastPhase, read_heartbeat
 from unipar.run_folder.layout import heartbeat_path, run_log_path
 from unipar.run_folder.run_attempts import count_attempts
 from unipar.utils.columns import Column
+from unipar.utils.mappings import nested_mapping
 from unipar.utils.procfs import boot_id, process_state
 from unipar.utils.text import count_of, first_few, format_clock, format_number, format_rate, format_size
 
@@ -125,8 +126,8 @@ def list_runs(folder: Path) -> list[RunEntry]:
     if not folder.is_dir():
         what = "is not a folder" if folder.exists() else "does not exist"
         raise ReportError(f"{folder} {what}: train first (unipar run FILE), or name a folder with runs")
-    found = [_entry(at, kind, folder) for at, kind in _find_results(folder, SEARCH_DEPTH)]
-    return sorted(found, key=lambda entry: (entry.started, entry.name))
+    entries = [_entry(at, kind, folder) for at, kind in _find_results(folder, SEARCH_DEPTH)]
+    return sorted(entries, key=lambda entry: (entry.started, entry.name))
 
 
 def _find_results(folder: Path, depth: int) -> Iterator[tuple[Path, EntryKind]]:
@@ -135,19 +136,19 @@ def _find_results(folder: Path, depth: int) -> Iterator[tuple[Path, EntryKind]]:
     if own is not None and (folder / own[0]).is_file():
         yield folder, own[1]
         return
-    found = False
+    has_result = False
     for name, (file, kind) in RESULT_OF_COMMAND.items():
         at = folder / name
         if (at / file).is_file() or (at.is_dir() and _locked(at)):
-            found = True
+            has_result = True
             yield at, kind
     if _is_observation(folder):
-        found = True
+        has_result = True
         yield folder, "observation"
     elif _is_run(folder):
-        found = True
+        has_result = True
         yield folder, "run"
-    if found or not depth:
+    if has_result or not depth:
         return
     try:
         below = sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
@@ -279,11 +280,11 @@ def _state_of_run(
     if elsewhere and time.time() - entry.changed < FRESH_SECONDS:
         return "running", "", time.time()
     phase = LastPhase.of(run, 0)
-    seen = f"; rank 0 was last seen {phase}" if phase is not None else "; it had not begun to train"
+    last_sign = f"; rank 0 was last seen {phase}" if phase is not None else "; it had not begun to train"
     where = " on this machine, and nothing was written lately from another" if elsewhere else ""
     return (
         "died",
-        f"no process of it is left{where}{seen}",
+        f"no process of it is left{where}{last_sign}",
         max(entry.changed, *(row["time"] for row in tail[-1:]), 0.0),
     )
 
@@ -299,15 +300,15 @@ def _describe_silence(run: Path, launch: Mapping[str, Any], config: Mapping[str,
 
 def _first_error(run: Path) -> RecordedError | None:
     """Return the error of the run as a whole, else the first error of a rank."""
-    if (whole := read_run_error(run)) is not None:
-        return whole
-    found: list[RecordedError] = []
+    if (run_error := read_run_error(run)) is not None:
+        return run_error
+    errors: list[RecordedError] = []
     for file in run.glob("rank-*.error.json"):
         rank = re.fullmatch(r"rank-(\d+)\.error\.json", file.name)
         if rank is not None and (error := read_error(run, int(rank[1]))) is not None:
             plain = error.kind == "Stopped"
-            found.append(error if plain else replace(error, message=f"rank {rank[1]} failed: {error.line}", kind=""))
-    return min(found, key=lambda error: (error.kind == "Stopped", error.time), default=None)
+            errors.append(error if plain else replace(error, message=f"rank {rank[1]} failed: {error.line}", kind=""))
+    return min(errors, key=lambda error: (error.kind == "Stopped", error.time), default=None)
 
 
 def _sentence(error: RecordedError) -> str:

@@ -144,12 +144,8 @@ class Report(ShownAsPage):
             parameters=int(start.get("parameters", 0)),
             steps=max([0, *steps, *stops, *ends]),
             losses=[(int(row["step"]), float(row["loss"])) for row in steps_logged if row.get("loss") is not None],
-            parts=_losses_by_part(_select_events(rows, "step")),
-            norms=[
-                (int(row["step"]), float(row["norm"]))
-                for row in _select_events(rows, "step")
-                if row.get("norm") is not None
-            ],
+            parts=_losses_by_part(steps_logged),
+            norms=[(int(row["step"]), float(row["norm"])) for row in steps_logged if row.get("norm") is not None],
             rates=[(int(row["step"]), rate) for row in steps_logged if (rate := _rate(row)) is not None],
             evals=[(int(row["step"]), _named_values(row)) for row in _select_events(rows, "eval")],
             logs=[(int(row["step"]), _named_values(row)) for row in _select_events(rows, "log")],
@@ -161,10 +157,10 @@ class Report(ShownAsPage):
             memory=_largest_memory_by_step(ranks),
             speed=[
                 (int(row["step"]), {name: float(row[name]) for name in SPEED_NAMES if name in row})
-                for row in _select_events(rows, "step")
+                for row in steps_logged
                 if "samples_per_second" in row
             ],
-            flops=next((float(row["flops"]) for row in reversed(_select_events(rows, "step")) if "flops" in row), None),
+            flops=next((float(row["flops"]) for row in reversed(steps_logged) if "flops" in row), None),
             stopped=stops[-1] if stops else None,
             stopped_by=next((str(row["why"]) for row in _select_events(rows, "stopped") if row.get("why")), "a signal"),
         )
@@ -179,8 +175,8 @@ class Report(ShownAsPage):
         """Path, or address, of the run's newest complete checkpoint; None if it has saved none."""
         from unipar.results.trained_model import newest_whole_checkpoint
 
-        found = newest_whole_checkpoint(self.folder)
-        return None if found is None else found.path
+        checkpoint = newest_whole_checkpoint(self.folder)
+        return None if checkpoint is None else checkpoint.path
 
     def load(self, part: str | None = None, *, averages: bool = False) -> nn.Module:
         """Return the trained model in this process, on the CPU and in evaluation mode, from the newest checkpoint.
@@ -248,15 +244,15 @@ class Report(ShownAsPage):
 def _describe_speed(step: int, named: Mapping[str, float]) -> str:
     """Return what the last logged steps did, in one line."""
     unit = "tokens" if "tokens_per_second" in named else "samples"
-    said = [f"{format_rate(named[f'{unit}_per_second'])} {unit}/s"]
+    parts = [f"{format_rate(named[f'{unit}_per_second'])} {unit}/s"]
     if "flops_per_second" in named:
-        said.append(f"{format_flops(named['flops_per_second'])}/s")
+        parts.append(f"{format_flops(named['flops_per_second'])}/s")
     if "mfu" in named:
-        said.append(f"MFU {named['mfu']:.1%}")
+        parts.append(f"MFU {named['mfu']:.1%}")
     for name, one in (("graph_breaks", "graph break"), ("recompiles", "recompile")):
         if name in named:
-            said.append(count_of(int(named[name]), one))
-    return f"{', '.join(said)} at step {step}"
+            parts.append(count_of(int(named[name]), one))
+    return f"{', '.join(parts)} at step {step}"
 
 
 def _find_run_logs(run: Path) -> list[Path]:
@@ -288,23 +284,23 @@ def _losses_by_part(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[tuple[i
 
 
 def _largest_memory_by_step(ranks: Iterable[Iterable[Mapping[str, Any]]]) -> list[tuple[int, list[PhasePeak]]]:
-    found: dict[int, list[PhasePeak]] = {}
+    peaks_of_step: dict[int, list[PhasePeak]] = {}
     for rows in ranks:
         for row in rows:
             if row["event"] != "step" or not row.get("memory"):
                 continue
             phases = [PhasePeak.model_validate(phase) for phase in row["memory"]]
-            before = found.get(int(row["step"]), ())
+            before = peaks_of_step.get(int(row["step"]), ())
             if max(p.peak for p in phases) > max((p.peak for p in before), default=-1):
-                found[int(row["step"])] = phases
-    return sorted(found.items())
+                peaks_of_step[int(row["step"])] = phases
+    return sorted(peaks_of_step.items())
 
 
 def _images_by_step(run: Path, rows: Iterable[Mapping[str, Any]]) -> list[tuple[int, dict[str, Path]]]:
-    found: dict[int, dict[str, Path]] = {}
+    images: dict[int, dict[str, Path]] = {}
     for row in _select_events(rows, "image"):
-        found.setdefault(int(row["step"]), {})[str(row["name"])] = run / str(row["file"])
-    return sorted(found.items())
+        images.setdefault(int(row["step"]), {})[str(row["name"])] = run / str(row["file"])
+    return sorted(images.items())
 
 
 def _seconds_of_attempts(rows: Sequence[Mapping[str, Any]]) -> float:

@@ -219,7 +219,7 @@ class Scaling(TurnResults):
     @property
     def agreements(self) -> list[tuple[ScaledStrategy, Agreement]]:
         """Worlds whose losses must equal the smallest world's, with their agreement."""
-        return [(world, found) for world in self.worlds if (found := self.agreement(world)) is not None]
+        return [(world, agreement) for world in self.worlds if (agreement := self.agreement(world)) is not None]
 
     @property
     @override
@@ -232,13 +232,13 @@ class Scaling(TurnResults):
 
     @override
     def screen(self, width: int = 80, next_steps: Sequence[str] = ()) -> str:
-        said = self.verdict()
+        verdict_lines = self.verdict()
         right = not self.interrupted and not self.wrong and all(a.within for _, a in self.agreements)
         failed = [world.name for world in self.worlds if self.row(world).outcome in ("failed", "unlike")]
-        ends = [*(said if right else ()), *([f"{len(failed)} failed: {first_few(failed)}"] if failed else [])]
+        ends = [*(verdict_lines if right else ()), *([f"{len(failed)} failed: {first_few(failed)}"] if failed else [])]
         return Screen(
             answer="; ".join([self.summary, *ends]),
-            warnings=[self.unkept, *(() if right else said), f"measured on {self.shared()}"],
+            warnings=[self.unkept, *(() if right else verdict_lines), f"measured on {self.shared()}"],
             columns=choose_columns(
                 self.columns(),
                 *("strategy", "place", "scaling", "known_as", "median_step_s", f"{self.unit}_per_s"),
@@ -255,8 +255,8 @@ class Scaling(TurnResults):
         """Return the columns of every table and file."""
 
         def agreement(world: ScaledStrategy) -> str | None:
-            found = self.agreement(world)
-            return None if found is None else f"{found}{'' if found.within else '!'}"
+            agreement = self.agreement(world)
+            return None if agreement is None else f"{agreement}{'' if agreement.within else '!'}"
 
         def share(world: ScaledStrategy) -> str | None:
             if self.unit == "tokens":  # in microbatches whose number varies
@@ -383,16 +383,16 @@ class Scaling(TurnResults):
         """Return whether worlds with the same total batch have the same losses, in sentences."""
         if self.interrupted:
             return ["interrupted: worlds without figures did not finish"]
-        found = self.agreements
+        agreements = self.agreements
         wrong = list(self.wrong) + [
             f"DISAGREES: {world.name} with {self.base(world).name} by {a.off:.1e} at step {a.step}; "
             f"allowed in {self.judged_as}: {loss_tolerance(self.judged_as):g}"
-            for world, a in found
+            for world, a in agreements
             if not a.within
         ]
-        if wrong or not found:
+        if wrong or not agreements:
             return wrong
-        least = min((a.digits for _, a in found if a.digits is not None), default=None)
+        least = min((a.digits for _, a in agreements if a.digits is not None), default=None)
         how = "bit for bit" if least is None else f"to {least} digits or more"
         return [f"the losses of strong scaling agree with the smallest world's {how}"]
 

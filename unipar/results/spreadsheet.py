@@ -29,11 +29,11 @@ SCALING_COLUMNS: Final = (
 """Keys of the columns of scale.csv and worlds.csv."""
 
 
-def format_comparison_csv(found: Comparison) -> str:
+def format_comparison_csv(comparison: Comparison) -> str:
     """Return a comparison as CSV; unknown figures are empty, and `digits` is `all` if losses are equal to the bit."""
-    return format_csv(COMPARISON_COLUMNS, found.columns(), found.rows)
+    return format_csv(COMPARISON_COLUMNS, comparison.columns(), comparison.rows)
 
 
-def format_scaling_csv(found: Scaling) -> str:
+def format_scaling_csv(scaling: Scaling) -> str:
     """Return a scaling as CSV, with a row for each world."""
-    return format_csv(SCALING_COLUMNS, found.columns(), found.worlds)
+    return format_csv(SCALING_COLUMNS, scaling.columns(), scaling.worlds)

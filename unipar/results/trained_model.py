@@ -33,9 +33,9 @@ def newest_whole_checkpoint(
 ) -> CheckpointContents | None:
     """Return the newest checkpoint of a run that passes `check`, which computes no hashes here; None if none does."""
     config: Any = json.loads((run / "config.json").read_bytes()) if (run / "config.json").exists() else {}
-    for found in find_checkpoints(checkpoint_folder(run, (config.get("checkpoint") or {}).get("to"))):
+    for checkpoint in find_checkpoints(checkpoint_folder(run, (config.get("checkpoint") or {}).get("to"))):
         with suppress(CheckpointError):
-            return check(found.path)
+            return check(checkpoint.path)
     return None
 
 
@@ -76,10 +76,10 @@ def load_model(run: Path, make_task: Callable[[], Task], part: str | None, *, av
         parts = create_on_cpu(make_task().model, read_settled(run).config)
     if part is not None and part not in parts:
         raise TaskError(f"load({part!r}): model() returned no part of that name; it has {', '.join(parts)}")
-    whole = combine_parts(parts)
+    model = combine_parts(parts)
     with SavedState(checkpoint.path, checkpoint.manifest) as state, torch.no_grad():
-        _fill_model(whole, state, averages=averages)
-    return (whole if part is None else parts[part]).eval()
+        _fill_model(model, state, averages=averages)
+    return (model if part is None else parts[part]).eval()
 
 
 def _fill_model(model: nn.Module, state: SavedState, *, averages: bool) -> None:

@@ -20,7 +20,6 @@ from unipar.results.observed_rank import ObservedRank
 from unipar.results.result_files import (
     CONFIG_FILE,
     find_result_file,
-    nested_mapping,
     parse_comparison,
     read_mapping,
 )
@@ -28,6 +27,7 @@ from unipar.results.row import StrategyResult
 from unipar.results.run_report import Report
 from unipar.run_folder.layout import run_log_path
 from unipar.run_folder.run_log import RunLog
+from unipar.utils.mappings import nested_mapping
 from unipar.utils.text import first_few
 
 _DTYPES: Final = {

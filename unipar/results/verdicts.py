@@ -17,9 +17,9 @@ from unipar.errors import Stopped, Unsupported
 from unipar.results.row import library_name_column, outcome_reason
 from unipar.results.stored import StoredResult
 from unipar.run_folder.layout import PAGE_FILE_NAME
-from unipar.utils.columns import NO_TEXT, Column, choose_columns, table_blocks
+from unipar.utils.columns import NO_TEXT, Column, Reason, choose_columns, table_blocks
 from unipar.utils.notebook import ShownAsPage
-from unipar.utils.screen import Reason, Screen
+from unipar.utils.screen import Screen
 from unipar.utils.table import wrap_lines
 from unipar.utils.text import count_of, first_few
 
@@ -321,11 +321,11 @@ class Verdicts(StoredResult, ShownAsPage):
     @override
     def table(self, width: int = 80) -> str:
         """Return the verdict, the table as text, and all remarks: what `--details` prints."""
-        said = self.answer_lines()
+        answers = self.answer_lines()
         parts = [
-            wrap_lines(said, width),
+            wrap_lines(answers, width),
             [line for block in self.blocks(width) for line in block],
-            wrap_lines(self.remark_lines()[len(said) :], width),
+            wrap_lines(self.remark_lines()[len(answers) :], width),
         ]
         return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
@@ -343,8 +343,8 @@ class Verdicts(StoredResult, ShownAsPage):
 
     def number_lines(self) -> list[str]:
         """Return a line on what was set on the device; none on the CPU."""
-        said = "; ".join(f"{name}: {value}" for name, value in self.numbers.items())
-        return [f"set in every run: {said}"] if said else []
+        listed = "; ".join(f"{name}: {value}" for name, value in self.numbers.items())
+        return [f"set in every run: {listed}"] if listed else []
 
     def remark_lines(self) -> list[str]:
         """Return the verdict, then remarks on the task, and what the columns are."""
@@ -419,19 +419,19 @@ def describe_verdict(row: Verdict) -> list[str]:
         return [f"{row.strategy}: {row.note}"]
     if row.outcome != "disagrees":
         return []
-    found = row.finding
+    finding = row.finding
     lines = [f"{row.strategy} DISAGREES: {row.worst}"]
-    if found is None:
+    if finding is None:
         return lines
-    lines.append(f"  kind: {found.kind or 'unknown'}{': ' if found.says else ''}{found.says}")
-    lines.append(f"  first step: {found.step}; first difference in it: {found.what}")
-    if found.forward or found.backward:
+    lines.append(f"  kind: {finding.kind or 'unknown'}{': ' if finding.says else ''}{finding.says}")
+    lines.append(f"  first step: {finding.step}; first difference in it: {finding.what}")
+    if finding.forward or finding.backward:
         lines += [
-            f"  first module {w}: {m}" for w, m in (("forward", found.forward), ("backward", found.backward)) if m
+            f"  first module {w}: {m}" for w, m in (("forward", finding.forward), ("backward", finding.backward)) if m
         ]
-    elif found.traced:
+    elif finding.traced:
         lines.append("  first module: none; forward and backward equal those of one process, the fault is after them")
-    if found.parameter:
-        more = f", and {found.parameters - 1} more" if found.parameters > 1 else ""
-        lines.append(f"  first parameter: {found.parameter}{more}")
+    if finding.parameter:
+        more = f", and {finding.parameters - 1} more" if finding.parameters > 1 else ""
+        lines.append(f"  first parameter: {finding.parameter}{more}")
     return lines

@@ -23,8 +23,8 @@ def describe_checkpoint_event(row: Mapping[str, Any]) -> Iterator[str]:
         before = f"{row['strategy']}, {count_of(row['size'], 'rank')}"
         read = f"rank 0 read {format_size(row['bytes'])} in {format_duration(row['seconds'])}"
         yield f"goes on after step {row['step']} from {_shown(row)}, saved by {before}; {read}"
-        for told in row["told"]:
-            yield f"changed since: {told}"
+        for change in row["told"]:
+            yield f"changed since: {change}"
     elif row["event"] == "checkpoint":
         waited = f"training waited {format_duration(row['waited'])}"
         yield f"step {row['step']}  saved {format_size(row['bytes'])} in {_shown(row)}; {waited}"

@@ -234,8 +234,8 @@ _FILES_OF_AN_ATTEMPT = ("error.json", "rank-*.error.json", "rank-*.log", "rank-*
 def _recorded_end(out: Path) -> dict[str, Any]:
     """Return kind, message and time of the error with which an attempt ended; empty if none was recorded."""
     errors = [error for path in out.glob("rank-*.error.json") if (error := read_error_file(path)) is not None]
-    whole = read_run_error(out)
-    first = whole or min(errors, key=lambda error: (error.caused_by_other_rank, error.time), default=None)
+    run_error = read_run_error(out)
+    first = run_error or min(errors, key=lambda error: (error.caused_by_other_rank, error.time), default=None)
     return {} if first is None else {"kind": first.kind, "message": first.message, "time": first.time}
 
 

@@ -31,9 +31,9 @@ class CodeLocation:
                 f"{name or thing!r} cannot be found by other processes: "
                 "define it at the top level of a file, by def or class"
             )
-        found, file = module_place(module)
-        if found is not None:
-            return cls(name, module=found)
+        module_name, file = module_place(module)
+        if module_name is not None:
+            return cls(name, module=module_name)
         if file is None:
             raise TaskError(
                 f"{name} was defined in a prompt, a notebook or a -c command, where other processes cannot find it: "
@@ -71,10 +71,10 @@ def module_place(name: str) -> tuple[str | None, str | None]:
 
 def find_definition(where: CodeLocation) -> Any:
     """Return the class or function at this place if its module is imported in this process, else None."""
-    found: Any = next((m for name, m in list(sys.modules.items()) if _is_at(name, where)), None)
+    value: Any = next((m for name, m in list(sys.modules.items()) if _is_at(name, where)), None)
     for step in where.name.split("."):
-        found = getattr(found, step, None)
-    return found
+        value = getattr(value, step, None)
+    return value
 
 
 def _is_at(name: str, where: CodeLocation) -> bool:

@@ -107,9 +107,9 @@ def send_task(data: bytes, fds: Sequence[int]) -> None:
 
 
 def _write_to_pipes(data: bytes, fds: Sequence[int]) -> None:
-    whole = memoryview(len(data).to_bytes(_LENGTH_BYTES) + data)
+    message = memoryview(len(data).to_bytes(_LENGTH_BYTES) + data)
     for fd in fds:
         with suppress(BrokenPipeError), os.fdopen(fd, "wb", buffering=0) as pipe:  # the worker has ended
             at = 0
-            while at < len(whole):
-                at += pipe.write(whole[at : at + _CHUNK_BYTES]) or 0
+            while at < len(message):
+                at += pipe.write(message[at : at + _CHUNK_BYTES]) or 0

@@ -53,10 +53,10 @@ _WRAPPERS: Final = (staticmethod, classmethod, property, cached_property, partia
 
 def collect_script_values(definitions: Sequence[Any]) -> Sequence[ScriptValue]:
     """Return the values that these classes and functions, and what they call in the user's files, read by name."""
-    found = _ReadValues()
+    read = _ReadValues()
     for definition in definitions:
-        found.follow(definition)
-    return tuple((module, name, value) for (module, name), value in sorted(found.values.items()))
+        read.follow(definition)
+    return tuple((module, name, value) for (module, name), value in sorted(read.values.items()))
 
 
 @final
@@ -65,14 +65,14 @@ class _ReadValues:
 
     def __init__(self) -> None:
         self.values: dict[tuple[str, str], Any] = {}
-        self._seen: set[int] = set()
+        self._visited: set[int] = set()
         self._read = 0
 
     def follow(self, thing: Any) -> None:
         """Read the code of a class, a function or what wraps one, unless it is a library's."""
-        if id(thing) in self._seen:
+        if id(thing) in self._visited:
             return
-        self._seen.add(id(thing))
+        self._visited.add(id(thing))
         if isinstance(thing, type):
             for kind in thing.__mro__:
                 if _is_users(kind.__module__):
@@ -104,16 +104,16 @@ class _ReadValues:
         if not variables.keys().isdisjoint(code.co_names):
             for name, attribute in _global_reads(code):
                 if name in variables:
-                    self._found(str(variables.get("__name__", "")), name, variables[name], attribute)
+                    self._read_name(str(variables.get("__name__", "")), name, variables[name], attribute)
         for inner in code.co_consts:
             if isinstance(inner, CodeType):
                 self._follow_code(inner, variables)
 
-    def _found(self, module: str, name: str, value: Any, attribute: str = "") -> None:
+    def _read_name(self, module: str, name: str, value: Any, attribute: str = "") -> None:
         """Keep a value that code reads as `name`, and follow it; of a module, the `attribute` that is read next."""
         if isinstance(value, ModuleType):
             if attribute in vars(value) and _is_users(value.__name__):
-                self._found(value.__name__, attribute, vars(value)[attribute])
+                self._read_name(value.__name__, attribute, vars(value)[attribute])
             return
         self.follow(value)
         if not isinstance(value, type | FunctionType) and _is_users(type(value).__module__):
@@ -325,10 +325,10 @@ def _name_of(thing: Any) -> list[str]:
 
 
 def _thing_named(name: Sequence[str]) -> Any:
-    found: Any = imported_files.get(name[0]) or import_module(name[0])
+    value: Any = imported_files.get(name[0]) or import_module(name[0])
     for step in name[1].split("."):
-        found = getattr(found, step)
-    return found
+        value = getattr(value, step)
+    return value
 
 
 def decode_value(encoded: Any) -> Any:

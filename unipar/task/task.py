@@ -85,8 +85,8 @@ class Task(ABC):
         """
         from unipar.task.features import FeatureColumns, check_across_loss
 
-        found = FeatureColumns.of(self.features(model, batch))
-        return check_across_loss(self.loss_across(found.nest(found.columns)))
+        features = FeatureColumns.of(self.features(model, batch))
+        return check_across_loss(self.loss_across(features.nest(features.columns)))
 
     def features(self, model: nn.Module, batch: Any) -> Any:
         """Return what `loss_across` compares: tensors with one row for each sample, in lists, tuples and dicts.
@@ -156,8 +156,8 @@ class Task(ABC):
         from unipar.task.features import FeatureColumns
         from unipar.task.gathered import gathered
 
-        found = FeatureColumns.of(self.features(model, batch))
-        return {"loss": gathered(*found.columns, score=lambda *rows: self.loss_across(found.nest(rows)))}
+        features = FeatureColumns.of(self.features(model, batch))
+        return {"loss": gathered(*features.columns, score=lambda *rows: self.loss_across(features.nest(rows)))}
 
     def groups(self, model: nn.Module) -> Iterable[Mapping[str, Any]] | None:
         """Return the groups of the optimizer.

@@ -90,11 +90,6 @@ TRACKERS = PluginGroup[type[Tracker]](
 )
 
 
-def tracker_names() -> list[str]:
-    """Return the names of all trackers that are installed."""
-    return TRACKERS.names()
-
-
 @cache
 def find_tracker(name: str) -> type[Tracker]:
     """Return the tracker class for a name in `log.to`; the libraries that the class needs may be missing."""

@@ -41,10 +41,10 @@ class LocalBatchMaker:
             tokens = float(read[0][1].of_tokens) or None
             return self._on_device([(batch, plan.weight) for batch, plan in read], samples, tokens)
         weights = [self._weight(batch, plan.tokens or len(plan.keys)) if plan.weight else 0.0 for batch, plan in read]
-        whole = self._world.sum_over_data_on_host(torch.tensor(sum(weights), dtype=torch.float64)).item()
-        if not whole > 0:
+        total = self._world.sum_over_data_on_host(torch.tensor(sum(weights), dtype=torch.float64)).item()
+        if not total > 0:
             raise TaskError(
-                f"weight(batch) is {whole:g} over the global batch of step {done + 1}; it must be above 0 for one "
+                f"weight(batch) is {total:g} over the global batch of step {done + 1}; it must be above 0 for one "
                 "sample"
             )
         self._batch_with_weight = next(
@@ -52,8 +52,8 @@ class LocalBatchMaker:
         )
         if self._batch_with_weight is None and 0.0 in weights:
             self._batch_with_weight = loader.batch_with_weight(self._weight)
-        micros = [(b if w > 0 else self._batch_with_weight, w / whole) for (b, _), w in zip(read, weights, strict=True)]
-        return self._on_device(micros, samples, whole)
+        micros = [(b if w > 0 else self._batch_with_weight, w / total) for (b, _), w in zip(read, weights, strict=True)]
+        return self._on_device(micros, samples, total)
 
     def _on_device(self, micros: Sequence[tuple[Any, float]], samples: int, weight: float | None = None) -> LocalBatch:
         """Return a local batch of microbatches, given as batch and scale; every rank's first come before the second."""

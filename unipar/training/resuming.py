@@ -84,7 +84,7 @@ def choose_checkpoint(
     own, error = list[str](), ""
     if world.rank == 0 and (auto or again):
         try:
-            own = [str(found.path) for found in find_checkpoints(folder)]
+            own = [str(checkpoint.path) for checkpoint in find_checkpoints(folder)]
         except CheckpointError as e:
             error = str(e)
     own, error = json.loads(decide(json.dumps([own, error]), lambda texts: texts[0]))
@@ -93,16 +93,16 @@ def choose_checkpoint(
     passed: list[str] = []
     for name in [*own, *([] if auto else [wanted])]:
         path, is_own = parse_location(name), len(passed) < len(own)
-        found, error = None, ""
+        checkpoint, error = None, ""
         try:
-            found = verify_checkpoint(path, share=(world.rank, world.size), progress=progress)
+            checkpoint = verify_checkpoint(path, share=(world.rank, world.size), progress=progress)
         except CheckpointError as e:
             error = str(e)
         first = decide(error, lambda texts: next(filter(None, texts), ""))
-        if not first and found is not None:
+        if not first and checkpoint is not None:
             called = f"checkpoint {path}"
-            told = refuse_changes(found.state["config"], config.model_dump(mode="json"), given_keys, called)
-            return ChosenCheckpoint(found, tuple(passed), tuple(told), tuple(given_keys), own=is_own)
+            changes = refuse_changes(checkpoint.state["config"], config.model_dump(mode="json"), given_keys, called)
+            return ChosenCheckpoint(checkpoint, tuple(passed), tuple(changes), tuple(given_keys), own=is_own)
         if not is_own:
             others = f"`unipar checkpoint list {shlex.quote(str(path.parent))}` shows the others"
             raise CheckpointError("; ".join([first, *passed, others]))

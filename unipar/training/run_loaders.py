@@ -207,7 +207,7 @@ class _ReadingOnNotice:
 # Into a checkpoint
 
 
-def describe_stream_place(live: FedRun, done: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def describe_data_position(live: FedRun, done: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return what a checkpoint's state.json says of the data, and the tensors of streams that this rank saves.
 
     All ranks call this together.
@@ -233,9 +233,9 @@ def describe_stream_place(live: FedRun, done: int) -> tuple[dict[str, Any], dict
     }
     if not loader.whole:
         mine = {"seat": world.data_rank, "parts": parts, "turn": own.turn, "why": why} if saves else None
-        found = json.loads(open_rounds(world, world.key("stream places"))(json.dumps(mine), _sorted_seats))
-        described["stream"]["seats"] = [{"parts": one["parts"], "turn": one["turn"]} for one in found]
-        why = next((one["why"] for one in found if one["why"]), "")
+        places = json.loads(open_rounds(world, world.key("stream places"))(json.dumps(mine), _sorted_seats))
+        described["stream"]["seats"] = [{"parts": one["parts"], "turn": one["turn"]} for one in places]
+        why = next((one["why"] for one in places if one["why"]), "")
     if why:
         described["stream"]["why"] = why
     return described, tensors

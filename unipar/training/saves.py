@@ -26,7 +26,7 @@ from unipar.distributed.meeting.text_rounds import open_rounds
 from unipar.errors import CheckpointError, TaskError
 from unipar.run_folder.layout import checkpoint_folder
 from unipar.task.location import code_folder, code_hash
-from unipar.training.run_loaders import describe_stream_place
+from unipar.training.run_loaders import describe_data_position
 from unipar.training.stopping import StepAgreement
 from unipar.utils.address import Location
 from unipar.utils.git import git_revision
@@ -67,7 +67,7 @@ class RunCheckpoints:
         self._missing: set[int] = set()
         """Steps whose save has failed; each rank learns of it at a step of its own."""
 
-        self._told = False
+        self._has_warned = False
         """Whether a line has said that the stream has no state."""
 
         self._began = time.monotonic()
@@ -97,21 +97,21 @@ class RunCheckpoints:
 
     def go_on_from(self, step: int, state: Mapping[str, Any]) -> None:
         """Count the checkpoint from which the run goes on as the last one, and those of its best that are here."""
-        best = best_so_far(state)
+        best = [(int(at), float(value)) for at, value in state["best"]]
         world = self._live.world
         decide = open_rounds(world, world.key("best checkpoints"))
 
         def steps_here() -> list[int]:
-            return [found.step for found in find_checkpoints(self.folder)] if best and world.rank == 0 else []
+            return [checkpoint.step for checkpoint in find_checkpoints(self.folder)] if best and world.rank == 0 else []
 
         here: list[int] = []
         try:
-            here = attempt_together(decide, steps_here, lambda failure, told: f"{self.folder}: {failure}")[0]
+            here = attempt_together(decide, steps_here, lambda failure, answer: f"{self.folder}: {failure}")[0]
         except CheckpointError as e:
             self._fail(e)
         self._last_saved, self._best = step, [pair for pair in best if pair[0] in here]
-        found = {name: value for name, value in state["metrics"].items() if value is not None}
-        self._metrics, self._evaluated = found, state.get("evaluated")
+        metrics = {name: value for name, value in state["metrics"].items() if value is not None}
+        self._metrics, self._evaluated = metrics, state.get("evaluated")
 
     def at_boundary(self, done: int) -> None:
         """Save if a save is due after `done` steps; raise what made an earlier one fail."""
@@ -141,10 +141,10 @@ class RunCheckpoints:
         live.check_state()  # a state behind a loss that is not finite, or that is not itself, is never published
         self._is_best, self._began, self._last_saved = False, time.monotonic(), done
         kept = Retention(self._settings.keep, [step for step, _ in self._best])
-        data, of_streams = describe_stream_place(live, done)
-        if (why := data.get("stream", {}).get("why")) and not self._told:
+        data, of_streams = describe_data_position(live, done)
+        if (why := data.get("stream", {}).get("why")) and not self._has_warned:
             live.note("data", said=f"{why}: a run that goes on from a checkpoint reads it on")
-            self._told = True
+            self._has_warned = True
 
         def gather() -> GatheredState:
             self._refuse_unsaved_values()
@@ -266,11 +266,6 @@ class RunCheckpoints:
             "early_stop": None if live.early_stop is None else live.early_stop.state(),
             "task": task,
         }
-
-
-def best_so_far(state: Mapping[str, Any]) -> list[tuple[int, float]]:
-    """Return step and value of the best evaluations of the run that saved this state."""
-    return [(int(step), float(value)) for step, value in state["best"]]
 
 
 def rank_best(values: list[tuple[int, float]], wanted: Best) -> list[tuple[int, float]]:

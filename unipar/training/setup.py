@@ -89,16 +89,16 @@ def open_run(
             met(world, heartbeat)
         chosen, after = _choose_checkpoint(config, run, launched, world, run_log, heartbeat)
         watcher = _make_step_memory(config, backend, world, run, heartbeat, run_log)
-        told = config.model_dump(mode="json")
-        trackers = TrackerWriter(config.log.to, run, place.rank, told, run_log.note, after=after)
+        config_values = config.model_dump(mode="json")
+        trackers = TrackerWriter(config.log.to, run, place.rank, config_values, run_log.note, after=after)
         resumes, build = chosen is not None, partial(build_run, settled, backend, task, world, heartbeat=heartbeat)
         with explain_out_of_memory(run, place.rank):
             tried = _try_largest(build, world, run_log, trackers) if config.batch.memory_check else None
             live = build(run_log=run_log, trackers=trackers, resumes=resumes)
         if tried is not None:
             live.use_loader(tried)
-        if place.rank == 0 and (found := launched.get("micro")) is not None:
-            run_log.note("micro", **found)
+        if place.rank == 0 and (micro := launched.get("micro")) is not None:
+            run_log.note("micro", **micro)
         _keep_state(live, run, launched, chosen)
         if watcher is not None:
             _attach_step_memory(live, watcher)
@@ -133,7 +133,7 @@ def _try_largest(
 
     with RunLog(Path(os.devnull)) as unread:
         live = build(run_log=unread, trackers=trackers)
-        loader, said = try_largest(live, is_out_of_memory)
+        loader, sentence = try_largest(live, is_out_of_memory)
         _close_engines(live)
         del live
     gc.collect()
@@ -141,7 +141,7 @@ def _try_largest(
         release_unused_memory(world.device)
         forget_peaks(world.device)
     if world.rank == 0:
-        run_log.note("data", said=said)
+        run_log.note("data", said=sentence)
     return loader
 
 
@@ -158,8 +158,8 @@ def _choose_checkpoint(
     if config.resume not in (None, "never"):
         from unipar.training.resuming import choose_checkpoint
 
-        said, progress = launched.get("said", []), partial(heartbeat.set_work, "verifying the checkpoint")
-        chosen = choose_checkpoint(config.resume, folder, world, config, said, progress, again=again)
+        keys, progress = launched.get("said", []), partial(heartbeat.set_work, "verifying the checkpoint")
+        chosen = choose_checkpoint(config.resume, folder, world, config, keys, progress, again=again)
         heartbeat.set_work("")
         if chosen is not None:  # what has changed since the attempt before is shown with its origin
             shown = {change["key"] for change in launched.get("changes", ())}
@@ -270,11 +270,11 @@ def build_run(
     base = anonymous_memory()
     may_be_empty = build is None and backend.fills_from_files(config)
     modules, loaded, files = _create_model(task, config, world, resumes=resumes, may_be_empty=may_be_empty)
-    whole = combine_parts(modules)
-    modes = enter_training_mode(whole, keep=task.keep_modes).describe()
+    model = combine_parts(modules)
+    modes = enter_training_mode(model, keep=task.keep_modes).describe()
     if settled.strategy != ONE:
-        refuse_devices_by_hand(whole, world.device, settled.strategy)
-    parameters = sum(p.numel() for p in whole.parameters())
+        refuse_devices_by_hand(model, world.device, settled.strategy)
+    parameters = sum(p.numel() for p in model.parameters())
     in_blocks: Counter[str] = Counter()
     own_optimizer = task.optimizer if task.defines("optimizer") else None
     if own_optimizer is not None and config.parallel.tensor > 1:
@@ -350,19 +350,19 @@ def _create_model(
     wanted = None if resumes else config.model.loading
     empty = may_be_empty and (resumes or wanted is not None)
     modules = create_parts(task.model, config, world, empty=empty)
-    whole = combine_parts(modules)
+    model = combine_parts(modules)
     if resumes and empty:
-        for p in whole.parameters():
+        for p in model.parameters():
             set_file_values(p, RestoredValues())
     if wanted is None:
         return modules, None, None
     if empty:
-        if (found := point_to_weights(whole, wanted)) is not None:
-            return modules, *found
+        if (pointer := point_to_weights(model, wanted)) is not None:
+            return modules, *pointer
         modules = create_parts(task.model, config, world)  # some parameters keep their initial values
-        whole = combine_parts(modules)
+        model = combine_parts(modules)
     # other ranks get the values from rank 0 when tensors are placed
-    return modules, load_weights(whole, wanted) if world.rank == 0 else None, None
+    return modules, load_weights(model, wanted) if world.rank == 0 else None, None
 
 
 def _count_in_blocks(module: nn.Module, blocks: Sequence[str]) -> dict[str, int]:

@@ -79,7 +79,7 @@ class StepLog:
                 self._memory = None
         self._run_log.note("step", step=number, of=steps, **row)
         self._trackers.write(number, flatten_logged_step(row))
-        self.restart_clock()
+        self._since = time.perf_counter()  # what was done since the step was taken is not its time
 
     def _work_values(self, elapsed: float) -> dict[str, float]:
         """Return what the steps since the last log did in this many seconds: all ranks together, by name."""
@@ -103,8 +103,8 @@ class StepLog:
         if self._observer.settle():
             if self._observer.flops is not None:
                 self._counted = {"flops": self._observer.flops, "flops_by": self._observer.flops_by}
-            for said in self._observer.notes:
-                self._run_log.note("work", said=said)
+            for note in self._observer.notes:
+                self._run_log.note("work", said=note)
 
     def _note_reasons(self, compiled: CompiledWork) -> None:
         """Write each reason of a graph break or recompile that is not written yet."""
@@ -113,10 +113,6 @@ class StepLog:
                 if (kind, why) not in self._reasons:
                     self._reasons.add((kind, why))
                     self._run_log.note("compiler", what=kind, why=why)
-
-    def restart_clock(self) -> None:
-        """Begin to time now: what was done since the last step is not counted as time of a step."""
-        self._since = time.perf_counter()
 
     def write_values(self, event: str, step: int, named: Mapping[str, float]) -> None:
         """Write named values of an evaluation, or of the user's."""

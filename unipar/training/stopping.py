@@ -172,11 +172,11 @@ class StepAgreement:
         world.synchronize()  # the device may still be computing earlier steps, which other ranks have not begun
         assert world.store is not None
         if world.store.check(keys):
-            told = [text.decode().partition(" ") for text in world.store.multi_get(keys)]
-            last = max(int(number) for number, _, _ in told) + 1
+            requests = [text.decode().partition(" ") for text in world.store.multi_get(keys)]
+            last = max(int(number) for number, _, _ in requests) + 1
             if world.size > LARGE_WORLD:
                 last = max(last, done + 1) + 1
-            self._agreed, self.reason = last + -last % self._every, told[0][2]
+            self._agreed, self.reason = last + -last % self._every, requests[0][2]
             if world.size > LARGE_WORLD:
                 world.store.set(self._key("agreed"), f"{self._agreed} {self.reason}")
 

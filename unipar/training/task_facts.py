@@ -143,12 +143,12 @@ def checkpoint_bytes(task: Task, modules: Mapping[str, Any], config: Config) -> 
     from unipar.model.parameter_groups import OptimizerFactory, parameter_groups
     from unipar.model.saved_size import saved_bytes
 
-    total, given = 0, task.optimizer if task.defines("optimizer") else None
+    total, custom = 0, task.optimizer if task.defines("optimizer") else None
     try:
         for name, module in modules.items():
             own = config.of_part(name)
-            groups = parameter_groups(module, own, task_groups=task.groups(module), own_optimizer=given is not None)
-            make = OptimizerFactory(groups, own, torch.device("meta"), own=given)
+            groups = parameter_groups(module, own, task_groups=task.groups(module), own_optimizer=custom is not None)
+            make = OptimizerFactory(groups, own, torch.device("meta"), own=custom)
             size = saved_bytes(module, make, fp64=config.train.precision == "fp64")
             if size is None:
                 return None

@@ -89,7 +89,7 @@ class TrainingRun(Run):
         self._due = False
         """Whether the current local batch is logged."""
 
-        self._whole = GatheredModel(self._choice.engine, self._choice.is_busy)
+        self._gathered_model = GatheredModel(self._choice.engine, self._choice.is_busy)
         self._evaluation: Evaluation | None = None
         rule = config.eval.stop
         self.early_stop = None if rule is None else EarlyStop(rule, world, self.note)
@@ -147,7 +147,7 @@ class TrainingRun(Run):
 
     @override
     def save(self) -> None:
-        self._whole.refuse("run.save()")
+        self._gathered_model.refuse("run.save()")
         keeper = require_keeper(self._checkpoints, self.done, self._local_steps, idle=not self._parts_stepped)
         keeper.save(self.done)
 
@@ -220,8 +220,8 @@ class TrainingRun(Run):
     ) -> StepOutcome:
         if type(local_batch) is not LocalBatch:
             raise _not_a_local_batch(local_batch)
-        if self._whole.is_open:
-            self._whole.refuse("run.step()")
+        if self._gathered_model.is_open:
+            self._gathered_model.refuse("run.step()")
         active = self._choice.first
         if part is not None or loss is not None or not self._choice.alone:
             active = self._choice.select(part, loss, self._parts_stepped)
@@ -293,7 +293,7 @@ class TrainingRun(Run):
 
     @override
     def evaluate(self) -> dict[str, float]:
-        self._whole.refuse("run.evaluate()")
+        self._gathered_model.refuse("run.evaluate()")
         if self._local_steps and self.done != self.steps:
             refuse_unsynced_evaluation(self.done, self._local_steps)
         if self._evaluation is None:
@@ -314,7 +314,7 @@ class TrainingRun(Run):
     @override
     @contextmanager
     def averaged(self) -> Generator[None]:
-        self._whole.refuse("run.averaged()")
+        self._gathered_model.refuse("run.averaged()")
         with ExitStack() as parts:
             for part in self._parts.values():
                 parts.enter_context(part.engine.averages_in_place())
@@ -322,7 +322,7 @@ class TrainingRun(Run):
 
     @override
     def whole(self, part: str | None = None) -> AbstractContextManager[nn.Module]:
-        return self._whole.gather(part, self)
+        return self._gathered_model.gather(part, self)
 
     @override
     def gather(self, tensor: Tensor, of: LocalBatch | Micro | None = None) -> Tensor:
@@ -389,8 +389,8 @@ class TrainingRun(Run):
         ready = loader.batches(self.done)
         while self.done < steps and (early_stop is None or not early_stop.is_reached):
             before = self.done
-            if self._whole.is_open:
-                self._whole.refuse("the next local batch of run.batches() or run.over()")
+            if self._gathered_model.is_open:
+                self._gathered_model.refuse("the next local batch of run.batches() or run.over()")
             if self._boundary_hook is not None:
                 self._boundary_hook(before)
             self._stop_or_save(before)

@@ -111,9 +111,9 @@ def _changed(folder: str) -> int | None:
 @lru_cache(maxsize=64)
 def _points_of_packages(folder: str, changed: int | None) -> list[tuple[str, tuple[EntryPoint, ...]]]:
     """Return the packages in a folder, each by its normalized name, with its entry points."""
-    found: list[tuple[str, tuple[EntryPoint, ...]]] = []
+    points: list[tuple[str, tuple[EntryPoint, ...]]] = []
     for package in distributions(path=[folder]):
         quick = getattr(package, "_normalized_name", None)  # from the folder's name: METADATA is not read
         name = quick or re.sub("[-_.]+", "_", package.name).lower()
-        found.append((name, tuple(package.entry_points)))
-    return found
+        points.append((name, tuple(package.entry_points)))
+    return points

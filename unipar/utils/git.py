@@ -10,7 +10,7 @@ def git_revision(folder: Path) -> str | None:
     """Return the commit that a folder is at, with "-dirty" if tracked files differ from it; None if git cannot say."""
     command = ("git", "-C", str(folder), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty")
     try:
-        told = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return told.stdout.strip() or None
+    return result.stdout.strip() or None

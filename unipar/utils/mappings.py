@@ -1,4 +1,4 @@
-"""Flattening of a nested mapping into dotted keys."""
+"""Nested mappings: what is under a key, and dotted keys."""
 
 from __future__ import annotations
 
@@ -13,3 +13,17 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield from flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+def nested_mapping(of: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Return the mapping under a key, or an empty one."""
+    value = of.get(key)
+    return value if isinstance(value, dict) else {}
+
+
+def value_at(tree: object, key: str) -> Any:
+    """Return the value of a dotted key in nested mappings and objects; None if it, or what it is in, is not set."""
+    value: Any = tree
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
+    return value

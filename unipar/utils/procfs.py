@@ -46,7 +46,10 @@ def boot_id() -> str:
 
 
 def anonymous_memory(key: str = "VmRSS") -> int:
-    """Return this process's resident bytes less pages of files: now ("VmRSS"), or of the peak so far ("VmHWM")."""
+    """Return bytes of this process's resident memory without pages of files: now ("VmRSS"), or at its peak ("VmHWM").
+
+    Pages of files count as of now in both: Linux keeps no peak of them.
+    """
     rows = _status_fields()
     return (_first_number(rows[key]) - _first_number(rows["RssFile"])) * 1024
 

@@ -54,10 +54,15 @@ SIZE_UNITS: Final = {
 """Bytes of each unit of a size in words."""
 
 
+def short_dtype(dtype: object) -> str:
+    """Return the name of one of torch's dtypes: bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
 def parse_bytes(text: str) -> float:
     """Return the number of bytes that words such as 80GiB stand for; raise ValueError, with a sentence, if none."""
-    found = re.fullmatch(r"([0-9.]+(?:[eE][+-]?[0-9]+)?) *([A-Za-z]*)", text.strip())
-    number, unit = found.groups() if found else ("", "")
+    match = re.fullmatch(r"([0-9.]+(?:[eE][+-]?[0-9]+)?) *([A-Za-z]*)", text.strip())
+    number, unit = match.groups() if match else ("", "")
     try:
         value = float(number)
     except ValueError:

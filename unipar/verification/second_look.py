@@ -40,7 +40,7 @@ class SecondLook:
         """Yield the key and the finding of each run that disagrees."""
         if not judgements:
             return
-        replays = self._replays({(self._shares_of(key), _first_bad_step(found)) for key, found in judgements.items()})
+        replays = self._replays({(self._shares_of(key), _first_bad_step(judged)) for key, judged in judgements.items()})
         jobs = [self._rerun_job(key, _first_bad_step(judgement)) for key, judgement in judgements.items()]
         again = self._worlds.run_jobs(group_jobs_by_library(jobs), self._show_result)
         cases: dict[RunKey, tuple[FaultCase, Fault | None, Finding]] = {}
@@ -132,8 +132,8 @@ def _record_or_raise(result: JobResult) -> RunRecord:
 
 def _gradient_factor(case: FaultCase, step: int) -> float:
     """Return the factor between the run's whole gradient and that of one process, or between their norms."""
-    gradient, whole = run_gradient(case, step), whole_gradient(case, step)
-    mix = fit_gradient_mix(gradient, {(0, 0): whole}, {}, sorted(gradient))
+    gradient, expected = run_gradient(case, step), whole_gradient(case, step)
+    mix = fit_gradient_mix(gradient, {(0, 0): expected}, {}, sorted(gradient))
     return norm_factor(case, step) if mix is None else mix.parts[0, 0]
 
 

@@ -85,10 +85,10 @@ class VerificationSession:
         numbers = replace(self._runs.numbers, unrepeatable=tuple(result[0]["unrepeatable"]))
         self._worlds.numbers = numbers
         self._runs = replace(self._runs, numbers=numbers)
-        said = [numbers.remark()] if numbers.unrepeatable else []
+        sentences = [numbers.remark()] if numbers.unrepeatable else []
         if result[0]["tf32"]:
-            said.append("the task allows TF32 for products of fp32 matrices; it is off in this verification")
-        remarks = [*self.verdicts.remarks, *said]
+            sentences.append("the task allows TF32 for products of fp32 matrices; it is off in this verification")
+        remarks = [*self.verdicts.remarks, *sentences]
         self.verdicts = self.verdicts.changed(
             numbers=numbers.settings(), unrepeatable=numbers.unrepeatable, remarks=remarks
         )
@@ -236,11 +236,11 @@ class VerificationSession:
             self._worlds.run_jobs([[self._runs.saving_job(folder)]], self._take_first_half)
             path = folder / step_folder_name(halfway)
             source = f"the state that {self._runs.saver} saved after step {halfway}"
-        said = (
+        remark = (
             f"every strategy goes on from {source}, and is compared from there on with one process that was not "
             "interrupted"
         )
-        self.verdicts = self.verdicts.changed(remarks=[said, *self.verdicts.remarks])
+        self.verdicts = self.verdicts.changed(remarks=[remark, *self.verdicts.remarks])
         self.go_on_from(path)
 
     def go_on_from(self, checkpoint: Location) -> None:
@@ -252,11 +252,11 @@ class VerificationSession:
         if isinstance(result, UniparError):
             raise result
         if counted := result[0]["counted"]:
-            said = (
+            remark = (
                 f"{first_few(counted)} changed while it trained and are not in a checkpoint, which holds tensors: make "
                 "them buffers, or return them in the task's state() and take them back in load_state(state)"
             )
-            self.verdicts = self.verdicts.changed(remarks=[*self.verdicts.remarks, said])
+            self.verdicts = self.verdicts.changed(remarks=[*self.verdicts.remarks, remark])
         self._show(self.verdicts, f"{key}: done")
 
     def _take_strategy_result(self, key: RunKey, result: JobResult) -> None:
@@ -316,8 +316,8 @@ class VerificationSession:
     def _note_error(self, row: Verdict, error: UniparError, when: str = "") -> None:
         """Note why a strategy has no result: Unsupported is its engine's refusal, any other error a failure."""
         refused = isinstance(error, Unsupported)
-        outcome, said = ("refused", "; ".join(error.reasons)) if refused else ("failed", str(error))
-        note = f"{when}{said}"
+        outcome, reason = ("refused", "; ".join(error.reasons)) if refused else ("failed", str(error))
+        note = f"{when}{reason}"
         self._replace_row(row.changed(outcome=outcome, note=note), f"{outcome}: {note.splitlines()[0]}")
 
     def _replace_row(self, row: Verdict, line: str) -> None:

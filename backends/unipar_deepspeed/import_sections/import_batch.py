@@ -10,9 +10,9 @@ def read_batch(keys: ForeignSection) -> None:
     reading = keys.reading
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     reading.read.update(map(keys.name, names))
-    given = {name: keys.take(name, int, 0) for name in names if keys.data.get(name) not in (None, AUTO)}
+    sizes = {name: keys.take(name, int, 0) for name in names if keys.data.get(name) not in (None, AUTO)}
     autos = [name for name in names if keys.data.pop(name, None) == AUTO]
-    total, micro, accumulate = (given.get(name, 0) for name in names)
+    total, micro, accumulate = (sizes.get(name, 0) for name in names)
     world = reading.world
     if total and micro and accumulate and not world:
         if total % (micro * accumulate):

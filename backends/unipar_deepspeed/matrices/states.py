@@ -54,15 +54,15 @@ class MatrixStates:
 
     def _use_flat_tensors(self, zero: Any, stage: int) -> None:
         names: dict[int, str] = {id(key): name for name, key in self._keys.items()}
-        found = list(ranges_in_flat_tensors(zero, stage, self._world.data_rank, names))
-        mine = {names[id(p)]: (start, length) for _, several in found for p, start, length, _ in several}
+        spans = list(ranges_in_flat_tensors(zero, stage, self._world.data_rank, names))
+        mine = {names[id(p)]: (start, length) for _, several in spans for p, start, length, _ in several}
         of_ranks: list[Any] = [mine]
         if self._world.size > 1:
             of_ranks = [None] * self._world.size
             dist.all_gather_object(of_ranks, mine)
         several_ranks = dist.group.WORLD if self._world.size > 1 else None
         by_flat: dict[Tensor, list[FlatMatrix]] = {}
-        for flat, several in found:
+        for flat, several in spans:
             by_flat[flat] = [
                 FlatMatrix(
                     p,

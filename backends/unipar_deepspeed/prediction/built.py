@@ -20,9 +20,9 @@ def built_terms(model: ZeroModel, stage: int) -> Iterator[Term]:
         yield from _converted(model, stage)
         return
     buffers = list(parameter_buffers(model))
-    whole = Term("temporaries", "model in fp32", sum(p.numel for p in model.parameters) * MASTER_BYTES)
+    model_in_fp32 = Term("temporaries", "model in fp32", sum(p.numel for p in model.parameters) * MASTER_BYTES)
     copied = [replace(term, category="temporaries", name=f"{term.name}, not pinned") for term in buffers]
-    yield from alternatives([[*buffers, *copied, whole], [*buffers, *_converted(model, stage)]])
+    yield from alternatives([[*buffers, *copied, model_in_fp32], [*buffers, *_converted(model, stage)]])
 
 
 def _converted(model: ZeroModel, stage: int) -> Iterator[Term]:

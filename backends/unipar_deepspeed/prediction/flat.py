@@ -189,13 +189,13 @@ class _Hooked:
         """Return the terms of a microbatch whose gradients come in this order."""
         model, timeline = self._model, self._model.timeline
         update, end = timeline.at("update"), timeline.at("backward", "finish")
-        whole = timeline.accumulates and not self._frees  # stage 1 sums them up over microbatches, and reduces once
+        once = timeline.accumulates and not self._frees  # stage 1 sums them up over microbatches, and reduces once
         for number in order:
             at = timeline.gradient_at(number)
             size = model.parameters[number].numel
             if sum(model.parameters[n].numel for n in self._waiting) + size > model.bucket:
                 self._reduce(at)
-            self._alone[number] = 0 if whole else at
+            self._alone[number] = 0 if once else at
             self._waiting.append(number)
             if model.contiguous and size <= model.bucket:
                 self._free(number, at + 1)
@@ -207,7 +207,7 @@ class _Hooked:
             self._free(number, update)
         if model.contiguous and order:
             buckets = (2 if model.overlap else 1) * model.bucket * model.element
-            first = 0 if whole else timeline.gradient_at(order[0])
+            first = 0 if once else timeline.gradient_at(order[0])
             self._terms.append(Term("communication", "bucket", buckets, first, update))
         self._held_gradients(update)
         return self._terms
@@ -359,6 +359,6 @@ def _update(flat: FlatModel) -> Iterator[Term]:
             waiting = term("gradients", "of later groups", sum(model.bytes_of(n) for n in later))
             instants.append([copies[-1], waiting, *own])
         if model.staged and model.ranks > 1:
-            whole = group.partition * model.ranks * model.element
-            instants.append([term("communication", f"group {i}, gathered, staged", whole)])
+            gathered_bytes = group.partition * model.ranks * model.element
+            instants.append([term("communication", f"group {i}, gathered, staged", gathered_bytes)])
     yield from alternatives(instants)

@@ -105,7 +105,7 @@ class GatherPlan:
         self._queue = deque((number, step) for step, own in enumerate(order) for number in sorted(own))
         self._fetched_for: dict[int, int] = {}
         self._step = self._live = 0
-        self._whole: dict[int, tuple[int, int]] = dict.fromkeys(self.persistent, (0, 0))
+        self._gathered: dict[int, tuple[int, int]] = dict.fromkeys(self.persistent, (0, 0))
         """Parameters that are whole, each with the moment since when it has that memory, and its bytes."""
 
         self._reads = SwapReads(model, SwappedParameters(model).read if model.parameters_on_disk else ())
@@ -124,14 +124,14 @@ class GatherPlan:
     def run(self, *, first: bool = False) -> GatherPlan:
         """Go through a microbatch, and note what is held and sent; `first`: nothing is whole when it begins."""
         if first:
-            self._whole.clear()
+            self._gathered.clear()
         for use in self._uses:
             if use.what == "fetch":
                 self._fetch(use)
             else:
                 self._release(use)
         end = self._timeline.at("update")
-        for number in list(self._whole):
+        for number in list(self._gathered):
             self._drop(number, end, forward=False)
         for flying in {id(f): f for f in self._flying.values()}.values():
             self.terms.append(Term("communication", "gathered, flat", flying.flat, flying.since, end))
@@ -139,7 +139,7 @@ class GatherPlan:
 
     def _fetch(self, use: ModuleUse) -> None:
         own = self._own(use.module)
-        self._gather([n for n in own if n not in self._whole and n not in self._flying], use.at)
+        self._gather([n for n in own if n not in self._gathered and n not in self._flying], use.at)
         for number in own:
             self._active.setdefault(number, set()).add(use.module)
             if number in self._flying:
@@ -167,7 +167,7 @@ class GatherPlan:
         while self._queue and elements < most and not self._reads.is_away(self._queue[0][0]):
             number, step = self._queue.popleft()
             self._fetched_for[number] = max(self._fetched_for.get(number, NEVER), step)
-            if number not in self._whole and number not in self._flying and number not in ahead:
+            if number not in self._gathered and number not in self._flying and number not in ahead:
                 ahead[number] = None
                 elements += self._parameters[number].numel
         self._gather(list(ahead), at)
@@ -202,7 +202,7 @@ class GatherPlan:
             gathered.copied = True
             for n in (number, *gathered.left):
                 padded = gathered.since, self.padded_bytes(n)
-                self._whole[n] = (at, self._model.bytes_of(n)) if gathered.flat else padded
+                self._gathered[n] = (at, self._model.bytes_of(n)) if gathered.flat else padded
         if not gathered.left and gathered.flat:
             self.terms.append(Term("communication", "gathered, flat", gathered.flat, gathered.since, at + 1))
 
@@ -214,7 +214,7 @@ class GatherPlan:
         for number in self._own(use.module):
             active = self._active.setdefault(number, set())
             active.discard(use.module)
-            if not active and number in self._whole and number not in self._flying and number not in keep:
+            if not active and number in self._gathered and number not in self._flying and number not in keep:
                 self._drop(number, use.at, forward=use.forward)
 
     def _is_kept(self, number: int) -> bool:
@@ -229,7 +229,7 @@ class GatherPlan:
 
     def _drop(self, number: int, at: int, *, forward: bool) -> None:
         """Free a parameter's memory, which stays until its gradient is there if autograd keeps a view of it."""
-        p, (since, size) = self._parameters[number], self._whole.pop(number)
+        p, (since, size) = self._parameters[number], self._gathered.pop(number)
         self._reads.let_go(number)
         if number not in self.persistent:
             self._live -= p.numel

@@ -104,7 +104,7 @@ class SwappedParameters:
     @cached_property
     def _flat(self) -> tuple[tuple[int, frozenset[int]], ...]:
         """Elements that the host keeps of each of the optimizer's groups, and the parameters that are in them."""
-        found: list[tuple[int, frozenset[int]]] = []
+        flat_tensors: list[tuple[int, frozenset[int]]] = []
         before = 0
         for members in self.model.groups:
             elements = sum(partition_of(self.model, number) for number in members)
@@ -115,8 +115,8 @@ class SwappedParameters:
                 end += sum(partition_of(self.model, number) for number in part)
                 if end <= place:
                     inside.update(part)
-            found.append((place, frozenset(inside)))
-        return tuple(found)
+            flat_tensors.append((place, frozenset(inside)))
+        return tuple(flat_tensors)
 
     @cached_property
     def in_memory(self) -> frozenset[int]:

@@ -166,10 +166,10 @@ class Instants:
 
 def alternatives(instants: Iterable[Sequence[Term]]) -> Iterator[Term]:
     """Yield the terms of the fullest of several instants."""
-    found = Instants()
+    reached = Instants()
     for there in instants:
-        found.reach(*there)
-    yield from (term for term in found.terms if term.size)
+        reached.reach(*there)
+    yield from (term for term in reached.terms if term.size)
 
 
 def merged_states(

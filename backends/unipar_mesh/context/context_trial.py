@@ -39,7 +39,7 @@ def examine(
     batch = hidden.shape[0]
     results = [_rows(arguments, block, plain, (batch, n), x, dimension_of, inside) for x in (alike, moved)]
     for equal, changed in zip(*results, strict=True):
-        allowed = _rounding(equal) * float(equal.abs().max())
+        allowed = _row_tolerance(equal) * float(equal.abs().max())
         if n >= ENOUGH and float((equal - changed)[:, 1:-1].abs().max()) > allowed:
             raise TaskError(
                 f"parallel.context: {arguments.name} mixes positions outside of scaled_dot_product_attention, and a "
@@ -56,8 +56,8 @@ def examine(
     return min(layout.count(rank) for rank in range(layout.ranks)) >= ENOUGH  # the same on all ranks
 
 
-def _rounding(tensor: Tensor) -> float:
-    """Return how far equal rows may differ: a product's rows may be computed by different kernels."""
+def _row_tolerance(tensor: Tensor) -> float:
+    """Return by how much of the largest value equal rows may differ: a product's rows may have different kernels."""
     if torch.is_autocast_enabled(tensor.device.type) or tensor.dtype in (torch.float16, torch.bfloat16):
         return 2e-2
     return 1e-11 if tensor.dtype is torch.float64 else 2e-5
@@ -74,7 +74,7 @@ def _rows(
 ) -> list[Tensor]:
     """Return what the block puts out, and what its modules are given, for these hidden states; it is left as it was."""
     before = arguments.hidden
-    found: list[Tensor] = []
+    rows: list[Tensor] = []
 
     def replaced(tensor: Tensor, _: str) -> Tensor:
         dimension = dimension_of(tensor)
@@ -84,7 +84,7 @@ def _rows(
 
     def keep(value: Any) -> None:
         if isinstance(value, Tensor) and value.is_floating_point() and value.dim() == 3 and value.shape[:2] == shape:
-            found.append(value.detach().clone())
+            rows.append(value.detach().clone())
 
     def look(_: nn.Module, args: tuple[Any, ...]) -> None:
         for value in args:
@@ -117,7 +117,7 @@ def _rows(
             for buffer, value in buffers:
                 buffer.copy_(value)
     keep(result[0] if isinstance(result, tuple) else result)
-    return found
+    return rows
 
 
 def _without_cache(value: Any) -> Any:

@@ -103,7 +103,7 @@ class InsideBlock(TorchFunctionMode):
             q, k, v = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
             return self._attention(q, k, v, attn_mask, dropout_p, is_causal, scale).squeeze(1)
         layout = self.run.layout
-        n, whole = layout.count(), layout.length
+        n, length = layout.count(), layout.length
         if query.dim() != 4 or query.shape[-2] != n:
             raise TaskError(
                 f"parallel.context: {self.name} calls attention with queries of shape {tuple(query.shape)}, where "
@@ -113,7 +113,7 @@ class InsideBlock(TorchFunctionMode):
         if key.shape[-2] != n:  # keys of another sequence, whole on each rank
             if is_causal or dropout_p:
                 raise TaskError(
-                    f"parallel.context: {self.name} attends from {n} of {whole} positions to {key.shape[-2]} keys of "
+                    f"parallel.context: {self.name} attends from {n} of {length} positions to {key.shape[-2]} keys of "
                     f"another sequence, {'causally' if is_causal else 'with dropout'}: that cannot be split over "
                     "ranks; set "
                     "parallel.context: 1"
@@ -123,10 +123,10 @@ class InsideBlock(TorchFunctionMode):
             )
         if attn_mask is not None and is_causal:
             return F.scaled_dot_product_attention(query, key, value, attn_mask, is_causal=True)  # torch's own error
-        if attn_mask is not None and attn_mask.shape[-1] not in (1, whole):
+        if attn_mask is not None and attn_mask.shape[-1] not in (1, length):
             raise TaskError(
                 f"parallel.context: {self.name} makes a mask of {attn_mask.shape[-1]} columns from its own {n} of "
-                f"{whole} positions: pass is_causal=True to scaled_dot_product_attention, or make the mask before the "
+                f"{length} positions: pass is_causal=True to scaled_dot_product_attention, or make the mask before the "
                 "blocks and pass it to them"
             )
         if dropout_p and query.device.type != "cpu":

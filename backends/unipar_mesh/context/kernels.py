@@ -43,9 +43,9 @@ def masked_scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale
     return scores
 
 
-def share_in_sum(part: Tensor, whole: Tensor) -> Tensor:
+def share_in_sum(part: Tensor, full: Tensor) -> Tensor:
     """Return the share of a part in a sum, both as logarithms; 0 in a sum of nothing, as in a row that sees no key."""
-    return (part - whole.masked_fill(whole == float("-inf"), 0.0)).exp()
+    return (part - full.masked_fill(full == float("-inf"), 0.0)).exp()
 
 
 def _after(rows: int, columns: int, device: torch.device) -> Tensor:

@@ -133,8 +133,8 @@ class SequenceSplit:
         name = self.names[index]
 
         def hook(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            given = Arguments(name, block, args, kwargs)
-            hidden = given.hidden
+            arguments = Arguments(name, block, args, kwargs)
+            hidden = arguments.hidden
             if index == 0:
                 if self._run is not None:
                     raise self._out_of_order(name)
@@ -143,8 +143,8 @@ class SequenceSplit:
             run = self._run
             if run is None or run.due != index:
                 raise self._out_of_order(name)
-            whole = index == 0 and self.enters
-            if not whole and hidden.shape[1] != run.layout.count():
+            is_full = index == 0 and self.enters
+            if not is_full and hidden.shape[1] != run.layout.count():
                 raise TaskError(
                     f"parallel.context: {name} is given {hidden.shape[1]} positions where this rank has "
                     f"{run.layout.count()} of {run.layout.length}: between the first block and the last, hidden states "
@@ -153,13 +153,13 @@ class SequenceSplit:
 
             def cut(tensor: Tensor, where: str) -> Tensor:
                 if tensor is hidden:
-                    return self._cut(run, tensor, 1) if whole else tensor
+                    return self._cut(run, tensor, 1) if is_full else tensor
                 if any(tensor is other for other in run.ours):
                     return tensor
                 dimension = position_dimension(tensor, hidden, run.layout, where)
                 return tensor if dimension is None else self._cut(run, tensor, dimension)
 
-            return given.changed(cut)
+            return arguments.changed(cut)
 
         return hook
 
@@ -195,8 +195,8 @@ class SequenceSplit:
             run.ours.clear()
             if not self.leaves:
                 return result
-            whole = gather_sequence(joined(hidden), 1, run.layout, self.group)
-            return (whole, *result[1:]) if isinstance(result, tuple) else whole
+            full = gather_sequence(joined(hidden), 1, run.layout, self.group)
+            return (full, *result[1:]) if isinstance(result, tuple) else full
 
         return forward
 
@@ -216,9 +216,9 @@ class SequenceSplit:
         def inside() -> InsideBlock:
             return InsideBlock(name, run, self.group, self.attention, trial=True)
 
-        given = Arguments(name, block, args, kwargs)
+        arguments = Arguments(name, block, args, kwargs)
         with kept_attributes(list(block.modules())):
-            if examine(given, block, plain, run.layout, dimension, inside):
+            if examine(arguments, block, plain, run.layout, dimension, inside):
                 self._examined.add((name, block.training))
 
     def _again(self) -> AbstractContextManager[Any]:

@@ -113,9 +113,9 @@ class _Gather(torch.autograd.Function):
     @override
     def backward(ctx: Any, *gradients: Any) -> Any:
         layout: SequenceLayout = ctx.layout
-        whole = gradients[0].movedim(ctx.dim, 0)
-        parts = whole.new_zeros(layout.ranks * layout.most, *whole.shape[1:])
-        parts.index_copy_(0, layout.places(whole.device), whole)
+        gradient = gradients[0].movedim(ctx.dim, 0)
+        parts = gradient.new_zeros(layout.ranks * layout.most, *gradient.shape[1:])
+        parts.index_copy_(0, layout.places(gradient.device), gradient)
         mine = parts.new_empty(layout.most, *parts.shape[1:])
         _REDUCE_SCATTER(mine, parts, group=ctx.group)
         return mine[: layout.count()].movedim(0, ctx.dim), None, None, None
@@ -184,7 +184,7 @@ class _Parts:
 
 
 @dataclass(frozen=True)
-class _Given:
+class _AttentionSettings:
     """Settings of one attention, besides its tensors."""
 
     parts: _Parts
@@ -208,7 +208,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @override
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, settings: _Given) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, settings: _AttentionSettings) -> Tensor:
         exact = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
         batch, heads, n = q.shape[:3]
         out = q.new_zeros(batch, n, heads, v.shape[-1], dtype=exact).transpose(1, 2)  # as kernels put it out: heads
@@ -224,7 +224,7 @@ class _Attention(torch.autograd.Function):
                 old, new = (share_in_sum(of, both).unsqueeze(-1) for of in (lse[:, :, rows], its_lse))
                 out[:, :, rows] = out[:, :, rows] * old + one.to(exact) * new
                 lse[:, :, rows] = both
-        ctx.given = settings
+        ctx.settings = settings
         result = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, result, lse)
         return result
@@ -232,19 +232,19 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @override
     def backward(ctx: Any, *gradients: Any) -> Any:
-        given: _Given = ctx.given
+        settings: _AttentionSettings = ctx.settings
         q, k, v, out, lse = ctx.saved_tensors
         gradient = gradients[0].contiguous()
         queries = torch.zeros_like(q, dtype=lse.dtype)
 
         def keys() -> Iterator[Tensor]:
-            for owner, part in given.parts.keys(_pack(k, v, given.parts.layout.most)):
+            for owner, part in settings.parts.keys(_pack(k, v, settings.parts.layout.most)):
                 keys, values = _unpack(part, k.shape[-1], q.shape[1])
                 of_part = torch.zeros_like(part, dtype=lse.dtype)
-                for rows, columns, causal, mask in given.work(owner, q):
+                for rows, columns, causal, mask in settings.work(owner, q):
                     dq, dk, dv = attend_backward(
                         gradient[:, :, rows], q[:, :, rows], keys[:, :, columns], values[:, :, columns],
-                        out[:, :, rows], lse[:, :, rows], mask, causal, given.scale,
+                        out[:, :, rows], lse[:, :, rows], mask, causal, settings.scale,
                     )  # fmt: skip
                     queries[:, :, rows] += dq
                     # heads that share keys: their gradients are summed
@@ -252,7 +252,7 @@ class _Attention(torch.autograd.Function):
                     of_part[:, :, columns] += both
                 yield of_part
 
-        mine = given.parts.home(keys())[:, :, : k.shape[-2]]
+        mine = settings.parts.home(keys())[:, :, : k.shape[-2]]
         return (
             queries.to(q.dtype),
             mine[..., : k.shape[-1]].to(k.dtype),
@@ -274,15 +274,15 @@ def _unpack(part: Tensor, width: int, heads: int) -> tuple[Tensor, Tensor]:
     return part[..., :width], part[..., width:]
 
 
-_told: set[str] = set()
+_reasons_logged: set[str] = set()
 """Reasons in rank 0's log, without their numbers."""
 
 
 def tell_once(name: str, why: str) -> None:
     """Write into rank 0's log why torch's ring is not taken, once for each kind of reason; `name`: of the block."""
     kind = "".join(c for c in why if not c.isdigit())
-    if dist.get_rank() == 0 and kind not in _told:
-        _told.add(kind)
+    if dist.get_rank() == 0 and kind not in _reasons_logged:
+        _reasons_logged.add(kind)
         _LOG.warning("parallel.context: the attention of %s is not torch's own: %s; gather is used instead", name, why)
 
 
@@ -324,8 +324,8 @@ def attend_over_ranks(
         tell_once(name, why)
     if not dropout and not (mask is not None and mask.requires_grad):
         q = q if q.stride(-1) == 1 else q.contiguous()  # as kernels read rows
-        given = _Given(_Parts(layout, group, way == "ring"), causal, by, mask)
-        return _Attention.apply(q, k, v, given)  # pyright: ignore[reportReturnType]
+        settings = _AttentionSettings(_Parts(layout, group, way == "ring"), causal, by, mask)
+        return _Attention.apply(q, k, v, settings)  # pyright: ignore[reportReturnType]
     heads = q.shape[1] // k.shape[1]
     k, v = (gather_sequence(t, -2, layout, group).repeat_interleave(heads, 1) for t in (k, v))
     mine = layout.positions(q.device)

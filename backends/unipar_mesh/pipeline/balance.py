@@ -62,17 +62,17 @@ def _best_cuts(stages: int, blocks: int, cost: Callable[[int, int], float]) -> l
 
 def cuts_at(names: Sequence[str], blocks: Sequence[str], stages: int) -> list[int]:
     """Return the cuts that a task names: the block with which each stage but the first begins."""
-    given = list(names)
-    for name in given:
+    block_names = list(names)
+    for name in block_names:
         if name not in blocks:
             raise TaskError(
                 f"cuts({stages}) names {name!r}, which is no block of the model: {', '.join(blocks[:8])}"
                 f"{', ...' if len(blocks) > 8 else ''}"
             )
-    places = [blocks.index(name) for name in given]
+    places = [blocks.index(name) for name in block_names]
     if len(places) != stages - 1 or sorted({0, *places}) != [0, *places]:
         raise TaskError(
-            f"cuts({stages}) returned {given}; it must return {stages - 1} blocks in their order, with which the "
+            f"cuts({stages}) returned {block_names}; it must return {stages - 1} blocks in their order, with which the "
             "second and each further stage begins"
         )
     return [0, *places, len(blocks)]

@@ -211,11 +211,11 @@ class TorchScheduleExecutor:
         return self._pass(fn, batch, {})
 
     def _find_shapes(self, batch: Any) -> dict[int, Shape]:
-        seen: dict[int, Shape] = {}
+        shapes: dict[int, Shape] = {}
         owners = [*self._shell.model.modules(), getattr(self._loss, "__self__", None)]
         with kept_random_state(), kept_attributes(owners), eval_mode(self._shell):
-            self._pass(self._loss, batch, seen)
-        return seen
+            self._pass(self._loss, batch, shapes)
+        return shapes
 
     def _pass(self, fn: Fn, batch: Any, shapes: dict[int, Shape]) -> Any:
         out: Any = None

@@ -53,15 +53,15 @@ class PlannedStages:
     def alike(self, model: nn.Module) -> list[int]:
         """Return for each stage the first of those that have equal blocks, and whose ranks use as much else."""
         first: dict[Hashable, int] = {}
-        found: list[int] = []
+        first_stages: list[int] = []
         for stage in range(len(self.needs)):
             own = self.blocks[self.cuts[stage] : self.cuts[stage + 1]]
             inside = tuple(f"{name}." for name in own)
             others = frozenset(name for name in self.needs_beside(stage) if not name.startswith(inside))
             end = (stage == 0, stage == len(self.needs) - 1)
             key = (end, others, *(kind_of_block(model.get_submodule(name)) for name in own))
-            found.append(first.setdefault(key, stage))
-        return found
+            first_stages.append(first.setdefault(key, stage))
+        return first_stages
 
 
 def plan_stages(part: Part, blocks: Sequence[str], axes: Axes, batch: Any, mode: Any) -> PlannedStages:

@@ -233,9 +233,9 @@ def split_model(
     axes, split = config.parallel.axes, ModelSplit(part, config, options, library)
     if split.stages is None:
         return [MeshPart(part, axes, split, 0, None)]
-    found: list[MeshPart] = []
+    mesh_parts: list[MeshPart] = []
     alike = split.stages.alike(part.module)
     for stage in sorted(set(alike)):
-        found.append(MeshPart(part, axes, split, stage, found[-1] if found else None))
-        found[-1].alike = alike if axes.pieces > 1 else ()
-    return list(found)
+        mesh_parts.append(MeshPart(part, axes, split, stage, mesh_parts[-1] if mesh_parts else None))
+        mesh_parts[-1].alike = alike if axes.pieces > 1 else ()
+    return list(mesh_parts)

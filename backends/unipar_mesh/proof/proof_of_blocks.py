@@ -28,9 +28,9 @@ from unipar_mesh.pipeline.stage import is_left_out
 from unipar_mesh.proof.proof_of_model import (
     evaluation_without_autocast,
     off_by_length,
-    refusal,
     regions_of_gradients,
     sketch_regions,
+    split_error,
     tolerances,
 )
 from unipar_mesh.tensor.cuts import BlockPlan
@@ -77,12 +77,12 @@ class _BlockRun:
 def blocks_to_prove(model: nn.Module, facts: ModelFacts, plans: Mapping[str, BlockPlan]) -> list[str]:
     """Return the first block of each kind, plan and stage."""
     chosen: list[str] = []
-    seen: list[Any] = []
+    kinds: list[Any] = []
     for number, name in enumerate(facts.blocks):
         stage = next(stage for stage, end in enumerate(facts.cuts[1:]) if number < end)
         alike = kind_of_block(model.get_submodule(name)), plans.get(name), stage
-        if alike not in seen:
-            seen.append(alike)
+        if alike not in kinds:
+            kinds.append(alike)
             chosen.append(name)
     return chosen
 
@@ -102,14 +102,14 @@ def sketch_blocks(model: nn.Module, fn: Fn, batch: Any, names: Sequence[str]) ->
         trained = {first_name[id(p)]: p for p in model.get_submodule(run.name).parameters() if p.requires_grad}
         wanted = [*trained.values(), *run.inputs]
         loss = (run.output * _projection(run.output.shape, run.output)).sum()
-        found = cast("tuple[Tensor | None, ...]", torch.autograd.grad(loss, wanted, allow_unused=True))
-        for name, gradient in zip(trained, found, strict=False):
+        gradients = cast("tuple[Tensor | None, ...]", torch.autograd.grad(loss, wanted, allow_unused=True))
+        for name, gradient in zip(trained, gradients, strict=False):
             if gradient is not None:
                 note(name, gradient)
-        for i, (x, gradient) in enumerate(zip(run.inputs, found[len(trained) :], strict=True)):
+        for i, (x, gradient) in enumerate(zip(run.inputs, gradients[len(trained) :], strict=True)):
             note(_input_label(run.name, i), torch.zeros_like(x) if gradient is None else gradient)
         note(_output_label(run.name), run.output)
-        used = [name for name, gradient in zip(trained, found, strict=False) if gradient is not None]
+        used = [name for name, gradient in zip(trained, gradients, strict=False) if gradient is not None]
         blocks[run.name] = BlockShapes(tuple(run.output.shape), [tuple(x.shape) for x in run.inputs], used)
 
     with unchanged(model, fn):
@@ -123,7 +123,7 @@ def prove_blocks(
     engine: WrapperEngine,
     fn: Fn,
     batch: Any,
-    whole: WholeBlocks,
+    full: WholeBlocks,
     *,
     sequences: SequenceSplit | None,
     dtype: torch.dtype,
@@ -133,22 +133,22 @@ def prove_blocks(
 
     `sequences` are given where each rank has a part of each sequence.
     """
-    loss, rows = _split_blocks(engine, fn, batch, whole, sequences)
-    if (what := describe_difference(whole, loss, rows, dtype)) is not None:
-        raise refusal(what, words)
+    loss, rows = _split_blocks(engine, fn, batch, full, sequences)
+    if (what := describe_difference(full, loss, rows, dtype)) is not None:
+        raise split_error(what, words)
 
 
-def describe_difference(whole: WholeBlocks, loss: float, rows: Mapping[str, Tensor], dtype: torch.dtype) -> str | None:
+def describe_difference(full: WholeBlocks, loss: float, rows: Mapping[str, Tensor], dtype: torch.dtype) -> str | None:
     """Return in words what the split model computes otherwise: in the first block that does, else its loss."""
-    small_loss, small = tolerances(whole.loss, dtype)
-    losses = f"a loss of {loss:.9g} for {whole.loss:.9g}"
-    same_loss = abs(loss - whole.loss) <= small_loss * max(1.0, abs(whole.loss))
-    for name, block in whole.blocks.items():
+    small_loss, small = tolerances(full.loss, dtype)
+    losses = f"a loss of {loss:.9g} for {full.loss:.9g}"
+    same_loss = abs(loss - full.loss) <= small_loss * max(1.0, abs(full.loss))
+    for name, block in full.blocks.items():
         gradients = [*block.parameters, *(_input_label(name, i) for i in range(len(block.inputs)))]
         differing: list[str] = []
         for labels, what in (([_output_label(name)], ""), (gradients, "the gradient of ")):
             if labels:
-                off = off_by_length(*(torch.stack([known[label] for label in labels]) for known in (rows, whole.rows)))
+                off = off_by_length(*(torch.stack([known[label] for label in labels]) for known in (rows, full.rows)))
                 worst = int(off.argmax())
                 if float(off[worst]) > small:
                     differing.append(f"{what}{labels[worst]} is off by {float(off[worst]):.1e} of its length")
@@ -157,7 +157,7 @@ def describe_difference(whole: WholeBlocks, loss: float, rows: Mapping[str, Tens
     if same_loss:
         return None
     return (
-        f"{losses}, while a block of each kind ({', '.join(whole.blocks)}) has the right output and gradients, so that "
+        f"{losses}, while a block of each kind ({', '.join(full.blocks)}) has the right output and gradients, so that "
         "what differs lies between blocks or outside of them"
     )
 
@@ -169,18 +169,18 @@ def say_unproved(rank: int) -> None:
 
 
 def _split_blocks(
-    engine: WrapperEngine, fn: Fn, batch: Any, whole: WholeBlocks, sequences: SequenceSplit | None
+    engine: WrapperEngine, fn: Fn, batch: Any, full: WholeBlocks, sequences: SequenceSplit | None
 ) -> tuple[float, dict[str, Tensor]]:
     """Return the split model's loss, and sketches by the labels of the whole one's, on every rank."""
     world, runs = engine.world, list[_BlockRun]()
     with (
         evaluation_without_autocast(engine, fn),
         torch.no_grad(),
-        _gradients_within(engine.model, list(whole.blocks), runs.append),
+        _gradients_within(engine.model, list(full.blocks), runs.append),
     ):
         loss = float(engine.run_forward(fn, batch))
     if runs:
-        losses = [_projected(run.output, whole.blocks[run.name].output, sequences) for run in runs]
+        losses = [_projected(run.output, full.blocks[run.name].output, sequences) for run in runs]
         (torch.stack(losses).sum() * (engine.divisor / world.data_size)).backward()
     engine.finish_reduction()
     engine.before_state_access()
@@ -189,13 +189,13 @@ def _split_blocks(
     def regions() -> Iterator[tuple[str, int, Region, Tensor]]:
         yield from regions_of_gradients(engine)
         for run in runs:
-            for label, tensor in _tensors_of_run(run, whole.blocks[run.name], sequences):
+            for label, tensor in _tensors_of_run(run, full.blocks[run.name], sequences):
                 yield label, tensor.numel(), Region(0, tensor.numel()), tensor / ranks  # all of them have the whole
 
-    rows = world.sum(sketch_regions(list(whole.rows), regions()).to(world.device)).cpu()
+    rows = world.sum(sketch_regions(list(full.rows), regions()).to(world.device)).cpu()
     engine.optimizer.zero_grad()
     share = torch.full((), loss / world.data_size, dtype=torch.float64, device=world.device)
-    return float(world.sum_over_data(share)), dict(zip(whole.rows, rows, strict=True))
+    return float(world.sum_over_data(share)), dict(zip(full.rows, rows, strict=True))
 
 
 def _tensors_of_run(
@@ -208,10 +208,10 @@ def _tensors_of_run(
     yield _output_label(run.name), _whole_sequence(run.output.detach(), block.output, sequences)
     for i, (x, shape) in enumerate(zip(run.inputs, block.inputs, strict=True)):
         gradient = torch.zeros_like(x) if x.grad is None else x.grad
-        whole = _whole_sequence(gradient, shape, sequences)
+        full = _whole_sequence(gradient, shape, sequences)
         yield (
             _input_label(run.name, i),
-            whole / sequences.group.size() if sequences and whole is not gradient else whole,
+            full / sequences.group.size() if sequences and full is not gradient else full,
         )
 
 
@@ -258,7 +258,7 @@ def _gradients_within(model: nn.Module, names: Sequence[str], done: Callable[[_B
             leaves: dict[int, tuple[Tensor, Tensor]] = {}
             floats = [t for t in collect_tensors((args, kwargs)) if t.is_floating_point()]
 
-            def given(t: Tensor) -> Tensor:
+            def as_leaf(t: Tensor) -> Tensor:
                 hidden = floats and t.is_floating_point() and (t.ndim, t.shape[-1:]) == (floats[0].ndim, width)
                 if not hidden:
                     return t.detach() if t.requires_grad else t  # another output of a block before
@@ -269,7 +269,7 @@ def _gradients_within(model: nn.Module, names: Sequence[str], done: Callable[[_B
 
             width = floats[0].shape[-1:] if floats else None
             torch.set_grad_enabled(True)
-            changed = map_tensors(args, given), map_tensors(kwargs, given)
+            changed = map_tensors(args, as_leaf), map_tensors(kwargs, as_leaf)
             open_runs[name] = [leaf for leaf, _ in leaves.values()]
             return changed
 

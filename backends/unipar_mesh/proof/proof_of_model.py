@@ -30,28 +30,28 @@ part of a gradient's own length.
 """
 
 
-def prove(engine: WrapperEngine, fn: Fn, batch: Any, whole: WholeModel, *, dtype: torch.dtype, words: str) -> None:
+def prove(engine: WrapperEngine, fn: Fn, batch: Any, full: WholeModel, *, dtype: torch.dtype, words: str) -> None:
     """Raise TaskError unless the split model has the whole one's loss and gradients on this microbatch.
 
     `words` say how the model is split. All ranks of the data get the same microbatch;
     nothing is drawn, and no autocast is on.
     """
-    loss, sketches = _split_gradients(engine, fn, batch, list(whole.gradients))
-    refuse_difference(whole, loss, sketches, dtype, words)
+    loss, sketches = _split_gradients(engine, fn, batch, list(full.gradients))
+    refuse_difference(full, loss, sketches, dtype, words)
 
 
-def refuse_difference(whole: WholeModel, loss: float, found: torch.Tensor, dtype: torch.dtype, words: str) -> None:
-    """Raise TaskError if the split model's loss or gradients differ; `found` are sketches in the whole one's order."""
-    names, expected_loss, expected = list(whole.gradients), whole.loss, torch.stack(list(whole.gradients.values()))
+def refuse_difference(full: WholeModel, loss: float, sketches: torch.Tensor, dtype: torch.dtype, words: str) -> None:
+    """Raise TaskError if the split model's loss or gradients, of which `sketches` are, differ from the full model's."""
+    names, expected_loss, expected = list(full.gradients), full.loss, torch.stack(list(full.gradients.values()))
     small_loss, small = tolerances(expected_loss, dtype)
-    off = off_by_length(found, expected)
+    off = off_by_length(sketches, expected)
     worst = int(off.argmax())
     loss_off = abs(loss - expected_loss) / max(1.0, abs(expected_loss))
     if loss_off <= small_loss and float(off[worst]) <= small:
         return
     gradient = f", and the gradient of {names[worst]} is off by {float(off[worst]):.1e} of its length"
     what = f"a loss of {loss:.9g} for {expected_loss:.9g}{gradient if float(off[worst]) > small else ''}"
-    raise refusal(what, words)
+    raise split_error(what, words)
 
 
 def tolerances(loss: float, dtype: torch.dtype) -> tuple[float, float]:
@@ -76,8 +76,8 @@ def off_by_length(gradient: torch.Tensor, expected: torch.Tensor) -> torch.Tenso
     return torch.where(off.isfinite(), off, torch.inf)
 
 
-def refusal(what: str, words: str) -> TaskError:
-    """Return the error for a split model that differs; `words` say how it is split."""
+def split_error(what: str, words: str) -> TaskError:
+    """Return the error for a split model that differs from the full one by `what`; `words` say how it is split."""
     return TaskError(
         f"split as planned, the model is another: {what}; {words}. "
         "Leave one of the axes out, or say in the task's tensor(model) or cuts(stages) what must stay together"
@@ -98,7 +98,7 @@ def _split_gradients(engine: WrapperEngine, fn: Fn, batch: Any, names: list[str]
     """Return the split model's loss, and the sketches of its gradients, on every rank."""
     with evaluation_without_autocast(engine, fn):
         share = engine.run_microbatches(
-            lambda model, given, number: fn(model, given),
+            lambda model, batch, number: fn(model, batch),
             [Micro(batch, 1.0 / engine.world.data_size)],
             engine.divisor,
             lambda phase: None,

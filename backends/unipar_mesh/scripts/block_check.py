@@ -45,12 +45,12 @@ class BlockRun:
 
 def prepared_for_check(block: nn.Module) -> nn.Module:
     """Return a copy in double precision, in evaluation, with random matrices that are large enough to matter."""
-    whole = copy.deepcopy(block).double().eval()
+    double_block = copy.deepcopy(block).double().eval()
     generator = torch.Generator().manual_seed(0)
-    for p in whole.parameters():
+    for p in double_block.parameters():
         if p.ndim > 1:
             p.data.normal_(std=p.shape[-1] ** -0.5, generator=generator)
-    return whole
+    return double_block
 
 
 def run_whole(block: nn.Module, call: BlockCall) -> BlockRun:
@@ -88,12 +88,12 @@ class Mismatch:
     """How far it is off, in numbers."""
 
 
-def compare_runs(block: nn.Module, plan: BlockPlan, whole: BlockRun, runs: list[BlockRun]) -> Mismatch | list[str]:
+def compare_runs(block: nn.Module, plan: BlockPlan, reference: BlockRun, runs: list[BlockRun]) -> Mismatch | list[str]:
     """Return the parameters whose gradients are to be added up over the ranks, or what is not as in the whole block."""
     for run in runs:
         for what, ours, theirs in (
-            ("the result", run.outputs, whole.outputs),
-            ("the gradient of what it is given", run.inputs, whole.inputs),
+            ("the result", run.outputs, reference.outputs),
+            ("the gradient of what it is given", run.inputs, reference.inputs),
         ):
             for a, b in zip(ours, theirs, strict=True):
                 if (a is None) != (b is None):
@@ -102,9 +102,9 @@ def compare_runs(block: nn.Module, plan: BlockPlan, whole: BlockRun, runs: list[
                     difference = float((a - b).abs().max()) if a.shape == b.shape else float("inf")
                     return Mismatch(what, f"off by {difference:.1e} of {float(b.abs().max()):.1e}")
     cuts = cut_parameters(block, plan)
-    most = max(float(g.abs().max()) for g in whole.gradients.values())
+    most = max(float(g.abs().max()) for g in reference.gradients.values())
     partial_names: list[str] = []
-    for name, expected in whole.gradients.items():
+    for name, expected in reference.gradients.items():
         gradients = [run.gradients[name] for run in runs]
         if name in cuts:
             worst = max(_off(g, cuts[name].local(expected, rank), most) for rank, g in enumerate(gradients))
@@ -129,9 +129,9 @@ def _run(block: nn.Module, call: BlockCall) -> BlockRun:
     run, leaves = BlockRun(), list[Tensor]()
     args, kwargs = tree_map(partial(_double, leaves), copy.deepcopy(call))
 
-    def look(module: nn.Module, given: tuple[Tensor, ...], name: str) -> None:
-        run.dropped.setdefault(name, set()).add(tuple(given[0].shape))
-        if not given[0].is_contiguous():
+    def look(module: nn.Module, inputs: tuple[Tensor, ...], name: str) -> None:
+        run.dropped.setdefault(name, set()).add(tuple(inputs[0].shape))
+        if not inputs[0].is_contiguous():
             run.strided.add(name)
 
     for name, module in block.named_modules():
@@ -186,11 +186,11 @@ class ThreadExchange:
 
     def __init__(self, ranks: int) -> None:
         self._barrier = threading.Barrier(ranks)
-        self._given: list[Any] = [None] * ranks
+        self._values: list[Any] = [None] * ranks
 
     def run(self, run: Callable[[int], Any]) -> list[Any] | BaseException:
         """Return what a function returns on each rank, all of which run side by side; or what went wrong on one."""
-        results: list[Any] = [*self._given]
+        results: list[Any] = [*self._values]
         errors: list[BaseException] = []
 
         def guarded(rank: int) -> None:
@@ -209,11 +209,11 @@ class ThreadExchange:
         return causes[0] if causes else results
 
     def _from_all(self, group: int, value: Any) -> list[Any]:
-        self._given[group] = value
+        self._values[group] = value
         self._barrier.wait(timeout=600)
-        given = [*self._given]
+        received = [*self._values]
         self._barrier.wait(timeout=600)
-        return given
+        return received
 
     def get_rank(self, group: int) -> int:
         """Return the rank itself."""
@@ -221,7 +221,7 @@ class ThreadExchange:
 
     def get_world_size(self, group: int) -> int:
         """Return the number of ranks."""
-        return len(self._given)
+        return len(self._values)
 
     def all_reduce(self, x: Tensor, group: int) -> None:
         """Add up over the ranks."""
@@ -229,9 +229,9 @@ class ThreadExchange:
 
     def all_gather(self, parts: list[Tensor], part: Tensor, group: int) -> None:
         """Let each rank have the parts of all."""
-        for own, given in zip(parts, self._from_all(group, part), strict=True):
-            own.copy_(given)
+        for own, received in zip(parts, self._from_all(group, part), strict=True):
+            own.copy_(received)
 
     def reduce_scatter(self, out: Tensor, parts: list[Tensor], group: int) -> None:
         """Let each rank have its part of the sum."""
-        out.copy_(torch.stack([given[group] for given in self._from_all(group, parts)]).sum(0))
+        out.copy_(torch.stack([received[group] for received in self._from_all(group, parts)]).sum(0))

@@ -104,8 +104,8 @@ def _tensors(value: Any, where: str, reasons: list[str]) -> list[Tensor]:
 def _try_block(name: str, look: ModelLook, ranks: int) -> None:
     """Raise a TaskError if a block cannot run on a part of the sequence, as the engine does."""
     block = look.part.module.get_submodule(name)
-    whole = max((Arguments(name, block, *calls[name]) for calls in look.calls), key=lambda call: call.hidden.shape[1])
-    states = whole.hidden
+    longest = max((Arguments(name, block, *calls[name]) for calls in look.calls), key=lambda call: call.hidden.shape[1])
+    states = longest.hidden
     layout = SequenceLayout(states.shape[1], ranks, 0)
     cut: dict[int, tuple[Tensor, int]] = {}
 
@@ -117,7 +117,7 @@ def _try_block(name: str, look: ModelLook, ranks: int) -> None:
         cut[id(made)] = made, dim
         return made
 
-    given = Arguments(name, block, *whole.changed(part))
+    arguments = Arguments(name, block, *longest.changed(part))
     run = Pass(layout, states.shape[0])
     group = cast("dist.ProcessGroup", None)  # a trial sends nothing
 
@@ -128,7 +128,7 @@ def _try_block(name: str, look: ModelLook, ranks: int) -> None:
         return cut[id(tensor)][1] if id(tensor) in cut else None
 
     long_enough = layout.length >= ENOUGH * ranks
-    if not long_enough or not examine(given, block, block.forward, layout, dimension, inside):
+    if not long_enough or not examine(arguments, block, block.forward, layout, dimension, inside):
         raise TaskError(
             f"parallel.context: whether {name} can run on a part of a sequence is tried with at least "
             f"{ENOUGH * ranks} positions for {ranks} ranks, and the first microbatches have fewer: export with "
@@ -138,22 +138,22 @@ def _try_block(name: str, look: ModelLook, ranks: int) -> None:
 
 def _refused_draws(look: ModelLook) -> Iterator[str]:
     for draw in look.draws:
-        given = draw.arguments
+        arguments = draw.arguments
         if draw.drops:
-            shape = given["input"]
+            shape = arguments["input"]
             if not draw.block:
                 yield (
                     f"parallel.context: dropout at {draw.line} lies between two blocks, where a script does not draw "
                     "masks of whole sequences: move it into a block, or leave context out of the export"
                 )
-            elif len(shape) != 3 or shape[:2] != draw.hidden[:2] or not given["contiguous"]:
+            elif len(shape) != 3 or shape[:2] != draw.hidden[:2] or not arguments["contiguous"]:
                 yield (
                     f"parallel.context: dropout at {draw.line} is given a tensor of shape {tuple(shape)}, and a script "
                     "draws masks for hidden states (batch, sequence, width) only: set its rate to 0, or leave context "
                     "out of the export"
                 )
         if draw.function == "scaled_dot_product_attention" and draw.block:
-            queries, keys = given["query"][-2], given["key"][-2]
+            queries, keys = arguments["query"][-2], arguments["key"][-2]
             if queries != keys:
                 yield (
                     f"parallel.context: attention at {draw.line} goes from {queries} positions to {keys} of another "

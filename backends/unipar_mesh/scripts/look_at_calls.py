@@ -39,8 +39,8 @@ class Draw:
     @property
     def drops(self) -> bool:
         """True for dropout that drops something."""
-        given = self.arguments
-        return self.function == "dropout" and bool(given.get("training", True)) and given.get("p", 0.5) > 0
+        arguments = self.arguments
+        return self.function == "dropout" and bool(arguments.get("training", True)) and arguments.get("p", 0.5) > 0
 
 
 @final
@@ -130,9 +130,9 @@ class ModelLook(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._block is not None and func in _ARGUMENTS:
             names = _ARGUMENTS[func]
-            given = dict(zip(names, args, strict=False)) | kwargs
-            facts = {k: tuple(v.shape) if isinstance(v, Tensor) else v for k, v in given.items()}
-            facts["contiguous"] = given[names[0]].is_contiguous()
+            arguments = dict(zip(names, args, strict=False)) | kwargs
+            facts = {k: tuple(v.shape) if isinstance(v, Tensor) else v for k, v in arguments.items()}
+            facts["contiguous"] = arguments[names[0]].is_contiguous()
             self.draws.append(Draw(self._block, func.__name__, line_of(frames_to(BLOCK)), self._hidden, facts))
         if self._rows and not self._inside_rows:
             name = func.__self__.__name__ if func.__name__ == "__get__" else func.__name__

@@ -61,7 +61,7 @@ def tables_of(outline: Outline) -> ModelTables:
         plans, reasons = _plans_of_blocks(look, parallel.tensor, sequence)
         tables = replace(tables, plans=plans)
     if vocabulary is not None:
-        reasons += dict.fromkeys(_refused_vocabulary(look, vocabulary))
+        reasons += dict.fromkeys(_vocabulary_refusals(look, vocabulary))
         tables = replace(tables, vocabulary=vocabulary)
     if parallel.context > 1:
         hidden, arguments, refused = table_of_arguments(look, parallel.context)
@@ -109,8 +109,8 @@ def _dropped_twice(plans: Collection[CutPlan]) -> Iterator[str]:
             )
 
 
-def _refused_vocabulary(look: ModelLook, vocabulary: Vocabulary) -> Iterator[str]:
-    """Yield sentences on why a script cannot cut the words of a model."""
+def _vocabulary_refusals(look: ModelLook, vocabulary: Vocabulary) -> Iterator[str]:
+    """Yield reasons why a script cannot divide a model's embedding and head over their words."""
     table = look.part.module.get_submodule(vocabulary.embedding)
     own = type(table).forward is not nn.Embedding.forward or "forward" in vars(table)
     if own or {name for name, _ in table.named_parameters(recurse=False)} != {"weight"}:

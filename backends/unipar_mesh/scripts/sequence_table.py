@@ -35,26 +35,26 @@ _LEAVE_OUT = "leave sequence out of the export (--set parallel.sequence=false)"
 
 def hidden_of_blocks(look: ModelLook) -> tuple[ArgumentPlace, list[str]]:
     """Return the place or name of the hidden states among a block's arguments, and sentences on what is in the way."""
-    found: set[ArgumentPlace] = set()
+    places: set[ArgumentPlace] = set()
     for calls in look.calls:
         for args, kwargs in calls.values():
             named = [*enumerate(args), *kwargs.items()]
             place = hidden_place([value for _, value in named])
-            found |= {named[place][0]} if place is not None and named[place][1].ndim == 3 else {"nothing"}
+            places |= {named[place][0]} if place is not None and named[place][1].ndim == 3 else {"nothing"}
     reasons: list[str] = []
-    if len(found) > 1 or "nothing" in found:
+    if len(places) > 1 or "nothing" in places:
         reasons.append(
             "parallel.sequence: a script knows one way in which blocks are given their hidden states, a tensor of "
-            f"three dimensions (here: {', '.join(sorted(map(str, found)))}): call all blocks alike, or {_LEAVE_OUT}"
+            f"three dimensions (here: {', '.join(sorted(map(str, places)))}): call all blocks alike, or {_LEAVE_OUT}"
         )
     if look.order != [*look.part.blocks] or look.passed or look.detours:
-        odd = [*look.passed, *look.detours]
-        odd += [name for name, due in zip(look.order, look.part.blocks, strict=False) if name != due]
+        irregular = [*look.passed, *look.detours]
+        irregular += [name for name, due in zip(look.order, look.part.blocks, strict=False) if name != due]
         reasons.append(
             "parallel.sequence: hidden states must go straight from block to block, each called once, and "
-            f"{(odd or look.order[-1:])[0]} is given something else: change that between blocks, or {_LEAVE_OUT}"
+            f"{(irregular or look.order[-1:])[0]} is given something else: change that between blocks, or {_LEAVE_OUT}"
         )
-    return min(found, key=str), reasons
+    return min(places, key=str), reasons
 
 
 def plan_of_parts(
@@ -85,7 +85,7 @@ def plan_of_parts(
             f"{_LEAVE_OUT}"
         ]
     prepared = prepared_for_check(block)
-    whole = run_whole(prepared, call)
+    reference = run_whole(prepared, call)
     joined = [module_of_site(s) for s, rewrites in planned.sites.items() if any(r.kind == "join" for r in rewrites)]
     failures, mismatch = list[str](), ""
     for gathers, behind in _ways(prepared, call, plan):
@@ -97,11 +97,11 @@ def plan_of_parts(
         if isinstance(runs, BaseException):
             failures.append(f"{(str(runs).splitlines() or [type(runs).__name__])[0]}{line_of_error(runs)}")
             continue
-        partial_names = compare_runs(block, derived, whole, runs)
+        partial_names = compare_runs(block, derived, reference, runs)
         if isinstance(partial_names, Mismatch):
             mismatch = f"{partial_names.what} is not that of the whole"
             continue
-        masks, reasons = _masks(name, block, plan, whole, runs[0], dropping)
+        masks, reasons = _masks(name, block, plan, reference, runs[0], dropping)
         return replace(tried, masks=masks, partial=tuple(partial_names)), reasons
     return None, [
         f"parallel.sequence: {name} does not run on parts of a sequence as a script splits it "
@@ -147,12 +147,12 @@ def _ways(
 def _flow(block: nn.Module, call: BlockCall, plan: CutPlan) -> tuple[dict[str, ArgumentPlace], dict[str, str]]:
     """Return where columns and the modules around them take hidden states, and which module puts out a column's."""
     taken: dict[str, ArgumentPlace] = dict.fromkeys(plan.columns, 0)
-    given: dict[str, list[tuple[ArgumentPlace, Any]]] = {}
+    inputs_of_block: dict[str, list[tuple[ArgumentPlace, Any]]] = {}
     inputs: dict[str, Tensor] = {}
     outputs: list[tuple[str, Any]] = []
 
     def before(module: nn.Module, args: Any, kwargs: Any, name: str) -> None:
-        given[name] = [*enumerate(args), *kwargs.items()]
+        inputs_of_block[name] = [*enumerate(args), *kwargs.items()]
         if name in plan.columns:
             inputs[name] = args[0]
 
@@ -167,7 +167,7 @@ def _flow(block: nn.Module, call: BlockCall, plan: CutPlan) -> tuple[dict[str, A
         args, kwargs = tree_map(_doubled, call)
         copied(*args, **kwargs)
     for column, x in inputs.items():
-        for name, arguments in given.items():
+        for name, arguments in inputs_of_block.items():
             if name and column.startswith(f"{name}."):
                 places = [place for place, value in arguments if value is x]
                 taken |= dict.fromkeys([name] if places else [], (*places, 0)[0])
@@ -179,18 +179,18 @@ def _doubled(x: Any) -> Any:
 
 
 def _masks(
-    name: str, block: nn.Module, plan: CutPlan, whole: BlockRun, run: BlockRun, dropping: Collection[str]
+    name: str, block: nn.Module, plan: CutPlan, reference: BlockRun, run: BlockRun, dropping: Collection[str]
 ) -> tuple[tuple[str, ...], list[str]]:
     """Return the dropout modules that are given parts, and sentences on those whose masks a script cannot cut."""
-    modules, found, reasons = dict(block.named_modules()), list[str](), list[str]()
+    modules, masked, reasons = dict(block.named_modules()), list[str](), list[str]()
     for key, shapes in run.dropped.items():
-        if shapes <= whole.dropped.get(key, set()) or key in plan.dropouts:
+        if shapes <= reference.dropped.get(key, set()) or key in plan.dropouts:
             continue
         if key in modules:
-            (shape, *others), wholes = [*shapes], [*whole.dropped[key]]
+            (shape, *others), wholes = [*shapes], [*reference.dropped[key]]
             alike = len(shape) == 3 and not others and [(s[0], s[2:]) for s in wholes] == [(shape[0], shape[2:])]
-            if alike and key not in whole.strided:
-                found.append(key)
+            if alike and key not in reference.strided:
+                masked.append(key)
             else:
                 reasons.append(
                     f"parallel.sequence: {name}.{key} drops elements of a tensor of shape {tuple(wholes[0])}, and a "
@@ -202,4 +202,4 @@ def _masks(
                 f"parallel.sequence: {name} calls dropout at {key} on a part of the sequence, and a script cuts the "
                 "masks of nn.Dropout modules only: use one there, or set its rate to 0"
             )
-    return tuple(found), reasons
+    return tuple(masked), reasons

@@ -22,7 +22,7 @@ from unipar_mesh.tensor.tensor_trial import CannotCut, Trial
 
 
 def plan_for_script(
-    name: str, block: nn.Module, call: BlockCall, ranks: int, given: Mapping[str, str], dropping: Collection[str]
+    name: str, block: nn.Module, call: BlockCall, ranks: int, wanted: Mapping[str, str], dropping: Collection[str]
 ) -> tuple[BlockPlan, CutPlan | None, list[str]]:
     """Return the engine's plan of a block, that of a script, and sentences on what keeps a script from it.
 
@@ -30,7 +30,7 @@ def plan_for_script(
     sentences. `block` has values, and so have the arguments.
     """
     args, kwargs = meta_arguments(*call)
-    derivation = Derivation(meta_block(block), args, kwargs, ranks, given)
+    derivation = Derivation(meta_block(block), args, kwargs, ranks, wanted)
     derived = derivation.plan()
     if not derived.cuts:
         return derived, None, []
@@ -81,13 +81,13 @@ def plan_for_script(
 def _difference(block: nn.Module, call: BlockCall, derived: BlockPlan, plan: CutPlan) -> str | None:
     """Return what a block's parts compute otherwise than the whole, or None if they agree."""
     prepared = prepared_for_check(block)
-    whole, runs = run_whole(prepared, call), run_parts(prepared, call, plan, derived.ranks)
+    reference, runs = run_whole(prepared, call), run_parts(prepared, call, plan, derived.ranks)
     if isinstance(runs, BaseException):
         return f"{type(runs).__name__}: {(str(runs).splitlines() or [''])[0]}"
     for name in plan.dropouts:
-        if name in whole.strided:
+        if name in reference.strided:
             return f"{name} is given a tensor that is not contiguous, whose mask would be drawn in another order"
-    difference = compare_runs(block, derived, whole, runs)
+    difference = compare_runs(block, derived, reference, runs)
     if isinstance(difference, Mismatch):
         return difference.off
     return f"{difference[0]} is used on parts" if difference else None

@@ -44,9 +44,9 @@ class Span:
         """Length of this part."""
         return min(self.each, self.length - self.start)
 
-    def part(self, whole: Tensor, dim: int) -> Tensor:
+    def part(self, full: Tensor, dim: int) -> Tensor:
         """Return this part of a whole tensor, in memory of its own, laid out as the whole is."""
-        return whole.narrow(dim, self.start, self.count).clone()
+        return full.narrow(dim, self.start, self.count).clone()
 
 
 def _order_of_memory(x: Tensor) -> list[int]:
@@ -69,9 +69,9 @@ def gather_parts(part: Tensor, dim: int, span: Span) -> Tensor:
     order = _order_of_memory(part)
     along = order.index(dim)
     mine = part.permute(order)
-    whole = [span.length if d == along else n for d, n in enumerate(mine.shape)]
+    full_shape = [span.length if d == along else n for d, n in enumerate(mine.shape)]
     if span.group is None:
-        return part.new_empty(whole).permute(_back(order))
+        return part.new_empty(full_shape).permute(_back(order))
     mine = _padded(mine, along, span.each)
     parts = mine.new_empty(span.ranks, *mine.shape)
     _ALL_GATHER(parts.view(-1), mine.view(-1), group=span.group)
@@ -181,12 +181,12 @@ _hooks_of_saved_tensors: Any = _autograd._top_saved_tensors_default_hooks
 """Function that returns the hooks of the innermost `saved_tensors_hooks`; None without one."""
 
 
-def _packing(again: _Again, whole: Tensor, outer: Any) -> Callable[[Tensor], Any]:
+def _packing(again: _Again, full: Tensor, outer: Any) -> Callable[[Tensor], Any]:
     """Return a function that puts the way to gather it again in the place of the whole, which it does not keep.
 
     All else is for the hooks around these, which torch would not call.
     """
-    memory, dtype = _storage_of(whole), whole.dtype
+    memory, dtype = _storage_of(full), full.dtype
 
     def pack(x: Tensor) -> Any:
         if _storage_of(x) != memory or x.dtype != dtype or not x.numel():
@@ -218,15 +218,15 @@ class _Again:
 
     def __init__(self, part: Tensor, dim: int, span: Span, dtype: torch.dtype) -> None:
         self._part, self._dim, self._span, self._dtype = part, dim, span, dtype
-        self._whole: Tensor | None = None
+        self._full: Tensor | None = None
         self._used = self.kept = 0
 
     def whole(self) -> Tensor:
         """Return the whole; it is let go when as many have taken it as keep it."""
-        whole = self._whole
-        if whole is None:
-            whole = self._whole = gather_parts(self._part.to(self._dtype), self._dim, self._span)
+        full = self._full
+        if full is None:
+            full = self._full = gather_parts(self._part.to(self._dtype), self._dim, self._span)
         self._used += 1
         if self._used >= self.kept:
-            self._used, self._whole = 0, None
-        return whole
+            self._used, self._full = 0, None
+        return full

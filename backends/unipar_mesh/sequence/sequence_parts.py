@@ -35,13 +35,13 @@ class CutSequence(Tensor):
 
     cut_dim: int
     span: Span
-    _whole: Tensor | None
+    _full: Tensor | None
 
     @staticmethod
     def of(part: Tensor, dim: int, span: Span) -> CutSequence:
         """Return the hidden states of which this is a part along `dim`."""
         made = as_subclass(part, CutSequence)
-        made.source, made.cut_dim, made.span, made._whole = part, dim % part.ndim, span, None
+        made.source, made.cut_dim, made.span, made._full = part, dim % part.ndim, span, None
         return made
 
     @property
@@ -76,10 +76,10 @@ def joined(x: Any) -> Any:
     """Return the whole of hidden states that are cut; all else as it is."""
     if not isinstance(x, CutSequence):
         return x
-    whole = x._whole  # pyright: ignore[reportPrivateUsage]
-    if whole is None or (torch.is_grad_enabled() and x.source.requires_grad and not whole.requires_grad):
-        whole = x._whole = join_sequence(x.part, x.cut_dim, x.span)  # pyright: ignore[reportPrivateUsage]
-    return whole
+    full = x._full  # pyright: ignore[reportPrivateUsage]
+    if full is None or (torch.is_grad_enabled() and x.source.requires_grad and not full.requires_grad):
+        full = x._full = join_sequence(x.part, x.cut_dim, x.span)  # pyright: ignore[reportPrivateUsage]
+    return full
 
 
 def part_alone(x: Tensor) -> Tensor:
@@ -130,9 +130,9 @@ class BlockParts:
         if isinstance(hidden, CutSequence) and hidden.cut_dim == dim:
             self._span, part = hidden.span, hidden.part
         else:
-            whole: Tensor = joined(hidden)
-            self._span = Span(whole.shape[dim], self._ranks, self._rank, self._group)
-            part = split_sequence(whole, dim, self._span)
+            full: Tensor = joined(hidden)
+            self._span = Span(full.shape[dim], self._ranks, self._rank, self._group)
+            part = split_sequence(full, dim, self._span)
         return tree_unflatten([part if x is hidden else joined(x) for x in leaves], spec)
 
     def leave(self, out: Any) -> Any:

@@ -55,14 +55,14 @@ def _with_sequence(block: nn.Module, args: Any, kwargs: Any, plan: BlockPlan) ->
     first, second = (trial.plan for trial in trials)
     if first != replace(second, joined=first.joined):
         raise CannotCut("training and evaluation use the sequence in different ways")
-    found = replace(plan, sites=sites, sequence=first)
+    sequence_plan = replace(plan, sites=sites, sequence=first)
     for trial, training in zip(trials, (True, False), strict=True):
         for rank in (0, plan.ranks - 1):
             expected = trial.expected(shapes=rank == 0)
             call = meta_arguments(args, kwargs)
-            out = rehearse(block, found, call, expected, training=training, rank=rank)
+            out = rehearse(block, sequence_plan, call, expected, training=training, rank=rank)
             _check_results(first, tree_leaves(out), trial.span(rank))
-    return found
+    return sequence_plan
 
 
 def _dim_of_hidden(args: Any, kwargs: Any) -> int:
@@ -135,8 +135,8 @@ class _SequenceTrial:
     def expected(self, *, shapes: bool) -> Expected:
         """Return the shapes of what is cut, those of the first rank, for a rehearsal."""
         trial = self._trial
-        found = {key: trial.shapes[key] for key in trial.blame if key in trial.shapes} if shapes else {}
-        return Expected(found, trial.blame, trial.lines)
+        blamed_shapes = {key: trial.shapes[key] for key in trial.blame if key in trial.shapes} if shapes else {}
+        return Expected(blamed_shapes, trial.blame, trial.lines)
 
     def _take_over(self, copied: nn.Module, plain: Mapping[str, Callable[..., Any]], plan: BlockPlan) -> None:
         """Replace the forwards of matrices by those in which the sequence is gathered, and parts are made again."""
@@ -151,21 +151,21 @@ class _SequenceTrial:
                 way = self._column if plan.cuts[name].kind == "column" else self._row
                 target.forward = way(name, plain[name])
             elif is_linear(module) and not inside:
-                target.forward = self._whole(name, plain[name])
+                target.forward = self._uncut_linear(name, plain[name])
 
     def _whole_of(self, name: str, arguments: tuple[Any, ...]) -> list[Any]:
         """Return the inputs of a cut module, those that are cut made whole; note along which dimensions."""
         dims = tuple(place_of(x)[0] - x.ndim if isinstance(x, DTensor) else None for x in arguments)
         if self._gathered.setdefault(name, dims) != dims:
             raise CannotCut(f"{name} takes what is cut so, and what is not")
-        found = list[Any]()
+        full = list[Any]()
         for x in arguments:
             if isinstance(x, DTensor):
                 self._along = place_of(x)[0]
-                found.append(self._gathered_whole(x))
+                full.append(self._gathered_whole(x))
             else:
-                found.append(x)
-        return found
+                full.append(x)
+        return full
 
     def _part_of(self, name: str, out: Tensor) -> Tensor:
         """Return a cut module's sum as a part; where it has no such dimension, as it is."""
@@ -194,7 +194,7 @@ class _SequenceTrial:
 
         return forward
 
-    def _whole(self, name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+    def _uncut_linear(self, name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
         def forward(x: Tensor) -> Tensor:
             if not isinstance(x, DTensor):
                 return plain(x)
@@ -220,21 +220,21 @@ class _SequenceTrial:
 
     def _joined_call(self, func: Any, args: Any, kwargs: Any, key: str) -> Any:
         """Make a call that needs all positions on the whole of what is cut."""
-        trial, found = self._trial, list[tuple[tuple[str | int, ...], int | None]]()
+        trial, arguments = self._trial, list[tuple[tuple[str | int, ...], int | None]]()
         if func.__name__.endswith("_") and not func.__name__.endswith("__"):
             raise CannotCut(f"{trial.lines[key]} needs it whole and changes it in place")
 
-        def whole(path: Any, x: Any) -> Any:
+        def gathered(path: Any, x: Any) -> Any:
             if not isinstance(x, DTensor):
                 return x
-            found.append((tuple(getattr(k, "idx", getattr(k, "key", 0)) for k in path), place_of(x)[0] - x.ndim))
+            arguments.append((tuple(getattr(k, "idx", getattr(k, "key", 0)) for k in path), place_of(x)[0] - x.ndim))
             return self._gathered_whole(x)
 
         leaves, spec = tree_flatten_with_path(args)
-        args = tree_unflatten([whole(path, x) for path, x in leaves], spec)
+        args = tree_unflatten([gathered(path, x) for path, x in leaves], spec)
         leaves, spec = tree_flatten_with_path(kwargs)
-        kwargs = tree_unflatten([whole(path, x) for path, x in leaves], spec)
-        trial.note_site(key, Rewrite("join", arguments=tuple(found)))
+        kwargs = tree_unflatten([gathered(path, x) for path, x in leaves], spec)
+        trial.note_site(key, Rewrite("join", arguments=tuple(arguments)))
         self._joined.append(trial.lines[key])
         return func(*args, **kwargs)
 

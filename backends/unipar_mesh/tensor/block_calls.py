@@ -35,17 +35,17 @@ _ABSENT = "not given"
 def describe_difference_of_calls(before: CallKind, now: CallKind) -> str:
     """Return in words which arguments are of another kind than before."""
     one, other = (_by_name(call) for call in (before, now))
-    said = [
+    differences = [
         f"{name} is {_in_words(other.get(name, _ABSENT))} and was {_in_words(one.get(name, _ABSENT))}"
         for name in dict.fromkeys((*one, *other))
         if one.get(name, _ABSENT) != other.get(name, _ABSENT)
     ]
-    return ", ".join(said)
+    return ", ".join(differences)
 
 
 def _by_name(call: CallKind) -> dict[str, Any]:
-    given, named = call
-    return {f"argument {i + 1}": kind for i, kind in enumerate(given)} | dict(named)
+    positional, named = call
+    return {f"argument {i + 1}": kind for i, kind in enumerate(positional)} | dict(named)
 
 
 def _in_words(kind: Any) -> str:

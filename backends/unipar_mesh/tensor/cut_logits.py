@@ -92,15 +92,15 @@ _HOOKS = {"register_hook", "retain_grad", "backward", "__hash__", "__repr__", "r
 def _on_part(name: str, func: Any, x: CutLogits, args: Any, kwargs: Any) -> Any:
     """Return what a call makes of the part; None if it needs the whole."""
     local, dim, group = _local(x), x._dim, x._group  # pyright: ignore[reportPrivateUsage]
-    whole = [n * dist.get_world_size(group) if d == dim else n for d, n in enumerate(local.shape)]
+    full_shape = [n * dist.get_world_size(group) if d == dim else n for d, n in enumerate(local.shape)]
     rest = args[1:]
     if name in ("size", "shape"):
         along = kwargs.get("dim", rest[0] if rest else None)
-        return torch.Size(whole) if along is None else whole[along]
+        return torch.Size(full_shape) if along is None else full_shape[along]
     if name in ("dim", "ndimension"):
         return local.ndim
     if name == "numel":
-        return torch.Size(whole).numel()
+        return torch.Size(full_shape).numel()
     if name in _HOOKS:
         with _plainly():
             return func(*args, **kwargs)
@@ -110,16 +110,16 @@ def _on_part(name: str, func: Any, x: CutLogits, args: Any, kwargs: Any) -> Any:
         a, b = (d % local.ndim for d in rest)
         return CutLogits.of(local.transpose(a, b), {a: b, b: a}.get(dim, dim), group)
     if name == "cross_entropy":
-        return _cross_entropy(local, dim, group, whole[dim], rest, kwargs)
+        return _cross_entropy(local, dim, group, full_shape[dim], rest, kwargs)
     if dim != local.ndim - 1:
         return None
     if name in ("view", "reshape", "flatten"):
-        shape = torch.empty(whole, device="meta")
+        shape = torch.empty(full_shape, device="meta")
         try:
             shape = list(func(shape, *rest, **kwargs).shape)
         except (RuntimeError, TypeError):
             return None
-        if shape[-1] != whole[-1]:
+        if shape[-1] != full_shape[-1]:
             return None
         return CutLogits.of(local.reshape(*shape[:-1], local.shape[-1]), -1, group)
     if name == "__getitem__":
@@ -163,21 +163,21 @@ class _Gather(torch.autograd.Function):
 def _cross_entropy(local: Tensor, dim: int, group: Any, words: int, rest: Any, kwargs: Any) -> Tensor | None:
     """Return F.cross_entropy of logits in parts; None for options that need them whole."""
     names = ("target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
-    given: dict[str, Any] = {"weight": None, "size_average": None, "ignore_index": -100, "reduce": None}
-    given |= {"reduction": "mean", "label_smoothing": 0.0, **dict(zip(names, rest, strict=False)), **kwargs}
-    target: Tensor = given["target"]
+    arguments: dict[str, Any] = {"weight": None, "size_average": None, "ignore_index": -100, "reduce": None}
+    arguments |= {"reduction": "mean", "label_smoothing": 0.0, **dict(zip(names, rest, strict=False)), **kwargs}
+    target: Tensor = arguments["target"]
     classes = 0 if local.ndim == 1 else 1
-    legacy = given["weight"] is not None or given["size_average"] is not None or given["reduce"] is not None
-    if legacy or target.is_floating_point() or dim != classes or given["reduction"] not in ("none", "mean", "sum"):
+    legacy = arguments["weight"] is not None or arguments["size_average"] is not None or arguments["reduce"] is not None
+    if legacy or target.is_floating_point() or dim != classes or arguments["reduction"] not in ("none", "mean", "sum"):
         return None
     if torch.is_autocast_enabled(local.device.type) and local.dtype != torch.float64:
         local = local.float()  # as autocast has it
     rows = local.movedim(classes, -1)
-    counted = target != given["ignore_index"]
+    counted = target != arguments["ignore_index"]
     asked = target.where(counted, 0)
-    losses: Any = _CrossEntropy.apply(rows, asked, group, words, float(given["label_smoothing"]))
+    losses: Any = _CrossEntropy.apply(rows, asked, group, words, float(arguments["label_smoothing"]))
     losses = losses.masked_fill(counted.logical_not(), 0.0)
-    match given["reduction"]:
+    match arguments["reduction"]:
         case "none":
             return losses
         case "sum":

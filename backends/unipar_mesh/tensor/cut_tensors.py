@@ -49,7 +49,7 @@ def part_of(x: Tensor, dim: int, groups: int, ranks: int) -> Tensor:
     return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
 
 
-def cut_tensor(local: Tensor, mesh: DeviceMesh, whole: Tensor | None, dim: int, groups: int) -> DTensor:
+def cut_tensor(local: Tensor, mesh: DeviceMesh, dim: int, groups: int) -> DTensor:
     """Return a DTensor that is cut along `dim`, of which this is one part."""
     local = local.contiguous()
     placement: Any = Shard(dim) if groups == 1 else _StridedShard(dim, split_factor=groups)
@@ -58,10 +58,10 @@ def cut_tensor(local: Tensor, mesh: DeviceMesh, whole: Tensor | None, dim: int, 
     return DTensor.from_local(local, mesh, [placement], run_check=False, shape=shape, stride=stride)
 
 
-def cut_sequence(whole: Tensor, mesh: DeviceMesh, dim: int) -> DTensor:
+def cut_sequence(full: Tensor, mesh: DeviceMesh, dim: int) -> DTensor:
     """Return a DTensor that is the whole, cut along `dim` in parts of which the last ones may be shorter."""
-    local = whole.narrow(dim, 0, -(-whole.shape[dim] // mesh.size())).contiguous()
-    return cut_like(local, mesh, dim, whole.shape)
+    local = full.narrow(dim, 0, -(-full.shape[dim] // mesh.size())).contiguous()
+    return cut_like(local, mesh, dim, full.shape)
 
 
 def cut_like(local: Tensor, mesh: DeviceMesh, dim: int, shape: Sequence[int]) -> DTensor:

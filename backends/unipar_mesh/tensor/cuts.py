@@ -112,9 +112,9 @@ class ParameterCut:
         """Return the shape of one rank's part."""
         return tuple(n // self.ranks if d == self.dim else n for d, n in enumerate(self.shape))
 
-    def local(self, whole: Tensor, rank: int) -> Tensor:
+    def local(self, full: Tensor, rank: int) -> Tensor:
         """Return a rank's part of the whole parameter, as a contiguous copy."""
-        parts = [whole.narrow(self.dim, *span) for span in self.cut.spans(self.shape[self.dim], rank, self.ranks)]
+        parts = [full.narrow(self.dim, *span) for span in self.cut.spans(self.shape[self.dim], rank, self.ranks)]
         return torch.cat(parts, self.dim) if len(parts) > 1 else parts[0].clone(memory_format=torch.contiguous_format)
 
     def regions(self, rank: int, first: int = 0, rows: int | None = None) -> list[tuple[Region, tuple[slice, ...]]]:
@@ -130,20 +130,20 @@ class ParameterCut:
             row *= n
         spans = self.cut.spans(self.shape[self.dim], rank, self.ranks)
         if self.dim != 0:  # each row holds a part of every group; matrices only
-            at, found = 0, list[tuple[Region, tuple[slice, ...]]]()
+            at, regions = 0, list[tuple[Region, tuple[slice, ...]]]()
             for start, length in spans:
                 own = (slice(first, first + rows), slice(at, at + length))
-                found.append((Region(first * row + start, length, row, rows), own))
+                regions.append((Region(first * row + start, length, row, rows), own))
                 at += length
-            return found
-        at, found = 0, []
+            return regions
+        at, regions = 0, []
         for start, length in spans:
             low, high = max(first, at), min(first + rows, at + length)
             if low < high:
                 region = Region((start + low - at) * row, (high - low) * row)
-                found.append((region, (slice(low, high),)))
+                regions.append((region, (slice(low, high),)))
             at += length
-        return found
+        return regions
 
 
 def is_transposed(module: nn.Module) -> bool:
@@ -165,15 +165,15 @@ def cut_dimension(cut: Cut, parameter: str, *, transposed: bool) -> int | None:
     return int((cut.kind == "row") != transposed)
 
 
-def linear_part(cut: Cut, parameter: str, whole: Tensor, *, transposed: bool, rank: int, ranks: int) -> Tensor:
+def linear_part(cut: Cut, parameter: str, full: Tensor, *, transposed: bool, rank: int, ranks: int) -> Tensor:
     """Return a rank's part of a linear layer's whole `weight` or `bias`, as a contiguous copy."""
     dim = cut_dimension(cut, parameter, transposed=transposed)
-    return whole.clone() if dim is None else ParameterCut(tuple(whole.shape), dim, cut, ranks).local(whole, rank)
+    return full.clone() if dim is None else ParameterCut(tuple(full.shape), dim, cut, ranks).local(full, rank)
 
 
 def cut_parameters(block: nn.Module, plan: BlockPlan) -> dict[str, ParameterCut]:
     """Return how each parameter of a whole block is cut, by its name in the block; whole ones are left out."""
-    found: dict[str, ParameterCut] = {}
+    cuts: dict[str, ParameterCut] = {}
     for name, cut in plan.cuts.items():
         module: Any = block.get_submodule(name)
         transposed = is_transposed(module)
@@ -182,5 +182,5 @@ def cut_parameters(block: nn.Module, plan: BlockPlan) -> dict[str, ParameterCut]
             kind = "bias" if key.endswith("bias") else "weight"
             dim = cut_dimension(own, kind, transposed=transposed)
             if dim is not None:
-                found[f"{name}.{key}"] = ParameterCut(tuple(parameter.shape), dim, own, plan.ranks)
-    return found
+                cuts[f"{name}.{key}"] = ParameterCut(tuple(parameter.shape), dim, own, plan.ranks)
+    return cuts

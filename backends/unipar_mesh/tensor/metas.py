@@ -21,8 +21,8 @@ def meta_block(block: nn.Module) -> nn.Module:
             memo.setdefault(id(b), _meta(b.detach()))
     copied = copy.deepcopy(block, memo)
     for module in copied.modules():
-        given: Any = module.__dict__.get("forward")
-        if hasattr(given, "unipar_inner") or hasattr(given, "_torchdynamo_orig_callable"):
+        forward: Any = module.__dict__.get("forward")
+        if hasattr(forward, "unipar_inner") or hasattr(forward, "_torchdynamo_orig_callable"):
             del module.__dict__["forward"]  # it would call the original's modules
     return copied
 

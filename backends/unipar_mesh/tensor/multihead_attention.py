@@ -45,14 +45,14 @@ def attend_with_parts(
             "tensor: MultiheadAttention is cut over its heads, and need_weights=True with average_attn_weights=False "
             "asks for those of all heads: return {its name: 'whole'} from the task's tensor()"
         )
-    given: dict[int, Tensor] = {}  # one sum for what is the same tensor
+    inputs: dict[int, Tensor] = {}  # one sum for what is the same tensor
     uses: dict[int, Callable[[Callable[[Tensor], Tensor]], Tensor]] = {}
     for x, dim in zip((query, key, value), dims, strict=True):
         if dim is None or parts is None:
-            given.setdefault(id(x), enter(x, group))
+            inputs.setdefault(id(x), enter(x, group))
         else:
-            whole = parts.gathered(x, dim)
-            given[id(x)], uses[id(x)] = whole.whole, whole.use
+            gathered = parts.gathered(x, dim)
+            inputs[id(x)], uses[id(x)] = gathered.whole, gathered.use
     weights = (
         module.in_proj_weight.chunk(3)
         if module.in_proj_weight is not None
@@ -68,7 +68,7 @@ def attend_with_parts(
         return F.linear(x, weight, bias)
 
     projected = [
-        uses[id(x)](partial(project, weight=w, bias=b)) if id(x) in uses else project(given[id(x)], w, b)
+        uses[id(x)](partial(project, weight=w, bias=b)) if id(x) in uses else project(inputs[id(x)], w, b)
         for x, w, b in zip((query, key, value), weights, biases, strict=True)
     ]
     q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in projected)
@@ -80,8 +80,8 @@ def attend_with_parts(
         scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
         shares = (scores if mask is None else scores + mask).softmax(-1)
         if dropout > 0:
-            whole = torch.ones(q.shape[0], module.num_heads, *shares.shape[-2:], dtype=q.dtype, device=q.device)
-            shares = shares * F.dropout(whole, dropout).narrow(1, rank * heads, heads)
+            all_heads = torch.ones(q.shape[0], module.num_heads, *shares.shape[-2:], dtype=q.dtype, device=q.device)
+            shares = shares * F.dropout(all_heads, dropout).narrow(1, rank * heads, heads)
         out = shares @ v
     # laid out as torch does it, queries first: a dropout behind draws its mask in the order of memory
     out = F.linear(out.permute(2, 0, 1, 3).flatten(2), module.out_proj.weight)

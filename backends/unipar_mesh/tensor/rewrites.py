@@ -131,18 +131,18 @@ class PartCalls(TorchFunctionMode):
     def _size(self, name: str, args: Any, kwargs: Any, rewrite: Rewrite) -> Any:
         """Return sizes of the whole."""
         x: Tensor = args[0]
-        whole = self._whole_shape(x, rewrite)
+        full_shape = self._whole_shape(x, rewrite)
         if name in ("numel", "nelement"):
-            return math.prod(whole)
+            return math.prod(full_shape)
         if name == "__len__":
-            return whole[0]
+            return full_shape[0]
         along = kwargs.get("dim", args[1] if len(args) > 1 else None)
-        return whole if along is None else whole[along]
+        return full_shape if along is None else full_shape[along]
 
     def _whole_shape(self, x: Tensor, rewrite: Rewrite) -> torch.Size:
         dim = rewrite.dim + x.ndim
-        whole = self._sequence.length if rewrite.sequence else x.shape[dim] * self._ranks
-        return torch.Size(whole if d == dim else n for d, n in enumerate(x.shape))
+        full_length = self._sequence.length if rewrite.sequence else x.shape[dim] * self._ranks
+        return torch.Size(full_length if d == dim else n for d, n in enumerate(x.shape))
 
     @property
     def _sequence(self) -> Span:
@@ -165,8 +165,8 @@ class PartCalls(TorchFunctionMode):
             start, stop = (None if i is None else int(i / n) for i in (old.start, old.stop))
             return (args[0], (*index[:place], slice(start, stop), *index[place + 1 :])), kwargs
         if name == "narrow":
-            given = {"dim": dim, **dict(zip(("dim", "start", "length"), args[1:], strict=False)), **kwargs}
-            return (args[0], given["dim"], given["start"] // n, given["length"] // n), {}
+            arguments = {"dim": dim, **dict(zip(("dim", "start", "length"), args[1:], strict=False)), **kwargs}
+            return (args[0], arguments["dim"], arguments["start"] // n, arguments["length"] // n), {}
         for key in ("split_size", "split_size_or_sections", "split_sizes", "indices_or_sections", "indices"):
             if key in kwargs:
                 return args, {**kwargs, key: _over(kwargs[key], n, name)}
@@ -195,22 +195,22 @@ class PartCalls(TorchFunctionMode):
 
     def _dropout(self, func: Any, args: Any, kwargs: Any, rewrite: Rewrite) -> Tensor:
         names = ("input", "p", "training" if func is F.dropout else "train", "inplace")
-        given: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "p": 0.5,
             names[2]: True,
             "inplace": False,
             **dict(zip(names, args, strict=False)),
             **kwargs,
         }
-        x: Tensor = given["input"]
-        whole = self._whole_shape(x, rewrite)
-        if not given[names[2]] or given["p"] == 0.0 or whole.numel() == 0:
+        x: Tensor = arguments["input"]
+        full = self._whole_shape(x, rewrite)
+        if not arguments[names[2]] or arguments["p"] == 0.0 or full.numel() == 0:
             return func(*args, **kwargs)
         order = sorted(range(x.ndim), key=lambda d: (-x.stride(d), d))  # as `empty_like` lays out its mask
         if torch.empty_permuted(x.shape, order, device="meta").stride() != x.stride():
             order = list(range(x.ndim))
-        mask = self._mask(whole, x, rewrite, given["p"], order)
-        inplace = given["inplace"] or func.__name__ == "dropout_"
+        mask = self._mask(full, x, rewrite, arguments["p"], order)
+        inplace = arguments["inplace"] or func.__name__ == "dropout_"
         return x.mul_(mask) if inplace else x * mask
 
     def _attention(self, arguments: dict[str, Any], rewrite: Rewrite) -> Tensor:
@@ -262,5 +262,5 @@ def _with(args: Any, kwargs: Any, way: tuple[str | int, ...], change: Any) -> tu
 
 def functions_at(sites: Iterable[str]) -> frozenset[str]:
     """Return the names under which a mode sees the functions that are called at these sites."""
-    found = {leaf_of_site(site)[0] for site in sites}
-    return frozenset(found - {"shape"} | ({"__get__"} if "shape" in found else set()))
+    functions = {leaf_of_site(site)[0] for site in sites}
+    return frozenset(functions - {"shape"} | ({"__get__"} if "shape" in functions else set()))

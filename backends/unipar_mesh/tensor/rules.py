@@ -84,8 +84,8 @@ def numbers_of(name: str, args: Any, kwargs: Any) -> tuple[list[int], bool] | No
     """Return the sizes that a call is given, and whether each is an argument by itself; None if it is given none."""
     rest = args[1:]
     if name == "unflatten":
-        given = kwargs.get("sizes", args[2] if len(args) > 2 else None)
-        return None if given is None else (list(given), False)
+        sizes = kwargs.get("sizes", args[2] if len(args) > 2 else None)
+        return None if sizes is None else (list(sizes), False)
     for key in ("size", "shape"):
         if key in kwargs:
             return list(kwargs[key]), False
@@ -110,10 +110,10 @@ def with_numbers(name: str, args: Any, kwargs: Any, numbers: list[int]) -> tuple
 
 def place_of_number(name: str, args: Any, kwargs: Any, dim: int, ndim: int) -> int | None:
     """Return which of a call's sizes is that of dimension `dim` of the result; None if no number is given for it."""
-    found = numbers_of(name, args, kwargs)
-    if found is None:
+    parsed = numbers_of(name, args, kwargs)
+    if parsed is None:
         return None
-    numbers, _ = found
+    numbers, _ = parsed
     first = 0
     if name == "unflatten":
         at = kwargs.get("dim", args[1] if len(args) > 1 else 0)

@@ -37,12 +37,12 @@ def _is_quiet(code: CodeType) -> bool:
 
 def frames_to(end: CodeType) -> list[FrameType]:
     """Return the frames of the program from the calling one up to that of `end`, innermost first."""
-    frame, found = sys._getframe(1), list[FrameType]()  # pyright: ignore[reportPrivateUsage]
+    frame, frames = sys._getframe(1), list[FrameType]()  # pyright: ignore[reportPrivateUsage]
     while frame is not None and frame.f_code is not end:
-        if not _is_quiet(frame.f_code) and not (found and _wraps(frame, found[-1])):
-            found.append(frame)
+        if not _is_quiet(frame.f_code) and not (frames and _wraps(frame, frames[-1])):
+            frames.append(frame)
         frame = frame.f_back
-    return found
+    return frames
 
 
 def _wraps(outer: FrameType, inner: FrameType) -> bool:

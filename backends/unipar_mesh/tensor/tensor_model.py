@@ -41,33 +41,33 @@ class ModelPlan:
 
     def sentences(self) -> list[str]:
         """Return what is cut and what stays whole, one sentence for each kind of block."""
-        said: list[str] = []
+        sentences: list[str] = []
         for name in self.tried:
             plan = self.blocks[name]
             alike = sum(other is plan for other in self.blocks.values())
             columns = [n for n, cut in plan.cuts.items() if cut.kind == "column"]
             rows = [n for n, cut in plan.cuts.items() if cut.kind == "row"]
             cut = f"columns {', '.join(columns)}; rows {', '.join(rows)}" if plan.cuts else "nothing is cut"
-            said.append(f"{name}{f' and {alike - 1} more' if alike > 1 else ''}: {cut}")
-            said += _sequence_sentences(name, plan)
-            said += [f"{name}: {module} stays whole: {reason}" for module, reason in plan.whole.items()]
-        return said
+            sentences.append(f"{name}{f' and {alike - 1} more' if alike > 1 else ''}: {cut}")
+            sentences += _sequence_sentences(name, plan)
+            sentences += [f"{name}: {module} stays whole: {reason}" for module, reason in plan.whole.items()]
+        return sentences
 
 
 def _sequence_sentences(name: str, plan: BlockPlan) -> list[str]:
     """Return what a block does with hidden states that are cut along the sequence; nothing if they are not."""
     if (split := plan.sequence) is None:
         return []
-    said = [
+    sentences = [
         f"{name}: hidden states are split along their dimension {split.dim}: a rank keeps 1/{plan.ranks} of those of "
         f"norms, residuals and dropout, and between blocks; gathered for {', '.join(split.gathered)}, added up in "
         f"parts by {', '.join(split.scattered)}"
     ]
     if split.joined:
-        said.append(f"{name}: gathered whole, because these calls need all positions: {', '.join(split.joined)}")
+        sentences.append(f"{name}: gathered whole, because these calls need all positions: {', '.join(split.joined)}")
     if split.on_parts:
-        said.append(f"{name}: used on parts, with gradients added up: {', '.join(split.on_parts)}")
-    return said
+        sentences.append(f"{name}: used on parts, with gradients added up: {', '.join(split.on_parts)}")
+    return sentences
 
 
 class _Captured(BaseException):
@@ -134,16 +134,16 @@ def plan_blocks(
 
 
 def blocks_by_kind(
-    model: nn.Module, blocks: Sequence[str], given: Mapping[str, str]
+    model: nn.Module, blocks: Sequence[str], patterns: Mapping[str, str]
 ) -> list[tuple[list[str], dict[str, str]]]:
-    """Return the names of equal blocks of which `given` says the same, and what it says of their matrices."""
-    refuse_unknown_patterns(given, model, blocks)
-    found: dict[Any, tuple[list[str], dict[str, str]]] = {}
+    """Return the names of equal blocks of which `patterns` says the same, and what it says of their matrices."""
+    refuse_unknown_patterns(patterns, model, blocks)
+    blocks_of_kind: dict[Any, tuple[list[str], dict[str, str]]] = {}
     for name in blocks:
         block = model.get_submodule(name)
-        wanted = kinds_in_block(given, name, block)
-        found.setdefault((kind_of_block(block), *sorted(wanted.items())), ([], wanted))[0].append(name)
-    return [*found.values()]
+        wanted = kinds_in_block(patterns, name, block)
+        blocks_of_kind.setdefault((kind_of_block(block), *sorted(wanted.items())), ([], wanted))[0].append(name)
+    return [*blocks_of_kind.values()]
 
 
 @final
@@ -158,15 +158,15 @@ class CallsOfBlock:
     def __init__(self, name: str, block: nn.Module, plan: BlockPlan) -> None:
         """Take the name of the first of these blocks, and a whole one of them."""
         self._name, self._block, self._plan = name, meta_block(block), plan
-        self._found: dict[CallKind, Mapping[str, tuple[Rewrite, ...]]] = {plan.call: plan.sites}
+        self._sites_of_call: dict[CallKind, Mapping[str, tuple[Rewrite, ...]]] = {plan.call: plan.sites}
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mapping[str, tuple[Rewrite, ...]]:
         """Return the calls that are rewritten in a block that is called like this."""
         kind = kind_of_call(args, kwargs)
-        known = self._found.get(kind)
+        known = self._sites_of_call.get(kind)
         if known is None:
             with torch.inference_mode(mode=False), torch.enable_grad(), torch.random.fork_rng(devices=[]):
-                known = self._found[kind] = self._tried(args, kwargs, kind)
+                known = self._sites_of_call[kind] = self._tried(args, kwargs, kind)
         return known
 
     def _tried(
@@ -174,15 +174,15 @@ class CallsOfBlock:
     ) -> Mapping[str, tuple[Rewrite, ...]]:
         plan = self._plan
         try:
-            found = plan_other_call(self._block, args, kwargs, plan)
+            other_plan = plan_other_call(self._block, args, kwargs, plan)
         except CannotCut as e:
             raise self._refusal(kind, e.reason) from e
         if (split := plan.sequence) is None:
-            return found.sites
-        found = add_sequence(self._name, self._block, args, kwargs, found)
-        if found.sequence is None or replace(found.sequence, joined=split.joined) != split:
+            return other_plan.sites
+        other_plan = add_sequence(self._name, self._block, args, kwargs, other_plan)
+        if other_plan.sequence is None or replace(other_plan.sequence, joined=split.joined) != split:
             raise self._refusal(kind, "its hidden states would be split in another way")
-        return found.sites
+        return other_plan.sites
 
     def _refusal(self, kind: CallKind, reason: str) -> TaskError:
         return TaskError(
@@ -229,8 +229,8 @@ def block_calls(
             calls.setdefault(name, (args, kwargs))
             if set(calls) >= set(wanted):
                 raise _Captured
-            given, named = meta_arguments(args, kwargs, gradients=False)
-            return tree_map(_zeros_of_its_own, plain(*given, **named))
+            positional, named = meta_arguments(args, kwargs, gradients=False)
+            return tree_map(_zeros_of_its_own, plain(*positional, **named))
 
         return forward
 

@@ -101,10 +101,10 @@ class Derivation:
                 self.reasons[name] = f"{self.ranks} does not divide its {width} {what}"
                 if isinstance(module, nn.MultiheadAttention):
                     self._keep_whole(name, self.reasons[name])
-        found = self._found()
+        derived = self._derive()
         for name in self.matrices:
             kind = self.wanted.get(name)
-            cut = found.cuts.get(name)
+            cut = derived.cuts.get(name)
             if kind in ("column", "row") and (cut is None or cut.kind != kind):
                 fed = (
                     "a row needs an input that is cut" if kind == "row" else "its input is cut or T does not divide it"
@@ -112,7 +112,7 @@ class Derivation:
                 raise TaskError(f"tensor() says {kind} for {name}, which cannot be: {fed}; leave {name} out of it")
             if cut is None and name not in self.reasons:
                 self.reasons[name] = "the block did not call it"
-        return BlockPlan(found.cuts, self._whole(found.cuts), self.trials, self.ranks, found.sites)
+        return BlockPlan(derived.cuts, self._uncut(derived.cuts), self.trials, self.ranks, derived.sites)
 
     def sites_with(self, cuts: Mapping[str, Cut]) -> Mapping[str, tuple[Rewrite, ...]]:
         """Return the calls to rewrite if matrices are cut like this; raise CannotCut where that cannot be."""
@@ -122,18 +122,18 @@ class Derivation:
             elif cut.kind == "column" and not isinstance(module, nn.MultiheadAttention):
                 self.ways[name] = cut.sizes or (self._width(module) // cut.groups,) * cut.groups
         try:
-            found = self._tried()
+            derived = self._tried()
         except CannotCut:
             raise
         except OtherGroups as e:
             raise CannotCut(f"the output of {e.name} is taken apart at other places", (e.name,)) from e
         except Exception as e:
             raise CannotCut(_no_values(e)) from e
-        if other := [name for name, cut in found.cuts.items() if cuts.get(name) != cut]:
+        if other := [name for name, cut in derived.cuts.items() if cuts.get(name) != cut]:
             raise CannotCut(f"{other[0]} would be cut in another way", other)
-        return found.sites
+        return derived.sites
 
-    def _found(self) -> BlockPlan:
+    def _derive(self) -> BlockPlan:
         while True:
             try:
                 return self._tried()
@@ -159,15 +159,15 @@ class Derivation:
             return module.num_heads
         return module.weight.shape[1 if is_transposed(module) else 0]
 
-    def _whole(self, cuts: Mapping[str, Cut]) -> dict[str, str]:
+    def _uncut(self, cuts: Mapping[str, Cut]) -> dict[str, str]:
         """Return every matrix that is not cut, by name, with the reason."""
-        whole = {n: self.reasons.get(n, "") for n in self.matrices if n not in cuts}
+        uncut = {n: self.reasons.get(n, "") for n in self.matrices if n not in cuts}
         parts = cut_parameters(self.block, BlockPlan(cuts, {}, 0, self.ranks))
         for name, p in self.block.named_parameters():
             module = name.rpartition(".")[0]
-            if p.ndim >= 2 and name not in parts and not any(module == n or module.startswith(f"{n}.") for n in whole):
-                whole[name] = "it is not the weight of a linear layer"
-        return whole
+            if p.ndim >= 2 and name not in parts and not any(module == n or module.startswith(f"{n}.") for n in uncut):
+                uncut[name] = "it is not the weight of a linear layer"
+        return uncut
 
     def _gave_one_up(self, e: CannotCut) -> bool:
         """Try a column that led to this in other groups, else leave it whole; return False if none is left."""
@@ -237,8 +237,8 @@ class Derivation:
             if unused:
                 raise CannotCut("no other matrix takes its output", unused[-1:])
             if trials and trial.cuts != trials[0].cuts:
-                odd = [n for n in trial.cuts | trials[0].cuts if trial.cuts.get(n) != trials[0].cuts.get(n)]
-                raise CannotCut("training and evaluation use it in different ways", odd[-1:])
+                differing = [n for n in trial.cuts | trials[0].cuts if trial.cuts.get(n) != trials[0].cuts.get(n)]
+                raise CannotCut("training and evaluation use it in different ways", differing[-1:])
             for key, rewrites in trial.sites.items():
                 merged[key] = tuple(dict.fromkeys((*merged.get(key, ()), *rewrites)))
             trials.append(trial)

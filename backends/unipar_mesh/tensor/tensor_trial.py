@@ -146,8 +146,8 @@ class Trial(TorchFunctionMode):
     def _sentence(self, name: str, line: str, e: Exception) -> str:
         """Return why a call cannot be made on a part."""
         text = str(e).splitlines()[0][:160] if str(e) else type(e).__name__
-        if name in LITERALS and (odd := re.search(r"\(size (\d+)\) is not evenly divisible", text)):
-            return f"{self.ranks} does not divide the {odd[1]} heads or parts that {name} at {line} makes of its output"
+        if name in LITERALS and (m := re.search(r"\(size (\d+)\) is not evenly divisible", text)):
+            return f"{self.ranks} does not divide the {m[1]} heads or parts that {name} at {line} makes of its output"
         asked = "DeviceMesh" in text or "group" in text  # for ranks to send to: the trial's mesh has none
         return f"{name} at {line} needs it whole" + ("" if asked else f": {text}")
 
@@ -231,7 +231,7 @@ class Trial(TorchFunctionMode):
 
     def _joined(self, name: str, args: Any, kwargs: Any, cut: list[DTensor], key: str) -> Any:
         """Return the arguments with whole tensors made DTensors, the part of them where the call pairs elements."""
-        found: list[tuple[tuple[str | int, ...], int | None]] = []
+        arguments: list[tuple[tuple[str | int, ...], int | None]] = []
         groups = place_of(cut[0])[1]
 
         def lift(path: Any, value: Any, first: str | int) -> Any:
@@ -240,24 +240,24 @@ class Trial(TorchFunctionMode):
             way: tuple[str | int, ...] = (first, *(getattr(k, "idx", getattr(k, "key", 0)) for k in path))
             dim = part_dimension(name, way, value, cut[0], place_of(cut[0])[0])
             if dim is not None or value.requires_grad:
-                found.append((way, dim))
+                arguments.append((way, dim))
             if dim is None:
                 return DTensor.from_local(value, self.mesh, [Replicate()], run_check=False)
             if self.length is not None:
                 return cut_sequence(value, self.mesh, dim)
-            return cut_tensor(part_of(value, dim, groups, self.ranks), self.mesh, value, dim, groups)
+            return cut_tensor(part_of(value, dim, groups, self.ranks), self.mesh, dim, groups)
 
         args = tuple(lifted(value, lift, i) for i, value in enumerate(args))
         kwargs = {k: lifted(value, lift, k) for k, value in kwargs.items()}
-        if found:
-            self.note_site(key, Rewrite("part", arguments=tuple(found), groups=groups))
+        if arguments:
+            self.note_site(key, Rewrite("part", arguments=tuple(arguments), groups=groups))
         return args, kwargs
 
     def _product(self, func: Any, args: Any, kwargs: Any, x: DTensor, key: str) -> Any:
         """Return the product of rows that are cut with a whole matrix."""
-        given = [*((i, y) for i, y in enumerate(args) if i), *kwargs.items()]
-        if found := tuple(((way,), None) for way, y in given if isinstance(y, Tensor) and y.requires_grad):
-            self.note_site(key, Rewrite("part", arguments=found))
+        others = [*((i, y) for i, y in enumerate(args) if i), *kwargs.items()]
+        if arguments := tuple(((way,), None) for way, y in others if isinstance(y, Tensor) and y.requires_grad):
+            self.note_site(key, Rewrite("part", arguments=arguments))
         out = func(x.to_local(), *args[1:], **kwargs)
         return cut_like(out, self.mesh, place_of(x)[0], (*x.shape[:-1], *out.shape[x.ndim - 1 :]))
 
@@ -273,7 +273,7 @@ class Trial(TorchFunctionMode):
         if not isinstance(q, DTensor):
             raise CannotCut(f"{self.lines[key]}: the keys are cut and the queries are whole")
         dim -= cut.ndim
-        found: list[tuple[tuple[str | int, ...], int | None]] = []
+        arguments: list[tuple[tuple[str | int, ...], int | None]] = []
         local: dict[str, Any] = {}
         for i, (n, t) in enumerate((("query", q), ("key", k), ("value", v), ("attn_mask", mask))):
             if isinstance(t, DTensor):
@@ -289,15 +289,15 @@ class Trial(TorchFunctionMode):
             part = dim if size > 1 else None
             way = (n,) if n in kwargs else (i,)
             if part is not None or t.requires_grad:
-                found.append((way, part))
+                arguments.append((way, part))
             local[n] = t if part is None else part_of(t, part + t.ndim, 1, self.ranks)
-        if found:
-            self.note_site(key, Rewrite("part", arguments=tuple(found)))
+        if arguments:
+            self.note_site(key, Rewrite("part", arguments=tuple(arguments)))
         if float(bound["dropout_p"]) > 0:
             self.note_site(key, Rewrite("dropout attention", dim))
         shape = (*local["query"].shape[:-1], v.shape[-1])
         out = local["query"].new_empty(shape) + 0 * local["query"].sum()  # keeps the gradient's flag
-        return cut_tensor(out, self.mesh, None, dim + out.ndim, 1)
+        return cut_tensor(out, self.mesh, dim + out.ndim, 1)
 
     def _taken_apart(self, name: str, func: Any, args: Any, kwargs: Any, x: DTensor, key: str) -> Any:
         """Return the pieces of a fused projection's output; None if the call does not touch the cut dimension."""
@@ -321,7 +321,7 @@ class Trial(TorchFunctionMode):
             if len(inner) > 2:
                 raise CannotCut(f"{self.lines[key]} takes several projections at once")
             part = local.narrow(dim, start // self.ranks, (stop - start) // self.ranks)
-            out.append(cut_tensor(part, self.mesh, None, dim, 1))
+            out.append(cut_tensor(part, self.mesh, dim, 1))
         if name == "__getitem__":  # what else the index asks for
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
             return rest_of_index(out[0], index, dim)
@@ -360,7 +360,7 @@ class Trial(TorchFunctionMode):
                 y = x @ (local if transposed else local.T)
                 if bias is not None:
                     y = y + linear_part(cut, "bias", bias, transposed=transposed, rank=0, ranks=self.ranks)
-                out = cut_tensor(y, self.mesh, None, y.ndim - 1, len(sizes) if equal else 1)
+                out = cut_tensor(y, self.mesh, y.ndim - 1, len(sizes) if equal else 1)
             own: Any = out
             own._unipar_sources = (name,)
             if not equal:

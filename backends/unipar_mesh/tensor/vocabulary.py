@@ -57,11 +57,11 @@ def find_vocabulary(model: nn.Module, blocks: Sequence[str], ranks: int) -> Voca
 
 def cut_vocabulary(model: nn.Module, vocabulary: Vocabulary, ranks: int) -> dict[str, ParameterCut]:
     """Return how the parameters of embedding and head are cut, by name in the model; tied ones under both names."""
-    found: dict[str, ParameterCut] = {}
+    cuts: dict[str, ParameterCut] = {}
     for name in (vocabulary.embedding, vocabulary.head):
         for key, p in model.get_submodule(name).named_parameters():
-            found[f"{name}.{key}"] = ParameterCut(tuple(p.shape), 0, Cut("column"), ranks)
-    return found
+            cuts[f"{name}.{key}"] = ParameterCut(tuple(p.shape), 0, Cut("column"), ranks)
+    return cuts
 
 
 def arm_vocabulary(model: nn.Module, vocabulary: Vocabulary, group: dist.ProcessGroup) -> Callable[[], None]:

@@ -13,7 +13,6 @@ import pytest
 from typing_extensions import override
 
 from tests.support.checkpoints import (
-    FailingDisk,
     HookedDisk,
     floats,
     pieces_of_rank,
@@ -21,6 +20,7 @@ from tests.support.checkpoints import (
     save_two_steps,
 )
 from unipar.backend import Region
+from unipar.checkpoint.format.shard_file import ShardReader
 from unipar.checkpoint.protocol.retention import Retention
 from unipar.checkpoint.protocol.save_checkpoint import PieceToSave, SavedCheckpoint, save_checkpoint
 from unipar.checkpoint.protocol.verifying import find_checkpoints, verify_checkpoint
@@ -29,6 +29,20 @@ from unipar.distributed.meeting.text_rounds import Judge
 from unipar.errors import CheckpointError
 
 Pieces = Callable[[int, int], Sequence[PieceToSave]]
+
+
+class FailingDisk(HookedDisk):
+    """Disk whose operation number `fails_at` raises an error; `done` holds the operations so far."""
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        super().__init__(self._count)
+        self.fails_at = fails_at
+        self.done: list[str] = []
+
+    def _count(self, operation: str, name: str) -> None:
+        self.done.append(f"{operation} {name}")
+        if len(self.done) - 1 == self.fails_at:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), name)
 
 
 def names(folder: Path) -> list[str]:
@@ -75,7 +89,7 @@ def test_two_ranks_save_one_checkpoint(tmp_path: Path) -> None:
         "net.weight (step)": ("F32", (), [(zero, "step:net.weight", 0, 1, 0, 1)]),
         "net.empty (weight)": ("F64", (0, 4), []),
     }
-    with checkpoint.open_shard(one) as shard:
+    with ShardReader(first.path, one) as shard:
         data = bytearray(12)
         shard.read_tensor_into("weight:net.weight:3", 12, data)
         assert data == floats(51, 52, 53)  # the second row's second half, of step 42

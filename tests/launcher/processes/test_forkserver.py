@@ -49,6 +49,19 @@ def test_what_cannot_be_imported() -> None:
     assert e.value.module == "no_such_module"
 
 
+def test_a_long_error(tmp_path: Path) -> None:
+    """Its end is shown: the whole would not fit into a message."""
+    (tmp_path / "long_error.py").write_text(
+        "raise ImportError('\\U0001f600' * 200_000 + ' at the end')", encoding="utf-8"
+    )
+    with (
+        pytest.raises(ForkServerFailed, match="at the end") as e,
+        ForkServer(["long_error"], {"PYTHONPATH": f"{ROOT}:{tmp_path}"}) as server,
+    ):
+        server.wait_until_ready()
+    assert e.value.module == "long_error"
+
+
 def test_threads_are_refused() -> None:
     """A fork would take one thread along and leave the locks of the others behind."""
     with (

@@ -20,7 +20,6 @@ from tests.support.programs import find_program
 from tests.support.slurm import PATIENCE, munged_command, write_cluster_files
 
 FOLDER = "/tmp/slurm"
-CONTROLLER_PORT = 6817
 IPV6_ALONE = "CommunicationParameters=EnableIPv6,DisableIPv4"
 
 

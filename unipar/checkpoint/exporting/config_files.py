@@ -30,11 +30,11 @@ def write_library_config(
     """
     if (file := _FILES.get(to)) is None:
         return ""
-    found = [one for one in configs_in(state) if one["file"] == file and one["adapter"] in (None, adapter)]
-    here = [one for one in found if rename_beginning(_beginning_of(one["under"]), rename) == ""]
+    configs = [one for one in configs_in(state) if one["file"] == file and one["adapter"] in (None, adapter)]
+    here = [one for one in configs if rename_beginning(_beginning_of(one["under"]), rename) == ""]
     if not here:
         library = "transformers" if to == "hf" else f"peft with an adapter {adapter!r}"
-        way = f"; one is under {found[0]['under']}: --rename {found[0]['under']}.=" if found else ""
+        way = f"; one is under {configs[0]['under']}: --rename {configs[0]['under']}.=" if configs else ""
         return f"no {file}: the checkpoint has none, for the task's model is no model of {library}{way}"
     if "content" not in here[0]:
         return f"no {file}: the model's own config could not be written ({here[0].get('why')})"

@@ -106,15 +106,15 @@ def rename_beginning(name: str, rename: Sequence[tuple[str, str]]) -> str:
 
 
 def _refuse_same_names(chosen: Sequence[ChosenTensor]) -> None:
-    seen: dict[str, str] = {}
+    owners: dict[str, str] = {}
     for tensor in chosen:
         for name in (tensor.name, *tensor.also):
-            if name in seen:
+            if name in owners:
                 raise CheckpointError(
-                    f"{tensor.stored.name} and {seen[name]} would both be called {name!r} in the export; choose "
+                    f"{tensor.stored.name} and {owners[name]} would both be called {name!r} in the export; choose "
                     "another --rename, or fewer tensors with --only"
                 )
-            seen[name] = tensor.stored.name
+            owners[name] = tensor.stored.name
 
 
 def parse_rename(text: str) -> tuple[str, str]:

@@ -129,18 +129,18 @@ def export_checkpoint(
     with SavedState(contents.path, contents.manifest) as state:
         source = ExportSource(state, chosen, dtype)
         advance = _Progress(source.total, progress)
-        with _whole(out, source.total) as partial_out:
+        with _atomic_output(out, source.total) as partial_out:
             files = _WRITERS[wish.to](source, partial_out, largest, advance)
-            said = write_library_config(contents.state, partial_out, wish.to, wish.adapter, wish.rename, wish.dtype)
-    if said and wish.to == "hf" and (wish.only or wish.trainable):
-        said += "; only a part of its weights is here"
+            note = write_library_config(contents.state, partial_out, wish.to, wish.adapter, wish.rename, wish.dtype)
+    if note and wish.to == "hf" and (wish.only or wish.trainable):
+        note += "; only a part of its weights is here"
     return Exported(
         path=out,
         tensors=len(chosen),
         averages=sum(tensor.stored.kind == KIND_OF_AVERAGES for tensor in chosen),
         bytes=source.total,
         files=files,
-        config=said,
+        config=note,
         left_out=_left_out(left),
     )
 
@@ -167,7 +167,7 @@ class _Progress:
 
 
 @contextmanager
-def _whole(out: Path, needed: int) -> Generator[Path]:
+def _atomic_output(out: Path, needed: int) -> Generator[Path]:
     """Context manager: yields a temporary path beside `out`, which gets its name if the body succeeds."""
     part = out.with_name(f".tmp-{out.name}-{secrets.token_hex(4)}")
     try:

@@ -84,11 +84,11 @@ class Manifest:
     @cached_property
     def pieces_by_file(self) -> Mapping[str, Mapping[str, tuple[StoredTensor, Region]]]:
         """Keys of each shard, with the tensor and the region that each one holds."""
-        found: dict[str, dict[str, tuple[StoredTensor, Region]]] = {name: {} for name in self.files}
+        by_file: dict[str, dict[str, tuple[StoredTensor, Region]]] = {name: {} for name in self.files}
         for tensor in self.tensors.values():
             for piece in tensor.pieces:
-                found[piece.file][piece.key] = (tensor, piece.where)
-        return found
+                by_file[piece.file][piece.key] = (tensor, piece.where)
+        return by_file
 
     def to_json(self) -> bytes:
         """Return the text of manifest.json: one line for each file and each tensor."""

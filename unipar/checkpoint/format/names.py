@@ -77,8 +77,8 @@ def step_folder_name(step: int) -> str:
 
 def step_of_folder(name: str) -> int | None:
     """Return the step of a folder's name, or None if it is not the name of a published checkpoint."""
-    found = _STEP.match(name)
-    step = int(found[1]) if found else None
+    match = _STEP.match(name)
+    step = int(match[1]) if match else None
     return step if step is not None and step_folder_name(step) == name else None
 
 
@@ -110,5 +110,5 @@ def piece_shape(shape: tuple[int, ...], where: Region) -> tuple[int, ...]:
 
 def piece_key(name: str, kind: str, where: Region, shape: tuple[int, ...]) -> str:
     """Return the key of a piece in its shard: `KIND:NAME`, and its first element if it is not the whole tensor."""
-    whole = where.runs == 1 and where.length == prod(shape)
-    return f"{kind}:{name}" if whole else f"{kind}:{name}:{where.start}"
+    is_full = where.runs == 1 and where.length == prod(shape)
+    return f"{kind}:{name}" if is_full else f"{kind}:{name}:{where.start}"

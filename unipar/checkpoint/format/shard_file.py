@@ -166,15 +166,15 @@ class RegularFile:
             self._number = _open_below(folder, name)
         except OSError as e:
             raise CheckpointError(f"{self.called}: cannot be opened ({_reason(e)})") from None
-        found = os.fstat(self._number)
-        self.bytes = found.st_size
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(self._number)
+        self.bytes = status.st_size
+        if not stat.S_ISREG(status.st_mode):
             self.close()
             raise CheckpointError(f"{self.called}: not a regular file")
-        if found.st_nlink != 1:
+        if status.st_nlink != 1:
             self.close()
             raise CheckpointError(
-                f"{self.called}: has {found.st_nlink} hard links, so that it changes when another file does; copy the "
+                f"{self.called}: has {status.st_nlink} hard links, so that it changes when another file does; copy the "
                 "checkpoint instead"
             )
 

@@ -36,7 +36,7 @@ def collect_dcp(path: Path, into: StateCollector, *, weights_only: bool) -> None
     for key in STEP_KEYS:
         name = scalars.get(key)
         if name is not None and tensors[name][1].numel() == 1 and into.name(weights[name]) is None:
-            into.found.step = int(_read(tensors[name][0], name, tensors[name][1]))
+            into.state.step = int(_read(tensors[name][0], name, tensors[name][1]))
             del weights[name]
     for name, plain in weights.items():
         into.add_weight(plain, _read(tensors[name][0], name, tensors[name][1]))

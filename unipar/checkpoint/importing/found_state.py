@@ -61,10 +61,10 @@ class StateCollector:
 
     def __init__(self, source: str, model: ModelState, rename: Sequence[tuple[str, str]] = ()) -> None:
         """`rename`: beginnings of names, each with what takes its place."""
-        self.source, self.model, self.found = source, model, ForeignState()
+        self.source, self.model, self.state = source, model, ForeignState()
         self._rename = rename
         self._prefix = ""
-        self._seen: set[tuple[str, str, Region]] = set()
+        self._added: set[tuple[str, str, Region]] = set()
         self._unknown: list[str] = []
         self._cast: dict[str, set[str]] = {}
         """Dtypes of weights that were cast, by the dtype that they have now."""
@@ -75,11 +75,11 @@ class StateCollector:
         wanted = [*self.model.parameters, *self.model.buffers]
         if any(name in there for name in wanted):
             return
-        found = {name[: -len(wanted[0])] for name in there if name.endswith(f".{wanted[0]}")}
-        fits = [prefix for prefix in found if all(prefix + name in there for name in wanted)]
+        prefixes = {name[: -len(wanted[0])] for name in there if name.endswith(f".{wanted[0]}")}
+        fits = [prefix for prefix in prefixes if all(prefix + name in there for name in wanted)]
         if len(fits) == 1:
             self._prefix = fits[0]
-            self.found.remarks.append(f"names begin with {fits[0]!r} in {self.source}, which is taken away")
+            self.state.remarks.append(f"names begin with {fits[0]!r} in {self.source}, which is taken away")
 
     def _plain(self, name: str) -> str:
         steps = [step for step in name.split(".") if step != "_orig_mod"]
@@ -120,7 +120,7 @@ class StateCollector:
         """Add what the optimizer keeps for a parameter that is known by the model's name for it."""
         t = torch.as_tensor(value)
         if t.numel() == 1 and kind == "step":
-            self.found.largest_step = max(self.found.largest_step, float(t))
+            self.state.largest_step = max(self.state.largest_step, float(t))
             self._add(name, "step", t.float().view(()), (), None, torch.float32)
         else:
             shape = tuple(self.model.parameters[name]) if t.ndim or where else ()
@@ -142,15 +142,15 @@ class StateCollector:
                 f"{self.source}: {name} ({kind}) has the shape {list(t.shape)}, in the model {list(shape)}"
             )
         where = Region(0, math.prod(shape)) if where is None else where
-        if (name, kind, where) in self._seen or (not where.numel and math.prod(shape)):
+        if (name, kind, where) in self._added or (not where.numel and math.prod(shape)):
             return
-        self._seen.add((name, kind, where))
+        self._added.add((name, kind, where))
         called = dtype_name(torch.empty(0, dtype=dtype), name)
-        self.found.pieces.append(PieceToSave(name, kind, called, shape, where, _later(t, dtype)))
+        self.state.pieces.append(PieceToSave(name, kind, called, shape, where, _later(t, dtype)))
 
     def finish(self) -> ForeignState:
         """Return what was found; raise CheckpointError if a weight of the model is missing."""
-        have = {(name, kind) for name, kind, _ in self._seen}
+        have = {(name, kind) for name, kind, _ in self._added}
         missing = [n for n in self.model.parameters if (n, "weight") not in have]
         missing += [n for n in self.model.buffers if (n, "buffer") not in have]
         if missing:
@@ -160,15 +160,15 @@ class StateCollector:
                 "if only the beginning of names differs: --rename OLD=NEW"
             )
         if self._unknown:
-            self.found.remarks.append(f"left out, since the model does not have it: {first_few(self._unknown)}")
+            self.state.remarks.append(f"left out, since the model does not have it: {first_few(self._unknown)}")
         for called, before in sorted(self._cast.items(), key=lambda item: item[0] != self.model.dtype):
             frozen = "frozen " if called != self.model.dtype else ""
-            self.found.remarks.append(f"{frozen}weights cast from {', '.join(sorted(before))} to {called}")
+            self.state.remarks.append(f"{frozen}weights cast from {', '.join(sorted(before))} to {called}")
         if all(kind in ("weight", "buffer") for _, kind in have):
-            self.found.remarks.append("it holds no state of the optimizer, which starts anew")
-        if self.found.step is None and self.found.largest_step:
-            self.found.step = int(self.found.largest_step)
-        return self.found
+            self.state.remarks.append("it holds no state of the optimizer, which starts anew")
+        if self.state.step is None and self.state.largest_step:
+            self.state.step = int(self.state.largest_step)
+        return self.state
 
 
 def _later(t: Tensor, dtype: torch.dtype) -> Callable[[], memoryview]:

@@ -57,10 +57,10 @@ def _own_names(groups: Sequence[Mapping[str, Any]], into: StateCollector) -> lis
     They are names within a module that is not the whole model where a script gave the optimizer that module's.
     """
     theirs = [str(name) for group in groups for name in group.get("param_names") or ()]
-    found = [into.name(one) for one in theirs]
-    names = [name for name in found if name is not None and name in into.model.parameters]
-    whole = len(names) == len(set(names)) == sum(len(group["params"]) for group in groups)
-    return names if whole and len(names) == len(theirs) else None
+    own_names = [into.name(one) for one in theirs]
+    names = [name for name in own_names if name is not None and name in into.model.parameters]
+    is_complete = len(names) == len(set(names)) == sum(len(group["params"]) for group in groups)
+    return names if is_complete and len(names) == len(theirs) else None
 
 
 def _shape_of(kept: Mapping[str, Any]) -> _Shape | None:

@@ -64,9 +64,9 @@ def leave_tensors(request: dict[str, Any]) -> None:
         collect_dcp(path, into, weights_only=weights_only)
     else:
         registry.find_backend(kind).collect_checkpoint(path, into, weights_only=weights_only)
-    found = into.finish()
-    state = {"found_step": found.step, "skipped": found.skipped, "remarks": found.remarks}
-    save_checkpoint(Path(request["folder"]), TRANSIT_STEP, found.pieces, state)
+    collected = into.finish()
+    state = {"found_step": collected.step, "skipped": collected.skipped, "remarks": collected.remarks}
+    save_checkpoint(Path(request["folder"]), TRANSIT_STEP, collected.pieces, state)
 
 
 def take_tensors(
@@ -93,8 +93,8 @@ def take_tensors(
         words = [sys.executable, "-m", __name__, str(file)]
         done = subprocess.run(words, capture_output=True, text=True, check=False)
         if done.returncode:
-            said = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
-            raise CheckpointError(said[0].removeprefix("unipar: "))
+            error_lines = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+            raise CheckpointError(error_lines[0].removeprefix("unipar: "))
     else:
         leave_tensors(request)
     return verify_checkpoint(folder / f"step-{TRANSIT_STEP:08d}")

@@ -87,7 +87,7 @@ def _collect_content(content: Any, into: StateCollector, file: Path, *, weights_
     if weights is content:
         return
     step = next((content[key] for key in STEP_KEYS if isinstance(content.get(key), int | Tensor)), None)
-    into.found.step = None if step is None else int(step)
+    into.state.step = None if step is None else int(step)
     optimizer: Any = next((content[key] for key in OPTIMIZER_KEYS if content.get(key)), None)
     if isinstance(optimizer, list) and len(optimizer) > 1 and not weights_only:
         raise CheckpointError(f"{file} holds {len(optimizer)} optimizers; one is read, or none with --weights-only")

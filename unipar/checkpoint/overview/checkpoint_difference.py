@@ -86,20 +86,20 @@ def compare_checkpoints(
     old, new = a.manifest.tensors, b.manifest.tensors
     both = sorted(old.keys() & new.keys())
     total, done = sum(old[key].numel for key in both), 0
-    found: list[TensorDifference] = []
+    differences: list[TensorDifference] = []
     with SavedState(a.path, a.manifest) as first, SavedState(b.path, b.manifest) as second:
         for key in both:
             difference = _compare(old[key], new[key], first, second)
             if difference is not None:
-                found.append(difference)
+                differences.append(difference)
             done += old[key].numel
             if progress is not None:
                 progress(done, total)
     return CheckpointDifference(
         first=str(a.path),
         second=str(b.path),
-        equal=len(both) - len(found),
-        tensors=tuple(found),
+        equal=len(both) - len(differences),
+        tensors=tuple(differences),
         only_first=tuple(str(old[key]) for key in sorted(old.keys() - new.keys())),
         only_second=tuple(str(new[key]) for key in sorted(new.keys() - old.keys())),
         keys=tuple(_differing_keys(a.state, b.state)),
@@ -109,8 +109,8 @@ def compare_checkpoints(
 def _compare(a: StoredTensor, b: StoredTensor, first: SavedState, second: SavedState) -> TensorDifference | None:
     """Return the difference of two tensors, or None if they are equal; NaN is equal to NaN."""
     if (a.shape, a.dtype) != (b.shape, b.dtype):
-        said = f"{a.dtype} of shape {list(a.shape)} in a, {b.dtype} of shape {list(b.shape)} in b"
-        return TensorDifference(name=a.name, kind=a.kind, said=said)
+        reason = f"{a.dtype} of shape {list(a.shape)} in a, {b.dtype} of shape {list(b.shape)} in b"
+        return TensorDifference(name=a.name, kind=a.kind, said=reason)
     largest, differing = 0.0, 0
     for start in range(0, a.numel, _AT_ONCE):
         where = Region(start, min(_AT_ONCE, a.numel - start))
@@ -118,8 +118,8 @@ def _compare(a: StoredTensor, b: StoredTensor, first: SavedState, second: SavedS
         unequal = _unequal(x, y)
         if count := int(unequal.sum()):
             differing += count
-            apart = (_wide(x[unequal]) - _wide(y[unequal])).abs()
-            largest = max(largest, float(apart.nan_to_num(nan=torch.inf, posinf=torch.inf).max()))
+            distance = (_wide(x[unequal]) - _wide(y[unequal])).abs()
+            largest = max(largest, float(distance.nan_to_num(nan=torch.inf, posinf=torch.inf).max()))
     if not differing:
         return None
     return TensorDifference(name=a.name, kind=a.kind, largest=largest, differing=differing, elements=a.numel)

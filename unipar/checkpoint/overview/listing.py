@@ -91,15 +91,15 @@ def list_checkpoints(location: Location) -> list[ListedCheckpoint]:
     """Return the checkpoints of a folder, newest first; all about them is checked but the hashes of their tensors."""
     best: set[int] | None = None
     listed: list[ListedCheckpoint] = []
-    for found in find_checkpoints(folder_with_checkpoints(location)):
+    for checkpoint in find_checkpoints(folder_with_checkpoints(location)):
         try:
-            contents = inspect_checkpoint(found.path)
+            contents = inspect_checkpoint(checkpoint.path)
         except CheckpointError as e:
-            listed.append(ListedCheckpoint(step=found.step, path=str(found.path), whole=False, why=str(e)))
+            listed.append(ListedCheckpoint(step=checkpoint.step, path=str(checkpoint.path), whole=False, why=str(e)))
             continue
         if best is None:
             best = {pair[0] for pair in contents.state.get("best") or ()}
-        listed.append(_listed(contents, found.step in best))
+        listed.append(_listed(contents, checkpoint.step in best))
     return listed
 
 

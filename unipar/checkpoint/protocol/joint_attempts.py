@@ -42,12 +42,12 @@ def attempt_together(
         results.extend(answer["result"] for answer in answers)
         return json.dumps({"result": results[0]})
 
-    told: dict[str, Any] = json.loads(decide(json.dumps(message), judge))
+    verdict: dict[str, Any] = json.loads(decide(json.dumps(message), judge))
     if error is not None and not isinstance(error, Exception):
         raise error
-    if "error" in told:
-        raise CheckpointError(told["error"]) from error
-    return results or [told["result"]]
+    if "error" in verdict:
+        raise CheckpointError(verdict["error"]) from error
+    return results or [verdict["result"]]
 
 
 def describe_failure(error: BaseException) -> str:

@@ -223,11 +223,11 @@ class RemotePublication(Publication[Address]):
 
     @override
     def check_written(self, files: Mapping[str, FileRecord]) -> None:
-        found = self._files.sizes()
+        actual_sizes = self._files.sizes()
         wanted = {name: record.bytes for name, record in files.items()}
-        if found != wanted:
-            name = min(found.items() ^ wanted.items())[0]
-            there, written = (f"{sizes.get(name, 0):,} bytes" for sizes in (found, wanted))
+        if actual_sizes != wanted:
+            name = min(actual_sizes.items() ^ wanted.items())[0]
+            there, written = (f"{sizes.get(name, 0):,} bytes" for sizes in (actual_sizes, wanted))
             raise CheckpointError(
                 f"{self._files.address / name}: {there} are there, and {written} were written: another run may save "
                 "to the same address"

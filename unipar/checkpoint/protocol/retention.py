@@ -77,21 +77,21 @@ def remove_old_checkpoints(
     removed: list[int] = []
     remarks: list[str] = []
     kept = 0
-    for found in find_checkpoints(folder):
-        if kept < retention.keep or found.step == current:
+    for checkpoint in find_checkpoints(folder):
+        if kept < retention.keep or checkpoint.step == current:
             try:
-                inspect_checkpoint(found.path)
+                inspect_checkpoint(checkpoint.path)
                 kept += 1
             except CheckpointError as e:
                 remarks.append(f"{e}; it does not count as kept")
-                if found.step == current:
+                if checkpoint.step == current:
                     return removed, [*remarks, "no older checkpoint was deleted"]
-        elif found.step not in retention.protected:
+        elif checkpoint.step not in retention.protected:
             try:
-                delete(found)
-                removed.append(found.step)
+                delete(checkpoint)
+                removed.append(checkpoint.step)
             except CheckpointError as e:
                 remarks.append(str(e))
             except OSError as e:
-                remarks.append(f"{found.path}: cannot be deleted ({e.strerror})")
+                remarks.append(f"{checkpoint.path}: cannot be deleted ({e.strerror})")
     return removed, remarks

@@ -130,8 +130,8 @@ class _Saving:
         return attempt_together(
             self.decide,
             attempt,
-            lambda failure, told: (
-                f"checkpoint of step {self.step} in {self.publication.folder}: {failure}; {told['outcome']}; "
+            lambda failure, answer: (
+                f"checkpoint of step {self.step} in {self.publication.folder}: {failure}; {answer['outcome']}; "
                 "those of other steps are as they were"
             ),
             lambda: {"outcome": self.publication.outcome},
@@ -246,8 +246,8 @@ def merge_written(step: int, written: Sequence[Mapping[str, Any]]) -> Manifest:
             if file:
                 stored.append(StoredPiece(file, key, Region(*numbers)))
     tensors = {
-        (name, kind): StoredTensor(name, kind, *described[name, kind], tuple(sorted(found, key=lambda p: p.where)))
-        for (name, kind), found in pieces.items()
+        (name, kind): StoredTensor(name, kind, *described[name, kind], tuple(sorted(parts, key=lambda p: p.where)))
+        for (name, kind), parts in pieces.items()
     }
     return Manifest(step, files, tensors)
 

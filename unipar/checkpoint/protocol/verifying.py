@@ -59,11 +59,6 @@ class CheckpointContents:
     state: dict[str, Any]
     """Contents of state.json."""
 
-    def open_shard(self, name: str) -> ShardReader:
-        """Return a shard, open for reading; raise CheckpointError if its header is not what the manifest says."""
-        pieces = self.manifest.pieces_by_file[name]
-        return _open_checked_shard(self.path, name, self.manifest.files[name].bytes, pieces)
-
 
 def find_checkpoints(folder: Location) -> list[CheckpointFolder]:
     """Return what has the name of a checkpoint in a folder, newest first; nothing if there is no such folder."""
@@ -104,7 +99,7 @@ def verify_checkpoint(
 
 
 def inspect_checkpoint(path: Location) -> CheckpointContents:
-    """Check everything about a checkpoint but the hashes of its shards; raise CheckpointError if anything is amiss."""
+    """Return a checkpoint's contents after all checks but the hashes of shards; raise CheckpointError if one fails."""
     _check_folder(path)
     manifest = _read_manifest(path)
     step = step_of_folder(path.name)
@@ -114,7 +109,7 @@ def inspect_checkpoint(path: Location) -> CheckpointContents:
     state = _read_state(path, manifest)
     for name, pieces in manifest.pieces_by_file.items():
         if name != STATE_FILE:
-            _open_checked_shard(path, name, manifest.files[name].bytes, pieces).close()
+            _check_shard(path, name, manifest.files[name].bytes, pieces)
     for tensor in manifest.tensors.values():
         check_tiling(tensor, f"{path / MANIFEST_FILE}")
     return CheckpointContents(path, manifest, state)
@@ -142,8 +137,8 @@ def _check_folder(path: Location) -> None:
     if not stat.S_ISDIR(mode):
         raise CheckpointError(f"{path}: not a folder; a checkpoint is a folder such as {step_folder_name(500)}")
     if not os.path.lexists(path / SEAL_FILE) and not os.path.lexists(path / MANIFEST_FILE):
-        found = find_checkpoints(path) or find_checkpoints(path / "checkpoints")  # a run folder keeps them there
-        inside = first_few([str(one.path.relative_to(path)) for one in found if isinstance(one.path, Path)])
+        checkpoints = find_checkpoints(path) or find_checkpoints(path / "checkpoints")  # a run folder keeps them there
+        inside = first_few([str(one.path.relative_to(path)) for one in checkpoints if isinstance(one.path, Path)])
         raise CheckpointError(
             f"{path}: not a unipar checkpoint: there is no {MANIFEST_FILE} in it"
             + (f"; name one of the checkpoints in it: {inside}" if inside else "")
@@ -154,7 +149,7 @@ def _check_address(address: Address) -> None:
     files = RemoteFolder(address)
     if files.has(SEAL_FILE):
         return
-    if inside := first_few([found.path.name for found in find_checkpoints(address)]):
+    if inside := first_few([checkpoint.path.name for checkpoint in find_checkpoints(address)]):
         raise CheckpointError(f"{address}: not a unipar checkpoint; name one of the checkpoints in it: {inside}")
     there = files.sizes()
     if step_of_folder(address.name) is not None and there:
@@ -185,22 +180,22 @@ def seal_of_manifest(data: bytes) -> bytes:
 def _check_file_set(path: Location, manifest: Manifest) -> None:
     """Raise CheckpointError unless the folder holds the files of the manifest and no other entry."""
     wanted = {MANIFEST_FILE, SEAL_FILE, *manifest.files}
-    found = set(RemoteFolder(path).sizes()) if isinstance(path, Address) else _files_on_disk(path)
-    if extra := sorted(found - wanted):
+    present = set(RemoteFolder(path).sizes()) if isinstance(path, Address) else _files_on_disk(path)
+    if extra := sorted(present - wanted):
         raise CheckpointError(f"{path / extra[0]}: not listed in {MANIFEST_FILE}; a checkpoint holds no other files")
-    if missing := sorted(wanted - found):
+    if missing := sorted(wanted - present):
         raise CheckpointError(f"{path / missing[0]}: missing, though {MANIFEST_FILE} lists it")
 
 
 def _files_on_disk(path: Path) -> set[str]:
     try:
-        found = {name for name in os.listdir(path) if name != SHARD_FOLDER}
+        files = {name for name in os.listdir(path) if name != SHARD_FOLDER}
         if stat.S_ISLNK((path / SHARD_FOLDER).lstat().st_mode):
             raise CheckpointError(f"{path / SHARD_FOLDER}: a symlink; a checkpoint holds none")
-        found |= {f"{SHARD_FOLDER}/{name}" for name in os.listdir(path / SHARD_FOLDER)}
+        files |= {f"{SHARD_FOLDER}/{name}" for name in os.listdir(path / SHARD_FOLDER)}
     except OSError as e:
         raise CheckpointError(f"{e.filename}: cannot be listed ({e.strerror})") from None
-    return found
+    return files
 
 
 def _read_state(path: Location, manifest: Manifest) -> dict[str, Any]:
@@ -219,20 +214,13 @@ def _read_state(path: Location, manifest: Manifest) -> dict[str, Any]:
     return state
 
 
-def _open_checked_shard(
-    path: Location, name: str, size: int, pieces: Mapping[str, tuple[StoredTensor, Region]]
-) -> ShardReader:
-    """Return a shard, open for reading; raise CheckpointError if it is not what the manifest says."""
+def _check_shard(path: Location, name: str, size: int, pieces: Mapping[str, tuple[StoredTensor, Region]]) -> None:
+    """Raise CheckpointError if a shard's size or header is not what the manifest says."""
     with open_stored_file(path, name) as file:  # its size first: a truncated file is best called so
         if file.bytes != size:
             raise CheckpointError(f"{file.called}: {file.bytes:,} bytes; {MANIFEST_FILE} says {size:,}")
-    shard = ShardReader(path, name)
-    try:
+    with ShardReader(path, name) as shard:
         _compare_header(shard, pieces)
-    except BaseException:
-        shard.close()
-        raise
-    return shard
 
 
 def _compare_header(shard: ShardReader, pieces: Mapping[str, tuple[StoredTensor, Region]]) -> None:

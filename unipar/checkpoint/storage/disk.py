@@ -93,8 +93,8 @@ class Disk:
 
     def free_bytes(self, path: Path) -> int:
         """Return how many bytes this user may still write to the file system of a folder."""
-        found = os.statvfs(path)
-        return found.f_bavail * found.f_frsize
+        volume = os.statvfs(path)
+        return volume.f_bavail * volume.f_frsize
 
     @contextmanager
     def lock(self, path: Path) -> Generator[None]:

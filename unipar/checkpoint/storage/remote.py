@@ -30,7 +30,7 @@ def open_file_system(address: Address) -> tuple[Any, str]:
             f"{address}: addresses need the package fsspec, which is not installed: {_INSTALL}"
         ) from None
     try:
-        found, path = fsspec.core.url_to_fs(str(address), use_listings_cache=False)  # Any: fsspec has no types
+        file_system, path = fsspec.core.url_to_fs(str(address), use_listings_cache=False)  # Any: fsspec has no types
     except ImportError as e:
         install = _INSTALL if address.protocol in _S3 else str(e)
         raise CheckpointError(
@@ -38,7 +38,7 @@ def open_file_system(address: Address) -> tuple[Any, str]:
         ) from None
     except ValueError as e:
         raise CheckpointError(f"{address}: {e}") from None
-    return found, str(path).rstrip("/")
+    return file_system, str(path).rstrip("/")
 
 
 TEMPORARY_FILE = ".tmp-"
@@ -91,20 +91,20 @@ class RemoteFolder:
         """Return the files below the folder with their sizes; none if there is no such folder."""
         with explain_store_errors(self.address, "listed"):
             try:
-                found: dict[str, Any] = self._files.find(self._path, detail=True)
+                entries: dict[str, Any] = self._files.find(self._path, detail=True)
             except (FileNotFoundError, NotADirectoryError):
                 return {}
         below = len(self._path) + 1
-        return {path[below:]: int(info["size"]) for path, info in found.items() if path.startswith(self._at(""))}
+        return {path[below:]: int(info["size"]) for path, info in entries.items() if path.startswith(self._at(""))}
 
     def names(self) -> list[str]:
         """Return the names of folders and files in the folder; none if there is no such folder."""
         with explain_store_errors(self.address, "listed"):
             try:
-                found: list[str] = self._files.ls(self._path, detail=False)
+                paths: list[str] = self._files.ls(self._path, detail=False)
             except (FileNotFoundError, NotADirectoryError):
                 return []
-        return sorted({path.rstrip("/").rpartition("/")[2] for path in found if path.startswith(self._at(""))})
+        return sorted({path.rstrip("/").rpartition("/")[2] for path in paths if path.startswith(self._at(""))})
 
     def has(self, name: str) -> bool:
         """Return whether there is a file."""
@@ -159,8 +159,8 @@ class RemoteFolder:
             return
         bucket, _, prefix = self._path.partition("/")
         with explain_store_errors(self.address, "cleared of unfinished uploads"):
-            found: dict[str, Any] = self._files.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/")
-            for upload in found.get("Uploads") or ():
+            listing: dict[str, Any] = self._files.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/")
+            for upload in listing.get("Uploads") or ():
                 which = {"Bucket": bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]}
                 self._files.call_s3("abort_multipart_upload", **which)
 

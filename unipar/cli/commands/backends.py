@@ -96,13 +96,13 @@ def _backend_row(name: str, probe: ImportProbe) -> BackendRow:
 
 def list_backends(*, as_json: bool = False) -> None:
     """Print all backends: a drawn table on a terminal, plain lines elsewhere, or JSON."""
-    found = rows()
+    backend_rows = rows()
     if as_json:
-        sys.stdout.write(json.dumps([asdict(row) for row in found], indent=2) + "\n")
+        sys.stdout.write(json.dumps([asdict(row) for row in backend_rows], indent=2) + "\n")
     elif sys.stdout.isatty():
-        _draw_backends(found)
+        _draw_backends(backend_rows)
     else:
-        sys.stdout.write(format_backends(found) + "\n")
+        sys.stdout.write(format_backends(backend_rows) + "\n")
 
 
 def format_backends(rows: list[BackendRow]) -> str:

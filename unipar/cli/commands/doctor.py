@@ -157,8 +157,8 @@ def check_gpus(build: str, devices: list[str], *, driver: bool) -> MachineCheck:
         )
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        said = f"torch sees none with CUDA_VISIBLE_DEVICES={visible!r}"
-        return MachineCheck("GPUs", "warn", said, "unset CUDA_VISIBLE_DEVICES")
+        finding = f"torch sees none with CUDA_VISIBLE_DEVICES={visible!r}"
+        return MachineCheck("GPUs", "warn", finding, "unset CUDA_VISIBLE_DEVICES")
     return MachineCheck(
         "GPUs", "warn", f"there is an NVIDIA driver, but torch for {build} sees no GPU", "update the driver"
     )
@@ -203,6 +203,6 @@ def _draw_rows(rows: Sequence[tuple[str, str, str]]) -> None:
 
     style = {"ok": "green", "warn": "yellow", "fail": "bold red"}
     drawn = Table.grid(padding=(0, 2))
-    for status, name, found in rows:
-        drawn.add_row(Text(status, style=style.get(status, "")), name, Text(found, style="" if status else "bold"))
+    for status, name, finding in rows:
+        drawn.add_row(Text(status, style=style.get(status, "")), name, Text(finding, style="" if status else "bold"))
     Console().print(drawn)

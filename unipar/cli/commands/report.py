@@ -84,15 +84,15 @@ def print_runs(
     """
     from unipar.results.run_list import list_runs
 
-    found = list_runs(folder)
+    entries = list_runs(folder)
     if as_json:
-        typer.echo(json.dumps([asdict(entry) for entry in found], indent=2))
-    elif not found:
+        typer.echo(json.dumps([asdict(entry) for entry in entries], indent=2))
+    elif not entries:
         typer.echo(f"{folder} holds no runs")
     elif sys.stdout.isatty():
-        draw_runs(found)
+        draw_runs(entries)
     else:
-        typer.echo(format_runs(found))
+        typer.echo(format_runs(entries))
 
 
 _FOLDED = ("run", "strategy")

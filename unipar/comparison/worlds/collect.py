@@ -15,19 +15,20 @@ from unipar.errors import ReportError, UniparError
 from unipar.report.build import try_write_page, write_html
 from unipar.report.pages.scaling_page import render_scaling
 from unipar.results.comparison import Comparison
-from unipar.results.result_files import nested_mapping, original_config_path, parse_comparison, read_mapping
+from unipar.results.result_files import original_config_path, parse_comparison, read_mapping
 from unipar.results.row import StrategyResult
 from unipar.results.scaling import ScaledStrategy, Scaling
 from unipar.run_folder.layout import PAGE_FILE_NAME
+from unipar.utils.mappings import nested_mapping
 from unipar.utils.text import count_of
 
 
 def collect_worlds(out: Path) -> Scaling:
     """Return the scaling of the comparisons in OUT/worlds/world-N, and write its files and page to OUT/worlds."""
     folder = out / "worlds"
-    found = {ranks: _read_world(at) for ranks, at in _world_folders(folder)}
-    waiting = [str(ranks) for ranks, one in found.items() if one is None]
-    ended = {ranks: one for ranks, one in found.items() if one is not None}
+    by_ranks = {ranks: _read_world(at) for ranks, at in _world_folders(folder)}
+    waiting = [str(ranks) for ranks, one in by_ranks.items() if one is None]
+    ended = {ranks: one for ranks, one in by_ranks.items() if one is not None}
     if len(ended) < 2:
         raise ReportError(
             f"{folder} holds the results of {count_of(len(ended), 'number')} of ranks; a scaling needs two or more "
@@ -59,9 +60,9 @@ def collect_worlds(out: Path) -> Scaling:
         unwatched=first.unwatched,
         interrupted=any(one.interrupted for one, _, _ in ended.values()),
         wrong=tuple(
-            f"{count_of(ranks, 'rank')}: {said}"
+            f"{count_of(ranks, 'rank')}: {sentence}"
             for ranks, (one, _, _) in ended.items()
-            for said in describe_comparison_errors(one)
+            for sentence in describe_comparison_errors(one)
         ),
         versions=nested_mapping(of, "versions"),
         machine=nested_mapping(of, "machine"),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from pydantic import PositiveInt, model_validator
 
@@ -41,14 +41,6 @@ class BatchSizes:
     ranks: int
     tokens: TokenLimits | None = None
     """Limits if the batch is counted in tokens; None: it is counted in samples."""
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Return the sizes from the fields of a JSON object."""
-        fields = dict(data)
-        if fields.get("tokens") is not None:
-            fields["tokens"] = TokenLimits(**fields["tokens"])
-        return cls(**fields)
 
     @property
     def unit(self) -> Literal["samples", "tokens"]:
@@ -194,8 +186,8 @@ class Batch(Section):
                 )
             return self
         if self.total is None and (self.micro is None or self.accumulate is None):
-            given = {k: v for k, v in (("micro", self.micro), ("accumulate", self.accumulate)) if v}
-            text = ", ".join(f"{k}: {v}" for k, v in given.items()) or "none"
+            numbers = {k: v for k, v in (("micro", self.micro), ("accumulate", self.accumulate)) if v}
+            text = ", ".join(f"{k}: {v}" for k, v in numbers.items()) or "none"
             raise ValueError(f"two of total, micro and accumulate are needed (or total alone); given: {text}")
         return self
 

@@ -144,11 +144,11 @@ class Strategy:
                 f"where shard is one of {', '.join(SHARDS)} (a bare backend means /nothing)"
                 f"{did_you_mean(shard, SHARDS) if shard not in SHARDS else ''}"
             )
-        given: dict[str, Any] = {}
+        axis_sizes: dict[str, Any] = {}
         variants: list[str] = []
         for word in words:
-            if found := _AXIS_WORD.fullmatch(word):
-                key, value = found[1], int(found[2])
+            if match := _AXIS_WORD.fullmatch(word):
+                key, value = match[1], int(match[2])
             elif word in SCHEDULES:
                 key, value = "schedule", word
             elif word == "sequence":
@@ -156,10 +156,10 @@ class Strategy:
             else:
                 variants.append(word)
                 continue
-            if key in given:
+            if key in axis_sizes:
                 raise ConfigError(f"{text!r} is not a strategy: it says {key} twice; say it once")
-            given[key] = value
-        axes = Axes(**given)
+            axis_sizes[key] = value
+        axes = Axes(**axis_sizes)
         if 0 in (axes.tensor, axes.pipeline, axes.context):
             raise ConfigError(f"{text!r} is not a strategy: a size is at least 1")
         if (why := idle_words(axes)) is not None:

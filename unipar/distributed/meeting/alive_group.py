@@ -52,8 +52,8 @@ def _place_in_group(store: dist.Store) -> Place:
     torch_module: Any = sys.modules["torch.distributed"]
     rank, size = torch_module.get_rank(), torch_module.get_world_size()
     name = f"unipar/where/{len(_places)}"
-    told = decide_together(store, rank, size, name, machine_key(), _count_on_machines, _SECONDS_TO_MEET)
-    local_rank, local_size = json.loads(told)[rank]
+    answer = decide_together(store, rank, size, name, machine_key(), _count_on_machines, _SECONDS_TO_MEET)
+    local_rank, local_size = json.loads(answer)[rank]
     return Place(
         rank=rank,
         size=size,

@@ -70,9 +70,9 @@ class Links:
                 store.set(f"{key}/{rank}", f"{listener.getsockname()[1]} {word}")
             if above is not None:
                 late = f"rank {rank} waited {3 * CONNECT_SECONDS:g} s for rank {above} to open a port"
-                port, said = wait_for_key(store, f"{key}/{above}", time.monotonic() + 3 * CONNECT_SECONDS, late).split()
+                port, echo = wait_for_key(store, f"{key}/{above}", time.monotonic() + 3 * CONNECT_SECONDS, late).split()
                 self.parent = RankLink(failed.enter_context(self._connect(above, int(port))), above)
-                self._send(self.parent, {"rank": rank, "word": said})
+                self._send(self.parent, {"rank": rank, "word": echo})
             if listener is not None:
                 self.children = _accept(listener, word, len(below), failed)
             failed.pop_all()
@@ -124,8 +124,8 @@ class Links:
                 for message, _ in link.messages():  # that have come with the first one
                     on_message(link, message)
             while not self._closing:
-                for found, _ in selector.select():
-                    link: RankLink | None = found.data
+                for key, _ in selector.select():
+                    link: RankLink | None = key.data
                     if link is not None and not self._read_link(link, on_message, on_loss):
                         selector.unregister(link.connection)
 

@@ -49,7 +49,7 @@ class MachineWatch:
         self._links.set_patience(silence)
         self._tree.begin_watch(self._launch, self)
 
-    def told(self, link: RankLink, message: dict[str, Any]) -> None:
+    def take(self, link: RankLink, message: dict[str, Any]) -> None:
         """Learn of a failure from a rank that this one is linked to."""
         if "cause" in message:
             self._learn(message["cause"])

@@ -79,26 +79,26 @@ def _serve(host: str, port: int, place: Place, listener: int, patience: timedelt
 
 def _connect(place: Place, host: str, port: int, patience: timedelta) -> dist.Store:
     """Return a connection to rank 0's store; a program that took the port and says nothing is no reason to wait."""
-    found: list[dist.Store | RuntimeError] = []
+    outcomes: list[dist.Store | RuntimeError] = []
 
     def connect() -> None:
         try:
-            found.append(dist.TCPStore(host, port, place.size, False, patience, wait_for_workers=False))
+            outcomes.append(dist.TCPStore(host, port, place.size, False, patience, wait_for_workers=False))
         except RuntimeError as e:
-            found.append(e)
+            outcomes.append(e)
 
     # In a thread, as torch waits for the first answer without a limit.
     thread = threading.Thread(target=connect, name="unipar-connect", daemon=True)
     thread.start()
     thread.join(patience.total_seconds() + _FOR_AN_ANSWER)
-    if not found:
+    if not outcomes:
         limit = "launch.rendezvous_timeout" if place.several_machines else "launch.timeout"
         raise WorldMismatch(
             f"rank {place.rank} on {socket.gethostname()} is connected to {with_port(host, port)}, but what listens "
             f"there has not answered within {patience.total_seconds():g} s ({limit}): it is not rank 0 but another "
             "program; give the launcher another port, or set MASTER_ADDR and MASTER_PORT yourself"
         )
-    if isinstance(store := found[0], RuntimeError):
+    if isinstance(store := outcomes[0], RuntimeError):
         if not place.several_machines:
             raise store
         raise WorldMismatch(

@@ -108,12 +108,12 @@ def _await_letters(store: dist.Store, size: int, session: str, mine: Presence, p
     """Return what each other rank says of itself, once all have confirmed that they know the session."""
     came: dict[int, Presence] = {}
     confirmed: set[int] = set()
-    seen, until, pause = 0, time.monotonic() + patience, 0.002
+    last_number, until, pause = 0, time.monotonic() + patience, 0.002
     coming: list[int] = []
     while len(confirmed) < size - 1:
         numbered = store.add(_LETTERS, 0)
-        coming += range(seen + 1, numbered + 1)
-        seen = numbered
+        coming += range(last_number + 1, numbered + 1)
+        last_number = numbered
         letters = _read_letters(store, coming)
         if not letters:
             if time.monotonic() > until:
@@ -236,12 +236,12 @@ def decide_together(
     store.set(f"{name}/{rank}", mine)
     if rank:
         sentence = f"rank {rank} waited {patience:g} s for rank 0, which has ended or hangs; its log may say why"
-        told: dict[str, str] = json.loads(wait_for_key(store, f"{name}/told", until, sentence))
-        return result_of(told)
+        answer: dict[str, str] = json.loads(wait_for_key(store, f"{name}/told", until, sentence))
+        return result_of(answer)
 
     def judged() -> str:
         keys = [f"{name}/{one}" for one in range(size)]
         _await_all(store, keys, until, patience)
         return judge([text.decode() for text in store.multi_get(keys)])
 
-    return tell_result(judged, lambda told: store.set(f"{name}/told", json.dumps(told)))
+    return tell_result(judged, lambda answer: store.set(f"{name}/told", json.dumps(answer)))

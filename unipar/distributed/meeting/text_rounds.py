@@ -96,14 +96,14 @@ class StoreRounds:
         if self._rank:
             self._send(f"{self._rank}", mine)
             self._await([self._key("all", "parts")])
-            told = json.loads(self._read("all"))
+            answer = json.loads(self._read("all"))
         else:
             judged = partial(judge, [mine, *self._read_others()])
-            told = {"result": tell_result(judged, lambda told: self._send("all", json.dumps(told)))}
+            answer = {"result": tell_result(judged, lambda answer: self._send("all", json.dumps(answer)))}
         if self._round > 2:  # all ranks have read it: they have sent their next text since
             for key in self._sent.pop(self._round - 2, ()):
                 self._store.delete_key(key)
-        return result_of(told)
+        return result_of(answer)
 
     def _key(self, whose: str | int, part: int | str) -> str:
         return f"{self._name}/{self._round}/{whose}/{part}"

@@ -33,7 +33,7 @@ _FAILED_KEY: Final = "links/failed"
 class LinkWatch(Protocol):
     """Part of a watch that the tree tells of failures."""
 
-    def told(self, link: RankLink, message: dict[str, Any]) -> None:
+    def take(self, link: RankLink, message: dict[str, Any]) -> None:
         """Take a message of its launch."""
         ...
 
@@ -92,7 +92,7 @@ class RankTree:
             if "over" in message:
                 self._over.add((launch, link.rank))
             elif self._watch is not None and self._watch[0] == launch:
-                self._watch[1].told(link, message)
+                self._watch[1].take(link, message)
             elif launch not in self._ended:
                 self._early.append((link, message))
 
@@ -113,7 +113,7 @@ class RankTree:
             early, self._early = self._early, []
             for link, message in early:
                 if message["launch"] == launch:
-                    watch.told(link, message)
+                    watch.take(link, message)
             for link in self.links.all:
                 if link.rank in self._lost:
                     watch.lost(link, self._lost[link.rank])
@@ -154,7 +154,7 @@ class RankTree:
             return self._pass_on(name, began, patience, waiting)
         return tell_result(
             lambda: judge(self._texts(ranks, lost, patience)),
-            lambda told: self.links.send_down({"round": name, **told}),
+            lambda answer: self.links.send_down({"round": name, **answer}),
         )
 
     def tell(self, name: str, text: str | None, patience: float = math.inf) -> str:
@@ -208,14 +208,14 @@ class RankTree:
         assert self.links.parent is not None
         above = self.links.parent.rank
         try:
-            told = self._await(name, above, began + patience + _SECONDS_TO_HEAR, waiting)
+            answer = self._await(name, above, began + patience + _SECONDS_TO_HEAR, waiting)
         except TimeoutError:
             sentence = f"rank {self._rank} waited {patience:g} s for rank 0, which has ended or hangs"
-            told = {"round": name, "error": f"{sentence}; its log may say why", "kind": WorldMismatch.__name__}
+            answer = {"round": name, "error": f"{sentence}; its log may say why", "kind": WorldMismatch.__name__}
         except _LinkLost:
-            told = {"round": name, "error": self._loss(above), "kind": WorldMismatch.__name__}
-        self.links.send_down(told)
-        return result_of(told)
+            answer = {"round": name, "error": self._loss(above), "kind": WorldMismatch.__name__}
+        self.links.send_down(answer)
+        return result_of(answer)
 
     def _await(self, name: str, rank: int, until: float, waiting: Callable[[], None] | None) -> dict[str, Any]:
         """Return what a neighbour sends; raise TimeoutError, or _LinkLost if it never will."""
@@ -249,10 +249,10 @@ class RankTree:
 
 def joined_runs(runs: Sequence[int]) -> list[int]:
     """Return runs of ranks, each a first one and a number, in order, with those that follow one another in one."""
-    found: list[int] = []
+    joined: list[int] = []
     for first, number in sorted(zip(runs[::2], runs[1::2], strict=True)):
-        if found and found[-2] + found[-1] == first:
-            found[-1] += number
+        if joined and joined[-2] + joined[-1] == first:
+            joined[-1] += number
         else:
-            found += [first, number]
-    return found
+            joined += [first, number]
+    return joined

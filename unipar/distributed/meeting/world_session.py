@@ -130,11 +130,11 @@ def link_all(tree: RankTree, place: Place, machines: WorldMachines | None, patie
         return json.dumps(machines.to_json())
 
     try:
-        told = tree.decide("linked", json.dumps([place.launcher, place.local_size]), judge, patience)
+        answer = tree.decide("linked", json.dumps([place.launcher, place.local_size]), judge, patience)
     except WorldMismatch:
         tree.close()
         raise
-    tree.machines = WorldMachines.from_json(json.loads(told))
+    tree.machines = WorldMachines.from_json(json.loads(answer))
     return tree.machines
 
 

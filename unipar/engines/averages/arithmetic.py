@@ -24,9 +24,9 @@ def move_towards(pairs: Iterable[Pair], share: float | Tensor) -> None:
     Three operations, each of which rounds once: what a fused one, such as lerp, rounds depends on how it was compiled.
     """
     for averages, weights in _bundles(pairs):
-        apart = [weight - average for average, weight in zip(averages, weights, strict=True)]
-        torch._foreach_mul_(apart, share)  # pyright: ignore[reportPrivateUsage]
-        torch._foreach_add_(averages, apart)  # pyright: ignore[reportPrivateUsage]
+        differences = [weight - average for average, weight in zip(averages, weights, strict=True)]
+        torch._foreach_mul_(differences, share)  # pyright: ignore[reportPrivateUsage]
+        torch._foreach_add_(averages, differences)  # pyright: ignore[reportPrivateUsage]
 
 
 @torch.no_grad()

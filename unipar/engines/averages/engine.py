@@ -47,7 +47,8 @@ class AveragingEngine(DelegatingEngine):
         self._steps: int | Tensor = 0
         self._updates: int | Tensor = 0
         self._averages = {
-            (piece.name, piece.where): _Average(piece.shape, _average_of(piece)) for piece in self._weights()
+            (piece.name, piece.where): _Average(piece.shape, _first_average(piece))
+            for piece in self.inner.full_weights()
         }
         self._in_place = False
 
@@ -104,7 +105,7 @@ class AveragingEngine(DelegatingEngine):
     def restore(self, read: Read) -> None:
         self.inner.restore(read)
         self._steps = self._updates = 0
-        for piece in self._weights():
+        for piece in self.inner.full_weights():
             average = self._averages[piece.name, piece.where].tensor
             if read.has(piece.name, KIND_OF_AVERAGES):
                 read.fill(average, piece.name, KIND_OF_AVERAGES, piece.where)
@@ -126,11 +127,8 @@ class AveragingEngine(DelegatingEngine):
         for (name, _), average in self._averages.items():
             yield Holding("averages", name, average.tensor)
 
-    def _weights(self) -> Iterator[Piece]:
-        return self.inner.full_weights()
-
     def _pairs(self) -> Iterator[Pair]:
-        for piece in self._weights():
+        for piece in self.inner.full_weights():
             yield self._averages[piece.name, piece.where].tensor, piece.tensor
 
     def _exchange(self) -> None:
@@ -151,8 +149,8 @@ def without_counts(saved: Mapping[str, float]) -> dict[str, float]:
 
 
 @torch.no_grad()
-def _average_of(weight: Piece) -> Tensor:
-    """Return an average that begins as the weight is, contiguous; raise TaskError if its dtype would lose updates."""
+def _first_average(weight: Piece) -> Tensor:
+    """Return a weight's average before the first step, a copy; raise TaskError if its dtype would lose updates."""
     if weight.tensor.dtype.itemsize < torch.float32.itemsize:
         raise TaskError(
             f"train.ema is not available here: {weight.name} is updated in {str(weight.tensor.dtype)[6:]}, in which a "

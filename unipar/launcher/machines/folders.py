@@ -33,7 +33,7 @@ _SECONDS_IF_SHARED: Final = 60.0
 
 @contextmanager
 def run_folder_on_all_machines(plan: PreparedRun, session: Session) -> Generator[PreparedRun]:
-    """Context manager: the run in rank 0's folder, or in one of this machine's own; `apart` are its ranks.
+    """Context manager: the run in rank 0's folder, or in this machine's own, with its `remote_ranks`.
 
     Which machines see rank 0's folder is found by looking for a file in it with a random name.
     """
@@ -46,17 +46,17 @@ def run_folder_on_all_machines(plan: PreparedRun, session: Session) -> Generator
             if rank == 0:
                 placed = _create(plan, tree, name, stack)
             else:
-                told = json.loads(tree.tell(f"{name}/first", None, patience))
-                if "out" in told:  # else rank 0 has failed
-                    placed, mine["apart"] = _find_or_mirror(plan, session, name, told, stack)
+                facts = json.loads(tree.tell(f"{name}/first", None, patience))
+                if "out" in facts:  # else rank 0 has failed
+                    placed, mine["apart"] = _find_or_mirror(plan, session, name, facts, stack)
         except UniparError as e:
             where = f"{session.machines.of(rank)}: " if rank else ""
             mine |= {"error": f"{where}{e}", "kind": type(e).__name__}
-        apart = session.decide(name, json.dumps(mine), _judge_folders, patience)
+        answer = session.decide(name, json.dumps(mine), _judge_folders, patience)
         if rank == 0:
             for mark in placed.out.glob(f"{MARK_PREFIX}*"):
                 mark.unlink(missing_ok=True)
-        yield replace(placed, remote_ranks=tuple(json.loads(apart)))
+        yield replace(placed, remote_ranks=tuple(json.loads(answer)))
 
 
 def _judge_folders(texts: list[str]) -> str:
@@ -70,18 +70,18 @@ def _judge_folders(texts: list[str]) -> str:
 
 def _create(plan: PreparedRun, tree: RankTree, name: str, stack: ExitStack) -> PreparedRun:
     """Create rank 0's run folder and tell the others where it is, and what its files say."""
-    told: dict[str, str] = {}
+    sent: dict[str, str] = {}
     try:
         placed = stack.enter_context(plan.create_folder())
         out, attempts = placed.out.resolve(), attempts_path(placed.out)
         token = secrets.token_hex(8)
         with folder.explain_write_errors(out):
             (out / f"{MARK_PREFIX}{token}").touch()
-        told = {"out": str(out), "token": token, **{name: (out / name).read_text("utf-8") for name in folder.RUN_FILES}}
-        told["attempts"] = attempts.read_text("utf-8") if attempts.exists() else ""
+        sent = {"out": str(out), "token": token, **{name: (out / name).read_text("utf-8") for name in folder.RUN_FILES}}
+        sent["attempts"] = attempts.read_text("utf-8") if attempts.exists() else ""
         return placed
     finally:
-        tree.tell(f"{name}/first", json.dumps(told))
+        tree.tell(f"{name}/first", json.dumps(sent))
 
 
 def _find_or_mirror(

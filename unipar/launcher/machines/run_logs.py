@@ -33,9 +33,9 @@ def exchange_run_logs(world: World, run: Path, remote_ranks: Collection[int]) ->
                 _write(run, other, packed)
         return _packed(run, 0)
 
-    told = open_rounds(world, world.key("run_logs"))(_packed(run, rank) if sends else "", judge)
+    answer = open_rounds(world, world.key("run_logs"))(_packed(run, rank) if sends else "", judge)
     if rank in remote_ranks and leads:
-        _write(run, 0, told)
+        _write(run, 0, answer)
 
 
 def _packed(run: Path, rank: int) -> str:

@@ -122,9 +122,9 @@ def _check_numbers(config: Config, session: Session) -> None:
         return
     most = max(len(machine.ranks) for machine in machines.all)
     if len(machines.all) != wanted.nodes:
-        told = f"machines.nodes: {wanted.nodes}, and {session.place.launcher} has started ranks on "
+        text = f"machines.nodes: {wanted.nodes}, and {session.place.launcher} has started ranks on "
         raise WorldMismatch(
-            f"{told}{machines.describe_number()} ({machines}): start it on {wanted.nodes}, or change machines.nodes"
+            f"{text}{machines.describe_number()} ({machines}): start it on {wanted.nodes}, or change machines.nodes"
         )
     if isinstance(wanted.ranks_per_node, int) and most != wanted.ranks_per_node:
         raise WorldMismatch(

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from pydantic import TypeAdapter
+
 from unipar.backend import Backend, checks
 from unipar.backend.offered_strategies import strategy_of
 from unipar.backend.registry import find_backend
@@ -87,11 +89,7 @@ class ChosenMicro:
     def of_run(cls, run: Path) -> Self | None:
         """Return the choice of the run in this folder, or None if it has none."""
         data: dict[str, Any] | None = read_launch_file(run).get("micro")
-        if data is None:
-            return None
-        trials = tuple(MicroTrial(**trial) for trial in data["trials"])
-        read: dict[str, Any] = {**data, "worlds": tuple(data["worlds"]), "trials": trials}
-        return cls(**read)
+        return None if data is None else TypeAdapter(cls).validate_python(data)
 
 
 def name_of_world(strategy: Strategy, ranks: int) -> str:
@@ -181,10 +179,10 @@ def explain_auto(source: ConfigSource, ranks: int) -> tuple[Config, dict[str, tu
     backend, strategy = find_backend(config.backend), strategy_of(config)
     sizes = list_candidates(config, backend, strategy, ranks // strategy.axes.ranks)
     run = newest_run_folder(source.out, alone=config.out is not None)
-    found = ChosenMicro.of_run(run) if run is not None else None
-    if found is not None and found.micro in sizes:
-        why = f"{origin}; auto: found for {run}, {found.says}"
-        return with_micro(config, found.micro), {"batch.micro": (found.micro, why)}
+    chosen = ChosenMicro.of_run(run) if run is not None else None
+    if chosen is not None and chosen.micro in sizes:
+        why = f"{origin}; auto: found for {run}, {chosen.says}"
+        return with_micro(config, chosen.micro), {"batch.micro": (chosen.micro, why)}
     among = f"{origin}; one of {', '.join(map(str, sizes))}, found by trial when the run starts"
     follows = "derived: total / (micro x data), when micro is found"
     return with_micro(config, sizes[0]), {"batch.micro": ("auto", among), "batch.accumulate": ("auto", follows)}

@@ -37,18 +37,18 @@ def choose_microbatch(worlds: Sequence[CandidateWorld], code: TrialCode, limit: 
         best, agreed, left = sizes[-1], set[str](), list(worlds)
         error: UniparError | None = None
         while world := next((w for w in left if w.name not in agreed), None):
-            found = _largest_in(
+            largest = _largest_in(
                 world, [n for n in sizes if n <= best], planned[world.name], limit, trials, bool(agreed)
             )
-            if found is None:
+            if largest is None:
                 left.remove(world)
                 plan = planned[world.name]
                 error = error or trials.explain_lack(world, None if isinstance(plan, str) else min(plan.values()))
                 if len(worlds) > 1:
                     say(f"{PREFIX}: nothing fits in {world.name}, which has no part in the choice")
                 continue
-            if found < best:  # the others must be able to run it as well
-                best, agreed = found, set()
+            if largest < best:  # the others must be able to run it as well
+                best, agreed = largest, set()
             agreed.add(world.name)
         if not left:
             assert error is not None

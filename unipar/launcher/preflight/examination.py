@@ -70,7 +70,7 @@ def examine_across(
     with ExitStack() as stack:
         examiner = _Examiner(place, source, config, stack)
         session, rank = examiner.session, place.rank
-        told = decide_together(
+        answer = decide_together(
             session.store,
             rank,
             place.size,
@@ -81,7 +81,7 @@ def examine_across(
             ),
             _SECONDS_FOR_ALL,
         )
-        outcome = EXAMINATION.validate_json(told)
+        outcome = EXAMINATION.validate_json(answer)
         if rank == 0:
             show(outcome)
         _leave(session.store, rank, place.size)
@@ -148,10 +148,10 @@ class _Examiner:
 
     def _decide(self, name: str, mine: dict[str, bool]) -> list[bool]:
         """Return for each of the values whether it is true on all machines."""
-        told = decide_together(
+        answer = decide_together(
             self.session.store, self._index, self._number, name, json.dumps(mine), _all_true, _SECONDS_FOR_ALL
         )
-        return list(json.loads(told).values())
+        return list(json.loads(answer).values())
 
     def _with_all_reduce(self, network: NetworkFacts, interface: str | None) -> NetworkFacts:
         interface = interface if self._chosen or "GLOO_SOCKET_IFNAME" not in os.environ else None
@@ -204,9 +204,9 @@ def judge_meeting_point(place: Place) -> Sequence[MachineCheck]:
     first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text("ascii").split())
     if not first <= port <= last:
         return [MachineCheck("meeting point", "ok", f"port {port} was free")]
-    found = f"port {port} is one that the system gives to any connection ({first} to {last})"
+    finding = f"port {port} is one that the system gives to any connection ({first} to {last})"
     remedy = f"choose one below {first} (MASTER_PORT, --master-port): it may be taken when the run starts"
-    return [MachineCheck("meeting point", "warn", found, remedy)]
+    return [MachineCheck("meeting point", "warn", finding, remedy)]
 
 
 def _leave(store: dist.Store, rank: int, size: int) -> None:

@@ -104,16 +104,17 @@ def find_missing_interface(chosen: str | None, peer: str) -> str:
 
 def collect_facts(interface: str | None, missing_interface: str, config: ConfigFacts | None) -> MachineFacts:
     """Return the facts of this machine, whose ranks have met; imports torch and no other library."""
+    from unipar.distributed.device import list_device_names, transport_version
+
     lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
     flags = {flag for line in lines if line.startswith(("flags", "Features")) for flag in line.split(":")[1].split()}
-    gpus, nccl = _devices_of_torch()
-    versions = installed_versions(backend_names()) | nccl | _driver_version()
+    versions = installed_versions(backend_names()) | transport_version() | _driver_version()
     versions["python"] = versions["python"].rpartition(".")[0]
     return MachineFacts(
         versions=versions,
         cpu=machine_summary()["cpu"],
         instructions=[flag for flag in _INSTRUCTIONS if flag in flags],
-        gpus=gpus,
+        gpus=list_device_names(),
         own_address=_own_address(),
         interface=interface or "",
         mtu=None if interface is None else mtu_of_interface(interface),
@@ -130,17 +131,11 @@ def _limits() -> Iterator[MachineCheck]:
     yield check_shared_memory(Path("/dev/shm"))
 
 
-def _devices_of_torch() -> tuple[list[str], dict[str, str]]:
-    from unipar.distributed.device import list_device_names, transport_version
-
-    return list_device_names(), transport_version()
-
-
 def _driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> dict[str, str]:
     if not file.exists():
         return {}
-    found = re.search(r"\b(\d+\.\d+(\.\d+)?)\b", file.read_text("utf-8", "replace"))
-    return {"CUDA driver": found[1]} if found else {}
+    match = re.search(r"\b(\d+\.\d+(\.\d+)?)\b", file.read_text("utf-8", "replace"))
+    return {"CUDA driver": match[1]} if match else {}
 
 
 def _own_address() -> str:

@@ -104,13 +104,13 @@ def _judge_configs(machines: Sequence[ExaminedMachine]) -> Iterator[MachineCheck
     for error in dict.fromkeys(config.error for _, config in broken):
         names = _names([machine.name for machine, config in broken if config.error == error])
         everywhere = len(broken) == len(machines) and len({config.error for _, config in broken}) == 1
-        found = error if everywhere else f"{names}: {error}"
-        yield MachineCheck("config", "fail", found, "correct it" if everywhere else _SAME_FILES)
-    whole = [(machine, config) for machine, config in configs if not config.error]
-    if len(whole) < 2:
+        finding = error if everywhere else f"{names}: {error}"
+        yield MachineCheck("config", "fail", finding, "correct it" if everywhere else _SAME_FILES)
+    valid = [(machine, config) for machine, config in configs if not config.error]
+    if len(valid) < 2:
         return
-    sections = [(machine.name, config.sections) for machine, config in whole]
-    code = [(machine.name, config.code) for machine, config in whole]
+    sections = [(machine.name, config.sections) for machine, config in valid]
+    code = [(machine.name, config.code) for machine, config in valid]
     differing = [
         *(("config", sentence) for sentence in _other_digests("the config's section {}", sections)),
         *(("code", sentence) for sentence in _other_digests("the file {}", code)),
@@ -137,11 +137,11 @@ def _judge_versions(machines: Sequence[ExaminedMachine]) -> Iterator[MachineChec
         if not _differ(versions):
             same.append(f"{name} {versions[0]}")
             continue
-        found = describe_values(machines, lambda machine: machine.facts.versions.get(name, "missing"))  # noqa: B023
+        finding = describe_values(machines, lambda machine: machine.facts.versions.get(name, "missing"))  # noqa: B023
         remedy = "install one version on all machines"
         if name not in needed:
             remedy += ", if the run needs it"
-        yield MachineCheck(name, "fail" if name in needed else "warn", found, remedy)
+        yield MachineCheck(name, "fail" if name in needed else "warn", finding, remedy)
     if same:
         yield MachineCheck("versions", "ok", ", ".join(same))
 
@@ -160,15 +160,15 @@ def _judge_devices(machines: Sequence[ExaminedMachine]) -> Iterator[MachineCheck
         kind, _, index = config.device.partition(":")
         if kind not in ("", "cpu") and (gpus < wanted if not index else gpus <= int(index)):
             asked = f"device: {config.device}" + ("" if index else f" for {count_of(wanted, 'rank')}")
-            found = f"{machine.name}: {asked}, and torch sees {count_of(gpus, 'GPU')} there"
-            yield MachineCheck("device", "fail", found, "leave that machine out, or set device: cpu")
+            finding = f"{machine.name}: {asked}, and torch sees {count_of(gpus, 'GPU')} there"
+            yield MachineCheck("device", "fail", finding, "leave that machine out, or set device: cpu")
     devices = [config.device for _, config in _configs(machines) if config.device]
     if devices and _differ(devices):
-        found = describe_values(machines, lambda m: (m.facts.config.device if m.facts.config else "") or "unknown")
-        yield MachineCheck("device", "fail", found, "set device: cpu or cuda, or leave the odd machine out")
+        finding = describe_values(machines, lambda m: (m.facts.config.device if m.facts.config else "") or "unknown")
+        yield MachineCheck("device", "fail", finding, "set device: cpu or cuda, or leave the odd machine out")
     if _differ([machine.facts.gpus for machine in machines]):
-        found = describe_values(machines, lambda machine: _describe_gpus(machine.facts.gpus))
-        yield MachineCheck("GPUs", "warn", found, "the slowest GPU sets the pace: take equal machines")
+        finding = describe_values(machines, lambda machine: _describe_gpus(machine.facts.gpus))
+        yield MachineCheck("GPUs", "warn", finding, "the slowest GPU sets the pace: take equal machines")
     else:
         yield MachineCheck("GPUs", "ok", _describe_gpus(machines[0].facts.gpus))
 
@@ -180,15 +180,15 @@ def _describe_gpus(names: Sequence[str]) -> str:
 
 def _judge_processors(machines: Sequence[ExaminedMachine]) -> Iterator[MachineCheck]:
     if _differ([machine.facts.instructions for machine in machines]):
-        found = describe_values(machines, lambda machine: " ".join(machine.facts.instructions) or "no vectors")
+        finding = describe_values(machines, lambda machine: " ".join(machine.facts.instructions) or "no vectors")
         remedy = (
             "code compiled on one may end with SIGILL on another: set TORCH_EXTENSIONS_DIR to a folder of each "
             "machine's own, such as /tmp/compiled"
         )
-        yield MachineCheck("CPU", "warn", found, remedy)
+        yield MachineCheck("CPU", "warn", finding, remedy)
     elif _differ([machine.facts.cpu for machine in machines]):
-        found = describe_values(machines, lambda machine: machine.facts.cpu)
-        yield MachineCheck("CPU", "warn", found, "the slowest sets the pace: take equal machines where it matters")
+        finding = describe_values(machines, lambda machine: machine.facts.cpu)
+        yield MachineCheck("CPU", "warn", finding, "the slowest sets the pace: take equal machines where it matters")
     else:
         yield MachineCheck("CPU", "ok", "CPU")
 
@@ -200,11 +200,11 @@ def _judge_clocks(machines: Sequence[ExaminedMachine]) -> Iterator[MachineCheck]
         if abs(ahead) > _MOST_SECONDS_APART + machine.network.uncertainty:
             wrong = True
             way = "ahead of" if ahead > 0 else "behind"
-            found = f"{machine.name} is {format_duration(abs(ahead))} {way} {machines[0].name}"
+            finding = f"{machine.name} is {format_duration(abs(ahead))} {way} {machines[0].name}"
             remedy = "set it by a time service (timedatectl set-ntp true, or chronyd): times in logs do not compare"
             if abs(ahead) > _MOST_SECONDS_OF_C10D:
                 remedy += ", and torchrun --rdzv-backend c10d takes the other machine for dead and never starts"
-            yield MachineCheck("clock", "warn", found, remedy)
+            yield MachineCheck("clock", "warn", finding, remedy)
     if not wrong:
         most = max(abs(machine.network.ahead) + machine.network.uncertainty for machine in machines)
         yield MachineCheck("clock", "ok", f"clocks within {format_duration(most)}")
@@ -214,17 +214,17 @@ def _judge_names(machines: Sequence[ExaminedMachine]) -> Iterator[MachineCheck]:
     lost = [machine for machine in machines if not machine.facts.own_address]
     for machine in lost:
         remedy = f"add the line '{machine.address} {machine.name.split()[0]}' to its /etc/hosts"
-        found = f"{machine.name} does not resolve its own name; launchers other than unipar's may fail"
-        yield MachineCheck("own name", "warn", found, remedy)
+        finding = f"{machine.name} does not resolve its own name; launchers other than unipar's may fail"
+        yield MachineCheck("own name", "warn", finding, remedy)
     inside = [machine for machine in machines if machine.facts.own_address and is_loopback(machine.facts.own_address)]
     if inside:
-        found = "; ".join(f"{machine.name} is {machine.facts.own_address} to itself" for machine in inside[:3])
-        found += f"; so are {len(inside) - 3} more" if len(inside) > 3 else ""
+        finding = "; ".join(f"{machine.name} is {machine.facts.own_address} to itself" for machine in inside[:3])
+        finding += f"; so are {len(inside) - 3} more" if len(inside) > 3 else ""
         remedy = (
             "unipar finds the right address; torchrun's c10d rendezvous needs --rdzv-conf is_host=1 on the first "
             "machine and --local-addr ADDRESS on each, or else --node-rank and --master-addr"
         )
-        yield MachineCheck("own name", "warn", found, remedy)
+        yield MachineCheck("own name", "warn", finding, remedy)
     if not lost and not inside:
         yield MachineCheck("own name", "ok", "own names resolve")
 
@@ -232,25 +232,25 @@ def _judge_names(machines: Sequence[ExaminedMachine]) -> Iterator[MachineCheck]:
 def _judge_interfaces(machines: Sequence[ExaminedMachine]) -> Iterator[MachineCheck]:
     for machine in machines:
         if name := machine.facts.missing_interface:
-            found = f"machines.interface: {name} has no address on {machine.name}"
+            finding = f"machines.interface: {name} has no address on {machine.name}"
             remedy = f"name another; there are {', '.join(machine.facts.interfaces)}"
-            yield MachineCheck("interface", "fail", found, remedy)
+            yield MachineCheck("interface", "fail", finding, remedy)
     name = machines[0].facts.interface or "its interface"
     same_mtu = not _differ([machine.facts.mtu for machine in machines])
     if not same_mtu:
-        found = "largest packet (MTU): " + describe_values(machines, lambda m: f"{m.facts.mtu} bytes" + _at(m))
+        finding = "largest packet (MTU): " + describe_values(machines, lambda m: f"{m.facts.mtu} bytes" + _at(m))
         most = max(machine.facts.mtu or 0 for machine in machines)
         remedy = (
             f"ip link set {name} mtu {most} on all machines; where packets are too large for one, a run hangs at its "
             "first large tensor"
         )
-        yield MachineCheck("MTU", "warn", found, remedy)
+        yield MachineCheck("MTU", "warn", finding, remedy)
     speeds = [machine.facts.speed for machine in machines]
     slow = any(speed is not None and speed < _SLOW_LINK for speed in speeds)
     if _differ(speeds) or slow:
-        found = describe_values(machines, lambda machine: _speed_text(machine.facts.speed) + _at(machine))
+        finding = describe_values(machines, lambda machine: _speed_text(machine.facts.speed) + _at(machine))
         remedy = "name a faster network (machines.interface), or look at cable and switch"
-        yield MachineCheck("link speed", "warn", found, remedy)
+        yield MachineCheck("link speed", "warn", finding, remedy)
     elif same_mtu:
         known = "" if speeds[0] is None else f", {_speed_text(speeds[0])}"
         mtu = "" if machines[0].facts.mtu is None else f", MTU {machines[0].facts.mtu}"
@@ -283,8 +283,8 @@ def _judge_ports(machines: Sequence[ExaminedMachine]) -> Iterator[MachineCheck]:
                 why = "refused, so a firewall rejects it"
             else:
                 remedy = "are both in one network? choose one that both are in (machines.interface)"
-            found = f"{machine.name} cannot connect to a port of {machines[int(other)].name}: {why}"
-            yield MachineCheck("ports", "fail", found, remedy)
+            finding = f"{machine.name} cannot connect to a port of {machines[int(other)].name}: {why}"
+            yield MachineCheck("ports", "fail", finding, remedy)
     if not closed:
         yield MachineCheck("ports", "ok", "ports open both ways")
 
@@ -300,15 +300,15 @@ def _judge_all_reduce(machines: Sequence[ExaminedMachine]) -> Iterator[MachineCh
     if not latencies or not bandwidths:
         return
     latency, bandwidth = max(latencies), min(bandwidths)
-    found = (
+    finding = (
         f"all-reduce {format_duration(latency)} for 1 B, {format_bytes_a_second(bandwidth)} for "
         f"{format_size(machines[0].network.reduced)} (gloo)"
     )
     if latency > _SLOW_SECONDS or bandwidth < _SLOW_BYTES:
         remedy = "training will wait for the network: name a faster one (machines.interface), or send less (plan)"
-        yield MachineCheck("all-reduce", "warn", found, remedy)
+        yield MachineCheck("all-reduce", "warn", finding, remedy)
     else:
-        yield MachineCheck("all-reduce", "ok", found)
+        yield MachineCheck("all-reduce", "ok", finding)
 
 
 def format_bytes_a_second(rate: float) -> str:
@@ -323,39 +323,39 @@ def _judge_folder(machines: Sequence[ExaminedMachine]) -> Iterator[MachineCheck]
     first, *others = folders
     problems = [*_folder_problems(folders)]
     yield from problems
-    apart = [name for name in others if not folders[name].shared]
+    separate = [name for name in others if not folders[name].shared]
     wanted = next((config.folder for _, config in _configs(machines)), "auto")
     path = folders[first].out
-    if apart and wanted == "shared":
-        found = f"machines.folder: shared, and {_names(apart)} does not see {folders[first].base} of {first}"
+    if separate and wanted == "shared":
+        finding = f"machines.folder: shared, and {_names(separate)} does not see {folders[first].base} of {first}"
         remedy = "name a folder that all machines mount (out: ...), or say machines.folder: own"
-        yield MachineCheck("run folder", "fail", found, remedy)
-    elif apart and len(apart) < len(others):
-        found = f"{path} of {first} is not seen by {_names(apart)}, which will write to a folder of its own"
-        yield MachineCheck("run folder", "warn", found, "mount it there as well, or say machines.folder: own")
+        yield MachineCheck("run folder", "fail", finding, remedy)
+    elif separate and len(separate) < len(others):
+        finding = f"{path} of {first} is not seen by {_names(separate)}, which will write to a folder of its own"
+        yield MachineCheck("run folder", "warn", finding, "mount it there as well, or say machines.folder: own")
     elif not problems:
-        yield MachineCheck("run folder", "ok", "run folder of each machine's own" if apart else "one run folder")
+        yield MachineCheck("run folder", "ok", "run folder of each machine's own" if separate else "one run folder")
 
 
 def _folder_problems(folders: Mapping[str, FolderFacts]) -> Iterator[MachineCheck]:
     first = next(iter(folders))
     for name, folder in folders.items():
         if folder.lacks and not folder.shared:
-            found = f"{folder.lacks} is on {first}, and not on {name}"
-            yield MachineCheck("run folder", "warn", found, f"mount it there as well, or mkdir -p {folder.lacks}")
+            fault = f"{folder.lacks} is on {first}, and not on {name}"
+            yield MachineCheck("run folder", "warn", fault, f"mount it there as well, or mkdir -p {folder.lacks}")
         if not folder.writable:
-            found = f"{name} cannot write to {folder.base}" + (f" ({folder.why_no_lock})" if folder.why_no_lock else "")
+            fault = f"{name} cannot write to {folder.base}" + (f" ({folder.why_no_lock})" if folder.why_no_lock else "")
             yield MachineCheck(
-                "run folder", "fail", found, "name another folder (out: ..., or --out DIR), or change its owner"
+                "run folder", "fail", fault, "name another folder (out: ..., or --out DIR), or change its owner"
             )
         if folder.free < _LEAST_FREE:
-            found = f"{name} has {format_size(folder.free)} free in {folder.base}"
-            yield MachineCheck("run folder", "warn", found, "free some space there, or name another folder (out: ...)")
+            fault = f"{name} has {format_size(folder.free)} free in {folder.base}"
+            yield MachineCheck("run folder", "warn", fault, "free some space there, or name another folder (out: ...)")
         if folder.lock == "does not hold" or (folder.writable and folder.why_no_lock):
             why = f" ({folder.why_no_lock})" if folder.why_no_lock else ""
-            found = f"a lock of {first} in {folder.base} is not seen by {name}{why}"
+            fault = f"a lock of {first} in {folder.base} is not seen by {name}{why}"
             remedy = "mount it with locks (NFS: without nolock); until then two runs may write to one folder unnoticed"
-            yield MachineCheck("locks", "warn", found, remedy)
+            yield MachineCheck("locks", "warn", fault, remedy)
 
 
 def _judge_limits(machines: Sequence[ExaminedMachine]) -> Iterator[MachineCheck]:

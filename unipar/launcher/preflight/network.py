@@ -94,12 +94,12 @@ def try_ports(session: Session, key: str) -> dict[str, str]:
 
     def outcome(other: int) -> str:
         late = f"{machines[index]} waited {SECONDS_TO_ANSWER:g} s for {machines[other]} to open a port"
-        told = wait_for_key(session.store, f"{key}/{other}", time.monotonic() + SECONDS_TO_ANSWER, late)
-        return _try_port(machines[other].address, int(told))
+        port = wait_for_key(session.store, f"{key}/{other}", time.monotonic() + SECONDS_TO_ANSWER, late)
+        return _try_port(machines[other].address, int(port))
 
     others = neighbours(index, len(machines))
     with ThreadPoolExecutor(len(others)) as pool:
-        return {str(other): found for other, found in zip(others, pool.map(outcome, others), strict=True)}
+        return {str(other): result for other, result in zip(others, pool.map(outcome, others), strict=True)}
 
 
 def _try_port(address: str, port: int) -> str:

@@ -31,12 +31,7 @@ class Examination:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values."""
-        return {
-            "ok": self.ok,
-            "launcher": self.launcher,
-            "machines": list(self.machines),
-            "checks": [asdict(check) for check in self.checks],
-        }
+        return {"ok": self.ok, **asdict(self)}
 
     def table(self) -> str:
         """Return what differs or fails, each with its remedy, and in a few words what does not; 80 columns."""

@@ -81,12 +81,12 @@ def look_at_folder(store: dist.Store, index: int, out: Path, wanted: str) -> Gen
 
 def _compared(store: dist.Store, facts: FolderFacts, wanted: str) -> FolderFacts:
     late = f"waited {_SECONDS_FOR_MARK:g} s for rank 0's machine to look at its run folder"
-    told = json.loads(wait_for_key(store, "mark", time.monotonic() + _SECONDS_FOR_MARK, late))
-    base = Path(told["base"])
-    mark = base / told["name"]
-    shared = bool(told["name"]) and wanted != "own" and is_mark_seen(mark, wanted)
+    record = json.loads(wait_for_key(store, "mark", time.monotonic() + _SECONDS_FOR_MARK, late))
+    base = Path(record["base"])
+    mark = base / record["name"]
+    shared = bool(record["name"]) and wanted != "own" and is_mark_seen(mark, wanted)
     lacks = "" if base.is_dir() else str(base)
-    lock, why = _tried_lock(mark) if shared and not told["why"] else ("", "")
+    lock, why = _tried_lock(mark) if shared and not record["why"] else ("", "")
     return FolderFacts(facts.out, facts.base, facts.free, facts.writable, shared, lacks, lock, why)
 
 

@@ -69,9 +69,9 @@ def given_config(source: ConfigSource) -> dict[str, Any]:
 
 def kept_keys(source: ConfigSource) -> list[str]:
     """Return each key, with its value, that the command of the run before has set and this one does not mention."""
-    said = [key for key, origin in source.origins.items() if origin == KEPT_ORIGIN]
+    kept = [key for key, origin in source.origins.items() if origin == KEPT_ORIGIN]
     values = dict(flatten(source.config.model_dump(mode="json")))
-    return [f"{key}: {show_value(values[key])}" for key in said if key in values]
+    return [f"{key}: {show_value(values[key])}" for key in kept if key in values]
 
 
 def list_changed_values(
@@ -105,8 +105,8 @@ def describe_changed_config(changes: Collection[ChangedValue], kept: Collection[
 def _completed(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a config with the default of each key that it does not have; as it is if this unipar refuses it."""
     try:
-        whole = Config.model_validate_json(json.dumps(config))
-        return _with_total(whole, whole.batch.settle(config["parallel"]["data"]))
+        completed = Config.model_validate_json(json.dumps(config))
+        return _with_total(completed, completed.batch.settle(config["parallel"]["data"]))
     except (ValidationError, ValueError, LookupError, TypeError):
         return config
 
@@ -128,8 +128,8 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "
 def _origin(key: str, origins: Mapping[str, str]) -> str:
     """Return where the value of a key comes from; another strategy may also change how many ranks there are."""
     of_strategy = origins.get("backend") if key.startswith("parallel.") else None
-    found = origins.get(key, STRATEGY if of_strategy == STRATEGY else "by default")
-    return "the script" if found == FROM_SCRIPT else found
+    origin = origins.get(key, STRATEGY if of_strategy == STRATEGY else "by default")
+    return "the script" if origin == FROM_SCRIPT else origin
 
 
 def _changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> set[str]:

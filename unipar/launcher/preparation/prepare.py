@@ -129,8 +129,8 @@ def prepare(
 
 def _foreign_place(source: CheckedSource, starts: str) -> Place | None:
     """Return this process's place under a foreign launcher, or None; raise if that launcher cannot start this run."""
-    found = registry.list_launchers()
-    place = find_place(found, folder=source.out.resolve())
+    launchers = registry.list_launchers()
+    place = find_place(launchers, folder=source.out.resolve())
     if place is None:
         return resources.refuse_other_machines(source.config)
     if starts and not place.several_machines:
@@ -143,7 +143,7 @@ def _foreign_place(source: CheckedSource, starts: str) -> Place | None:
             "batch.micro: auto is found by trials on one machine, and this command is started on several: run it on "
             "one first, and write the size that it tells into batch.micro"
         )
-    if (launcher := find_launcher(found)) is not None:
+    if (launcher := find_launcher(launchers)) is not None:
         check_launcher_serves(launcher, source)
     return place
 

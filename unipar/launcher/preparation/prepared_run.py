@@ -14,7 +14,6 @@ from typing import Any, Self
 
 from unipar.backend import Backend, checks
 from unipar.backend.installed import library_versions, machine_summary
-from unipar.checkpoint.config_changes import given_sections
 from unipar.checkpoint.protocol.verifying import find_checkpoints, inspect_checkpoint
 from unipar.checkpoint.starting_points import (
     check_start,
@@ -139,19 +138,19 @@ class PreparedRun:
                 "resume: auto (--resume) goes on in a run's folder, and --overwrite deletes what is in it: leave out "
                 "one of them, or begin anew with --overwrite and --set resume=never"
             )
-        said = tuple(given_sections(source.origins))
+        keys = tuple(key for key, origin in source.origins.items() if origin in ("--set", "--out", "overrides"))
         finished = describe_finished_run(out, config) if earlier is not None and wanted != "never" else ""
         if finished and (newer := folder.newer_run_without_step(source.out, out, alone=config.out is not None)):
             finished += f"; {relative_path(newer)} was begun later and has ended before its first step"
         if place is None or place.rank == 0:
             if earlier is None:
                 if wanted not in (None, "auto", "never"):
-                    check_start(wanted, config, said, out if overwrite else None)
+                    check_start(wanted, config, keys, out if overwrite else None)
                 folder.check_run_folder(out, overwrite=overwrite)
             elif wanted != "never" and not finished:
                 refuse_lost_checkpoints(out, config)
         why = ranks.why or prepared.why
-        run = cls(settled, source.backend, out, overwrite, place, prepared.ref, why, said, numbered, job.names, source)
+        run = cls(settled, source.backend, out, overwrite, place, prepared.ref, why, keys, numbered, job.names, source)
         if earlier is not None:
             launched = folder.launch_time(earlier) if job.same_clock else None
             launched = run.launched if launched is None else launched
@@ -257,9 +256,9 @@ class PreparedRun:
         """Return from where a further attempt begins."""
         if self.config.resume == "never":
             return "it begins anew (resume: never)"
-        found = find_checkpoints(configured_folder(self.out, self.config))
-        if found:
-            return f"it goes on from its newest whole checkpoint, of step {found[0].step} or before"
+        checkpoints = find_checkpoints(configured_folder(self.out, self.config))
+        if checkpoints:
+            return f"it goes on from its newest whole checkpoint, of step {checkpoints[0].step} or before"
         if self.config.resume not in (None, "auto"):
             return f"it begins again from {self.config.resume}, as it has no checkpoint of its own yet"
         saves = self.config.checkpoint is not None

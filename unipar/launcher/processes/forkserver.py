@@ -34,6 +34,9 @@ from unipar.training.stopping import STOP_SIGNALS
 from unipar.utils import procfs
 
 FORK_MESSAGE_BYTES = 1 << 17
+_MOST_CHARACTERS: Final = FORK_MESSAGE_BYTES // 16
+"""Characters of an error in a message, from its end; JSON may take twelve bytes for one."""
+
 _SERVER_ENVIRONMENT: Final = {
     # one thread while it imports: a fork takes one thread along, and libraries start theirs by this number
     "OMP_NUM_THREADS": "1",
@@ -240,7 +243,7 @@ def run_fork_server(words: list[str]) -> NoReturn:
         try:
             _handle_request(connection, json.loads(raw), list(fds))
         except Exception:
-            _send_reply(connection, {"error": traceback.format_exc()})
+            _send_reply(connection, {"error": traceback.format_exc()[-_MOST_CHARACTERS:]})
         finally:
             for fd in fds:
                 os.close(fd)
@@ -260,7 +263,7 @@ def _import_modules(connection: socket.socket, modules: Sequence[str]) -> None:
         gc.freeze()  # the forks' garbage collector does not touch these pages: they stay shared, and collecting is fast
         _send_reply(connection, {"ready": True})
     except BaseException:
-        _send_reply(connection, {"error": traceback.format_exc(), "module": module})
+        _send_reply(connection, {"error": traceback.format_exc()[-_MOST_CHARACTERS:], "module": module})
         os._exit(1)
 
 
@@ -274,8 +277,8 @@ def _handle_request(connection: socket.socket, request: dict[str, Any], fds: lis
         return
     log, *rest = fds
     arguments = WorkerArguments(**request["arguments"])
-    given = [name for name in _FD_FIELDS if getattr(arguments, name) >= 0]
-    arguments = replace(arguments, **dict(zip(given, rest, strict=True)))
+    names = [name for name in _FD_FIELDS if getattr(arguments, name) >= 0]
+    arguments = replace(arguments, **dict(zip(names, rest, strict=True)))
     _require_single_thread()
     pid = os.fork()
     if pid == 0:
@@ -294,8 +297,9 @@ def _require_single_thread() -> None:
         raise RuntimeError(f"{threads} threads; a module that starts threads must be imported in the workers")
 
 
-def _send_reply(connection: socket.socket, what: dict[str, Any], fds: Sequence[int] = ()) -> None:
-    socket.send_fds(connection, [json.dumps(what).encode()[:FORK_MESSAGE_BYTES]], fds)
+def _send_reply(connection: socket.socket, reply: dict[str, Any], fds: Sequence[int] = ()) -> None:
+    """Send one message, which must not be longer than FORK_MESSAGE_BYTES, with open files."""
+    socket.send_fds(connection, [json.dumps(reply).encode()], fds)
 
 
 def _become_worker(

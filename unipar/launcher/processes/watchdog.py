@@ -214,24 +214,24 @@ def dump_stacks(run: Path, pids: Mapping[int, int]) -> tuple[dict[int, StackFram
         except ProcessLookupError:
             continue
     until = time.monotonic() + STACK_DUMP_SECONDS
-    found: dict[int, StackFrame] = {}
+    frames: dict[int, StackFrame] = {}
     last: dict[int, int] = {}
-    while len(found) < len(pids) and time.monotonic() < until:
+    while len(frames) < len(pids) and time.monotonic() < until:
         time.sleep(0.02)
-        for rank in pids.keys() - found.keys():
+        for rank in pids.keys() - frames.keys():
             size = _file_size(stack_path(run, rank))
             if size > sizes[rank] and size == last.get(rank):  # the dump is complete when the file stops growing
                 frame = parse_innermost_frame(
                     stack_path(run, rank).read_bytes()[sizes[rank] :].decode("utf-8", "replace")
                 )
                 if frame is not None:
-                    found[rank] = frame
+                    frames[rank] = frame
             last[rank] = size
     until = time.monotonic() + RECORD_SECONDS
-    while not all(collectives_path(run, rank).exists() for rank in found) and time.monotonic() < until:
+    while not all(collectives_path(run, rank).exists() for rank in frames) and time.monotonic() < until:
         time.sleep(0.02)
     records = {rank: record for rank in pids if (record := read_collectives(collectives_path(run, rank)))}
-    return found, records
+    return frames, records
 
 
 def _file_size(path: Path) -> int:

@@ -31,11 +31,6 @@ _HIDDEN_FILES = (__file__, str(Path(__file__).parents[1] / "worker_entries.py"),
 """Files whose frames stand above the user's code in every traceback of a worker."""
 
 
-def run_worker_from_command_line(words: list[str]) -> None:
-    """Run a worker whose arguments are these words."""
-    run_worker(WorkerArguments.read(words))
-
-
 def run_worker(arguments: WorkerArguments) -> NoReturn:
     """Run the worker's entry and exit."""
     die_with_parent(arguments.parent, signal.SIGKILL if arguments.dies_with_thread else None)
@@ -132,4 +127,4 @@ def _control_socket(fd: int) -> socket.socket | None:
 if __name__ == "__main__":
     from unipar.launcher.processes import worker  # `__main__` is a second copy of the module; others import this one
 
-    worker.run_worker_from_command_line(sys.argv[1:])
+    worker.run_worker(WorkerArguments.read(sys.argv[1:]))

@@ -81,9 +81,9 @@ class WorkerArguments:
     @classmethod
     def read(cls, words: list[str]) -> Self:
         """Return the arguments in the words of a command line."""
-        given = dict(word.removeprefix("--").split("=", 1) for word in words)
-        numbers = {name: int(given.pop(name)) for name in _INTEGER_FIELDS}
-        return cls(**numbers, **given)  # pyright: ignore[reportArgumentType] - the rest is text
+        values = dict(word.removeprefix("--").split("=", 1) for word in words)
+        numbers = {name: int(values.pop(name)) for name in _INTEGER_FIELDS}
+        return cls(**numbers, **values)  # pyright: ignore[reportArgumentType] - the rest is text
 
 
 def die_with_parent(parent: int, by: signal.Signals | None) -> None:

@@ -95,7 +95,7 @@ class StarterOnMachines:
         self, agent: AgentAddress, arguments: WorkerArguments, environment: Mapping[str, str], log: int
     ) -> WorkerProcess:
         changed = {name: value for name, value in environment.items() if os.environ.get(name) != value}
-        told = {
+        request = {
             "host": agent.machine.address,
             "port": agent.port,
             "word": agent.word,
@@ -105,7 +105,7 @@ class StarterOnMachines:
         }
         popen = subprocess.Popen(
             [sys.executable, "-P", "-m", "unipar.launcher.remote.stand_in", *arguments.to_command_line()],
-            env={**os.environ, AGENT_VARIABLE: json.dumps(told)},
+            env={**os.environ, AGENT_VARIABLE: json.dumps(request)},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

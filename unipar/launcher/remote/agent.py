@@ -156,12 +156,12 @@ class _RemoteWorker:
             ready, _, _ = select.select(watched, [], [], _SECONDS_BETWEEN_LOOKS)
             if control is not None and control in ready:
                 try:
-                    said = control.recv(_MESSAGE_BYTES)
+                    received = control.recv(_MESSAGE_BYTES)
                 except ConnectionResetError:
-                    said = b""
-                if said:
+                    received = b""
+                if received:
                     self._send_files()  # what it has written before it answers is there when the answer is
-                    self._connection.send({"control": True}, said)
+                    self._connection.send({"control": True}, received)
                 else:
                     watched.remove(control)
             if process.pidfd in ready:
@@ -176,10 +176,10 @@ class _RemoteWorker:
             if not self._own_file.fullmatch(path.name):
                 continue
             with suppress(FileNotFoundError):
-                seen = path.stat()
+                status = path.stat()
                 content = path.read_bytes()
                 # a heartbeat is written through memory, which does not change the file's time
-                state = content if path.suffix == ".beat" else (seen.st_mtime_ns, seen.st_size)
+                state = content if path.suffix == ".beat" else (status.st_mtime_ns, status.st_size)
                 if self._sent.get(path.name) != state:
                     self._sent[path.name] = state
                     self._connection.send({"file": path.name, "now": time.monotonic()}, content)

@@ -38,11 +38,11 @@ def stand_for_worker(words: list[str]) -> NoReturn:
     die_with_parent(arguments.parent, signal.SIGKILL if arguments.dies_with_thread else None)
     die_when_pipe_closes(arguments.parent_alive_fd, arguments.folder)
     die_with_parent(arguments.parent, signal.SIGCONT)
-    told: dict[str, Any] = json.loads(os.environ[AGENT_VARIABLE])
+    request: dict[str, Any] = json.loads(os.environ[AGENT_VARIABLE])
     try:
-        code = _run(arguments, told)
+        code = _run(arguments, request)
     except (OSError, ConnectionError) as e:
-        error = WorkerFailed(f"{told['machine']}, rank {arguments.rank}, was lost: {e}")
+        error = WorkerFailed(f"{request['machine']}, rank {arguments.rank}, was lost: {e}")
         write_error(Path(arguments.run), arguments.rank, error)
         os._exit(1)
     if code < 0:
@@ -76,9 +76,9 @@ def _run(arguments: WorkerArguments, request: Mapping[str, Any]) -> int:
             for number in signals.recv(64):
                 framed.send({"signal": number})
         if control is not None and control in ready:
-            said = control.recv(_MESSAGE_BYTES)
-            if said:
-                framed.send({"control": True}, said)
+            received = control.recv(_MESSAGE_BYTES)
+            if received:
+                framed.send({"control": True}, received)
             else:
                 watched.remove(control)
         for message, content in framed.receive_all() if framed in ready else ():

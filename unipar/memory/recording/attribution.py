@@ -55,7 +55,7 @@ class Attribution:
     """Lifetime and category of every recorded block."""
 
     def __init__(self, events: RankEvents) -> None:
-        self._seen = events
+        self._trace = events
         self._live = events.events["live"]
         self._match_frees()
         self.windows = [
@@ -76,8 +76,8 @@ class Attribution:
         ends: list[int] = []
         self._freed: list[tuple[int, int]] = []
         """(event, size) of each freed block that was allocated before the base mark."""
-        sizes = self._seen.events["size"].tolist()
-        self._address = self._seen.events["address"].tolist()
+        sizes = self._trace.events["size"].tolist()
+        self._address = self._trace.events["address"].tolist()
         for i, (address, size) in enumerate(zip(self._address, sizes, strict=True)):
             if size > 0:
                 open_at[address] = len(starts)
@@ -88,14 +88,14 @@ class Attribution:
             else:
                 self._freed.append((i, -size))
         self._start, self._end = np.array(starts, dtype=np.int64), np.array(ends, dtype=np.int64)
-        self._size = self._seen.events["size"][self._start]
-        self._asked = self._seen.events["asked"][self._start]
+        self._size = self._trace.events["size"][self._start]
+        self._asked = self._trace.events["asked"][self._start]
         self._tensor_bytes = self._sum_tensors(len(sizes))
 
     def _sum_tensors(self, events: int) -> np.ndarray[Any, Any]:
         """Return the bytes of tensors that are allocated after each event, as far as they were allocated in these."""
         change = np.zeros(events + 2, dtype=np.int64)
-        tensors = np.asarray(self._seen.kinds)[self._start] == TENSOR
+        tensors = np.asarray(self._trace.kinds)[self._start] == TENSOR
         np.add.at(change, self._start[tensors], self._asked[tensors])
         np.add.at(change, self._end[tensors], -self._asked[tensors])
         return np.cumsum(change)[:events]
@@ -105,16 +105,16 @@ class Attribution:
         by_address: dict[int, list[int]] = {}
         for block, start in enumerate(self._start.tolist()):
             by_address.setdefault(self._address[start], []).append(block)
-        found: dict[int, tuple[Category, str]] = {}
-        for named in self._seen.named:
+        labels: dict[int, tuple[Category, str]] = {}
+        for named in self._trace.named:
             block = self._block(by_address, named)
             if block is None:
                 continue
-            names = self._last_resort if named.last_resort else found
+            names = self._last_resort if named.last_resort else labels
             before = names.get(block)
             if before is None or CATEGORY_PRECEDENCE[named.category] < CATEGORY_PRECEDENCE[before[0]]:
                 names[block] = named.category, named.name
-        return found
+        return labels
 
     def _block(self, by_address: dict[int, list[int]], named: NamedStorage) -> int | None:
         for block in by_address.get(named.address, ()):
@@ -141,30 +141,30 @@ class Attribution:
         start, end = int(self._start[block]), int(self._end[block])
         site = self._site(start)
         place = site.place if site is not None else ""
-        kind = int(self._seen.kinds[start])
+        kind = int(self._trace.kinds[start])
         if kind != TENSOR:
-            return ("runtime" if kind == RUNTIME else "library"), self._seen.owners[start]
-        if self._seen.shared and int(self._seen.events["thread"][start]) != self._seen.thread:
+            return ("runtime" if kind == RUNTIME else "library"), self._trace.owners[start]
+        if self._trace.shared and int(self._trace.events["thread"][start]) != self._trace.thread:
             return "communication", "allocated by another thread"
         if site is not None and site.category is not None:
             return site.category, place
-        found = self._by_life(block, start, end)
-        if found == "unattributed" and block in self._last_resort:
+        category = self._by_life(block, start, end)
+        if category == "unattributed" and block in self._last_resort:
             return self._last_resort[block]
-        if found == "unattributed" and self._freed_elsewhere(end):
+        if category == "unattributed" and self._freed_elsewhere(end):
             return "communication", f"{place}, freed at the end of a collective".removeprefix(", ")
-        return found, place or (OUTSIDE_OPERATIONS if found in ("activations", "temporaries") else "")
+        return category, place or (OUTSIDE_OPERATIONS if category in ("activations", "temporaries") else "")
 
     def _freed_elsewhere(self, end: int) -> bool:
         """Return whether a thread other than the training one freed a block: threads of collectives do."""
-        threads = self._seen.events["thread"]
-        return self._seen.shared and end < len(threads) and int(threads[end]) != self._seen.thread
+        threads = self._trace.events["thread"]
+        return self._trace.shared and end < len(threads) and int(threads[end]) != self._trace.thread
 
     def _by_life(self, block: int, start: int, end: int) -> Category:
         """Return the category of an unnamed tensor by its lifetime: one phase, forward to a later phase, or longer."""
         came, went = self._window(start), self._window(end)
         phase = self.windows[came].phase if came >= 0 else ""
-        if came == went and end < len(self._seen.events):
+        if came == went and end < len(self._trace.events):
             return "temporaries"
         if phase in ("start", "data") and end <= self._first:
             return "temporaries"  # used while the model was built
@@ -172,17 +172,17 @@ class Attribution:
             return "unattributed"
         later = self.windows[came + 1 :]
         until = "between" if phase == "forward" else "backward"  # a batch is freed after the next one was read
-        broken_off = len(self._seen.events) + (phase == "forward")  # a forward that failed never frees its activations
+        broken_off = len(self._trace.events) + (phase == "forward")  # a forward that failed never frees its activations
         over = next((w.high for w in later if w.phase == until and w.low > start), broken_off)
         if phase == "data":
-            over = next((w.high for w in later if w.phase == until and w.low > over), len(self._seen.events))
+            over = next((w.high for w in later if w.phase == until and w.low > over), len(self._trace.events))
         if end <= over:
             return "unattributed" if block in self._hidden else "activations"
         return "runtime" if phase == "data" else "unattributed"  # runtime: the task's dataset
 
     def _site(self, at: int) -> CallSite | None:
         i = bisect_right(self._site_lows, at) - 1
-        return self._seen.sites[i] if i >= 0 and at < self._seen.sites[i].high else None
+        return self._trace.sites[i] if i >= 0 and at < self._trace.sites[i].high else None
 
     @property
     def built(self) -> int:
@@ -207,8 +207,8 @@ class Attribution:
         if window.high > window.low:
             fullest = window.low + int(np.argmax(self._live[window.low : window.high]))
             if int(self._live[fullest]) > live:
-                at, small = fullest, int(self._seen.events["small"][fullest])
-        peak = window.peak - self._seen.base
+                at, small = fullest, int(self._trace.events["small"][fullest])
+        peak = window.peak - self._trace.base
         held: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
         blocks: list[NamedBlock] = []
         for block in self._alive(at).tolist():
@@ -217,7 +217,7 @@ class Attribution:
             held[category] += size
             held["runtime"] += int(self._size[block]) - size  # malloc's rounding
             blocks.append(NamedBlock(category=category, name=label, size=size))
-        held["runtime"] += small - self._seen.base_small
+        held["runtime"] += small - self._trace.base_small
         held["runtime"] -= sum(size for i, size in self._freed if i <= at)
         rest = peak - sum(held.values())  # allocations between two recorded events, and rounding of unknown size
         rounded = min(max(0, rest), self._slack(at))
@@ -247,7 +247,7 @@ class Attribution:
 
     def _slack(self, at: int) -> int:
         """Return the bytes by which the blocks allocated after event `at` may be larger than recorded."""
-        slack = self._seen.slack
+        slack = self._trace.slack
         return sum(slack[start] for start in self._start[self._alive(at)].tolist()) if slack else 0
 
     def saved(self, low: int, high: int, addresses: AbstractSet[int]) -> tuple[int, int]:
@@ -273,7 +273,7 @@ class Attribution:
     def _tensors(self, low: int, high: int) -> list[int]:
         """Return the blocks of tensors that were allocated between two events, in order."""
         blocks = np.nonzero((self._start >= low) & (self._start < high))[0].tolist()
-        return [b for b in blocks if int(self._seen.kinds[self._start[b]]) == TENSOR]
+        return [b for b in blocks if int(self._trace.kinds[self._start[b]]) == TENSOR]
 
     def curve(self, windows: Sequence[PhaseWindow], seconds: Sequence[float]) -> Iterator[tuple[float, int]]:
         """Yield a step's memory curve: (time from 0 to 1, bytes beyond the base).
@@ -285,7 +285,7 @@ class Attribution:
         if not events:
             return
         for window, (begins, ends) in zip(windows, pairwise(_cumulative_shares(seconds)), strict=True):
-            yield begins, window.live - self._seen.base
+            yield begins, window.live - self._trace.base
             count = window.high - window.low
             points = min(count, max(1, round(CURVE_POINTS * count / events)))
             inside: list[tuple[float, int]] = []
@@ -293,8 +293,8 @@ class Attribution:
                 along = (int(part[0]) + 1 - window.low) / (count + 1)
                 inside.append((begins + along * (ends - begins), int(self._live[part].max())))
             for at, live in _reaching(window, inside, (begins + ends) / 2):
-                yield at, live - self._seen.base
-        yield 1.0, int(self._live[windows[-1].high - 1]) - self._seen.base
+                yield at, live - self._trace.base
+        yield 1.0, int(self._live[windows[-1].high - 1]) - self._trace.base
 
     def marked(self, windows: Sequence[PhaseWindow], seconds: Sequence[float]) -> Iterator[tuple[float, str]]:
         """Yield the start of each phase in the step: (time from 0 to 1, phase)."""

@@ -103,8 +103,8 @@ class CollectiveCounter(TorchDispatchMode):
 
     def _group(self, schema: Any, args: Any, kwargs: Any) -> _Group:
         """Return axis and machines of a call's group."""
-        given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
-        group: Any = next((given[name] for name in _GROUP_ARGUMENTS if name in given), None)
+        arguments = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
+        group: Any = next((arguments[name] for name in _GROUP_ARGUMENTS if name in arguments), None)
         try:
             if isinstance(group, torch.ScriptObject):
                 group = dist.ProcessGroup.unbox(group)

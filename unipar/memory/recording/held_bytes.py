@@ -22,16 +22,16 @@ def find_storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
 
 def bytes_held_by(engines: Iterable[Engine], device: str) -> dict[Category, int]:
     """Return the bytes that `engines` hold on `device` (cpu or cuda), by category."""
-    found: dict[int, tuple[Category, int]] = {}
+    storages: dict[int, tuple[Category, int]] = {}
     for engine in engines:
         for holding in engine.holdings():
             for storage in find_storages(holding.tensor):
                 if storage.device.type != device or not storage.nbytes():
                     continue
-                before = found.get(storage.data_ptr())
+                before = storages.get(storage.data_ptr())
                 if before is None or CATEGORY_PRECEDENCE[holding.category] < CATEGORY_PRECEDENCE[before[0]]:
-                    found[storage.data_ptr()] = holding.category, storage.nbytes()
+                    storages[storage.data_ptr()] = holding.category, storage.nbytes()
     sums: dict[Category, int] = {}
-    for category, size in found.values():
+    for category, size in storages.values():
         sums[category] = sums.get(category, 0) + size
     return sums

@@ -56,7 +56,7 @@ class StepMemory(Protocol):
 
 
 def choose_step_memory(backend: Backend, world: World, run: Path) -> StepMemory:
-    """Return the most precise recorder that works in this process; the meter's also writes accounts into the folder."""
+    """Return the most precise recorder that works here; that of the meter also writes accounts into the run folder."""
     if has_own_memory(world.device):
         return _CounterStepMemory("the counters of torch's allocator are shown")
     if MallocMeter.here():

@@ -392,10 +392,10 @@ class _RecordedMemory:
 
     def account(self, world: RecordedWorld, steps: Sequence[RecordedStep]) -> MemoryAccount:
         """Return the account of this memory."""
-        source, seen = self.source, self.source.collect_events()
-        seen.shared = world.size > 1 and world.device.type == source.device
-        seen.named = [replace(named, at=source.index(named.at)) for named in self._named]
-        attribution = Attribution(seen)
+        source, events = self.source, self.source.collect_events()
+        events.shared = world.size > 1 and world.device.type == source.device
+        events.named = [replace(named, at=source.index(named.at)) for named in self._named]
+        attribution = Attribution(events)
         saved = None
         if self._saved_at is not None:
             low, high = self._saved_at
@@ -410,9 +410,9 @@ class _RecordedMemory:
             rank=world.rank,
             method=source.method,
             device=source.device,
-            base=seen.base,
+            base=events.base,
             phases=tuple(attribution.phases(attribution.windows[:first], shown)),
-            peaks=tuple(peak - seen.base for peak in peaks),
+            peaks=tuple(peak - events.base for peak in peaks),
             curve=tuple(attribution.curve(shown, seconds)),
             marks=tuple(attribution.marked(shown, seconds)),
             saved=saved,

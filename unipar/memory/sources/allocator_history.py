@@ -111,10 +111,10 @@ class AllocatorHistory:
     def collect_events(self) -> RankEvents:
         snapshots = [replace(snapshot, at=self.index(snapshot.at)) for snapshot in self._snapshots]
         marks = [replace(mark, at=self.index(mark.at)) for mark in self._marks]
-        seen = events_from_trace(self._trace, snapshots, marks, self._sites, base=self._base, stream=self._stream)
-        if off := largest_drift(seen):
+        events = events_from_trace(self._trace, snapshots, marks, self._sites, base=self._base, stream=self._stream)
+        if off := largest_drift(events):
             self._notes.append(f"the history and the allocator's own count differ by up to {off} bytes")
-        return seen
+        return events
 
     def index(self, at: int) -> int:
         return max(0, at - (self._count - len(self._trace)))

@@ -90,15 +90,10 @@ def peak_of_allocations() -> int:
     return _meter().unipar_meter_peak() - _Limit.begin
 
 
-def refused_allocations() -> int:
-    """Return how many allocations the limit has refused."""
-    return _meter().unipar_meter_refusals()
-
-
 def _meter() -> Any:
     assert MallocMeter.here(), "the meter was not preloaded"
     lib = ctypes.CDLL(None)
-    for name in ("live", "marked", "peak", "refusals"):
+    for name in ("live", "marked", "peak"):
         getattr(lib, f"unipar_meter_{name}").restype = ctypes.c_int64
     lib.unipar_meter_limit.argtypes = [ctypes.c_int64]
     lib.unipar_meter_mark.argtypes = [ctypes.c_uint64] * 3

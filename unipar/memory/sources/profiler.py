@@ -73,18 +73,18 @@ class ProfilerSource:
         self._counts.value = False
 
     def collect_events(self) -> RankEvents:
-        seen: list[BlockChange] = []
+        block_changes: list[BlockChange] = []
         markers = [0]
         thread = 0
         for event in sorted(self._events(), key=lambda event: event.start_time_ns):
             if event.tag == _EventType.Allocation:
                 block = event.typed[1]
-                seen.append(BlockChange(block.ptr, block.alloc_size, block.total_allocated, event.start_tid))
+                block_changes.append(BlockChange(block.ptr, block.alloc_size, block.total_allocated, event.start_tid))
             else:
-                markers.append(len(seen))
+                markers.append(len(block_changes))
                 thread = event.start_tid
         assert len(markers) == self._now + 1, "the profiler lost a range"
-        changes, places = fill_gaps(seen)
+        changes, places = fill_gaps(block_changes)
         self._indices = [places[marker] for marker in markers]
         rows = [(c.address, 0, c.size, c.live, 0, c.thread, max(c.size, 0)) for c in changes]
         events = np.array(rows, dtype=NOTE_DTYPE)
@@ -92,10 +92,10 @@ class ProfilerSource:
             events=events,
             kinds=np.full(len(rows), TENSOR, dtype=np.int8),
             owners=[""] * len(rows),
-            base=bytes_before(seen),
+            base=bytes_before(block_changes),
             base_small=0,
             thread=thread,
-            marks=self._marks([bytes_before(seen), *events["live"].tolist()]),
+            marks=self._marks([bytes_before(block_changes), *events["live"].tolist()]),
             sites=[CallSite(self.index(s.low), self.index(s.high), s.place, s.category) for s in self._sites],
         )
 

@@ -59,14 +59,9 @@ def find_device_peaks(name: str) -> DevicePeaks | None:
     return _by_name().get(_normalised(name))
 
 
-def known_devices() -> tuple[DevicePeaks, ...]:
-    """Return all devices that are known."""
-    return _DEVICES
-
-
 @cache
 def _by_name() -> Mapping[str, DevicePeaks]:
-    return {_normalised(name): device for device in _DEVICES for name in device.names}
+    return {_normalised(name): device for device in DEVICES for name in device.names}
 
 
 def _normalised(name: str) -> str:
@@ -100,7 +95,7 @@ _A100, _V100 = "NVIDIA A100 Tensor Core GPU Datasheet", "NVIDIA V100 Tensor Core
 _GEFORCE_AMPERE = "NVIDIA Ampere GA102 GPU Architecture, appendix A"
 _GEFORCE_ADA = "NVIDIA Ada GPU Architecture, appendix A"
 
-_DEVICES: Final = (
+DEVICES: Final = (
     _device("NVIDIA GB200", _classes(40.0, 80.0, 1250.0, 2500.0), 189471, 8000.0, "NVIDIA GB200 NVL72 Datasheet"),
     _device(
         "NVIDIA B200", _classes(37.0, 75.0, 1100.0, 2250.0), 183359, 7700.0, "NVIDIA Blackwell Datasheet, HGX B200"

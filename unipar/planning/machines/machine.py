@@ -107,8 +107,8 @@ class Machine(Section):
 
         A group's share of the way between machines is that of its ranks among all ranks of a machine.
         """
-        apart = _distance(axes, axis, world) * stride
-        together = min(ranks, max(1, self.ranks // apart))
+        distance = _distance(axes, axis, world) * stride
+        together = min(ranks, max(1, self.ranks // distance))
         if together >= ranks or world <= self.ranks:
             return self.within
         if self.across is None:

@@ -41,23 +41,23 @@ def format_difference(off: float) -> str:
     return text if text == "0.00 %" else f"{'−' if off < 0 else '+'}{text}"
 
 
-def scale_of_pairs(found: Sequence[ForecastDifference]) -> tuple[float, list[str]]:
+def scale_of_pairs(pairs: Sequence[ForecastDifference]) -> tuple[float, list[str]]:
     """Return the largest value of the scale, and the few strategies beyond it, whose bars are cut."""
-    return bar_scale({each.strategy: max(each.measured.peak, each.planned.peak.peak) for each in found})
+    return bar_scale({each.strategy: max(each.measured.peak, each.planned.peak.peak) for each in pairs})
 
 
-def draw_forecast_pairs(found: Sequence[ForecastDifference], width: int) -> str:
+def draw_forecast_pairs(pairs: Sequence[ForecastDifference], width: int) -> str:
     """Draw two bars for each strategy, by category: the measured peak, and below it the predicted one."""
-    high, cut = scale_of_pairs(found)
+    high, cut = scale_of_pairs(pairs)
     label = "Measured and predicted peak, by category" + "".join(
         f"; the bars of {each.strategy} are cut short, {format_size(each.measured.peak)} were measured"
-        for each in found
+        for each in pairs
         if each.strategy in cut
     )
     small = width < NARROW_BELOW_PIXELS
-    rows = BarRows([each.strategy for each in found], width, 42, high, label, 78 if small else 178)
+    rows = BarRows([each.strategy for each in pairs], width, 42, high, label, 78 if small else 178)
     rows.grid(byte_ticks(high, 3 if small else 5))
-    for i, each in enumerate(found):
+    for i, each in enumerate(pairs):
         rows.draw_name(i)
         y, planned = rows.y(i), each.planned.peak
         end = draw_stacked_bar(rows, each.measured.held, y + 4, 14, f"{each.strategy}, measured")
@@ -196,8 +196,8 @@ def _marked_ranks(ranks: Sequence[int], x: AxisScale) -> list[int]:
     """Return the numbers to be marked, with the last one: each, each second, ..., so that their texts do not touch."""
     for step in range(1, len(ranks)):
         marked = [*ranks[::-1][::step]][::-1]
-        apart = [(text_width(str(a)) + text_width(str(b))) / 2 for a, b in pairwise(marked)]
-        if all(x(b) - x(a) >= room + 2 for (a, b), room in zip(pairwise(marked), apart, strict=True)):
+        widths = [(text_width(str(a)) + text_width(str(b))) / 2 for a, b in pairwise(marked)]
+        if all(x(b) - x(a) >= room + 2 for (a, b), room in zip(pairwise(marked), widths, strict=True)):
             return marked
     return [ranks[-1]]
 

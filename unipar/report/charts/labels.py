@@ -113,25 +113,25 @@ class _LabelColumn:
 
     def assign(self) -> dict[str, int]:
         """Return a place for each point: near it, clear of other points where that is possible, without crossings."""
-        given = self._uncross(self._nearest_in_order())
-        names = list(given)
+        slot_of = self._uncross(self._nearest_in_order())
+        names = list(slot_of)
         for _ in range(4):
-            before = dict(given)
+            before = dict(slot_of)
             for name in names:
-                self._move_to_best(given, name)
-            if given == before:
+                self._move_to_best(slot_of, name)
+            if slot_of == before:
                 break
-        return given
+        return slot_of
 
     def _nearest_in_order(self) -> dict[str, int]:
         """Return places in the order of the points from top to bottom, each as near as the others allow."""
         names = sorted(self._points, key=lambda name: (self._points[name][1], -self._points[name][0]))
-        given: dict[str, int] = {}
+        slot_of: dict[str, int] = {}
         for i, name in enumerate(names):
-            first, last = max(given.values(), default=-1) + 1, len(self._slots) - (len(names) - i)
+            first, last = max(slot_of.values(), default=-1) + 1, len(self._slots) - (len(names) - i)
             y = self._points[name][1]
-            given[name] = min(range(first, last + 1), key=lambda slot: abs(self._slots[slot][1] - y))
-        return given
+            slot_of[name] = min(range(first, last + 1), key=lambda slot: abs(self._slots[slot][1] - y))
+        return slot_of
 
     def _move_to_best(self, offsets: dict[str, int], name: str) -> None:
         """Move a label to the place, free or another's in exchange, that makes the sum of costs smallest."""
@@ -204,9 +204,9 @@ class _LabelPlan:
             before = dict(placed)
             for name in order:
                 now = placed.pop(name, None)
-                found = self._cheapest(name, list(placed.values()), math.inf if now is None else now.cost) or now
-                if found is not None:
-                    placed[name] = found
+                best = self._cheapest(name, list(placed.values()), math.inf if now is None else now.cost) or now
+                if best is not None:
+                    placed[name] = best
             if placed == before or len(placed) < len(order) - _MOST_MISSING:
                 break
         if len(placed) >= len(self._points) - _MOST_MISSING:
@@ -223,9 +223,9 @@ class _LabelPlan:
             moved = {other: at for other, at in placed.items() if other != name and not _conflict(label, at)}
             moved[name] = label
             for other in [each for each in placed if each not in moved]:
-                if (found := self._cheapest(other, list(moved.values()), math.inf)) is None:
+                if (best := self._cheapest(other, list(moved.values()), math.inf)) is None:
                     break
-                moved[other] = found
+                moved[other] = best
             else:
                 if now is None or _sum_of_costs(moved) < _sum_of_costs(placed):
                     return moved
@@ -263,11 +263,11 @@ class _LabelPlan:
     def _is_clear_whose(self, label: PlacedLabel, own: Point) -> bool:
         """Return whether label and leader touch no point, and a reader sees whose label it is."""
         for at in self._all:
-            apart = label.box.distance_to(at)
-            if apart < POINT_RADIUS:
+            distance = label.box.distance_to(at)
+            if distance < POINT_RADIUS:
                 return False
             if label.leader is None:
-                if apart < _NEAR_ENOUGH and math.dist(at, own) >= _SAME_PLACE:
+                if distance < _NEAR_ENOUGH and math.dist(at, own) >= _SAME_PLACE:
                     return False
             elif distance_to_line(at, label.leader) < min(POINT_RADIUS, math.dist(at, own) / 2):
                 return False

@@ -62,12 +62,12 @@ def draw_step_panels(panels: Sequence[StepPanel], width: int, *, across: int = 3
     common = max(top for top in tops if top <= OWN_SCALE_RATIO * median(tops))
     for i, panel in enumerate(panels):
         column, row = i % across, i // across
-        apart = panel.top > common
+        own_scale = panel.top > common
         x = AxisScale(0, 1, left + column * (each + gap), left + column * (each + gap) + each)
-        y = AxisScale(0, panel.top if apart else common, row * (high + 46) + 34 + high, row * (high + 46) + 34)
+        y = AxisScale(0, panel.top if own_scale else common, row * (high + 46) + 34 + high, row * (high + 46) + 34)
         drawing.text(x.start, y.end - 20, fit_name(panel.name, each), "name")
         _draw_phases(drawing, panel.account, x, y)
-        for value, words in [] if apart else byte_ticks(y.high, 3):
+        for value, words in [] if own_scale else byte_ticks(y.high, 3):
             drawing.line((x.start, y(value)), (x.end, y(value)), "grid")
             if column == 0:
                 drawing.text(left - 6, y(value) + 4, words, "tick", "end")
@@ -76,7 +76,7 @@ def draw_step_panels(panels: Sequence[StepPanel], width: int, *, across: int = 3
         points = [(x(a), y(b)) for a, b in thin_curve(panel.account.curve)]
         drawing.polygon([(points[0][0], y.start), *points, (points[-1][0], y.start)], "under")
         drawing.polyline(points, "curve", f"{panel.name}: {format_size(panel.account.peak.peak)} at the peak")
-        if apart:
+        if own_scale:
             drawing.text(x.start + 6, y.start - 8, f"a scale of its own, up to {format_size(y.high)}", "tick")
     return str(drawing)
 

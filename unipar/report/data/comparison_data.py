@@ -18,14 +18,13 @@ from unipar.results.comparison import Comparison
 from unipar.results.result_files import (
     CONFIG_FILE,
     find_result_file,
-    nested_mapping,
     original_config_path,
     parse_comparison,
     read_mapping,
 )
 from unipar.results.row import StrategyResult
 from unipar.run_folder.layout import run_log_path
-from unipar.utils.mappings import flatten
+from unipar.utils.mappings import flatten, nested_mapping
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -176,13 +176,13 @@ def _is_measured_differently(strategy: StrategyPageData, now: ComparisonPageData
 
 
 def _describe_incomparable_memory(before: ComparisonPageData, now: ComparisonPageData) -> list[str]:
-    apart = [strategy for strategy in before.strategies if _is_measured_differently(strategy, now)]
-    if not apart:
+    other = [strategy for strategy in before.strategies if _is_measured_differently(strategy, now)]
+    if not other:
         return []
     old_methods, methods = (
-        {a.method for c in apart if (seen := page.strategy(c.strategy)) for a in seen.memory} for page in (before, now)
+        {a.method for c in other if (row := page.strategy(c.strategy)) for a in row.memory} for page in (before, now)
     )
-    strategies = "" if len(apart) == len(before.measured_strategies) else f" of {', '.join(c.strategy for c in apart)}"
+    strategies = "" if len(other) == len(before.measured_strategies) else f" of {', '.join(c.strategy for c in other)}"
     ways = f"{' and '.join(sorted(old_methods))} before, {' and '.join(sorted(methods))} now"
     return [f"Memory{strategies} is not compared, it was measured in two ways: {ways}."]
 

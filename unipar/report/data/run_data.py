@@ -14,10 +14,11 @@ from unipar.errors import ReportError
 from unipar.memory.account import MemoryAccount, read_accounts
 from unipar.report.data.attempt_rows import ShownAttempt, saved_steps, shown_attempts
 from unipar.report.data.comparison_data import read_config_keys
-from unipar.results.result_files import CONFIG_FILE, nested_mapping, read_mapping
+from unipar.results.result_files import CONFIG_FILE, read_mapping
 from unipar.results.run_report import Report
 from unipar.run_folder.layout import run_error_path
 from unipar.run_folder.run_log import RunLog
+from unipar.utils.mappings import nested_mapping
 from unipar.utils.text import format_flops
 
 _RUN_LOG_FILE_PATTERN = r"rank-(\d+)\.jsonl"

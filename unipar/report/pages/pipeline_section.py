@@ -58,7 +58,7 @@ def _key(axes: Axes) -> str:
     stages = (
         [""] if axes.pieces == 1 else [f", stages {p * piece} to {p * piece + p - 1}" for piece in range(axes.pieces)]
     )
-    colours = [(turn_class(way, piece), said + own) for piece, own in enumerate(stages) for way, said in ways]
+    colours = [(turn_class(way, piece), label + own) for piece, own in enumerate(stages) for way, label in ways]
     return colour_key([*colours, ("phase", "waits")])
 
 

@@ -145,17 +145,17 @@ _LOSS_COLUMNS: Final[Sequence[Column[StepEvent]]] = (
 
 def _describe_losses(run: RunPageData, before: RunPageData | None) -> str:
     """Return what the figure of the losses shows."""
-    said = ["Loss of the global batch, at each logged step."]
+    sentences = ["Loss of the global batch, at each logged step."]
     if before is not None:
-        said.append("Dashed: the earlier run.")
+        sentences.append("Dashed: the earlier run.")
     if run.attempts:
-        said.append(
+        sentences.append(
             f"The run has {len(run.attempts)} attempts: a vertical line is where one went on from a checkpoint, with "
             "the strategy and the ranks that trained from there."
         )
     if run.saved:
-        said.append("Ticks on the axis: checkpoints.")
-    return " ".join(said)
+        sentences.append("Ticks on the axis: checkpoints.")
+    return " ".join(sentences)
 
 
 def _marks(attempts: Sequence[ShownAttempt]) -> list[StepMark]:

@@ -24,14 +24,14 @@ def step_work_section(results: TurnResults, names: Sequence[Column[Row]], rows: 
     remarks = results.work_remarks(reasons=False)
     waits_by = sorted({rank.waits_by for row in results.rows for rank in row.work if rank.waits_by})
     waits = any(column.key == "waits_least" for column in columns)
-    said = [f"Waiting is {how}, in steps that are not timed." for how in waits_by if waits]
+    sentences = [f"Waiting is {how}, in steps that are not timed." for how in waits_by if waits]
     heads = [column.of(rows.__getitem__) for column in names]
     several = [row for row in results.rows if len(row.work) > 1 and any(rank.waits for rank in row.work)]
     return html_section(
         "work",
         "What a step does",
         columns_table([*heads, *(column.of(figures.get) for column in columns)], list(figures), "Work of a step"),
-        bullet_list([*(remark.text for remark in remarks), *said]),
+        bullet_list([*(remark.text for remark in remarks), *sentences]),
         _waits_by_rank(heads, {row.strategy: row.work for row in several}) if several else "",
         _reasons(figures),
     )
@@ -52,8 +52,8 @@ def _waits_by_rank(heads: Sequence[Column[str]], work: Mapping[str, Sequence[Ran
 def _reasons(figures: dict[str, StepFigures]) -> str:
     if all(one.compiled is None for one in figures.values()):
         return ""
-    found = break_reasons(figures.values())
-    if not found:
+    reasons = break_reasons(figures.values())
+    if not reasons:
         return paragraph("Every compiled graph is whole, and none was compiled again.")
-    rows = [[kind, str(count), why] for kind, count, why in found]
+    rows = [[kind, str(count), why] for kind, count, why in reasons]
     return html_table(["what", "times", "reason"], rows, "Graph breaks and recompiles, by reason", (0, 2))

@@ -244,8 +244,8 @@ def _one_process(page: VerificationPageData) -> str:
             max((abs(a - b) for a, b in zip(run.get(what, []), base.get(what, []), strict=False)), default=math.nan)
             for what in ("loss", "norm")
         )
-        found = ["the reference"] if run is base else [_format_difference(of_loss), _format_difference(of_norm)]
-        rows.append([name, *found])
+        texts = ["the reference"] if run is base else [_format_difference(of_loss), _format_difference(of_norm)]
+        rows.append([name, *texts])
     return html_section(
         "one",
         "One process",

@@ -151,13 +151,13 @@ FORECAST_COLUMNS: Final[Sequence[Column[ForecastDifference]]] = (
 
 def forecast_differences(forecast: Forecast | None, rows: Sequence[ComparedRow]) -> list[ForecastDifference]:
     """Return the strategies that ran, and were planned and measured, in the order of the rows."""
-    found: list[ForecastDifference] = []
+    differences: list[ForecastDifference] = []
     for row in rows if forecast is not None else ():
         assert forecast is not None
         planned, measured = forecast.strategy(row.strategy), measured_step(row.memory)
         if row.outcome == "ran" and planned is not None and planned.phases and measured is not None:
-            found.append(ForecastDifference(planned, measured))
-    return found
+            differences.append(ForecastDifference(planned, measured))
+    return differences
 
 
 def describe_forecast(forecast: Forecast | None, rows: Sequence[ComparedRow]) -> list[str]:
@@ -166,12 +166,12 @@ def describe_forecast(forecast: Forecast | None, rows: Sequence[ComparedRow]) ->
         return []
     if forecast.problem:
         return [f"plan: {forecast.problem}"]
-    lines = [f"plan: {said}" for said in describe_refusals(forecast)]
-    found = forecast_differences(forecast, rows)
-    if not found:
+    lines = [f"plan: {sentence}" for sentence in describe_refusals(forecast)]
+    differences = forecast_differences(forecast, rows)
+    if not differences:
         planned = any(strategy.phases for strategy in forecast.strategies)
         return ["plan: no memory was measured to compare predictions with; they are on the page"] * planned + lines
-    return [f"plan: {summarise_differences(found)}", *lines]
+    return [f"plan: {summarise_differences(differences)}", *lines]
 
 
 def describe_refusals(forecast: Forecast) -> list[str]:
@@ -186,14 +186,14 @@ def describe_refusals(forecast: Forecast) -> list[str]:
     ]
 
 
-def summarise_differences(found: Sequence[ForecastDifference]) -> str:
+def summarise_differences(differences: Sequence[ForecastDifference]) -> str:
     """Return a sentence, without its full stop, on how far predictions are from what was measured."""
-    worst = max(found, key=lambda each: abs(each.off))
-    strategies = f"{len(found)} strategies" if len(found) > 1 else worst.strategy
+    worst = max(differences, key=lambda each: abs(each.off))
+    strategies = f"{len(differences)} strategies" if len(differences) > 1 else worst.strategy
     near = f"predicted peaks of {strategies} are within {abs(worst.off) * 100:.2f} % of the measured ones"
-    if len(found) > 1 and abs(worst.off) >= 0.00005:
+    if len(differences) > 1 and abs(worst.off) >= 0.00005:
         near += f" (farthest: {worst.strategy})"
-    known = [each for each in found if each.same_volume is not None]
+    known = [each for each in differences if each.same_volume is not None]
     other = [each.strategy for each in known if not each.same_volume]
     if other:
         return f"{near}; other bytes are sent than predicted in {', '.join(other)}"

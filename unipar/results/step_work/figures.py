@@ -58,7 +58,7 @@ def step_figures(
         mfu=rate / peak if rate is not None and peak is not None else None,
         waiting=min(waits) if waits and len(waits) == len(work) else None,
         most_waiting=max(waits) if waits and len(waits) == len(work) else None,
-        compiled=max(compiled, key=lambda found: found.break_count + found.recompile_count, default=None),
+        compiled=max(compiled, key=lambda counts: counts.break_count + counts.recompile_count, default=None),
     )
 
 
@@ -72,9 +72,9 @@ def differing_counts(strategies: Sequence[StrategyWork]) -> list[str]:
     flops = flops_of_step(strategies)
     counted = [(strategy, rank.flops) for strategy, work in strategies for rank in work[:1] if rank.flops is not None]
     return [
-        f"{strategy} {found:.6g}"
-        for strategy, found in counted
-        if flops is not None and abs(found - flops) > flops / 1e6
+        f"{strategy} {value:.6g}"
+        for strategy, value in counted
+        if flops is not None and abs(value - flops) > flops / 1e6
     ]
 
 

@@ -127,28 +127,28 @@ def describe_work_notes(strategies: Iterable[StrategyWork]) -> list[str]:
     for strategy, work in ran:
         for note in dict.fromkeys(note for rank in work for note in rank.notes):
             noted.setdefault(note, []).append(strategy)
-    said = [f"{', '.join(names)}: {note}" for note, names in noted.items()]
+    lines = [f"{', '.join(names)}: {note}" for note, names in noted.items()]
     shares = [(strategy, work[0].waiting) for strategy, work in ran if len(work) == 1]
     if any(len(work) > 1 and work[0].waits for _, work in ran):
-        said += [
+        lines += [
             f"{strategy} has no communication, and its thread sleeps for {_percent(share)} of a step: the task waits "
             "for something else, which is in the others' waits too"
             for strategy, share in shares
             if share is not None and share > 0.02
         ]
-    return said
+    return lines
 
 
 def break_reasons(figures: Iterable[StepFigures]) -> list[tuple[str, int, str]]:
     """Return what happened (graph break, recompile), how often at most in a strategy, and why; most frequent first."""
-    found: dict[tuple[str, str], int] = {}
+    counts: dict[tuple[str, str], int] = {}
     for one in figures:
         if one.compiled is not None:
             kinds = (("graph break", one.compiled.breaks), ("recompile", one.compiled.recompiles))
             for kind, reasons in kinds:
                 for why, count in reasons.items():
-                    found[kind, why] = max(found.get((kind, why), 0), count)
-    return sorted(((kind, count, why) for (kind, why), count in found.items()), key=lambda row: -row[1])
+                    counts[kind, why] = max(counts.get((kind, why), 0), count)
+    return sorted(((kind, count, why) for (kind, why), count in counts.items()), key=lambda row: -row[1])
 
 
 def _describe_flops(counted: Mapping[int, float]) -> str:

@@ -115,8 +115,8 @@ class Evaluation:
         ):
             self.mark("evaluate")  # one mark a batch: the watchdog sees that the rank does not hang
             number = self.world.data_rank + i * self.world.data_size
-            given = self._run(batch, number, key if samples else None, samples)
-            pairs = self._pairs(given, batch, samples, key[1])
+            returned = self._run(batch, number, key if samples else None, samples)
+            pairs = self._pairs(returned, batch, samples, key[1])
             self._add(pairs)
             if self._checks:
                 self._checks = False
@@ -127,12 +127,12 @@ class Evaluation:
         """Return what `metrics` gives for a batch; with no key it does not count."""
         seed_all(mix_seed(self.seed, 4, number))
         with self.whole.batch(key, samples):
-            rank, given = self.engine.evaluate(self._metrics, to_device(batch, self.device))
+            rank, returned = self.engine.evaluate(self._metrics, to_device(batch, self.device))
         self.whole.is_answer = rank == self.world.rank
-        return given
+        return returned
 
     def _check_means(
-        self, batch: Any, number: int, samples: int, at: int, whole: Mapping[str, tuple[float, float]]
+        self, batch: Any, number: int, samples: int, at: int, full: Mapping[str, tuple[float, float]]
     ) -> None:
         """Raise TaskError if a number of the first batch is no mean; all ranks call it together."""
         halves = split_in_halves(batch, samples)
@@ -141,14 +141,14 @@ class Evaluation:
             self._pairs(self._run(half, number, None, 0), half, size, begin)
             for half, size, begin in zip(halves or (batch, batch), sizes, (at, at + sizes[0]), strict=True)
         )
-        found = names_that_differ(whole, first, second, self._precision) if halves else []
-        flag = torch.tensor(float(len(found)), dtype=torch.float64, device=self.device)
+        names = names_that_differ(full, first, second, self._precision) if halves else []
+        flag = torch.tensor(float(len(names)), dtype=torch.float64, device=self.device)
         if not float(self.world.sum(flag)):
             return
         again = self._pairs(self._run(batch, -1 - number, None, 0), batch, samples, at)
-        for name in found:
-            if not differs(whole, again, name, self._precision):
-                raise refuse_no_mean(name, whole, first, second)
+        for name in names:
+            if not differs(full, again, name, self._precision):
+                raise refuse_no_mean(name, full, first, second)
 
     def _map_style_batches(self) -> Iterator[tuple[Any, int, SampleKey]]:
         """Yield this rank's batches, their numbers of samples, and their first sample.

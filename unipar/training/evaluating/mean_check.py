@@ -57,14 +57,14 @@ def _sliced(value: Any, samples: int, rows: slice) -> Any:
     raise _Unsplittable
 
 
-def names_that_differ(whole: Pairs, first: Pairs, second: Pairs, precision: str) -> list[str]:
+def names_that_differ(full: Pairs, first: Pairs, second: Pairs, precision: str) -> list[str]:
     """Return the names of numbers that are not the weighted mean of those of the two halves."""
     return [
         name
-        for name in whole
+        for name in full
         if name in first
         and name in second
-        and not _near(whole[name][0], mean_of_halves(first[name], second[name]), precision)
+        and not _near(full[name][0], mean_of_halves(first[name], second[name]), precision)
     ]
 
 
@@ -85,11 +85,11 @@ def differs(one: Pairs, other: Pairs, name: str, precision: str) -> bool:
     return not _near(one[name][0], other[name][0], precision)
 
 
-def refuse_no_mean(name: str, whole: Pairs, first: Pairs, second: Pairs) -> TaskError:
+def refuse_no_mean(name: str, full: Pairs, first: Pairs, second: Pairs) -> TaskError:
     """Return the error for a number that is no mean."""
     halves = mean_of_halves(first[name], second[name])
     return TaskError(
-        f"metrics()[{name!r}] is no mean: the first batch gives {whole[name][0]:.6g} (weight {whole[name][1]:g}), and "
+        f"metrics()[{name!r}] is no mean: the first batch gives {full[name][0]:.6g} (weight {full[name][1]:g}), and "
         f"its halves {first[name][0]:.6g} ({first[name][1]:g}) and {second[name][0]:.6g} ({second[name][1]:g}), of "
         f"which the mean is {halves:.6g}, so that the result would depend on how the data is cut; return the pair "
         "(mean, weight) if it is a mean over something else than samples, unipar.gathered(predictions, targets, "

@@ -140,18 +140,18 @@ class WholeMetrics:
         mine: dict[str, Any] | None = None
         if self._world.rank in speakers:
             mine = {name: self._payload(name) for name in names}
-        told: tuple[dict[str, float], str] = {}, ""
+        outcome: tuple[dict[str, float], str] = {}, ""
         error: Exception | None = None
         ranks = [payload for payload in self._world.gather_objects(mine, root) if payload is not None]
         if self._world.rank == root:
             for name in names:
                 try:
-                    told[0].update(self._compute(name, [payload[name] for payload in ranks]))
+                    outcome[0].update(self._compute(name, [payload[name] for payload in ranks]))
                 except Exception as e:  # the task's score, or a Metric's compute
                     error = e
-                    told = {}, f"metrics()[{name!r}] could not be computed on rank {root}: {type(e).__name__}: {e}"
+                    outcome = {}, f"metrics()[{name!r}] could not be computed on rank {root}: {type(e).__name__}: {e}"
                     break
-        values, fault = self._world.tell_objects(told, root)
+        values, fault = self._world.tell_objects(outcome, root)
         for metric in self._metrics.values():
             metric.reset()
         if isinstance(error, TaskError):

@@ -69,8 +69,8 @@ class AssumedValues(TorchDispatchMode):
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        if all(x in self._values for x in given) if given else _makes_whole_numbers(func, args, kwargs):
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if all(x in self._values for x in inputs) if inputs else _makes_whole_numbers(func, args, kwargs):
             return self._with_values(func, args, kwargs)
         for x in _written(func, args):
             self._values.pop(x, None)
@@ -135,13 +135,13 @@ class AssumedValues(TorchDispatchMode):
 
     def _without_masks(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return indices with places instead of masks, so that the shape of what they select is known."""
-        found: list[Tensor | None] = []
+        values: list[Tensor | None] = []
         for x in indices:
             if x is not None and x.dtype in (torch.bool, torch.uint8):
-                found += self._places(x).unbind(1)
+                values += self._places(x).unbind(1)
             else:
-                found.append(x)
-        return found
+                values.append(x)
+        return values
 
     def _places(self, mask: Tensor) -> Tensor:
         """Return the places that a mask selects, or as many as it could."""

@@ -71,8 +71,8 @@ def run_until_compiled(run: Callable[[], None]) -> None:
 
 def summarize_error(error: BaseException) -> str:
     """Return the first line of an error of torch's compiler, with its type."""
-    told = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {told[0]}" if told else type(error).__name__
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def _changes(backend: str) -> Generator[Any]:

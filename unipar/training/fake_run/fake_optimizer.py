@@ -101,10 +101,10 @@ class FakeOptimizer:
         key = tuple(tensors), split
         if key not in self._known:
             few, more = (_fewer_alike(tensors, most) for most in (_MOST_ALIKE, _MOST_ALIKE + 1))
-            found = self._run(few, split=split)
-            if len(few) < len(tensors) and found != self._run(more, split=split):
-                found = self._run(tensors, split=split)  # it has temporaries of all at once
-            self._known[key] = found
+            size = self._run(few, split=split)
+            if len(few) < len(tensors) and size != self._run(more, split=split):
+                size = self._run(tensors, split=split)  # it has temporaries of all at once
+            self._known[key] = size
         return self._known[key]
 
     def _has_temporaries(self, *, split: bool) -> bool:
@@ -184,13 +184,13 @@ def _step(optimizer: Optimizer) -> list[nn.Parameter]:
 
 def _fewer_alike(tensors: Sequence[UpdatedTensor], most: int) -> Sequence[UpdatedTensor]:
     """Return the tensors without those of which this many equal ones came before."""
-    seen = Counter[UpdatedTensor]()
-    found: list[UpdatedTensor] = []
+    counts = Counter[UpdatedTensor]()
+    kept: list[UpdatedTensor] = []
     for t in tensors:
-        seen[t] += 1
-        if seen[t] <= most:
-            found.append(t)
-    return found
+        counts[t] += 1
+        if counts[t] <= most:
+            kept.append(t)
+    return kept
 
 
 @contextmanager

@@ -18,20 +18,20 @@ def ranks_of_pieces(axes: Axes, traced: Mapping[int, TracedTask], alike: Sequenc
     Of equal ranks the first has the most microbatches in flight; under zerobubble later ones may need more, as
     gradients of weights wait longer there.
     """
-    found: list[TracedTask] = []
-    seen = set[tuple[int, ...]]()
+    traced_ranks: list[TracedTask] = []
+    known = set[tuple[int, ...]]()
     for rank in range(axes.pipeline):
         stages = tuple(alike[rank :: axes.pipeline])
-        if stages in seen and axes.schedule != "zerobubble":
+        if stages in known and axes.schedule != "zerobubble":
             continue
-        seen.add(stages)
+        known.add(stages)
         own = [traced[stage].rank.whole for stage in stages]
         work = _work_of_rank([stage.activations for stage in own])
-        whole = PlannedStage(timeline_of_rank([stage.timeline for stage in own]), work)
+        combined = PlannedStage(timeline_of_rank([stage.timeline for stage in own]), work)
         sent = tuple(_sent_by_rank([traced[stage].sent for stage in stages]))
-        planned = PlannedRank(whole, own, axes.schedule, axes.pipeline, rank)
-        found.append(replace(traced[stages[0]], rank=planned, sent=sent))
-    return found
+        planned = PlannedRank(combined, own, axes.schedule, axes.pipeline, rank)
+        traced_ranks.append(replace(traced[stages[0]], rank=planned, sent=sent))
+    return traced_ranks
 
 
 def timeline_of_rank(timelines: Sequence[StepTimeline]) -> StepTimeline:
@@ -73,12 +73,12 @@ def _work_of_rank(stages: Sequence[Activations]) -> Activations:
 
 
 def _sent_by_rank(stages: Sequence[Sequence[MicrobatchVolume]]) -> Sequence[MicrobatchVolume]:
-    found: dict[tuple[str, str], MicrobatchVolume] = {}
+    volumes: dict[tuple[str, str], MicrobatchVolume] = {}
     for one in (one for sent in stages for one in sent):
         key = one.axis, one.collective
-        if (other := found.get(key)) is None:
-            found[key] = one
+        if (other := volumes.get(key)) is None:
+            volumes[key] = one
         else:
             base, slope, calls = one.base + other.base, one.slope + other.slope, one.calls + other.calls
-            found[key] = replace(one, base=base, slope=slope, calls=calls)
-    return list(found.values())
+            volumes[key] = replace(one, base=base, slope=slope, calls=calls)
+    return list(volumes.values())

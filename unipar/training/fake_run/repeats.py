@@ -44,7 +44,7 @@ def find_equal_blocks(model: nn.Module, blocks: Sequence[str]) -> list[EqualBloc
     for module in model.modules():
         for p in module.parameters(recurse=False):
             users[id(p)] = users.get(id(p), 0) + 1
-    found: list[EqualBlocks] = []
+    equal_blocks: list[EqualBlocks] = []
     for container in dict.fromkeys(name.rpartition(".")[0] for name in blocks):
         parent = model.get_submodule(container)
         keys = tuple(name for name, _ in parent.named_children())
@@ -56,20 +56,20 @@ def find_equal_blocks(model: nn.Module, blocks: Sequence[str]) -> list[EqualBloc
             continue
         own = all(users[id(p)] == 1 for p in parent.parameters())
         if own and len({_signature(block) for block in parent.children()}) == 1:
-            found.append(EqualBlocks(container, keys, list(blocks).index(names[0])))
-    return found
+            equal_blocks.append(EqualBlocks(container, keys, list(blocks).index(names[0])))
+    return equal_blocks
 
 
 def _signature(block: nn.Module) -> tuple[Any, ...]:
     """Return what tells two blocks apart: classes, shapes, and settings that are plain values."""
-    found: list[Any] = []
+    signature: list[Any] = []
     for name, module in block.named_modules():
         plain = {k: v for k, v in vars(module).items() if isinstance(v, int | float | str | bool | type(None))}
         settings = sorted((k, repr(v)) for k, v in plain.items() if not k.endswith(_POSITIONS))
         tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         shapes = tuple((key, tuple(t.shape), t.dtype, t.requires_grad) for key, t in tensors)
-        found.append((name, type(module), tuple(settings), shapes))
-    return tuple(found)
+        signature.append((name, type(module), tuple(settings), shapes))
+    return tuple(signature)
 
 
 @final
@@ -78,7 +78,7 @@ class ShortModel:
 
     def __init__(self, model: nn.Module, blocks: Sequence[str], equal: Sequence[EqualBlocks], kept: int) -> None:
         self.model, self.equal, self.number = model, equal, kept
-        self._whole = tuple(blocks)
+        self._all_blocks = tuple(blocks)
         self._parameters: tuple[str, ...] = ()
         self._modules: tuple[str, ...] = ()
 
@@ -86,7 +86,7 @@ class ShortModel:
     def blocks(self) -> tuple[str, ...]:
         """Names of the blocks that are there."""
         left_out = {equal.name(i) for equal in self.equal for i in range(self.number, len(equal.keys))}
-        return tuple(name for name in self._whole if name not in left_out)
+        return tuple(name for name in self._all_blocks if name not in left_out)
 
     @contextmanager
     def open(self) -> Generator[None]:
@@ -94,9 +94,9 @@ class ShortModel:
         with ExitStack() as stack:
             for equal in self.equal:
                 container: Any = self.model.get_submodule(equal.container)
-                whole = dict(container._modules)
-                container._modules = {str(i): whole[key] for i, key in enumerate(equal.kept(self.number))}
-                stack.callback(setattr, container, "_modules", whole)
+                all_modules = dict(container._modules)
+                container._modules = {str(i): all_modules[key] for i, key in enumerate(equal.kept(self.number))}
+                stack.callback(setattr, container, "_modules", all_modules)
             self._parameters = tuple(name for name, _ in self.model.named_parameters())
             self._modules = tuple(name for name, _ in self.model.named_modules())
             yield
@@ -138,7 +138,7 @@ class ShortModel:
         """Return the name that a parameter or a module of the short model has in a block of the whole one."""
         for equal in self.equal:
             if 0 <= block - equal.first < len(equal.keys):
-                return f"{self._whole[block]}{name[len(equal.name(0)) :]}"
+                return f"{self._all_blocks[block]}{name[len(equal.name(0)) :]}"
         return name
 
     def _name_in_short(self, name: str) -> str:

@@ -210,8 +210,8 @@ class StepRecorder(TorchDispatchMode):
         for t in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(t, Tensor):
                 self._see(t, func)
-        if func is torch.ops.aten.add_.Tensor and (told := self._sums.pop(_key(args[0]), None)) is not None:
-            number, block = told
+        if func is torch.ops.aten.add_.Tensor and (place := self._sums.pop(_key(args[0]), None)) is not None:
+            number, block = place
             self.note("gradient", block, number)
             self.note("taken", block, number)
         for size, name, made_by in copies_in_operation(func, args, out):

@@ -187,10 +187,10 @@ class TaskTraces:
 
     def _last_microbatch(self, request: PredictionRequest, traced: TracedTask, microbatches: int) -> PlannedMemory:
         """Return the memory of a rank as if one microbatch ran through all its stages after this many others."""
-        whole, sizes = traced.rank_on(request.device).whole, request.sizes
-        timeline = whole.at(microbatches)
-        prediction = self._predict(request, whole, timeline)
-        return PlannedMemory(timeline, prediction, whole.activations, sizes.micro, sizes.accumulate)
+        stage, sizes = traced.rank_on(request.device).whole, request.sizes
+        timeline = stage.at(microbatches)
+        prediction = self._predict(request, stage, timeline)
+        return PlannedMemory(timeline, prediction, stage.activations, sizes.micro, sizes.accumulate)
 
     def _passes_of_proof(self, request: PredictionRequest, traced: TracedTask) -> Iterator[PlannedMemory]:
         """Yield what proves in the set-up that parts are the whole model, as if it were a step."""
@@ -204,9 +204,9 @@ class TaskTraces:
                 timeline, _without_states(self._predict(request, part, timeline)), part.activations, micro
             )
         if request.device == "cpu":  # else that is the host's memory
-            whole = proof.whole
-            prediction = _without_states(Prediction(tuple(predict_whole(whole.timeline, buckets=False))))
-            yield PlannedMemory(whole.timeline, prediction, whole.activations, micro)
+            stage = proof.whole
+            prediction = _without_states(Prediction(tuple(predict_whole(stage.timeline, buckets=False))))
+            yield PlannedMemory(stage.timeline, prediction, stage.activations, micro)
 
     def _predict(self, request: PredictionRequest, stage: PlannedStage, timeline: StepTimeline) -> Prediction:
         """Return what a backend makes of a timeline; each is asked for once, whatever the size of microbatches."""
@@ -215,9 +215,9 @@ class TaskTraces:
         key = stage, timeline.microbatches, timeline.turn, request.ranks, request.device, request.runtime, *own
         if key not in self._predictions:
             backend = registry.find_backend(config.backend)
-            found = backend.predict(config, timeline, request.ranks, device=request.device)
-            more = averaging_terms(timeline, found.terms)
-            self._predictions[key] = replace(found, terms=(*found.terms, *more, *request.runtime))
+            prediction = backend.predict(config, timeline, request.ranks, device=request.device)
+            more = averaging_terms(timeline, prediction.terms)
+            self._predictions[key] = replace(prediction, terms=(*prediction.terms, *more, *request.runtime))
         return self._predictions[key]
 
     def _trace_parts(self, config: Config, backend: Backend) -> list[TracedTask]:

@@ -59,7 +59,7 @@ class TokenTraces:
             lengths = measure_lengths(task, source.dataset, config.train.seed, sizes)
         assert lengths is not None
         self._config, self._task, self._source, self._lengths = config, task, source, lengths
-        self._found: dict[BatchSizes, LargestMicrobatches] = {}
+        self._by_sizes: dict[BatchSizes, LargestMicrobatches] = {}
         self._traces: dict[int, TaskTraces] = {}
         first = _Rows(lengths.of.index(lengths.longest), lengths.longest, 1)
         self.whole: Final[TracedTask] = self._traced(first).whole
@@ -77,8 +77,8 @@ class TokenTraces:
 
     def describe(self) -> Iterator[str]:
         """Yield which microbatches were planned, in sentences."""
-        given = [sizes for sizes in self._found if sizes.tokens == self._config.batch.settle(sizes.ranks).tokens]
-        for sizes in sorted(given, key=lambda sizes: sizes.ranks):
+        fixed = [sizes for sizes in self._by_sizes if sizes.tokens == self._config.batch.settle(sizes.ranks).tokens]
+        for sizes in sorted(fixed, key=lambda sizes: sizes.ranks):
             longest, fullest = (f"{rows.samples} x {rows.length}" for rows in self._rows(sizes))
             yield (
                 f"largest microbatches with data {sizes.ranks}: {longest} tokens, the longest samples, and {fullest}, "
@@ -91,8 +91,8 @@ class TokenTraces:
 
     def micro_of(self, sizes: BatchSizes) -> int:
         """Return `batch.micro`; without it, the padded tokens of the largest microbatch."""
-        given = self._limits(sizes).micro
-        return max(rows.tokens for rows in self._rows(sizes)) if given is None else given
+        limit = self._limits(sizes).micro
+        return max(rows.tokens for rows in self._rows(sizes)) if limit is None else limit
 
     def possible_micros(self, sizes: BatchSizes) -> Sequence[int]:
         """Return the limits that a microbatch may have: from the longest sample to all tokens of a rank."""
@@ -117,7 +117,7 @@ class TokenTraces:
     def _rows(self, sizes: BatchSizes) -> tuple[_Rows, _Rows]:
         """Return the largest microbatches: as many of the longest samples as fit, and the fullest."""
         limits, lengths = self._limits(sizes), self._lengths
-        found = self._largest(self._config.batch.settle(sizes.ranks))
+        largest = self._largest(self._config.batch.settle(sizes.ranks))
 
         def of(keys: Sequence[tuple[int, int]]) -> _Rows:
             mine = [i for _, i in keys]
@@ -125,7 +125,7 @@ class TokenTraces:
             count = -(-lengths.tokens(mine) // lengths.of[longest]) if limits.packed else len(mine)
             return _Rows(longest, lengths.of[longest], count)
 
-        rows = of(found.longest), of(found.fullest)
+        rows = of(largest.longest), of(largest.fullest)
         if limits == self._config.batch.settle(sizes.ranks).tokens:
             return rows
         assert limits.micro is not None  # tried in place of the config's own, which was planned
@@ -144,10 +144,10 @@ class TokenTraces:
         return sizes.tokens
 
     def _largest(self, sizes: BatchSizes) -> LargestMicrobatches:
-        if sizes not in self._found:
+        if sizes not in self._by_sizes:
             loader = MicrobatchLoader(self._source, sizes, None, self._config.train.seed, lengths=self._lengths)
-            self._found[sizes] = find_largest_microbatches(loader)
-        return self._found[sizes]
+            self._by_sizes[sizes] = find_largest_microbatches(loader)
+        return self._by_sizes[sizes]
 
     def _traced(self, rows: _Rows) -> TaskTraces:
         if rows.length not in self._traces:

@@ -137,7 +137,7 @@ def refuse_repeated_blocks(blocks: Sequence[str], activations: Activations) -> N
         )
 
 
-def trace_compiled(fake: FakeTask, whole: TracedTask, micro: int) -> TracedTask:
+def trace_compiled(fake: FakeTask, traced: TracedTask, micro: int) -> TracedTask:
     """Return a step of the whole model under torch.compile, with microbatches of exactly this size.
 
     For another size, the compiler may take another order. Operations are those that were counted without it, since it
@@ -146,16 +146,16 @@ def trace_compiled(fake: FakeTask, whole: TracedTask, micro: int) -> TracedTask:
     assert fake.config.model.compiling is not None
     with compile_parts(fake.model, fake.blocks, fake.config.model.compiling):
         (step,) = _trace_steps(replace(fake, compiled=True), [micro])
-    found = combine_steps(step, replace(step, micro=micro + 1))
-    counted = whole.activations
-    activations = replace(found, batch=counted.batch, flops=counted.flops, recomputed=counted.recomputed)
-    return replace(whole, rank=PlannedRank.alone(PlannedStage(fake.timeline(fake.blocks, step.record), activations)))
+    combined = combine_steps(step, replace(step, micro=micro + 1))
+    counted = traced.activations
+    activations = replace(combined, batch=counted.batch, flops=counted.flops, recomputed=counted.recomputed)
+    return replace(traced, rank=PlannedRank.alone(PlannedStage(fake.timeline(fake.blocks, step.record), activations)))
 
 
 def trace_part(
-    fake: FakeTask, whole: TracedTask, part: RankPart, axes: Axes, proof_of_whole: PlannedStage | None
+    fake: FakeTask, traced: TracedTask, part: RankPart, axes: Axes, proof_of_whole: PlannedStage | None
 ) -> TracedTask:
-    """Return a step of a rank's part of the model, or of one of its stages; `whole`: a step of the whole model.
+    """Return a step of a rank's part of the model, or of one of its stages; `traced`: a step of the full model.
 
     `proof_of_whole`: that step without autocast, if the set-up proves by it that the parts are the whole model.
     """
@@ -171,7 +171,7 @@ def trace_part(
             steps.append(trace_step(fake, count, part))
             sizes.append((part.sent_on, part.sent_back, part.received))
         timeline = fake.timeline(part.blocks, steps[0].record, part.stages_of)
-    timeline = replace(timeline, whole=whole.timeline.parameters)
+    timeline = replace(timeline, whole=traced.timeline.parameters)
     on, back, received = (line_through(*zip(counts, each, strict=True)) for each in zip(*sizes, strict=True))
     stage = PlannedStage(timeline, combine_steps(*steps), sent_on=on, sent_back=back, received=received)
     schedule = axes.schedule if axes.pipeline > 1 else None
@@ -179,7 +179,7 @@ def trace_part(
     proof = None
     if proof_of_whole is not None:
         proof = Proof(proof_of_whole, None if in_full is None else replace(stage, activations=in_full))
-    return replace(whole, rank=rank, sent=tuple(_volumes(steps, part)), proof=proof)
+    return replace(traced, rank=rank, sent=tuple(_volumes(steps, part)), proof=proof)
 
 
 def in_full_precision(fake: FakeTask) -> FakeTask:
@@ -189,12 +189,12 @@ def in_full_precision(fake: FakeTask) -> FakeTask:
 
 def _volumes(steps: Sequence[FakeStep], part: RankPart) -> Sequence[MicrobatchVolume]:
     first, second = steps
-    found: list[MicrobatchVolume] = []
+    volumes: list[MicrobatchVolume] = []
     for (axis, collective), size in first.sent.items():
         base, slope = line_through((first.micro, size), (second.micro, second.sent[axis, collective]))
         calls, ranks = first.calls[axis, collective], part.mesh.sizes.get(axis, part.mesh.ranks)
-        found.append(MicrobatchVolume(axis, collective, base, slope, calls, ranks))
-    return found
+        volumes.append(MicrobatchVolume(axis, collective, base, slope, calls, ranks))
+    return volumes
 
 
 def _trace_steps(fake: FakeTask, counts: Sequence[int]) -> list[FakeStep]:

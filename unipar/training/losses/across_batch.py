@@ -66,7 +66,7 @@ class WholeLoss:
         cls,
         world: World,
         loss_across: Callable[[Any], Any],
-        found: Sequence[FeatureColumns],
+        features: Sequence[FeatureColumns],
         rows: Sequence[int],
         of_ranks: Sequence[Sequence[int]],
         seed: int,
@@ -78,21 +78,21 @@ class WholeLoss:
         batch = SampleRows(world, rows, of_ranks)
         counting = [
             [column[:n] for column, n in zip(of, rows, strict=True)]
-            for of in zip(*(f.columns for f in found), strict=True)
+            for of in zip(*(f.columns for f in features), strict=True)
         ]
         with torch.enable_grad():
             leaves = [widen_features(batch.gather(torch.cat(columns).detach())) for columns in counting]
             leaves = [leaf.requires_grad_() if leaf.is_floating_point() else leaf for leaf in leaves]
             seed_torch(seed, device=has_own_memory(world.device))
-            loss = check_across_loss(loss_across(found[0].nest(leaves)))
+            loss = check_across_loss(loss_across(features[0].nest(leaves)))
             if not loss.requires_grad:
                 raise TaskError(
                     "loss_across() returned a loss that does not depend on the features: compute it from them, without "
                     "detach() or torch.no_grad()"
                 )
             trained = [leaf for leaf in leaves if leaf.requires_grad]
-            given = iter(torch.autograd.grad(loss, trained, allow_unused=True))
-        return cls(loss.detach(), [next(given) if leaf.requires_grad else None for leaf in leaves], batch.own)
+            gradients = iter(torch.autograd.grad(loss, trained, allow_unused=True))
+        return cls(loss.detach(), [next(gradients) if leaf.requires_grad else None for leaf in leaves], batch.own)
 
     def of_micro(self, at: slice, scale: float) -> list[Tensor | None]:
         """Return a microbatch's own rows of each gradient, divided by its scale, with which engines multiply."""
@@ -140,25 +140,25 @@ class AcrossBatch:
         `seed`: for random numbers that the loss draws, which are the same on every rank.
         """
         mark("forward")
-        found: list[FeatureColumns] = []
+        feature_columns: list[FeatureColumns] = []
         rows: list[int] = []
         with work.counting_again() as watched:
             counted = watched(features)
             for micro, plan in zip(micros, plans, strict=True):
                 returned = engine.forward_only(micro.bind(counted), micro.batch)
-                found.append(FeatureColumns.of(returned, len(plan.keys)))
+                feature_columns.append(FeatureColumns.of(returned, len(plan.keys)))
                 rows.append(len(plan.keys) if micro.scale else 0)
-        self._require_one_nesting(found)
+        self._require_one_nesting(feature_columns)
         known = all(len(plan.of_ranks) == self._world.data_size for plan in plans)
         of_ranks = [plan.of_ranks for plan in plans] if known else ()
-        whole = WholeLoss.of(self._world, self._task.loss_across, found, rows, of_ranks, seed)
+        batch_loss = WholeLoss.of(self._world, self._task.loss_across, feature_columns, rows, of_ranks, seed)
         self._micros = {
             micro.number: _MicroGradients(
-                whole.loss,
-                whole.of_micro(at, micro.scale),
+                batch_loss.loss,
+                batch_loss.of_micro(at, micro.scale),
                 None if self._compared or not micro.scale else columns.columns,
             )
-            for micro, columns, at in zip(micros, found, whole.own, strict=True)
+            for micro, columns, at in zip(micros, feature_columns, batch_loss.own, strict=True)
         }
 
     def end(self) -> None:
@@ -230,8 +230,8 @@ def require_equal(columns: Sequence[Tensor], first: Sequence[Tensor], number: in
     for i, (now, before) in enumerate(zip(columns, first, strict=True)):
         size = widen_features(before).double().norm().item()
         same_shape = now.shape == before.shape
-        apart = (widen_features(now.detach()) - widen_features(before)).double().norm().item() if same_shape else inf
-        if apart > _LIMIT_OF_DIFFERENCE * max(size, 1e-30):
+        distance = (widen_features(now.detach()) - widen_features(before)).double().norm().item() if same_shape else inf
+        if distance > _LIMIT_OF_DIFFERENCE * max(size, 1e-30):
             raise TaskError(
                 f"{call} gave other values when microbatch {number} was computed again, with gradients (tensor "
                 f"{i} of them): it must be the same in both calls; draw random numbers from PyTorch's generators only, "

@@ -57,8 +57,8 @@ class SampleRows:
         padded = flat.new_zeros(self._longest, flat.shape[1])
         padded[: len(flat)] = flat
         of_ranks = [torch.empty_like(padded) for _ in range(self._world.data_size)]
-        whole = self._world.data_size == self._world.size
-        dist.all_gather(of_ranks, padded, group=None if whole else self._world.groups.group("data"))
+        all_ranks = self._world.data_size == self._world.size
+        dist.all_gather(of_ranks, padded, group=None if all_ranks else self._world.groups.group("data"))
         gathered = torch.cat(of_ranks)
         return gathered[self._order].view(mine.dtype).view(self.total, *mine.shape[1:])
 
@@ -76,10 +76,10 @@ def gather_rows(world: World, tensor: Tensor, of: LocalBatch | Micro | None, cur
     """Return a tensor's rows of all ranks, as `Run.gather` says; `current`: the loop's local batch, if any."""
     rows = tensor.detach().reshape(1) if tensor.ndim == 0 else tensor.detach()
     if of is None and current is not None:
-        fits = torch.tensor([float(sum(_sizes(current)) == len(rows))], device=world.device)
+        fits = torch.tensor([float(sum(_row_counts(current)) == len(rows))], device=world.device)
         of = current if world.sum(fits).item() == world.size else None
     if isinstance(of, LocalBatch) and len(of) > 1:
-        if sum(sizes := _sizes(of)) != len(rows):
+        if sum(sizes := _row_counts(of)) != len(rows):
             raise TaskError(
                 f"run.gather() got {len(rows)} rows of a local batch that has {sum(sizes)} in {len(of)} microbatches: "
                 "gather those of one microbatch at a time (run.gather(tensor, local_batch.micros[i]))"
@@ -124,7 +124,7 @@ def _as_bytes(rows: Tensor) -> Tensor:
     return rows.contiguous().view(len(rows), prod(rows.shape[1:])).view(torch.uint8)
 
 
-def _sizes(local_batch: LocalBatch) -> list[int]:
+def _row_counts(local_batch: LocalBatch) -> list[int]:
     """Return how many rows each microbatch has, by its first tensor."""
     return [_first_size(micro.batch) for micro in local_batch.micros]
 

@@ -91,9 +91,9 @@ def find_largest_microbatches(loader: MicrobatchLoader) -> LargestMicrobatches:
     limits, lengths = loader.sizes.tokens, loader.lengths
     assert limits is not None
     assert lengths is not None
-    whole = copy(loader)  # of the same order: a sampler is not drawn again
-    whole.rank = None
-    steps = list(islice(whole.plans(0), whole.order.per_epoch))
+    full_loader = copy(loader)  # of the same order: a sampler is not drawn again
+    full_loader.rank = None
+    steps = list(islice(full_loader.plans(0), full_loader.order.per_epoch))
 
     def padded(plan: MicrobatchPlan) -> tuple[int, int]:
         mine = [i for _, i in plan.keys]
@@ -131,15 +131,15 @@ def try_largest(live: TriedRun, is_lack: Callable[[BaseException], bool]) -> tup
         )
     loader, engine, shares = live.loader, live.engine, live.world.data_size
     assert isinstance(loader, MicrobatchLoader)  # a stream is refused under batch.tokens
-    found = find_largest_microbatches(loader)
-    said = f"{_described(found.longest, loader)} and {_described(found.fullest, loader)}"
+    largest = find_largest_microbatches(loader)
+    described = f"{_described(largest.longest, loader)} and {_described(largest.fullest, loader)}"
 
     def loss(model: nn.Module, batch: Any, number: int) -> Tensor:
         return live.task.loss(model, batch)
 
     peak = 0
     try:
-        for step in found.steps():
+        for step in largest.steps():
             live.mark("data")
             micros = [
                 Micro(to_device(loader.read(keys), live.device), 1.0 / (shares * len(step)), number)
@@ -152,12 +152,12 @@ def try_largest(live: TriedRun, is_lack: Callable[[BaseException], bool]) -> tup
         if not is_lack(e):
             raise
         raise OutOfMemory(
-            f"batch.memory_check: rank {live.rank} has no memory for the largest microbatches of the run, {said} "
+            f"batch.memory_check: rank {live.rank} has no memory for the largest microbatches of the run, {described} "
             f"({str(e).partition(chr(10))[0]}): lower batch.micro, or cut samples to a smaller batch.max_length"
         ) from e
     live.mark("start")
     used = f", peak {format_size(peak)}" if peak else ""
-    return loader, f"the largest microbatches, {said}, were tried before the first step{used}"
+    return loader, f"the largest microbatches, {described}, were tried before the first step{used}"
 
 
 def _described(keys: Sequence[SampleKey], loader: MicrobatchLoader) -> str:

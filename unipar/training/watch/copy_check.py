@@ -64,22 +64,22 @@ class CopyCheck:
         """Return the keys of regions that more than one rank holds, in one order on all ranks."""
         if self._world.size == 1:
             return []
-        told: list[list[int]] = [[] for _ in range(self._world.size)]
-        dist.all_gather_object(told, sorted(keys))
-        held = Counter(key for row in told for key in row)
+        keys_of_ranks: list[list[int]] = [[] for _ in range(self._world.size)]
+        dist.all_gather_object(keys_of_ranks, sorted(keys))
+        held = Counter(key for row in keys_of_ranks for key in row)
         return sorted(key for key, ranks in held.items() if ranks > 1)
 
     def _blame(self, unequal: list[int], mine: dict[int, Piece], digests: dict[int, int]) -> list[UnequalCopy]:
         """Return the unequal weights whose value on this rank is not that of most ranks, or of the lowest one."""
-        told: list[list[int | None]] = [[] for _ in range(self._world.size)]
-        dist.all_gather_object(told, [digests.get(key) for key in unequal])
-        found: list[UnequalCopy] = []
-        for key, *values in zip(unequal, *told, strict=True):
+        digests_of_ranks: list[list[int | None]] = [[] for _ in range(self._world.size)]
+        dist.all_gather_object(digests_of_ranks, [digests.get(key) for key in unequal])
+        blamed: list[UnequalCopy] = []
+        for key, *values in zip(unequal, *digests_of_ranks, strict=True):
             counts = Counter(value for value in values if value is not None)
             right = max(counts, key=lambda value: (counts[value], -values.index(value)))
             if key in mine and digests[key] != right:
-                found.append(UnequalCopy(mine[key].name, values.index(right)))
-        return found
+                blamed.append(UnequalCopy(mine[key].name, values.index(right)))
+        return blamed
 
 
 def _key(piece: Piece) -> int:

@@ -22,7 +22,7 @@ from unipar.task import LocalBatch
 from unipar.training.watch.copy_check import CopyCheck
 from unipar.training.watch.digests import digest_tensor
 from unipar.training.watch.update_observer import UpdateObserver
-from unipar.utils.text import first_few
+from unipar.utils.text import first_few, short_dtype
 
 _TOLERANCE: Final = 0.01
 """Share by which a norm may differ from the one that is reported: libraries add it up in bf16, or after rounding."""
@@ -133,8 +133,8 @@ class StateWatch:
             if dtype.itemsize < created.itemsize:
                 what = "its values are" if piece.kind == "weight" else f"the optimizer's {piece.kind} of it is"
                 self._faults.append(
-                    f"{piece.name} was made in {_short(created)}, and {what} kept in {_short(dtype)}: small updates "
-                    "are lost"
+                    f"{piece.name} was made in {short_dtype(created)}, and {what} kept in {short_dtype(dtype)}: small "
+                    "updates are lost"
                 )
                 return
 
@@ -163,10 +163,11 @@ class StateWatch:
                 f"the optimizer did not update {first_few(left_out)}: it has no gradient of it, or does not have it at "
                 "all"
             )
-        for seen in observer.unchanged[:1]:
+        for weight in observer.unchanged[:1]:
             self._faults.append(
-                f"the update left {seen.name} as it was, though its gradient's norm is {seen.norm:.3g} and its "
-                f"learning rate {seen.rate:.3g}: the step had no effect, or is too small for {_short(seen.dtype)}"
+                f"the update left {weight.name} as it was, though its gradient's norm is {weight.norm:.3g} and its "
+                f"learning rate {weight.rate:.3g}: the step had no effect, or is too small "
+                f"for {short_dtype(weight.dtype)}"
             )
 
     # Checks of all ranks together
@@ -189,9 +190,9 @@ class StateWatch:
             keys = [key for plan in plans if plan.weight for key in plan.keys]
             once = keys and not any(plan.repeats for plan in plans)
             marks[world.data_rank] = float(hash(tuple(keys)) & ((1 << 52) - 1)) if once else -1.0
-        told = [float(observer.updated), observer.square, samples, scales, *marks]
+        sums = [float(observer.updated), observer.square, samples, scales, *marks]
         updated, square, samples, scales, *marks = world.sum(
-            torch.tensor(told, dtype=torch.float64, device=world.device)
+            torch.tensor(sums, dtype=torch.float64, device=world.device)
         ).tolist()
         if updated == world.size:
             self._check_norm(part, float(out.norm), math.sqrt(observer.square if self._local_steps else square))
@@ -240,20 +241,16 @@ class StateWatch:
         flag = torch.tensor(float(bool(self._faults)), device=world.device)
         if not world.sum(flag).item():
             return
-        told: list[str | None] = [None] * world.size
+        faults: list[str | None] = [None] * world.size
         mine = self._faults[0] if self._faults else None
         if world.size > 1:
-            dist.all_gather_object(told, mine)
+            dist.all_gather_object(faults, mine)
         else:
-            told = [mine]
-        rank, first = next((rank, fault) for rank, fault in enumerate(told) if fault is not None)
+            faults = [mine]
+        rank, first = next((rank, fault) for rank, fault in enumerate(faults) if fault is not None)
         raise Inconsistent(
             f"train.consistency_check: at step {number}, rank {rank}{part.error_suffix}: {first}; {_WAY_OUT}",
         )
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def watched_dtypes(parameters: Iterator[tuple[str, Any]]) -> Mapping[str, torch.dtype]:

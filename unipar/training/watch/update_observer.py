@@ -116,29 +116,29 @@ class UpdateObserver:
     def _before_update(self, optimizer: Optimizer, *_: Any) -> None:
         self._handles.pop().remove()
         self.updated = True
-        found: list[tuple[_Spot, Tensor, Tensor, float]] = []
+        spots: list[tuple[_Spot, Tensor, Tensor, float]] = []
         for group in optimizer.param_groups:
             rate = float(group["lr"])
             self.rates.append(rate)
             for p in group["params"]:
                 if p.grad is not None:
-                    found += [(*seen, rate) for seen in self._find(local_part(p), local_part(p.grad))]
-        gradients = [_in_full(gradient) for _, _, gradient, _ in found]
+                    spots += [(*entry, rate) for entry in self._find(local_part(p), local_part(p.grad))]
+        gradients = [_in_full(gradient) for _, _, gradient, _ in spots]
         each = cast("list[Tensor]", torch._foreach_norm(gradients) if gradients else [])  # pyright: ignore[reportPrivateUsage]
         norms: list[float] = torch.stack(each).tolist() if each else []
-        for (spot, value, gradient, rate), norm in zip(found, norms, strict=True):
+        for (spot, value, gradient, rate), norm in zip(spots, norms, strict=True):
             self.norms[spot.name] = (self.norms.get(spot.name, 0.0) ** 2 + norm * norm) ** 0.5
             if norm > 0 and rate > 0:
-                seen = UnchangedWeight(spot.name, norm, rate, value.dtype)
-                self._before.append((seen, value, gradient, digest_tensor(value)))
+                weight = UnchangedWeight(spot.name, norm, rate, value.dtype)
+                self._before.append((weight, value, gradient, digest_tensor(value)))
 
     @torch.no_grad()
     def _after_update(self, *_: Any) -> None:
         self._depth -= 1
         if self._depth == 0:
-            for seen, value, gradient, before in self._before:
-                if digest_tensor(value) == before and _should_change(value, gradient, seen.rate):
-                    self.unchanged.append(seen)
+            for weight, value, gradient, before in self._before:
+                if digest_tensor(value) == before and _should_change(value, gradient, weight.rate):
+                    self.unchanged.append(weight)
             self._before.clear()
 
     def _find(self, p: Tensor, gradient: Tensor) -> Iterable[tuple[_Spot, Tensor, Tensor]]:

@@ -116,11 +116,11 @@ def norm_factor(case: FaultCase, step: int) -> float:
 
 def whole_gradient(case: FaultCase, step: int) -> GradientSketches:
     """Return the gradient of a step in one process."""
-    whole: dict[str, Any] = {}
+    total: dict[str, Any] = {}
     for grads in share_gradients(case, step).values():
         for name, sketch in grads.items():
-            whole[name] = whole[name] + sketch if name in whole else sketch
-    return whole
+            total[name] = total[name] + sketch if name in total else sketch
+    return total
 
 
 def _rate_by_parameter(case: FaultCase, step: int) -> dict[str, float]:

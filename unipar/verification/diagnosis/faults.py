@@ -40,10 +40,10 @@ def classify_fault(case: FaultCase) -> Fault | None:
         return _classify_rate(case, at)
     if first.what == KIND_OF_AVERAGES:
         return _classify_averages(case, at)
-    if (found := copies.classify_start(case)) is not None:
-        return found
-    if case.settled.strategy.axes.ranks > 1 and (found := mesh_faults.classify_before_update(case, at)) is not None:
-        return found
+    if (fault := copies.classify_start(case)) is not None:
+        return fault
+    if case.settled.strategy.axes.ranks > 1 and (fault := mesh_faults.classify_before_update(case, at)) is not None:
+        return fault
     if "forward" in case.module_differences:
         return _classify_forward(case, at)
     if case.loss_differences:
@@ -146,7 +146,7 @@ def _classify_forward(case: FaultCase, step: int) -> Fault:
 
 def _classify_loss(case: FaultCase, step: int) -> Fault:
     first = case.loss_differences[0]
-    ranks = sorted({found.rank for found in case.loss_differences})
+    ranks = sorted({difference.rank for difference in case.loss_differences})
     on_all = len(ranks) == count_loss_ranks(case.run)
     which = "every rank" if on_all else f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
     times = f", {first.value / first.wanted:.4g} times" if first.wanted else ""
@@ -164,12 +164,12 @@ def _classify_missing_update(case: FaultCase, step: int) -> Fault | None:
     if not gone:
         return None
     groups = case.groups(step)
-    whole = [i for i, g in enumerate(groups) if g["names"] and set(g["names"]) <= set(gone)]
-    exact = {n for i in whole for n in groups[i]["names"]} == set(gone)
-    if len(whole) == len(groups):
+    missing_groups = [i for i, g in enumerate(groups) if g["names"] and set(g["names"]) <= set(gone)]
+    exact = {n for i in missing_groups for n in groups[i]["names"]} == set(gone)
+    if len(missing_groups) == len(groups):
         return Fault("no update", f"step {step} moves no parameter")
     if exact:
-        which = ", ".join(str(i + 1) for i in whole)
+        which = ", ".join(str(i + 1) for i in missing_groups)
         return Fault(
             "a group left out",
             f"step {step} does not move the {len(gone)} parameters of group {which} of {len(groups)} ({gone[0]} first)",
@@ -199,9 +199,9 @@ def _classify_norms(case: FaultCase, step: int) -> Fault | None:
     if max(norms) - min(norms) <= case.limit * right:
         return None
     shown = ", ".join(f"{n:.5g}" for n in norms)
-    found = _classify_gradient(case, step)
-    if found is not None and found.name in ("not reduced", "a microbatch not reduced"):
-        return found
+    fault = _classify_gradient(case, step)
+    if fault is not None and fault.name in ("not reduced", "a microbatch not reduced"):
+        return fault
     verb = "clip by"
     of_shares: list[float] = case.replay.shares[step - 1]["norms"]
     if all(case.is_near(norm, of_shares[seat.share]) for norm, seat in zip(norms, case.run.seats, strict=True)):
@@ -227,11 +227,11 @@ def _fit_factor(case: FaultCase, step: int) -> float:
 
 
 def _classify_gradient(case: FaultCase, step: int) -> Fault | None:
-    found = run_gradient(case, step)
-    names = [n for n, _ in case.judgement.differing if n in found] or list(found)
+    gradients = run_gradient(case, step)
+    names = [n for n, _ in case.judgement.differing if n in gradients] or list(gradients)
     parts = share_gradients(case, step)
     stale = whole_gradient(case, step - 1) if step > 1 else {}
-    mix = fit_gradient_mix(found, parts, stale, list(dict.fromkeys(names)))
+    mix = fit_gradient_mix(gradients, parts, stale, list(dict.fromkeys(names)))
     if mix is None:
         return _classify_norm_factor(case, step)
     return _classify_mix(case, mix, step)
@@ -361,9 +361,5 @@ def resolve_fault(case: FaultCase, kind: Fault, measured: float, micros: int) ->
     by_world = case.is_near(measured, float(ranks)) or case.is_near(measured, 1.0 / ranks)
     name = kind.candidates[0 if by_world else 1]
     change = "stays the same" if by_world else "changes with them"
-    counts = f"with {_count_microbatches(micros)} instead of {case.accumulate}"
+    counts = f"with {count_of(micros, 'microbatch')} instead of {case.accumulate}"
     return Fault(name, f"{kind.measured}; {counts} it {change} ({measured:.4g})")
-
-
-def _count_microbatches(micros: int) -> str:
-    return "1 microbatch" if micros == 1 else f"{micros} microbatches"

@@ -36,10 +36,10 @@ def classify_before_update(case: FaultCase, step: int) -> Fault | None:
         return _wrong_forward(case, case.module_differences["forward"], step)
     if case.loss_differences:
         return None
-    found = _loss_counted_twice(case, step) or _partial_backward(case, step) or _unequal_copies(case, step)
-    if found is None and case.optimizer_uses_whole_tensors is None:
-        found = _wrong_gradients(case, step)  # computed from the state of an optimizer whose rule is known
-    return found
+    fault = _loss_counted_twice(case, step) or _partial_backward(case, step) or _unequal_copies(case, step)
+    if fault is None and case.optimizer_uses_whole_tensors is None:
+        fault = _wrong_gradients(case, step)  # computed from the state of an optimizer whose rule is known
+    return fault
 
 
 def _other_samples(case: FaultCase, step: int) -> Fault:
@@ -203,10 +203,10 @@ def _partial_backward(case: FaultCase, step: int) -> Fault | None:
     if place is None or case.settled.strategy.axes.tensor == 1:
         return None
     key, wanted = _row_of(case, place, "backward")
-    found = _sketches_of_ranks(case, key)
-    if len(found) < 2 or _all_alike(found):
+    sketches = _sketches_of_ranks(case, key)
+    if len(sketches) < 2 or _all_alike(sketches):
         return None
-    total = np.sum(list(found.values()), axis=0)
+    total = np.sum(list(sketches.values()), axis=0)
     times = float(np.dot(total, wanted) / max(float(np.dot(wanted, wanted)), 1e-300))
     if times <= 0 or np.linalg.norm(total / times - wanted) > 10 * _SKETCH_NEAR * np.linalg.norm(wanted):
         return None
@@ -220,19 +220,19 @@ def _partial_backward(case: FaultCase, step: int) -> Fault | None:
 
 def _unequal_copies(case: FaultCase, step: int) -> Fault | None:
     """Return the fault of a parameter that several ranks have, and update differently."""
-    found: dict[str, tuple[int, int]] = {}
+    unequal: dict[str, tuple[int, int]] = {}
     for (name, _), copies in (case.run.copies[step - 1] if case.run.copies else {}).items():
         size = float(np.linalg.norm(next(iter(copies.values()))))
-        apart = {ranks: off for ranks, off in copy_distances(case.run, copies).items() if off > 1e-7 * size}
-        if apart:
-            found[name] = max(apart, key=lambda ranks: apart[ranks])
-    if not found:
+        distances = {ranks: off for ranks, off in copy_distances(case.run, copies).items() if off > 1e-7 * size}
+        if distances:
+            unequal[name] = max(distances, key=lambda ranks: distances[ranks])
+    if not unequal:
         return None
-    name, (one, other) = next(iter(found.items()))
+    name, (one, other) = next(iter(unequal.items()))
     first, second = case.run.seats[one], case.run.seats[other]
     axes = [axis for axis in AXIS_OF_SEAT if getattr(first, axis) != getattr(second, axis)]
-    several = f"{count_of(len(found), 'parameter')} ({first_few(list(found))}) differ"
-    names = several if len(found) > 1 else f"{name} differs"
+    several = f"{count_of(len(unequal), 'parameter')} ({first_few(list(unequal))}) differ"
+    names = several if len(unequal) > 1 else f"{name} differs"
     if axes == ["pipeline"]:
         return Fault(
             "a tied gradient not summed",
@@ -256,7 +256,7 @@ def _unequal_copies(case: FaultCase, step: int) -> Fault | None:
 def _wrong_gradients(case: FaultCase, step: int) -> Fault | None:
     """Return the fault of some parameters' gradients, or of all by the size of an axis."""
     factors = dict(_factors(case, step))
-    wrong = {name: found for name, found in factors.items() if not _is_right(case, *found)}
+    wrong = {name: fit for name, fit in factors.items() if not _is_right(case, *fit)}
     if not wrong:
         return None
     shared = _names_of_several_stages(case)
@@ -292,14 +292,14 @@ def _wrong_gradients(case: FaultCase, step: int) -> Fault | None:
 
 def _factors(case: FaultCase, step: int) -> Iterator[tuple[str, tuple[float, float]]]:
     """Yield for each parameter the factor between its gradient and that of one process, and what is left then."""
-    found, whole = run_gradient(case, step), whole_gradient(case, step)
+    gradient, expected = run_gradient(case, step), whole_gradient(case, step)
     lengths = case.replay.shares[step - 1]["lengths"]
     total = math.hypot(*lengths.values())
-    for name, right in whole.items():
+    for name, right in expected.items():
         size = float(np.dot(right, right))
-        if name in found and lengths[name] > _SHORT * total and size > 0:  # equal elements may cancel in a sketch
-            factor = float(np.dot(found[name], right)) / size
-            yield name, (factor, float(np.linalg.norm(found[name] - factor * right)) / size**0.5)
+        if name in gradient and lengths[name] > _SHORT * total and size > 0:  # equal elements may cancel in a sketch
+            factor = float(np.dot(gradient[name], right)) / size
+            yield name, (factor, float(np.linalg.norm(gradient[name] - factor * right)) / size**0.5)
 
 
 def _is_right(case: FaultCase, factor: float, left: float) -> bool:
@@ -356,10 +356,10 @@ def classify_norm(case: FaultCase, step: int) -> Fault | None:
     if not math.isfinite(mine) or abs(mine - right) <= case.limit * right:
         return None
     factors = list(_factors(case, step))
-    if not factors or not all(_is_right(case, *found) for _, found in factors):
+    if not factors or not all(_is_right(case, *fit) for _, fit in factors):
         return None  # RMSprop's states may tell no gradient
     lengths = case.replay.shares[step - 1]["lengths"]
-    said = f"in step {step} the norm is {mine:.6g} instead of {right:.6g}, while all gradients are right"
+    text = f"in step {step} the norm is {mine:.6g} instead of {right:.6g}, while all gradients are right"
     kept = case.run.copies[-1] if case.run.copies else {}
     copies = {name: len(ranks) for (name, kind), ranks in kept.items() if kind == "weight"}
     often = {name: count for name, count in copies.items() if count > 1}
@@ -367,11 +367,11 @@ def classify_norm(case: FaultCase, step: int) -> Fault | None:
     if often and abs(total - mine) <= 0.1 * abs(mine - right):
         return Fault(
             "a norm that counts copies twice",
-            f"{said}: every copy of {first_few(list(often))} counts, on up to {max(often.values())} ranks, and each "
+            f"{text}: every copy of {first_few(list(often))} counts, on up to {max(often.values())} ranks, and each "
             "parameter must count once",
         )
     if abs(mine - right) <= MOST_ROUNDED * right:
-        return Fault("a rounded norm", f"{said}: so little is lost by gradients in half precision")
+        return Fault("a rounded norm", f"{text}: so little is lost by gradients in half precision")
     if mine > right:
-        return Fault("a norm that counts copies twice", f"{said}: it counts something more than once")
-    return Fault("a norm that leaves something out", f"{said}: it does not count what some ranks hold")
+        return Fault("a norm that counts copies twice", f"{text}: it counts something more than once")
+    return Fault("a norm that leaves something out", f"{text}: it does not count what some ranks hold")

@@ -58,7 +58,7 @@ def find_loss_differences(run: RunRecord, own: RunRecord, exact: RunRecord, shar
             rounding = abs(right - true.get(number, right))
             if not abs(value - right) <= max(ROUNDING_FACTOR * rounding, MIN_RELATIVE_DIFFERENCE * abs(right)):
                 differences.append(LossDifference(rank, number // shares, value, right))
-    return sorted(differences, key=lambda found: (found.micro, found.rank))
+    return sorted(differences, key=lambda difference: (difference.micro, difference.rank))
 
 
 def count_loss_ranks(run: RunRecord) -> int:
@@ -92,11 +92,11 @@ def find_module_differences(
         rounding = float((row["sketch"] - true[key]["sketch"]).norm()) if key in true else 0.0
         size = float(row["sketch"].norm())
         allowed = max(ROUNDING_FACTOR * rounding, MIN_RELATIVE_DIFFERENCE * size)
-        found = dict(_differences(run, mine, key, row, share, factor))
-        if not found and axes.ranks == 1:
+        off_of_rank = dict(_differences(run, mine, key, row, share, factor))
+        if not off_of_rank and axes.ranks == 1:
             first = next((r for r, seat in enumerate(run.seats) if seat.share == share), 0)
             differences[way] = ModuleDifference(way, row["module"], first, micro, float("nan"))
-        for rank, off in found.items():
+        for rank, off in off_of_rank.items():
             if not off <= allowed:
                 relative = off / size if size else float("inf")
                 differences[way] = ModuleDifference(way, row["module"], rank, micro, relative)

@@ -60,13 +60,13 @@ def gradients_from_state(
         if kind == "weight":
             if not rates.get(name):
                 continue
-            given = (was - now) / rates[name]
+            gradient = (was - now) / rates[name]
         elif own.begins_whole and (name, kind) not in before:
-            given = now
+            gradient = now
         else:
-            given = (now - own.keeps * was) / own.adds
+            gradient = (now - own.keeps * was) / own.adds
         weight = before[name, "weight"]
-        gradients[name] = (given - rule.decay[name] * weight) / clip
+        gradients[name] = (gradient - rule.decay[name] * weight) / clip
     return gradients
 
 

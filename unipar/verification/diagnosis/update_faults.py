@@ -8,7 +8,7 @@ import numpy as np
 
 from unipar.utils.text import count_of, first_few
 from unipar.verification.diagnosis.case import Fault, FaultCase, run_gradient, whole_gradient
-from unipar.verification.judgement.record import SketchVector
+from unipar.verification.judgement.record import SketchVector, norm_of
 
 LEAST_LOSS_SCALE = 16.0
 """Smallest factor between norms that is taken for a loss scale."""
@@ -42,8 +42,8 @@ def classify_scaled_norm(case: FaultCase, step: int) -> Fault | None:
     if not (math.isfinite(norm) and right > 0 and norm >= LEAST_LOSS_SCALE * right):
         return None
     power = math.log2(norm / right)
-    found, whole = run_gradient(case, step), whole_gradient(case, step)
-    factors = [_factor(found[name], right) for name, right in whole.items() if name in found]
+    gradient, expected = run_gradient(case, step), whole_gradient(case, step)
+    factors = [_factor(gradient[name], right) for name, right in expected.items() if name in gradient]
     if abs(power - round(power)) > 1e-3 or not factors or not case.is_near(float(np.median(factors)), 1.0):
         return None  # a gradient that is too large itself is something else
     clip = case.config.train.clipping
@@ -62,9 +62,9 @@ def classify_norm_of_groups(case: FaultCase, step: int) -> Fault | None:
     norm = case.run.norms[step - 1][0]
     if case.config.train.clipping is None or not math.isfinite(norm):
         return None
-    found, whole = run_gradient(case, step), whole_gradient(case, step)
+    mine, right = run_gradient(case, step), whole_gradient(case, step)
     lengths: dict[str, float] = case.replay.shares[step - 1]["lengths"]
-    groups = [[name for name in g["names"] if name in found and _length(whole[name]) > 0] for g in case.groups(step)]
+    groups = [[name for name in g["names"] if name in mine and norm_of(right[name]) > 0] for g in case.groups(step)]
     whole_norm = math.hypot(*lengths.values())
     for what, several in (("group", groups), ("parameter", [[name] for names in groups for name in names])):
         norms = [math.hypot(*(lengths[name] for name in names)) for names in several if names]
@@ -72,7 +72,7 @@ def classify_norm_of_groups(case: FaultCase, step: int) -> Fault | None:
         if len(norms) < 2 or all(case.is_near(factor, 1.0) for factor in wanted):
             continue
         if all(
-            case.is_near(_factor(found[name], whole[name]), factor)
+            case.is_near(_factor(mine[name], right[name]), factor)
             for names, factor in zip(filter(None, several), wanted, strict=True)
             for name in names
             if lengths[name] > 1e-3 * whole_norm
@@ -106,36 +106,36 @@ def classify_decay(case: FaultCase, step: int) -> Fault | None:
 
 def _decoupled_decays(case: FaultCase, step: int, decays: dict[str, float]) -> dict[str, float]:
     """Return the decay by which each weight that differs was multiplied, {} if a difference is something else."""
-    found: dict[str, float] = {}
+    measured: dict[str, float] = {}
     rates = dict(zip(map(id, case.groups(step)), case.run.rates[step - 1][0], strict=False))
     rate_of = {name: rates.get(id(group), 0.0) for group in case.groups(step) for name in group["names"]}
     for name, kind in case.judgement.differing:
         if kind != "weight" or not rate_of.get(name):
             return {}
         before = case.base.states[step - 1][name, kind]
-        apart = case.run.states[step][name, kind] - case.base.states[step][name, kind]
-        times = _factor(apart, before)
-        if _length(apart - times * before) > 0.02 * _length(apart):
+        change = case.run.states[step][name, kind] - case.base.states[step][name, kind]
+        times = _factor(change, before)
+        if norm_of(change - times * before) > 0.02 * norm_of(change):
             return {}
-        found[name] = decays[name] - times / rate_of[name]
-    return found
+        measured[name] = decays[name] - times / rate_of[name]
+    return measured
 
 
 def _coupled_decays(case: FaultCase, step: int, decays: dict[str, float]) -> dict[str, float]:
     """Return the decay that each gradient contains, {} if a difference of the gradients is something else."""
-    gradient, whole = run_gradient(case, step), whole_gradient(case, step)
-    found: dict[str, float] = {}
+    gradient, expected = run_gradient(case, step), whole_gradient(case, step)
+    measured: dict[str, float] = {}
     scale = clip_factor(case, case.run.norms[step - 1][0])
     for name, mine in gradient.items():
-        if name not in whole or name not in decays:
+        if name not in expected or name not in decays:
             continue
         weight = case.run.states[step - 1][name, "weight"]
-        apart = (mine - whole[name]) * scale  # decay is added after the clip
-        times = _factor(apart, weight)
-        if _length(apart - times * weight) > 0.02 * _length(apart) + 1e-5 * _length(whole[name]):
+        change = (mine - expected[name]) * scale  # decay is added after the clip
+        times = _factor(change, weight)
+        if norm_of(change - times * weight) > 0.02 * norm_of(change) + 1e-5 * norm_of(expected[name]):
             return {}
-        found[name] = decays[name] + times
-    return found
+        measured[name] = decays[name] + times
+    return measured
 
 
 def classify_update(case: FaultCase, step: int) -> Fault | None:
@@ -144,8 +144,8 @@ def classify_update(case: FaultCase, step: int) -> Fault | None:
     assert first is not None
     if first.what in ("loss", "norm", "ranks' norms") or "backward" in case.module_differences:
         return None
-    if case.optimizer_uses_whole_tensors is None and (found := classify_decay(case, step)) is not None:
-        return found
+    if case.optimizer_uses_whole_tensors is None and (fault := classify_decay(case, step)) is not None:
+        return fault
     kinds = list(dict.fromkeys(kind for _, kind in case.judgement.differing)) or [first.what]
     whose = "that of train.optimizer" if case.optimizer_uses_whole_tensors is None else "the task's own"
     return Fault(
@@ -158,10 +158,6 @@ def classify_update(case: FaultCase, step: int) -> Fault | None:
 
 def _factor(mine: SketchVector, right: SketchVector) -> float:
     return float(np.dot(mine, right)) / max(float(np.dot(right, right)), 1e-300)
-
-
-def _length(vector: SketchVector) -> float:
-    return float(np.linalg.norm(vector))
 
 
 def _shown(values: list[float]) -> str:

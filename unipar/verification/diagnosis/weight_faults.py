@@ -19,12 +19,12 @@ COARSE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 def classify_start(case: FaultCase) -> Fault | None:
     """Return the fault of a run that begins with other weights than one process does, on one rank or on all."""
     allowed = ROUNDING_UNITS[case.config.train.precision]
-    apart = _parted_weights(case, 0, lambda length: allowed * length)
-    if apart:
-        _, one, other = next(iter(apart.values()))
+    parted = _parted_weights(case, 0, lambda length: allowed * length)
+    if parted:
+        _, one, other = next(iter(parted.values()))
         return Fault(
             "other initial weights",
-            f"before step 1, {_of_names(list(apart))} on rank {other} and rank {one}: each rank has made its own, and "
+            f"before step 1, {_of_names(list(parted))} on rank {other} and rank {one}: each rank has made its own, and "
             "all must begin with those of one rank",
         )
     wrong = [
@@ -42,14 +42,14 @@ def classify_start(case: FaultCase) -> Fault | None:
 def classify_parted_ranks(case: FaultCase, step: int) -> Fault | None:
     """Return the fault of ranks that hold the same weights and update them differently."""
     lengths = {name: float(np.linalg.norm(w)) for (name, kind), w in case.base.states[step].items() if kind == "weight"}
-    apart = _parted_weights(case, step, lambda length: 1e-7 * length)
-    if not apart:
+    parted = _parted_weights(case, step, lambda length: 1e-7 * length)
+    if not parted:
         return None
-    name = max(apart, key=lambda key: apart[key][0] / max(lengths.get(key, 0.0), 1e-300))
-    _, one, other = apart[name]
+    name = max(parted, key=lambda key: parted[key][0] / max(lengths.get(key, 0.0), 1e-300))
+    _, one, other = parted[name]
     return Fault(
         "ranks that part",
-        f"after step {step}, {_of_names(list(apart))} on rank {other} and rank {one}, most of all {name}: ranks that "
+        f"after step {step}, {_of_names(list(parted))} on rank {other} and rank {one}, most of all {name}: ranks that "
         "hold the same weights must update them by the same gradient",
     )
 
@@ -58,12 +58,12 @@ def classify_kept_dtype(case: FaultCase) -> Fault | None:
     """Return the fault of weights or moments that are kept in fewer bits than those of one process."""
     if case.config.train.precision in ("bf16-master", "fp16"):
         return None
-    found: dict[str, list[str]] = {}
+    by_dtype: dict[str, list[str]] = {}
     for what, of_kind in (("weights", _is_weight), ("moments", _is_moment)):
         for dtype in COARSE_DTYPES:
             if all(_fits(case, dtype, of_kind)):
-                found.setdefault(dtype, []).append(what)
-    for dtype, kept in found.items():
+                by_dtype.setdefault(dtype, []).append(what)
+    for dtype, kept in by_dtype.items():
         what = " and ".join(kept)
         return Fault(
             f"{what} kept in {dtype}",
@@ -102,12 +102,12 @@ def _is_equal(mine: np.ndarray | None, right: np.ndarray, allowed: float) -> boo
 
 def _parted_weights(case: FaultCase, step: int, allowed: Callable[[float], float]) -> dict[str, tuple[float, int, int]]:
     """Return the weights that differ between ranks, with their distance and the ranks."""
-    apart: dict[str, tuple[float, int, int]] = {}
+    parted: dict[str, tuple[float, int, int]] = {}
     for (name, _), copies in (case.run.held[step] if case.run.held else {}).items():
         off, one, other = spread_of_copies(copies)
         if off > allowed(float(np.linalg.norm(copies[one]))):
-            apart.setdefault(name, (off, one, other))
-    return apart
+            parted.setdefault(name, (off, one, other))
+    return parted
 
 
 def _of_names(names: list[str]) -> str:

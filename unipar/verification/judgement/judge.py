@@ -191,8 +191,8 @@ def _measure_sketch(run: RunRecord, tolerance: Tolerance, key: StateKey, step: i
     mine: SketchVector | None = run.states[step].get(key)
     if mine is None:
         return math.nan, 0.0
-    apart: SketchVector = mine - tolerance.base.states[step][key]
-    return float((apart**2).sum() ** 0.5), tolerance.sketches[step].get(key, 0.0)
+    difference: SketchVector = mine - tolerance.base.states[step][key]
+    return float((difference**2).sum() ** 0.5), tolerance.sketches[step].get(key, 0.0)
 
 
 def _measure_final_state(run: RunRecord, tolerance: Tolerance) -> Iterator[Measurement]:

@@ -134,6 +134,11 @@ class RunRecord:
         return sorted({kind for _, kind in self.state} - {"weight", "step", KIND_OF_AVERAGES})
 
 
+def norm_of(vector: SketchVector) -> float:
+    """Return the Euclidean norm of a sketch."""
+    return float(np.linalg.norm(vector))
+
+
 def combine_ranks(ranks: list[dict[str, Any]]) -> RunRecord:
     """Return the record of a run from those of its ranks: losses and sketches are added, ranges of tensors joined."""
     steps = [list(step) for step in zip(*(rank["steps"] for rank in ranks), strict=True)]
@@ -191,18 +196,18 @@ def _rank_seat(seat: dict[str, Any]) -> RankSeat:
 
 
 def _rank_batches(step: dict[str, Any]) -> RankBatches:
-    given = tuple(mark for mark, _ in step["given"])
-    return RankBatches(given, tuple(scale for _, scale in step["given"]), tuple(step["seen"]))
+    marks = tuple(mark for mark, _ in step["given"])
+    return RankBatches(marks, tuple(scale for _, scale in step["given"]), tuple(step["seen"]))
 
 
 def _add_sketches(states: list[dict[str, Tensor]]) -> dict[StateKey, SketchVector]:
-    whole: dict[StateKey, SketchVector] = {}
+    total: dict[StateKey, SketchVector] = {}
     for state in states:
         for text, sketch in state.items():
             name, _, kind = text.rpartition("|")
             mine: SketchVector = sketch.numpy()
-            whole[name, kind] = whole[name, kind] + mine if (name, kind) in whole else mine
-    return whole
+            total[name, kind] = total[name, kind] + mine if (name, kind) in total else mine
+    return total
 
 
 def _whole_copies(
@@ -229,13 +234,13 @@ def _shared_regions(ranks: list[dict[str, Tensor]]) -> dict[StateKey, dict[int, 
 
 def _join_pieces(pieces: list[Any]) -> dict[StateKey, Tensor]:
     """Return whole tensors from the ranks' regions; a region that no rank holds is NaN, so that it equals nothing."""
-    whole: dict[StateKey, Tensor] = {}
+    full: dict[StateKey, Tensor] = {}
     for name, kind, shape, numbers, tensor in pieces:
-        if (name, kind) not in whole:
-            whole[name, kind] = torch.full((int(torch.Size(shape).numel()),), math.nan, dtype=tensor.dtype)
+        if (name, kind) not in full:
+            full[name, kind] = torch.full((int(torch.Size(shape).numel()),), math.nan, dtype=tensor.dtype)
         where = Region(*numbers)
-        where.of(whole[name, kind]).copy_(tensor.view(where.runs, where.length))
-    return whole
+        where.of(full[name, kind]).copy_(tensor.view(where.runs, where.length))
+    return full
 
 
 def equals_bitwise(one: RunRecord, other: RunRecord) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from unipar.config import Precision
-from unipar.verification.judgement.record import RunRecord, SketchVector, StateKey, tensor_distance
+from unipar.verification.judgement.record import RunRecord, SketchVector, StateKey, norm_of, tensor_distance
 
 SPREAD_FACTOR = 4.0
 """Factor between the spread of the one-process runs and the tolerance of a strategy."""
@@ -151,11 +151,11 @@ def _raise_to_usual_step(spreads: Sequence[float]) -> list[float]:
 def _state_tolerance(runs: Sequence[RunRecord], last: float) -> dict[StateKey, float]:
     """Return by tensor the largest distance between any two runs, but at least what is usual for its kind."""
     base = runs[0].state
-    apart = {
+    distances = {
         k: max((tensor_distance(a.state[k], b.state[k]) for a, b in combinations(runs, 2)), default=0.0) for k in base
     }
     sizes = {k: float(t.double().norm()) for k, t in base.items()}
-    return {k: SPREAD_FACTOR * x for k, x in _raise_to_median(apart, sizes, last).items()}
+    return {k: SPREAD_FACTOR * x for k, x in _raise_to_median(distances, sizes, last).items()}
 
 
 def _tolerance_of_single_elements(runs: Sequence[RunRecord]) -> dict[StateKey, float]:
@@ -180,11 +180,11 @@ def _tolerance_of_single_elements(runs: Sequence[RunRecord]) -> dict[StateKey, f
     for kind in {kind for _, kind in base}:
         keys = [key for key in base if key[1] == kind and base[key].numel()]
         sizes = {k: 1.0 if kind in ("weight", "average") else float(base[k].double().abs().max()) for k in keys}
-        apart = {k: _farthest([run.state[k] for run in runs]) / (sizes[k] or 1.0) for k in keys}
-        worst = max([least.get(kind, 0.0), *(float(off.max()) for off in apart.values())])
-        many = sum(int((off > worst / 16).sum()) for off in apart.values())
-        share = many / max(1, sum(off.numel() for off in apart.values()))
-        for k, off in apart.items():
+        distances = {k: _farthest([run.state[k] for run in runs]) / (sizes[k] or 1.0) for k in keys}
+        worst = max([least.get(kind, 0.0), *(float(off.max()) for off in distances.values())])
+        many = sum(int((off > worst / 16).sum()) for off in distances.values())
+        share = many / max(1, sum(off.numel() for off in distances.values()))
+        for k, off in distances.items():
             allowed[k] = (fewest + 2 * share * off.numel()) ** 0.5 * worst * sizes[k]
     return allowed
 
@@ -201,19 +201,19 @@ def _raised(allowed: dict[StateKey, float], least: Mapping[StateKey, float]) -> 
 
 def _buffer_tolerance(replays: Sequence[RunRecord], last: float) -> dict[str, tuple[Tensor, float]]:
     """Return each buffer, and how far it may be off: its spread, or the rounding of the numbers that it averages."""
-    found: dict[str, tuple[Tensor, float]] = {}
+    tolerances: dict[str, tuple[Tensor, float]] = {}
     for name, buffer in (replays[0].buffers if replays else {}).items():
-        apart = max(tensor_distance(buffer, other.buffers[name]) for other in replays)
+        distance = max(tensor_distance(buffer, other.buffers[name]) for other in replays)
         least = _BUFFER_ROUNDING * last * float(buffer.double().norm())
-        found[name] = buffer, SPREAD_FACTOR * max(apart, least)
-    return found
+        tolerances[name] = buffer, SPREAD_FACTOR * max(distance, least)
+    return tolerances
 
 
 def _sketch_tolerance(states: Sequence[dict[StateKey, SketchVector]], last: float) -> dict[StateKey, float]:
     base = states[0]
-    apart = {k: max((_length(a[k] - b[k]) for a, b in combinations(states, 2)), default=0.0) for k in base}
-    sizes = {k: _length(v) for k, v in base.items()}
-    return {k: SPREAD_FACTOR * x for k, x in _raise_to_median(apart, sizes, last).items()}
+    distances = {k: max((norm_of(a[k] - b[k]) for a, b in combinations(states, 2)), default=0.0) for k in base}
+    sizes = {k: norm_of(v) for k, v in base.items()}
+    return {k: SPREAD_FACTOR * x for k, x in _raise_to_median(distances, sizes, last).items()}
 
 
 def _raise_to_median(
@@ -225,10 +225,6 @@ def _raise_to_median(
         shares = [differences[k] / sizes[k] for k in differences if k[1] == kind and sizes[k] > 0]
         usual[kind] = float(np.median(shares)) if shares else 0.0
     return {k: max(x, max(usual[k[1]], last) * sizes[k]) for k, x in differences.items()}
-
-
-def _length(vector: SketchVector) -> float:
-    return float(np.linalg.norm(vector))
 
 
 def _noise_tolerance(runs: Sequence[RunRecord], exact: RunRecord) -> dict[str, float]:
@@ -250,5 +246,5 @@ def gradient_shares(record: RunRecord) -> dict[str, float]:
     """
     squares = {n: t.double() for (n, kind), t in record.state.items() if kind in SQUARED_GRADIENTS}
     sums = {name: float(t.sum()) for name, t in squares.items()}
-    whole = sum(sums.values()) / max(1, sum(t.numel() for t in squares.values()))
-    return {name: (sums[name] / t.numel() / whole) ** 0.5 for name, t in squares.items() if t.numel()} if whole else {}
+    mean = sum(sums.values()) / max(1, sum(t.numel() for t in squares.values()))
+    return {name: (sums[name] / t.numel() / mean) ** 0.5 for name, t in squares.items() if t.numel()} if mean else {}

@@ -33,14 +33,14 @@ def set_numbers(*, strict: bool) -> bool:
 def unrepeatable_operations() -> Generator[list[str]]:
     """Context manager: the names of operations that have no deterministic kernel, in a list when the body has ended."""
     names: list[str] = []
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield names
-    names += sorted({name for warning in said if (name := _operation_in(str(warning.message)))})
+    names += sorted({name for warning in caught if (name := _operation_in(str(warning.message)))})
 
 
 def _operation_in(message: str) -> str:
     if _WORKSPACE in message:
         return "cuBLAS"
-    found = _WITHOUT_KERNEL.match(message)
-    return found["name"] if found else ""
+    match = _WITHOUT_KERNEL.match(message)
+    return match["name"] if match else ""

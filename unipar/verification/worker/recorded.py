@@ -36,7 +36,7 @@ def read_recorded(file: Path) -> Any:
     for dtype, shape in places:
         if dtype >= 0:
             lengths[dtype].append(torch.Size(shape).numel())
-    small = [iter(whole.split(sizes)) for whole, sizes in zip(flat, lengths, strict=True)]
+    small = [iter(tensor.split(sizes)) for tensor, sizes in zip(flat, lengths, strict=True)]
     others = iter(large)
     return _put_tensors(tree, [next(others) if d < 0 else next(small[d]).view(shape) for d, shape in places])
 

@@ -43,7 +43,7 @@ class ReplayEngine(WrapperEngine):
         self.count, self.order, self.divisor = count, ADDITION_ORDERS[order], float(count)
         self._names = {id(p): n for n, p in part.module.named_parameters()}
         self._uses = Counter(id(p) for _, p in part.module.named_parameters(remove_duplicate=False))
-        self._apart, self._sketches = per_microbatch, TensorSketcher()
+        self._per_microbatch, self._sketches = per_microbatch, TensorSketcher()
         self._begin()
         self.shares: list[dict[str, Any]] = []
         """By step: sketch of each microbatch's gradient, norm of each share, and of each whole gradient; empty unless
@@ -67,12 +67,12 @@ class ReplayEngine(WrapperEngine):
         grads: GradientList = [p.grad for p in self.trained]
         for p in self.trained:
             p.grad = None
-        if self._apart:
+        if self._per_microbatch:
             # what the loss does not use has a gradient of zero, as every engine gives it to the optimizer
-            whole = [torch.zeros_like(p) if g is None else g for p, g in zip(self.trained, grads, strict=True)]
+            gradients = [torch.zeros_like(p) if g is None else g for p, g in zip(self.trained, grads, strict=True)]
             self._parts[f"{micro}.{share}"] = {
                 self._names[id(p)]: sketch_whole_tensor(self._sketches, self._names[id(p)], g / self.count)
-                for p, g in zip(self.trained, whole, strict=True)
+                for p, g in zip(self.trained, gradients, strict=True)
             }
         if self.order == "micros":
             self._sums.append(grads)
@@ -115,7 +115,7 @@ class ReplayEngine(WrapperEngine):
     @override
     def finish_reduction(self) -> None:
         total = self._over_shares(self._sums) if self._total is None else self._total
-        if self._apart:
+        if self._per_microbatch:
             norms = [_norm(share) for share in self._sums] if self.order == "shares" else []
             lengths = {self._names[id(p)]: _norm([g]) for p, g in zip(self.trained, total, strict=True)}
             self.shares.append({"parts": self._parts, "norms": norms, "lengths": lengths})

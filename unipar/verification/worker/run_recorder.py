@@ -98,14 +98,14 @@ class RunRecorder:
 
     def buffers(self, *, share: bool = True) -> dict[str, Tensor]:
         """Return the floating-point buffers for which this rank speaks; all ranks call this, which shares them."""
-        found: dict[str, Tensor] = {}
+        buffers: dict[str, Tensor] = {}
         for prefix, engine in self.engines.items():
             if share:
                 engine.share_buffers()
             for piece in engine.pieces():
                 if piece.kind == "buffer" and piece.tensor.is_floating_point():
-                    found[prefix + piece.name] = piece.tensor.detach().flatten().cpu().clone()
-        return found
+                    buffers[prefix + piece.name] = piece.tensor.detach().flatten().cpu().clone()
+        return buffers
 
     def _copies(self) -> dict[str, tuple[int, Tensor]]:
         copies: dict[str, tuple[int, Tensor]] = {}
@@ -123,7 +123,7 @@ class RunRecorder:
 
     def step(self, prefix: str, fn: LossFn, micros: Sequence[Micro], factor: Factor, mark: Mark) -> Step:
         """Run a step of the engine with this prefix, and record it."""
-        seen: list[str] = []
+        sample_marks: list[str] = []
         masks: dict[int, list[str]] = {}
         trace = StepTrace() if len(self.steps) + 1 == self._trace_at else None
 
@@ -134,19 +134,19 @@ class RunRecorder:
                 draws if self._masks else nullcontext(),
             ):
                 loss = fn(model, batch, number)  # a pipeline's stage leaves it by an exception, without a loss
-            seen.append(mark)
+            sample_marks.append(mark)
             if trace is not None:
                 trace.record_loss(number, loss)
             return loss
 
-        given = [(fingerprint_batch(m.batch), m.scale) for m in micros]
+        marks = [(fingerprint_batch(m.batch), m.scale) for m in micros]
         engine = self.engines[prefix]
         with self._arithmetic():
             out = engine.step(recorded, micros, factor, mark)
         if trace is not None:
             self.traced = trace.rows
         rates = engine.learning_rates()
-        row = {"loss": float(out.loss), "norm": float(out.norm), "rates": rates, "given": given, "seen": seen}
+        row = {"loss": float(out.loss), "norm": float(out.norm), "rates": rates, "given": marks, "seen": sample_marks}
         self.steps.append({**row, "prefix": prefix, "masks": masks})
         self._record_state()
         if self._shared:

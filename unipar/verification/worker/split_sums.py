@@ -44,16 +44,16 @@ class _ProductsInParts(TorchDispatchMode):
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
-        if func is _ATEN.mm.default and not given:
+        options = kwargs or {}
+        if func is _ATEN.mm.default and not options:
             return self._product(torch.mm, *args)
         if func is _ATEN.addmm.default:
             bias, *factors = args
-            beta, alpha = given.get("beta", 1), given.get("alpha", 1)
+            beta, alpha = options.get("beta", 1), options.get("alpha", 1)
             return beta * bias + alpha * self._product(torch.mm, *factors)
-        if func is _ATEN.bmm.default and self._batched and not given:
+        if func is _ATEN.bmm.default and self._batched and not options:
             return self._product(torch.bmm, *args)
-        return func(*args, **given)
+        return func(*args, **options)
 
     def _product(self, multiply: Any, one: Tensor, other: Tensor) -> Tensor:
         """Return the product, as sums over parts of the inner dimension, for parts of the columns."""

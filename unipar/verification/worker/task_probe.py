@@ -140,16 +140,16 @@ def _compare_losses(loss_of: _TaskLoss, loader: MicrobatchLoader, keys: list[Sam
         return {}
     losses = [loss_of(part, 0) if weight else 0.0 for part, weight in zip(parts, weights, strict=True)]
     mean = sum(loss * weight for loss, weight in zip(losses, weights, strict=True)) / sum(weights)
-    apart = not loss_of.equal(first, mean)
+    differs = not loss_of.equal(first, mean)
     shares = [weight / sum(weights) for weight in weights]
     off = (
         {}
-        if apart
+        if differs
         else _compare_gradients(loss_of, batch, loader.read(keys[::-1]), list(zip(parts, shares, strict=True)))
     )
     return {
-        "apart": apart or bool(off),
-        "sum": apart and loss_of.equal(first, sum(losses)),
+        "apart": differs or bool(off),
+        "sum": differs and loss_of.equal(first, sum(losses)),
         "batch_loss": first,
         "halves_loss": mean,
         **off,
@@ -164,23 +164,23 @@ def _compare_gradients(
     A term of small weight, as a balancing of experts is, is lost in the rounding of the loss. In the gradient of the
     few parameters that it trains it is a large part.
     """
-    whole, reversed_ = loss_of.gradients(batch), loss_of.gradients(other_order)
-    mean = {name: torch.zeros_like(gradient) for name, gradient in whole.items()}
+    full, reversed_ = loss_of.gradients(batch), loss_of.gradients(other_order)
+    mean = {name: torch.zeros_like(gradient) for name, gradient in full.items()}
     for part, share in parts:
         for name, gradient in loss_of.gradients(part).items() if share else ():
             mean[name] += share * gradient
-    norms = {name: float(gradient.norm()) for name, gradient in whole.items()}
+    norms = {name: float(gradient.norm()) for name, gradient in full.items()}
     total = math.hypot(*norms.values())
     tolerance = min(loss_of.tolerance, COARSE_LOSS_TOLERANCE)
     worst, most = "", 1.0
-    for name, gradient in whole.items():
+    for name, gradient in full.items():
         rounding = ORDER_ALLOWANCE * float((reversed_[name] - gradient).norm())
         allowed = rounding + tolerance * (norms[name] + total / 16)  # a gradient near zero is rounded as large ones are
         if (off := float((mean[name] - gradient).norm())) > most * allowed:
             worst, most = name, off / allowed
     if not worst:
         return {}
-    return {"gradient": worst, "gradient_off": float((mean[worst] - whole[worst]).norm()) / (norms[worst] or total)}
+    return {"gradient": worst, "gradient_off": float((mean[worst] - full[worst]).norm()) / (norms[worst] or total)}
 
 
 def optimizer_uses_whole_tensors(task: Task) -> bool:
@@ -199,9 +199,9 @@ def optimizer_uses_whole_tensors(task: Task) -> bool:
             optimizer.step()
         return torch.cat([part.detach().flatten() for part in parts])
 
-    whole = stepped(lambda t: [t])
+    full = stepped(lambda t: [t])
     try:
-        return not torch.allclose(whole, stepped(lambda t: t.flatten().chunk(2)), rtol=1e-9, atol=0.0)
+        return not torch.allclose(full, stepped(lambda t: t.flatten().chunk(2)), rtol=1e-9, atol=0.0)
     except (RuntimeError, ValueError, IndexError, AssertionError):
         return True  # the optimizer takes matrices only
 
@@ -223,13 +223,13 @@ class _TaskLoss:
         with self._evaluated(batch, 0) as loss:
             if loss.requires_grad:
                 loss.backward()
-        found = {
+        gradients = {
             name: (torch.zeros_like(p) if p.grad is None else p.grad.to_dense()).to("cpu", torch.float64)
             for name, p in self._module.named_parameters()
             if p.requires_grad
         }
         self._module.zero_grad()
-        return found
+        return gradients
 
     @contextmanager
     def _evaluated(self, batch: Any, seed: int) -> Generator[Tensor]:

@@ -37,7 +37,7 @@ def checkpoints_meant(text: str) -> list[Location]:
         return [place]
     if isinstance(place, Path) and ((place / MANIFEST_FILE).exists() or place.is_symlink()):
         return [place]
-    return [found.path for found in find_checkpoints(folder_with_checkpoints(place))]
+    return [checkpoint.path for checkpoint in find_checkpoints(folder_with_checkpoints(place))]
 
 
 @contextmanager

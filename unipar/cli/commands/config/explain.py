@@ -180,7 +180,7 @@ def explain_config(
 
         depth = gather_task_facts(config, sizes)
     resolved = _resolve_open_values(source, ranks, sizes, depth)
-    resolved |= {key: ExplainedValue(key, *said) for key, said in auto.items()}
+    resolved |= {key: ExplainedValue(key, *value_and_origin) for key, value_and_origin in auto.items()}
     values = [resolved.get(v.key, v) for v in _all_values(source)]
     asked = expand_strategy_patterns(tuple(strategies) + (config.compare.strategies if compare else ()))
     own = strategy_of(config)
@@ -208,9 +208,9 @@ def _all_values(source: ConfigSource) -> Iterator[ExplainedValue]:
         if key != "options":
             yield ExplainedValue(key, value, source.origins.get(key, "default"))
         find, options_by_name = plugins.get(key, (registry.find_backend, {}))
-        for name, given in options_by_name.items():
+        for name, options in options_by_name.items():
             unused = f"; {config.backend} does not use it" if key == "options" and name not in used else ""
-            for inner, v in _section_values(find(name).options.model_validate(given), f"{key.split('.')[0]}.{name}."):
+            for inner, v in _section_values(find(name).options.model_validate(options), f"{key.split('.')[0]}.{name}."):
                 origin = source.origins.get(inner)
                 yield ExplainedValue(inner, v, "default" if origin is None else f"{origin}{unused}")
 
@@ -264,9 +264,9 @@ def _resolve_open_values(
             settled("model.blocks", list(depth.blocks), "auto: found in the model")
         for key, value in ((f"data.{name}", value) for name, value in depth.data.items()):
             if key in origins:
-                given = getattr(config.data, key.removeprefix("data."))
+                configured = getattr(config.data, key.removeprefix("data."))
                 resolved[key] = ExplainedValue(
-                    key, given, f"{origins[key]}; the task's DataLoader says {_explained_text(value)}"
+                    key, configured, f"{origins[key]}; the task's DataLoader says {_explained_text(value)}"
                 )
             else:
                 by = (
@@ -356,8 +356,8 @@ def _explain_strategy(
         from unipar.training.task_facts import describe_split
 
         sizes = at.batch.settle(ranks // strategy.axes.ranks)
-        said = describe_split(at, sizes, backend)
-        axes += [ExplainedValue("split of blocks", sentence, "derived on tensors without values") for sentence in said]
+        lines = describe_split(at, sizes, backend)
+        axes += [ExplainedValue("split of blocks", sentence, "derived on tensors without values") for sentence in lines]
     return StrategyExplanation(
         str(strategy), note, asdict(backend.dtypes(at)), backend.native_config(at, parameters), axes
     )

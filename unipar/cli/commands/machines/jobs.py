@@ -65,8 +65,8 @@ def list_jobs(folder: Path, *, as_json: bool) -> None:
     with ThreadPoolExecutor(8) as pool:  # each asks a program that may be far away
         states = list(pool.map(state_of, jobs))
     if as_json:
-        found = [asdict(job) | {"state": state} for job, state in zip(jobs, states, strict=True)]
-        typer.echo(json.dumps(found, indent=2))
+        rows = [asdict(job) | {"state": state} for job, state in zip(jobs, states, strict=True)]
+        typer.echo(json.dumps(rows, indent=2))
     else:
         typer.echo(format_jobs(jobs, states, shutil.get_terminal_size().columns))
 
@@ -134,8 +134,8 @@ def cancel(name: JobArgument, folder: FolderOption = RUNS) -> None:
     from unipar.jobs.submitted import find_submitted, ready_system_of
 
     job = find_submitted(folder, name)
-    said = ask_client(ready_system_of(job).cancel(job)).strip()
-    typer.echo(said or f"{job.system} job {job.id}: asked to end")
+    output = ask_client(ready_system_of(job).cancel(job)).strip()
+    typer.echo(output or f"{job.system} job {job.id}: asked to end")
 
 
 def collect(

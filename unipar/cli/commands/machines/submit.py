@@ -73,9 +73,9 @@ def submit(
 
     command, file = _command_and_file(words)
     sets = [*(sets or ()), *(["resume=auto"] if resume else [])]
-    given: dict[str, object] = {"--backend": strategy, "--strategy": strategies, "--world": world}
-    given |= {"--resume": resume or None, "--detach": detach or None}
-    _refuse_options(command, given)
+    options: dict[str, object] = {"--backend": strategy, "--strategy": strategies, "--world": world}
+    options |= {"--resume": resume or None, "--detach": detach or None}
+    _refuse_options(command, options)
     source = read_config_file(file, sets, strategy, out, runs=command == "run")
     arguments = [word for text in sets if not _is_for_submission(text) for word in ("--set", text)]
     arguments += ["--backend", strategy] if strategy is not None else []

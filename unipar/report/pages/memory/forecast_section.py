@@ -52,22 +52,22 @@ def forecast_section(page: ComparisonPageData) -> str:
     if forecast.problem:
         why = f"There are no predictions: {forecast.problem}."
         return html_section("planned", _TITLE, paragraph(why, "worry"))
-    found = forecast_differences(forecast, page.comparison.rows)
-    found.sort(key=lambda each: each.measured.peak)
+    pairs = forecast_differences(forecast, page.comparison.rows)
+    pairs.sort(key=lambda each: each.measured.peak)
     return html_section(
         "planned",
         _TITLE,
-        *(_compared_parts(found) if found else _planned_parts(page, forecast)),
-        bullet_list(_sentences(forecast, found)),
+        *(_compared_parts(pairs) if pairs else _planned_parts(page, forecast)),
+        bullet_list(_sentences(forecast, pairs)),
     )
 
 
-def _compared_parts(found: Sequence[ForecastDifference]) -> Iterator[str]:
-    shown = held_categories(held for each in found for held in (each.measured.held, each.planned.peak.held))
+def _compared_parts(pairs: Sequence[ForecastDifference]) -> Iterator[str]:
+    shown = held_categories(held for each in pairs for held in (each.measured.held, each.planned.peak.held))
     cut = [
-        f"{e.strategy} holds {format_size(e.measured.peak)}" for e in found if e.strategy in scale_of_pairs(found)[1]
+        f"{e.strategy} holds {format_size(e.measured.peak)}" for e in pairs if e.strategy in scale_of_pairs(pairs)[1]
     ]
-    sentence = summarise_differences(found)
+    sentence = summarise_differences(pairs)
     yield paragraph(f"{sentence[:1].upper()}{sentence[1:]}.")
     yield paragraph(
         "Upper bar: the measured peak of a step, on the fullest rank, without what libraries and Python hold for "
@@ -78,7 +78,7 @@ def _compared_parts(found: Sequence[ForecastDifference]) -> Iterator[str]:
     yield paragraph(
         f"A bar with a gap is cut short, so that all others stay readable: {', '.join(cut)}." if cut else ""
     )
-    yield html_figure(lambda width: draw_forecast_pairs(found, width), _category_table(found, shown))
+    yield html_figure(lambda width: draw_forecast_pairs(pairs, width), _category_table(pairs, shown))
     planned, sent = choose_columns(FORECAST_COLUMNS, "planned_peak", "measured_sent")
     columns: list[Column[ForecastDifference]] = [
         Column("strategy", lambda each: each.strategy, right=False),
@@ -90,12 +90,12 @@ def _compared_parts(found: Sequence[ForecastDifference]) -> Iterator[str]:
         sent,
         Column("sent, predicted", _planned_volume),
     ]
-    yield columns_table(columns, found, "Peak and bytes sent in a step, measured and predicted")
+    yield columns_table(columns, pairs, "Peak and bytes sent in a step, measured and predicted")
 
 
-def _category_table(found: Sequence[ForecastDifference], shown: Sequence[Category]) -> str:
+def _category_table(pairs: Sequence[ForecastDifference], shown: Sequence[Category]) -> str:
     rows: list[list[str]] = []
-    for each in found:
+    for each in pairs:
         for what, held in (("measured", each.measured.held), ("predicted", each.planned.peak.held)):
             parts = [format_size(held[c]) if held.get(c) else NO_VALUE for c in shown]
             rows.append([each.strategy, what, format_size(sum(held.values())), *parts])
@@ -134,10 +134,10 @@ def _volume_text(strategy: StrategyForecast) -> str:
     return format_size(size) if size else NO_VALUE
 
 
-def _sentences(forecast: Forecast, found: Sequence[ForecastDifference]) -> Iterator[str]:
+def _sentences(forecast: Forecast, pairs: Sequence[ForecastDifference]) -> Iterator[str]:
     """Yield what a reader should know of the numbers."""
-    yield from (f"{said}." for said in describe_refusals(forecast))
-    for each in found:
+    yield from (f"{sentence}." for sentence in describe_refusals(forecast))
+    for each in pairs:
         if each.same_volume is False:
             parts = ", ".join(f"{name} {a:,} bytes for {b:,}" for name, a, b in each.differing_volumes())
             yield f"{each.strategy} sends something else than predicted: {parts}."
