@@ -25,7 +25,10 @@ CONSEQUENCES: Final[Mapping[Fault, set[Fault]]] = {
 }
 """Faults that follow from another one."""
 
-NOTED: Final[Mapping[str, set[Fault]]] = {"an export by rank 0 at the end": {"unequal copies"}}
+NOTED: Final[Mapping[str, set[Fault]]] = {
+    "an export by rank 0 at the end": {"unequal copies"},
+    "weights averaged in each fourth step": {"unreduced gradients", "unequal copies"},
+}
 """What is noted about healthy scripts."""
 
 PLANTED: Final = [pytest.param(n, marks=[pytest.mark.sweep] * fault.sweep) for n, fault in FAULTS.items()]
