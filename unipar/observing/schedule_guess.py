@@ -89,7 +89,7 @@ def _fitting(
 ) -> Iterator[tuple[dict[str, Any], int]]:
     """Yield settings of a schedule, with a number of steps, under which it gives these factors, by step from 0.
 
-    Numbers of steps that were taken, or that the script says, come first.
+    Numbers of steps that were taken, or that the script says, come first, and of these the largest.
     """
     tried = [
         (given, total)
@@ -100,7 +100,12 @@ def _fitting(
         if total > max(factors, default=0)
     ]
     told = {steps: 0} | {int(number): 1 for number in numbers.values() if number == int(number) != steps}
-    for given, total in sorted(tried, key=lambda candidate: told.get(candidate[1], 2)):
+    likely = _likely_ends(numbers)
+
+    def less_likely(candidate: tuple[dict[str, Any], int]) -> tuple[bool, int, int]:
+        return candidate[0].get("min_lr_ratio", 0.0) not in likely, told.get(candidate[1], 2), -candidate[1]
+
+    for given, total in sorted(tried, key=less_likely):
         try:
             schedule = _SCHEDULE.validate_python({"name": name, **given})
         except ValidationError:
@@ -127,7 +132,7 @@ def _settings_of(name: str, factors: Mapping[int, float], numbers: Mapping[str, 
         elif name == "constant":
             yield begin
         else:
-            for end in _ends(factors, numbers):
+            for end in dict.fromkeys([*_likely_ends(numbers), min(factors.values(), default=0.0)]):
                 settings = {**begin, **({"min_lr_ratio": end} if end else {})}
                 if name == "polynomial":
                     yield {**settings, "power": numbers.get("power", 2.0)}
@@ -149,12 +154,12 @@ def _warmups(factors: Mapping[int, float], numbers: Mapping[str, float]) -> list
     return [length for length in dict.fromkeys(found) if length >= 0]
 
 
-def _ends(factors: Mapping[int, float], numbers: Mapping[str, float]) -> list[float]:
-    """Return possible shares of the rate at the end."""
+def _likely_ends(numbers: Mapping[str, float]) -> list[float]:
+    """Return shares of the rate at the end that the script says, or that are usual."""
     top = numbers.get("base_lr", 0.0)
     told = [numbers[key] for key in ("min_lr_rate", "min_lr_ratio", "end_factor") if key in numbers]
     told += [numbers[key] / top for key in ("eta_min", "lr_end", "min_lr") if top and key in numbers]
-    return list(dict.fromkeys([*(end for end in told if 0 <= end <= 1), 0.0, 0.1, min(factors.values(), default=0.0)]))
+    return list(dict.fromkeys([*(end for end in told if 0 <= end <= 1), 0.0, 0.1]))
 
 
 def _falls(factors: Mapping[int, float], numbers: Mapping[str, float]) -> Iterator[dict[str, Any]]:
@@ -187,9 +192,9 @@ def _totals(
     steps: int,
 ) -> list[int]:
     """Return possible numbers of steps of the run."""
-    if name in ("constant", "step", "inverse-root"):
-        return [steps]
     warmup, end = int(settings.get("warmup", 0)), float(settings.get("min_lr_ratio", 0.0))
+    if name in ("constant", "step", "inverse-root"):
+        return [max(steps, warmup)]
     found = [int(v) + more for v in numbers.values() if 1 < v < 1e8 and v == int(v) for more in (0, 1, warmup)]
     first = 1 if settings.get("timing", "own") == "own" else 0
     falls = [(at, (f - end) / (1.0 - end)) for at, f in factors.items() if at > warmup and end < f < 1.0 and end < 1.0]

@@ -160,11 +160,18 @@ def _arguments(kind: type, frame: FrameType) -> Iterator[tuple[str, Any]]:
             yield ("" if p.kind is p.POSITIONAL_ONLY else p.name), value
 
 
+def _is_usual(value: Any, field: dataclasses.Field[Any]) -> bool:
+    """Return whether a field of a dataclass has its default, an empty list from a factory too."""
+    here = getattr(value, field.name, None)
+    if getattr(field.default_factory, "__origin__", field.default_factory) in (list, dict, set):
+        return not here
+    return _is_default(here, field.default)
+
+
 def _is_default(value: Any, default: Any) -> bool:
-    return value is default or (type(value) is type(default) and isinstance(value, _PLAIN) and value == default)
-
-
-_PLAIN = (bool, int, float, str, tuple)
+    return value is default or (
+        type(value) is type(default) and isinstance(value, bool | int | float | str | tuple) and value == default
+    )
 
 
 def python_of(value: Any, depth: int = 0) -> PythonText:
@@ -220,9 +227,9 @@ def _settings_of(value: Any) -> Mapping[str, Any] | None:
         return vars(value)
     if dataclasses.is_dataclass(value):
         return {
-            f.name: here
+            f.name: getattr(value, f.name, None)
             for f in dataclasses.fields(value)
-            if f.init and not _is_default(here := getattr(value, f.name, None), f.default)
+            if f.init and not _is_usual(value, f)
         }
     own = type(value).__init__ is not object.__init__ or bool(getattr(value, "__dict__", None))
     return None if own or type(value).__new__ is not object.__new__ else {}

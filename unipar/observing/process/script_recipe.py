@@ -154,12 +154,17 @@ class ScriptRecipe:
         )
 
     @property
+    def schedules(self) -> list[SeenSchedule]:
+        """Schedules of the learning rate that were stepped."""
+        return list(self._schedules.values())
+
+    @property
     def made(self) -> Recipe | None:
         """What was noted until now."""
         if self._made is None:
             return None
         late = {
-            "schedules": tuple(self._schedules.values()),
+            "schedules": tuple(self.schedules),
             "autocast": self._made.autocast or self._autocast,
             "loss_scaling": self.loss_scaling,
             "norm_type": self.norm_type,
