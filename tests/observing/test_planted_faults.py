@@ -109,7 +109,7 @@ def test_the_command(tmp_path: Path) -> None:
     text = " ".join(ran.stderr.split())
     assert (
         "fault, unreduced gradients, step 2: the optimizers of the ranks were given unequal gradients for 6 of 6 "
-        "weights (0.weight, 0.bias, 1.weight and 3 more): they were not reduced over the ranks. Way out: wrap the model in "
-        "DistributedDataParallel, "
+        "weights (0.weight, 0.bias, 1.weight and 3 more): they were not reduced over the ranks. Way out: wrap the "
+        "model in DistributedDataParallel, "
     ) in text
     assert "compared without a finding: initial weights, " in text
