@@ -6,6 +6,7 @@ fullest phase is compared; `library` is not, since a comparison leaves out what 
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -73,8 +74,6 @@ def observe(way: str, folder: Path) -> MemoryAccount:
 
 def environment() -> dict[str, str]:
     """Return the environment of the script's processes."""
-    import os
-
     path = os.pathsep.join([str(ROOT), str(ROOT / "backends")])
     return {**os.environ, "PYTHONPATH": path, "PATH": path_with_scripts(), "OMP_NUM_THREADS": "1"}
 
@@ -94,7 +93,8 @@ def differences(mine: MemoryAccount, theirs: MemoryAccount) -> dict[str, float]:
     here = mine.peak.held
     there = next(phase for phase in theirs.phases if phase.name == mine.peak.name).held
     shares: dict[str, float] = {}
-    for category in {*here, *there} - UNCOMPARED:
+    categories: set[Category] = {*here, *there}
+    for category in categories - UNCOMPARED:
         ours, other = here.get(category, 0), there.get(category, 0)
         shares[category] = abs(ours - other) / max(other, 1) if abs(ours - other) > SMALL else 0.0
     return shares

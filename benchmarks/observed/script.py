@@ -75,7 +75,7 @@ def train_native(how: str) -> None:
 
 def train_deepspeed(stage: int) -> None:
     """Train by DeepSpeed, with the buckets that unipar gives it."""
-    import deepspeed  # noqa: TID251
+    import deepspeed
 
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
     model = make_model()
@@ -107,7 +107,7 @@ def train_deepspeed(stage: int) -> None:
 
 def train_horovod() -> None:
     """Train by Horovod."""
-    import horovod.torch as hvd  # noqa: TID251
+    import horovod.torch as hvd
 
     hvd.init()
     model = make_model()
@@ -124,7 +124,7 @@ def train_horovod() -> None:
 
 def train_accelerate() -> None:
     """Train by Accelerate."""
-    from accelerate import Accelerator, DistributedDataParallelKwargs  # noqa: TID251
+    from accelerate import Accelerator, DistributedDataParallelKwargs
 
     accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)])
     made = make_model()
