@@ -119,7 +119,7 @@ def test_unreduced_gradients() -> None:
     """Unequal gradients are found where they first differ, before the copies that they make unequal."""
     other = state(2, a__weight=7)
     other.gradients.update({"a.weight": 99, "a.bias": 98})
-    found = world(last={"states": {2: other, 8: state(8), LAST_STEP: state(12)}})
+    found = world(last={"states": {2: other, 8: state(8, a__weight=7), LAST_STEP: state(12)}})
     assert [finding.kind for finding in found] == ["unreduced gradients", "unequal copies"]
     assert (found[0].step, found[0].parameter, found[0].severity) == (2, "a.weight", "fault")
     assert found[0].says == (
@@ -145,6 +145,20 @@ def test_unequal_copies(what: str, name: str, says: str) -> None:
         "unequal copies", "fault", 8, name, (1,)
     )  # fmt: skip
     assert found.says.startswith(says)
+
+
+def test_weights_that_are_averaged_from_time_to_time() -> None:
+    """Weights that differ and are equal again later are those of local SGD: notes; if they stay unequal, faults."""
+    other = state(2, a__weight=9)
+    other.gradients["a.weight"] = 99
+    found = world(last={"states": {2: other, 8: state(8), LAST_STEP: state(12)}})
+    again = "; after step 8 the weights were equal again, as if the script averaged them"
+    assert [(f.kind, f.severity, f.says.endswith(again)) for f in found] == [
+        ("unreduced gradients", "note", True),
+        ("unequal copies", "note", True),
+    ]
+    found = world(last={"states": {2: other, 8: state(8, a__weight=9), LAST_STEP: state(12)}})
+    assert [(f.kind, f.severity) for f in found] == [("unreduced gradients", "fault"), ("unequal copies", "fault")]
 
 
 def test_a_copy_that_differs_only_at_the_end() -> None:

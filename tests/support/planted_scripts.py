@@ -445,6 +445,10 @@ model = Again(""",
             "(ddp(x), y)": "(ddp(x.requires_grad_()), y)",
         }
     ),
+    "weights averaged in each fourth step": _plain(
+        {WRAPPER: "model"}
+        | _after_step("for p in model.parameters() if done % 4 == 3 else (): dist.all_reduce(p.data); p.data /= 2")
+    ),
     "a loss through another network": _plain(
         {f"ddp = {WRAPPER}": f"judge = nn.Linear(4, 4)\nddp = {WRAPPER}", "(ddp(x), y)": "(judge(ddp(x)), y)"}
     ),

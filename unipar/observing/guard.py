@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Final
 
 from unipar.backend.observed_library import Fault
@@ -156,8 +157,9 @@ def _gradients(ranks: Sequence[ObservedRank]) -> Iterator[Finding]:
             yield _finding(
                 "unreduced gradients",
                 f"the optimizers of the ranks were given unequal gradients for {len(names)} of {total} weights "
-                f"({first_few(names)}): they were not reduced over the ranks",
+                f"({first_few(names)}): they were not reduced over the ranks{_but_averaged(ranks)}",
                 ranks,
+                note=bool(_but_averaged(ranks)),
                 step=step,
                 parameter=names[0],
             )
@@ -166,6 +168,7 @@ def _gradients(ranks: Sequence[ObservedRank]) -> Iterator[Finding]:
 
 def _copies(ranks: Sequence[ObservedRank]) -> Iterator[Finding]:
     own = {norm for rank in ranks for norm in rank.batch_norms}
+    averaged = _but_averaged(ranks)
     for step in _common_steps(ranks):
         for what, values_of in (("weight", _weights_of), ("optimizer state", _states_of), ("buffer", _buffers_of)):
             values = partial(_values_after, step, values_of)
@@ -178,14 +181,23 @@ def _copies(ranks: Sequence[ObservedRank]) -> Iterator[Finding]:
                 yield _finding(
                     "unequal copies",
                     f"{after} {len(names)} of {count_of(total, what)} differ between the ranks: {first_few(names)} on "
-                    f"{_name_ranks(others)}",
+                    f"{_name_ranks(others)}{averaged}",
                     ranks,
-                    note=step == LAST_STEP,
+                    note=step == LAST_STEP or bool(averaged),
                     ranks=others,
                     step=step or ranks[0].states[step].steps,
                     parameter=names[0],
                 )
                 return
+
+
+def _but_averaged(ranks: Sequence[ObservedRank]) -> str:
+    """Return a clause on weights that were unequal and then equal again, as some scripts average them; else ""."""
+    steps = [step for step in _common_steps(ranks) if step != LAST_STEP]
+    unequal = [bool(_unequal(ranks, partial(_values_after, step, _weights_of))) for step in steps]
+    later = (step for step, (before, now) in zip(steps[1:], pairwise(unequal), strict=True) if before and not now)
+    step = next(later, None)
+    return "" if step is None else f"; after step {step} the weights were equal again, as if the script averaged them"
 
 
 def _values_after(step: int, of: Callable[[StepState], Mapping[str, int]], rank: ObservedRank) -> Mapping[str, int]:

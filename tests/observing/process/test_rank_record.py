@@ -85,7 +85,7 @@ def test_values_of_a_step(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD([{"params": model.weight, "lr": 0.5}, {"params": model.bias, "lr": 0.25}])
     model(torch.ones(1, 2)).sum().backward()
     state.add(optimizer)
-    record.describe(optimizer)
+    record.describe()
     for step in (1, 2):
         optimizer.param_groups[1]["lr"] = None if step == 2 else 0.25
         record.before_update(optimizer, step)
@@ -99,6 +99,15 @@ def test_values_of_a_step(tmp_path: Path) -> None:
     assert rank.states[2].weights == rank.states[LAST_STEP].weights
     changed = {name for name, digest in rank.initial.items() if rank.states[2].weights[name] != digest}
     assert changed == {"weight"}
+
+
+def test_a_script_that_updates_its_weights_itself(tmp_path: Path) -> None:
+    """Weights that are seen first at the end are not the initial ones."""
+    record, state = open_record(tmp_path)
+    model = nn.Linear(2, 2)
+    state.add(torch.optim.SGD(model.parameters()))
+    record.describe(updated=True)
+    assert read(tmp_path, record).initial == {}
 
 
 def test_processes_without_a_group(tmp_path: Path) -> None:

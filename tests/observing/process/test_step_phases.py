@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from unipar.observing.process.step_phases import PATIENCE, Phase, StepPhases
+from unipar.observing.process.step_phases import STEPS_WAITED, Phase, StepPhases
 
 
 class Heard:
@@ -162,7 +162,7 @@ def test_an_optimizer_that_takes_no_more_steps(loop: StepPhases, heard: Heard) -
     for _ in range(12):
         backward(loop)
         update(loop)
-    for _ in range(PATIENCE + 5):
+    for _ in range(STEPS_WAITED + 5):
         backward(loop)
         update(loop, "second")
     loop.finish()

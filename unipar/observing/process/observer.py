@@ -309,7 +309,7 @@ class Observer:
         """Write of a script that updates its weights itself what can be known without steps."""
         if not self.record.opened:
             self._find_place()
-            self.record.describe()
+            self.record.describe(updated=True)
             self.record.note("no optimizer of torch took a step, so no steps were found: memory is shown by phase")
 
     # Waiting

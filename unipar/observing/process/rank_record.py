@@ -110,10 +110,11 @@ class RankRecord:
         self._place = {"rank": rank, "size": size, "launched_size": launched_size, "host": host, "pid": os.getpid()}
         self._log = RunLog(run_log_path(folder, rank))
 
-    def describe(self) -> None:
-        """Note what the script trains, with what, and who calls the optimizer, which has not updated anything yet."""
+    def describe(self, *, updated: bool = False) -> None:
+        """Note what the script trains, with what, and who calls the optimizer; `updated`: weights have changed."""
         self.recipe.describe()
-        self._initial = checks.digest_weights(self._state) | self._initial
+        if not updated:
+            self._initial = checks.digest_weights(self._state) | self._initial
         named = dict(self._state.named_parameters())
         trained = [p for o in self._state.optimizers for p in parameters_of(o)]
         wrappers = self._state.wrappers

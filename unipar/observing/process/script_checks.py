@@ -1,4 +1,4 @@
-"""What a process can know by itself of a script's step: digests of its values, and faults that need no other rank."""
+"""Digests of the values of a script's step, and faults that one process finds without the other ranks."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ LEARNED_AFTER: Final = 2
 MOST_MERGED: Final = 10
 """Number of first steps that can turn out to be parts of one, because another optimizer takes its first step later."""
 
-PATIENCE: Final = 16
+STEPS_WAITED: Final = 16
 """Steps of one optimizer without one of another after which the other counts as gone, or more if more were usual."""
 
 
@@ -66,7 +66,7 @@ class StepPhases:
         self._expected_backwards = 0
         self._optimizers: set[Hashable] = set()
         self._updated: Counter[Hashable] = Counter()
-        self._patience = PATIENCE
+        self._patience = STEPS_WAITED
         self._updating = 0
         self._running = False
         self._in_backward = False
