@@ -75,7 +75,7 @@ class ScriptRecipe:
         if self._open:
             if self._seed is None:
                 self._seed = torch.initial_seed()
-            self._modules.note(module, sys._getframe(2))  # pyright: ignore[reportPrivateUsage]
+            self._modules.note(module, sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
 
     def optimizer_made(self, optimizer: Optimizer) -> None:
         """Note an optimizer's groups, which libraries replace later."""
@@ -113,7 +113,7 @@ class ScriptRecipe:
         """Note the line that calls backward, the first time."""
         if not self._open or self._loss is not None:
             return
-        for frame in script_frames(sys._getframe(2)):  # pyright: ignore[reportPrivateUsage]
+        for frame in script_frames(sys._getframe(1)):  # pyright: ignore[reportPrivateUsage]
             place, *callers = [place_of(f) for f in script_frames(frame)]
             self._loss = SeenLoss(place=place, callers=tuple(callers))
             self._models = {name: weakref.ref(v) for name, v in variables_of(frame) if _is_model(v)}
@@ -130,7 +130,7 @@ class ScriptRecipe:
     def describe(self) -> None:
         """Put together what was noted, when an optimizer takes its first step."""
         models, optimizers = self._state.models, self._state.optimizers
-        frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
+        frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
         if self._open:
             self._loader = self._describe_loader(frame)
             self._loaders.clear()  # a script may have dropped them
