@@ -21,16 +21,14 @@ def _optimizer(name: str = "AdamW", module: str = "torch.optim.adamw", **setting
 
 def _text(recipe: dict[str, Any] | None = None, **rank: Any) -> str:
     """Return the config for what was seen."""
-    seen = Recipe(
-        **{
-            "wrappers": ("DDP",),
-            "optimizers": (_optimizer(),),
-            "loader": SeenLoader(dataset=DATASET, batch_size=4, shuffle=True),
-            "seed": 1,
-            **(recipe or {}),
-        }
-    )
-    values = {
+    usual: dict[str, Any] = {
+        "wrappers": ("DDP",),
+        "optimizers": (_optimizer(),),
+        "loader": SeenLoader(dataset=DATASET, batch_size=4, shuffle=True),
+        "seed": 1,
+    }
+    seen = Recipe(**{**usual, **(recipe or {})})
+    values: dict[str, Any] = {
         "rank": 0,
         "size": 2,
         "launched_size": 2,

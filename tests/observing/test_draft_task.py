@@ -9,6 +9,7 @@ from textwrap import dedent
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.launchers import environment
 from unipar.backend.checks import read_source
@@ -280,4 +281,6 @@ def test_real_script(tmp_path: Path) -> None:
     )
     task = TaskRef.of(None, source.config.task, {}).load()
     samples = [task.data()[i] for i in range(4)]
-    assert task.loss(task.model(), task.collate(samples)).ndim == 0
+    model = task.model()
+    assert isinstance(model, torch.nn.Module)
+    assert task.loss(model, task.collate(samples)).ndim == 0

@@ -52,15 +52,17 @@ class _Noted:
         self.recipe = ScriptRecipe(self.state)
         self.patches = Patches()
         around = self.patches.around
-        around(nn.Module, "__init__", before=lambda module, *_, **__: self.recipe.module_made(module))
-        around(Optimizer, "__init__", after=lambda _, optimizer, *__, **___: self.recipe.optimizer_made(optimizer))
+        around(nn.Module, "__init__", before=self._module_made)
+        around(Optimizer, "__init__", after=self._optimizer_made)
         around(torch.autocast, "__enter__", before=self.recipe.autocast_entered)
         around(DataLoader, "__iter__", before=self.recipe.epoch_begun)
-        around(
-            dataloader._BaseDataLoaderIter,  # pyright: ignore[reportPrivateUsage]
-            "__next__",
-            after=lambda batch, iterator: self.recipe.batch_read(batch, iterator),
-        )
+        around(dataloader._BaseDataLoaderIter, "__next__", after=self.recipe.batch_read)  # pyright: ignore[reportPrivateUsage]
+
+    def _module_made(self, module: nn.Module, *_: Any, **__: Any) -> None:
+        self.recipe.module_made(module)
+
+    def _optimizer_made(self, _: None, optimizer: Optimizer, *__: Any, **___: Any) -> None:
+        self.recipe.optimizer_made(optimizer)
 
     def describe(self, optimizer: Optimizer) -> Recipe:
         """Return what was noted when the optimizer takes its first step."""
@@ -105,7 +107,7 @@ def test_drawn_seed(noted: _Noted) -> None:
 def test_frozen_and_recomputed(noted: _Noted) -> None:
     """Weights that do not train, and models that compute activations again, are noted."""
     model = Net(4)
-    model.table.requires_grad_(requires_grad=False)
+    model.table.requires_grad_(False)  # noqa: FBT003
     model.gradient_checkpointing = True  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
     recipe = noted.describe(_sgd(model))
     assert (recipe.frozen, recipe.recompute, recipe.compiled) == (16, True, "")
@@ -114,7 +116,7 @@ def test_frozen_and_recomputed(noted: _Noted) -> None:
 def test_compiled(noted: _Noted) -> None:
     """A compiled model is told from compiled blocks; its own class is that of the user."""
     model = Net(4)
-    compiled = torch.compile(model, backend="eager")
+    compiled: Any = torch.compile(model, backend="eager")
     recipe = noted.describe(_sgd(compiled))
     assert recipe.model is not None
     assert (recipe.model.name, recipe.compiled, recipe.wrappers) == ("Net", "model", ())
