@@ -107,7 +107,7 @@ def test_drawn_seed(noted: _Noted) -> None:
 def test_frozen_and_recomputed(noted: _Noted) -> None:
     """Weights that do not train, and models that compute activations again, are noted."""
     model = Net(4)
-    model.table.requires_grad_(False)  # noqa: FBT003
+    model.table.requires_grad_(False)
     model.gradient_checkpointing = True  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
     recipe = noted.describe(_sgd(model))
     assert (recipe.frozen, recipe.recompute, recipe.compiled) == (16, True, "")
