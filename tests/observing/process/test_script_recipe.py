@@ -151,9 +151,13 @@ def test_decay(noted: _Noted, rule: str) -> None:
     assert (seen.name, seen.decay, seen.settings["betas"]) == ("AdamW", rule, [0.9, 0.999])
 
 
-def test_base_rate(noted: _Noted) -> None:
+@pytest.mark.parametrize("seen", [True, False], ids=["seen", "not seen"])
+def test_base_rate(noted: _Noted, *, seen: bool) -> None:
     """The rate is that with which the optimizer was made, whatever a schedule has made of it."""
-    optimizer = _sgd(Net(4))
+    model = Net(4)
+    if not seen:
+        noted.patches.undo()
+    optimizer = _sgd(model)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
     noted.recipe.schedule_stepped(schedule)
     recipe = noted.describe(optimizer)
