@@ -117,7 +117,7 @@ class SeenLoss(_Seen):
 
 
 class Recipe(_Seen):
-    """How an observed script makes its training."""
+    """Making of a script's training: model, data, optimizer, schedule and loss."""
 
     script: str = ""
     """File that Python was started with."""
