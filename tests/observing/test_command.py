@@ -87,12 +87,10 @@ def test_an_error_of_the_script(tmp_path: Path) -> None:
 
 def test_strict(tmp_path: Path) -> None:
     """With --strict a fault ends with 1, though the script ended well."""
-    text = SCRIPT.replace("nn.Linear(8, 16)", "nn.Linear(8, 16).half().float()").replace(
-        "model.parameters()", "model[0].parameters()"
-    )
+    text = SCRIPT.replace("model.parameters()", "model[0].parameters()")
     ended = observe(tmp_path, [sys.executable, script(tmp_path, text=text)], "--strict")
     assert ended.returncode == 1
-    assert "2.weight, 2.bias got gradients and no optimizer has them" in ended.stderr.replace("\n", " ")
+    assert "2.weight, 2.bias got gradients and no optimizer has them" in " ".join(ended.stderr.split())
 
 
 def test_ctrl_c(tmp_path: Path) -> None:
@@ -177,7 +175,7 @@ def test_a_script_that_updates_its_weights_itself(tmp_path: Path) -> None:
     own = "[p.data.sub_(0.1 * p.grad) for p in model.parameters()]"
     observed = observe(tmp_path, [sys.executable, script(tmp_path, text=SCRIPT.replace("optimizer.step()", own))])
     assert observed.returncode == 0
-    assert "no optimizer of torch took a step, so no steps were found" in observed.stderr.replace("\n", " ")
+    assert "no optimizer of torch took a step, so no steps were found" in " ".join(observed.stderr.split())
 
 
 def test_python_that_ignores_the_environment(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def open_stores(host: str, count: int) -> list[distributed.TCPStore]:
 def run(job: dict[str, Any], port: str) -> NoReturn:
     """Run a script as `torchrun` would start it in a world of its own, and end with its exit code.
 
-    The interpreter is not finalized: torch waits there, with the GIL, for a thread of gloo that waits for the GIL.
+    What its names stand for is never freed: torch would wait then, with the GIL, for a thread that waits for the GIL.
     """
     os.environ |= {"UNIPAR_OBSERVE": job["settings"], "MASTER_PORT": port}
     output = os.open(Path(job["script"]).with_suffix(f".{os.environ['RANK']}.log"), os.O_CREAT | os.O_WRONLY, 0o644)

@@ -589,6 +589,7 @@ ALWAYS: Final = frozenset(
         "an average on all ranks and another model",
         "LBFGS",
         "steps that loss scaling skips",
+        "two schedules",
         "GAN, five steps to one",
         "FSDP2",
         "FSDP1, own parameters",

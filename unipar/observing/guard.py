@@ -30,16 +30,18 @@ def find_findings(ranks: Sequence[ObservedRank]) -> list[Finding]:
 def what_was_compared(ranks: Sequence[ObservedRank], findings: Sequence[Finding]) -> list[str]:
     """Return the things that were compared between ranks, or looked at, without a finding."""
     kinds = {finding.kind for finding in findings}
-    several = len(ranks) > 1
-    states = [state for rank in ranks[:1] for state in rank.states.values()]
+    several = _form_one_world(ranks)
+    copies = several and _hold_one_model(ranks)
+    steps = _common_steps(ranks)
+    stepped = any(rank.states for rank in ranks)
     looked: list[tuple[Fault, str, bool]] = [
-        ("unequal initial weights", "initial weights", several and bool(ranks[0].initial)),
-        ("unequal copies", "weights and states", several and any(state.weights for state in states)),
-        ("unreduced gradients", "gradients", several and any(state.gradients for state in states)),
-        ("unequal microbatches", "backwards in a step", several),
-        ("same batches", "batches", several and bool(ranks[0].batches)),
-        ("weights outside the optimizer", "the optimizer's weights", bool(states)),
-        ("update without effect", "the update's effect", bool(states)),
+        ("unequal initial weights", "initial weights", copies and _share(ranks, lambda rank: rank.initial)),
+        ("unequal copies", "weights and states", copies and _share_after(ranks, steps, _weights_of)),
+        ("unreduced gradients", "gradients", copies and _share_after(ranks, steps, _gradients_of)),
+        ("unequal microbatches", "backwards in a step", several and not any(rank.uneven for rank in ranks)),
+        ("same batches", "batches", several and not _share_samples(ranks) and all(rank.batches for rank in ranks)),
+        ("weights outside the optimizer", "the optimizer's weights", stepped),
+        ("update without effect", "the update's effect", stepped),
     ]
     return [what for kind, what, known in looked if known and kind not in kinds]
 
@@ -93,7 +95,7 @@ def _of_single_ranks(ranks: Sequence[ObservedRank]) -> Iterator[Finding]:
 
 
 def _between_ranks(ranks: Sequence[ObservedRank]) -> Iterator[Finding]:
-    if len(ranks) < 2 or any(rank.size == 1 for rank in ranks):
+    if not _form_one_world(ranks):
         return
     if _hold_one_model(ranks):
         yield from _initial_weights(ranks)
@@ -102,6 +104,27 @@ def _between_ranks(ranks: Sequence[ObservedRank]) -> Iterator[Finding]:
     yield from _microbatches(ranks)
     yield from _batches(ranks)
     yield from _dropout(ranks)
+
+
+def _form_one_world(ranks: Sequence[ObservedRank]) -> bool:
+    """Return whether these are several ranks of a process group."""
+    return len(ranks) > 1 and all(rank.size > 1 for rank in ranks)
+
+
+def _share(ranks: Sequence[ObservedRank], digests: Callable[[ObservedRank], Mapping[str, int]]) -> bool:
+    """Return whether several ranks have a value of one name, so that there is something to compare."""
+    return any(number > 1 for number in Counter(name for rank in ranks for name in digests(rank)).values())
+
+
+def _share_after(
+    ranks: Sequence[ObservedRank], steps: Sequence[int], of: Callable[[StepState], Mapping[str, int]]
+) -> bool:
+    return any(_share(ranks, partial(_values_after, step, of)) for step in steps)
+
+
+def _share_samples(ranks: Sequence[ObservedRank]) -> bool:
+    """Return whether ranks split a model's tensors, so that they read the same samples."""
+    return any(rank.splits_tensors or (rank.split and _has_split_names(rank)) for rank in ranks)
 
 
 def _hold_one_model(ranks: Sequence[ObservedRank]) -> bool:
@@ -127,7 +150,7 @@ def _initial_weights(ranks: Sequence[ObservedRank]) -> Iterator[Finding]:
 
 def _gradients(ranks: Sequence[ObservedRank]) -> Iterator[Finding]:
     for step in _common_steps(ranks):
-        names = _unequal(ranks, lambda rank, step=step: rank.states[step].gradients)
+        names = _unequal(ranks, partial(_values_after, step, _gradients_of))
         if names:
             total = len(ranks[0].states[step].gradients)
             yield _finding(
@@ -177,6 +200,10 @@ def _weights_of(state: StepState) -> Mapping[str, int]:
     return state.weights
 
 
+def _gradients_of(state: StepState) -> Mapping[str, int]:
+    return state.gradients
+
+
 def _states_of(state: StepState) -> Mapping[str, int]:
     return state.states
 
@@ -213,8 +240,8 @@ def _microbatches(ranks: Sequence[ObservedRank]) -> Iterator[Finding]:
 
 
 def _batches(ranks: Sequence[ObservedRank]) -> Iterator[Finding]:
-    if any(rank.splits_tensors or (rank.split and _has_split_names(rank)) for rank in ranks):
-        return  # ranks that split a model's tensors read the same samples
+    if _share_samples(ranks):
+        return
     batches = [rank.batches for rank in ranks]
     losses = [rank.losses for rank in ranks]
     work = f"{count_of(len(ranks), 'rank')} do the work of one"

@@ -33,12 +33,14 @@ def patches() -> Iterator[Patches]:
 def test_something_before_and_after(patches: Patches) -> None:
     """Before gets the arguments, after the result and the arguments; the result is the function's own."""
     seen: list[Any] = []
-    patches.around(
-        Loop,
-        "step",
-        before=lambda *args, **kwargs: seen.append((args[1:], kwargs)),
-        after=lambda result, *args, **kwargs: seen.append((result, args[1:], kwargs)),
-    )
+
+    def before(_: Loop, *args: int, **kwargs: int) -> None:
+        seen.append((args, kwargs))
+
+    def after(result: int, _: Loop, *args: int, **kwargs: int) -> None:
+        seen.append((result, args, kwargs))
+
+    patches.around(Loop, "step", before=before, after=after)
     assert Loop().step(2, more=3) == 5
     assert seen == [((2,), {"more": 3}), (5, (2,), {"more": 3})]
     assert Loop.step.__doc__ == "Return the sum."

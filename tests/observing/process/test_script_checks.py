@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from unipar.observing.process import script_checks as checks
 from unipar.observing.process.script_state import ScriptState
@@ -28,9 +29,11 @@ class Script:
     def idle(self) -> list[LocalFault]:
         """Take the step and return what is found idle."""
         before = checks.digest_weights(self.state)
-        norms = checks.gradient_norms(self.optimizer)
+        norms, rates = checks.gradient_norms(self.optimizer), checks.learning_rates(self.optimizer)
         self.optimizer.step()
-        return list(checks.find_idle_update(self.state, 2, norms, before, checks.digest_weights(self.state)))
+        for group in self.optimizer.param_groups:
+            group["lr"] = 1.0  # as a schedule may change it before the step is compared
+        return list(checks.find_idle_update(self.state, 2, norms, rates, before, checks.digest_weights(self.state)))
 
 
 def linear(dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -123,7 +126,7 @@ def test_an_optimizer_state_in_a_coarse_dtype() -> None:
     """A state in bf16 of fp32 weights is found; one of 8 bits is a quantized optimizer's."""
     model = linear()
     script = Script(model, torch.optim.SGD(model.parameters()))
-    state = script.optimizer.state[model[0].weight]
+    state = script.optimizer.state[next(model.parameters())]
     state["exp_avg"] = torch.zeros(3, 2, dtype=torch.bfloat16)
     assert only(list(checks.find_coarse_dtypes(script.state, 2))).detail == (
         "0.weight is float32, and the optimizer keeps its exp_avg in bfloat16"
@@ -141,9 +144,9 @@ def test_digests_of_a_state() -> None:
     script.optimizer.step()
     first = checks.digest_state(script.state, 2, gradients)
     with torch.no_grad():
-        model[0].weight[0, 0] += 1e-6
-        model[1].running_mean[0] += 1
-        script.optimizer.state[model[1].bias]["exp_avg"][0] += 1
+        model.get_parameter("0.weight")[0, 0] += 1e-6
+        model.get_buffer("1.running_mean")[0] += 1
+        script.optimizer.state[model.get_parameter("1.bias")]["exp_avg"][0] += 1
     second = checks.digest_state(script.state, 2, gradients)
     changed = [
         [name for name, digest in getattr(first, what).items() if getattr(second, what)[name] != digest]
@@ -177,6 +180,7 @@ def test_unusual_gradients(model: nn.Module, x: Tensor) -> None:
             super().__init__()
             self.inner = model
 
+        @override
         def forward(self, x: Tensor) -> Tensor:
             out = self.inner(x)
             return torch.view_as_real(out) if out.is_complex() else out

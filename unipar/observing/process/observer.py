@@ -78,6 +78,7 @@ class Observer:
         self.memory = ScriptMemory(self.settings.steps, sites, self.state)
         self.record = RankRecord(self.settings, self.state)
         self._clock: SleepClock | None = None
+        self._clock_runs = False
         self._ended_at: float | None = None
         self._pid = os.getpid()
         self._backward_depth = 0
@@ -320,12 +321,14 @@ class Observer:
             return None
 
     def _pause_clock(self) -> None:
-        if self._clock is not None:
+        if self._clock is not None and self._clock_runs:
             self._clock.stop()
+        self._clock_runs = False
 
     def _resume_clock(self) -> None:
         if self._clock is not None:
             self._clock.start()
+            self._clock_runs = True
 
 
 def _wraps_another(optimizer: Optimizer) -> bool:

@@ -85,6 +85,7 @@ class RankRecord:
         self._before: dict[str, int] = {}
         self._gradients: dict[str, int] = {}
         self._gradient_norms: dict[int, float] = {}
+        self._given_rates: dict[int, float] = {}
 
     @property
     def opened(self) -> bool:
@@ -186,6 +187,7 @@ class RankRecord:
         if step in self._settings.checks:
             self._split |= checks.has_parts(optimizer)
             self._gradient_norms |= checks.gradient_norms(optimizer)
+            self._given_rates |= checks.learning_rates(optimizer)
             self._gradients |= checks.digest_gradients(self._state, optimizer)
             if not self._before:
                 self._before = checks.digest_weights(self._state)
@@ -198,11 +200,13 @@ class RankRecord:
         self._states[step] = after
         self._norms_after[step] = math.hypot(*self._gradient_norms.values())
         for fault in chain(
-            checks.find_idle_update(self._state, step, self._gradient_norms, self._before, after.weights),
+            checks.find_idle_update(
+                self._state, step, self._gradient_norms, self._given_rates, self._before, after.weights
+            ),
             checks.find_coarse_dtypes(self._state, step),
         ):
             self.add_fault(fault)
-        self._before, self._gradients, self._gradient_norms = {}, {}, {}
+        self._before, self._gradients, self._gradient_norms, self._given_rates = {}, {}, {}, {}
 
     def add_fault(self, fault: LocalFault) -> None:
         """Note a fault; of each kind the first counts."""

@@ -107,6 +107,16 @@ def _norm(gradient: Tensor) -> float:
     return float(torch.linalg.vector_norm(values.float()))
 
 
+def learning_rates(optimizer: Optimizer) -> dict[int, float]:
+    """Return the learning rate of each parameter of an optimizer, by id; none if the optimizer chooses it itself."""
+    return {
+        id(parameter): float(group["lr"])
+        for group in optimizer.param_groups
+        if group.get("lr") is not None
+        for parameter in group["params"]
+    }
+
+
 def has_parts(optimizer: Optimizer) -> bool:
     """Return whether this rank has only a part of an optimizer's parameters."""
     return any(bool(seat_in_mesh(p)) or is_sharded(p) for p in parameters_of(optimizer))
@@ -238,15 +248,16 @@ def find_idle_update(
     state: ScriptState,
     step: int,
     norms: Mapping[int, float],
+    rates: Mapping[int, float],
     before: Mapping[str, int],
     after: Mapping[str, int],
 ) -> Iterator[LocalFault]:
     """Yield the fault that an update left weights as they were, though they have gradients and a learning rate.
 
-    `norms`: of the gradients that the optimizers were given; `before` and `after`: digests of the weights. In fp32 it
-    is a fault only if no weight has changed: the gradient of a bias before a norm is nothing but rounding.
+    `norms` of the gradients and `rates` are those that the optimizers were given; `before` and `after` are digests of
+    the weights. In fp32 it is a fault only if no weight has changed: the gradient of a bias before a norm is nothing
+    but rounding.
     """
-    rates = _rates_by_parameter(state)
     trained = [
         (name, p, name + seat_in_mesh(p), norms[id(p)], rates.get(id(p), 0.0))
         for name, p in state.named_parameters(trained=True)
@@ -264,14 +275,3 @@ def find_idle_update(
                 f"rate {rate:.3g}",
             )
             return
-
-
-def _rates_by_parameter(state: ScriptState) -> dict[int, float]:
-    """Return the learning rate of each parameter that has one, by the parameter's id."""
-    return {
-        id(p): float(group["lr"])
-        for optimizer in state.optimizers
-        for group in optimizer.param_groups
-        if group.get("lr") is not None
-        for p in group["params"]
-    }

@@ -1,0 +1,1 @@
+"""Figures of `unipar observe`: its account beside that of a comparison, and what it costs."""

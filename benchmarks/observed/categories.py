@@ -1,0 +1,133 @@
+"""The account of an observed script beside that of `unipar compare`: `python -m benchmarks.observed.categories`.
+
+The script trains the quickstart's model by the same library with the same settings. Each category at the peak of the
+fullest phase is compared; `library` is not, since a comparison leaves out what libraries allocate on first use.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from unipar.backend import Category
+from unipar.memory.account import MemoryAccount, read_account
+from unipar.results.memory_tables import format_mib
+from unipar.utils.files import path_with_scripts
+from unipar.utils.table import format_table
+
+ROOT: Final = Path(__file__).parents[2]
+SCRIPT: Final = Path(__file__).with_name("script.py")
+WAYS: Final = {
+    "ddp": "native-nothing",
+    "zero-redundancy": "native-optimizer",
+    "fsdp2-kept": "native-gradients",
+    "fsdp2": "native-parameters",
+    "zero1": "deepspeed-optimizer",
+    "zero2": "deepspeed-gradients",
+    "zero3": "deepspeed-parameters",
+    "horovod": "horovod-nothing",
+    "accelerate": "accelerate-nothing",
+}
+"""Ways of the script, each with the folder of its strategy in a comparison."""
+
+CONFIG: Final[dict[str, Any]] = {
+    "task": {
+        "use": f"{ROOT}/examples/char_gpt.py:CharGPT",
+        "args": {"layers": 5, "width": 384, "heads": 6, "context": 64},
+    },
+    "device": "cpu",
+    "parallel": {"data": 2},
+    "batch": {"total": 8},
+    "train": {
+        "steps": 13,
+        "optimizer": {"name": "adamw", "lr": 3e-4, "weight_decay": 0.1, "decay": "matrices"},
+        "clip": 1.0,
+    },
+    "compare": {"strategies": [name.replace("-", "/", 1) for name in WAYS.values()], "repeat": 1},
+}
+UNCOMPARED: Final[frozenset[Category]] = frozenset({"library", "runtime", "unattributed"})
+"""Categories that depend on what a process did before: first use of libraries, Python, the dataset."""
+
+SMALL: Final = 2**18
+"""Bytes below which a difference does not count."""
+
+ALLOWED: Final = 0.02
+"""Share by which a category may differ."""
+
+
+def observe(way: str, folder: Path) -> MemoryAccount:
+    """Return the account of rank 0 of the observed script."""
+    launcher = ["torchrun", "--standalone", "--nproc-per-node", "2"]
+    if way == "horovod":  # the size that unipar gives it: all gradients and a MiB more
+        launcher = ["horovodrun", "--fusion-threshold-mb", "35", "-np", "2", sys.executable]
+    out = folder / way
+    command = [sys.executable, "-m", "unipar", "observe", "--out", str(out), "--", *launcher, str(SCRIPT), way]
+    subprocess.run(command, cwd=ROOT, env=environment(), check=True, stdout=subprocess.DEVNULL)
+    return read_account(out, 0)
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of the script's processes."""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "backends")])
+    return {**os.environ, "PYTHONPATH": path, "PATH": path_with_scripts(), "OMP_NUM_THREADS": "1"}
+
+
+def compare(folder: Path) -> Path:
+    """Return the folder of a comparison of all strategies."""
+    file = folder / "compare.yaml"
+    file.write_text(yaml.safe_dump(CONFIG), "utf-8")
+    out = folder / "compared"
+    command = [sys.executable, "-m", "unipar", "compare", str(file), "--out", str(out)]
+    subprocess.run(command, cwd=ROOT, env=environment(), check=True, stdout=subprocess.DEVNULL)
+    return out / "compare"
+
+
+def differences(mine: MemoryAccount, theirs: MemoryAccount) -> dict[str, float]:
+    """Return by how much each category differs at the peak of the fullest phase, as a share; small ones do not."""
+    here = mine.peak.held
+    there = next(phase for phase in theirs.phases if phase.name == mine.peak.name).held
+    shares: dict[str, float] = {}
+    categories: set[Category] = {*here, *there}
+    for category in categories - UNCOMPARED:
+        ours, other = here.get(category, 0), there.get(category, 0)
+        shares[category] = abs(ours - other) / max(other, 1) if abs(ours - other) > SMALL else 0.0
+    return shares
+
+
+def main() -> int:
+    """Print the table; return 1 if a category differs by more than is allowed."""
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        compared = compare(folder)
+        rows: list[tuple[str, ...]] = []
+        worst = 0.0
+        for way, strategy in WAYS.items():
+            mine, theirs = observe(way, folder), read_account(compared / strategy, 0)
+            found = differences(mine, theirs)
+            category = max(found, key=lambda name: found[name])
+            worst = max(worst, found[category])
+            peak = next(phase for phase in theirs.phases if phase.name == mine.peak.name).peak
+            sent = f"{format_mib(sum(mine.sent.values()))} / {format_mib(sum(theirs.sent.values()))}"
+            rows.append(
+                (
+                    way,
+                    mine.peak.name,
+                    format_mib(mine.peak.peak),
+                    format_mib(peak),
+                    f"{found[category]:.1%} {category}",
+                    sent,
+                )
+            )
+    head = ("script", "fullest in", "observed, MiB", "compared, MiB", "largest difference", "sent, MiB")
+    print(format_table(head, rows, right=(2, 3), width=120))
+    return int(worst > ALLOWED)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
