@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import yaml
 
 from unipar.backend.checks import given_source
+from unipar.config.safe_yaml import parse_yaml
 from unipar.observing.draft_config import DraftConfig, guess_precision, optimizer_name
 from unipar.results.observed_rank import ObservedRank
 from unipar.results.observed_recipe import Recipe, SeenLoader, SeenObject, SeenOptimizer, SeenSchedule
@@ -21,16 +21,14 @@ def _optimizer(name: str = "AdamW", module: str = "torch.optim.adamw", **setting
 
 def _text(recipe: dict[str, Any] | None = None, **rank: Any) -> str:
     """Return the config for what was seen."""
-    seen = Recipe(
-        **{
-            "wrappers": ("DDP",),
-            "optimizers": (_optimizer(),),
-            "loader": SeenLoader(dataset=DATASET, batch_size=4, shuffle=True),
-            "seed": 1,
-            **(recipe or {}),
-        }
-    )
-    values = {
+    usual: dict[str, Any] = {
+        "wrappers": ("DDP",),
+        "optimizers": (_optimizer(),),
+        "loader": SeenLoader(dataset=DATASET, batch_size=4, shuffle=True),
+        "seed": 1,
+    }
+    seen = Recipe(**{**usual, **(recipe or {})})
+    values: dict[str, Any] = {
         "rank": 0,
         "size": 2,
         "launched_size": 2,
@@ -40,12 +38,15 @@ def _text(recipe: dict[str, Any] | None = None, **rank: Any) -> str:
         "backwards": (1,) * 10,
         "rates": dict.fromkeys(range(1, 11), (1e-3,)),
     }
-    return DraftConfig(ObservedRank(**{**values, **rank}), seen).text("task.py:NetTask", "train.py")
+    written = ObservedRank(**{**values, **rank}, recipe=seen).model_dump_json()
+    read = ObservedRank.model_validate_json(written)
+    assert read.recipe is not None
+    return DraftConfig(read, read.recipe).text("task.py:NetTask", "train.py")
 
 
 def _config(recipe: dict[str, Any] | None = None, **rank: Any) -> dict[str, Any]:
     """Return the config for what was seen, which must pass the checks of names and values."""
-    tree = yaml.safe_load(_text(recipe, **rank))
+    tree, _ = parse_yaml(_text(recipe, **rank))
     given_source(tree)
     return tree
 
@@ -240,10 +241,8 @@ def test_schedule_that_is_not_found() -> None:
     """Rates that no schedule gives are a to do, with what the script's schedule is."""
     rates = {1: (1e-3,), 2: (5e-4,), 3: (9e-4,)}
     text = _text({"schedules": (SeenSchedule(name="CyclicLR", numbers={"step_size_up": 2000.0}),)}, rates=rates)
-    assert (
-        "# to do: no schedule was found that gives the rates; the script's is CyclicLR(step_size_up=2000): write it, or "
-        "the task's schedule()\n"
-    ) in text
+    why = "no schedule was found that gives the rates; the script's is CyclicLR(step_size_up=2000)"
+    assert f"# to do: {why}: write it, or the task's schedule()\n" in text
 
 
 def test_schedule_that_had_no_effect() -> None:

@@ -9,9 +9,12 @@ from textwrap import dedent
 from typing import Any
 
 import pytest
+import torch
+import typer
 
 from tests.support.launchers import environment
 from unipar.backend.checks import read_source
+from unipar.cli.commands.observe import observe
 from unipar.errors import OutExists, ReportError
 from unipar.observing.draft_task import write_draft
 from unipar.results.observed_rank import ObservedRank, observed_rank_path
@@ -280,4 +283,26 @@ def test_real_script(tmp_path: Path) -> None:
     )
     task = TaskRef.of(None, source.config.task, {}).load()
     samples = [task.data()[i] for i in range(4)]
-    assert task.loss(task.model(), task.collate(samples)).ndim == 0
+    model = task.model()
+    assert isinstance(model, torch.nn.Module)
+    assert task.loss(model, task.collate(samples)).ndim == 0
+
+
+def test_draft_of_earlier_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--from DIR` writes the draft from results, and runs nothing."""
+    _drafted(tmp_path, _rank(_recipe(tmp_path)))
+    folder = tmp_path / "observed"
+    (folder / "task.py").unlink()
+    observe(to="task", earlier=folder, overwrite=True)
+    assert (folder / "task.py").read_text("utf-8") == TASK
+    assert capsys.readouterr().out.startswith(f"draft: {folder / 'task.py'} and {folder / 'task.yaml'}\n")
+    with pytest.raises(typer.BadParameter, match="--from DIR reads results and runs nothing"):
+        observe(["true"], to="task", earlier=folder)
+    with pytest.raises(typer.BadParameter, match="--from DIR reads results and runs nothing"):
+        observe(earlier=folder)
+
+
+def test_unknown_target() -> None:
+    """There is one thing that a draft can be written for."""
+    with pytest.raises(typer.BadParameter, match="--to deepspeed: there is only --to task"):
+        observe(["true"], to="deepspeed")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,15 @@ from unipar.observing.process.script_recipe import ScriptRecipe
 from unipar.observing.process.script_state import ScriptState
 from unipar.observing.schedule_guess import ScheduleGuess, guess_schedule
 from unipar.results.observed_recipe import SeenSchedule
+
+
+def _always(step: int) -> float:
+    return 1.0
+
+
+def _rise(step: int) -> float:
+    return min(1.0, (step + 1) / 6)
+
 
 _Make = Callable[[Optimizer], Any]
 
@@ -35,29 +45,29 @@ def _guess(make: _Make, seen: int, rate: float = 1e-3, of: int | None = None) ->
     ("make", "seen", "settings", "steps"),
     [
         (
-            lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=19, eta_min=1e-5),
+            partial(lr_scheduler.CosineAnnealingLR, T_max=19, eta_min=1e-5),
             20,
             {"name": "cosine", "min_lr_ratio": 0.01},
             20,
         ),
-        (lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=20), 10, {"name": "cosine", "timing": "transformers"}, 20),
-        (lambda o: lr_scheduler.StepLR(o, step_size=4, gamma=0.5), 10, {"name": "step", "every": 4, "gamma": 0.5}, 10),
-        (lambda o: lr_scheduler.ExponentialLR(o, gamma=0.9), 10, {"name": "step", "every": 1, "gamma": 0.9}, 10),
+        (partial(lr_scheduler.CosineAnnealingLR, T_max=20), 10, {"name": "cosine", "timing": "transformers"}, 20),
+        (partial(lr_scheduler.StepLR, step_size=4, gamma=0.5), 10, {"name": "step", "every": 4, "gamma": 0.5}, 10),
+        (partial(lr_scheduler.ExponentialLR, gamma=0.9), 10, {"name": "step", "every": 1, "gamma": 0.9}, 10),
         (
-            lambda o: lr_scheduler.MultiStepLR(o, [3, 7], gamma=0.1),
+            partial(lr_scheduler.MultiStepLR, milestones=[3, 7], gamma=0.1),
             10,
             {"name": "step", "milestones": [3, 7], "gamma": 0.1},
             10,
         ),
         (
-            lambda o: lr_scheduler.PolynomialLR(o, total_iters=30, power=1.5),
+            partial(lr_scheduler.PolynomialLR, total_iters=30, power=1.5),
             10,
             {"name": "polynomial", "power": 1.5, "timing": "transformers"},
             30,
         ),
-        (lambda o: lr_scheduler.LambdaLR(o, lambda _: 1.0), 10, {"name": "constant"}, 10),
+        (partial(lr_scheduler.LambdaLR, lr_lambda=_always), 10, {"name": "constant"}, 10),
         (
-            lambda o: lr_scheduler.LambdaLR(o, lambda step: min(1.0, (step + 1) / 6)),
+            partial(lr_scheduler.LambdaLR, lr_lambda=_rise),
             10,
             {"name": "constant", "warmup": 6},
             10,
@@ -78,14 +88,14 @@ def test_schedules_of_transformers() -> None:
 
     expected = {"warmup": 12, "timing": "transformers"}
     for name, make in (("linear", get_linear_schedule_with_warmup), ("cosine", get_cosine_schedule_with_warmup)):
-        guess = _guess(lambda optimizer, make=make: make(optimizer, 12, 80), 10)
+        guess = _guess(partial(make, num_warmup_steps=12, num_training_steps=80), 10)
         assert guess is not None
         assert (dict(guess.settings), guess.steps, guess.hinted) == ({"name": name, **expected}, 80, True)
 
 
 def test_one_cycle() -> None:
     """The full rate of a one-cycle is not that of the optimizer."""
-    guess = _guess(lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.01, total_steps=20), 20)
+    guess = _guess(partial(lr_scheduler.OneCycleLR, max_lr=0.01, total_steps=20), 20)
     assert guess is not None
     assert guess.rate == 0.01
     assert guess.settings["name"] == "one-cycle"

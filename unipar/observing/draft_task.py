@@ -18,8 +18,8 @@ from unipar.results.observed_recipe import Recipe, SeenObject
 from unipar.utils.files import is_library_file, write_file_atomically
 from unipar.utils.text import count_of
 
-TASK_FILE: Final = "task.py"
-CONFIG_FILE: Final = "task.yaml"
+DRAFT_TASK_FILE: Final = "task.py"
+DRAFT_CONFIG_FILE: Final = "task.yaml"
 _WIDTH: Final = 110
 
 
@@ -33,7 +33,7 @@ def try_write_draft(folder: Path) -> str:
 
 def write_draft(folder: Path, *, overwrite: bool = False) -> str:
     """Write task.py and task.yaml into the folder of an observed command; return what is printed about them."""
-    earlier = next((file for file in (folder / TASK_FILE, folder / CONFIG_FILE) if file.exists()), None)
+    earlier = next((file for file in (folder / DRAFT_TASK_FILE, folder / DRAFT_CONFIG_FILE) if file.exists()), None)
     if earlier is not None and not overwrite:
         raise OutExists(f"{earlier} exists: give --overwrite to replace the draft, with what you wrote into it")
     rank = next(read_observed_ranks(folder), None)
@@ -43,15 +43,15 @@ def write_draft(folder: Path, *, overwrite: bool = False) -> str:
             "could be written; observe the command again: unipar observe --to task -- COMMAND"
         )
     draft = TaskDraft(rank, rank.recipe, folder)
-    config = DraftConfig(rank, rank.recipe).text(f"{TASK_FILE}:{draft.name}", draft.script)
+    config = DraftConfig(rank, rank.recipe).text(f"{DRAFT_TASK_FILE}:{draft.name}", draft.script)
     task = draft.text()
-    write_file_atomically(folder / TASK_FILE, task)
-    write_file_atomically(folder / CONFIG_FILE, config)
-    write_schema_beside(folder / CONFIG_FILE)
+    write_file_atomically(folder / DRAFT_TASK_FILE, task)
+    write_file_atomically(folder / DRAFT_CONFIG_FILE, config)
+    write_schema_beside(folder / DRAFT_CONFIG_FILE)
     left = sum(text.count("# to do:") for text in (task, config))
-    where = Path(os.path.relpath(folder)) / CONFIG_FILE
+    where = Path(os.path.relpath(folder)) / DRAFT_CONFIG_FILE
     first = f"`to do:` marks {count_of(left, 'place')} to fill in" if left else "read what `guess:` marks"
-    return f"draft: {folder / TASK_FILE} and {folder / CONFIG_FILE}\n{first}, then: unipar verify {where}"
+    return f"draft: {folder / DRAFT_TASK_FILE} and {folder / DRAFT_CONFIG_FILE}\n{first}, then: unipar verify {where}"
 
 
 @final

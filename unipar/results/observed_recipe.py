@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from unipar.config import Section
 
 
-class CodePlace(Section):
+class _Seen(Section):
+    """Base class: a script's numbers may be infinite, as a limit that only measures a norm."""
+
+    model_config = ConfigDict(allow_inf_nan=True, ser_json_inf_nan="constants")
+
+
+class CodePlace(_Seen):
     """Line of a file."""
 
     file: str
@@ -18,7 +24,7 @@ class CodePlace(Section):
     """Function that the line is in; <module>: none."""
 
 
-class SeenObject(Section):
+class SeenObject(_Seen):
     """Object of the script, and what is known of how it is made again."""
 
     name: str
@@ -47,7 +53,7 @@ class SeenObject(Section):
     """Variable of the script that holds it."""
 
 
-class SeenLoader(Section):
+class SeenLoader(_Seen):
     """DataLoader from which the script trains."""
 
     dataset: SeenObject
@@ -67,7 +73,7 @@ class SeenLoader(Section):
     """Length of the dataset."""
 
 
-class SeenOptimizer(Section):
+class SeenOptimizer(_Seen):
     """Optimizer as the script made it."""
 
     name: str
@@ -85,7 +91,7 @@ class SeenOptimizer(Section):
     """Number of tensors that it updates."""
 
 
-class SeenSchedule(Section):
+class SeenSchedule(_Seen):
     """Schedule of the learning rate that is an object of torch."""
 
     name: str
@@ -96,7 +102,7 @@ class SeenSchedule(Section):
     """Names of the functions that give the rate."""
 
 
-class SeenLoss(Section):
+class SeenLoss(_Seen):
     """Line on which the script calls backward for the first time."""
 
     place: CodePlace
@@ -110,8 +116,8 @@ class SeenLoss(Section):
     """Lines from which the function of that line was called, the innermost first."""
 
 
-class Recipe(Section):
-    """How an observed script makes its training."""
+class Recipe(_Seen):
+    """Making of a script's training: model, data, optimizer, schedule and loss."""
 
     script: str = ""
     """File that Python was started with."""

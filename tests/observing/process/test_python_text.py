@@ -127,7 +127,11 @@ def test_names_have_modules() -> None:
 def _made(make: Callable[[], nn.Module]) -> str:
     """Return the text of a model that is made while constructors are noted; its unknown arguments if it has none."""
     made, patches = MadeModules(), Patches()
-    patches.around(nn.Module, "__init__", before=lambda module, *_, **__: made.note(module, sys._getframe(1)))
+
+    def note(module: nn.Module, *_: Any, **__: Any) -> None:
+        made.note(module, sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
+
+    patches.around(nn.Module, "__init__", before=note)
     try:
         model = make()
     finally:

@@ -287,10 +287,10 @@ def _is_ours(frame: FrameType) -> bool:
 
 def place_in_script(frame: FrameType | None) -> CodePlace | None:
     """Return the line of the script from which a frame was called."""
-    return next((place_of(f) for f in script_frames(frame)), None)
+    return next((line_of_frame(f) for f in script_frames(frame)), None)
 
 
-def place_of(frame: FrameType) -> CodePlace:
+def line_of_frame(frame: FrameType) -> CodePlace:
     """Return the line at which a frame is."""
     return CodePlace(file=frame.f_code.co_filename, line=frame.f_lineno, function=frame.f_code.co_name)
 

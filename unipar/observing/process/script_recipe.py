@@ -24,8 +24,8 @@ from unipar.model.parameter_groups import parameter_groups
 from unipar.observing.libraries import name_callers
 from unipar.observing.process.python_text import (
     MadeModules,
+    line_of_frame,
     place_in_script,
-    place_of,
     python_of,
     script_frames,
     seen_object,
@@ -45,7 +45,7 @@ _DECAYS: Final = ("matrices", "transformers")
 
 @final
 class ScriptRecipe:
-    """What is noted of how a script makes model, data, optimizer and loss."""
+    """Notes on how a script makes model, data, optimizer and loss."""
 
     def __init__(self, state: ScriptState) -> None:
         self._state = state
@@ -75,7 +75,7 @@ class ScriptRecipe:
         if self._open:
             if self._seed is None:
                 self._seed = torch.initial_seed()
-            self._modules.note(module, sys._getframe(2))  # pyright: ignore[reportPrivateUsage]
+            self._modules.note(module, sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
 
     def optimizer_made(self, optimizer: Optimizer) -> None:
         """Note an optimizer's groups, which libraries replace later."""
@@ -113,8 +113,8 @@ class ScriptRecipe:
         """Note the line that calls backward, the first time."""
         if not self._open or self._loss is not None:
             return
-        for frame in script_frames(sys._getframe(2)):  # pyright: ignore[reportPrivateUsage]
-            place, *callers = [place_of(f) for f in script_frames(frame)]
+        for frame in script_frames(sys._getframe(1)):  # pyright: ignore[reportPrivateUsage]
+            place, *callers = [line_of_frame(f) for f in script_frames(frame)]
             self._loss = SeenLoss(place=place, callers=tuple(callers))
             self._models = {name: weakref.ref(v) for name, v in variables_of(frame) if _is_model(v)}
             self._arguments = {
@@ -130,7 +130,7 @@ class ScriptRecipe:
     def describe(self) -> None:
         """Put together what was noted, when an optimizer takes its first step."""
         models, optimizers = self._state.models, self._state.optimizers
-        frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
+        frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
         if self._open:
             self._loader = self._describe_loader(frame)
             self._loaders.clear()  # a script may have dropped them
@@ -160,7 +160,7 @@ class ScriptRecipe:
 
     @property
     def made(self) -> Recipe | None:
-        """What was noted until now."""
+        """The notes until now; None before the first update."""
         if self._made is None:
             return None
         late = {
@@ -380,7 +380,7 @@ def _describe_value(value: Any, frame: FrameType) -> SeenObject:
     for caller in script_frames(frame):
         name = next((n for n, v in variables_of(caller) if v is value and n.isidentifier()), "")
         if name:
-            return seen_object(_kind_of(value), written, place_of(caller), name)
+            return seen_object(_kind_of(value), written, line_of_frame(caller), name)
     return seen_object(_kind_of(value), written, place_in_script(frame))
 
 
