@@ -29,7 +29,7 @@ def time_steps_in_turns(place: Place, run: Path, control: socket.socket | None) 
     config = config_of(STRATEGY, 1)
     task: Task = TaskRef.of(None, config.task, {}).load()
     backend = registry.find_backend(config.backend)
-    recorder = MemoryRecorder(backend, [MallocMeter()]) if MallocMeter.here() else None
+    recorder = MemoryRecorder.of_backend(backend, [MallocMeter()]) if MallocMeter.here() else None
     with open_run(settle(config, 1), backend, task, place, run, met=recorder and recorder.begin) as live:
         local_batch = next(live.batches())
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar, Final, final
 
-from unipar.backend.observed_library import Fault, ObservedLibrary
+from unipar.backend.observed_library import ObservedLibrary, TrainingFault
 
 
 @final
 class _ScriptsOfAccelerate(ObservedLibrary):
     name = "Accelerate"
     module = "accelerate"
-    ways_out: ClassVar[Mapping[Fault, str]] = {
+    ways_out: ClassVar[Mapping[TrainingFault, str]] = {
         "no group": "give `accelerate launch` --multi_cpu or --multi_gpu, or a config made by `accelerate config`",
         "unreduced gradients": "pass the model through accelerator.prepare, call what it returns, and accumulate by "
         "`with accelerator.accumulate(model):`",

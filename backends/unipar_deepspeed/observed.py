@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, final
 from typing_extensions import override
 
 from unipar.backend import Category, Holding
-from unipar.backend.observed_library import Fault, ObservedLibrary
+from unipar.backend.observed_library import ObservedLibrary, TrainingFault
 from unipar_deepspeed import DeepSpeed
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ class _ScriptsOfDeepSpeed(ObservedLibrary):
     module = "deepspeed"
     wrappers: ClassVar[Mapping[str, str]] = {"DeepSpeedEngine": "DeepSpeed", "PipelineEngine": "DeepSpeed's pipeline"}
     sites: ClassVar[Mapping[str, Category]] = DeepSpeed.capabilities.sites
-    ways_out: ClassVar[Mapping[Fault, str]] = {
+    ways_out: ClassVar[Mapping[TrainingFault, str]] = {
         "unreduced gradients": "call the engine that deepspeed.initialize returns, its backward and its step, and not "
         "the model's own",
         "same batches": "give deepspeed.initialize the training_data, or the DataLoader a DistributedSampler",

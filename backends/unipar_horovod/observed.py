@@ -8,14 +8,14 @@ from typing import Any, ClassVar, Final, final
 
 from typing_extensions import override
 
-from unipar.backend.observed_library import Fault, ObservedLibrary
+from unipar.backend.observed_library import ObservedLibrary, TrainingFault
 
 
 @final
 class _ScriptsOfHorovod(ObservedLibrary):
     name = "Horovod"
     module = "horovod"
-    ways_out: ClassVar[Mapping[Fault, str]] = {
+    ways_out: ClassVar[Mapping[TrainingFault, str]] = {
         "unreduced gradients": "wrap the optimizer in hvd.DistributedOptimizer and call its step",
         "unequal initial weights": "call hvd.broadcast_parameters(model.state_dict(), root_rank=0) before training",
         "unequal copies": "call hvd.broadcast_parameters and hvd.broadcast_optimizer_state before training",

@@ -1,4 +1,4 @@
-"""What observing costs in a step: `python -m benchmarks.observed.overhead`.
+"""Cost of observing in a step: `python -m benchmarks.observed.overhead`.
 
 The same script runs observed and alone in turns, each time in a process of its own; a tiny model shows the cost of the
 hooks, in microseconds, and the quickstart's model its share of a step.

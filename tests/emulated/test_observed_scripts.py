@@ -13,7 +13,7 @@ from tests.support.planted_scripts import FAULTS, HEALTHY
 from tests.support.softcuda.processes import EmulatedDevice
 from unipar.observing.guard import find_findings
 from unipar.observing.settings import SETTINGS_VARIABLE, ObserveSettings
-from unipar.results.observation import Finding
+from unipar.results.observation import TrainingFinding
 from unipar.results.observed_rank import read_observed_ranks
 
 DEVICE: Final[Mapping[str, str]] = {
@@ -44,7 +44,7 @@ def marked(names: Iterable[str]) -> list[Any]:
     return [pytest.param(name, marks=[] if name in ALWAYS else [pytest.mark.emulated]) for name in names]
 
 
-def observe(emulated: EmulatedDevice, folder: Path, edits: Mapping[str, str], **more: Any) -> list[Finding]:
+def observe(emulated: EmulatedDevice, folder: Path, edits: Mapping[str, str], **more: Any) -> list[TrainingFinding]:
     """Return the findings about the script with these edits on two devices."""
     settings = ObserveSettings(folder=folder, **more)
     code = INSTALL + Variant("plain.py", {**DEVICE, **edits}).text + "\nresult = done\n"

@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 
 from unipar.observing.guard import find_findings, what_was_compared
-from unipar.results.observation import Finding
-from unipar.results.observed_rank import LAST_STEP, LocalFault, ObservedRank, StepState
+from unipar.results.observation import TrainingFinding
+from unipar.results.observed_rank import LAST_STEP, LocalFault, ObservedRank, ObservedState
 
 WEIGHTS = {"a.weight": 1, "a.bias": 2, "b.weight": 3}
 
 
-def state(steps: int = 8, **changes: Any) -> StepState:
+def state(steps: int = 8, **changes: Any) -> ObservedState:
     """A healthy state after a step; `changes`: another digest of a weight, by its name with __ for a point."""
     other = {name.replace("__", "."): digest for name, digest in changes.items()}
-    return StepState(
+    return ObservedState(
         weights={name: other.get(name, digest) for name, digest in WEIGHTS.items()},
         states={"exp_avg of a.weight": 4},
         buffers={"norm.running_mean": 5, "seen": 6},
@@ -43,14 +43,16 @@ def rank(number: int, **changes: Any) -> ObservedRank:
     return ObservedRank(**fields | changes)
 
 
-def world(size: int = 2, *, first: dict[str, Any] | None = None, last: dict[str, Any] | None = None) -> list[Finding]:
+def world(
+    size: int = 2, *, first: dict[str, Any] | None = None, last: dict[str, Any] | None = None
+) -> list[TrainingFinding]:
     """Return the findings of ranks of which the first and the last one have some fields changed."""
     middle = [rank(number, size=size, launched_size=size) for number in range(1, size - 1)]
     ends = [{"size": size, "launched_size": size} | (changes or {}) for changes in (first, last)]
     return find_findings([rank(0, **ends[0]), *middle, rank(size - 1, **ends[1])])
 
 
-def only(findings: list[Finding]) -> Finding:
+def only(findings: list[TrainingFinding]) -> TrainingFinding:
     """Return the one finding."""
     assert len(findings) == 1, findings
     return findings[0]
@@ -193,7 +195,7 @@ def test_parts_of_split_weights() -> None:
     """Parts are compared with the equal parts of other ranks alone."""
     parts = [{"a.weight part 0": 1}, {"a.weight part 1": 2}]
     assert world(first={"initial": parts[0]}, last={"initial": parts[1]}) == []
-    split = [rank(n, initial=part, states={2: StepState(weights=part, steps=2)}) for n, part in enumerate(parts)]
+    split = [rank(n, initial=part, states={2: ObservedState(weights=part, steps=2)}) for n, part in enumerate(parts)]
     assert what_was_compared(split, [])[:2] == ["backwards in a step", "batches"]
     others = [{"a.weight part 0": 1}, {"a.weight part 0": 2}]
     found = only(world(first={"initial": others[0]}, last={"initial": others[1]}))
@@ -203,7 +205,7 @@ def test_parts_of_split_weights() -> None:
 def test_stages_of_a_pipeline() -> None:
     """Ranks whose models have other weights hold parts of one: equal names are no copies."""
     stages = [{"embed": 1, "block.weight": 2}, {"block.weight": 3, "head": 4}]
-    states = [{2: StepState(weights=stage, gradients=stage, steps=2)} for stage in stages]
+    states = [{2: ObservedState(weights=stage, gradients=stage, steps=2)} for stage in stages]
     ends = [{"initial": stage, "states": each} for stage, each in zip(stages, states, strict=True)]
     assert world(first=ends[0], last=ends[1]) == []
     assert what_was_compared([rank(n, **end) for n, end in enumerate(ends)], [])[0] == "backwards in a step"

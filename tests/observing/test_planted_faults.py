@@ -13,18 +13,18 @@ import pytest
 
 from tests.support.observed_world import Variant, environment_of_command, observe_variants
 from tests.support.planted_scripts import ALWAYS, FAULTS, HEALTHY, ON_FOUR_RANKS
-from unipar.backend.observed_library import Fault
+from unipar.backend.observed_library import TrainingFault
 from unipar.observing.guard import find_findings
-from unipar.results.observation import Finding
+from unipar.results.observation import TrainingFinding
 from unipar.results.observed_rank import ObservedRank, read_observed_ranks
 
-CONSEQUENCES: Final[Mapping[Fault, set[Fault]]] = {
+CONSEQUENCES: Final[Mapping[TrainingFault, set[TrainingFault]]] = {
     "unequal initial weights": {"unreduced gradients", "unequal copies"},
     "unreduced gradients": {"unequal copies"},
 }
 """Faults that follow from another one."""
 
-NOTED: Final[Mapping[str, set[Fault]]] = {
+NOTED: Final[Mapping[str, set[TrainingFault]]] = {
     "an export by rank 0 at the end": {"unequal copies"},
     "weights averaged in each fourth step": {"unreduced gradients", "unequal copies"},
 }
@@ -45,7 +45,7 @@ def observed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return observe_variants(variants, tmp_path_factory.mktemp("observed"))
 
 
-def results_of(folder: Path) -> tuple[list[ObservedRank], list[Finding], tuple[int, ...]]:
+def results_of(folder: Path) -> tuple[list[ObservedRank], list[TrainingFinding], tuple[int, ...]]:
     """Return what was seen of a script, the findings, and the exit codes of its ranks."""
     ranks = list(read_observed_ranks(folder))
     codes = tuple(int(folder.with_suffix(f".{rank.rank}.code").read_text("utf-8")) for rank in ranks)

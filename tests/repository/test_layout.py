@@ -126,7 +126,7 @@ def test_imports_point_down() -> None:
 def test_every_package_stands_on_a_floor() -> None:
     """The floors name each folder of unipar/ once, and none that is not there."""
     assert sorted(file.parent.name for file in (ROOT / "unipar").glob("*/__init__.py")) == PACKAGES
-    assert len(PACKAGES) == len(set(PACKAGES)) == 26
+    assert len(PACKAGES) == len(set(PACKAGES)) == 27
 
 
 def test_the_root_holds_four_files() -> None:
@@ -186,7 +186,7 @@ def test_a_file_says_first_what_it_is() -> None:
     assert [file for file, text in texts.items() if not text.startswith('"""')] == []
 
 
-SHARED = {"backend", "join", "options_of", "script", "read", "KNOWN"}
+SHARED = {"backend", "join", "options_of", "script", "read", "KNOWN", "LIBRARY"}
 """Names that every backend defines."""
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.observations import SAME_DROPOUT, UNEQUAL, observed_rank, write_observation
 from unipar.errors import ReportError
-from unipar.results.observation import Finding, Observation, ObservedCommand
+from unipar.results.observation import Observation, ObservedCommand, TrainingFinding
 
 TEXT = """\
 unipar observe: DDP > GPT (model), 8,926,848 parameters in float32, trained by
@@ -143,7 +143,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
 def test_a_finding_as_a_sentence() -> None:
     """With its step and its way out, as far as it has them."""
     assert str(SAME_DROPOUT) == "step 2: dropout drops the same places on all ranks."
-    assert str(Finding(kind="no group", severity="fault", says="no group", way_out="x")) == "no group. Way out: x."
+    assert str(TrainingFinding(kind="no group", severity="fault", says="alone", way_out="x")) == "alone. Way out: x."
 
 
 def test_losses_that_are_not_finite(tmp_path: Path) -> None:

@@ -9,12 +9,12 @@ from typing import Any
 
 from tests.support.comparisons import PARAMETER_COUNT, account
 from tests.support.run_folders import wrote
-from unipar.results.observation import Finding, ObservedCommand
+from unipar.results.observation import ObservedCommand, TrainingFinding
 from unipar.results.observed_rank import ObservedRank, observed_rank_path
 
 STEPS = 12
 LOSSES = (4.5, 4.25, 4.125, 4.0, 3.875, 3.75, 3.625, 3.5, 3.375, 3.25)
-UNEQUAL = Finding(
+UNEQUAL = TrainingFinding(
     kind="unequal copies",
     severity="fault",
     ranks=(1,),
@@ -23,7 +23,7 @@ UNEQUAL = Finding(
     says="after step 8 1 of 54 weights differ between the ranks: blocks.0.attention.query.weight on rank 1",
     way_out="wrap the model before training, and change no weight on one rank alone",
 )
-SAME_DROPOUT = Finding(
+SAME_DROPOUT = TrainingFinding(
     kind="same dropout", severity="note", step=2, says="dropout drops the same places on all ranks", way_out=""
 )
 
@@ -60,7 +60,7 @@ def write_observation(
     folder: Path,
     ranks: Sequence[ObservedRank] | None = None,
     *,
-    findings: Sequence[Finding] = (),
+    findings: Sequence[TrainingFinding] = (),
     exit_code: int = 0,
     memory: float | None = 1.0,
     loss: float = 0.0,

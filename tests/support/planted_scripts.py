@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from tests.support.observed_world import Variant
-from unipar.backend.observed_library import Fault
+from unipar.backend.observed_library import TrainingFault
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class PlantedFault:
     """A script with a fault, and what is said about it."""
 
     variant: Variant
-    kind: Fault
+    kind: TrainingFault
     step: int | None
     parameter: str = ""
     ranks: tuple[int, ...] = ()

@@ -10,7 +10,7 @@ from unipar.backend.engine import Category, Holding
 if TYPE_CHECKING:
     from torch import nn
 
-Fault = Literal[
+TrainingFault = Literal[
     "unequal copies",
     "unequal initial weights",
     "unequal microbatches",
@@ -51,7 +51,7 @@ class ObservedLibrary:
     sites: ClassVar[Mapping[str, Category]] = {}
     """Category of what its functions allocate: end of `path:function` -> category."""
 
-    ways_out: ClassVar[Mapping[Fault, str]] = {}
+    ways_out: ClassVar[Mapping[TrainingFault, str]] = {}
     """What its user does about a fault."""
 
     def place(self) -> tuple[int, int] | None:

@@ -6,6 +6,7 @@ All that is particular to an accelerator goes through this file or through `torc
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -51,6 +52,21 @@ def select_device(kind: str, local_rank: int) -> torch.device:
     except (RuntimeError, AssertionError, ModuleNotFoundError, AttributeError) as e:
         raise DeviceUnusable(str(e).partition("\n")[0]) from None
     return device
+
+
+def when_context_is_made(kind: str, local_rank: int, act: Callable[[torch.device], None]) -> bool:
+    """Call `act` with this rank's device when torch makes its context there; return False if torch cannot say when."""
+    module: Any = torch.get_device_module(kind)
+    if not hasattr(module, "_lazy_call"):
+        return False
+
+    def act_there() -> None:
+        index = local_rank if local_rank < module.device_count() else 0
+        with module.device(index):
+            act(torch.device(kind, index))
+
+    module._lazy_call(act_there)
+    return True
 
 
 def list_device_names() -> list[str]:

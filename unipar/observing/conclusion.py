@@ -1,4 +1,4 @@
-"""What is concluded of an observed command when it has ended: findings, table and page."""
+"""Conclusion about an observed command when it has ended: findings, table and page."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from unipar.utils.files import write_file_atomically
 
 @dataclass(frozen=True)
 class Conclusion:
-    """What is said of an observed command."""
+    """Results of an observed command, or why there are none."""
 
     observation: Observation | None
     """None: nothing was observed."""

@@ -40,7 +40,7 @@ def write_draft(folder: Path, *, overwrite: bool = False) -> str:
     if rank is None or rank.recipe is None or rank.recipe.model is None:
         raise ReportError(
             f"{folder} holds no rank of a command observed by `unipar observe` that trains a model, of which a draft "
-            "could be written; observe the command again: unipar observe --to task -- COMMAND"
+            "could be written; run the command again: unipar observe --to task -- COMMAND"
         )
     draft = TaskDraft(rank, rank.recipe, folder)
     config = DraftConfig(rank, rank.recipe).text(f"{DRAFT_TASK_FILE}:{draft.name}", draft.script)

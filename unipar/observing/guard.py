@@ -8,34 +8,34 @@ from functools import partial
 from itertools import pairwise
 from typing import Final
 
-from unipar.backend.observed_library import Fault
+from unipar.backend.observed_library import TrainingFault
 from unipar.observing.libraries import way_out
-from unipar.results.observation import Finding
-from unipar.results.observed_rank import LAST_STEP, ObservedRank, StepState
+from unipar.results.observation import TrainingFinding
+from unipar.results.observed_rank import LAST_STEP, ObservedRank, ObservedState
 from unipar.utils.text import count_of, first_few, join_with_and
 
-_NOTES: Final[frozenset[Fault]] = frozenset(
+_NOTES: Final[frozenset[TrainingFault]] = frozenset(
     {"same dropout", "unsynced batch norm", "coarse dtype", "schedule too fast"}
 )
 """Faults that many scripts have on purpose."""
 
 
-def find_findings(ranks: Sequence[ObservedRank]) -> list[Finding]:
+def find_findings(ranks: Sequence[ObservedRank]) -> list[TrainingFinding]:
     """Return all findings about the ranks of a command; of each kind there is one."""
-    found: dict[Fault, Finding] = {}
+    found: dict[TrainingFault, TrainingFinding] = {}
     for finding in (*_of_worlds(ranks), *_of_single_ranks(ranks), *_between_ranks(ranks)):
         found.setdefault(finding.kind, finding)
     return sorted(found.values(), key=lambda finding: finding.severity != "fault")
 
 
-def what_was_compared(ranks: Sequence[ObservedRank], findings: Sequence[Finding]) -> list[str]:
+def what_was_compared(ranks: Sequence[ObservedRank], findings: Sequence[TrainingFinding]) -> list[str]:
     """Return the things that were compared between ranks, or looked at, without a finding."""
     kinds = {finding.kind for finding in findings}
     several = _form_one_world(ranks)
     copies = several and _hold_one_model(ranks)
     steps = _common_steps(ranks)
     stepped = any(rank.states for rank in ranks)
-    looked: list[tuple[Fault, str, bool]] = [
+    looked: list[tuple[TrainingFault, str, bool]] = [
         ("unequal initial weights", "initial weights", copies and _share(ranks, lambda rank: rank.initial)),
         ("unequal copies", "weights and states", copies and _share_after(ranks, steps, _weights_of)),
         ("unreduced gradients", "gradients", copies and _share_after(ranks, steps, _gradients_of)),
@@ -48,9 +48,9 @@ def what_was_compared(ranks: Sequence[ObservedRank], findings: Sequence[Finding]
 
 
 def _finding(
-    kind: Fault, says: str, observed: Sequence[ObservedRank], /, *, note: bool = False, **more: object
-) -> Finding:
-    return Finding.model_validate(
+    kind: TrainingFault, says: str, observed: Sequence[ObservedRank], /, *, note: bool = False, **more: object
+) -> TrainingFinding:
+    return TrainingFinding.model_validate(
         {
             "kind": kind,
             "severity": "note" if note or kind in _NOTES else "fault",
@@ -61,7 +61,7 @@ def _finding(
     )
 
 
-def _of_worlds(ranks: Sequence[ObservedRank]) -> Iterator[Finding]:
+def _of_worlds(ranks: Sequence[ObservedRank]) -> Iterator[TrainingFinding]:
     alone = [rank for rank in ranks if rank.size == 1]
     launched = max(rank.launched_size for rank in ranks)
     if alone and launched > 1:
@@ -73,7 +73,7 @@ def _of_worlds(ranks: Sequence[ObservedRank]) -> Iterator[Finding]:
         )
 
 
-def _of_single_ranks(ranks: Sequence[ObservedRank]) -> Iterator[Finding]:
+def _of_single_ranks(ranks: Sequence[ObservedRank]) -> Iterator[TrainingFinding]:
     for rank in ranks:
         for fault in rank.faults:
             yield _finding(
@@ -95,7 +95,7 @@ def _of_single_ranks(ranks: Sequence[ObservedRank]) -> Iterator[Finding]:
         )
 
 
-def _between_ranks(ranks: Sequence[ObservedRank]) -> Iterator[Finding]:
+def _between_ranks(ranks: Sequence[ObservedRank]) -> Iterator[TrainingFinding]:
     if not _form_one_world(ranks):
         return
     if _hold_one_model(ranks):
@@ -118,7 +118,7 @@ def _share(ranks: Sequence[ObservedRank], digests: Callable[[ObservedRank], Mapp
 
 
 def _share_after(
-    ranks: Sequence[ObservedRank], steps: Sequence[int], of: Callable[[StepState], Mapping[str, int]]
+    ranks: Sequence[ObservedRank], steps: Sequence[int], of: Callable[[ObservedState], Mapping[str, int]]
 ) -> bool:
     return any(_share(ranks, partial(_values_after, step, of)) for step in steps)
 
@@ -134,7 +134,7 @@ def _hold_one_model(ranks: Sequence[ObservedRank]) -> bool:
     return all(each == names[0] for each in names)
 
 
-def _initial_weights(ranks: Sequence[ObservedRank]) -> Iterator[Finding]:
+def _initial_weights(ranks: Sequence[ObservedRank]) -> Iterator[TrainingFinding]:
     names = _unequal(ranks, lambda rank: rank.initial)
     if names:
         others = _others(ranks, lambda rank: rank.initial.get(names[0]))
@@ -149,7 +149,7 @@ def _initial_weights(ranks: Sequence[ObservedRank]) -> Iterator[Finding]:
         )
 
 
-def _gradients(ranks: Sequence[ObservedRank]) -> Iterator[Finding]:
+def _gradients(ranks: Sequence[ObservedRank]) -> Iterator[TrainingFinding]:
     for step in _common_steps(ranks):
         names = _unequal(ranks, partial(_values_after, step, _gradients_of))
         if names:
@@ -166,7 +166,7 @@ def _gradients(ranks: Sequence[ObservedRank]) -> Iterator[Finding]:
             return
 
 
-def _copies(ranks: Sequence[ObservedRank]) -> Iterator[Finding]:
+def _copies(ranks: Sequence[ObservedRank]) -> Iterator[TrainingFinding]:
     own = {norm for rank in ranks for norm in rank.batch_norms}
     averaged = _but_averaged(ranks)
     for step in _common_steps(ranks):
@@ -200,7 +200,7 @@ def _but_averaged(ranks: Sequence[ObservedRank]) -> str:
     return "" if step is None else f"; after step {step} the weights were equal again, as if the script averaged them"
 
 
-def _values_after(step: int, of: Callable[[StepState], Mapping[str, int]], rank: ObservedRank) -> Mapping[str, int]:
+def _values_after(step: int, of: Callable[[ObservedState], Mapping[str, int]], rank: ObservedRank) -> Mapping[str, int]:
     return of(rank.states[step])
 
 
@@ -208,23 +208,23 @@ def _value_after(values: Callable[[ObservedRank], Mapping[str, int]], name: str,
     return values(rank).get(name)
 
 
-def _weights_of(state: StepState) -> Mapping[str, int]:
+def _weights_of(state: ObservedState) -> Mapping[str, int]:
     return state.weights
 
 
-def _gradients_of(state: StepState) -> Mapping[str, int]:
+def _gradients_of(state: ObservedState) -> Mapping[str, int]:
     return state.gradients
 
 
-def _states_of(state: StepState) -> Mapping[str, int]:
+def _states_of(state: ObservedState) -> Mapping[str, int]:
     return state.states
 
 
-def _buffers_of(state: StepState) -> Mapping[str, int]:
+def _buffers_of(state: ObservedState) -> Mapping[str, int]:
     return state.buffers
 
 
-def _microbatches(ranks: Sequence[ObservedRank]) -> Iterator[Finding]:
+def _microbatches(ranks: Sequence[ObservedRank]) -> Iterator[TrainingFinding]:
     if any(rank.uneven for rank in ranks):
         return
     for step, counts in enumerate(zip(*(rank.backwards for rank in ranks), strict=False), 1):
@@ -251,7 +251,7 @@ def _microbatches(ranks: Sequence[ObservedRank]) -> Iterator[Finding]:
         )
 
 
-def _batches(ranks: Sequence[ObservedRank]) -> Iterator[Finding]:
+def _batches(ranks: Sequence[ObservedRank]) -> Iterator[TrainingFinding]:
     if _share_samples(ranks):
         return
     batches = [rank.batches for rank in ranks]
@@ -274,7 +274,7 @@ def _has_split_names(rank: ObservedRank) -> bool:
     return any("," in name.partition(" part ")[2] for name in rank.initial)
 
 
-def _dropout(ranks: Sequence[ObservedRank]) -> Iterator[Finding]:
+def _dropout(ranks: Sequence[ObservedRank]) -> Iterator[TrainingFinding]:
     randoms = [rank.random for rank in ranks]
     if any(rank.splits_tensors for rank in ranks):
         return  # their dropout must drop the same places

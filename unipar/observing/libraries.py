@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Final, final
 
 from unipar.backend import registry
-from unipar.backend.observed_library import Fault, ObservedLibrary
+from unipar.backend.observed_library import ObservedLibrary, TrainingFault
 
 
 @final
@@ -21,7 +21,7 @@ class _PyTorch(ObservedLibrary):
         "DataParallel": "DataParallel",
         "OptimizedModule": "compiled",
     }
-    ways_out: ClassVar[Mapping[Fault, str]] = {
+    ways_out: ClassVar[Mapping[TrainingFault, str]] = {
         "no group": "call torch.distributed.init_process_group and wrap the model, or start one process",
         "unreduced gradients": "wrap the model in DistributedDataParallel, call it through the wrapper and not through "
         "its module, and leave no_sync in the last microbatch of a step",
@@ -49,7 +49,7 @@ class _Lightning(ObservedLibrary):
     name = "Lightning"
     module = "lightning"
     wrappers: ClassVar[Mapping[str, str]] = {"_FabricModule": "Fabric", "_FabricOptimizer": "Fabric"}
-    ways_out: ClassVar[Mapping[Fault, str]] = {
+    ways_out: ClassVar[Mapping[TrainingFault, str]] = {
         "unreduced gradients": "prepare model and optimizer by fabric.setup, call the model that it returns, and use "
         "fabric.no_backward_sync in all microbatches but the last",
         "same batches": "prepare the loader by fabric.setup_dataloaders, or leave the Trainer use_distributed_sampler",
@@ -64,7 +64,7 @@ class _Lightning(ObservedLibrary):
 class _Transformers(ObservedLibrary):
     name = "transformers' Trainer"
     module = "transformers"
-    ways_out: ClassVar[Mapping[Fault, str]] = {
+    ways_out: ClassVar[Mapping[TrainingFault, str]] = {
         "coarse dtype": "load the model in fp32 and give TrainingArguments bf16=True",
         "update without effect": "load the model in fp32 and give TrainingArguments bf16=True, or raise the rate",
         "same dropout": "set TrainingArguments(seed=...) by rank after the model is loaded",
@@ -106,7 +106,7 @@ def name_callers(frame: Any) -> tuple[str, ...]:
     return tuple(reversed(names))
 
 
-def way_out(fault: Fault, names: tuple[str, ...]) -> str:
+def way_out(fault: TrainingFault, names: tuple[str, ...]) -> str:
     """Return what users of these libraries do about a fault: what the outermost one of them that knows it says."""
     by_name = {library.name: library for library in known_libraries()}
     for name in (*names, "PyTorch"):

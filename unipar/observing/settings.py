@@ -17,7 +17,7 @@ SETTINGS_VARIABLE: Final = "UNIPAR_OBSERVE"
 
 
 class ObserveSettings(Section):
-    """What is recorded of an observed command."""
+    """Settings of the recording of an observed command."""
 
     steps: tuple[PositiveInt, PositiveInt] = (3, 5)
     """First and last step whose memory is recorded."""
@@ -65,5 +65,5 @@ def read_settings_file(file: Path) -> dict[str, Any]:
     except (OSError, yaml.YAMLError) as e:
         raise ConfigError(f"{file} cannot be read as settings of `unipar observe`: {e}") from None
     if not isinstance(values, dict):
-        raise ConfigError(f"{file} holds no keys; the settings of `unipar observe` are a mapping: steps: [3, 5]")
+        raise ConfigError(f"{file} holds no keys; give it a mapping, such as steps: [3, 5]")
     return values

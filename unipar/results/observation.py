@@ -10,7 +10,7 @@ from typing import Final, Literal, Self
 
 from typing_extensions import override
 
-from unipar.backend.observed_library import Fault
+from unipar.backend.observed_library import TrainingFault
 from unipar.config import Section
 from unipar.errors import ReportError
 from unipar.memory.account import MemoryAccount, read_accounts
@@ -45,10 +45,10 @@ _SHORTER: Final = 5
 """Number of times that the text is made shorter, if it is longer than a screen."""
 
 
-class Finding(Section):
+class TrainingFinding(Section):
     """Something about an observed training that gives no error and is perhaps not meant."""
 
-    kind: Fault
+    kind: TrainingFault
     severity: Literal["fault", "note"]
     """fault: the training is not what it seems; note: many scripts do it on purpose."""
 
@@ -76,7 +76,7 @@ class ObservedCommand(Section):
     exit_code: int
     """Exit code, below 0 for a signal."""
 
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[TrainingFinding, ...] = ()
     checked: tuple[str, ...] = ()
     """What was compared between the ranks without a finding."""
 
@@ -124,7 +124,8 @@ class Observation(ShownAsPage):
         ranks = tuple(read_observed_ranks(folder))
         if not ranks:
             raise ReportError(
-                f"{folder} holds {OBSERVED_JSON} and no rank-0.observed.json of a rank: observe the command again"
+                f"{folder} holds {OBSERVED_JSON} and no rank-0.observed.json of a rank: run the command once more under "
+                "`unipar observe`"
             )
         problems: list[str] = []
         accounts = tuple(account for account in read_accounts(folder, problems) if account.phases)
@@ -228,7 +229,7 @@ def _read_report(folder: Path, ranks: Sequence[ObservedRank]) -> Report:
         ) from None
 
 
-def describe_finding(finding: Finding, *, way: bool = True, state: str = "") -> str:
+def describe_finding(finding: TrainingFinding, *, way: bool = True, state: str = "") -> str:
     """Return a finding in one line; `way`: with its way out; `state`: new, gone, or in both of two observations."""
     step = f", step {finding.step}" if finding.step else ""
     says = cut_words(finding.says, _LONGEST_NAME)

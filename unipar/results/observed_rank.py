@@ -9,7 +9,7 @@ from typing import Final
 
 from pydantic import ConfigDict, Field, ValidationError
 
-from unipar.backend.observed_library import Fault
+from unipar.backend.observed_library import TrainingFault
 from unipar.config import Section
 from unipar.errors import ReportError
 from unipar.results.observed_recipe import Recipe
@@ -19,16 +19,16 @@ LAST_STEP: Final = 0
 
 
 class LocalFault(Section):
-    """Fault that a process found by itself."""
+    """TrainingFault that a process found by itself."""
 
-    kind: Fault
+    kind: TrainingFault
     step: int
     parameter: str = ""
     detail: str
     """Clause that says what was seen."""
 
 
-class StepState(Section):
+class ObservedState(Section):
     """Values of a process at one step, as digests by name."""
 
     weights: dict[str, int] = Field(default_factory=dict)
@@ -129,7 +129,7 @@ class ObservedRank(Section):
     initial: dict[str, int] = Field(default_factory=dict)
     """Digests of the weights before the first update."""
 
-    states: dict[int, StepState] = Field(default_factory=dict)
+    states: dict[int, ObservedState] = Field(default_factory=dict)
     """Values after some steps; under LAST_STEP those at the end."""
 
     faults: tuple[LocalFault, ...] = ()

@@ -10,7 +10,7 @@ from typing import Final
 from unipar.memory.account import CATEGORIES, MEMORY_PHASES, PhasePeak
 from unipar.results.loss_agreement import measure_agreement
 from unipar.results.memory_tables import category_column, format_mib, group_categories
-from unipar.results.observation import Finding, describe_finding
+from unipar.results.observation import TrainingFinding, describe_finding
 from unipar.results.observation_table import STEP_PARTS
 from unipar.results.training_summary import TrainingSummary
 from unipar.utils.columns import Column, fitting_table, known_columns
@@ -196,7 +196,7 @@ class TrainingDifference:
         return ["loss of an observed command: the mean of its ranks' losses"] if several and self.steps else []
 
     @property
-    def findings(self) -> list[tuple[str, Finding]]:
+    def findings(self) -> list[tuple[str, TrainingFinding]]:
         """Findings that are new or gone, or in both; none unless both were compared between their ranks."""
         was, now = self.before.findings, self.after.findings
         if was is None or now is None:

@@ -14,7 +14,7 @@ from unipar.config import Strategy
 from unipar.errors import ConfigError, ReportError
 from unipar.memory.account import MemoryAccount, PhasePeak, read_accounts
 from unipar.results.memory_tables import largest_account
-from unipar.results.observation import Finding, Observation
+from unipar.results.observation import Observation, TrainingFinding
 from unipar.results.observation_table import describe_steps, sent_rows
 from unipar.results.observed_rank import ObservedRank
 from unipar.results.result_files import (
@@ -77,7 +77,7 @@ class TrainingSummary:
     phases: tuple[PhasePeak, ...] = ()
     """Memory at the peak of each phase, on the fullest rank."""
 
-    findings: tuple[Finding, ...] | None = None
+    findings: tuple[TrainingFinding, ...] | None = None
     """None: nothing was compared between its ranks."""
 
     @property
@@ -241,7 +241,7 @@ def _of_strategy(folder: Path, compared: Path) -> TrainingSummary:
     row = next((row for row in comparison.rows if _slug_of(row) == folder.name), None)
     if row is None or row.outcome != "ran":
         why = "is not in it" if row is None else f"did not run ({row.note or row.outcome})"
-        raise ReportError(f"{folder} is not a strategy of {compared} that can be compared: it {why}")
+        raise ReportError(f"{folder} is not a strategy of {compared} that can be compared: it {why}; give one that ran")
     account = largest_account(row.memory) if row.memory else None
     facts, settings = _config_facts(folder)
     return TrainingSummary(

@@ -111,4 +111,4 @@ def _read_settings(file: Path | None, *, out: Path | None, steps: str | None, lo
         first_error = e.errors(include_url=False)[0]
         key = ".".join(map(str, first_error["loc"])) or "observe"
         says = str(first_error.get("ctx", {}).get("error", first_error["msg"]))
-        raise ConfigError(f"{key}: {says}; `unipar observe --help` lists the settings") from None
+        raise ConfigError(f"{key}: {says}; give a setting as `unipar observe --help` lists them") from None

@@ -1,1 +1,1 @@
-"""What runs inside an observed process."""
+"""Code that runs inside an observed process."""

@@ -21,6 +21,8 @@ from torch.utils.data import dataloader
 
 from unipar.backend.resources import find_foreign_place
 from unipar.backend.torch_libraries import TORCH_CALL_SITES
+from unipar.distributed.accelerators import find_visible_devices
+from unipar.distributed.device import when_context_is_made
 from unipar.errors import UniparError
 from unipar.observing.libraries import known_libraries, libraries_here
 from unipar.observing.process.patches import Patches
@@ -37,16 +39,16 @@ SEND_AGAIN_VARIABLE: Final = "UNIPAR_OBSERVE_RAISE"
 _BACKWARDS_WITHOUT_UPDATE: Final = 3
 """Number of backwards after which a script without an optimizer's step is taken to update its weights itself."""
 
-MethodArguments = ParamSpec("MethodArguments")
+HookArguments = ParamSpec("HookArguments")
 
 
 def _harmless(
-    act: Callable[Concatenate[Observer, MethodArguments], None],
-) -> Callable[Concatenate[Observer, MethodArguments], None]:
+    act: Callable[Concatenate[Observer, HookArguments], None],
+) -> Callable[Concatenate[Observer, HookArguments], None]:
     """Decorate a method so that its error ends the observing, and not the script."""
 
     @wraps(act)
-    def guarded(self: Observer, *args: MethodArguments.args, **kwargs: MethodArguments.kwargs) -> None:
+    def guarded(self: Observer, *args: HookArguments.args, **kwargs: HookArguments.kwargs) -> None:
         if self.stopped or threading.get_ident() != self.thread:
             return
         try:
@@ -111,18 +113,15 @@ class Observer:
             self._begin_memory()
 
     def _begin_memory(self) -> None:
-        if not torch.cuda.is_available():
+        """Begin to record; the history of an accelerator's allocator begins with its context, made by the script."""
+        kind = find_visible_devices().type
+        local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        if not kind or not when_context_is_made(kind, local_rank, self._begin_memory_on):
             self.memory.begin(torch.device("cpu"))
-            return
-        # the history of a device's allocator begins with its context, which must not be made here
-        torch.cuda._lazy_call(self._begin_device_memory)  # pyright: ignore[reportPrivateUsage]
 
     @_harmless
-    def _begin_device_memory(self) -> None:
-        local = int(os.environ.get("LOCAL_RANK", 0))
-        index = local if local < torch.cuda.device_count() else 0
-        with torch.cuda.device(index):
-            self.memory.begin(torch.device("cuda", index))
+    def _begin_memory_on(self, device: torch.device) -> None:
+        self.memory.begin(device)
 
     def _forked(self) -> None:
         """Go on in a forked rank; leave a forked data worker, or a process that has trained, alone."""

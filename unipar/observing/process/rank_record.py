@@ -21,15 +21,16 @@ from unipar.observing.process import script_checks as checks
 from unipar.observing.process.batch_record import BatchRecord
 from unipar.observing.process.script_frames import find_variable
 from unipar.observing.process.script_recipe import ScriptRecipe
-from unipar.observing.process.script_state import ScriptState, dtype_name, layers_of, parameters_of, whole_size
+from unipar.observing.process.script_state import ScriptState, layers_of, parameters_of, whole_size
 from unipar.observing.process.step_phases import Phase
 from unipar.observing.settings import ObserveSettings
-from unipar.results.observed_rank import LAST_STEP, LocalFault, ObservedRank, StepState, observed_rank_path
+from unipar.results.observed_rank import LAST_STEP, LocalFault, ObservedRank, ObservedState, observed_rank_path
 from unipar.run_folder.layout import run_log_path
 from unipar.run_folder.run_log import RunLog
 from unipar.training.watch.digests import digest_tensor
 from unipar.utils.files import write_file_atomically
 from unipar.utils.procfs import anonymous_memory
+from unipar.utils.text import short_dtype
 
 FIRST_STEPS: Final = 10
 """Number of first steps that have a line each in the run log, and whose losses, norms and rates are kept."""
@@ -58,7 +59,7 @@ class RankRecord:
         self._faults: dict[str, LocalFault] = {}
         self._notes: dict[str, None] = {}
         self._initial: dict[str, int] = {}
-        self._states: dict[int, StepState] = {}
+        self._states: dict[int, ObservedState] = {}
         self.forget_steps()
 
     def forget_steps(self) -> None:
@@ -122,7 +123,7 @@ class RankRecord:
         dtypes: dict[str, int] = {}
         for p in named.values():
             if p.requires_grad:
-                dtypes[dtype_name(p.dtype)] = dtypes.get(dtype_name(p.dtype), 0) + whole_size(p)
+                dtypes[short_dtype(p.dtype)] = dtypes.get(short_dtype(p.dtype), 0) + whole_size(p)
         self._script = {
             "libraries": name_callers(sys._getframe(2)),  # pyright: ignore[reportPrivateUsage]
             "models": tuple(models),

@@ -13,15 +13,14 @@ from torch.optim import Optimizer
 from unipar.engines.state import local_part
 from unipar.observing.process.script_state import (
     ScriptState,
-    dtype_name,
     is_sharded,
     own_name,
     parameters_of,
     seat_in_mesh,
 )
-from unipar.results.observed_rank import LocalFault, StepState
+from unipar.results.observed_rank import LocalFault, ObservedState
 from unipar.training.watch.digests import digest_tensor
-from unipar.utils.text import first_few
+from unipar.utils.text import first_few, short_dtype
 
 _MASTER_KEYS = ("master", "fp32", "exp_avg_master")
 """Parts of keys under which optimizers keep an exact copy of a coarse weight."""
@@ -50,9 +49,9 @@ def _is_partial(gradient: Tensor) -> bool:
 
 
 @torch.no_grad()
-def digest_state(state: ScriptState, steps: int, gradients: dict[str, int]) -> StepState:
+def digest_state(state: ScriptState, steps: int, gradients: dict[str, int]) -> ObservedState:
     """Return digests of all values of which ranks should have equal ones, after a step."""
-    return StepState(
+    return ObservedState(
         weights=digest_weights(state),
         buffers={name: _digest(local_part(b)) for name, b in state.named_buffers() if b.numel() and _is_here(b)},
         states=_digest_states(state),
@@ -222,7 +221,7 @@ def find_coarse_dtypes(state: ScriptState, step: int) -> Iterator[LocalFault]:
                     kind="coarse dtype",
                     step=step,
                     parameter=name,
-                    detail=f"the optimizer updates {name} in {dtype_name(parameter.dtype)}, without an fp32 copy: "
+                    detail=f"the optimizer updates {name} in {short_dtype(parameter.dtype)}, without an fp32 copy: "
                     "small updates are lost",
                 )
                 return
@@ -238,8 +237,8 @@ def find_coarse_dtypes(state: ScriptState, step: int) -> Iterator[LocalFault]:
                         kind="coarse dtype",
                         step=step,
                         parameter=name,
-                        detail=f"{name} is {dtype_name(parameter.dtype)}, and the optimizer keeps its {key} in "
-                        f"{dtype_name(value.dtype)}",
+                        detail=f"{name} is {short_dtype(parameter.dtype)}, and the optimizer keeps its {key} in "
+                        f"{short_dtype(value.dtype)}",
                     )
                     return
 

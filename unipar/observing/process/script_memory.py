@@ -46,7 +46,7 @@ class ScriptWorld:
 
     @property
     def mesh(self) -> ScriptGroups:
-        """Its process groups."""
+        """Process groups of the script."""
         return ScriptGroups(self.size)
 
 

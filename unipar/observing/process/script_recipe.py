@@ -31,8 +31,9 @@ from unipar.observing.process.python_text import (
     seen_object,
     variables_of,
 )
-from unipar.observing.process.script_state import ScriptState, dtype_name, layers_of
+from unipar.observing.process.script_state import ScriptState, layers_of
 from unipar.results.observed_recipe import Recipe, SeenLoader, SeenLoss, SeenObject, SeenOptimizer, SeenSchedule
+from unipar.utils.text import short_dtype
 
 _LARGEST_SEED: Final = 2**32
 """Seed from which it is one that PyTorch has drawn, when nobody gave one."""
@@ -107,7 +108,7 @@ class ScriptRecipe:
     def autocast_entered(self, context: Any) -> None:
         """Note the dtype of an autocast."""
         if self._open and torch.is_grad_enabled() and getattr(context, "_enabled", False):
-            self._autocast = dtype_name(context.fast_dtype)
+            self._autocast = short_dtype(context.fast_dtype)
 
     def backward_called(self) -> None:
         """Note the line that calls backward, the first time."""
@@ -270,7 +271,7 @@ def _mixed_dtype(module: Any) -> str:
     state = getattr(module, "_get_fsdp_state", None)
     policy: Any = getattr(module, "mixed_precision", None) or (getattr(state(), "_mp_policy", None) if state else None)
     dtype = getattr(policy, "param_dtype", None)
-    return dtype_name(dtype) if isinstance(dtype, torch.dtype) else ""
+    return short_dtype(dtype) if isinstance(dtype, torch.dtype) else ""
 
 
 def _label_of(module: nn.Module, wrappers: Mapping[str, str]) -> str:

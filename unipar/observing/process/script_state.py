@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, Final, final
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -234,8 +233,3 @@ def seat_in_mesh(tensor: Tensor) -> str:
     seat = tensor.device_mesh.get_coordinate() or ()
     parts = [at for at, placement in zip(seat, tensor.placements, strict=False) if not placement.is_replicate()]
     return f" part {','.join(map(str, parts))}" if parts else ""
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype without the module."""
-    return str(dtype).removeprefix("torch.")

@@ -29,7 +29,7 @@ from unipar.report.html.elements import (
 from unipar.report.pages.devices import accounts_section
 from unipar.report.pages.memory.columns import category_rows_table, held_categories
 from unipar.results.memory_tables import describe_counting
-from unipar.results.observation import Finding, Observation
+from unipar.results.observation import Observation, TrainingFinding
 from unipar.results.observation_table import (
     RANK_COLUMNS,
     describe_dtypes,
@@ -104,7 +104,7 @@ def _head(page: ObservationPageData) -> str:
 # Findings
 
 
-def findings_section(findings: Sequence[Finding], checked: Sequence[str], notes: Sequence[str]) -> str:
+def findings_section(findings: Sequence[TrainingFinding], checked: Sequence[str], notes: Sequence[str]) -> str:
     """Return the section on what the guard found, what it compared, and what could not be observed."""
     return html_section(
         "findings",
@@ -116,7 +116,7 @@ def findings_section(findings: Sequence[Finding], checked: Sequence[str], notes:
     )
 
 
-def finding_block(finding: Finding, state: str = "") -> str:
+def finding_block(finding: TrainingFinding, state: str = "") -> str:
     """Return a finding: its kind, the sentence, where it was seen, and the way out; `state`: new, or gone."""
     ranks = f"rank{'s' if len(finding.ranks) > 1 else ''} {', '.join(map(str, finding.ranks))}"
     where = [
