@@ -133,7 +133,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
         Observation.read(folder)
     for file in folder.glob("*.observed.json"):
         file.unlink()
-    with pytest.raises(ReportError, match=r"holds observed.json and no rank-0.observed.json of a rank: observe"):
+    with pytest.raises(ReportError, match=r"holds observed.json and no rank-0.observed.json of a rank: run"):
         Observation.read(folder)
     (folder / "observed.json").write_text("{}", "utf-8")
     with pytest.raises(ReportError, match="cannot be read as the result of `unipar observe`"):

@@ -265,7 +265,7 @@ def _batches(ranks: Sequence[ObservedRank]) -> Iterator[TrainingFinding]:
             yield _finding(
                 "same batches", f"{what}: {work}, unless each takes its part of them", ranks, note=True, step=1
             )
-    elif not any(batches) and len(losses[0]) > 2 and len(set(losses)) == 1:
+    elif not any(batches) and len(losses[0]) > 2 and len(set(map(repr, losses))) == 1:
         yield _finding("same batches", f"all ranks had the same losses: {work}", ranks, step=1)
 
 

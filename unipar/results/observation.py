@@ -124,8 +124,8 @@ class Observation(ShownAsPage):
         ranks = tuple(read_observed_ranks(folder))
         if not ranks:
             raise ReportError(
-                f"{folder} holds {OBSERVED_JSON} and no rank-0.observed.json of a rank: run the command once more under "
-                "`unipar observe`"
+                f"{folder} holds {OBSERVED_JSON} and no rank-0.observed.json of a rank: run the command again "
+                "under `unipar observe`"
             )
         problems: list[str] = []
         accounts = tuple(account for account in read_accounts(folder, problems) if account.phases)

@@ -28,6 +28,10 @@ UNSPLIT_REST_BYTES: Final = 2**20
 """Size above which a block may be up to this much larger than requested: torch splits off no smaller remainder."""
 
 
+_NOTHING_YET: Final = {"current": 0, "peak": 0, "allocated": 0, "freed": 0}
+"""Counters of an allocator that has allocated nothing."""
+
+
 @dataclass(frozen=True, slots=True)
 class SizeSnapshot:
     """True sizes of the blocks that are allocated after `at` events."""
@@ -132,10 +136,10 @@ class AllocatorHistory:
         return stats["allocation"]["allocated"] + stats["allocation"]["freed"] - self._first
 
     def _stats(self) -> Mapping[str, Mapping[str, int]]:
-        """Return the allocator's counters, summed over all pools."""
+        """Return the allocator's counters, summed over all pools; torch has none until the device's context is made."""
         stats = self._torch.memory_stats_as_nested_dict(self._index)
         kinds = ("allocation", "allocated_bytes", "reserved_bytes", "active_bytes", "requested_bytes")
-        return {kind: stats[kind]["all"] for kind in kinds}
+        return {kind: stats[kind]["all"] if stats else _NOTHING_YET for kind in kinds}
 
     def _take_snapshot(self) -> None:
         sizes = allocated_block_sizes(allocator_segments(self._device), self._index)

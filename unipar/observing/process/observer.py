@@ -14,7 +14,7 @@ from typing import Any, Concatenate, Final, ParamSpec, final
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import dataloader
@@ -84,12 +84,15 @@ class Observer:
         self._ended_at: float | None = None
         self._pid = os.getpid()
         self._backward_depth = 0
+        self._computing: Optimizer | None = None
+        """Optimizer that has begun a step in which it calls backward."""
 
     @_harmless
     def begin(self) -> None:
         """Patch what a training loop calls, and begin to record memory."""
         around, keep = self._patches.around, self._patches.keep
-        around(Optimizer, "zero_grad", after=lambda *_, **__: self.gradients_dropped())
+        for owner in (Optimizer, nn.Module):
+            around(owner, "zero_grad", after=lambda *_, **__: self.gradients_dropped())
         around(torch.autograd, "backward", before=self.backward_begins, after=lambda *_, **__: self.backward_ends())
         around(dataloader._BaseDataLoaderIter, "__next__", before=self.data_begins, after=self.data_ends)  # pyright: ignore[reportPrivateUsage]
         around(dataloader.DataLoader, "__iter__", before=self.epoch_begins)
@@ -170,9 +173,9 @@ class Observer:
 
     @_harmless
     def backward_begins(self, tensors: Any, *_: Any, **__: Any) -> None:
-        if self.phases.phase == "backward" and self._backward_depth:
-            return  # a backward within a backward: recomputed activations
         self._backward_depth += 1
+        if self._backward_depth > 1:
+            return  # a backward within a backward: recomputed activations
         if self.phases.backwards == _BACKWARDS_WITHOUT_UPDATE and not self.record.opened:
             self.state.look_again()
         self.phases.backward_begins()
@@ -182,8 +185,12 @@ class Observer:
     @_harmless
     def backward_ends(self) -> None:
         self._backward_depth -= 1
-        if not self._backward_depth:
-            self.phases.backward_ends()
+        if self._backward_depth:
+            return
+        self.phases.backward_ends()
+        if (optimizer := self._computing) is not None:
+            self._computing = None
+            self.record.before_update(optimizer, self.phases.step)
 
     @_harmless
     def clip_begins(self, *_: Any, **__: Any) -> None:
@@ -221,7 +228,7 @@ class Observer:
         self.phases.scaler_updated()
 
     @_harmless
-    def update_begins(self, optimizer: Optimizer, *_: Any) -> None:
+    def update_begins(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if _wraps_another(optimizer):
             return
         known = self.state.knows(optimizer)
@@ -232,7 +239,10 @@ class Observer:
             self.state.add(optimizer)
             self._find_place()
             self.record.describe()
-        self.record.before_update(optimizer, self.phases.step)
+        if any(callable(value) for value in (*args[1:], *kwargs.values())):  # a function that computes the gradients
+            self._computing = optimizer
+        else:
+            self.record.before_update(optimizer, self.phases.step)
 
     @_harmless
     def update_ends(self, optimizer: Optimizer, *_: Any) -> None:
@@ -307,6 +317,8 @@ class Observer:
     def _open_without_update(self) -> None:
         """Write of a script that updates its weights itself what can be known without steps."""
         if not self.record.opened:
+            if not self.state.models:
+                self.state.look_again()
             self._find_place()
             self.record.describe(updated=True)
             self.record.note("no optimizer of torch took a step, so no steps were found: memory is shown by phase")

@@ -20,6 +20,7 @@ _patches = Patches()
 def install() -> None:
     """Wait for the first module that is made in the main thread; note clips from now on, which scripts import early."""
     _patches.around(torch.nn.Module, "__init__", before=_module_made)
+    _patches.around(torch.optim.Optimizer, "__init__", before=_optimizer_made)
     for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
         _patches.around(owner, "clip_grad_norm_", before=_clip_begins, after=_clip_ends)
 
@@ -30,6 +31,12 @@ def _module_made(module: Any, *_: Any, **__: Any) -> None:
         _begin()
     if _observer is not None:
         _observer.module_made(module)
+
+
+def _optimizer_made(*_: Any, **__: Any) -> None:
+    """Begin to observe a model that this process has from another one, and did not make."""
+    if _observer is None:
+        _begin()
 
 
 def _begin() -> None:

@@ -85,7 +85,7 @@ class StepPhases:
 
     def gradients_dropped(self) -> None:
         """Note a call of zero_grad."""
-        if self.phase in ("start", "between"):
+        if self.phase in ("start", "between") or not self._optimizers:
             self._go_on()
             self._enter("forward")
 
@@ -131,7 +131,7 @@ class StepPhases:
         """Note that the optimizer has taken it."""
         self._updating = max(0, self._updating - 1)
         if self.phase == "update" and not self._updating:
-            self._enter("between")
+            self._enter("between" if self._updated.keys() >= self._optimizers else "forward")
 
     def keep_optimizers(self, alive: Set[Hashable]) -> None:
         """Expect no step of optimizers that the script has no more."""
