@@ -10,6 +10,8 @@ from tests.support.forks import Forks
 from tests.support.softcuda.processes import EmulatedDevice
 from tests.support.softcuda.trainings.strategies import (
     FEATURES,
+    SIZES,
+    STEPWISE,
     EmulatedTraining,
     judge,
     largest_difference,
@@ -77,6 +79,27 @@ def test_dataparallel_over_two_devices(emulated: EmulatedDevice, forks: Forks, t
     run = EmulatedTraining("native/nothing+dp", ranks=1).run(emulated, "fp32", tmp_path)
     on_cpu = losses_of_one_process(forks, tmp_path)
     assert judge(EmulatedTraining("single", ranks=1), "fp32", run, on_cpu) == ""
+
+
+GENERATOR = {
+    "copy from pageable memory in unipar_mesh/pipeline/torch_schedules.py": 6.0,
+    "copy to the host in unipar/distributed/device.py": 6.0,
+}
+"""Waits of schedules of torch: the state of the random generator travels with each of 12 hidden states of a step."""
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("schedule", ["interleaved", "zerobubble"])
+def test_schedules_of_torch_in_fp16(schedule: str, emulated: EmulatedDevice, forks: Forks, tmp_path: Path) -> None:
+    """Ranks with two stages each scale the loss: losses are near those of the CPU in fp32, and not the same."""
+    deeper = {"use": f"{STEPWISE}:StepwiseGPT", "args": {**SIZES, "layers": 4}}
+    more = {"task": deeper, "data": {"last_batch": "drop"}}
+    training = EmulatedTraining(f"native/nothing+pipeline2+{schedule}", more)
+    on_cpu = training.losses_on_cpu(forks, tmp_path)
+    run = training.run(emulated, "fp16", tmp_path)
+    assert judge(training, "fp16", run, on_cpu) == ""
+    assert largest_difference(run.result, on_cpu) > 1e-5
+    assert waits_of_a_step(training, run) == GENERATOR
 
 
 def test_every_wait_is_of_a_feature() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launchers import environment, launch_command, reason_missing
+from tests.support.launchers import environment, in_private_network, launch_command, reason_missing
 from tests.support.programs import skip_because
 from tests.support.slurm import cluster, reason_no_cluster
-from tests.support.softcuda.emulation import emulated_environment
+from tests.support.softcuda.emulation import ROOT, emulated_environment
 from tests.support.softcuda.processes import EmulatedDevice
 from tests.support.softcuda.profiles import A100, PROFILES
 from tests.support.softcuda.trainings.commands import COMMAND_SETTINGS, losses_of_run, write_config
@@ -23,16 +24,27 @@ GPUS = [A100.gpu_uuid(i) for i in range(2)]
 
 @pytest.mark.emulated
 @pytest.mark.parametrize(
-    ("launcher", "backend"), [("torchrun", "native"), ("accelerate launch", "accelerate"), ("deepspeed", "deepspeed")]
+    ("launcher", "backend", "precision", "flags"),
+    [
+        ("torchrun", "native", "fp32", []),
+        ("accelerate launch", "accelerate", "fp32", []),
+        ("accelerate launch", "accelerate", "fp16", ["--mixed_precision", "fp16"]),
+        ("deepspeed", "deepspeed", "fp32", []),
+    ],
 )
-def test_started_by(launcher: str, backend: str, emulated: EmulatedDevice, tmp_path: Path) -> None:
+def test_started_by(
+    launcher: str, backend: str, precision: str, flags: list[str], emulated: EmulatedDevice, tmp_path: Path
+) -> None:
     """Two ranks on two devices, with the losses of ranks that unipar starts."""
     if why := reason_missing(launcher):
         pytest.skip(why)
-    ours = write_config(tmp_path / "ours", backend=backend)
+    train = {**COMMAND_SETTINGS["train"], "precision": precision}
+    ours = write_config(tmp_path / "ours", backend=backend, train=train)
     assert emulated.unipar(["run", ours]).returncode == 0
-    config = write_config(tmp_path / "theirs", backend=backend, parallel={})
-    done = _run(launch_command(launcher, "unipar", "run", config), tmp_path)
+    config = write_config(tmp_path / "theirs", backend=backend, train=train, parallel={})
+    words = launch_command(launcher, "unipar", "run", config)
+    module = words.index("--module" if launcher == "deepspeed" else "-m")
+    done = _run([*words[:module], *flags, *words[module:]], tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert losses_of_run(tmp_path / "theirs") == losses_of_run(tmp_path / "ours")
 
@@ -42,6 +54,22 @@ def _run(words: list[str], folder: Path, more: Mapping[str, str] | None = None) 
     made, emulator = environment(folder), emulated_environment()
     made |= {**emulator, "PYTHONPATH": os.pathsep.join([emulator["PYTHONPATH"], made["PYTHONPATH"]]), **(more or {})}
     return subprocess.run(words, cwd=folder, env=made, capture_output=True, text=True, check=False, timeout=200)
+
+
+@pytest.mark.emulated
+def test_an_exported_pipeline_with_dropout(emulated: EmulatedDevice, tmp_path: Path) -> None:
+    """Its script sends the device's random state from stage to stage, and has the losses of unipar's run there."""
+    task = {"use": f"{ROOT}/tests/support/split_models.py:Kinds", "args": {"kind": "plain"}}
+    config = write_config(tmp_path, task=task, parallel={"data": 1, "pipeline": 2})
+    ours = emulated.unipar(["run", config])
+    assert ours.returncode == 0, ours.stderr
+    script = tmp_path / "script"
+    made = emulated.unipar(["export", config, "--to", "torchrun", "--out", str(script)])
+    assert made.returncode == 0, made.stderr
+    done = _run(in_private_network([str(script / "run.sh")]), tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses = [json.loads(line)["loss"] for line in (script / "log.jsonl").read_text("utf-8").splitlines()]
+    assert losses == pytest.approx(losses_of_run(tmp_path), rel=2e-6)
 
 
 @pytest.mark.emulated
