@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from unipar.observing.process.rank_record import RankRecord
 from unipar.observing.process.script_state import ScriptState
@@ -116,3 +117,21 @@ def test_processes_without_a_group(tmp_path: Path) -> None:
         record, _ = open_record(tmp_path, size=1)
         record.end("", in_step=False, compare=False)
         assert [rank.rank for rank in read_observed_ranks(tmp_path)] == [*range(number + 1)]
+
+
+def test_an_evaluation_that_repeats_its_order(tmp_path: Path) -> None:
+    """Batches that no backward follows are read to evaluate: their order may be the same in each epoch."""
+    record = RankRecord(ObserveSettings(folder=tmp_path), ScriptState(()))
+    loader = DataLoader(TensorDataset(torch.arange(24.0)), 2, sampler=DistributedSampler(range(24), 2, 0))
+    loss = torch.zeros((), requires_grad=True)
+
+    def read(*, trains: bool) -> list[str]:
+        record.add_epoch(loader)
+        for batch in loader:
+            record.add_batch(batch)
+            if trains:
+                record.add_backward(loss, 1, 1)
+        return list(record._faults)  # pyright: ignore[reportPrivateUsage]
+
+    assert read(trains=False) + read(trains=False) == []
+    assert read(trains=True) == ["repeated order"]

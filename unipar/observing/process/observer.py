@@ -154,12 +154,12 @@ class Observer:
     def data_ends(self, batch: Any, iterator: Any, *_: Any, **__: Any) -> None:
         self.phases.data_ends(trains=torch.is_grad_enabled())
         self.record.recipe.batch_read(batch, iterator)
-        self.record.add_batch(batch, self.phases.step)
+        self.record.add_batch(batch)
         self._resume_clock()
 
     @_harmless
     def epoch_begins(self, loader: Any) -> None:
-        self.record.batches.begin_epoch(loader)
+        self.record.add_epoch(loader)
         self.record.recipe.epoch_begun(loader)
 
     @_harmless

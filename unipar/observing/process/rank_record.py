@@ -49,6 +49,9 @@ class RankRecord:
         """Steps of each learning rate schedule in the present step of the optimizer."""
 
         self.batches = BatchRecord()
+        self._repeats = False
+        """Whether the batches of the present epoch are those of the one before."""
+
         self.recipe = ScriptRecipe(state)
         self._place: dict[str, Any] = {}
         self._script: dict[str, Any] = {}
@@ -148,16 +151,15 @@ class RankRecord:
 
     # What happens in a step
 
-    def add_batch(self, batch: Any, step: int) -> None:
+    def add_epoch(self, loader: Any) -> None:
+        """Note that the script iterates over a loader anew."""
+        self.batches.begin_epoch(loader)
+        self._repeats = False
+
+    def add_batch(self, batch: Any) -> None:
         """Note a batch of the script's loader."""
-        if torch.is_grad_enabled() and self.batches.add(batch):
-            self.add_fault(
-                LocalFault(
-                    kind="repeated order",
-                    step=step,
-                    detail="the first batches of an epoch are those of the epoch before, though the sampler shuffles",
-                )
-            )
+        if torch.is_grad_enabled():
+            self._repeats |= self.batches.add(batch)
 
     def add_unscaled(self, scaled: Any, loss: Any) -> None:
         """Note the loss that loss scaling has multiplied."""
@@ -166,6 +168,14 @@ class RankRecord:
 
     def add_backward(self, tensors: Any, step: int, number: int) -> None:
         """Note the tensor that is given to the `number`-th backward of a step."""
+        if self._repeats:  # only now it is an epoch that trains, and none of an evaluation
+            self.add_fault(
+                LocalFault(
+                    kind="repeated order",
+                    step=step,
+                    detail="the first batches of an epoch are those of the epoch before, though the sampler shuffles",
+                )
+            )
         loss = tensors[0] if isinstance(tensors, list | tuple) and tensors else tensors
         if self.is_logged(step) and isinstance(loss, Tensor) and loss.numel() == 1:
             known, unscaled = self._unscaled
