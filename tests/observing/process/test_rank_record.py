@@ -122,7 +122,8 @@ def test_processes_without_a_group(tmp_path: Path) -> None:
 def test_an_evaluation_that_repeats_its_order(tmp_path: Path) -> None:
     """Batches that no backward follows are read to evaluate: their order may be the same in each epoch."""
     record = RankRecord(ObserveSettings(folder=tmp_path), ScriptState(()))
-    loader = DataLoader(TensorDataset(torch.arange(24.0)), 2, sampler=DistributedSampler(range(24), 2, 0))
+    data = TensorDataset(torch.arange(24.0))
+    loader = DataLoader(data, 2, sampler=DistributedSampler(data, 2, 0))
     loss = torch.zeros((), requires_grad=True)
 
     def read(*, trains: bool) -> list[str]:
