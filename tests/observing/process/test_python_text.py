@@ -110,7 +110,11 @@ def test_value(value: Any, text: str) -> None:
     assert python_of(value).text == text
 
 
-@pytest.mark.parametrize("value", [Opaque("x"), torch.zeros(2), lambda: 0, [Opaque("x")], list(range(1000))], ids=str)
+@pytest.mark.parametrize(
+    "value",
+    [Opaque("x"), torch.zeros(2), lambda: 0, [Opaque("x")], list(range(1000))],
+    ids=["object", "tensor", "lambda", "list", "long list"],
+)
 def test_value_that_is_not_known(value: Any) -> None:
     """What cannot be made again from what is seen has no text, but its class."""
     written = python_of(value)
