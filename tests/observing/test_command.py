@@ -226,3 +226,28 @@ def test_results_of_before_are_replaced(tmp_path: Path) -> None:
     (tmp_path / "rank-3.observed.json").write_text("{}", "utf-8")
     assert prepare_folder(tmp_path, overwrite=True) == tmp_path
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_command_without_dashes(tmp_path: Path) -> None:
+    """Options behind the first word are the command's own."""
+    words = [sys.executable, "-m", "unipar", "observe", "--out", str(tmp_path / "out"), "echo", "--epochs", "1"]
+    ended = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "--epochs 1\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--steps", "x"], "steps.0: wanted a whole number above 0, got 'x'"),
+        (["--loss", "loss"], "loss: 'loss' names no variable of a file; write it as train.py:loss"),
+        (["--config", "o.yaml"], "stepz: there is no such key; did you mean 'steps'?"),
+    ],
+    ids=["steps", "loss", "config"],
+)
+def test_a_setting_that_is_wrong(options: list[str], says: str, tmp_path: Path) -> None:
+    """The command is not started, and the way out is named."""
+    (tmp_path / "o.yaml").write_text("stepz: [3, 4]", "utf-8")
+    ended = observe(tmp_path, ["echo", "started"], *options)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert says in ended.stderr
+    assert "give a setting as `unipar observe --help` lists them" in ended.stderr

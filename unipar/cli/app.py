@@ -55,6 +55,9 @@ COMMANDS = {
 }
 """Module in unipar.cli.commands and function of each command, in the order of `--help`."""
 
+WITH_COMMAND = ("observe",)
+"""Commands whose arguments are another command, with options of its own."""
+
 GROUPS = ("checkpoint", "jobs")
 """Commands that have commands of their own; their function returns them."""
 
@@ -93,7 +96,8 @@ def build_app(names: Iterable[str] = COMMANDS) -> typer.Typer:
         if name in GROUPS:
             app.add_typer(command(), name=name)
         else:
-            app.command(name, cls=_Command, epilog=EXIT_CODES_HELP)(command)
+            settings = {"allow_interspersed_args": name not in WITH_COMMAND}
+            app.command(name, cls=_Command, epilog=EXIT_CODES_HELP, context_settings=settings)(command)
     return app
 
 

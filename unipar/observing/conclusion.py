@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -36,7 +37,12 @@ class Conclusion:
     def text(self, width: int) -> str:
         """Return what is printed at the end."""
         if self.observation is None:
-            return f"unipar observe: nothing was observed: {self.why_nothing}"
+            return textwrap.fill(
+                f"unipar observe: nothing was observed: {self.why_nothing}",
+                width,
+                subsequent_indent="  ",
+                break_on_hyphens=False,
+            )
         after = f"\n{self.draft}" if self.draft else ""
         return f"\n{self.observation.table(width)}\n{self.page}{after}"
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any, Final, Self
 
 import yaml
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import PositiveInt, field_validator, model_validator
 
 from unipar.config import Section
 from unipar.errors import ConfigError
@@ -34,7 +35,7 @@ class ObserveSettings(Section):
     tokens: PositiveInt | None = None
     """Tokens in the global batch of a step; None: no rate is shown."""
 
-    loss: str | None = Field(default=None, pattern=r"^.+\.py:[A-Za-z_]\w*$")
+    loss: str | None = None
     """File and variable that holds the loss of a step, train.py:loss; None: the tensor given to backward."""
 
     memory: bool = True
@@ -51,6 +52,13 @@ class ObserveSettings(Section):
         if first < 2:
             raise ValueError("steps: the first step makes the optimizer's states, and cannot be recorded; begin at 2")
         return self
+
+    @field_validator("loss")
+    @classmethod
+    def _names_a_variable(cls, loss: str | None) -> str | None:
+        if loss is not None and re.fullmatch(r".+\.py:[A-Za-z_]\w*", loss) is None:
+            raise ValueError(f"{loss!r} names no variable of a file; write it as train.py:loss")
+        return loss
 
     @classmethod
     def from_environment(cls) -> Self:

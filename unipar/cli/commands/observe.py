@@ -108,7 +108,7 @@ def _read_settings(file: Path | None, *, out: Path | None, steps: str | None, lo
     try:
         return ObserveSettings.model_validate(values, strict=False)
     except ValidationError as e:
-        first_error = e.errors(include_url=False)[0]
-        key = ".".join(map(str, first_error["loc"])) or "observe"
-        says = str(first_error.get("ctx", {}).get("error", first_error["msg"]))
-        raise ConfigError(f"{key}: {says}; give a setting as `unipar observe --help` lists them") from None
+        from unipar.config.validation_errors import list_section_mistakes
+
+        mistakes = "; ".join(list_section_mistakes(e, ObserveSettings))
+        raise ConfigError(f"{mistakes}; give a setting as `unipar observe --help` lists them") from None
