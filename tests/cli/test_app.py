@@ -40,6 +40,7 @@ COMMANDS = (
         "runs",
         "report",
         "verify",
+        "observe",
         "check",
         "init",
         "explain",

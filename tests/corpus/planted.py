@@ -26,8 +26,8 @@ FAULTS = (
     Planted(
         "A model of from_pretrained trains in eval mode, without dropout.",
         "unipar/training/setup.py",
-        "modes = enter_training_mode(whole, keep=task.keep_modes)",
-        "modes = enter_training_mode(whole, keep=True)",
+        "modes = enter_training_mode(model, keep=task.keep_modes)",
+        "modes = enter_training_mode(model, keep=True)",
         f"{HAND_LOOPS}::test_one_process[from_pretrained with dropout]",
     ),
     Planted(
@@ -131,8 +131,8 @@ FAULTS = (
     Planted(
         "verify misses a router's auxiliary loss of weight 0.001.",
         "unipar/verification/worker/task_probe.py",
-        '"apart": apart or bool(off),',
-        '"apart": apart,',
+        '"apart": differs or bool(off),',
+        '"apart": differs,',
         "tests/verification/test_task_probe.py::test_a_balance_of_experts_depends_on_the_cut[0.001]",
     ),
 )

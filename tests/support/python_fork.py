@@ -64,6 +64,14 @@ def _run(words: Sequence[str]) -> int:
     return 0
 
 
+def _run_file(path: str) -> None:
+    """Run a file as `__main__`, whose objects live on after it."""
+    main = types.ModuleType("__main__")
+    main.__file__ = path
+    sys.modules["__main__"] = main
+    exec(compile(Path(path).read_bytes(), path, "exec"), vars(main))
+
+
 def _run_main(first: str, *rest: str) -> None:
     if first == "-m":
         sys.argv = list(rest)
@@ -78,4 +86,4 @@ def _run_main(first: str, *rest: str) -> None:
     else:
         sys.argv = [first, *rest]
         sys.path.insert(0, str(Path(first).resolve().parent))
-        runpy.run_path(first, run_name="__main__")
+        _run_file(first)  # what it makes lives to the end: torch may hang where DDP is freed without a group

@@ -58,10 +58,10 @@ EXCEPTIONS: Mapping[str, Mapping[str, str]] = {
         "spans = ": KERNELS,
         "self._note(f\"waiting was not measured: torch's profiler failed": KERNELS,
         "return None": KERNELS,
-        "found = seconds_not_hidden(spans)": KERNELS,
-        "if found is None": KERNELS,
+        "exposed = seconds_not_hidden(spans)": KERNELS,
+        "if exposed is None": KERNELS,
         "self._note('waiting was not measured: no kernel of NCCL ran')": KERNELS,
-        "return found": KERNELS,
+        "return exposed": KERNELS,
         "KERNEL_METHOD": KERNELS,
     },
     "unipar/profiling/waiting.py": {
