@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Final, final
 
 from unipar.backend import registry
@@ -93,8 +93,11 @@ def known_libraries() -> list[ObservedLibrary]:
     return [*of_backends, *_OTHERS]
 
 
-def name_callers(frame: Any) -> tuple[str, ...]:
-    """Return the names of the libraries among the callers of a frame, the outermost first."""
+def name_callers(frame: Any, optimizers: Iterable[object] = ()) -> tuple[str, ...]:
+    """Return the names of the libraries among the callers of a frame, the outermost first.
+
+    A library that has made the class of an optimizer, as Horovod does, calls torch's own step in it.
+    """
     by_module = {library.module: library.name for library in known_libraries()} | dict(_LABELS)
     by_module.pop("torch", None)
     names: list[str] = []
@@ -103,6 +106,10 @@ def name_callers(frame: Any) -> tuple[str, ...]:
         if (name := by_module.get(module)) is not None and name not in names:
             names.append(name)
         frame = frame.f_back
+    for optimizer in optimizers:
+        name = by_module.get(type(optimizer).__module__.partition(".")[0])
+        if name is not None and name not in names:
+            names.insert(0, name)
     return tuple(reversed(names))
 
 

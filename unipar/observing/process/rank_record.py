@@ -128,7 +128,7 @@ class RankRecord:
             if p.requires_grad:
                 dtypes[short_dtype(p.dtype)] = dtypes.get(short_dtype(p.dtype), 0) + whole_size(p)
         self._script = {
-            "libraries": name_callers(sys._getframe(2)),  # pyright: ignore[reportPrivateUsage]
+            "libraries": name_callers(sys._getframe(2), self._state.optimizers),  # pyright: ignore[reportPrivateUsage]
             "models": tuple(models),
             "optimizers": tuple(type(o).__name__ for o in self._state.optimizers),
             "parameters": sum(dtypes.values()),
