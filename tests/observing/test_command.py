@@ -182,9 +182,8 @@ def test_python_that_ignores_the_environment(tmp_path: Path) -> None:
     """`python -I` cannot be observed, which is said with the reason."""
     observed = observe(tmp_path, [sys.executable, "-I", script(tmp_path)])
     assert observed.returncode == 0
-    assert "-I makes Python ignore PYTHONPATH, through which processes are observed" in observed.stderr.replace(
-        "\n", " "
-    )
+    says = " ".join(observed.stderr.split())
+    assert "-I makes Python ignore PYTHONPATH, through which processes are observed" in says
 
 
 def test_why_nothing_was_observed() -> None:
