@@ -1,7 +1,7 @@
 """The account of an observed script beside that of `unipar compare`: `python -m benchmarks.observed.categories`.
 
-The script trains the quickstart's model by the same library with the same settings. Each category at the peak of forward
-and of backward is compared, but for three: `library` (a comparison leaves out what libraries allocate on first use),
+The script trains the model of the quickstart by the same library with the same settings. Each category at the peak of
+forward and of backward is compared, but for three: `library` (a comparison leaves out their memory of first use),
 `runtime` (Python's own, about 1 MiB apart) and `unattributed`.
 """
 
