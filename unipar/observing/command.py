@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
-from unipar.errors import ConfigError, UniparError
+from unipar.errors import ConfigError
 from unipar.memory.sources.malloc_build import MeterUnavailable, build_meter, preload_environment
 from unipar.observing.settings import SETTINGS_VARIABLE, ObserveSettings
 
@@ -138,9 +138,3 @@ def why_nothing(command: Sequence[str]) -> str:
         "`env -i`, a container, a process of another user or on another machine does not get the environment; "
         "mpirun needs -x UNIPAR_OBSERVE -x PYTHONPATH -x LD_PRELOAD"
     )
-
-
-class ObserveError(UniparError):
-    """Error: a command could not be observed."""
-
-    code = 1

@@ -19,7 +19,7 @@ LAST_STEP: Final = 0
 
 
 class LocalFault(Section):
-    """TrainingFault that a process found by itself."""
+    """Fault that a process found by itself."""
 
     kind: TrainingFault
     step: int

@@ -33,7 +33,7 @@ from unipar.observing.process.step_phases import Phase, StepPhases
 from unipar.observing.settings import ObserveSettings
 from unipar.profiling.waiting import SleepClock
 
-SEND_AGAIN_VARIABLE: Final = "UNIPAR_OBSERVE_RAISE"
+RAISE_VARIABLE: Final = "UNIPAR_OBSERVE_RAISE"
 """Environment variable with which tests let an observer's own error end the script."""
 
 _BACKWARDS_WITHOUT_UPDATE: Final = 3
@@ -54,7 +54,7 @@ def _harmless(
         try:
             act(self, *args, **kwargs)
         except Exception as e:  # the script must go on, whatever we do wrong
-            if os.environ.get(SEND_AGAIN_VARIABLE):
+            if os.environ.get(RAISE_VARIABLE):
                 raise
             self.stop(f"{type(e).__name__}: {e}")
 

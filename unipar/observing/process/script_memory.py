@@ -111,12 +111,12 @@ class ScriptMemory:
         self._write(folder)
         return True
 
-    def end(self, folder: Path, error: BaseException | None = None) -> None:
+    def end(self, folder: Path) -> None:
         """Write what was recorded, if the script ends before the last step to record."""
         recorder = self.recorder
         if recorder is None or recorder.ended:
             return
-        recorder.end_after_error(error or RuntimeError("the script ended"))
+        recorder.end_after_error(RuntimeError("the script ended"))
         self._write(folder)
 
     def drop(self) -> None:
