@@ -104,6 +104,20 @@ def find_module_differences(
     return differences
 
 
+def has_right_gradient(run: RunRecord, own: RunRecord, place: ModuleDifference, shares: int, axes: Axes) -> bool:
+    """Return whether, in the microbatch and on the rank of `place`, the gradient of any module's output is right."""
+    wanted, mine = _index_rows(own.traced[0]), [_index_rows(rows) for rows in run.traced]
+    scale = _backward_scale(mine, wanted, shares, axes)
+    share = run.seats[place.rank].share
+    for key, row in wanted.items():
+        size = float(row["sketch"].norm())
+        if key[0] == "backward" and key[2] == place.micro * shares + share and size > 0:
+            off = dict(_differences(run, mine, key, row, share, scale)).get(place.rank)
+            if off is not None and off <= ROUNDING_FACTOR * MIN_RELATIVE_DIFFERENCE * size:
+                return True
+    return False
+
+
 def _differences(
     run: RunRecord,
     mine: list[dict[RowKey, dict[str, Any]]],
