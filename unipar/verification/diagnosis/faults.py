@@ -18,7 +18,6 @@ from unipar.verification.diagnosis.case import (
     Fault,
     FaultCase,
     gradient_factors,
-    is_right,
     norm_factor,
     run_gradient,
     share_gradients,
@@ -35,6 +34,9 @@ from unipar.verification.judgement.judge import count_used_batches
 
 ROUNDING_ERROR_RANGES = {"bf16": (4e-4, 6e-3), "fp16": (4e-5, 4e-4)}
 """Relative error of a gradient that was rounded once or twice to a precision: smallest and largest."""
+
+_ZERO = 1e-6
+"""Length of a gradient, relative to the right one, that counts as zero."""
 
 _IN_PART = ", of some parameters"
 """End of the name of a fault that only some parameters' gradients have."""
@@ -59,7 +61,7 @@ def classify_fault(case: FaultCase) -> Fault | None:
         return _classify_forward(case, at)
     if case.loss_differences:
         return _classify_loss(case, at)
-    if (fault := _classify_backward(case, at)) is not None:
+    if (fault := _classify_no_gradient(case, at) or _classify_backward(case, at)) is not None:
         return fault
     if first.what == "ranks' weights":
         return copies.classify_parted_ranks(case, at)
@@ -173,6 +175,20 @@ def _classify_loss(case: FaultCase, step: int) -> Fault:
     )
 
 
+def _classify_no_gradient(case: FaultCase, step: int) -> Fault | None:
+    """Return the fault of gradients that are zero, if the optimizer's state tells them from those that it never got."""
+    if case.optimizer_uses_whole_tensors is not None or "weight" in case.config.train.optimizer.gradient_sums:
+        return None
+    gone = [name for name, (factor, left) in gradient_factors(case, step) if max(abs(factor), left) < _ZERO]
+    if not gone:
+        return None
+    return Fault(
+        "no gradient",
+        f"in step {step} the gradient of {count_of(len(gone), 'parameter')} ({first_few(gone)}) is zero, and in one "
+        "process it is not: nothing of the loss comes back to them",
+    )
+
+
 def _classify_backward(case: FaultCase, step: int) -> Fault | None:
     """Return the fault of a backward pass that goes wrong inside the model, if a gradient of another module is right.
 
@@ -261,7 +277,7 @@ def _fit_factor(case: FaultCase, step: int) -> float:
 def _classify_part(case: FaultCase, step: int) -> Fault | None:
     """Return the fault of the gradients of some parameters, while those of all others are right."""
     factors = dict(gradient_factors(case, step))
-    wrong = [name for name, fit in factors.items() if not is_right(case, *fit)]
+    wrong = [name for name, (factor, left) in factors.items() if not case.is_near(factor, 1.0) or left > case.near]
     if len(wrong) == len(factors):
         return None
     mix = _fit_mix(case, run_gradient(case, step), wrong, step)
