@@ -171,6 +171,10 @@ class PartlyTrainedTexts(Texts):
         return PartlyTrained(self.parts)
 
 
+class MixedTexts(Texts):
+    """The same, computed in bf16."""
+
+
 class AdamTexts(Texts):
     """The same, trained by Adam, whose weight decay is part of the gradient."""
 

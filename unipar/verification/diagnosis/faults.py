@@ -23,7 +23,7 @@ from unipar.verification.diagnosis.case import (
     share_gradients,
     whole_gradient,
 )
-from unipar.verification.diagnosis.modules import count_loss_ranks, has_right_gradient
+from unipar.verification.diagnosis.modules import count_loss_ranks, has_right_gradient, loss_rounding
 from unipar.verification.diagnosis.sketched_gradients import (
     GradientMix,
     GradientSketches,
@@ -35,10 +35,13 @@ from unipar.verification.judgement.judge import count_used_batches
 ROUNDING_ERROR_RANGES = {"bf16": (4e-4, 6e-3), "fp16": (4e-5, 4e-4)}
 """Relative error of a gradient that was rounded once or twice to a precision: smallest and largest."""
 
+MOST_OF_FULL_DIGITS = 1e-5
+"""Relative distance of a loss in fp32 from that in fp64 at most, in a microbatch."""
+
 _ZERO = 1e-6
 """Length of a gradient, relative to the right one, that counts as zero."""
 
-_IN_PART = ", of some parameters"
+IN_PART = ", of some parameters"
 """End of the name of a fault that only some parameters' gradients have."""
 
 
@@ -56,6 +59,8 @@ def classify_fault(case: FaultCase) -> Fault | None:
     if (fault := copies.classify_start(case)) is not None:
         return fault
     if case.settled.strategy.axes.ranks > 1 and (fault := mesh_faults.classify_before_update(case, at)) is not None:
+        return fault
+    if (fault := _classify_digits(case, at)) is not None:
         return fault
     if "forward" in case.module_differences:
         return _classify_forward(case, at)
@@ -149,6 +154,18 @@ def _classify_averages(case: FaultCase, step: int) -> Fault:
 
 def _equal(one: Sequence[float], other: Sequence[float]) -> bool:
     return all(math.isclose(a, b, rel_tol=1e-6) for a, b in zip(one, other, strict=True))
+
+
+def _classify_digits(case: FaultCase, step: int) -> Fault | None:
+    """Return the fault of a forward that is computed in more digits than the precision has."""
+    mine, right = loss_rounding(case.run, case.own, case.replay)
+    if mine > MOST_OF_FULL_DIGITS or right < 10 * MOST_OF_FULL_DIGITS:
+        return None
+    return Fault(
+        "more digits than asked for",
+        f"the losses of step {step} differ from those in fp64 by {mine:.1e} at most, and in one process with "
+        f"train.precision {case.config.train.precision} by up to {right:.1e}: layers compute in a finer precision",
+    )
 
 
 def _classify_forward(case: FaultCase, step: int) -> Fault:
@@ -248,7 +265,7 @@ def _classify_norms(case: FaultCase, step: int) -> Fault | None:
         return None
     shown = ", ".join(f"{n:.5g}" for n in norms)
     fault = _classify_part(case, step) or _classify_gradient(case, step)
-    if fault is not None and fault.name.removesuffix(_IN_PART) in ("not reduced", "a microbatch not reduced"):
+    if fault is not None and fault.name.removesuffix(IN_PART) in ("not reduced", "a microbatch not reduced"):
         return fault
     verb = "clip by"
     of_shares: list[float] = case.replay.shares[step - 1]["norms"]
@@ -288,9 +305,9 @@ def _classify_part(case: FaultCase, step: int) -> Fault | None:
         return None
     return replace(
         fault,
-        name=" or ".join(f"{name}{_IN_PART}" for name in fault.candidates) or f"{fault.name}{_IN_PART}",
+        name=" or ".join(f"{name}{IN_PART}" for name in fault.candidates) or f"{fault.name}{IN_PART}",
         says=f"in {count_of(len(wrong), 'parameter')} ({first_few(wrong)}) and no other, {fault.says}",
-        candidates=tuple(f"{name}{_IN_PART}" for name in fault.candidates),
+        candidates=tuple(f"{name}{IN_PART}" for name in fault.candidates),
         measured=f"in {count_of(len(wrong), 'parameter')} ({first_few(wrong)}) and no other, {fault.measured}",
         parameters=tuple(wrong),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -59,6 +60,22 @@ def find_loss_differences(run: RunRecord, own: RunRecord, exact: RunRecord, shar
             if not abs(value - right) <= max(ROUNDING_FACTOR * rounding, MIN_RELATIVE_DIFFERENCE * abs(right)):
                 differences.append(LossDifference(rank, number // shares, value, right))
     return sorted(differences, key=lambda difference: (difference.micro, difference.rank))
+
+
+def loss_rounding(run: RunRecord, own: RunRecord, exact: RunRecord) -> tuple[float, float]:
+    """Return the largest relative distances of a microbatch's loss from the exact one: of the run, and of one process.
+
+    `own` and `exact` as for modules.
+    """
+    wanted, true = _loss_by_number(own.traced[0]), _loss_by_number(exact.traced[0])
+    sizes = {number: abs(value) for number, value in true.items() if number in wanted and value}
+    mine = [
+        abs(value - true[number]) / sizes[number]
+        for rows in run.traced
+        for number, value in _loss_by_number(rows).items()
+        if number in sizes
+    ]
+    return max(mine, default=math.inf), max((abs(wanted[n] - true[n]) / size for n, size in sizes.items()), default=0.0)
 
 
 def count_loss_ranks(run: RunRecord) -> int:

@@ -25,6 +25,7 @@ ENGINES: dict[str, Callable[[Part, Config, World], Engine]] = {
     "split-twice": inputs.SplitTwice,
     "same-order": inputs.SameOrder,
     "bf16-table": inputs.Bf16Table,
+    "more-digits": inputs.MoreDigits,
     "rate-ahead": updates.rate_ahead,
     "old-parameters": updates.OldParameters,
     "some-old-parameters": updates.SomeOldParameters,

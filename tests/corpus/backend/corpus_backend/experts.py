@@ -56,7 +56,10 @@ class ScaledBalance(HealthyDDP):
 
     def _scale(self, module: nn.Module, given: Any, out: Tensor) -> None:
         if out.requires_grad:
-            out.register_hook(lambda grad: grad * self.scale())
+            out.register_hook(self._scaled)
+
+    def _scaled(self, grad: Tensor) -> Tensor:
+        return grad * self.scale()
 
     def scale(self) -> float:
         """Return the factor on the gradient."""
