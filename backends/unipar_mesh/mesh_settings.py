@@ -22,6 +22,7 @@ def describe_attention(config: Config) -> str:
         "says why",
         "gather": "gather: keys and values of all ranks",
         "ring": "ring: keys and values pass from rank to rank",
+        "ulysses": "ulysses: ranks trade their positions for some of the heads, by an all-to-all, and back by another",
         "torch": "torch's own ring attention; what it cannot do is refused",
     }[way]
 

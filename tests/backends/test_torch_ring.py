@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from unipar_mesh.context import kernels, torch_ring
 from unipar_mesh.context import spread_attention as attention
-from unipar_mesh.context.spread_attention import SequenceLayout, Way, attend_over_ranks
+from unipar_mesh.context.sequence_layout import SequenceLayout
+from unipar_mesh.context.spread_attention import Way, attend_over_ranks
 from unipar_mesh.context.torch_ring import attend_in_torch_ring, why_no_torch_ring
 
 import unipar

@@ -14,7 +14,9 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from unipar.errors import TaskError
-from unipar_mesh.context.spread_attention import SequenceLayout, Way, attend_over_ranks
+from unipar_mesh.context.head_exchange import why_no_exchange
+from unipar_mesh.context.sequence_layout import SequenceLayout
+from unipar_mesh.context.spread_attention import Way, attend_over_ranks, gather_sequence
 
 RANDOM_FUNCTIONS: frozenset[Any] = frozenset(
     {
@@ -134,6 +136,10 @@ class InsideBlock(TorchFunctionMode):
                 f"parallel.context: {self.name} has dropout inside attention ({dropout_p:g}), which this device draws "
                 "inside its kernel, not as one process would: set the model's attention dropout to 0"
             )
+        if self.attention == "ulysses" and (why := why_no_exchange(query.shape[1], layout.ranks)):
+            raise TaskError(
+                f"options.native.attention: ulysses cannot do the attention of {self.name}: {why}; say gather or ring"
+            )
         if self.trial:
             key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
             return value * (1.0 + (query + key).sum(-1, keepdim=True))
@@ -146,7 +152,7 @@ class InsideBlock(TorchFunctionMode):
             way=self.attention,
             name=self.name,
             causal=is_causal,
-            mask=self._rows(attn_mask),
+            mask=self._all_rows(attn_mask) if self.attention == "ulysses" else self._rows(attn_mask),
             dropout=dropout_p,
             scale=scale,
         )
@@ -156,6 +162,22 @@ class InsideBlock(TorchFunctionMode):
         if mask is None or mask.dim() < 2 or mask.shape[-2] in (1, self.run.layout.count()):
             return mask
         return mask.index_select(-2, self.run.layout.positions(mask.device))
+
+    def _all_rows(self, mask: Tensor | None) -> Tensor | None:
+        """Return a mask with the rows of all positions: as it was before it was cut, or gathered from all ranks."""
+        layout = self.run.layout
+        if mask is None or mask.dim() < 2 or mask.shape[-2] == layout.length:
+            return mask
+        for whole, part in self.run.cut.values():
+            if part is mask and whole.shape[-2] == layout.length:
+                return whole
+        if min(map(layout.count, range(layout.ranks))) == 1:
+            raise TaskError(
+                f"options.native.attention: ulysses cannot tell whether a mask of {self.name} has one row for all of "
+                f"{layout.length} positions, where one of {layout.ranks} ranks has one position: take longer "
+                "sequences, or say gather or ring"
+            )
+        return mask if mask.shape[-2] == 1 else gather_sequence(mask, -2, layout, self.group)
 
     def _multi_head(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call torch's own multi-head attention, whose inner attention a mode does not see."""

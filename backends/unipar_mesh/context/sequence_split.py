@@ -21,7 +21,8 @@ from unipar.model import transforms
 from unipar_mesh.context.block_arguments import Arguments, position_dimension
 from unipar_mesh.context.context_trial import examine
 from unipar_mesh.context.inside import BetweenBlocks, InsideBlock, Pass
-from unipar_mesh.context.spread_attention import SequenceLayout, Way, gather_sequence
+from unipar_mesh.context.sequence_layout import SequenceLayout
+from unipar_mesh.context.spread_attention import Way, gather_sequence
 from unipar_mesh.pipeline.stage import hidden_of_input
 from unipar_mesh.sequence.sequence_parts import joined
 from unipar_mesh.trials_without_trace import kept_attributes
