@@ -17,7 +17,8 @@ class MeshOptions(Section):
     attention: Literal["auto", "gather", "ring", "ulysses", "torch"] = "auto"
     """How attention reaches other ranks' positions under parallel.context: keys and values gathered, or passed on.
     ulysses: ranks trade their positions for some of the heads, by two all-to-alls.
-    torch: by torch's own ring attention, on CUDA only; auto: that where it can do it, else gathered."""
+    torch: by torch's own ring attention, on CUDA only. auto: that where it can do it, else ulysses if it sends fewer
+    bytes than gather, else gather."""
 
     proof: Literal["whole", "blocks", "off"] = "whole"
     """Comparison of a model split over tensor, pipeline or context with the whole one before the first step.

@@ -18,13 +18,16 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from unipar.errors import TaskError
-from unipar_mesh.context.head_exchange import attend_by_heads
+from unipar_mesh.context.head_exchange import attend_by_heads, sends_fewer_bytes
 from unipar_mesh.context.kernels import attend, attend_backward, masked_scores, share_in_sum
 from unipar_mesh.context.sequence_layout import SequenceLayout
 from unipar_mesh.context.torch_ring import attend_in_torch_ring, why_no_torch_ring
 
-Way = Literal["gather", "ring", "ulysses", "torch", "auto"]
-"""Way of keys and values to other ranks; auto: torch's ring on CUDA where it can, else gather."""
+Way = Literal["gather", "ring", "ulysses", "torch"]
+"""Way of an attention to the positions of other ranks."""
+
+Choice = Way | Literal["auto"]
+"""What a config says; auto: torch's ring on CUDA where it can, else gather, or ulysses where that sends fewer bytes."""
 
 _LOG = logging.getLogger("unipar")
 
@@ -221,12 +224,43 @@ _reasons_logged: set[str] = set()
 """Reasons in rank 0's log, without their numbers."""
 
 
-def tell_once(name: str, why: str) -> None:
+def tell_once(name: str, why: str, way: Way) -> None:
     """Write into rank 0's log why torch's ring is not taken, once for each kind of reason; `name`: of the block."""
     kind = "".join(c for c in why if not c.isdigit())
     if dist.get_rank() == 0 and kind not in _reasons_logged:
         _reasons_logged.add(kind)
-        _LOG.warning("parallel.context: the attention of %s is not torch's own: %s; gather is used instead", name, why)
+        _LOG.warning("parallel.context: the attention of %s is not torch's own: %s; %s is used instead", name, why, way)
+
+
+def as_computed(*tensors: Tensor | None) -> list[Any]:
+    """Return the tensors in the dtype in which autocast lets attention be computed; those of yes or no as they are."""
+    device = next(t.device.type for t in tensors if t is not None)
+    if not torch.is_autocast_enabled(device):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(device)
+    return [t.to(dtype) if t is not None and t.is_floating_point() else t for t in tensors]
+
+
+def choose_way(
+    q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, *, name: str, causal: bool, masked: bool, dropout: float,
+    by_heads: bool,
+) -> Way:  # fmt: skip
+    """Return what auto takes for this attention, which is the same on all ranks; the log says why not torch's ring.
+
+    `by_heads`: ranks have what they need to compute some of the heads.
+    """
+    why = ""
+    if q.device.type == "cuda":
+        why = why_no_torch_ring(
+            q, k, v, length=layout.length, ranks=layout.ranks, causal=causal, masked=masked, dropout=dropout
+        )
+        if not why:
+            return "torch"
+    fewer = not dropout and sends_fewer_bytes(q.shape[1], k.shape[1], layout.ranks, q.element_size())
+    way = "ulysses" if by_heads and fewer else "gather"
+    if why:
+        tell_once(name, why, way)
+    return way
 
 
 def attend_over_ranks(
@@ -248,25 +282,19 @@ def attend_over_ranks(
     `mask`: all columns of this rank's rows, of all rows for ulysses; `name`: of the block, for words.
     """
     by = q.shape[-1] ** -0.5 if scale is None else scale
-    if torch.is_autocast_enabled(q.device.type):
-        wanted = torch.get_autocast_dtype(q.device.type)
-        q, k, v = (t.to(wanted) for t in (q, k, v))
-        mask = mask.to(wanted) if mask is not None and mask.is_floating_point() else mask
     if way == "ulysses":
         return attend_by_heads(q, k, v, layout, group, causal=causal, mask=mask, dropout=dropout, scale=by)
-    if way == "torch" or (way == "auto" and q.device.type == "cuda"):
+    if way == "torch":
         masked = mask is not None
         why = why_no_torch_ring(
             q, k, v, length=layout.length, ranks=layout.ranks, causal=causal, masked=masked, dropout=dropout
         )
         if not why:
             return attend_in_torch_ring(q, k, v, group, causal=causal, scale=by)
-        if way == "torch":
-            raise TaskError(
-                f"options.native.attention: torch cannot do the attention of {name}: {why}; leave the option out, and "
-                "keys and values are gathered where torch's ring cannot do it"
-            )
-        tell_once(name, why)
+        raise TaskError(
+            f"options.native.attention: torch cannot do the attention of {name}: {why}; leave the option out, and "
+            "keys and values are gathered where torch's ring cannot do it"
+        )
     if not dropout and not (mask is not None and mask.requires_grad):
         q = q if q.stride(-1) == 1 else q.contiguous()  # as kernels read rows
         settings = _AttentionSettings(_Parts(layout, group, way == "ring"), causal, by, mask)
