@@ -28,17 +28,15 @@ def copies_of_key_heads(key_heads: int, ranks: int) -> int:
     return ranks // math.gcd(key_heads, ranks)
 
 
-def sends_fewer_bytes(heads: int, key_heads: int, ranks: int, element_size: int) -> bool:
-    """Return whether the exchange sends fewer bytes in forward and backward than gathering keys and values.
+def bytes_beside_gathering(heads: int, key_heads: int, ranks: int, element_size: int) -> float:
+    """Return how many times the bytes of gathering keys and values the exchange sends, in forward and backward.
 
     Gathered are keys and values, once more for the backward, and their gradients, which are summed in 4 bytes at least.
     Exchanged are queries, keys, values and results, once in each direction, of which a rank sends 1 / ranks as much.
     """
-    if heads % ranks:
-        return False
     gathered = (2 * element_size + max(4, element_size)) * key_heads * ranks
     exchanged = 2 * element_size * (heads + copies_of_key_heads(key_heads, ranks) * key_heads)
-    return exchanged < gathered
+    return exchanged / gathered
 
 
 def attend_by_heads(

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from unipar.errors import TaskError
-from unipar_mesh.context.head_exchange import attend_by_heads, sends_fewer_bytes
+from unipar_mesh.context.head_exchange import attend_by_heads, bytes_beside_gathering, why_no_exchange
 from unipar_mesh.context.kernels import attend, attend_backward, masked_scores, share_in_sum
 from unipar_mesh.context.sequence_layout import SequenceLayout
 from unipar_mesh.context.torch_ring import attend_in_torch_ring, why_no_torch_ring
@@ -256,8 +256,10 @@ def choose_way(
         )
         if not why:
             return "torch"
-    fewer = not dropout and sends_fewer_bytes(q.shape[1], k.shape[1], layout.ranks, q.element_size())
-    way = "ulysses" if by_heads and fewer else "gather"
+    heads, ranks = q.shape[1], layout.ranks
+    by_heads = by_heads and not dropout and not why_no_exchange(heads, ranks)
+    fewer = by_heads and bytes_beside_gathering(heads, k.shape[1], ranks, q.element_size()) < 1
+    way = "ulysses" if fewer else "gather"
     if why:
         tell_once(name, why, way)
     return way
