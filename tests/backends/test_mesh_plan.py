@@ -136,6 +136,7 @@ def test_a_sequence_in_two_parts(
     config = in_strategy("native/nothing+context2", 2).changed({"options": {"native": {"attention": attention}}})
     (traced,) = traces.of(config)
     found = sent(traced)
+    behind: dict[str, tuple[float, float, int]]
     behind = {"all_gather": (0.0, HIDDEN, 1), "reduce_scatter": (0.0, HIDDEN, 1)}
     for name, (base, slope, calls) in sent_by_attention.items():
         _, more, again = behind.get(name, (0.0, 0.0, 0))
