@@ -93,7 +93,7 @@ class Accelerate(Backend):
 
     @override
     def refuse(self, config: Config) -> Iterator[str]:
-        if config.parallel.axes.ranks > 1:
+        if config.parallel.axes.split:
             yield from _axes_refusals(config)
         if not uses_deepspeed(config):
             return
@@ -123,7 +123,7 @@ class Accelerate(Backend):
     def idle_options(self, config: Config) -> Iterator[tuple[str, str]]:
         own = options_of(config)
         if own.find_unused_parameters != "auto" and (
-            config.parallel.shard != "nothing" or config.parallel.axes.ranks > 1
+            config.parallel.shard != "nothing" or config.parallel.axes.split
         ):
             yield "options.accelerate.find_unused_parameters", "it is DDP's, which this strategy does not use"
         if own.through != "deepspeed" and config.parallel.shard != "nothing":
@@ -146,13 +146,13 @@ class Accelerate(Backend):
         settings: dict[str, Any] = {
             "Accelerator": {"mixed_precision": accelerate_precision(config), "gradient_accumulation_steps": 1}
         }
-        if config.parallel.axes.ranks > 1:
+        if config.parallel.axes.split:
             settings["ParallelismConfig"] = parallelism_settings(config, config.parallel.data)
         if uses_deepspeed(config):
             return settings | {"DeepSpeedPlugin": {"hf_ds_config": deepspeed.native_config(config, parameters)}}
         if config.parallel.shard != "nothing":
             return settings | {"FullyShardedDataParallelPlugin": fsdp_plugin_settings(config)}
-        if config.parallel.axes.ranks > 1:
+        if config.parallel.axes.split:
             return settings
         find_unused_parameters = options_of(config).find_unused_parameters
         return settings | {
@@ -180,7 +180,7 @@ class Accelerate(Backend):
     def predict(self, config: Config, timeline: StepTimeline, ranks: int, *, device: str) -> Prediction:
         if uses_deepspeed(config):
             return deepspeed.predict(config, timeline, ranks, device=device)
-        if config.parallel.axes.ranks > 1:
+        if config.parallel.axes.split:
             from unipar_mesh.prediction.predict_mesh import predict_mesh
 
             options = MeshOptions()
@@ -224,7 +224,7 @@ class Accelerate(Backend):
             from unipar_accelerate.zero import build_zero_engine
 
             return build_zero_engine(part, config, world)
-        if config.parallel.axes.ranks > 1:
+        if config.parallel.axes.split:
             from unipar_accelerate.mesh_engine import AccelerateMeshEngine
 
             return AccelerateMeshEngine(part, config, world)
@@ -266,7 +266,7 @@ def accelerate_precision(config: Config) -> str:
 
     Under FSDP2 and DeepSpeed its bf16 means bf16 parameters, so bf16-mixed is "no" there: unipar autocasts itself.
     """
-    if config.parallel.axes.ranks > 1:
+    if config.parallel.axes.split:
         return "no"
     word = "bf16-mixed" if config.parallel.shard == "nothing" else "bf16-master"
     return "bf16" if config.train.precision == word else "no"

@@ -286,7 +286,7 @@ def build_run(
         groups = parameter_groups(module, own, task_groups=task.groups(module), own_optimizer=own_optimizer is not None)
         blocks, tied = find_blocks(module, own, patterns=task.blocks(module)), tied_names(module)
         names = state_names(module)
-        if config.parallel.axes.ranks > 1:
+        if config.parallel.axes.split:
             in_blocks.update(_count_in_blocks(module, blocks))
         dtypes = watched_dtypes(module.named_parameters())
         apply_transforms(module, blocks, own)
@@ -324,7 +324,7 @@ def build_run(
 
 def _make_observer(config: Config, modules: Mapping[str, nn.Module], world: World) -> StepObserver:
     """Return the observer of the run's steps, with a copy of the model without values where it is needed."""
-    splits, compiles = config.parallel.axes.ranks > 1, config.model.compiling is not None
+    splits, compiles = config.parallel.axes.split, config.model.compiling is not None
     peak, fake, why = None, None, ""
     if has_own_memory(world.device):
         device = find_device_peaks(device_name(world.device))
