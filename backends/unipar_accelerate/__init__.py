@@ -122,9 +122,7 @@ class Accelerate(Backend):
     @override
     def idle_options(self, config: Config) -> Iterator[tuple[str, str]]:
         own = options_of(config)
-        if own.find_unused_parameters != "auto" and (
-            config.parallel.shard != "nothing" or config.parallel.axes.split
-        ):
+        if own.find_unused_parameters != "auto" and (config.parallel.shard != "nothing" or config.parallel.axes.split):
             yield "options.accelerate.find_unused_parameters", "it is DDP's, which this strategy does not use"
         if own.through != "deepspeed" and config.parallel.shard != "nothing":
             theirs = deepspeed.options.model_validate(config.options.get("deepspeed", {}))

@@ -192,13 +192,19 @@ def kind_of_block(block: nn.Module) -> tuple[Any, ...]:
     return modules, tuple((n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in block.named_parameters())
 
 
-def whole_gradients(model: nn.Module, fn: Fn, batch: Any) -> WholeModel:
-    """Return loss and gradients of the whole model in evaluation mode, which draws no random numbers."""
+def whole_gradients(model: nn.Module, fn: Fn, *batches: Any) -> WholeModel:
+    """Return loss and gradients of the whole model, over these microbatches, in evaluation mode: nothing is drawn."""
     with unchanged(model, fn):
         model.eval()
-        loss = fn(model, batch)
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+        loss, gradients = torch.zeros(()), [None for _ in named]
+        for batch in batches:
+            share = fn(model, batch) / len(batches)
+            each = torch.autograd.grad(share, list(named.values()), allow_unused=True)
+            gradients = [
+                a if b is None else b if a is None else a.add_(b) for a, b in zip(gradients, each, strict=True)
+            ]
+            loss = loss + share.detach()
     sketches = TensorSketcher(keep=False)
     known = {
         name: sketch_whole_tensor(sketches, name, gradient)

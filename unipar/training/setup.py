@@ -40,7 +40,7 @@ from unipar.run_folder.run_attempts import count_attempts
 from unipar.run_folder.run_log import RunLog
 from unipar.task import Task
 from unipar.tracking.writer import TrackerWriter
-from unipar.training.local_batches import first_microbatch
+from unipar.training.local_batches import first_microbatch, first_microbatches
 from unipar.training.out_of_memory import explain_out_of_memory, is_out_of_memory
 from unipar.training.stopping import stop_on_signals, stop_reason
 from unipar.training.trained_parts import OfOptimizer, TrainedPart, tied_names
@@ -298,6 +298,8 @@ def build_run(
             blocks,
             loss=task.loss,
             sample=partial(first_microbatch, task, config, sizes),
+            samples=partial(first_microbatches, task, config, sizes),
+            experts=task.experts(module),
             tensor=task.tensor(module),
             cuts=task.cuts(config.parallel.axes.stages),
         )
