@@ -62,6 +62,7 @@ class Accelerate(Backend):
         axes={"tensor": ("nothing", "gradients", "parameters"), "context": ("gradients", "parameters")},
         axes_lacked={
             "pipeline": "Accelerate runs pipelines for inference alone",
+            "expert": "Accelerate's ParallelismConfig has no size for experts",
             "context": "Accelerate's ParallelismConfig takes cp_size with an FSDP2 plugin only, which shards the model "
             "over these ranks as well; use shard: parameters or gradients",
         },

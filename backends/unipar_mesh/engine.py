@@ -388,7 +388,7 @@ def _optimizer_by_mesh(make: Callable[[nn.Module], Optimizer], module: nn.Module
     optimizer = make(module)
     groups: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
-        by_mesh: dict[Any, list[nn.Parameter]] = {}
+        by_mesh: dict[Any, list[Any]] = {}
         for p in group["params"]:
             by_mesh.setdefault(p.device_mesh if isinstance(p, DTensor) else None, []).append(p)
         groups += [{**group, "params": params} for params in by_mesh.values()]

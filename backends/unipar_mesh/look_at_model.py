@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from statistics import mean, median
-from typing import Any, cast, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -197,21 +197,17 @@ def whole_gradients(model: nn.Module, fn: Fn, *batches: Any) -> WholeModel:
     with unchanged(model, fn):
         model.eval()
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        loss, gradients = torch.zeros(()), [None for _ in named]
+        loss, gradients = torch.zeros(()), dict[str, Tensor]()
         for batch in batches:
             share = fn(model, batch) / len(batches)
-            each = torch.autograd.grad(share, list(named.values()), allow_unused=True)
-            gradients = [
-                a if b is None else b if a is None else a.add_(b) for a, b in zip(gradients, each, strict=True)
-            ]
+            each: Any = torch.autograd.grad(share, list(named.values()), allow_unused=True)
+            for name, gradient in zip(named, each, strict=True):
+                if gradient is not None:
+                    gradients[name] = gradients[name] + gradient if name in gradients else gradient
             loss = loss + share.detach()
     sketches = TensorSketcher(keep=False)
-    known = {
-        name: sketch_whole_tensor(sketches, name, gradient)
-        for name, gradient in zip(named, cast("tuple[Tensor | None, ...]", gradients), strict=True)
-        if gradient is not None
-    }
-    return WholeModel(float(loss.detach()), known)
+    known = {name: sketch_whole_tensor(sketches, name, gradients[name]) for name in named if name in gradients}
+    return WholeModel(float(loss), known)
 
 
 def without_frozen_models(model: nn.Module, blocks: Sequence[str]) -> Sequence[str]:

@@ -82,15 +82,15 @@ def with_arguments(
 @contextmanager
 def experts_of_seat(module: nn.Module, layer: ExpertLayer, seat: int, ranks: int) -> Generator[None]:
     """Context manager: the module has the experts of one rank alone, on trial."""
-    mine, parameters = layer.own(seat, ranks), dict(module._parameters)
+    mine, parameters = layer.own(seat, ranks), dict(module.named_parameters(recurse=False))
     for name, p in parameters.items():
-        if p is not None:
-            module._parameters[name] = nn.Parameter(p.detach()[mine.start : mine.stop], requires_grad=False)
+        setattr(module, name, nn.Parameter(p.detach()[mine.start : mine.stop], requires_grad=False))
     for name in layer.counts:
         setattr(module, name, len(mine))
     try:
         yield
     finally:
-        module._parameters.update(parameters)
+        for name, p in parameters.items():
+            setattr(module, name, p)
         for name in layer.counts:
             setattr(module, name, layer.experts)

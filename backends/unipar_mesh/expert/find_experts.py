@@ -79,7 +79,7 @@ def _parent(name: str) -> str:
 
 def _stacked(module: nn.Module) -> int | None:
     """Return the number of experts of a module whose own parameters look stacked, one of them three-dimensional."""
-    own = [p for p in module.parameters(recurse=False)]
+    own = list(module.parameters(recurse=False))
     sizes = {p.shape[0] for p in own if p.ndim}
     if len(sizes) != 1 or not any(p.ndim == 3 for p in own) or any(p.ndim == 0 for p in own):
         return None
@@ -163,11 +163,7 @@ def _places(experts: int, call: _Call) -> tuple[Place, Place, Place] | str:
     """Return where rows, numbers of experts and their weights are among the arguments, or why they are not there."""
     given = {**dict(enumerate(call.args)), **call.kwargs}
     tensors: dict[Place, Tensor] = {place: value for place, value in given.items() if isinstance(value, Tensor)}
-    numbers = [
-        k
-        for k, t in tensors.items()
-        if _are_numbers(t) and t.ndim == 2 and int(t.min()) >= 0 and int(t.max()) < experts
-    ]
+    numbers = [place for place, t in tensors.items() if _are_numbers(t, experts)]
     if len(numbers) != 1 or len(tensors) != 3:
         shapes = ", ".join(f"{tuple(t.shape)} of {str(t.dtype).removeprefix('torch.')}" for t in tensors.values())
         return f"it is called with {shapes or 'no tensors'}, not with rows, numbers of experts and their weights"
@@ -183,8 +179,10 @@ def _places(experts: int, call: _Call) -> tuple[Place, Place, Place] | str:
     return rows[0], numbers[0], weights[0]
 
 
-def _are_numbers(t: Tensor) -> bool:
-    return not t.is_floating_point() and t.dtype != torch.bool and t.numel() > 0
+def _are_numbers(t: Tensor, experts: int) -> bool:
+    """Return whether a tensor can be the numbers of the experts of each row."""
+    whole = t.ndim == 2 and t.numel() > 0 and not t.is_floating_point() and t.dtype != torch.bool
+    return whole and int(t.min()) >= 0 and int(t.max()) < experts
 
 
 def _difference_by_seats(module: nn.Module, layer: ExpertLayer, call: _Call, ranks: int) -> float:
@@ -276,8 +274,9 @@ def _refuse_failed(search: ExpertSearch, ranks: int, named: Sequence[str] | None
     if search.layers and (named is None or len(search.layers) == len(named)):
         return
     reasons = first_few([f"{name}: {why}" for name, why in search.others.items()], most=3)
+    what = "a layer that experts() names is none" if named else "no layer of this model has any"
     raise TaskError(
-        f"parallel.expert: {ranks} splits experts, and {'these are none' if named else 'no layer of this model has any'}"
-        f"{f' ({reasons})' if search.others else ''}: leave expert out, or name modules with stacked parameters, called "
-        "with rows, numbers of experts and weights, or lists of equal modules, in the task's experts(model)"
+        f"parallel.expert: {ranks} splits experts, and {what}{f' ({reasons})' if search.others else ''}: leave expert "
+        "out, or name modules with stacked parameters, called with rows, numbers of experts and weights, or lists of "
+        "equal modules, in the task's experts(model)"
     )

@@ -42,6 +42,8 @@ class _Stub(nn.Module):
                 raise TaskError(
                     f"expert {self._number} is called twice, and parallel.expert sends rows once: leave it out"
                 )
+            if rows.ndim != 2:
+                raise TaskError(f"expert {self._number} is given {tuple(rows.shape)}, and parallel.expert sends rows")
             calls.rows[self._number] = rows
             return torch.zeros_like(rows)
         before = calls.rows.get(self._number)
@@ -62,17 +64,17 @@ class ListedExperts:
 
     def run(self, run_experts: RunExperts, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return what the module returns, with the experts' outputs from `run_experts`."""
-        calls, experts = self._calls, self._module._modules[self._inner]
+        calls, experts = self._calls, getattr(self._module, self._inner)
         calls.rows.clear()
         calls.outputs = None
-        self._module._modules[self._inner] = calls.stubs
+        setattr(self._module, self._inner, calls.stubs)
         try:
             with kept_random_state():
                 self._forward(*args, **kwargs)
-            self._module._modules[self._inner] = experts
+            setattr(self._module, self._inner, experts)
             calls.outputs = run_experts(calls.rows)
-            self._module._modules[self._inner] = calls.stubs
+            setattr(self._module, self._inner, calls.stubs)
             return self._forward(*args, **kwargs)
         finally:
-            self._module._modules[self._inner] = experts
+            setattr(self._module, self._inner, experts)
             calls.rows, calls.outputs = {}, None
