@@ -299,7 +299,7 @@ def build_run(
             loss=task.loss,
             sample=partial(first_microbatch, task, config, sizes),
             samples=partial(first_microbatches, task, config, sizes),
-            experts=task.experts(module),
+            experts=task.experts(module) if config.parallel.expert > 1 else None,
             tensor=task.tensor(module),
             cuts=task.cuts(config.parallel.axes.stages),
         )

@@ -212,7 +212,7 @@ def _part_of(task: Task, name: str, module: Any, config: Config, sizes: BatchSiz
         loss=task.loss,
         sample=partial(first_microbatch, task, config, sizes),
         samples=partial(first_microbatches, task, config, sizes),
-        experts=task.experts(module),
+        experts=task.experts(module) if config.parallel.expert > 1 else None,
         tensor=task.tensor(module),
     )
 
