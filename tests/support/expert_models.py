@@ -129,7 +129,7 @@ class Mixture(nn.Module):
             out = self.experts(rows, which, weights)
         else:
             out = torch.zeros_like(rows)
-            for number, expert in enumerate(self.kernel):
+            for number, expert in enumerate(self.experts):
                 row, slot = (which == number).nonzero(as_tuple=True)
                 if len(row):
                     out = out.index_add(0, row, expert(rows[row]) * weights[row, slot, None])
