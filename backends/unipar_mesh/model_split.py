@@ -17,7 +17,7 @@ from unipar.config.sections.strategy import Axes
 from unipar.distributed.world import World
 from unipar.engines.batch_transfer import cast_floats
 from unipar.errors import TaskError
-from unipar_mesh.expert.expert_layer import ExpertLayer, cuts_of_experts
+from unipar_mesh.expert.expert_layer import ExpertLayer, cuts_of_experts, experts_left_out
 from unipar_mesh.expert.find_experts import find_experts
 from unipar_mesh.look_at_model import ModelFacts, WholeModel, look_at_model, names_in_several, whole_gradients
 from unipar_mesh.proof.proof_of_blocks import WholeBlocks, blocks_to_prove, sketch_blocks
@@ -58,8 +58,9 @@ def look_together(
         cast_to = batch_dtype(config.train.precision)
         inputs, *other_inputs = (each if cast_to is None else cast_floats(each, cast_to) for each in (batch, *others))
         facts = look_at_model(part.module, part.blocks, part.loss, inputs, axes.stages, part.cuts)
-        plans = _plan_tensor(part, facts, world, axes)
         experts = find_experts(part, inputs, axes.expert) if axes.expert > 1 else ()
+        with experts_left_out(part.module, experts):
+            plans = _plan_tensor(part, facts, world, axes)
         full: WholeModel | WholeBlocks | None = None
         if proof == "whole":
             full = whole_gradients(part.module, part.loss, inputs, *other_inputs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 from torch import Tensor, nn
@@ -77,6 +78,24 @@ def with_arguments(
         else:
             named[place] = value
     return changed, named
+
+
+@contextmanager
+def experts_left_out(model: nn.Module, layers: Sequence[ExpertLayer]) -> Generator[None]:
+    """Context manager: modules with stacked parameters return their rows, whose shapes are known without values."""
+    modules = [model.get_submodule(layer.name) for layer in layers if layer.kind == "stacked"]
+    places = [layer.places for layer in layers if layer.kind == "stacked"]
+    try:
+        for module, where in zip(modules, places, strict=True):
+            module.forward = partial(_rows_of_call, where)
+        yield
+    finally:
+        for module in modules:
+            del module.forward
+
+
+def _rows_of_call(places: tuple[Place, Place, Place], *args: Any, **kwargs: Any) -> Tensor:
+    return arguments_at(places, args, kwargs)[0].clone()
 
 
 @contextmanager
