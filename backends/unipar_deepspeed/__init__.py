@@ -12,6 +12,7 @@ from typing_extensions import override
 from unipar.backend import Backend, Capabilities, Category, Dtypes, Engine, Part, Variant
 from unipar.backend.precision import default_dtypes
 from unipar.backend.refusals import ALL, Refusals, conditions_of, refusals_met
+from unipar.backend.torch_libraries import AXIS_NAMES
 from unipar.config import SHARDS, Config, Section, Shard
 from unipar.distributed.launchers import Launcher
 from unipar.distributed.place import Place
@@ -107,11 +108,10 @@ class DeepSpeed(Backend):
         },
         gaps={(shard, "fp64"): _NO_FP64 for shard in _SPLITTING_SHARDS},
         also={"model.offload": _SPLITTING_SHARDS},
-        axes={"tensor": SHARDS},
+        axes={"tensor": SHARDS, "expert": SHARDS},
         axes_lacked={
             "pipeline": "DeepSpeed's PipelineModule takes a list of layers, so the model would have to be rewritten; "
             "with a clip and ZeRO-0 it was 2e-3 off one process, and it refuses ZeRO-2 and ZeRO-3",
-            "expert": "DeepSpeed's AutoEP is not offered here yet",
             "context": "DeepSpeed's Ulysses is an attention layer, which has to be written into the model",
         },
         launchers=(
@@ -133,12 +133,13 @@ class DeepSpeed(Backend):
 
     @override
     def library_name(self, config: Config) -> str:
-        return f"ZeRO-{SHARDS.index(config.parallel.shard)}{' + TP' if config.parallel.tensor > 1 else ''}"
+        split = "".join(f" + {AXIS_NAMES[name]}" for name in config.parallel.axes.sizes)
+        return f"ZeRO-{SHARDS.index(config.parallel.shard)}{split}"
 
     @override
     def fills_from_files(self, config: Config) -> bool:
         exact = config.train.precision == "bf16-master"  # masters are made of rank 0's whole parameters
-        return config.parallel.shard == "parameters" and config.parallel.tensor == 1 and not exact
+        return config.parallel.shard == "parameters" and not config.parallel.axes.split and not exact
 
     @override
     def refuse(self, config: Config) -> Iterator[str]:
@@ -182,6 +183,9 @@ class DeepSpeed(Backend):
             settings["bf16"] = {"enabled": True}
         if (tensor := config.parallel.tensor) > 1:
             settings["tensor_parallel"] = {"autotp_size": tensor, "partition_config": "derived when the run starts"}
+        if (expert := config.parallel.expert) > 1:
+            preset = "chosen when the run starts"
+            settings["expert_parallel"] = {"enabled": True, "autoep_size": expert, "preset_model": preset}
         return settings
 
     @override
