@@ -109,7 +109,6 @@ class ZeroEngine(OptimizerEngine):
                 "before the first step, for parameters that ZeRO then replaces; set parallel.shard: nothing, or "
                 "backend: native"
             )
-        self.rates = BaseRates(optimizer)
         self.call = ForwardCall(part.module, world.device, autocast=autocast_dtype(config.train.precision))
         self.call.cast = batch_dtype(config.train.precision)
         if config.train.precision == "fp64":
@@ -145,16 +144,20 @@ class ZeroEngine(OptimizerEngine):
         if isinstance(split, ExpertSplit):
             users = {id(p): name for name, p in part.module.named_parameters()}
             with replaceable_layers(self.call, split):
-                engine = start(lambda _: regroup(optimizer, users, part.module, split), settings)
+                engine = start(lambda _: self._with_rates(regroup(optimizer, users, part.module, split)), settings)
             check_replaced(part.module, users.values(), split)
-            self.rates = BaseRates(optimizer)  # it has further groups
             return engine
         marked = [] if split is None else keep_sizes(part.module, split)
-        engine = start(optimizer, settings)
+        engine = start(self._with_rates(optimizer), settings)
         let_sizes(marked)
         if split is not None:
             finish_split(part, split, engine, self.world)
         return engine
+
+    def _with_rates(self, optimizer: Optimizer) -> Optimizer:
+        """Return the optimizer, of whose groups, which are final here, the engine now sets the learning rates."""
+        self.rates = BaseRates(optimizer)
+        return optimizer
 
     @override
     def step(self, fn: LossFn, micros: Sequence[Micro], factor: Factor, mark: Mark) -> Step:
