@@ -32,7 +32,11 @@ if TYPE_CHECKING:
 _NO_FP64 = "ZeRO keeps its masters in fp32; use deepspeed/nothing, native/* or fp32"
 _SPLITTING_SHARDS: tuple[Shard, ...] = ("optimizer", "gradients", "parameters")
 _OFFLOAD = "options.deepspeed.offload_optimizer"
-_AUTOTP, _ACTIVATIONS = "AutoTP", "activations under AutoTP"
+_AUTOTP, _ACTIVATIONS, _AUTOEP = "AutoTP", "activations under AutoTP", "AutoEP"
+_BF16_COPIES = (
+    "DeepSpeed keeps bf16 copies of the parameters, with which the split model cannot be proved equal to the whole one",
+    "use fp32 or bf16-mixed, or backend: native",
+)
 _REFUSALS: Refusals = {
     "parallel.sequence": {
         _ACTIVATIONS: (
@@ -40,22 +44,43 @@ _REFUSALS: Refusals = {
             "leave it out, or use backend: native",
         )
     },
-    "train.precision: bf16-master": {
-        _AUTOTP: (
-            "DeepSpeed keeps bf16 copies of the parameters, with which the split model cannot be proved equal to the "
-            "whole one",
-            "use fp32 or bf16-mixed, or backend: native",
+    "train.precision: bf16-master": dict.fromkeys((_AUTOTP, _AUTOEP), _BF16_COPIES),
+    "parallel.tensor": {
+        _AUTOEP: (
+            "no run of DeepSpeed's AutoEP beside AutoTP has been compared with one process",
+            "leave one of them out, or use backend: native",
         )
     },
     "offloading": {
         _AUTOTP: (
             "no run of DeepSpeed's AutoTP with offloaded state has been compared with one process",
             "leave one of them out",
-        )
+        ),
+        _AUTOEP: (
+            "no run of DeepSpeed's AutoEP with offloaded state has been compared with one process",
+            "leave one of them out",
+        ),
     },
-    "whole_matrices": {_OFFLOAD: ("its matrices are joined on the device", "leave one of them out")},
+    "whole_matrices": {
+        _OFFLOAD: ("its matrices are joined on the device", "leave one of them out"),
+        _AUTOEP: (
+            "DeepSpeed's AutoEP keeps each gate_up_proj as two parameters, whose matrices are halves of those that are "
+            "updated as a whole",
+            "use backend: native, or take adamw",
+        ),
+    },
     "moments_in_bf16": {
-        _OFFLOAD: ("moments in host memory take none of the device, in bf16 or fp32", "leave one of them out")
+        _OFFLOAD: ("moments in host memory take none of the device, in bf16 or fp32", "leave one of them out"),
+        _AUTOEP: (
+            "no run of DeepSpeed's AutoEP with moments in bf16 has been compared with one process",
+            "use backend: native, or take adamw",
+        ),
+    },
+    "model.compile": {
+        _AUTOEP: (
+            "no compiled run of DeepSpeed's AutoEP has been compared with one process",
+            "leave one of them out, or use backend: native",
+        )
     },
     "moments_in_blocks": {
         ALL: (
@@ -148,6 +173,8 @@ class DeepSpeed(Backend):
         conditions = conditions_of(config) | {ALL: ""}
         if config.parallel.tensor > 1:
             conditions |= {_AUTOTP: "parallel.tensor", _ACTIVATIONS: ""}
+        if config.parallel.expert > 1:
+            conditions[_AUTOEP] = "parallel.expert"
         if options.offload_optimizer != "none":
             conditions[_OFFLOAD] = f"{_OFFLOAD}: {options.offload_optimizer}"
         if options.offload_optimizer != "none" or options.offload_parameters != "none":

@@ -143,8 +143,12 @@ class ZeroEngine(OptimizerEngine):
         """Return DeepSpeed's engine, which cuts the model as planned while it starts."""
         if isinstance(split, ExpertSplit):
             users = {id(p): name for name, p in part.module.named_parameters()}
+
+            def make(parameters: Any) -> Optimizer:
+                return self._with_rates(regroup(optimizer, users, part.module, split))
+
             with replaceable_layers(self.call, split):
-                engine = start(lambda _: self._with_rates(regroup(optimizer, users, part.module, split)), settings)
+                engine = start(make, settings)
             check_replaced(part.module, users.values(), split)
             return engine
         marked = [] if split is None else keep_sizes(part.module, split)
@@ -294,9 +298,7 @@ class ZeroEngine(OptimizerEngine):
         self.engine.destroy()
 
 
-def _plan_split(
-    part: Part, config: Config, world: World
-) -> tuple[TensorSplit | ExpertSplit | None, WholeModel | None]:
+def _plan_split(part: Part, config: Config, world: World) -> tuple[TensorSplit | ExpertSplit | None, WholeModel | None]:
     """Return how DeepSpeed is to split the model, and loss and gradients of the whole one; None if it is not split."""
     if config.parallel.tensor > 1:
         return plan_tensor(part, config, world)

@@ -1,4 +1,4 @@
-"""DeepSpeed's expert parallelism (AutoEP): the layers that it replaces, and which of the user's parameters a rank has."""
+"""DeepSpeed's expert parallelism (AutoEP): layers that it replaces, and the user's parameters that a rank has."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, final
 
-import torch
 from deepspeed.module_inject.auto_ep import AutoEP
 from deepspeed.module_inject.auto_ep_config import MoELayerSpec, parse_autoep_config
 from deepspeed.module_inject.auto_ep_presets.registry import (
@@ -21,6 +20,7 @@ from deepspeed.module_inject.auto_ep_presets.registry import (
 from deepspeed.moe.fused_expert_layout import classify_fused_gate_up_layout
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import override
 from unipar_mesh.look_at_model import WholeModel, whole_gradients
 from unipar_mesh.model_split import made_on_first_rank, microbatches
 
@@ -251,8 +251,8 @@ def _parts_of_layer(model: nn.Module, spec: MoELayerSpec, ranks: int, seat: int)
     layout = classify_fused_gate_up_layout(*(tuple(params[sources[w]].shape) for w in ("w1", "w2"))) if joined else None
     if layout is not None and layout.layout != "gate_up_first":
         raise TaskError(
-            f"DeepSpeed's AutoEP transposes the matrices of {prefix}, whose checkpoints unipar could not read back: use "
-            "backend: native"
+            f"DeepSpeed's AutoEP transposes the matrices of {prefix}, of which no run has been compared with one "
+            "process: use backend: native"
         )
     parts: dict[str, ExpertPart] = {}
     for mine, source in sources.items():
@@ -321,9 +321,11 @@ def replaceable_layers(call: ForwardCall, split: ExpertSplit) -> Generator[None]
 class _OutputsByName(dict[str, Any]):
     """Transformers' table of the outputs that models can record, asked by a model or by the name of its class."""
 
+    @override
     def __setitem__(self, key: Any, value: Any) -> None:
         super().__setitem__(_class_name(key), value)
 
+    @override
     def get(self, key: Any, default: Any = None) -> Any:
         found = super().get(_class_name(key))
         return (found or {}) if isinstance(key, nn.Module) else default if found is None else found

@@ -251,9 +251,8 @@ class ZeroPartitions:
                 flat = p.data.view(-1)
                 for where, tensor in self._regions_of(name, Region(0, p.numel()), flat):
                     read.fill(tensor, self._saved(name), "weight", where)
-        vectors = {
-            self._saved(name): read.kinds(self._saved(name)) - {"weight"} for name, p in named if p.requires_grad and name not in self.matrices
-        }
+        trained = (self._saved(name) for name, p in named if p.requires_grad and name not in self.matrices)
+        vectors = {name: read.kinds(name) - {"weight"} for name in trained}
         _refuse_unequal_states(vectors)
         kinds = next(iter(vectors.values()), set[str]())
         if kinds:
