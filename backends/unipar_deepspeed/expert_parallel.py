@@ -207,6 +207,12 @@ def _preset_of(config: Any) -> str:
     """Return the preset for a config: that of its model type, or the first whose numbers it has; a proof follows."""
     if (named := preset_name_for_hf_model_type(config.model_type)) is not None:
         return named
+    if getattr(config, "output_router_logits", False):
+        raise TaskError(
+            f"DeepSpeed's AutoEP has no preset for {config.model_type}, and in place of the router's logits, which "
+            "this model's loss reads, it would return none: use backend: native, or leave output_router_logits out of "
+            "its config"
+        )
     for name in available_preset_names():
         preset = get_preset(name)
         if all(hasattr(config, key) for key in (preset.num_experts_attr, preset.top_k_attr)):

@@ -182,7 +182,7 @@ class ZeroPartitions:
         states = self.matrices.vector_states()
         moments = sorted({k for s in states for k, v in s.items() if isinstance(v, Tensor)} - {"step"})
         steps = [s["step"] for s in states if "step" in s]
-        seat = self.world.mesh.seat
+        seat, counted = self.world.mesh.seat, set[str]()
         for name, p in self.model.named_parameters():
             cut, saved = self.is_cut(name), self._saved(name)
             shape = self.whole_shape(name, p)
@@ -191,7 +191,8 @@ class ZeroPartitions:
                 first = (cut or seat["tensor"] == 0) and not (self.whole(p) and self._copy(p))
                 for where, tensor in self.regions(name, p, kind) if first else ():
                     yield Piece(saved, kind, shape, where, tensor)
-            if steps and vector and self.world.rank == 0:
+            if steps and vector and saved not in counted and self.world.rank == 0:
+                counted.add(saved)
                 yield Piece(saved, "step", (), Region(0, 1), torch.as_tensor(steps[0], dtype=torch.float32))
             if name in self.matrices:
                 yield from self.matrices.pieces(name)
