@@ -62,6 +62,16 @@ def mesh_refusals(config: Config) -> Iterator[str]:
             "options.native.proof: blocks is not available with parallel.sequence: true, where a block between others "
             "has a part of its input; take proof: whole, or leave sequence out"
         )
+    if options_of(config).proof == "blocks" and axes.expert > 1:
+        yield (
+            "options.native.proof: blocks is not available with parallel.expert, where a block's experts have other "
+            "ranks' samples too; take proof: whole"
+        )
+    if config.parallel.shard_over == "machine" and axes.expert > 1:
+        yield (
+            "parallel.shard_over: machine is not available with parallel.expert: give the number of a machine's ranks "
+            "that train on different data"
+        )
     if options_of(config).vocabulary == "split" and axes.tensor > 1 and axes.pipeline > 1:
         yield (
             "options.native.vocabulary: split is not available with pipeline: embedding and head lie on different "
@@ -89,7 +99,8 @@ _AXES_REFUSALS: Refusals = {
 def axes_refusals(config: Config) -> Iterator[str]:
     """Yield a sentence for each key that no library takes beside blocks that unipar has split."""
     axes = config.parallel.axes
-    blocks = {"split blocks": str(axes)} if axes.tensor > 1 or axes.context > 1 else {"whole blocks": "pipeline"}
+    split = axes.tensor > 1 or axes.context > 1 or axes.expert > 1
+    blocks = {"split blocks": str(axes)} if split else {"whole blocks": "pipeline"}
     yield from refusals_met(conditions_of(config) | {"axes": str(axes)} | blocks, _AXES_REFUSALS)
 
 

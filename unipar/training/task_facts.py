@@ -202,7 +202,7 @@ def cuts_of_task(task: Task, stages: int) -> tuple[str, ...] | None:
 
 def _part_of(task: Task, name: str, module: Any, config: Config, sizes: BatchSizes) -> Part:
     from unipar.model.blocks import find_blocks
-    from unipar.training.local_batches import first_microbatch
+    from unipar.training.local_batches import first_microbatch, first_microbatches
 
     return Part(
         name,
@@ -211,6 +211,8 @@ def _part_of(task: Task, name: str, module: Any, config: Config, sizes: BatchSiz
         blocks=find_blocks(module, config, patterns=task.blocks(module)),
         loss=task.loss,
         sample=partial(first_microbatch, task, config, sizes),
+        samples=partial(first_microbatches, task, config, sizes),
+        experts=task.experts(module) if config.parallel.expert > 1 else None,
         tensor=task.tensor(module),
     )
 

@@ -351,7 +351,7 @@ def _explain_strategy(
             checks.check_can_run(at)
     except UniparError as e:
         return StrategyExplanation(str(strategy), str(e), {}, {})
-    axes = list(_explain_axes(at, strategy, ranks)) if strategy.axes.ranks > 1 else []
+    axes = list(_explain_axes(at, strategy, ranks)) if strategy.axes.split else []
     if deep and strategy.axes.tensor * strategy.axes.context > 1:
         from unipar.training.task_facts import describe_split
 
