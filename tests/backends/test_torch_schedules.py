@@ -86,8 +86,8 @@ def test_what_they_run() -> None:
         ),
         (
             {"parallel": {"data": 2, "pipeline": 2, "expert": 2, "schedule": "zerobubble"}},
-            "parallel.schedule: zerobubble is not available with expert: 2: it averages gradients over all ranks of the "
-            "data at once, and ranks along expert hold different experts; take another schedule",
+            "parallel.schedule: zerobubble is not available with expert: 2: it averages gradients over all ranks of "
+            "the data at once, and ranks along expert hold different experts; take another schedule",
         ),
         (
             {"parallel": {"data": 1, "pipeline": 2, "shard": "parameters", "schedule": "zerobubble"}},

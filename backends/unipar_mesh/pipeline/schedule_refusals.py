@@ -56,6 +56,5 @@ def refusals_of_torch_schedules(config: Config) -> Iterator[str]:
                 f"of the pipeline; there are {count}, which are not {rounds} equal rounds: take a multiple of "
                 f"{axes.pipeline} (batch.total = data x micro x accumulate), or schedule 1f1b"
             )
-    context = {"context": f"context: {axes.context}"} if axes.context > 1 else {}
-    expert = {"expert": f"expert: {axes.expert}"} if axes.expert > 1 else {}
-    yield from refusals_met(conditions_of(config) | context | expert | {"torch's": name, axes.schedule: name}, _REFUSALS)
+    beside = {axis: f"{axis}: {size}" for axis, size in axes.sizes.items() if axis in ("context", "expert")}
+    yield from refusals_met(conditions_of(config) | beside | {"torch's": name, axes.schedule: name}, _REFUSALS)
