@@ -167,8 +167,8 @@ def settle_machines(config: Config, *, counts_gpus: bool = False) -> tuple[int, 
     machines, ranks, axes = config.machines or Machines(), config.parallel.ranks, config.parallel.axes
     nodes, per = machines.nodes, machines.ranks_per_node
     if isinstance(ranks, int):
-        world = f"parallel.data ({config.parallel.data})" + (f" x {axes}" if axes.ranks > 1 else "")
-        world += f" = {count_of(ranks, 'rank')}" if axes.ranks > 1 else ""
+        world = f"parallel.data ({config.parallel.data})" + (f" x {axes}" if axes.split else "")
+        world += f" = {count_of(ranks, 'rank')}" if axes.split else ""
     else:
         world = "parallel.data (auto)"
     if per == "auto":

@@ -58,7 +58,7 @@ def classify_fault(case: FaultCase) -> Fault | None:
         return _classify_averages(case, at)
     if (fault := copies.classify_start(case)) is not None:
         return fault
-    if case.settled.strategy.axes.ranks > 1 and (fault := mesh_faults.classify_before_update(case, at)) is not None:
+    if case.settled.strategy.axes.split and (fault := mesh_faults.classify_before_update(case, at)) is not None:
         return fault
     if (fault := _classify_digits(case, at)) is not None:
         return fault

@@ -110,7 +110,7 @@ def find_module_differences(
         size = float(row["sketch"].norm())
         allowed = max(ROUNDING_FACTOR * rounding, MIN_RELATIVE_DIFFERENCE * size)
         off_of_rank = dict(_differences(run, mine, key, row, share, factor))
-        if not off_of_rank and axes.ranks == 1:
+        if not off_of_rank and not axes.split:
             first = next((r for r, seat in enumerate(run.seats) if seat.share == share), 0)
             differences[way] = ModuleDifference(way, row["module"], first, micro, float("nan"))
         for rank, off in off_of_rank.items():

@@ -351,8 +351,8 @@ def _explain_strategy(
             checks.check_can_run(at)
     except UniparError as e:
         return StrategyExplanation(str(strategy), str(e), {}, {})
-    axes = list(_explain_axes(at, strategy, ranks)) if strategy.axes.ranks > 1 else []
-    if deep and strategy.axes.tensor > 1:
+    axes = list(_explain_axes(at, strategy, ranks)) if strategy.axes.split else []
+    if deep and strategy.axes.tensor * strategy.axes.context > 1:
         from unipar.training.task_facts import describe_split
 
         sizes = at.batch.settle(ranks // strategy.axes.ranks)
