@@ -22,7 +22,10 @@ class RankPart(ABC):
 
     model: nn.Module
     blocks: Sequence[str]
-    """Names of the blocks that this rank has."""
+    """Names of the blocks that this rank has; layers of experts in one come before it."""
+
+    experts_of_blocks: frozenset[str] = frozenset()
+    """Names of those that are layers of experts, of which ranks of the data have different ones."""
 
     mesh: Mesh
     """Mesh of the ranks that train on the same samples, with this one's seat."""
@@ -53,6 +56,9 @@ class RankPart(ABC):
 
     stages_of: Mapping[str, int]
     """Number of stages that use a parameter, by its name, where several do."""
+
+    axis_of_group: Mapping[str, str] = {}  # noqa: RUF012 - replaced as a whole
+    """Axis along which a process group lies, by the group's name, while the part is placed."""
 
     @abstractmethod
     def placed(self) -> AbstractContextManager[None]:

@@ -61,6 +61,15 @@ class Exchange:
         experts = torch.arange(own, device=counts.device).repeat(ranks).repeat_interleave(theirs)
         return cls(group, experts, sent, received)
 
+    @classmethod
+    def evenly(cls, rows: int, own: int, group: dist.ProcessGroup, device: torch.device) -> Exchange:
+        """Return the exchange in which each rank, and each of its experts, gets as many rows: for tensors without values."""
+        ranks = group.size()
+        counts = torch.empty(own * ranks, dtype=torch.int64, device=device)
+        dist.all_to_all_single(torch.empty_like(counts), counts, group=group)
+        each = [rows // ranks + (rank < rows % ranks) for rank in range(ranks)]
+        return cls(group, torch.arange(rows, device=device).remainder_(own), each, each)
+
     def there(self, rows: Tensor) -> Tensor:
         """Return the rows for this rank's experts."""
         return cast("Tensor", _AllToAll.apply(rows, self.sent, self.received, self.group))

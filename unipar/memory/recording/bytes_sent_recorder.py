@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, NamedTuple, Protocol, final
 
 import torch
@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from unipar.distributed.world_machines import WorldMachines
-from unipar.memory.account import ALL_RANKS, UNKNOWN_AXIS
+from unipar.memory.account import ALL_RANKS, EXPERT_AXIS, UNKNOWN_AXIS
 
 TRAFFIC_METHOD: Final = "each call of torch.distributed's operators"
 """Description of how bytes are counted, for the account."""
@@ -71,9 +71,17 @@ class CollectiveCounter(TorchDispatchMode):
     of one rank send nothing, and do not count. Autograd's threads inherit the mode, so calls in a backward count.
     """
 
-    def __init__(self, traffic: Traffic, mesh: AxesOfRanks, machines: WorldMachines | None = None) -> None:
+    def __init__(
+        self,
+        traffic: Traffic,
+        mesh: AxesOfRanks,
+        machines: WorldMachines | None = None,
+        axis_of_group: Mapping[str, str] | None = None,
+    ) -> None:
+        """`axis_of_group`: axes of groups by their names; that of experts has ranks as one of the data can have."""
         super().__init__()
         self._traffic, self._mesh, self._machines = traffic, mesh, machines
+        self._axis_of_group = axis_of_group or {}
         self.calls: Counter[tuple[str, str]] = Counter()
         """Number of calls by axis and collective."""
 
@@ -114,7 +122,10 @@ class CollectiveCounter(TorchDispatchMode):
             if name not in self._groups:
                 ranks = dist.get_process_group_ranks(group)
                 across = self._machines is not None and self._machines.between(ranks)
-                self._groups[name] = _Group(axis_of_ranks(self._mesh, ranks), across)
+                axis = axis_of_ranks(self._mesh, ranks)
+                if axis is not None and self._axis_of_group.get(name) == EXPERT_AXIS:
+                    axis = EXPERT_AXIS
+                self._groups[name] = _Group(axis, across)
             return self._groups[name]
         except Exception:  # a group that torch does not know; its bytes count all the same
             return _Group(UNKNOWN_AXIS, across=False)

@@ -231,6 +231,7 @@ class TaskTraces:
             sample=lambda: fake.batch(fake.micro),
             tensor=fake.task.tensor(fake.model),
             cuts=fake.task.cuts(config.parallel.axes.stages),
+            experts=fake.task.experts(fake.model) if config.parallel.expert > 1 else None,
         )
         with explain_values("the split model"):
             axes = config.parallel.axes

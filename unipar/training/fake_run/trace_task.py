@@ -171,7 +171,8 @@ def trace_part(
             steps.append(trace_step(fake, count, part))
             sizes.append((part.sent_on, part.sent_back, part.received))
         timeline = fake.timeline(part.blocks, steps[0].record, part.stages_of)
-    timeline = replace(timeline, whole=traced.timeline.parameters)
+    experts = frozenset(number for number, name in enumerate(part.blocks) if name in part.experts_of_blocks)
+    timeline = replace(timeline, whole=traced.timeline.parameters, experts=experts)
     on, back, received = (line_through(*zip(counts, each, strict=True)) for each in zip(*sizes, strict=True))
     stage = PlannedStage(timeline, combine_steps(*steps), sent_on=on, sent_back=back, received=received)
     schedule = axes.schedule if axes.pipeline > 1 else None
@@ -192,7 +193,8 @@ def _volumes(steps: Sequence[FakeStep], part: RankPart) -> Sequence[MicrobatchVo
     volumes: list[MicrobatchVolume] = []
     for (axis, collective), size in first.sent.items():
         base, slope = line_through((first.micro, size), (second.micro, second.sent[axis, collective]))
-        calls, ranks = first.calls[axis, collective], part.mesh.sizes.get(axis, part.mesh.ranks)
+        calls = first.calls[axis, collective]
+        ranks = part.mesh.expert if axis == "expert" else part.mesh.sizes.get(axis, part.mesh.ranks)
         volumes.append(MicrobatchVolume(axis, collective, base, slope, calls, ranks))
     return volumes
 
