@@ -9,16 +9,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from unipar_mesh.expert.exchange import Exchange
+from unipar_mesh.expert.exchange import AssumedRouting, Exchange
 from unipar_mesh.expert.expert_layer import ExpertLayer, arguments_at, with_arguments
 from unipar_mesh.expert.listed_experts import ExpertCalls, ListedExperts
 from unipar_mesh.tensor.tensor_parallel import Undo
 
 
-def arm_experts(model: nn.Module, layer: ExpertLayer, group: dist.ProcessGroup, *, even: bool = False) -> Undo:
+def arm_experts(model: nn.Module, layer: ExpertLayer, group: dist.ProcessGroup, *, assumed: AssumedRouting | None = None) -> Undo:
     """Let a layer, of which this rank has its own experts' parameters, compute with those of all ranks of a group.
 
-    Return what takes that back. `even`: there are no values, and experts are taken to get as many rows each.
+    Return what takes that back. `assumed`: where rows go in a model without values.
     """
     if layer.kind == "stacked":
         module, inner = model.get_submodule(layer.name), ""
@@ -27,9 +27,9 @@ def arm_experts(model: nn.Module, layer: ExpertLayer, group: dist.ProcessGroup, 
         module = model.get_submodule(parent)
     before = {name: vars(module).get(name) for name in ("forward", *layer.counts)}
     if layer.kind == "stacked":
-        _arm_stacked(module, layer, group, even=even)
+        _arm_stacked(module, layer, group, assumed)
     else:
-        _arm_list(module, inner, layer, group, even=even)
+        _arm_list(module, inner, layer, group, assumed)
 
     def undo() -> None:
         for name, value in before.items():
@@ -41,7 +41,7 @@ def arm_experts(model: nn.Module, layer: ExpertLayer, group: dist.ProcessGroup, 
     return undo
 
 
-def _arm_stacked(module: nn.Module, layer: ExpertLayer, group: dist.ProcessGroup, *, even: bool) -> None:
+def _arm_stacked(module: nn.Module, layer: ExpertLayer, group: dist.ProcessGroup, assumed: AssumedRouting | None) -> None:
     own = layer.experts // group.size()
     for name in layer.counts:
         setattr(module, name, own)
@@ -51,10 +51,10 @@ def _arm_stacked(module: nn.Module, layer: ExpertLayer, group: dist.ProcessGroup
         rows, numbers, weights = arguments_at(layer.places, args, kwargs)
         slots = numbers.shape[1]
         expert, order = numbers.reshape(-1).sort(stable=True)
-        if even:
-            exchange = Exchange.evenly(len(order), own, group, order.device)
-        else:
+        if assumed is None:
             exchange = Exchange.of(torch.bincount(expert, minlength=layer.experts), group)
+        else:
+            exchange = Exchange.assumed(assumed, len(order), own, group, order.device)
         sent = exchange.there(rows[order // slots])
         weight = exchange.there(weights.reshape(-1)[order])
         idle = len(sent) == 0  # its parameters need gradients all the same, and libraries a forward
@@ -68,7 +68,7 @@ def _arm_stacked(module: nn.Module, layer: ExpertLayer, group: dist.ProcessGroup
     module.forward = forward
 
 
-def _arm_list(module: nn.Module, inner: str, layer: ExpertLayer, group: dist.ProcessGroup, *, even: bool) -> None:
+def _arm_list(module: nn.Module, inner: str, layer: ExpertLayer, group: dist.ProcessGroup, assumed: AssumedRouting | None) -> None:
     experts: Any = getattr(module, inner)
     own = layer.own(group.rank(), group.size())
     listed = ListedExperts(module, inner, ExpertCalls(experts))
@@ -77,10 +77,10 @@ def _arm_list(module: nn.Module, inner: str, layer: ExpertLayer, group: dist.Pro
         like = next(iter(given.values()))[:0]
         parts = [given.get(number, like) for number in range(layer.experts)]
         numbers = [len(part) for part in parts]
-        if even:
-            exchange = Exchange.evenly(sum(numbers), len(own), group, like.device)
-        else:
+        if assumed is None:
             exchange = Exchange.of(torch.tensor(numbers, device=like.device), group)
+        else:
+            exchange = Exchange.assumed(assumed, sum(numbers), len(own), group, like.device)
         order = exchange.experts.argsort(stable=True)
         rows = exchange.there(torch.cat(parts))[order]
         outputs: list[Tensor] = []

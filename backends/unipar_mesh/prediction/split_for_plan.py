@@ -118,7 +118,7 @@ class MeshPart(RankPart):
             if split.vocabulary is not None:
                 undo.callback(arm_vocabulary(self.model, split.vocabulary, self._groups.group("tensor")))
             for layer in self.experts:
-                undo.callback(arm_experts(self.model, layer, self._groups.experts(), even=True))
+                undo.callback(arm_experts(self.model, layer, self._groups.experts(), assumed=self.routing))
             stage = self._stage()
             self._split_sequence(self._groups, stage, undo)
             if stage is not None:

@@ -13,6 +13,7 @@ from torch import nn
 from unipar.backend import Backend, Part, registry
 from unipar.backend.precision import autocast_dtype
 from unipar.config import BatchSizes, Config
+from unipar.config.sections.strategy import Axes
 from unipar.config.settled import SettledConfig
 from unipar.data.lengths import TokenRows
 from unipar.model.without_values import explain_values
@@ -37,6 +38,7 @@ from unipar.training.fake_run.trace_task import (
     trace_whole,
 )
 from unipar.training.warm_up.largest import MeanStep
+from unipar.utils.text import format_size
 
 _ORDER: Final = get_args(PredictedPhase)
 
@@ -88,7 +90,7 @@ class TaskTraces:
         """
         assert config.batch.tokens is None or rows is not None, "batches of tokens are for TokenTraces"
         self._fake, self.whole = trace_fake_task(config, micro, task, rows)
-        self._parts: dict[object, tuple[TracedTask, ...]] = {}
+        self._parts: dict[tuple[str, Axes, str], tuple[TracedTask, ...]] = {}
         self._predictions: dict[object, Prediction] = {}
         self._compiled: dict[int, TracedTask] | None = None
         """Steps under torch.compile, by the size of the microbatch; None: it is not at work."""
@@ -138,6 +140,21 @@ class TaskTraces:
         if key not in self._parts:
             self._parts[key] = tuple(self._trace_parts(config, registry.find_backend(config.backend)))
         return self._parts[key]
+
+    def notes_on_experts(self) -> Iterator[str]:
+        """Yield what is assumed of experts over ranks, and what they would need at worst, for each number of ranks."""
+        worst: dict[int, tuple[int, int]] = {}
+        for (_, axes, _), traced in self._parts.items():
+            for each in traced:
+                if each.worst_routing is not None:
+                    peaks = [int(max(a.levels(self._fake.micro))) for a in (each.activations, each.worst_routing)]
+                    worst[axes.expert] = max(worst.get(axes.expert, (0, 0)), (peaks[1], peaks[0]))
+        for ranks, (most, even) in sorted(worst.items()):
+            yield (
+                f"expert{ranks}: planned is that each rank's experts get as many rows as it sends; a microbatch then "
+                f"allocates {format_size(even)}, and {format_size(most)} if one rank's experts get the rows of all "
+                f"{ranks}"
+            )
 
     def predict(self, request: PredictionRequest) -> PredictedStep:
         """Return a step of the fullest rank; raise Unsupported for what is not planned yet."""
