@@ -65,10 +65,7 @@ class ShardedModel:
     @cached_property
     def gradient_bytes(self) -> Mapping[int, int]:
         """Bytes of the whole gradients of a group as they are summed up over ranks: of all that the loss uses."""
-        return {
-            group: sum(self.padded(p) * p.element_size for _, p in self.used_in(group))
-            for group in self._groups
-        }
+        return {group: sum(self.padded(p) * p.element_size for _, p in self.used_in(group)) for group in self._groups}
 
     @property
     def _groups(self) -> Sequence[int]:

@@ -60,9 +60,6 @@ class RankPart(ABC):
     stages_of: Mapping[str, int]
     """Number of stages that use a parameter, by its name, where several do."""
 
-    axis_of_group: Mapping[str, str] = {}  # noqa: RUF012 - replaced as a whole
-    """Axis along which a process group lies, by the group's name, while the part is placed."""
-
     @abstractmethod
     def placed(self) -> AbstractContextManager[None]:
         """Context manager: the model has this rank's parameters, and a process group is there."""

@@ -77,7 +77,7 @@ class Exchange:
             sent = received = [rows // ranks + (rank < rows % ranks) for rank in range(ranks)]
         else:
             sent, received = [rows, *[0] * (ranks - 1)], [rows] * ranks
-        experts = torch.arange(sum(received), device=device).remainder_(own)
+        experts = torch.arange(sum(received), dtype=torch.int64, device=device).remainder_(own)
         return cls(group, experts, sent, received)
 
     def there(self, rows: Tensor) -> Tensor:

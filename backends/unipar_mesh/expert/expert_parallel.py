@@ -15,7 +15,9 @@ from unipar_mesh.expert.listed_experts import ExpertCalls, ListedExperts
 from unipar_mesh.tensor.tensor_parallel import Undo
 
 
-def arm_experts(model: nn.Module, layer: ExpertLayer, group: dist.ProcessGroup, *, assumed: AssumedRouting | None = None) -> Undo:
+def arm_experts(
+    model: nn.Module, layer: ExpertLayer, group: dist.ProcessGroup, *, assumed: AssumedRouting | None = None
+) -> Undo:
     """Let a layer, of which this rank has its own experts' parameters, compute with those of all ranks of a group.
 
     Return what takes that back. `assumed`: where rows go in a model without values.
@@ -41,7 +43,9 @@ def arm_experts(model: nn.Module, layer: ExpertLayer, group: dist.ProcessGroup, 
     return undo
 
 
-def _arm_stacked(module: nn.Module, layer: ExpertLayer, group: dist.ProcessGroup, assumed: AssumedRouting | None) -> None:
+def _arm_stacked(
+    module: nn.Module, layer: ExpertLayer, group: dist.ProcessGroup, assumed: AssumedRouting | None
+) -> None:
     own = layer.experts // group.size()
     for name in layer.counts:
         setattr(module, name, own)
@@ -68,7 +72,9 @@ def _arm_stacked(module: nn.Module, layer: ExpertLayer, group: dist.ProcessGroup
     module.forward = forward
 
 
-def _arm_list(module: nn.Module, inner: str, layer: ExpertLayer, group: dist.ProcessGroup, assumed: AssumedRouting | None) -> None:
+def _arm_list(
+    module: nn.Module, inner: str, layer: ExpertLayer, group: dist.ProcessGroup, assumed: AssumedRouting | None
+) -> None:
     experts: Any = getattr(module, inner)
     own = layer.own(group.rank(), group.size())
     listed = ListedExperts(module, inner, ExpertCalls(experts))

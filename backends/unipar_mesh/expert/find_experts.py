@@ -96,10 +96,7 @@ def _note_call(
     experts = _stacked(module)
     assert experts is not None
     places = _places_of_arguments(experts, args, kwargs)
-    if isinstance(places, str):
-        out = forward(*args, **kwargs)
-    else:
-        out = arguments_at(places, args, kwargs)[0].clone()
+    out = forward(*args, **kwargs) if isinstance(places, str) else arguments_at(places, args, kwargs)[0].clone()
     if name in search.others or any(layer.name == name for layer in search.layers):
         return out
     if isinstance(places, str):

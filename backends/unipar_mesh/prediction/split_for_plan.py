@@ -84,7 +84,6 @@ class MeshPart(RankPart):
                         delattr(module, name)
                         setattr(module, name, local(p))
             with fake_groups(self.mesh) as self._groups:
-                self.axis_of_group = self._groups.axis_of_group
                 yield
         finally:
             for module, own in before:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, Final, NamedTuple, Protocol, final
 
 import torch
@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
+from unipar.distributed.mesh import Mesh
 from unipar.distributed.world_machines import WorldMachines
 from unipar.memory.account import ALL_RANKS, EXPERT_AXIS, UNKNOWN_AXIS
 
@@ -71,17 +72,10 @@ class CollectiveCounter(TorchDispatchMode):
     of one rank send nothing, and do not count. Autograd's threads inherit the mode, so calls in a backward count.
     """
 
-    def __init__(
-        self,
-        traffic: Traffic,
-        mesh: AxesOfRanks,
-        machines: WorldMachines | None = None,
-        axis_of_group: Mapping[str, str] | None = None,
-    ) -> None:
-        """`axis_of_group`: axes of groups by their names; that of experts has ranks as one of the data can have."""
+    def __init__(self, traffic: Traffic, mesh: AxesOfRanks, machines: WorldMachines | None = None) -> None:
         super().__init__()
         self._traffic, self._mesh, self._machines = traffic, mesh, machines
-        self._axis_of_group = axis_of_group or {}
+        self._has_experts = isinstance(mesh, Mesh) and mesh.expert > 1
         self.calls: Counter[tuple[str, str]] = Counter()
         """Number of calls by axis and collective."""
 
@@ -104,9 +98,11 @@ class CollectiveCounter(TorchDispatchMode):
         kind = collective_of(func._schema.name)
         if kind is not None and (group := self._group(func._schema, args, kwargs or {})).axis is not None:
             size = bytes_of_call(args, out)
-            self._traffic[group.axis, kind] += size
+            to_experts = self._has_experts and (group.axis, kind) == ("data", "all_to_all")  # all others send no rows
+            axis = EXPERT_AXIS if to_experts else group.axis
+            self._traffic[axis, kind] += size
             self.across += size if group.across else 0
-            self.calls[group.axis, kind] += 1
+            self.calls[axis, kind] += 1
         return out
 
     def _group(self, schema: Any, args: Any, kwargs: Any) -> _Group:
@@ -122,10 +118,7 @@ class CollectiveCounter(TorchDispatchMode):
             if name not in self._groups:
                 ranks = dist.get_process_group_ranks(group)
                 across = self._machines is not None and self._machines.between(ranks)
-                axis = axis_of_ranks(self._mesh, ranks)
-                if axis is not None and self._axis_of_group.get(name) == EXPERT_AXIS:
-                    axis = EXPERT_AXIS
-                self._groups[name] = _Group(axis, across)
+                self._groups[name] = _Group(axis_of_ranks(self._mesh, ranks), across)
             return self._groups[name]
         except Exception:  # a group that torch does not know; its bytes count all the same
             return _Group(UNKNOWN_AXIS, across=False)

@@ -250,9 +250,7 @@ class MemoryRecorder:
             library.sends(self._world)
             if library is not None and isinstance(self._world, World)
             else nullcontext({}) as by_library,
-            CollectiveCounter(
-                self._traffic, self._world.mesh, self._world.machines, self._world.groups.axis_of_group
-            ) as counter,
+            CollectiveCounter(self._traffic, self._world.mesh, self._world.machines) as counter,
         ):
             yield
         self._across += counter.across + (sum(by_library.values()) if self._world.machines.several else 0)

@@ -115,7 +115,7 @@ def _record_step(
     before = graphs_compiled()
     recorder = StepRecorder([*model.parameters(), *model.buffers(), *tensors])
     traffic = Counter[tuple[str, str]]()
-    counter = None if part is None else CollectiveCounter(traffic, part.mesh, axis_of_group=part.axis_of_group)
+    counter = None if part is None else CollectiveCounter(traffic, part.mesh)
     if part is not None:
         part.keep = recorder.keep
     with ExitStack() as stack:
