@@ -24,7 +24,7 @@ from unipar.planning.speed import StepSpeed
 from unipar.prediction.ranks_of_machines import count_across, settle_request
 from unipar.prediction.request import PredictionRequest
 from unipar.prediction.terms import TEMPORARIES_OF_UPDATE, averaging_terms, predict_whole
-from unipar.prediction.timeline import CommVolume, PredictedPhase, Prediction, StepTimeline
+from unipar.prediction.timeline import CommVolume, PredictedPhase, Prediction, StepTimeline, Term
 from unipar.task import Task
 from unipar.training.fake_run.compiled import summarize_error
 from unipar.training.fake_run.interleaved_ranks import ranks_of_pieces
@@ -222,7 +222,11 @@ class TaskTraces:
             )
         if request.device == "cpu":  # else that is the host's memory
             stage = proof.whole
-            prediction = _without_states(Prediction(tuple(predict_whole(stage.timeline, buckets=False))))
+            terms = list(predict_whole(stage.timeline, buckets=False))
+            if request.config.parallel.expert > 1:  # gradients are added up over a microbatch for each rank of experts
+                trained = sum(p.size for p in stage.timeline.parameters if p.trained)
+                terms.append(Term("temporaries", "gradients of other microbatches", trained))
+            prediction = _without_states(Prediction(tuple(terms)))
             yield PlannedMemory(stage.timeline, prediction, stage.activations, micro)
 
     def _predict(self, request: PredictionRequest, stage: PlannedStage, timeline: StepTimeline) -> Prediction:
