@@ -101,7 +101,7 @@ class StackedExperts(nn.Module):
             row, slot = (which == expert).nonzero(as_tuple=True)
             if len(row):
                 made = F.gelu(rows[row] @ self.up[expert]) @ self.down[expert]
-                out = out.index_add(0, row, made * weights[row, slot, None])
+                out = out.index_add(0, row, (made * weights[row, slot, None]).to(out.dtype))
         return out
 
 
@@ -132,7 +132,8 @@ class Mixture(nn.Module):
             for number, expert in enumerate(self.experts):
                 row, slot = (which == number).nonzero(as_tuple=True)
                 if len(row):
-                    out = out.index_add(0, row, expert(rows[row]) * weights[row, slot, None])
+                    made = expert(rows[row]) * weights[row, slot, None]
+                    out = out.index_add(0, row, made.to(out.dtype))
         return (out + self.shared(rows)).view_as(hidden)
 
 
