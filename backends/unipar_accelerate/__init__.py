@@ -163,9 +163,13 @@ class Accelerate(Backend):
 
     @override
     def plan_split(self, part: Part, config: Config) -> Iterator[str]:
+        from unipar_mesh.context.model_attentions import describe_attentions
         from unipar_mesh.tensor.tensor_model import describe_cuts
 
-        return describe_cuts(part, config)
+        if config.parallel.tensor > 1:
+            yield from describe_cuts(part, config)
+        elif config.parallel.context > 1:
+            yield from describe_attentions(part, config)
 
     @override
     def host(self, config: Config, size: int) -> AbstractContextManager[Mapping[str, str]]:

@@ -31,7 +31,7 @@ from unipar.engines.gradients import clip_counted, scale_loss
 from unipar.engines.state import is_first_copy, local_part
 from unipar.planning.pipeline_order import microbatch_order
 from unipar_mesh.context import SequenceSplit
-from unipar_mesh.context.spread_attention import Way
+from unipar_mesh.context.spread_attention import Choice
 from unipar_mesh.expert.expert_parallel import arm_experts
 from unipar_mesh.look_at_model import WholeModel
 from unipar_mesh.model_split import LookAtModel, MeshSplit, ProofWay, look_together
@@ -102,7 +102,7 @@ class MeshEngine(ShardedEngine):
         if self.split.vocabulary is not None:
             arm_vocabulary(part.module, self.split.vocabulary, self.group("tensor"))
 
-    def _arm_context(self, part: Part, way: Way) -> SequenceSplit | None:
+    def _arm_context(self, part: Part, way: Choice) -> SequenceSplit | None:
         """Return the hooks that cut sequences over `context`, if they are."""
         if self.axes.context == 1:
             return None

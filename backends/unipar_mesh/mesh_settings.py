@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
 from unipar.backend import resources
 from unipar.backend.refusals import Refusals, conditions_of, refusals_met
@@ -11,17 +12,21 @@ from unipar.utils.text import format_size
 from unipar_mesh.options import options_of
 from unipar_mesh.pipeline.schedule_refusals import refusals_of_torch_schedules
 
+_FEWEST_BYTES: Final = (
+    "ulysses for attention whose heads divide and in which it sends fewer bytes than gather, else gather"
+)
+
 
 def describe_attention(config: Config) -> str:
     """Return how attention reaches the positions of other ranks."""
     way = options_of(config).attention
     if way == "auto" and resources.choose_device(config)[0] == "cpu":
-        return "gather: keys and values of all ranks; torch's own ring attention has kernels for CUDA only"
+        return f"{_FEWEST_BYTES}; torch's own ring attention has kernels for CUDA only"
     return {
-        "auto": "torch's own ring attention, where it can do it; else keys and values are gathered, and rank 0's log "
-        "says why",
+        "auto": f"torch's own ring attention, where it can do it; else {_FEWEST_BYTES}, and rank 0's log says why",
         "gather": "gather: keys and values of all ranks",
         "ring": "ring: keys and values pass from rank to rank",
+        "ulysses": "ulysses: ranks trade their positions for some of the heads, by an all-to-all, and back by another",
         "torch": "torch's own ring attention; what it cannot do is refused",
     }[way]
 

@@ -203,9 +203,13 @@ class Native(Backend):
 
     @override
     def plan_split(self, part: Part, config: Config) -> Iterator[str]:
+        from unipar_mesh.context.model_attentions import describe_attentions
         from unipar_mesh.tensor.tensor_model import describe_cuts
 
-        return describe_cuts(part, config)
+        if config.parallel.tensor > 1:
+            yield from describe_cuts(part, config)
+        elif config.parallel.context > 1:
+            yield from describe_attentions(part, config)
 
     @override
     def join(self, config: Config, place: Place) -> World:

@@ -118,13 +118,30 @@ def test_two_stages(traces: TaskTraces) -> None:
     assert (first.rank.whole.sent_on, second.rank.whole.sent_back) == ((0, HIDDEN), (0, HIDDEN))
 
 
-def test_a_sequence_in_two_parts(traces: TaskTraces) -> None:
-    """Keys and values of both ranks are gathered in forward and backward, and hidden states behind the last block."""
-    (traced,) = traces.of(in_strategy("native/nothing+context2", 2))
-    assert sent(traced) == {
-        ("context", "all_gather"): (0.0, 3 * 2 * 2 * HIDDEN + HIDDEN, 7),
-        ("context", "reduce_scatter"): (0.0, 3 * 2 * HIDDEN + HIDDEN, 4),
-    }
+@pytest.mark.parametrize(
+    ("attention", "sent_by_attention"),
+    [
+        ("gather", {"all_gather": (0.0, 3 * 2 * 2 * HIDDEN, 6), "reduce_scatter": (0.0, 3 * 2 * HIDDEN, 3)}),
+        ("ulysses", {"all_to_all": (0.0, 3 * 2 * 2 * HIDDEN, 3 * 2 * 2)}),
+        ("auto", {"all_to_all": (0.0, 3 * 2 * 2 * HIDDEN, 3 * 2 * 2)}),
+    ],
+)
+def test_a_sequence_in_two_parts(
+    traces: TaskTraces, attention: str, sent_by_attention: dict[str, tuple[float, float, int]]
+) -> None:
+    """Keys and values are gathered in forward and backward, or a rank's half of four tensors is traded for heads.
+
+    Hidden states are gathered behind the last block.
+    """
+    config = in_strategy("native/nothing+context2", 2).changed({"options": {"native": {"attention": attention}}})
+    (traced,) = traces.of(config)
+    found = sent(traced)
+    behind: dict[str, tuple[float, float, int]]
+    behind = {"all_gather": (0.0, HIDDEN, 1), "reduce_scatter": (0.0, HIDDEN, 1)}
+    for name, (base, slope, calls) in sent_by_attention.items():
+        _, more, again = behind.get(name, (0.0, 0.0, 0))
+        behind[name] = (base, slope + more, calls + again)
+    assert found == {("context", name): volume for name, volume in behind.items()}
 
 
 def test_a_step_of_eight_ranks(traces: TaskTraces) -> None:

@@ -33,6 +33,7 @@ _MACHINES = "write machines.nodes"
 _TENSOR = "write parallel.tensor"
 _PIPELINE = "write parallel.pipeline"
 _CONTEXT = "write parallel.context"
+_ULYSSES = "write parallel.context, and options.native.attention: ulysses"
 _EXPERT = "write parallel.expert"
 _SEQUENCE = "write parallel.sequence: true, beside parallel.tensor"
 _PIPELINE_ORDER = "write parallel.schedule: 1f1b, gpipe, interleaved or zerobubble"
@@ -144,7 +145,7 @@ _LAUNCH_FILE: Mapping[str, str] = {
     "dp_replicate_size dp_shard_size": _HYBRID,
     "tp_size": _TENSOR,
     "cp_size": _CONTEXT,
-    "sp_size": _SEQUENCE,
+    "sp_size": _ULYSSES,
 }
 
 _ZERO: Mapping[str, str] = {
@@ -171,7 +172,7 @@ _ZERO: Mapping[str, str] = {
     "prescale_gradients gradient_predivide_factor communication_data_type": "leave it out: unipar scales the loss, and "
     "sums are exact in the gradients' precision",
     "autotp_size tensor_parallel": _TENSOR,
-    "sequence_parallel_size": _CONTEXT,
+    "sequence_parallel_size ulysses_sequence_parallel_size": _ULYSSES,
     "csv_monitor tensorboard wandb comet": _TRACKERS,
     "dump_state": "use `unipar explain`",
 }

@@ -159,7 +159,7 @@ def checkpoint_bytes(task: Task, modules: Mapping[str, Any], config: Config) -> 
 
 
 def describe_split(config: Config, sizes: BatchSizes, backend: Backend) -> list[str]:
-    """Return how the backend would split the blocks of the task's model over `parallel.tensor`, as sentences."""
+    """Return how the backend would split the blocks of the task's model over the ranks of one sample, as sentences."""
     task = load_task(config)
     with user_errors_as_task_errors("model()"):
         ((name, module),) = _make_parts_on_meta(task).items()

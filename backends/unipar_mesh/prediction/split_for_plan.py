@@ -20,7 +20,7 @@ from unipar.engines.batch_transfer import map_tensors
 from unipar.engines.placement import direct_parameters
 from unipar.prediction.rank_part import RankPart
 from unipar_mesh.context import SequenceSplit
-from unipar_mesh.context.spread_attention import Way
+from unipar_mesh.context.spread_attention import Choice
 from unipar_mesh.expert.expert_layer import ExpertLayer, cuts_of_experts, experts_left_out
 from unipar_mesh.expert.expert_parallel import arm_experts
 from unipar_mesh.expert.find_experts import find_experts_without_values
@@ -59,7 +59,7 @@ class MeshPart(RankPart):
         self.experts_of_blocks = frozenset(layer.name for layer in self.experts)
         self._groups: MeshGroups | None = None
         self._flow: StageFlow | PieceFlow | None = None
-        self._way: Way = split.options.attention
+        self._way: Choice = split.options.attention
         self.proved = split.options.proof == "whole"
         self._sequences: SequenceSplit | None = None
         self.leaving: dict[Hashable, Any] = {}

@@ -352,7 +352,7 @@ def _explain_strategy(
     except UniparError as e:
         return StrategyExplanation(str(strategy), str(e), {}, {})
     axes = list(_explain_axes(at, strategy, ranks)) if strategy.axes.split else []
-    if deep and strategy.axes.tensor > 1:
+    if deep and strategy.axes.tensor * strategy.axes.context > 1:
         from unipar.training.task_facts import describe_split
 
         sizes = at.batch.settle(ranks // strategy.axes.ranks)
