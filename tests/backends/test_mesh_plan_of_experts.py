@@ -145,3 +145,16 @@ def test_the_proof_adds_up_gradients(traces: TaskTraces) -> None:
 
     size = sum(p.size for p in traces.whole.timeline.parameters)
     assert built("native/nothing+expert2") == built("native/nothing+context2") + size
+
+
+def test_lists_of_experts_are_refused() -> None:
+    """Their rows are chosen by value; the sentence says what measures them."""
+    task = {"use": f"{ROOT}/tests/support/expert_models.py:OfUser", "args": {"kind": "list"}}
+    given_list = {**given(), "task": task}
+    traces = TaskTraces(load_given_config(given_list).config, 2)
+    with pytest.raises(TaskError) as e:
+        traces.of(in_strategy("native/nothing+expert2", 2, given_list))
+    assert str(e.value) == (
+        "plan: the experts of layers.0.mixture are a list of modules, which get their rows by value, and a plan under "
+        "parallel.expert knows experts with stacked parameters: measure it (unipar compare)"
+    )

@@ -64,13 +64,20 @@ def find_experts(part: Part, batch: Any, ranks: int) -> list[ExpertLayer]:
 def find_experts_without_values(part: Part, batch: Any, ranks: int) -> list[ExpertLayer]:
     """Return the layers of experts of a model without values, by the shapes of their calls: nothing is tried.
 
-    They do not run, and return their rows. Lists of equal modules take rows by value, and are left out.
+    They do not run, and return their rows. Lists of equal modules get rows by value: raise TaskError if there are only
+    these.
     """
     assert part.loss is not None
     model, fn, named = part.module, part.loss, part.experts
     _refuse_unknown(model, named)
     search = ExpertSearch()
-    names = [n for n in _candidates(model, part.blocks, named) if _stacked(model.get_submodule(n)) is not None]
+    candidates = _candidates(model, part.blocks, named)
+    names = [n for n in candidates if _stacked(model.get_submodule(n)) is not None]
+    if candidates and not names:
+        raise TaskError(
+            f"plan: the experts of {candidates[0]} are a list of modules, which get their rows by value, and a plan under "
+            "parallel.expert knows experts with stacked parameters: measure it (unipar compare)"
+        )
     before = {name: vars(model.get_submodule(name)).get("forward") for name in names}
     with unchanged(model, fn), torch.no_grad():
         for name in names:
