@@ -7,11 +7,11 @@ from dataclasses import replace
 from functools import lru_cache
 
 from unipar.config import Config
+from unipar.config.sections.strategy import EXPERT_AXIS
 from unipar.distributed.copies_by_machine import copies_by_machine
 from unipar.distributed.mesh import MESH_AXES, Mesh
 from unipar.distributed.world_machines import WorldMachines
 from unipar.errors import ConfigError
-from unipar.memory.account import EXPERT_AXIS
 from unipar.prediction.request import PredictionRequest
 from unipar.prediction.timeline import CommVolume
 

@@ -75,8 +75,8 @@ def find_experts_without_values(part: Part, batch: Any, ranks: int) -> list[Expe
     names = [n for n in candidates if _stacked(model.get_submodule(n)) is not None]
     if candidates and not names:
         raise TaskError(
-            f"plan: the experts of {candidates[0]} are a list of modules, which get their rows by value, and a plan under "
-            "parallel.expert knows experts with stacked parameters: measure it (unipar compare)"
+            f"plan: the experts of {candidates[0]} are a list of modules, which get their rows by value, and a plan "
+            "under parallel.expert knows experts with stacked parameters: measure it (unipar compare)"
         )
     before = {name: vars(model.get_submodule(name)).get("forward") for name in names}
     with unchanged(model, fn), torch.no_grad():

@@ -15,9 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
+from unipar.config.sections.strategy import EXPERT_AXIS
 from unipar.distributed.mesh import Mesh
 from unipar.distributed.world_machines import WorldMachines
-from unipar.memory.account import ALL_RANKS, EXPERT_AXIS, UNKNOWN_AXIS
+from unipar.memory.account import ALL_RANKS, UNKNOWN_AXIS
 
 TRAFFIC_METHOD: Final = "each call of torch.distributed's operators"
 """Description of how bytes are counted, for the account."""

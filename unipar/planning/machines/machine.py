@@ -11,10 +11,9 @@ from pydantic import BeforeValidator, Field, ValidationError
 
 from unipar.config import Precision, Section
 from unipar.config.config_file import read_yaml_file
-from unipar.config.sections.strategy import Axes
+from unipar.config.sections.strategy import EXPERT_AXIS, Axes
 from unipar.config.validation_errors import join_mistakes, list_section_mistakes
 from unipar.errors import ConfigError
-from unipar.memory.account import EXPERT_AXIS
 from unipar.planning.machines.device_peaks import CLASS_OF_PRECISION, ArithmeticClass, find_device_peaks
 from unipar.utils.text import closest, parse_bytes
 
